@@ -1,0 +1,1 @@
+"""The suite: RunSpec -> Plan -> launcher -> RunRecord -> Report."""

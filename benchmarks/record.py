@@ -1,0 +1,117 @@
+"""RunRecord: one attempt at one spec. Append-only JSON, written atomically, never edited."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from zeropp.timeline import Provenance
+
+SCHEMA_VERSION = 1
+
+Status = Literal["ok", "oom", "timeout", "failed", "infeasible", "preempted"]
+
+
+class RecordError(ValueError):
+    """A file that is not a readable record; the message names the file and the reason."""
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank saw. Bytes are peaks since training began; None where not measured."""
+
+    rank: int
+    pp_rank: int
+    environment: dict[str, Any]  # host, device, versions; captured by the rank itself
+    step_s: list[float]  # every timed step, in order
+    counters: dict[str, int]
+    peak_allocated_bytes: int | None = None  # CUDA allocator
+    peak_reserved_bytes: int | None = None  # CUDA allocator
+    peak_rss_bytes: int | None = None  # CPU: peak resident set above the start of the run
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """One step against one process on the same batch: relative differences."""
+
+    passed: bool
+    tolerance: float
+    loss_error: float
+    grad_norm_error: float
+    parameter_error: float
+    shape: str  # which model was compared ("gpt_tiny", or a reduced one)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One attempt. Statistics are derived on reading; raw samples stay here."""
+
+    schema_version: int
+    record_id: str  # spec_id/attempt
+    spec_id: str
+    spec: dict[str, Any]
+    provenance: Provenance
+    status: Status
+    reason: str  # one line; empty when ok
+    started_at: str  # ISO 8601, UTC
+    ended_at: str
+    git_sha: str
+    git_dirty: bool
+    launcher: str
+    plan: dict[str, Any] = field(default_factory=dict)  # layout, cuts, schedule, predicted memory
+    gate: GateResult | None = None
+    losses: list[float] = field(default_factory=list)  # every step, warm-up included
+    warmup_s: list[float] = field(default_factory=list)  # slowest rank, each warm-up step
+    step_s: list[float] = field(default_factory=list)  # slowest rank, each timed step
+    ranks: list[RankRecord] = field(default_factory=list)
+    spans: list[list[Any]] = field(default_factory=list)  # Timeline.to_rows of one step
+    predicted: dict[str, Any] = field(default_factory=dict)  # simulated: what the model says
+    slurm: dict[str, Any] = field(default_factory=dict)  # job id, nodes, state; empty elsewhere
+
+    def write(self, path: Path) -> None:
+        """Write atomically: a reader sees the whole record or none."""
+        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1))
+
+
+_ADAPTER = TypeAdapter(RunRecord)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file through a temporary neighbour and a rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def read_record(path: Path) -> RunRecord:
+    """Read one record; raises RecordError that names the file where it is unreadable."""
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path}: not readable as JSON ({error})") from None
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if version != SCHEMA_VERSION:
+        raise RecordError(f"{path}: schema version {version!r}, this suite reads {SCHEMA_VERSION}")
+    try:
+        return _ADAPTER.validate_python(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RecordError(f"{path}: {where}: {first['msg']}") from None
+
+
+def find_records(roots: Iterable[Path]) -> Iterator[Path]:
+    """Paths of all record files under the roots (a root may be a record itself), sorted."""
+    for root in roots:
+        if root.is_file():
+            yield root
+        else:
+            yield from sorted(root.rglob("record*.json"))

@@ -1,0 +1,158 @@
+"""RunSpec: what is run. Frozen, validated once, hashed; the only thing that ranks are given."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from zeropp.cost.cluster import Cluster
+from zeropp.plan import PlanRequest, Precision, Settings
+from zeropp.shape import ModelShape
+from zeropp.training import OptimizerConfig
+
+_STRICT = {"extra": "forbid"}
+
+
+class SpecError(ValueError):
+    """Bad input. The message is one line: field, value, and what would work."""
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """Where tokens come from.
+
+    ``text``: any file, read as bytes (256 tokens). ``megatron``: a ``.bin``/``.idx`` pair, named
+    without its suffix. ``synthetic``: uniform random tokens, for speed alone.
+    """
+
+    kind: Literal["text", "megatron", "synthetic"]
+    path: str = ""  # relative paths are looked up from the checkout
+    seed: int = 1234
+
+    __pydantic_config__ = _STRICT
+
+
+@dataclass(frozen=True)
+class MeasureSpec:
+    """What is timed, and what must hold before it is."""
+
+    warmup_steps: int = 2
+    steps: int = 10
+    gate: bool = True  # compare one step with one process before timing
+    gate_tolerance: float = 1e-4  # relative, loss, gradient norm and parameters
+    timeline: bool = True  # record the spans of one extra step after the timed ones
+    timeout_s: float = 600.0  # of the whole attempt
+
+    __pydantic_config__ = _STRICT
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One cell of a comparison: everything that decides what is computed, and nothing else."""
+
+    model: ModelShape
+    cluster: Cluster
+    num_gpus: int
+    contender: Settings
+    global_batch: int  # sequences a step
+    microbatch_size: int  # sequences
+    precision: Precision
+    optimizer: OptimizerConfig
+    data: DataSpec
+    measure: MeasureSpec
+    seed: int = 0  # of the initial parameters
+
+    __pydantic_config__ = _STRICT
+
+    @property
+    def spec_id(self) -> str:
+        """Readable name with a hash of the whole spec: equal specs have equal ids."""
+        digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
+        return f"{self.model.name}-{self.contender.name}-{self.num_gpus}gpu-{digest}"
+
+    @property
+    def request(self) -> PlanRequest:
+        """The part of the spec that a planner needs."""
+        return PlanRequest(
+            shape=self.model,
+            cluster=self.cluster,
+            num_gpus=self.num_gpus,
+            global_batch=self.global_batch,
+            microbatch_size=self.microbatch_size,
+            precision=self.precision,
+            settings=self.contender,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dictionaries."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, no spaces."""
+        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+
+
+_ADAPTER = TypeAdapter(RunSpec)
+
+
+def spec_from_mapping(values: Mapping[str, Any]) -> RunSpec:
+    """Build and check a spec; raises SpecError with one line for the first thing wrong."""
+    try:
+        spec = _ADAPTER.validate_python(dict(values))
+    except ValidationError as error:
+        raise SpecError(_one_line(error)) from None
+    _check_ranges(spec)
+    return spec
+
+
+def load_spec(path: Path) -> RunSpec:
+    """Read a frozen spec from JSON."""
+    return spec_from_mapping(json.loads(path.read_text()))
+
+
+def _one_line(error: ValidationError) -> str:
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    field = ".".join(str(part) for part in first["loc"])
+    same = [p["msg"] for p in problems if p["loc"][: len(first["loc"]) - 1] == first["loc"][:-1]]
+    if first["type"] == "unexpected_keyword_argument":
+        return f"{field}={first['input']!r}: unknown key"
+    if first["type"] == "missing":
+        return f"{field}: missing; it has no default"
+    return f"{field}={first['input']!r}: {'; or '.join(dict.fromkeys(same)).lower()}"
+
+
+def _check_ranges(spec: RunSpec) -> None:
+    positive = {
+        "num_gpus": spec.num_gpus,
+        "global_batch": spec.global_batch,
+        "microbatch_size": spec.microbatch_size,
+        "measure.steps": spec.measure.steps,
+        "model.layers": spec.model.layers,
+        "model.heads": spec.model.heads,
+        "model.kv_heads": spec.model.kv_heads,
+        "model.seq": spec.model.seq,
+        "contender.tp": spec.contender.tp,
+        "contender.chunks": spec.contender.chunks,
+    }
+    for field in ("pp", "shard", "replicate", "unit", "activation_cap"):
+        value = getattr(spec.contender, field)
+        if value != "auto":
+            positive[f"contender.{field}"] = value
+    for name, value in positive.items():
+        if value < 1:
+            raise SpecError(f"{name}={value}: must be at least 1")
+    if spec.measure.warmup_steps < 0:
+        raise SpecError(f"measure.warmup_steps={spec.measure.warmup_steps}: must be at least 0")
+    shape = spec.model
+    if shape.hidden % shape.heads:
+        raise SpecError(f"model.heads={shape.heads}: must divide model.hidden={shape.hidden}")
+    if shape.heads % shape.kv_heads:
+        raise SpecError(f"model.kv_heads={shape.kv_heads}: must divide model.heads={shape.heads}")

@@ -1,0 +1,1 @@
+"""ZeroPP: pipeline parallelism over fully sharded data parallelism, without tensor parallelism."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: actions, generators, passes and validation. Imports no torch."""

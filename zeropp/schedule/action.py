@@ -1,0 +1,80 @@
+"""The vocabulary of a pipeline program: one frozen action, and its text form.
+
+The names and the text form are those of ``torch.distributed.pipelining`` (``0F3``, ``0I3``,
+``0W3``, ``0B3``, ``0UNSHARD``, ``0SEND_F3`` ...), so that a program written here can be run by
+torch's own runtime and compared.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Op(StrEnum):
+    """What an action does to its stage; the value is torch's abbreviation."""
+
+    FORWARD = "F"
+    BACKWARD_INPUT = "I"  # gradient of the stage's input only
+    BACKWARD_WEIGHT = "W"  # gradient of the stage's parameters, from what BACKWARD_INPUT kept
+    FULL_BACKWARD = "B"  # both at once
+    UNSHARD = "UNSHARD"  # gather the stage's parameters over its shard group
+    RESHARD = "RESHARD"  # drop the gathered parameters
+    REDUCE_GRAD = "REDUCE_GRAD"  # reduce-scatter the stage's accumulated gradients
+    SEND_F = "SEND_F"  # activation to the next stage
+    RECV_F = "RECV_F"  # activation from the previous stage
+    SEND_B = "SEND_B"  # gradient to the previous stage
+    RECV_B = "RECV_B"  # gradient from the next stage
+
+    @property
+    def is_compute(self) -> bool:
+        """True for actions that occupy the compute stream."""
+        return self in _COMPUTE
+
+    @property
+    def is_transfer(self) -> bool:
+        """True for point-to-point sends and receives."""
+        return self in _TRANSFER
+
+    @property
+    def has_microbatch(self) -> bool:
+        """True where the action names a microbatch (all but UNSHARD, RESHARD, REDUCE_GRAD)."""
+        return self in _COMPUTE or self in _TRANSFER
+
+
+_COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
+_TRANSFER = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+
+# Longer names first, or "SEND_F" would be read as "S..." and "REDUCE_GRAD" never.
+_PATTERN = re.compile(r"(\d+)(" + "|".join(sorted(map(str, Op), key=len, reverse=True)) + r")(\d*)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One step of one rank's program.
+
+    ``stage`` is the global stage index, 0 to P*V-1; ``microbatch`` is None exactly for the
+    actions that concern a stage's parameters as a whole.
+    """
+
+    stage: int
+    op: Op
+    microbatch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.op.has_microbatch != (self.microbatch is not None):
+            need = "needs a" if self.op.has_microbatch else "takes no"
+            raise ValueError(f"{self.op.name} of stage {self.stage} {need} microbatch")
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{'' if self.microbatch is None else self.microbatch}"
+
+
+def parse_action(text: str) -> Action:
+    """Read torch's text form of one action; raises ValueError on anything else."""
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"not an action: {text!r} (examples: 0F3, 2I1, 1UNSHARD, 0SEND_F3)")
+    stage, op, microbatch = match.groups()
+    return Action(int(stage), Op(op), int(microbatch) if microbatch else None)

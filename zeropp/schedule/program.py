@@ -1,0 +1,86 @@
+"""A schedule: one program of actions for every pipeline rank, and where the stages live."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass
+
+from zeropp.schedule.action import Action, parse_action
+
+Program = tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Durations of one stage's actions, in seconds (or any one unit) for one microbatch.
+
+    ``unshard``, ``reduce_grad`` and ``transfer`` are the durations of one gather, one
+    reduce-scatter and one boundary tensor to a neighbouring stage. Recomputation, where there
+    is any, is part of ``backward_input``.
+    """
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    unshard: float = 0.0
+    reduce_grad: float = 0.0
+    transfer: float = 0.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Programs of all pipeline ranks for one optimizer step.
+
+    ``stage_rank[s]`` is the pipeline rank that holds stage ``s``; stages are numbered in the
+    order in which data flows through them. ``unit`` is the number of microbatches for which a
+    chunk's parameters are gathered once (equal to ``num_microbatches`` where a schedule knows
+    no units). ``programs[r]`` is in issue order: an asynchronous action (gather, reduction,
+    transfer) starts no sooner than the compute actions before it have ended.
+    """
+
+    name: str
+    num_microbatches: int
+    unit: int
+    stage_rank: tuple[int, ...]
+    programs: tuple[Program, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages over all ranks, P*V."""
+        return len(self.stage_rank)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of pipeline ranks, P."""
+        return len(self.programs)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that pipeline rank ``rank`` holds, in data-flow order."""
+        return tuple(s for s, r in enumerate(self.stage_rank) if r == rank)
+
+    def to_csv(self) -> str:
+        """Torch's CSV form: one line a rank, one action a cell."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        for program in self.programs:
+            writer.writerow([str(action) for action in program])
+        return out.getvalue()
+
+
+def programs_from_csv(text: str) -> tuple[Program, ...]:
+    """Read torch's CSV form back; empty cells (bubbles) are skipped."""
+    return tuple(
+        tuple(parse_action(cell) for cell in row if cell.strip())
+        for row in csv.reader(io.StringIO(text))
+    )
+
+
+def loop_placement(num_ranks: int, chunks: int) -> tuple[int, ...]:
+    """Stage ``s`` on rank ``s mod P``: the placement of interleaved and breadth-first schedules."""
+    return tuple(s % num_ranks for s in range(num_ranks * chunks))
+
+
+def v_placement(num_ranks: int) -> tuple[int, ...]:
+    """Two chunks a rank, down and up again (``0 1 .. P-1 P-1 .. 1 0``): ZBV's placement."""
+    return (*range(num_ranks), *reversed(range(num_ranks)))

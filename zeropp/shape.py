@@ -1,0 +1,40 @@
+"""Shape of a decoder-only transformer: numbers only, no parallelism and no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Family = Literal["gpt", "llama"]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a GPT (learned positions, LayerNorm, GELU) or Llama (RoPE, RMSNorm, SwiGLU).
+
+    ``ffn`` is the width of the MLP's hidden layer; ``kv_heads`` < ``heads`` is grouped-query
+    attention. GPT has biases, Llama has none.
+    """
+
+    name: str
+    family: Family
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    seq: int
+    tied_embeddings: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden // self.heads
+
+    @property
+    def num_pieces(self) -> int:
+        """Pipeline pieces: the embedding, ``layers`` blocks, the head (final norm, logits)."""
+        return self.layers + 2
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012

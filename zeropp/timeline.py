@@ -1,0 +1,87 @@
+"""What happened when: the same type from the simulator and from a measured run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Lane = Literal["compute", "gather", "reduce", "transfer", "memory"]
+Provenance = Literal["measured", "traced", "simulated", "published"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action on one lane of one pipeline rank; times in seconds from the step's start.
+
+    ``action`` is the text form of the schedule's action (``3F1``) or a plain word (``optimizer``).
+    """
+
+    rank: int
+    lane: Lane
+    action: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans of one optimizer step. ``provenance`` says whether a clock or a model made it."""
+
+    title: str
+    provenance: Provenance
+    spans: tuple[Span, ...]
+
+    @property
+    def step_s(self) -> float:
+        """End of the last span."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks with at least one span, ascending."""
+        return tuple(sorted({span.rank for span in self.spans}))
+
+    def to_rows(self) -> list[list[Any]]:
+        """Compact JSON rows for a record: [rank, lane, action, start_s, end_s]."""
+        return [[s.rank, s.lane, s.action, s.start_s, s.end_s] for s in self.spans]
+
+    def chrome_events(self) -> Iterator[dict[str, Any]]:
+        """Complete events of the Chrome trace format (Perfetto reads it); times in microseconds."""
+        lanes: tuple[Lane, ...] = ("compute", "gather", "reduce", "transfer", "memory")
+        for rank in self.ranks:
+            name = {"name": f"pipeline rank {rank}"}
+            yield {"ph": "M", "pid": rank, "name": "process_name", "args": name}
+            for tid, lane in enumerate(lanes):
+                yield {
+                    "ph": "M",
+                    "pid": rank,
+                    "tid": tid,
+                    "name": "thread_name",
+                    "args": {"name": lane},
+                }
+        for span in self.spans:
+            yield {
+                "ph": "X",
+                "pid": span.rank,
+                "tid": lanes.index(span.lane),
+                "name": span.action,
+                "cat": span.lane,
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+            }
+
+    def write_chrome(self, path: Path) -> None:
+        """Write a JSON file that ui.perfetto.dev and chrome://tracing open."""
+        document = {
+            "traceEvents": list(self.chrome_events()),
+            "otherData": {"title": self.title, "provenance": self.provenance},
+        }
+        path.write_text(json.dumps(document))
+
+
+def timeline_from_rows(title: str, provenance: Provenance, rows: list[list[Any]]) -> Timeline:
+    """Inverse of ``Timeline.to_rows``."""
+    return Timeline(title, provenance, tuple(Span(*row) for row in rows))
