@@ -26,6 +26,7 @@ class ModelShape:
     vocab: int
     seq: int
     tied_embeddings: bool = False
+    dropout: float = 0.0
 
     @property
     def head_dim(self) -> int:

@@ -1,0 +1,113 @@
+"""Transformer blocks for one device: GPT (LayerNorm, GELU) and Llama (RMSNorm, RoPE, SwiGLU).
+
+Attention is ``scaled_dot_product_attention`` with a causal mask. Projections are separate
+``nn.Linear`` modules, so that any of them can be sharded, or its weight gradient deferred,
+without touching this file.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zeropp.shape import ModelShape
+
+
+def rope_angles(head_dim: int, seq: int, device: torch.device, base: float = 10000.0) -> Tensor:
+    """Rotation angles of RoPE (arXiv 2104.09864, eq. 15): float32 [seq, head_dim / 2]."""
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    positions = torch.arange(seq, device=device, dtype=torch.float32)
+    return torch.outer(positions, base**-exponents)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate the halves of each head by position. ``x``: [batch, heads, seq, head_dim]."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; fewer key/value heads than heads is grouped-query attention.
+
+    ``heads`` and ``kv_heads`` are read from the projections' widths, so that a module whose
+    projections hold a slice of the heads computes that slice.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        bias = shape.family == "gpt"
+        kv_width = shape.kv_heads * shape.head_dim
+        self.head_dim = shape.head_dim
+        self.rope = shape.family == "llama"
+        self.query = nn.Linear(shape.hidden, shape.hidden, bias=bias)
+        self.key = nn.Linear(shape.hidden, kv_width, bias=bias)
+        self.value = nn.Linear(shape.hidden, kv_width, bias=bias)
+        self.output = nn.Linear(shape.hidden, shape.hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, hidden] -> [batch, seq, hidden]."""
+        batch, seq, _ = x.shape
+        q, k, v = (
+            projection(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        if self.rope:
+            angles = rope_angles(self.head_dim, seq, x.device)
+            q, k = rotate(q, angles), rotate(k, angles)
+        grouped = q.shape[1] != k.shape[1]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return self.output(mixed.transpose(1, 2).reshape(batch, seq, -1))  # type: ignore[no-any-return]
+
+
+class GeluMlp(nn.Module):
+    """GPT's MLP: up, GELU (tanh form), down."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.hidden, shape.ffn)
+        self.down = nn.Linear(shape.ffn, shape.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, hidden] -> [batch, seq, hidden]."""
+        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class SwigluMlp(nn.Module):
+    """Llama's MLP: SiLU(gate) * up, down."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, hidden] -> [batch, seq, hidden]."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+def make_norm(shape: ModelShape) -> nn.Module:
+    """LayerNorm for GPT, RMSNorm for Llama."""
+    if shape.family == "gpt":
+        return nn.LayerNorm(shape.hidden)
+    return nn.RMSNorm(shape.hidden, eps=1e-5)
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(shape)
+        self.attention = Attention(shape)
+        self.mlp_norm = make_norm(shape)
+        self.mlp = GeluMlp(shape) if shape.family == "gpt" else SwigluMlp(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, hidden] -> [batch, seq, hidden]."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))  # type: ignore[no-any-return]
