@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from zeropp.plan import PlanRequest
 
 Axis = Literal["tp", "pp", "shard", "replicate"]
 Placement = Literal["dp_inner", "pp_inner"]
@@ -71,3 +75,87 @@ class Layout:
         """Which of the ``dp`` slices of the global batch a rank trains on."""
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
+
+
+def resolve_layout(request: PlanRequest) -> Layout:
+    """Fill in ``auto`` degrees and check that the degrees make up the ranks.
+
+    ``pp: auto`` is one stage a node (two on one node, if the ranks allow); ``shard: auto`` the
+    largest group that fits what remains of a node; ``replicate: auto`` the rest. Raises
+    InfeasibleError with one line naming field, value and what would work.
+    """
+    settings, world = request.settings, request.num_gpus
+    node = request.cluster.gpus_per_node
+    degrees = {"tp": settings.tp, "pp": settings.pp}
+    degrees |= {"shard": settings.shard, "replicate": settings.replicate}
+    rest = world
+    for field, degree in degrees.items():
+        if degree == "auto":
+            continue
+        if rest % degree:
+            raise InfeasibleError(
+                f"contender.{field}={degree}: the degrees {_product(degrees)} must multiply to "
+                f"num_gpus={world} (try contender.{field} in {divisors(rest)})"
+            )
+        rest //= degree
+    limits = {
+        "pp": max(2, world // node),
+        "shard": max(1, node // settings.tp),
+        "replicate": rest,
+    }
+    for field, limit in limits.items():
+        if degrees[field] == "auto":
+            degrees[field] = max(d for d in divisors(rest) if d <= limit)
+            rest //= int(degrees[field])
+    if rest != 1:
+        raise InfeasibleError(
+            f"num_gpus={world}: the degrees {_product(degrees)} multiply to {world // rest} "
+            "(set one of them to auto)"
+        )
+    layout = Layout(
+        pp=int(degrees["pp"]),
+        tp=settings.tp,
+        shard=int(degrees["shard"]),
+        replicate=int(degrees["replicate"]),
+        chunks=settings.chunks,
+        replicate_zero=settings.replicate_zero,
+        sequence_parallel=settings.sequence_parallel,
+        placement=settings.placement,
+    )
+    _check_stages(request, layout)
+    return layout
+
+
+def microbatches_per_step(request: PlanRequest, layout: Layout) -> int:
+    """Microbatches a step and pipeline; raises InfeasibleError where the batch does not divide."""
+    slots = layout.dp * request.microbatch_size
+    if request.global_batch % slots:
+        below = request.global_batch // slots * slots
+        nearest = f"{below} or {below + slots}" if below else f"{slots}"
+        raise InfeasibleError(
+            f"global_batch={request.global_batch}: must be a multiple of microbatch_size="
+            f"{request.microbatch_size} x {layout.dp} data-parallel ranks (try {nearest})"
+        )
+    return request.global_batch // slots
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _check_stages(request: PlanRequest, layout: Layout) -> None:
+    stages, layers = layout.pp * layout.chunks, request.shape.layers
+    if stages > layers:
+        raise InfeasibleError(
+            f"contender.pp={layout.pp}: {layout.pp} x chunks={layout.chunks} = {stages} stages, "
+            f"but {request.shape.name} has model.layers={layers} "
+            f"(try contender.chunks <= {layers // layout.pp})"
+            if layout.pp <= layers
+            else f"contender.pp={layout.pp}: more stages than model.layers={layers} of "
+            f"{request.shape.name} (try contender.pp <= {layers})"
+        )
+
+
+def _product(degrees: Mapping[str, object]) -> str:
+    return " x ".join(f"{name}={value}" for name, value in degrees.items())
