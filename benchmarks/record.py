@@ -65,6 +65,7 @@ class RunRecord:
     git_sha: str
     git_dirty: bool
     launcher: str
+    interrupted: bool = False  # ended from outside (signal, lost node): counts as missing
     plan: dict[str, Any] = field(default_factory=dict)  # layout, cuts, schedule, predicted memory
     gate: GateResult | None = None
     losses: list[float] = field(default_factory=list)  # every step, warm-up included

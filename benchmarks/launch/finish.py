@@ -1,0 +1,148 @@
+"""Assemble an attempt's record from what its ranks wrote.
+
+Called by the local launcher, by the last line of a Slurm script
+(``python -m benchmarks.launch.finish DIR --exit-code N``), and for attempts that somebody killed:
+the event files alone decide what was measured; the caller adds how the processes ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.events import read_events
+from benchmarks.launch.points import now
+from benchmarks.record import SCHEMA_VERSION, GateResult, RankRecord, RunRecord, Status
+from benchmarks.spec import RunSpec, load_spec
+from zeropp.layout import Layout
+
+Events = list[dict[str, Any]]
+Ending = tuple[Status, str]
+
+
+def finish_attempt(
+    directory: Path,
+    *,
+    ending: Ending | None = None,
+    slurm: Mapping[str, Any] | None = None,
+) -> RunRecord:
+    """Write ``record.json`` and return it.
+
+    ``ending`` is what the launcher saw and the ranks could not write (a signal, a time limit);
+    where it is None the events decide.
+    """
+    spec = load_spec(directory / "spec.json")
+    header = json.loads((directory / "attempt.json").read_text())
+    ranks = {
+        int(path.stem.removeprefix("rank_")): read_events(path)
+        for path in sorted(directory.glob("rank_*.jsonl"))
+    }
+    status, reason = ending or _ending_by_events(spec, ranks)
+    record = RunRecord(
+        schema_version=SCHEMA_VERSION,
+        record_id=f"{spec.spec_id}/{directory.name}",
+        spec_id=spec.spec_id,
+        spec=spec.to_dict(),
+        status=status,
+        reason=reason,
+        ended_at=now(),
+        gate=_gate(ranks),
+        losses=[e["loss"] for e in _of_kind(ranks.get(0, []), "warmup", "step")],
+        warmup_s=_slowest(ranks, "warmup"),
+        step_s=_slowest(ranks, "step"),
+        ranks=[_rank_record(rank, events, header) for rank, events in ranks.items()],
+        spans=[
+            row for events in ranks.values() for e in _of_kind(events, "spans") for row in e["rows"]
+        ],
+        slurm=dict(slurm or {}),
+        **header,
+    )
+    record.write(directory / "record.json")
+    return record
+
+
+def signal_reason(rank: int, number: int) -> str:
+    """How a record words a rank's death by signal."""
+    return f"rank {rank} was killed by signal {number} ({signal.Signals(number).name})"
+
+
+def _ending_by_events(spec: RunSpec, ranks: Mapping[int, Events]) -> Ending:
+    ends = [
+        (event["time"], rank, event)
+        for rank, events in ranks.items()
+        for event in _of_kind(events, "oom", "error", "signal")
+    ]
+    gate = _gate(ranks)
+    if gate is not None and not gate.passed:
+        return "failed", (
+            f"gate: one step differs from one process by {gate.loss_error:.1e} (loss), "
+            f"{gate.grad_norm_error:.1e} (gradient norm), {gate.parameter_error:.1e} (parameters); "
+            f"allowed {gate.tolerance:.0e}"
+        )
+    if ends:
+        _, rank, event = min(ends, key=lambda end: (end[2]["event"] != "oom", end[0]))
+        if event["event"] == "signal":
+            return "preempted", f"rank {rank} left on {event['name']}"
+        text = f"rank {rank}: {event['type']}: {event['message'].splitlines()[0]}"
+        return ("oom" if event["event"] == "oom" else "failed"), text
+    finished = sum(bool(_of_kind(events, "done")) for events in ranks.values())
+    if finished == spec.num_gpus:
+        return "ok", ""
+    return "failed", f"{spec.num_gpus - finished} of {spec.num_gpus} ranks ended without a word"
+
+
+def _of_kind(events: Events, *kinds: str) -> Events:
+    return [event for event in events if event["event"] in kinds]
+
+
+def _gate(ranks: Mapping[int, Events]) -> GateResult | None:
+    found = _of_kind(ranks.get(0, []), "gate")
+    if not found:
+        return None
+    fields = {k: v for k, v in found[0].items() if k not in ("event", "time")}
+    return GateResult(**fields)
+
+
+def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:
+    """Each step's time on its slowest rank, for the steps that every rank finished."""
+    columns = [[e["seconds"] for e in _of_kind(events, kind)] for events in ranks.values()]
+    return [max(step) for step in zip(*columns, strict=False)]
+
+
+def _rank_record(rank: int, events: Events, header: Mapping[str, Any]) -> RankRecord:
+    def fields(kind: str) -> dict[str, Any]:
+        found = _of_kind(events, kind)
+        return {k: v for k, v in found[-1].items() if k not in ("event", "time")} if found else {}
+
+    layout = header["plan"].get("layout")
+    return RankRecord(
+        rank=rank,
+        pp_rank=Layout(**layout).coordinates(rank)["pp"] if layout else 0,
+        environment=fields("environment"),
+        step_s=[e["seconds"] for e in _of_kind(events, "step")],
+        counters=fields("counters"),
+        **fields("memory"),
+    )
+
+
+def main() -> int:
+    """Command line for job scripts; prints the status and why."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--status", help="what the caller saw, e.g. timeout")
+    parser.add_argument("--reason", default="", help="one line for --status")
+    parser.add_argument("--slurm", type=json.loads, default={}, help="JSON to keep with the record")
+    arguments = parser.parse_args()
+    ending = (arguments.status, arguments.reason) if arguments.status else None
+    record = finish_attempt(arguments.directory, ending=ending, slurm=arguments.slurm)
+    print(f"{record.record_id}: {record.status} {record.reason}".rstrip())
+    return 0 if record.status == "ok" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Points of a sweep: planned before anything starts, and skipped where a record exists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.contenders import CONTENDERS
+from benchmarks.data import check_data
+from benchmarks.environment import git_state
+from benchmarks.record import (
+    SCHEMA_VERSION,
+    RecordError,
+    RunRecord,
+    Status,
+    find_records,
+    read_record,
+    write_atomically,
+)
+from benchmarks.spec import RunSpec, SpecError
+from zeropp.layout import InfeasibleError
+from zeropp.plan import Plan
+from zeropp.timeline import Provenance
+
+Rerun = Literal["missing", "failed", "all"]
+
+PROVENANCE: dict[str, Provenance] = {
+    "local": "measured",
+    "slurm": "measured",
+    "trace": "traced",
+    "simulate": "simulated",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A spec with its plan, or with the reason why it has none."""
+
+    spec: RunSpec
+    plan: Plan | None
+    reason: str = ""  # one line; set exactly where plan is None
+
+
+def plan_point(spec: RunSpec) -> Point:
+    """Check a spec's contender and data and plan it; raises SpecError on bad input."""
+    contender = CONTENDERS.get(spec.contender.name)
+    if contender is None:
+        raise SpecError(
+            f"contender.name={spec.contender.name!r}: no such contender (known: "
+            f"{', '.join(CONTENDERS)})"
+        )
+    check_data(spec)
+    try:
+        return Point(spec, contender.plan(spec.request))
+    except InfeasibleError as error:
+        return Point(spec, None, str(error))
+
+
+def still_to_run(
+    points: Iterable[Point], runs_dir: Path, provenance: Provenance, rerun: Rerun
+) -> list[Point]:
+    """Points without a record of this provenance. ``failed`` adds those whose records are all
+    unsuccessful, ``all`` takes every point."""
+    chosen = []
+    for point in points:
+        statuses = {
+            r.status for r in records_of(point.spec, runs_dir) if r.provenance == provenance
+        }
+        done = "ok" in statuses or (rerun == "missing" and statuses - {"preempted"})
+        if rerun == "all" or not done:
+            chosen.append(point)
+    return chosen
+
+
+def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:
+    """The readable records of a spec, oldest first."""
+    for path in find_records([runs_dir / spec.spec_id]):
+        try:
+            yield read_record(path)
+        except RecordError:
+            continue
+
+
+def attempt_directory(spec: RunSpec, runs_dir: Path, launcher: str) -> Path:
+    """A new directory for one attempt, named by launcher and time."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    base = runs_dir / spec.spec_id / f"{launcher}-{stamp}"
+    path, number = base, 1
+    while True:
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            number += 1
+            path = base.with_name(f"{base.name}-{number}")
+
+
+def freeze(point: Point, directory: Path, launcher: str) -> None:
+    """Write what ranks and the finishing step read: spec, plan, and where it came from."""
+    sha, dirty = git_state()
+    header = {
+        "launcher": launcher,
+        "provenance": PROVENANCE[launcher],
+        "started_at": now(),
+        "git_sha": sha,
+        "git_dirty": dirty,
+        "plan": plan_summary(point.plan) if point.plan else {},
+    }
+    write_atomically(directory / "attempt.json", json.dumps(header, indent=1))
+    write_atomically(directory / "spec.json", json.dumps(point.spec.to_dict(), indent=1))
+
+
+def write_unstarted(
+    point: Point, runs_dir: Path, launcher: str, status: Status, reason: str
+) -> RunRecord:
+    """Record a point that no rank was started for."""
+    directory = attempt_directory(point.spec, runs_dir, launcher)
+    sha, dirty = git_state()
+    record = RunRecord(
+        schema_version=SCHEMA_VERSION,
+        record_id=f"{point.spec.spec_id}/{directory.name}",
+        spec_id=point.spec.spec_id,
+        spec=point.spec.to_dict(),
+        provenance=PROVENANCE[launcher],
+        status=status,
+        reason=reason,
+        started_at=now(),
+        ended_at=now(),
+        git_sha=sha,
+        git_dirty=dirty,
+        launcher=launcher,
+    )
+    record.write(directory / "record.json")
+    return record
+
+
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """What a record keeps of a plan."""
+    return {
+        "layout": asdict(plan.layout),
+        "cuts": list(plan.cuts),
+        "schedule": plan.schedule.name,
+        "num_microbatches": plan.num_microbatches,
+        "unit": plan.schedule.unit,
+        "recompute": plan.recompute,
+        "reduce_every": plan.reduce_every,
+        "predicted_memory": [asdict(memory) for memory in plan.memory],
+    }
+
+
+def now() -> str:
+    """Time of day in UTC, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

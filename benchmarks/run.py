@@ -1,0 +1,98 @@
+"""The suite's entry: Hydra composes the points, the launcher runs them, the report closes.
+
+Exit status: 0 where every point ended ``ok`` or ``infeasible`` as one of a sweep, 1 where one
+failed, 2 on bad input, before anything was started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from benchmarks.launch.points import (
+    PROVENANCE,
+    Point,
+    plan_point,
+    still_to_run,
+    write_unstarted,
+)
+from benchmarks.progress import SweepProgress, announce
+from benchmarks.report import write_report
+from benchmarks.spec import RunSpec, SpecError, spec_from_mapping
+
+_CONF = Path(__file__).resolve().parents[1] / "conf"
+_SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
+
+
+def main() -> int:
+    """Command line; see ``--help``."""
+    try:
+        configs = compose_points()
+        if not configs:  # --help, --cfg: Hydra has answered
+            return 0
+        points = [plan_point(spec_of(config)) for config in configs]
+        if len(points) == 1 and points[0].plan is None:
+            raise SpecError(points[0].reason)
+        return run_points(points, configs[0])
+    except (SpecError, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def compose_points() -> list[dict[str, Any]]:
+    """Let Hydra compose every point of the command line; it does nothing else.
+
+    Collecting the points first is what lets all of them be checked before one is started, and
+    lets a launcher see the sweep as a whole.
+    """
+    composed: list[dict[str, Any]] = []
+
+    def collect(config: DictConfig) -> None:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        composed.append(values)  # type: ignore[arg-type]
+
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise, so that the error can be one line
+    hydra.main(version_base="1.3", config_path=str(_CONF), config_name="config")(collect)()
+    return composed
+
+
+def spec_of(config: dict[str, Any]) -> RunSpec:
+    """The part of a composed configuration that is the spec."""
+    return spec_from_mapping({k: v for k, v in config.items() if k in _SPEC_KEYS})
+
+
+def run_points(points: list[Point], config: dict[str, Any]) -> int:
+    """Run what is missing, record what is infeasible, and write the report."""
+    kind = config["launcher"]["kind"]
+    runs_dir = Path(config["runs_dir"])
+    launcher = importlib.import_module(f"benchmarks.launch.{kind}")
+    launcher.check(points)
+    todo = still_to_run(points, runs_dir, PROVENANCE[kind], config["rerun"])
+    announce(points, todo, kind)
+    for point in todo:
+        if point.plan is None:
+            write_unstarted(point, runs_dir, kind, "infeasible", point.reason)
+    feasible = [point for point in todo if point.plan is not None]
+    with SweepProgress(len(feasible)) as progress:
+        records = launcher.launch(feasible, config["launcher"], runs_dir, progress)
+    write_report([runs_dir / p.spec.spec_id for p in points], Path(config["report_dir"]))
+    return 0 if all(r.status == "ok" for r in records) else 1
+
+
+def _one_line(error: Exception) -> str:
+    cause = error.__cause__ if isinstance(error.__cause__, MissingMandatoryValue) else error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return "; ".join(lines[:2])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""One rank of one attempt: gate, warm-up, timed steps, one recorded step.
+
+Fed by a frozen spec and the usual variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+MASTER_PORT); writes ``rank_NNN.jsonl`` into the attempt's directory and nothing else. Knows
+neither Hydra nor Slurm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.contenders import CONTENDERS
+from benchmarks.data import BatchSource, open_batches
+from benchmarks.environment import capture_environment
+from benchmarks.events import EventWriter
+from benchmarks.gate import run_gate
+from benchmarks.memory import MemoryMeter
+from benchmarks.spec import RunSpec, load_spec
+from zeropp.plan import Plan
+from zeropp.training import Trainer
+
+EXIT_GATE = 3
+EXIT_OOM = 4
+EXIT_SIGNAL = 5
+
+
+def main() -> int:
+    """Entry of every rank; the exit status is 0 only where everything was measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="the attempt's directory")
+    arguments = parser.parse_args()
+    events = EventWriter(arguments.out, int(os.environ["RANK"]))
+    _leave_on_signal(events)
+    _die_with_launcher()
+    try:
+        return _run(load_spec(arguments.spec), events)
+    except Exception as error:
+        kind = "oom" if _is_out_of_memory(error) else "error"
+        events.write(kind, type=type(error).__name__, message=str(error).strip()[:2000])
+        sys.excepthook(type(error), error, error.__traceback__)
+        return EXIT_OOM if kind == "oom" else 1
+
+
+def _run(spec: RunSpec, events: EventWriter) -> int:
+    device = _open_world(spec)
+    events.write("environment", **capture_environment())
+    contender = CONTENDERS[spec.contender.name]
+    batches = open_batches(spec)
+    if spec.measure.gate:
+        result = run_gate(spec, contender, batches, device)
+        events.write("gate", **result)
+        if not result["passed"]:
+            return EXIT_GATE
+    plan = contender.plan(spec.request)
+    meter = MemoryMeter(device)
+    trainer = contender.build(plan, spec.optimizer, device, spec.seed)
+    _measure(spec, plan, trainer, batches, device, events)
+    events.write("memory", **meter.peaks())
+    events.write("counters", **trainer.counters())
+    if spec.measure.timeline:
+        _record_step(spec, plan, trainer, batches, device, events)
+    events.write("done")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def _measure(
+    spec: RunSpec,
+    plan: Plan,
+    trainer: Trainer,
+    batches: BatchSource,
+    device: torch.device,
+    events: EventWriter,
+) -> None:
+    warmup = spec.measure.warmup_steps
+    for index in range(warmup + spec.measure.steps):
+        inputs, targets = local_batch(batches, plan, index, device)
+        _synchronise(device)
+        start = time.perf_counter()
+        result = trainer.step(inputs, targets)
+        _synchronise(device)
+        seconds = time.perf_counter() - start
+        kind = "warmup" if index < warmup else "step"
+        events.write(kind, index=index, seconds=seconds, loss=result.loss)
+
+
+def _record_step(
+    spec: RunSpec,
+    plan: Plan,
+    trainer: Trainer,
+    batches: BatchSource,
+    device: torch.device,
+    events: EventWriter,
+) -> None:
+    """One more step with its spans; recording may cost time, so it is never a timed one."""
+    index = spec.measure.warmup_steps + spec.measure.steps
+    trainer.record_spans(True)
+    trainer.step(*local_batch(batches, plan, index, device))
+    place = plan.layout.coordinates(dist.get_rank())
+    if plan.layout.dp_index(dist.get_rank()) == 0 and place["tp"] == 0:
+        rows = [[s.rank, s.lane, s.action, s.start_s, s.end_s] for s in trainer.spans()]
+        events.write("spans", rows=rows)
+    trainer.record_spans(False)
+
+
+def local_batch(
+    batches: BatchSource, plan: Plan, step: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """This rank's rows of a global batch, on its device."""
+    layout = plan.layout
+    rows = batches.shard(step, layout.dp_index(dist.get_rank()), layout.dp)
+    inputs, targets = (torch.from_numpy(part).to(device) for part in rows)
+    return inputs, targets
+
+
+def _open_world(spec: RunSpec) -> torch.device:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world != spec.num_gpus:
+        raise RuntimeError(f"WORLD_SIZE={world}, but the spec has num_gpus={spec.num_gpus}")
+    timeout = timedelta(seconds=spec.measure.timeout_s)
+    if spec.cluster.device.name == "cpu":
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timeout)
+    else:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", rank=rank, world_size=world, timeout=timeout, device_id=device
+        )
+    return device
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _leave_on_signal(events: EventWriter) -> None:
+    """On SIGTERM or SIGUSR1 (preemption, time limit): say so and leave at once.
+
+    Every finished step is on disk already. A thread waits for the signal, because a handler
+    would not run while the main thread sits in a collective.
+    """
+    caught = {signal.SIGTERM, signal.SIGUSR1}
+    signal.pthread_sigmask(signal.SIG_BLOCK, caught)
+
+    def wait() -> None:
+        number = signal.sigwait(caught)
+        events.write("signal", name=signal.Signals(number).name)
+        os._exit(EXIT_SIGNAL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _die_with_launcher() -> None:
+    """Linux: no rank outlives the process that started it, however that one died."""
+    launcher = os.environ.get("SUITE_LAUNCHER_PID")
+    if launcher is None:
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != int(launcher):
+        os._exit(EXIT_SIGNAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
