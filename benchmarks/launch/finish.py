@@ -1,7 +1,7 @@
 """Assemble an attempt's record from what its ranks wrote.
 
 Called by the local launcher, by the last line of a Slurm script
-(``python -m benchmarks.launch.finish DIR --exit-code N``), and for attempts that somebody killed:
+(``python -m benchmarks.launch.finish DIR``), and for attempts that somebody killed:
 the event files alone decide what was measured; the caller adds how the processes ended.
 """
 
@@ -12,6 +12,7 @@ import json
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,15 @@ from benchmarks.spec import RunSpec, load_spec
 from zeropp.layout import Layout
 
 Events = list[dict[str, Any]]
-Ending = tuple[Status, str]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended. ``interrupted``: from outside, so that running again may help."""
+
+    status: Status
+    reason: str = ""  # one line; empty where the status is ok
+    interrupted: bool = False
 
 
 def finish_attempt(
@@ -42,23 +51,22 @@ def finish_attempt(
         int(path.stem.removeprefix("rank_")): read_events(path)
         for path in sorted(directory.glob("rank_*.jsonl"))
     }
-    status, reason = ending or _ending_by_events(spec, ranks)
+    ending = ending or _ending_by_events(spec, ranks)
     record = RunRecord(
         schema_version=SCHEMA_VERSION,
         record_id=f"{spec.spec_id}/{directory.name}",
         spec_id=spec.spec_id,
         spec=spec.to_dict(),
-        status=status,
-        reason=reason,
+        status=ending.status,
+        reason=ending.reason,
+        interrupted=ending.interrupted,
         ended_at=now(),
         gate=_gate(ranks),
         losses=[e["loss"] for e in _of_kind(ranks.get(0, []), "warmup", "step")],
         warmup_s=_slowest(ranks, "warmup"),
         step_s=_slowest(ranks, "step"),
         ranks=[_rank_record(rank, events, header) for rank, events in ranks.items()],
-        spans=[
-            row for events in ranks.values() for e in _of_kind(events, "spans") for row in e["rows"]
-        ],
+        spans=_spans(ranks),
         slurm=dict(slurm or {}),
         **header,
     )
@@ -66,9 +74,10 @@ def finish_attempt(
     return record
 
 
-def signal_reason(rank: int, number: int) -> str:
-    """How a record words a rank's death by signal."""
-    return f"rank {rank} was killed by signal {number} ({signal.Signals(number).name})"
+def killed(rank: int, number: int) -> Ending:
+    """The ending of an attempt of which one rank died by a signal."""
+    name = signal.Signals(number).name
+    return Ending("failed", f"rank {rank} was killed by signal {number} ({name})", interrupted=True)
 
 
 def _ending_by_events(spec: RunSpec, ranks: Mapping[int, Events]) -> Ending:
@@ -79,21 +88,23 @@ def _ending_by_events(spec: RunSpec, ranks: Mapping[int, Events]) -> Ending:
     ]
     gate = _gate(ranks)
     if gate is not None and not gate.passed:
-        return "failed", (
+        return Ending(
+            "failed",
             f"gate: one step differs from one process by {gate.loss_error:.1e} (loss), "
             f"{gate.grad_norm_error:.1e} (gradient norm), {gate.parameter_error:.1e} (parameters); "
-            f"allowed {gate.tolerance:.0e}"
+            f"allowed {gate.tolerance:.0e}",
         )
     if ends:
         _, rank, event = min(ends, key=lambda end: (end[2]["event"] != "oom", end[0]))
         if event["event"] == "signal":
-            return "preempted", f"rank {rank} left on {event['name']}"
+            return Ending("preempted", f"rank {rank} left on {event['name']}", interrupted=True)
         text = f"rank {rank}: {event['type']}: {event['message'].splitlines()[0]}"
-        return ("oom" if event["event"] == "oom" else "failed"), text
+        return Ending("oom" if event["event"] == "oom" else "failed", text)
     finished = sum(bool(_of_kind(events, "done")) for events in ranks.values())
     if finished == spec.num_gpus:
-        return "ok", ""
-    return "failed", f"{spec.num_gpus - finished} of {spec.num_gpus} ranks ended without a word"
+        return Ending("ok")
+    silent = f"{spec.num_gpus - finished} of {spec.num_gpus} ranks ended without a word"
+    return Ending("failed", silent, interrupted=True)
 
 
 def _of_kind(events: Events, *kinds: str) -> Events:
@@ -112,6 +123,11 @@ def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:
     """Each step's time on its slowest rank, for the steps that every rank finished."""
     columns = [[e["seconds"] for e in _of_kind(events, kind)] for events in ranks.values()]
     return [max(step) for step in zip(*columns, strict=False)]
+
+
+def _spans(ranks: Mapping[int, Events]) -> list[list[Any]]:
+    found = [event for events in ranks.values() for event in _of_kind(events, "spans")]
+    return [row for event in found for row in event["rows"]]
 
 
 def _rank_record(rank: int, events: Events, header: Mapping[str, Any]) -> RankRecord:
@@ -137,8 +153,11 @@ def main() -> int:
     parser.add_argument("--status", help="what the caller saw, e.g. timeout")
     parser.add_argument("--reason", default="", help="one line for --status")
     parser.add_argument("--slurm", type=json.loads, default={}, help="JSON to keep with the record")
+    parser.add_argument("--interrupted", action="store_true", help="it ended from outside")
     arguments = parser.parse_args()
-    ending = (arguments.status, arguments.reason) if arguments.status else None
+    ending = None
+    if arguments.status:
+        ending = Ending(arguments.status, arguments.reason, arguments.interrupted)
     record = finish_attempt(arguments.directory, ending=ending, slurm=arguments.slurm)
     print(f"{record.record_id}: {record.status} {record.reason}".rstrip())
     return 0 if record.status == "ok" else 1

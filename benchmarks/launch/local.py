@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.events import rank_file, read_events
-from benchmarks.launch.finish import Ending, finish_attempt, signal_reason
+from benchmarks.launch.finish import Ending, finish_attempt, killed
 from benchmarks.launch.points import Point, attempt_directory, freeze
 from benchmarks.progress import SweepProgress
 from benchmarks.record import RunRecord
@@ -25,6 +25,8 @@ from benchmarks.spec import RunSpec, SpecError
 
 _POLL_S = 0.2
 _GRACE_S = 5.0  # for the other ranks to say what they saw, once one has ended badly
+
+Process = subprocess.Popen[bytes]
 
 
 def check(points: Sequence[Point]) -> None:
@@ -58,7 +60,13 @@ def close_abandoned(runs_dir: Path) -> None:
         owner = directory / "launcher.pid"
         if (directory / "record.json").exists() or _is_alive(owner):
             continue
-        finish_attempt(directory, ending=("failed", "the launcher was killed"))
+        finish_attempt(
+            directory, ending=Ending("failed", "the launcher was killed", interrupted=True)
+        )
+
+
+def _outside(reason: str) -> Ending:
+    return Ending("failed", reason, interrupted=True)
 
 
 def _run_point(point: Point, runs_dir: Path, progress: SweepProgress) -> RunRecord:
@@ -70,13 +78,13 @@ def _run_point(point: Point, runs_dir: Path, progress: SweepProgress) -> RunReco
         ending = _wait(point, processes, directory, progress)
     except BaseException:
         _kill(processes)
-        finish_attempt(directory, ending=("failed", "interrupted"))
+        finish_attempt(directory, ending=_outside("interrupted by the user"))
         raise
     _kill(processes)
     return finish_attempt(directory, ending=ending)
 
 
-def _start_ranks(spec: RunSpec, directory: Path) -> list[subprocess.Popen[bytes]]:
+def _start_ranks(spec: RunSpec, directory: Path) -> list[Process]:
     common = os.environ | {
         "WORLD_SIZE": str(spec.num_gpus),
         "MASTER_ADDR": "127.0.0.1",
@@ -102,7 +110,7 @@ def _start_ranks(spec: RunSpec, directory: Path) -> list[subprocess.Popen[bytes]
 
 def _wait(
     point: Point,
-    processes: Sequence[subprocess.Popen[bytes]],
+    processes: Sequence[Process],
     directory: Path,
     progress: SweepProgress,
 ) -> Ending | None:
@@ -113,16 +121,16 @@ def _wait(
         for rank, process in enumerate(processes):
             if process.returncode is not None and process.returncode < 0:
                 _wait_all(processes, _GRACE_S)
-                return "failed", signal_reason(rank, -process.returncode)
+                return killed(rank, -process.returncode)
         if any(process.returncode for process in processes):
             _wait_all(processes, _GRACE_S)
             break
         if time.monotonic() > deadline:
-            return "timeout", f"not finished after measure.timeout_s={limit_s:g}"
+            return Ending("timeout", f"not finished after measure.timeout_s={limit_s:g}")
         progress.update(point, _stage_of(directory))
         time.sleep(_POLL_S)
     dead = [(rank, p.returncode) for rank, p in enumerate(processes) if (p.returncode or 0) < 0]
-    return ("failed", signal_reason(dead[0][0], -dead[0][1])) if dead else None
+    return killed(dead[0][0], -dead[0][1]) if dead else None
 
 
 def _stage_of(directory: Path) -> str:
@@ -133,18 +141,17 @@ def _stage_of(directory: Path) -> str:
     last = events[-1]
     if "index" in last:
         return f"{last['event']} {last['index']}: loss {last['loss']:.4f}, {last['seconds']:.2f} s"
-    return {"environment": "checking against one process", "gate": "building"}.get(
-        last["event"], last["event"]
-    )
+    words = {"environment": "checking against one process", "gate": "building"}
+    return words.get(last["event"], str(last["event"]))
 
 
-def _wait_all(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+def _wait_all(processes: Sequence[Process], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
-def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _kill(processes: Sequence[Process]) -> None:
     for process in processes:
         try:
             os.killpg(process.pid, signal.SIGKILL)

@@ -63,17 +63,20 @@ def plan_point(spec: RunSpec) -> Point:
 def still_to_run(
     points: Iterable[Point], runs_dir: Path, provenance: Provenance, rerun: Rerun
 ) -> list[Point]:
-    """Points without a record of this provenance. ``failed`` adds those whose records are all
-    unsuccessful, ``all`` takes every point."""
-    chosen = []
-    for point in points:
-        statuses = {
-            r.status for r in records_of(point.spec, runs_dir) if r.provenance == provenance
-        }
-        done = "ok" in statuses or (rerun == "missing" and statuses - {"preempted"})
-        if rerun == "all" or not done:
-            chosen.append(point)
-    return chosen
+    """Points whose records of this provenance do not settle them yet.
+
+    A success settles a point, and so does an end of its own making (out of memory, an error);
+    one that was interrupted from outside does not. ``failed`` also takes points without a
+    success, ``all`` takes every point.
+    """
+    return [p for p in points if rerun == "all" or not _is_settled(p, runs_dir, provenance, rerun)]
+
+
+def _is_settled(point: Point, runs_dir: Path, provenance: Provenance, rerun: Rerun) -> bool:
+    records = [r for r in records_of(point.spec, runs_dir) if r.provenance == provenance]
+    if any(record.status == "ok" for record in records):
+        return True
+    return rerun == "missing" and any(not record.interrupted for record in records)
 
 
 def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:

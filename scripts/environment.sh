@@ -1,0 +1,16 @@
+# Sourced by demo.sh and test.sh: a virtual environment in .venv with this checkout installed.
+
+# make_environment WHAT: WHAT is pip's name for this checkout, "." or ".[dev]".
+make_environment() {
+    local what=$1 python=${PYTHON:-python3} stamp
+    stamp=.venv/.installed-$(printf '%s' "$what" | cat - pyproject.toml | sha256sum | cut -c1-16)
+    [ -e "$stamp" ] && return
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+        echo "error: $python is $("$python" --version 2>&1); Python 3.11 or newer is needed (set PYTHON)" >&2
+        return 2
+    }
+    echo "Installing into .venv (once; torch is large) ..." >&2
+    [ -x .venv/bin/python ] || "$python" -m venv .venv
+    .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check -e "$what"
+    touch "$stamp"
+}
