@@ -1,0 +1,145 @@
+"""Records from what ranks wrote: every way an attempt can end. No torch, no processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.events import EventWriter
+from benchmarks.launch.finish import Ending, finish_attempt, killed
+from benchmarks.launch.points import Point, freeze, records_of, still_to_run, write_unstarted
+from benchmarks.record import RecordError, read_record
+from benchmarks.spec import RunSpec, spec_from_mapping
+from tests.unit.test_spec import mapping
+
+
+@pytest.fixture
+def spec() -> RunSpec:
+    return spec_from_mapping(
+        mapping() | {"num_gpus": 2, "measure": {"warmup_steps": 1, "steps": 2}}
+    )
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, spec: RunSpec) -> Path:
+    directory = tmp_path / spec.spec_id / "local-1"
+    directory.mkdir(parents=True)
+    freeze(Point(spec, None, "unplanned"), directory, "local")
+    return directory
+
+
+def write_rank(directory: Path, rank: int, *, steps: int = 2, done: bool = True) -> EventWriter:
+    events = EventWriter(directory, rank)
+    events.write("environment", host=f"node{rank}")
+    events.write("warmup", index=0, seconds=9.0, loss=5.0)
+    for index in range(steps):
+        events.write("step", index=1 + index, seconds=1.0 + rank + index, loss=4.0 - index)
+    if done:
+        events.write("memory", peak_rss_bytes=100 + rank)
+        events.write("counters", unshard=8)
+        events.write("done")
+    return events
+
+
+def test_a_whole_attempt(attempt: Path, spec: RunSpec) -> None:
+    write_rank(attempt, 0)
+    write_rank(attempt, 1)
+    record = finish_attempt(attempt)
+    assert (record.status, record.reason) == ("ok", "")
+    assert record.step_s == [2.0, 3.0]  # the slower rank of each step
+    assert record.warmup_s == [9.0]
+    assert record.losses == [5.0, 4.0, 3.0]
+    assert [rank.peak_rss_bytes for rank in record.ranks] == [100, 101]
+    assert record.ranks[1].environment["host"] == "node1"
+    assert record.spec_id == spec.spec_id
+    assert read_record(attempt / "record.json") == record
+
+
+def test_what_was_measured_before_a_kill_is_kept(attempt: Path) -> None:
+    write_rank(attempt, 0, steps=2, done=False)
+    write_rank(attempt, 1, steps=1, done=False)
+    with (attempt / "rank_001.jsonl").open("a") as file:
+        file.write('{"event": "st')  # cut off in mid-write
+    record = finish_attempt(attempt, ending=killed(1, 9))
+    assert record.status == "failed"
+    assert record.interrupted
+    assert record.reason == "rank 1 was killed by signal 9 (SIGKILL)"
+    assert record.step_s == [2.0]  # only steps that every rank finished
+
+
+def test_the_first_error_is_the_reason(attempt: Path) -> None:
+    first = write_rank(attempt, 1, done=False)
+    first.write("error", type="ValueError", message="token 999\nmore")
+    write_rank(attempt, 0, done=False).write("error", type="RuntimeError", message="peer closed")
+    record = finish_attempt(attempt)
+    assert record.reason == "rank 1: ValueError: token 999"
+    assert not record.interrupted
+
+
+def test_out_of_memory_outranks_its_consequences(attempt: Path) -> None:
+    write_rank(attempt, 0, done=False).write("error", type="RuntimeError", message="peer closed")
+    write_rank(attempt, 1, done=False).write("oom", type="OutOfMemoryError", message="tried 2 GiB")
+    assert finish_attempt(attempt).status == "oom"
+
+
+def test_a_failed_gate_is_a_failure_with_its_figures(attempt: Path) -> None:
+    gate = {"passed": False, "tolerance": 1e-4, "loss_error": 0.5, "shape": "toy"}
+    events = EventWriter(attempt, 0)
+    events.write("gate", grad_norm_error=0.1, parameter_error=0.2, **gate)
+    record = finish_attempt(attempt)
+    assert record.status == "failed"
+    assert "5.0e-01 (loss)" in record.reason
+    assert record.step_s == []
+
+
+def test_a_signalled_attempt_is_preempted(attempt: Path) -> None:
+    write_rank(attempt, 0, done=False).write("signal", name="SIGTERM")
+    record = finish_attempt(attempt)
+    assert record.status == "preempted"
+    assert record.interrupted
+
+
+def test_silence_is_a_failure(attempt: Path) -> None:
+    write_rank(attempt, 0)
+    assert finish_attempt(attempt).reason == "1 of 2 ranks ended without a word"
+
+
+@pytest.mark.parametrize(
+    ("ending", "missing", "failed"),
+    [
+        (Ending("ok"), False, False),
+        (Ending("failed", "gate"), False, True),
+        (Ending("failed", "killed", interrupted=True), True, True),
+        (Ending("oom", "2 GiB"), False, True),
+    ],
+)
+def test_which_points_run_again(
+    attempt: Path, spec: RunSpec, ending: Ending, missing: bool, failed: bool
+) -> None:
+    finish_attempt(attempt, ending=ending)
+    runs_dir, points = attempt.parents[1], [Point(spec, None, "")]
+    assert bool(still_to_run(points, runs_dir, "measured", "missing")) == missing
+    assert bool(still_to_run(points, runs_dir, "measured", "failed")) == failed
+    assert still_to_run(points, runs_dir, "measured", "all") == points
+    assert still_to_run(points, runs_dir, "simulated", "missing") == points
+
+
+def test_unreadable_records_are_named_and_skipped(attempt: Path, spec: RunSpec) -> None:
+    write_unstarted(Point(spec, None, ""), attempt.parents[1], "local", "infeasible", "why")
+    (attempt / "record.json").write_text('{"schema_version": 99}')
+    with pytest.raises(RecordError, match=r"record.json: schema version 99"):
+        read_record(attempt / "record.json")
+    assert [r.status for r in records_of(spec, attempt.parents[1])] == ["infeasible"]
+
+
+def test_record_rejects_other_fields(attempt: Path, spec: RunSpec) -> None:
+    write_rank(attempt, 0)
+    finish_attempt(attempt)
+    document: dict[str, Any] = json.loads((attempt / "record.json").read_text())
+    document["status"] = "splendid"
+    (attempt / "record.json").write_text(json.dumps(document))
+    with pytest.raises(RecordError, match="status"):
+        read_record(attempt / "record.json")

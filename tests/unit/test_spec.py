@@ -1,0 +1,101 @@
+"""RunSpec: strict building, one-line errors, stable identity. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.spec import RunSpec, SpecError, load_spec, spec_from_mapping
+
+
+def mapping() -> dict[str, Any]:
+    link = {"bandwidth_gb_s": 10.0, "latency_us": 5.0}
+    return {
+        "model": {
+            "name": "toy",
+            "family": "gpt",
+            "layers": 4,
+            "hidden": 64,
+            "heads": 4,
+            "kv_heads": 4,
+            "ffn": 256,
+            "vocab": 256,
+            "seq": 32,
+        },
+        "cluster": {
+            "name": "here",
+            "device": {"name": "cpu", "memory_gib": 16, "memory_bandwidth_gb_s": 20},
+            "gpus_per_node": 8,
+            "nics_per_node": 1,
+            "intra": link,
+            "inter": link,
+        },
+        "num_gpus": 4,
+        "contender": {"name": "zeropp", "pp": 2},
+        "global_batch": 8,
+        "microbatch_size": 1,
+        "precision": "fp32",
+        "optimizer": {},
+        "data": {"kind": "synthetic"},
+        "measure": {},
+    }
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    values = mapping()
+    *parents, last = path.split(".")
+    target = values
+    for parent in parents:
+        target = target[parent]
+    target[last] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("num_gpus", "many", "integer"),
+        ("num_gpus", 0, "at least 1"),
+        ("precision", "fp8", "'fp32' or 'bf16'"),
+        ("contender.pp", "all", "'auto'"),
+        ("contender.chunks", 0, "at least 1"),
+        ("contender.colour", "blue", "unknown key"),
+        ("model.heads", 5, "must divide model.hidden=64"),
+        ("model.kv_heads", 3, "must divide model.heads=4"),
+        ("measure.warmup_steps", -1, "at least 0"),
+        ("data.kind", "csv", "'text', 'megatron' or 'synthetic'"),
+    ],
+)
+def test_bad_input_names_field_value_and_way_out(path: str, value: Any, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        spec_from_mapping(changed(path, value))
+    message = str(caught.value)
+    assert message.startswith(path)
+    assert repr(value) in message
+    assert words in message
+    assert "\n" not in message
+
+
+def test_missing_key_is_named() -> None:
+    values = mapping()
+    del values["global_batch"]
+    with pytest.raises(SpecError, match=r"^global_batch: missing"):
+        spec_from_mapping(values)
+
+
+def test_spec_id_depends_on_every_value_and_on_nothing_else(tmp_path: Path) -> None:
+    spec = spec_from_mapping(mapping())
+    assert spec.spec_id == spec_from_mapping(mapping()).spec_id
+    assert spec.spec_id != spec_from_mapping(changed("optimizer.lr", 0.5)).spec_id
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps(spec.to_dict()))
+    assert load_spec(path) == spec
+
+
+def test_spec_is_frozen() -> None:
+    spec: RunSpec = spec_from_mapping(mapping())
+    with pytest.raises(AttributeError):
+        spec.num_gpus = 8  # type: ignore[misc]
