@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import hydra
 from hydra.errors import HydraException
@@ -21,6 +21,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from benchmarks.launch.points import (
     PROVENANCE,
     Point,
+    Rerun,
     plan_point,
     still_to_run,
     write_unstarted,
@@ -72,11 +73,13 @@ def spec_of(config: dict[str, Any]) -> RunSpec:
 
 def run_points(points: list[Point], config: dict[str, Any]) -> int:
     """Run what is missing, record what is infeasible, and write the report."""
-    kind = config["launcher"]["kind"]
+    kind, rerun = config["launcher"]["kind"], config["rerun"]
+    if rerun not in get_args(Rerun):
+        raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
     runs_dir = Path(config["runs_dir"])
     launcher = importlib.import_module(f"benchmarks.launch.{kind}")
     launcher.check(points)
-    todo = still_to_run(points, runs_dir, PROVENANCE[kind], config["rerun"])
+    todo = still_to_run(points, runs_dir, PROVENANCE[kind], rerun)
     announce(points, todo, kind)
     for point in todo:
         if point.plan is None:

@@ -1,0 +1,78 @@
+"""What cannot work ends before any process starts: one line, exit status 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.run import main
+
+# arguments, what the line must say
+CASES = [
+    ("global_batch=15", "global_batch=15: must be a multiple of"),
+    ("microbatch_size=3", "global_batch=16: must be a multiple of microbatch_size=3"),
+    ("contender.pp=4 contender.chunks=16", "contender.pp=4: 4 x chunks=16 = 64 stages"),
+    ("contender.pp=3", "contender.pp=3: the degrees"),
+    ("contender=deepspeed_3d contender.tp=3 num_gpus=6", "contender.tp=3: must divide"),
+    ("num_gpus=7 contender.pp=2", "contender.pp=2: the degrees"),
+    ("contender.pp=2 contender.shard=1 contender.replicate=1", "num_gpus=4: the degrees"),
+    ("data=text data.path=/nowhere.txt", "data.path='/nowhere.txt': no such file"),
+    ("data=text", "data.path"),
+    ("colour=blue", "colour"),
+    ("contender.colour=blue", "colour"),
+    ("contender=magic", "magic"),
+    ("model=gpt_9t", "gpt_9t"),
+    ("num_gpus=lots", "num_gpus='lots'"),
+    ("precision=fp8", "precision='fp8'"),
+    ("model.heads=5", "model.heads=5: must divide model.hidden"),
+    ("model.vocab=100", "model.vocab=100: byte-level text needs at least 256"),
+    ("contender=deepspeed_3d contender.chunks=2", "contender.chunks=2"),
+    ("contender=fsdp contender.pp=2", "contender.pp=2"),
+    ("contender=zeropp contender.tp=2", "contender.tp=2"),
+    ("measure.steps=0", "measure.steps=0: must be at least 1"),
+    ("cluster=a100", "cluster=a100: launcher=local needs that GPU"),
+    ("rerun=never", "rerun='never'"),
+    ("launcher=carrier_pigeon", "carrier_pigeon"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), CASES, ids=[case[0] for case in CASES])
+def test_bad_input_is_one_line_and_status_2(
+    arguments: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    if arguments == "cluster=a100" and Path("/dev/nvidia0").exists():
+        pytest.skip("this machine has a GPU")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("benchmarks.launch.local._start_ranks", refuse)
+    monkeypatch.setattr(sys, "argv", ["benchmarks.run", *arguments.split(), f"runs_dir={tmp_path}"])
+    assert main() == 2
+    printed = capsys.readouterr()
+    lines = printed.err.strip().splitlines()
+    assert len(lines) == 1
+    assert words in lines[0]
+    assert printed.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job", "contender=zeropp"]])
+def test_help_and_configuration_read_well(flags: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.run", *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stderr == ""
+    words = ["zeropp", "gpt_tiny"] if flags == ["--help"] else ["name: zeropp", "num_gpus: 4"]
+    assert all(word in done.stdout for word in words)

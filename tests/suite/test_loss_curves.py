@@ -1,0 +1,74 @@
+"""Twenty steps of real text in real processes, through the suite: the losses of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.data import open_batches
+from benchmarks.launch.local import launch
+from benchmarks.launch.points import plan_point
+from benchmarks.progress import SweepProgress
+from benchmarks.spec import RunSpec, spec_from_mapping
+from tests.unit.test_spec import mapping
+from zeropp.model import build_model, cross_entropy
+from zeropp.optimizer import build_optimizer
+
+STEPS = 20
+TEXT = {"kind": "text", "path": "benchmarks/data/kjv_genesis_psalms.txt"}
+MEASURE = {"warmup_steps": 2, "steps": STEPS - 2, "gate": True, "timeline": True}
+
+CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zeropp 2x2": (4, {"name": "zeropp", "pp": 2, "shard": 2, "chunks": 2, "unit": 2}),
+    "zeropp 4x2": (8, {"name": "zeropp", "pp": 4, "shard": 2, "chunks": 2, "unit": 4}),
+    "deepspeed 2x2x1": (4, {"name": "deepspeed_3d", "tp": 2, "pp": 2, "replicate_zero": 1}),
+    "deepspeed 2x2x2": (8, {"name": "deepspeed_3d", "tp": 2, "pp": 2, "replicate_zero": 1}),
+}
+
+
+def spec_of(num_gpus: int, contender: dict[str, Any]) -> RunSpec:
+    values = mapping()
+    values["model"] |= {"layers": 8, "seq": 64}
+    values |= {"num_gpus": num_gpus, "contender": contender, "global_batch": 16}
+    return spec_from_mapping(values | {"data": TEXT, "measure": MEASURE})
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    """The loss curve of one process, the whole global batch at once."""
+    spec = spec_of(4, {"name": "zeropp"})
+    model = build_model(spec.model, spec.seed)
+    optimizer = build_optimizer(model.parameters(), spec.optimizer)
+    batches, losses = open_batches(spec), []
+    for step in range(STEPS):
+        inputs, targets = (torch.from_numpy(part) for part in batches.batch(step))
+        loss = cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1.0  # it learns
+    return losses
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_loss_curve_is_that_of_one_process(
+    name: str, expected: list[float], tmp_path: Path
+) -> None:
+    point = plan_point(spec_of(*CONFIGURATIONS[name]))
+    assert point.plan is not None, point.reason
+    with SweepProgress(1) as progress:
+        (record,) = launch([point], {}, tmp_path, progress)
+    assert record.status == "ok", record.reason
+    assert record.losses == pytest.approx(expected, rel=1e-4)
+    assert record.gate is not None
+    assert record.gate.passed
+    if point.spec.contender.name == "zeropp":
+        steps, chunks = STEPS, point.plan.layout.chunks
+        units = point.plan.num_microbatches // point.plan.schedule.unit
+        assert units >= 2
+        for rank in record.ranks:
+            assert rank.counters["unshard"] == steps * chunks * 2 * units
