@@ -46,6 +46,9 @@ class Op(StrEnum):
 _COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
 _TRANSFER = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 
+NEEDS_PARAMETERS = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.FULL_BACKWARD})
+MAKES_GRADIENTS = frozenset({Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
+
 # Longer names first, or "SEND_F" would be read as "S..." and "REDUCE_GRAD" never.
 _PATTERN = re.compile(r"(\d+)(" + "|".join(sorted(map(str, Op), key=len, reverse=True)) + r")(\d*)")
 

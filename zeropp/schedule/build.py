@@ -1,0 +1,51 @@
+"""The one door to the generators: a name and sizes in, a compute-only Schedule out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeropp.schedule import generators
+from zeropp.schedule.program import Schedule, StageCost, loop_placement
+from zeropp.schedule.zeropp import zeropp
+
+GENERATORS = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zeropp")
+
+
+def build(
+    name: str,
+    *,
+    num_ranks: int,
+    chunks: int,
+    num_microbatches: int,
+    unit: int | None = None,
+    activation_cap: int | None = None,
+    costs: Sequence[StageCost] | None = None,
+) -> Schedule:
+    """A compute-only schedule of one optimizer step.
+
+    ``unit`` (default: P, at most m), ``activation_cap`` (live chunk-activations a rank, default
+    ``unit * chunks``) and ``costs`` (one a stage; default: equal) concern ZeroPP alone. Raises
+    ValueError where the generator has no order for these sizes.
+    """
+    if name not in GENERATORS:
+        raise ValueError(f"schedule={name!r}: no such generator (known: {', '.join(GENERATORS)})")
+    if chunks > 1 and name in ("gpipe", "1f1b"):
+        raise ValueError(f"chunks={chunks}: {name} has one chunk a rank")
+    m = num_microbatches
+    unit = min(unit or num_ranks, m)
+    if name == "zeropp":
+        cap = activation_cap or unit * chunks
+        programs = zeropp(num_ranks, chunks, m, unit, cap, costs)
+    elif name == "1f1b":
+        programs = generators.one_f_one_b(num_ranks, m)
+    elif name == "interleaved_1f1b":
+        programs = generators.interleaved_1f1b(num_ranks, chunks, m)
+    else:
+        programs = generators.looped_bfs(num_ranks, chunks, m)
+    return Schedule(
+        name=name,
+        num_microbatches=m,
+        unit=unit if name == "zeropp" else m,
+        stage_rank=loop_placement(num_ranks, chunks),
+        programs=programs,
+    )

@@ -1,0 +1,79 @@
+"""ZeroPP's schedule (arXiv 2402.03791): scheduling units, breadth-first chunks, split backward.
+
+The microbatches of a step form units of U. Inside a unit all of them run through chunk 0, then
+chunk 1 ... (and back in reverse), so that a chunk's parameters are gathered once a unit for the
+forward phase and once for the backward phase. Input gradients run as early as they can; weight
+gradients fill what would be bubbles, also across units. With equal durations F = B = W, U >= P
+and the default cap of U*V live chunk-activations the step is at most 1 + (P-1)/(3*m*V) times its
+ideal (design note; a test holds it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeropp.schedule.greedy import Orders, Slot, list_schedule
+from zeropp.schedule.program import Program, StageCost, loop_placement
+
+_PATIENCE = (0.0, 0.25, 0.5, 1.0)
+
+
+def unit_orders(num_ranks: int, chunks: int, num_microbatches: int, unit: int) -> Orders:
+    """Forward and input-gradient order of every rank; the last unit may be short."""
+    units = [
+        range(first, min(first + unit, num_microbatches))
+        for first in range(0, num_microbatches, unit)
+    ]
+    forward, backward = [], []
+    for rank in range(num_ranks):
+        stages = [chunk * num_ranks + rank for chunk in range(chunks)]
+        forward.append(_breadth_first(stages, units))
+        backward.append(_breadth_first(stages[::-1], units))
+    return Orders(loop_placement(num_ranks, chunks), tuple(forward), tuple(backward))
+
+
+def smallest_cap(chunks: int, num_microbatches: int, unit: int) -> int:
+    """The fewest live chunk-activations with which a unit can turn round: every microbatch of
+    the unit in all chunks but the last, and one in the last."""
+    return (chunks - 1) * min(unit, num_microbatches) + 1
+
+
+def zeropp(
+    num_ranks: int,
+    chunks: int,
+    num_microbatches: int,
+    unit: int,
+    activation_cap: int,
+    costs: Sequence[StageCost] | None,
+) -> tuple[Program, ...]:
+    """Programs under a cap of live chunk-activations a rank.
+
+    With ``costs`` several orders are planned, the equal-cost one among them, and the one that the
+    event loop prices lowest on these costs is kept: it is never worse than the equal-cost order.
+    Raises ValueError where the cap is too small for a unit.
+    """
+    smallest = smallest_cap(chunks, num_microbatches, unit)
+    if activation_cap < smallest:
+        raise ValueError(
+            f"activation_cap={activation_cap}: a unit of {unit} microbatches and {chunks} chunks "
+            f"needs at least {smallest} live chunk-activations"
+        )
+    orders = unit_orders(num_ranks, chunks, num_microbatches, unit)
+    caps = [activation_cap] * num_ranks
+    equal = list_schedule(orders, [StageCost()] * len(orders.stage_rank), caps)
+    if costs is None or len({_durations(cost) for cost in costs} | {(1.0, 1.0, 1.0, 0.0)}) == 1:
+        return equal
+    from zeropp.sim.events import run_programs
+
+    candidates = [equal]
+    candidates += [list_schedule(orders, costs, caps, patience) for patience in _PATIENCE]
+    unique = list(dict.fromkeys(candidates))
+    return min(unique, key=lambda p: run_programs(p, orders.stage_rank, costs).step_s)
+
+
+def _durations(cost: StageCost) -> tuple[float, float, float, float]:
+    return (cost.forward, cost.backward_input, cost.backward_weight, cost.transfer)
+
+
+def _breadth_first(stages: Sequence[int], units: Sequence[range]) -> tuple[Slot, ...]:
+    return tuple((stage, j) for unit in units for stage in stages for j in unit)
