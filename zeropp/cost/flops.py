@@ -1,0 +1,93 @@
+"""Parameters and FLOPs of a shape, and a balanced cut of its pieces. Formulas only.
+
+A product of [a, b] and [b, c] is 2abc FLOPs. Backward is twice forward (one product for dX, one
+for dW), except for attention scores, where both operands are activations: also twice.
+Norms, activations and softmax are left out, as in Megatron-LM (arXiv 2104.04473, appendix).
+"""
+
+from __future__ import annotations
+
+from zeropp.shape import ModelShape
+
+
+def block_parameters(shape: ModelShape) -> int:
+    """Parameters of one transformer block."""
+    h, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    attention = 2 * h * h + 2 * h * kv
+    if shape.family == "gpt":
+        biases = 2 * h + 2 * kv + shape.ffn + h
+        return attention + 2 * h * shape.ffn + biases + 4 * h  # two LayerNorms
+    return attention + 3 * h * shape.ffn + 2 * h  # two RMSNorms
+
+
+def piece_parameters(shape: ModelShape, index: int) -> int:
+    """Parameters that piece ``index`` holds (a tied head holds its copy of the embedding)."""
+    h = shape.hidden
+    if index == 0:
+        return (shape.vocab + (shape.seq if shape.family == "gpt" else 0)) * h
+    if index == shape.num_pieces - 1:
+        return shape.vocab * h + (2 * h if shape.family == "gpt" else h)
+    return block_parameters(shape)
+
+
+def parameter_count(shape: ModelShape) -> int:
+    """Parameters of the whole model; tied embeddings count once."""
+    total = sum(piece_parameters(shape, index) for index in range(shape.num_pieces))
+    return total - (shape.vocab * shape.hidden if shape.tied_embeddings else 0)
+
+
+def block_forward_flops(shape: ModelShape) -> int:
+    """Forward FLOPs of one block, a token: projections, and attention over the whole sequence.
+
+    Causal attention is counted in full (4*s*h), as Megatron-LM's and PaLM's MFU do
+    (arXiv 2104.04473, eq. 3; arXiv 2204.02311, appendix B).
+    """
+    h, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    mlp = (2 if shape.family == "gpt" else 3) * h * shape.ffn
+    return 2 * (2 * h * h + 2 * h * kv + mlp) + 4 * shape.seq * h
+
+
+def piece_forward_flops(shape: ModelShape, index: int) -> int:
+    """Forward FLOPs of a piece, a token; an embedding look-up is none."""
+    if index == 0:
+        return 0
+    if index == shape.num_pieces - 1:
+        return 2 * shape.vocab * shape.hidden
+    return block_forward_flops(shape)
+
+
+def model_flops_per_token(shape: ModelShape) -> int:
+    """Forward and backward FLOPs of the model, a token, without recomputation."""
+    return 3 * sum(piece_forward_flops(shape, index) for index in range(shape.num_pieces))
+
+
+def balanced_cuts(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+    """Cut the pieces into contiguous stages whose largest forward cost is as small as it can be.
+
+    Of the cuts that reach it, the one with the most even stages from the front. Every stage
+    gets a piece; raises ValueError where there are more stages than pieces.
+    """
+    weights = [piece_forward_flops(shape, index) for index in range(shape.num_pieces)]
+    if num_stages > len(weights):
+        raise ValueError(f"{num_stages} stages for {len(weights)} pieces")
+    best: dict[tuple[int, int], tuple[int, int, int]] = {}  # -> (largest, sum of squares, cut)
+
+    def solve(first: int, stages: int) -> tuple[int, int]:
+        if stages == 1:
+            load = sum(weights[first:])
+            return load, load * load
+        if (first, stages) not in best:
+            options = []
+            load = 0
+            for cut in range(first + 1, len(weights) - stages + 2):
+                load += weights[cut - 1]
+                largest, squares = solve(cut, stages - 1)
+                options.append((max(load, largest), load * load + squares, cut))
+            best[first, stages] = min(options)
+        return best[first, stages][:2]
+
+    solve(0, num_stages)
+    cuts = [0]
+    for stages in range(num_stages, 1, -1):
+        cuts.append(best[cuts[-1], stages][2])
+    return (*cuts, len(weights))

@@ -1,0 +1,1 @@
+"""The engine: an interpreter over a Plan's programs, in real processes."""

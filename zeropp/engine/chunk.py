@@ -1,0 +1,87 @@
+"""One model chunk on its rank: forward, backward in two halves, over sharded parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
+from zeropp.engine.sharding import ChunkShards
+from zeropp.plan import Recompute
+
+_ATEN = torch.ops.aten
+_KEPT = (
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+
+@dataclass
+class _Live:
+    """What one microbatch keeps between its forward and its input gradient."""
+
+    input: Tensor
+    output: Tensor
+
+
+class Chunk:
+    """Pieces that run one after another on this rank.
+
+    Linear layers of ``deferrable`` pieces put off their weight gradients while the store is open.
+    ``recompute`` full checkpoints each deferrable piece (a transformer block); selective keeps
+    the outputs of its matrix products and of attention and recomputes the rest.
+    """
+
+    def __init__(
+        self, shards: ChunkShards, deferrable: list[nn.Module], recompute: Recompute
+    ) -> None:
+        self.shards = shards
+        self.store = WeightGradStore()
+        self._deferrable = {id(piece) for piece in deferrable}
+        self._recompute = recompute
+        self._live: dict[int, _Live] = {}
+        defer_weight_grads(deferrable, self.store)
+
+    def forward(self, x: Tensor, microbatch: int) -> Tensor:
+        """Run the pieces on one microbatch and keep what backward needs."""
+        self.shards.wait()
+        if x.is_floating_point():
+            x = x.detach().requires_grad_()
+        output = x
+        for piece in self.shards.pieces:
+            output = self._run_piece(piece, output)
+        self._live[microbatch] = _Live(x, output)
+        return output
+
+    def _run_piece(self, piece: nn.Module, x: Tensor) -> Tensor:
+        if self._recompute == "none" or id(piece) not in self._deferrable:
+            return piece(x)  # type: ignore[no-any-return]
+        if self._recompute == "full":
+            return checkpoint(piece, x, use_reentrant=False)  # type: ignore[no-any-return]
+        contexts = partial(create_selective_checkpoint_contexts, list(_KEPT))
+        return checkpoint(piece, x, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+
+    def set_output(self, microbatch: int, output: Tensor) -> None:
+        """Replace what backward starts from (the last stage's loss)."""
+        self._live[microbatch].output = output
+
+    def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
+        """Gradient of the chunk's input (None for tokens); frees the microbatch's graph."""
+        self.shards.wait()
+        live = self._live.pop(microbatch)
+        torch.autograd.backward(live.output, grad)
+        self.shards.accumulate()
+        return live.input.grad
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The weight gradients that ``backward`` put off; needs no gathered parameters."""
+        self.store.run(microbatch)
+        self.shards.accumulate()

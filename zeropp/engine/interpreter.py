@@ -1,0 +1,189 @@
+"""The interpreter: runs one rank's program, one method an operation, no schedule knowledge."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from zeropp.engine.channels import Channels
+from zeropp.engine.chunk import Chunk
+from zeropp.schedule.action import Action, Op
+from zeropp.schedule.program import Program
+from zeropp.sim.events import LANES
+from zeropp.timeline import Span
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+Key = tuple[int, int]  # stage, microbatch
+
+
+@dataclass
+class _Step:
+    """Tensors of one step while it runs, by (stage, microbatch)."""
+
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    activations: dict[Key, Tensor] = field(default_factory=dict)  # inputs of a forward to come
+    gradients: dict[Key, Tensor] = field(default_factory=dict)  # of an output, backward to come
+    receiving: dict[tuple[Op, int, int], tuple[Tensor, dist.Work]] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+
+
+class Interpreter:
+    """Runs programs over the chunks of one rank.
+
+    ``chunks`` by stage; ``stage_rank`` says where the neighbours live; ``boundary`` makes an empty
+    tensor for the message into a stage.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        chunks: dict[int, Chunk],
+        stage_rank: Sequence[int],
+        channels: Channels,
+        boundary: Callable[[int], Tensor],
+        loss_function: LossFunction,
+    ) -> None:
+        self._program = program
+        self._chunks = chunks
+        self._stage_rank = stage_rank
+        self._rank = next(stage_rank[stage] for stage in chunks)
+        self._last = len(stage_rank) - 1
+        self._channels = channels
+        self._boundary = boundary
+        self._loss_function = loss_function
+        self._unreduced = Counter(a.stage for a in program if a.op is Op.REDUCE_GRAD)
+        self.counters: Counter[str] = Counter()
+        self.spans: list[Span] | None = None
+        self._handlers: dict[Op, Callable[[Action, _Step], None]] = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.FULL_BACKWARD: self._full_backward,
+            Op.UNSHARD: self._unshard,
+            Op.RESHARD: self._reshard,
+            Op.REDUCE_GRAD: self._reduce,
+            Op.SEND_F: self._send,
+            Op.SEND_B: self._send,
+            Op.RECV_F: self._receive,
+            Op.RECV_B: self._receive,
+        }
+
+    def run(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+        """Run the program over one step's microbatches; gives the losses of the last stage, each
+        already divided by the number of microbatches, empty elsewhere."""
+        step = _Step(inputs, targets)
+        self._reductions_left = self._unreduced.copy()
+        begin = time.perf_counter()
+        for action in self._program:
+            start = self._clock(begin)
+            with record_function(str(action)):
+                self._handlers[action.op](action, step)
+            self.counters[action.op.name.lower()] += 1
+            if self.spans is not None:
+                lane = LANES[action.op]
+                self.spans.append(Span(self._rank, lane, str(action), start, self._clock(begin)))
+        self._channels.drain()
+        for chunk in self._chunks.values():
+            chunk.shards.finish()
+        return step.losses
+
+    def _clock(self, begin: float) -> float:
+        """Seconds since the step began; while spans are recorded, with the device caught up."""
+        if self.spans is None:
+            return 0.0
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    def _forward(self, action: Action, step: _Step) -> None:
+        stage, microbatch = _key(action)
+        chunk = self._chunks[stage]
+        if stage == 0:
+            x = step.inputs[microbatch]
+        else:
+            x = self._arrived(Op.RECV_F, stage, microbatch, step.activations, step)
+        output = chunk.forward(x, microbatch)
+        if stage == self._last:
+            loss = self._loss_function(output, step.targets[microbatch]) / len(step.inputs)
+            chunk.set_output(microbatch, loss)
+            step.losses.append(loss.detach())
+        else:
+            step.activations[stage + 1, microbatch] = output.detach()
+
+    def _backward_input(self, action: Action, step: _Step) -> None:
+        stage, microbatch = _key(action)
+        chunk = self._chunks[stage]
+        chunk.store.begin(microbatch)
+        self._backward(chunk, stage, microbatch, step)
+        chunk.store.end()
+
+    def _full_backward(self, action: Action, step: _Step) -> None:
+        stage, microbatch = _key(action)
+        self._backward(self._chunks[stage], stage, microbatch, step)
+
+    def _backward(self, chunk: Chunk, stage: int, microbatch: int, step: _Step) -> None:
+        grad = None
+        if stage != self._last:
+            grad = self._arrived(Op.RECV_B, stage, microbatch, step.gradients, step)
+        grad_input = chunk.backward(microbatch, grad)
+        if grad_input is not None and stage > 0:
+            step.gradients[stage - 1, microbatch] = grad_input
+
+    def _backward_weight(self, action: Action, step: _Step) -> None:
+        del step
+        stage, microbatch = _key(action)
+        self._chunks[stage].backward_weight(microbatch)
+
+    def _unshard(self, action: Action, step: _Step) -> None:
+        del step
+        self._chunks[action.stage].shards.unshard()
+
+    def _reshard(self, action: Action, step: _Step) -> None:
+        del step
+        self._chunks[action.stage].shards.reshard()
+
+    def _reduce(self, action: Action, step: _Step) -> None:
+        del step
+        self._reductions_left[action.stage] -= 1
+        last = self._reductions_left[action.stage] == 0
+        self._chunks[action.stage].shards.reduce(cross_replicas=last)
+
+    def _send(self, action: Action, step: _Step) -> None:
+        stage, microbatch = _key(action)
+        forward = action.op is Op.SEND_F
+        target = stage + 1 if forward else stage - 1
+        store = step.activations if forward else step.gradients
+        tensor = store.pop((target, microbatch)).contiguous()
+        self._channels.send(tensor, self._stage_rank[target])
+
+    def _receive(self, action: Action, step: _Step) -> None:
+        stage, microbatch = _key(action)
+        forward = action.op is Op.RECV_F
+        source = stage - 1 if forward else stage + 1
+        tensor = self._boundary(stage if forward else stage + 1)
+        work = self._channels.receive(tensor, self._stage_rank[source])
+        step.receiving[action.op, stage, microbatch] = (tensor, work)
+
+    def _arrived(
+        self, op: Op, stage: int, microbatch: int, local: dict[Key, Tensor], step: _Step
+    ) -> Tensor:
+        """The message into a stage: from another rank, or left here by a stage of this one."""
+        message = step.receiving.pop((op, stage, microbatch), None)
+        if message is None:
+            return local.pop((stage, microbatch))
+        tensor, work = message
+        work.wait()
+        return tensor
+
+
+def _key(action: Action) -> Key:
+    assert action.microbatch is not None
+    return action.stage, action.microbatch

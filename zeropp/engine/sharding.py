@@ -1,0 +1,137 @@
+"""Sharded parameters of one chunk: torch's FSDP2, with the engine deciding when it acts.
+
+Each piece is wrapped in a ``Shard`` and ``fully_shard`` is put on that wrapper. The engine calls
+the piece inside, so FSDP2's forward and backward hooks never run: gathering, releasing and
+reducing happen exactly where the program says. State dicts, mixed precision and checkpoints
+remain torch's own.
+
+This is the one file that touches private parts of FSDP2 (seen with torch 2.13): the parameter
+groups' ``post_backward`` (torch's own pipeline stages call it likewise, in
+``perform_reduce_grad``), their gradient accumulators, and the root's final callback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from zeropp.plan import Precision
+
+
+class Shard(nn.Module):
+    """Wrapper that carries one piece's shards; ``piece`` itself stays as it was written."""
+
+    def __init__(self, piece: nn.Module) -> None:
+        super().__init__()
+        self.piece = piece
+
+
+class ChunkShards:
+    """The shards of one chunk: gather, release, reduce.
+
+    ``mesh`` None means that parameters are whole on every rank and gradients are nobody else's;
+    otherwise it is FSDP2's mesh: 1-D (shard) or 2-D (replicate, shard).
+    """
+
+    def __init__(
+        self, pieces: list[nn.Module], mesh: DeviceMesh | None, precision: Precision
+    ) -> None:
+        self.pieces = pieces
+        self._shards: list[FSDPModule] = []
+        self._handles: list[Any] = []
+        if mesh is None:
+            return
+        policy = MixedPrecisionPolicy()
+        if precision == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for piece in pieces:
+            shard = fully_shard(
+                Shard(piece), mesh=mesh, mp_policy=policy, reshard_after_forward=False
+            )
+            assert isinstance(shard, FSDPModule)
+            shard._get_fsdp_state()._lazy_init()
+            shard.set_reshard_after_backward(False)
+            self._shards.append(shard)
+
+    def unshard(self) -> None:
+        """Start to gather the parameters; ``wait`` before they are used."""
+        self._handles = [shard.unshard(async_op=True) for shard in self._shards]
+
+    def wait(self) -> None:
+        """Make the current stream wait for the gather that was started."""
+        for handle in self._handles:
+            handle.wait()
+        self._handles = []
+
+    def reshard(self) -> None:
+        """Drop the gathered parameters; gradients stay."""
+        for shard in self._shards:
+            shard.reshard()
+
+    def accumulate(self) -> None:
+        """Move fresh gradients into the accumulators of the reduction's type (fp32 under bf16)."""
+        for parameter in self._fsdp_parameters():
+            if parameter.unsharded_accumulated_grad is None:
+                parameter.to_accumulated_grad_if_needed()
+            else:
+                parameter.accumulate_unsharded_grad_if_needed()
+
+    def reduce(self, *, cross_replicas: bool) -> None:
+        """Reduce-scatter the accumulated gradients into the sharded ones and free them.
+
+        ``cross_replicas``: also all-reduce over the replicas; otherwise the reduced gradients
+        wait for a later call that does.
+        """
+        for shard in self._shards:
+            shard.set_requires_all_reduce(cross_replicas, recurse=False)
+            for group in _groups(shard):
+                group.post_backward()
+
+    def finish(self) -> None:
+        """Make the current stream wait for the reductions, and free their buffers."""
+        for shard in self._shards:
+            shard._get_fsdp_state()._root_post_backward_final_callback()
+
+    def named_parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
+        """(index of the piece in the chunk, name, parameter), sharded where there are shards."""
+        for index, piece in enumerate(self.pieces):
+            for name, parameter in piece.named_parameters():
+                yield index, name, parameter
+
+    def unsharded_grad_bytes(self) -> int:
+        """Bytes of unsharded gradients that wait for their reduction."""
+        total = 0
+        for parameter in self._fsdp_parameters():
+            if not hasattr(parameter, "_unsharded_param"):
+                continue
+            for grad in (parameter.unsharded_accumulated_grad, parameter._unsharded_param.grad):
+                total += grad.nbytes if grad is not None else 0
+        return total
+
+    def _fsdp_parameters(self) -> Iterator[Any]:
+        for shard in self._shards:
+            for group in _groups(shard):
+                yield from group.fsdp_params
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; collective over its mesh."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _groups(shard: FSDPModule) -> list[Any]:
+    state = shard._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group]  # torch 2.11 has one group a state

@@ -1,0 +1,63 @@
+"""Two parameters of the pipeline's ends that are one in the model (tied embeddings).
+
+Each end keeps its own sharded copy; they begin equal, their gradients are summed before the
+optimizer's step, and so they stay equal. Both are sharded alike, so shards meet shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeropp.engine.sharding import local
+from zeropp.schedule.program import Schedule
+
+Name = tuple[int, str]  # piece, parameter
+
+
+class TiedWeights:
+    """Keeps (original, copy) equal; does nothing where ``tied`` is None.
+
+    ``copy`` is the second name on the rank that holds it: norms and state skip it.
+    """
+
+    def __init__(
+        self,
+        tied: tuple[Name, Name] | None,
+        parameters: Mapping[Name, nn.Parameter],
+        schedule: Schedule,
+        global_ranks: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.copy: Name | None = tied[1] if tied is not None else None
+        self._mine = [parameters[name] for name in tied or () if name in parameters]
+        self._group: dist.ProcessGroup | None = None
+        ends = sorted({schedule.stage_rank[0], schedule.stage_rank[-1]})
+        if tied is None or not self._mine:
+            return
+        if len(ends) == 2:
+            members = sorted(global_ranks[end] for end in ends)
+            self._group = dist.new_group(members, use_local_synchronization=True)
+        with torch.no_grad():
+            self._make_equal(tied, parameters, global_ranks[schedule.stage_rank[0]])
+
+    def sum_gradients(self) -> None:
+        """Give both the sum of their gradients."""
+        gradients = [local(p.grad) for p in self._mine if p.grad is not None]
+        if self._group is not None:
+            dist.all_reduce(gradients[0], group=self._group)
+        elif len(gradients) == 2:
+            gradients[0].add_(gradients[1])
+            gradients[1].copy_(gradients[0])
+
+    def _make_equal(
+        self, tied: tuple[Name, Name], parameters: Mapping[Name, nn.Parameter], source: int
+    ) -> None:
+        if self._group is not None:
+            dist.broadcast(local(self._mine[0].data), source, group=self._group)
+        else:
+            original, copy = (parameters[name] for name in tied)
+            local(copy.data).copy_(local(original.data))

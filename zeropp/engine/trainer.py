@@ -1,0 +1,77 @@
+"""The ZeroPP contender on a rank: builds the pieces of a Plan and trains them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeropp.engine.engine import Engine, Piece
+from zeropp.model import build_piece, cross_entropy
+from zeropp.plan import Plan
+from zeropp.timeline import Span
+from zeropp.training import OptimizerConfig, StepResult
+
+
+def build(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int) -> ZeroppTrainer:
+    """Build this rank's part of a plan; collective."""
+    return ZeroppTrainer(plan, optimizer, device, seed)
+
+
+class ZeroppTrainer:
+    """A ``zeropp.training.Trainer`` over the engine."""
+
+    def __init__(
+        self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
+    ) -> None:
+        shape, layout = plan.shape, plan.layout
+        self._microbatch_size = plan.microbatch_size
+        last = shape.num_pieces - 1
+        pieces = [
+            Piece(index, stage, build_piece(shape, index, seed, device), 0 < index < last)
+            for stage in plan.schedule.stages_of(layout.coordinates(dist.get_rank())["pp"])
+            for index in plan.pieces_of(stage)
+        ]
+        dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+        size = (plan.microbatch_size, shape.seq, shape.hidden)
+
+        def boundary(stage: int) -> Tensor:
+            del stage  # every boundary of a transformer has the same shape
+            return torch.empty(size, dtype=dtype, device=device)
+
+        tied = ((0, "tokens.weight"), (last, "output.weight")) if shape.tied_embeddings else None
+        self._engine = Engine(
+            pieces,
+            plan.schedule,
+            layout,
+            cross_entropy,
+            boundary,
+            optimizer,
+            device,
+            precision=plan.precision,
+            recompute=plan.recompute,
+            tied=tied,
+        )
+
+    def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
+        """See ``Trainer.step``."""
+        size = self._microbatch_size
+        return self._engine.step(torch.split(inputs, size), torch.split(targets, size))
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``Trainer.full_parameters``."""
+        return self._engine.full_parameters()
+
+    def counters(self) -> dict[str, int]:
+        """See ``Trainer.counters``."""
+        return self._engine.counters()
+
+    def record_spans(self, enabled: bool) -> None:
+        """See ``Trainer.record_spans``."""
+        self._engine.record_spans(enabled)
+
+    def spans(self) -> list[Span]:
+        """See ``Trainer.spans``."""
+        return self._engine.spans()
