@@ -71,6 +71,15 @@ class Layout:
             rank = rank * size + place[axis]
         return rank
 
+    def pipeline(self, rank: int) -> tuple[int, ...]:
+        """Global ranks of the pipeline that a rank is in, by pipeline rank."""
+        place = self.coordinates(rank)
+        return tuple(self.rank_at(place | {"pp": p}) for p in range(self.pp))
+
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """All pipelines, in the order of their first ranks."""
+        return tuple(sorted({self.pipeline(rank) for rank in range(self.world)}))
+
     def dp_index(self, rank: int) -> int:
         """Which of the ``dp`` slices of the global batch a rank trains on."""
         place = self.coordinates(rank)

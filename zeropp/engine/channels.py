@@ -7,12 +7,14 @@ matched by order; the schedule's passes put receives in the order of the sends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from zeropp.layout import Layout
 
 Pair = tuple[int, int]  # pipeline ranks: source, target
 
@@ -24,18 +26,20 @@ class _Pending:
 
 
 class Channels:
-    """Messages of one pipeline; ``global_ranks[p]`` is the world rank of pipeline rank p."""
+    """Messages of this rank's pipeline; construction is collective over all ranks."""
 
-    def __init__(
-        self, pairs: Iterable[Pair], global_ranks: Sequence[int], rank: int, device: torch.device
-    ) -> None:
-        self._rank = rank
-        self._global_ranks = global_ranks
+    def __init__(self, pairs: Iterable[Pair], layout: Layout, device: torch.device) -> None:
+        self._rank = layout.coordinates(dist.get_rank())["pp"]
+        self._global_ranks = layout.pipeline(dist.get_rank())
         self._groups: dict[Pair, dist.ProcessGroup] = {}
         self._sends: list[_Pending] = []
-        for source, target in sorted(pairs):
-            if rank in (source, target):
-                self._groups[source, target] = self._open(source, target, device)
+        pairs = sorted(pairs)
+        for pair in pairs:
+            group = new_group_in_each_pipeline(layout, pair)
+            if group is not None:
+                self._groups[pair] = group
+        for source, target in self._groups:
+            self._connect(source, target, device)
 
     def send(self, tensor: Tensor, target: int) -> None:
         """Start to send; the tensor is kept until ``drain``."""
@@ -63,14 +67,27 @@ class Channels:
         while self._sends and self._sends[0].work.is_completed():
             self._sends.pop(0).work.wait()
 
-    def _open(self, source: int, target: int, device: torch.device) -> dist.ProcessGroup:
-        """A group of two, and one message through it: NCCL connects on first use, and that would
-        block two ranks that first use their pairs in different orders."""
-        members = [self._global_ranks[source], self._global_ranks[target]]
-        group = dist.new_group(sorted(members), use_local_synchronization=True)
+    def _connect(self, source: int, target: int, device: torch.device) -> None:
+        """One message through a pair: NCCL connects on first use, and that would block ranks that
+        first use their pairs in different orders."""
+        group = self._groups[source, target]
         probe = torch.zeros(1, device=device)
         if self._rank == source:
             dist.send(probe, self._global_ranks[target], group=group)
         else:
             dist.recv(probe, self._global_ranks[source], group=group)
-        return group  # type: ignore[no-any-return]
+
+
+def new_group_in_each_pipeline(layout: Layout, members: Iterable[int]) -> dist.ProcessGroup | None:
+    """A group of the given pipeline ranks in every pipeline; the one this rank is in, if any.
+
+    Every rank makes every group: torch names groups by how many a rank has made, so ranks that
+    make different ones would not find each other.
+    """
+    mine = None
+    for pipeline in layout.pipelines():
+        ranks = sorted(pipeline[member] for member in members)
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine

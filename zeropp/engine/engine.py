@@ -58,8 +58,7 @@ class Engine:
     ) -> None:
         self._layout, self._clip_norm = layout, optimizer.clip_norm
         self._device = device
-        place = layout.coordinates(dist.get_rank())
-        self._pp_rank = place["pp"]
+        self._pp_rank = layout.coordinates(dist.get_rank())["pp"]
         mesh = _data_mesh(layout, device, precision)
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
         self._chunks = {
@@ -68,16 +67,15 @@ class Engine:
             )
             for stage in schedule.stages_of(self._pp_rank)
         }
-        pipeline = [layout.rank_at(place | {"pp": p}) for p in range(layout.pp)]
         self._interpreter = Interpreter(
             schedule.programs[self._pp_rank],
             self._chunks,
             schedule.stage_rank,
-            Channels(_neighbours(schedule), pipeline, self._pp_rank, device),
+            Channels(_neighbours(schedule), layout, device),
             boundary,
             loss_function,
         )
-        self._tied = TiedWeights(tied, dict(self.named_parameters()), schedule, pipeline, device)
+        self._tied = TiedWeights(tied, dict(self.named_parameters()), schedule, layout)
         self._parameters = [parameter for _, parameter in self.named_parameters()]
         self.optimizer = build_optimizer(self._parameters, optimizer)
 

@@ -6,13 +6,15 @@ optimizer's step, and so they stay equal. Both are sharded alike, so shards meet
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeropp.engine.channels import new_group_in_each_pipeline
 from zeropp.engine.sharding import local
+from zeropp.layout import Layout
 from zeropp.schedule.program import Schedule
 
 Name = tuple[int, str]  # piece, parameter
@@ -29,20 +31,20 @@ class TiedWeights:
         tied: tuple[Name, Name] | None,
         parameters: Mapping[Name, nn.Parameter],
         schedule: Schedule,
-        global_ranks: Sequence[int],
-        device: torch.device,
+        layout: Layout,
     ) -> None:
         self.copy: Name | None = tied[1] if tied is not None else None
         self._mine = [parameters[name] for name in tied or () if name in parameters]
         self._group: dist.ProcessGroup | None = None
-        ends = sorted({schedule.stage_rank[0], schedule.stage_rank[-1]})
-        if tied is None or not self._mine:
+        if tied is None:
             return
+        ends = {schedule.stage_rank[0], schedule.stage_rank[-1]}
         if len(ends) == 2:
-            members = sorted(global_ranks[end] for end in ends)
-            self._group = dist.new_group(members, use_local_synchronization=True)
-        with torch.no_grad():
-            self._make_equal(tied, parameters, global_ranks[schedule.stage_rank[0]])
+            self._group = new_group_in_each_pipeline(layout, ends)
+        if self._mine:
+            first = layout.pipeline(dist.get_rank())[schedule.stage_rank[0]]
+            with torch.no_grad():
+                self._make_equal(tied, parameters, first)
 
     def sum_gradients(self) -> None:
         """Give both the sum of their gradients."""
