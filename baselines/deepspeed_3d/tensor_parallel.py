@@ -1,0 +1,164 @@
+"""Tensor parallelism as in Megatron-LM (arXiv 1909.08053, section 3), over one process group.
+
+A piece is built whole, as one process would, and cut in place: attention by heads, the MLP by its
+hidden width, embedding and logits by the vocabulary. What enters a cut region is copied (its
+gradient is summed over the group), what leaves it is summed (its gradient is copied). Parameters
+that are cut carry ``model_parallel`` (DeepSpeed's word for it) and ``cut_dim``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zeropp.model.blocks import Block, SwigluMlp
+from zeropp.model.pieces import Embedding, Head
+
+Group = dist.ProcessGroup
+
+
+class _Copy(torch.autograd.Function):
+    """Identity forward, all-reduce backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Sum(torch.autograd.Function):
+    """All-reduce forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def cut_piece(piece: nn.Module, group: Group) -> None:
+    """Cut a piece of ``zeropp.model`` to this rank's part of the group."""
+    if group.size() == 1:
+        return
+    if isinstance(piece, Block):
+        _cut_block(piece, group)
+    elif isinstance(piece, Embedding):
+        _cut_parameter(piece.tokens, "weight", 0, group)
+        piece.tokens.forward = _vocabulary_embedding(piece.tokens, group)  # type: ignore[method-assign]
+    elif isinstance(piece, Head):
+        _cut_parameter(piece.output, "weight", 0, group)
+        _copy_input(piece.output, group)
+
+
+def whole_parameter(parameter: Tensor, group: Group) -> Tensor:
+    """The uncut parameter on every rank of the group; collective where it is cut."""
+    if not hasattr(parameter, "cut_dim"):
+        return parameter.detach()
+    parts = [torch.empty_like(parameter) for _ in range(group.size())]
+    dist.all_gather(parts, parameter.detach().contiguous(), group=group)
+    return torch.cat(parts, dim=parameter.cut_dim)
+
+
+def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
+    """Mean loss of logits [batch, seq, vocab / tp] cut by the vocabulary, in fp32."""
+    if group.size() == 1:
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return _VocabularyLoss.apply(logits.flatten(0, 1), targets.flatten(), group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """Cross entropy without gathering the logits (arXiv 1909.08053, section 3)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group) -> Tensor:
+        scores = logits.float()
+        largest = scores.max(dim=-1).values
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        scores = scores - largest.unsqueeze(-1)
+        mine, local = _local_tokens(targets, logits.shape[-1], group)
+        rows = torch.arange(len(targets), device=targets.device)
+        chosen = torch.where(mine, scores[rows, local], 0.0)
+        exponentials = scores.exp_()
+        sums = torch.stack((exponentials.sum(dim=-1), chosen))
+        dist.all_reduce(sums, group=group)
+        total, chosen = sums
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), mine, local)
+        ctx.dtype = logits.dtype
+        loss: Tensor = (total.log() - chosen).mean()
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        gradient, mine, local = ctx.saved_tensors
+        rows = torch.arange(len(mine), device=mine.device)
+        gradient[rows, local] -= mine.to(gradient.dtype)
+        gradient *= grad / len(mine)
+        return gradient.to(ctx.dtype), None, None
+
+
+def _cut_block(block: Block, group: Group) -> None:
+    attention, mlp = block.attention, block.mlp
+    columns = [attention.query, attention.key, attention.value, mlp.up]
+    if isinstance(mlp, SwigluMlp):
+        columns.append(mlp.gate)
+    for linear in columns:
+        _cut_parameter(linear, "weight", 0, group)
+        if linear.bias is not None:
+            _cut_parameter(linear, "bias", 0, group)
+    for linear in (attention.output, mlp.down):
+        _cut_parameter(linear, "weight", 1, group)
+        linear.forward = _row_parallel(linear, group)  # type: ignore[method-assign]
+    # One copy for all projections of a region: one all-reduce in backward, not one each.
+    _copy_input(attention, group)
+    _copy_input(mlp, group)
+
+
+def _cut_parameter(module: nn.Module, name: str, dim: int, group: Group) -> None:
+    whole = getattr(module, name).detach()
+    part = whole.chunk(group.size(), dim=dim)[group.rank()].clone()
+    parameter = nn.Parameter(part)
+    parameter.cut_dim = dim  # type: ignore[attr-defined]
+    parameter.model_parallel = True  # type: ignore[attr-defined]
+    setattr(module, name, parameter)
+
+
+def _copy_input(module: nn.Module, group: Group) -> None:
+    module.register_forward_pre_hook(lambda _, inputs: (_Copy.apply(inputs[0], group),))  # type: ignore[no-untyped-call]
+
+
+def _row_parallel(linear: nn.Linear, group: Group) -> Any:
+    def forward(x: Tensor) -> Tensor:
+        total: Tensor = _Sum.apply(F.linear(x, linear.weight), group)  # type: ignore[no-untyped-call]
+        return total if linear.bias is None else total + linear.bias
+
+    return forward
+
+
+def _vocabulary_embedding(embedding: nn.Embedding, group: Group) -> Any:
+    def forward(tokens: Tensor) -> Tensor:
+        mine, local = _local_tokens(tokens, embedding.weight.shape[0], group)
+        part = F.embedding(local, embedding.weight) * mine.unsqueeze(-1)
+        return _Sum.apply(part, group)  # type: ignore[no-any-return, no-untyped-call]
+
+    return forward
+
+
+def _local_tokens(tokens: Tensor, size: int, group: Group) -> tuple[Tensor, Tensor]:
+    """Which tokens fall into this rank's ``size`` entries, and their place there (0 if not)."""
+    shifted = tokens - group.rank() * size
+    mine = (shifted >= 0) & (shifted < size)
+    return mine, torch.where(mine, shifted, 0)

@@ -1,0 +1,238 @@
+"""DeepSpeed 3D on a rank: real DeepSpeed runs the step, this file only feeds and reads it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe import schedule as instructions
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from baselines.deepspeed_3d.tensor_parallel import (
+    cut_piece,
+    vocabulary_cross_entropy,
+    whole_parameter,
+)
+from zeropp.model import build_piece
+from zeropp.optimizer import build_optimizer
+from zeropp.plan import Plan
+from zeropp.schedule.action import Action, Op
+from zeropp.sim.events import LANES
+from zeropp.timeline import Span
+from zeropp.training import OptimizerConfig, StepResult
+
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+_OPS: dict[type, Op] = {
+    instructions.ForwardPass: Op.FORWARD,
+    instructions.BackwardPass: Op.FULL_BACKWARD,
+    instructions.SendActivation: Op.SEND_F,
+    instructions.RecvActivation: Op.RECV_F,
+    instructions.SendGrad: Op.SEND_B,
+    instructions.RecvGrad: Op.RECV_B,
+    instructions.ReduceGrads: Op.REDUCE_GRAD,
+}
+
+
+def build(
+    plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
+) -> DeepSpeedTrainer:
+    """Build this rank's part of a plan; collective."""
+    return DeepSpeedTrainer(plan, optimizer, device, seed)
+
+
+class _CutPipeline(PipelineModule):  # type: ignore[misc]
+    """A PipelineModule whose stages are cut where the plan says."""
+
+    def __init__(self, cuts: tuple[int, ...], **arguments: Any) -> None:
+        self._cuts = cuts
+        super().__init__(**arguments)
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        del method
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self.parts = list(self._cuts)
+        self._set_bounds(start=self._cuts[stage], stop=self._cuts[stage + 1])
+
+
+class DeepSpeedTrainer:
+    """A ``zeropp.training.Trainer`` over DeepSpeed's PipelineEngine."""
+
+    def __init__(
+        self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
+    ) -> None:
+        layout, shape = plan.layout, plan.shape
+        self._plan, self._device = plan, device
+        deepspeed.init_distributed(verbose=False)  # takes the process group that is there
+        topology = PipeModelDataParallelTopology(
+            num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.replicate
+        )
+        self._group = _own_group(topology.get_axis_comm_lists("model"))
+        group = self._group
+
+        def make(index: int) -> nn.Module:
+            piece = build_piece(shape, index, seed, device)
+            cut_piece(piece, group)
+            return piece
+
+        module = _CutPipeline(
+            plan.cuts,
+            layers=[LayerSpec(_Factory, make, index) for index in range(shape.num_pieces)],
+            topology=topology,
+            loss_fn=lambda logits, labels: vocabulary_cross_entropy(logits, labels, group),
+            activation_checkpoint_interval=1 if plan.recompute == "full" else 0,
+            activation_checkpoint_func=_recompute,
+            checkpointable_layers=["Block"],
+        )
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=module,
+            optimizer=build_optimizer(module.parameters(), optimizer),
+            config=_config(plan, optimizer),
+        )
+        self._square_norm = torch.zeros((), dtype=torch.float64, device=device)
+        self._counters: Counter[str] = Counter()
+        self._spans: list[Span] | None = None
+        self._begin = 0.0
+        self._passes: Counter[Op] = Counter()
+        self._engine._INSTRUCTION_MAP = {
+            kind: self._observed(kind, run) for kind, run in self._engine._INSTRUCTION_MAP.items()
+        }
+
+    def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
+        """See ``Trainer.step``."""
+        size = self._plan.microbatch_size
+        batches = zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
+        self._passes.clear()
+        self._begin = time.perf_counter()
+        loss = self._engine.train_batch(batches)
+        total = self._square_norm.clone()
+        dist.all_reduce(total)
+        return StepResult(float(loss), math.sqrt(float(total)))
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``Trainer.full_parameters``."""
+        for name, parameter in self._engine.module.named_parameters():
+            yield name, whole_parameter(parameter, self._group).float().cpu()
+
+    def counters(self) -> dict[str, int]:
+        """See ``Trainer.counters``."""
+        return dict(self._counters)
+
+    def record_spans(self, enabled: bool) -> None:
+        """See ``Trainer.record_spans``."""
+        self._spans = [] if enabled else None
+
+    def spans(self) -> list[Span]:
+        """See ``Trainer.spans``."""
+        return list(self._spans or [])
+
+    def _observed(self, kind: type, run: Callable[..., None]) -> Callable[..., None]:
+        """DeepSpeed's handler of an instruction, with a look at the clock and at the gradients."""
+        trainer = self
+        op = _OPS.get(kind)
+
+        def observed(engine: Any, **arguments: Any) -> None:
+            if kind is instructions.OptimizerStep:
+                trainer._square_norm = trainer._local_square_norm()
+            start = trainer._clock()
+            MethodType(run, engine)(**arguments)
+            if op is not None:
+                trainer._observe(op, start)
+
+        return observed
+
+    def _observe(self, op: Op, start: float) -> None:
+        self._counters[op.name.lower()] += 1
+        stage = self._engine.stage_id
+        microbatch = self._passes[op] if op.has_microbatch else None
+        self._passes[op] += 1
+        if self._spans is not None:
+            action = str(Action(stage, op, microbatch))
+            self._spans.append(Span(stage, LANES[op], action, start, self._clock()))
+
+    def _clock(self) -> float:
+        """Seconds since the step began; while spans are recorded, with the device caught up."""
+        if self._spans is None:
+            return 0.0
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - self._begin
+
+    def _local_square_norm(self) -> Tensor:
+        """This rank's part of the squared gradient norm, so that the sum over ranks is right:
+        what a parameter's copies hold alike is divided by their number."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for parameter, gradient, copies in self._gradients():
+            if not hasattr(parameter, "cut_dim"):
+                copies *= self._plan.layout.tp
+            total += gradient.float().square().sum(dtype=torch.float64) / copies
+        return total
+
+    def _gradients(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """(parameter, reduced gradient or this rank's part of it, data-parallel copies of it)."""
+        optimizer, copies = self._optimizer, self._plan.layout.replicate
+        if hasattr(optimizer, "averaged_gradients"):  # ZeRO-1: each rank keeps its partition
+            for group, parameters in enumerate(optimizer.params_in_partition):
+                parts = optimizer.averaged_gradients[group]
+                for parameter, part in zip(parameters, parts, strict=False):
+                    yield parameter, part, 1
+        elif hasattr(optimizer, "fp32_groups_gradients"):  # bf16 with fp32 accumulation
+            groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
+            for parameters, gradients in groups:
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    yield parameter, gradient, copies
+        else:
+            for parameter in self._engine.module.parameters():
+                if parameter.grad is not None:
+                    yield parameter, parameter.grad, copies
+
+
+class _Factory(nn.Module):
+    """DeepSpeed builds layers from a type and its arguments; ours come from a function."""
+
+    def __new__(cls, make: Callable[[int], nn.Module], index: int) -> Any:
+        return make(index)
+
+
+def _recompute(function: Callable[..., Any], *arguments: Any) -> Any:
+    return checkpoint(function, *arguments, use_reentrant=False)
+
+
+def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
+    """The group of this rank; every rank makes all of them, in one order."""
+    mine = None
+    for ranks in rank_lists or [[rank] for rank in range(dist.get_world_size())]:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    assert mine is not None
+    return mine  # type: ignore[no-any-return]
+
+
+def _config(plan: Plan, optimizer: OptimizerConfig) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": plan.microbatch_size,
+        "gradient_accumulation_steps": plan.num_microbatches,
+        "train_batch_size": plan.global_batch,
+        # Its default is 1.0, and its norm depends on the topology.
+        "gradient_clipping": optimizer.clip_norm,
+        "zero_optimization": {"stage": plan.layout.replicate_zero},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1 << 30,
+    }
+    if plan.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
