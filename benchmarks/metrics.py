@@ -1,0 +1,54 @@
+"""Throughput, FLOP/s, MFU and memory of a record: one function each, nothing cached."""
+
+from __future__ import annotations
+
+from benchmarks.record import RunRecord
+from benchmarks.spec import RunSpec, spec_from_mapping
+from zeropp.cost import model_flops_per_token
+
+
+def spec_of(record: RunRecord) -> RunSpec:
+    """The spec that a record was made from."""
+    return spec_from_mapping(record.spec)
+
+
+def tokens_per_step(spec: RunSpec) -> int:
+    """Tokens trained on in one step, over all ranks."""
+    return spec.global_batch * spec.model.seq
+
+
+def tokens_per_s_per_gpu(spec: RunSpec, step_s: float) -> float:
+    """Tokens a second and rank."""
+    return tokens_per_step(spec) / step_s / spec.num_gpus
+
+
+def model_tflops_per_gpu(spec: RunSpec, step_s: float) -> float:
+    """Model TFLOP/s a rank: forward and backward once, no recomputation, attention counted whole
+    (``zeropp.cost.model_flops_per_token``)."""
+    return tokens_per_s_per_gpu(spec, step_s) * model_flops_per_token(spec.model) / 1e12
+
+
+def mfu(spec: RunSpec, step_s: float) -> float | None:
+    """Model FLOP/s over the device's dense peak of the run's precision; None where the peak is
+    not known (arXiv 2204.02311, appendix B)."""
+    device = spec.cluster.device
+    peak = device.peak_bf16_tflops if spec.precision == "bf16" else device.peak_fp32_tflops
+    return None if peak is None else model_tflops_per_gpu(spec, step_s) / peak
+
+
+def peak_memory_gib(record: RunRecord) -> tuple[float, str] | None:
+    """The largest peak over ranks in GiB, and what kind of peak it is; None where none is known.
+
+    Kinds: ``allocated`` (CUDA allocator), ``resident`` (CPU: resident set above the start),
+    ``predicted`` (simulated or traced bytes).
+    """
+    kinds = {
+        "allocated": [rank.peak_allocated_bytes for rank in record.ranks],
+        "resident": [rank.peak_rss_bytes for rank in record.ranks],
+        "predicted": [record.predicted.get("peak_bytes")],
+    }
+    for kind, values in kinds.items():
+        known = [value for value in values if value is not None]
+        if known:
+            return max(known) / 2**30, kind
+    return None
