@@ -1,0 +1,44 @@
+"""What the simulator asks of the cost model: durations and bytes of one plan on one cluster.
+
+Durations are seconds of one action on one rank without contention from the schedule; whatever
+depends on the order of actions (bubbles, overlap, how many activations live at a time) is the
+simulator's. All figures read only the plan's sizes, never its programs, so that the tuner can
+price a plan before it builds a schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeropp.schedule.program import StageCost
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one stage on one rank; several stages of a rank add up."""
+
+    parameters: int  # sharded, fp32 masters included; resident all the time
+    optimizer: int  # resident all the time
+    gradients: int  # sharded (or whole, where nothing is sharded); resident all the time
+    unsharded: int  # gathered parameters, while gathered; 0 where nothing is sharded
+    unsharded_gradients: int  # from a weight gradient to the reduction; 0 where never separate
+    activations: int  # one microbatch, from its forward to its weight gradient
+    boundary: int  # of that, the input kept for full recomputation
+
+
+@dataclass(frozen=True)
+class PlanPrice:
+    """Price of a plan: one entry a stage, except where a line says a pipeline rank.
+
+    ``tp_s``: exposed tensor-parallel collectives of one microbatch's forward and backward, which
+    ``stages`` include. ``replica_s``: the reduction over replicas, once a step after the last
+    weight gradient (all-reduce, or reduce-scatter under ZeRO-1).
+    """
+
+    stages: tuple[StageCost, ...]
+    tp_s: tuple[float, ...]
+    replica_s: tuple[float, ...]
+    finish_s: tuple[float, ...]  # a pipeline rank: optimizer step, tied embedding, host overhead
+    gather_updated_s: tuple[float, ...]  # a pipeline rank: ZeRO-1's all-gather of parameters
+    memory: tuple[StageMemory, ...]
+    workspace: tuple[int, ...]  # a pipeline rank: logits, temporaries, communication buffers
