@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import hydra
 from hydra.errors import HydraException
@@ -55,15 +55,15 @@ def compose_points() -> list[dict[str, Any]]:
     Collecting the points first is what lets all of them be checked before one is started, and
     lets a launcher see the sweep as a whole.
     """
-    composed: list[dict[str, Any]] = []
-
-    def collect(config: DictConfig) -> None:
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        composed.append(values)  # type: ignore[arg-type]
-
+    composed: list[DictConfig] = []
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise, so that the error can be one line
-    hydra.main(version_base="1.3", config_path=str(_CONF), config_name="config")(collect)()
-    return composed
+    hydra.main(version_base="1.3", config_path=str(_CONF), config_name="config")(composed.append)()
+    return [_plain(config) for config in composed]
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return cast("dict[str, Any]", values)
 
 
 def spec_of(config: dict[str, Any]) -> RunSpec:
@@ -92,8 +92,9 @@ def run_points(points: list[Point], config: dict[str, Any]) -> int:
 
 
 def _one_line(error: Exception) -> str:
-    cause = error.__cause__ if isinstance(error.__cause__, MissingMandatoryValue) else error
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key}: missing; it has no default"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return "; ".join(lines[:2])
 
 
