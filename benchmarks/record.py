@@ -16,7 +16,7 @@ from zeropp.timeline import Provenance
 
 SCHEMA_VERSION = 1
 
-Status = Literal["ok", "oom", "timeout", "failed", "infeasible", "preempted"]
+Status = Literal["ok", "oom", "timeout", "failed", "infeasible", "preempted", "lost"]
 
 
 class RecordError(ValueError):

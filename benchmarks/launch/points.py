@@ -118,7 +118,13 @@ def freeze(point: Point, directory: Path, launcher: str) -> None:
 
 
 def write_unstarted(
-    point: Point, runs_dir: Path, launcher: str, status: Status, reason: str
+    point: Point,
+    runs_dir: Path,
+    launcher: str,
+    status: Status,
+    reason: str,
+    *,
+    interrupted: bool = False,
 ) -> RunRecord:
     """Record a point that no rank was started for."""
     directory = attempt_directory(point.spec, runs_dir, launcher)
@@ -131,6 +137,7 @@ def write_unstarted(
         provenance=PROVENANCE[launcher],
         status=status,
         reason=reason,
+        interrupted=interrupted,
         started_at=now(),
         ended_at=now(),
         git_sha=sha,

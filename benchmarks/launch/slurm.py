@@ -1,0 +1,178 @@
+"""Submit points to Slurm: one array for the points with equal resources, then a report job.
+
+Every point gets its own nodes and GPUs. Specs are frozen and scripts kept on disk beside them;
+a point whose job is still in the queue is never submitted again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.launch.points import Point, freeze, write_unstarted
+from benchmarks.launch.slurm_client import SlurmError, submit
+from benchmarks.launch.slurm_jobs import (
+    Submission,
+    SubmittedArray,
+    close_ended,
+    look,
+    queued_specs,
+)
+from benchmarks.launch.slurm_script import (
+    Array,
+    SlurmOptions,
+    group,
+    read_options,
+    render_array,
+    render_report,
+    resources_of,
+)
+from benchmarks.progress import SweepProgress
+from benchmarks.record import RunRecord
+
+_GIB = 2**30
+_OUT = Console(soft_wrap=True, markup=False, highlight=False)
+
+
+def check(points: Sequence[Point]) -> None:
+    """Nothing that could be refused before the options are known."""
+    del points
+
+
+def launch(
+    points: Sequence[Point], options: dict[str, Any], runs_dir: Path, progress: SweepProgress
+) -> list[RunRecord]:
+    """Submit what is not in the queue yet; the records are of points that end here and now."""
+    settings = read_options(options)
+    runs_dir = runs_dir.resolve()
+    sweep = f"zeropp-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
+    arrays = _arrays(points, settings, runs_dir / "slurm" / sweep, sweep)
+    if settings.dry_run:
+        _print_scripts(arrays, settings, runs_dir, sweep)
+        return []
+    records = [*_refuse_too_large(points, runs_dir)]
+    decided = {record.spec_id for record in records}
+    todo = [point for point in points if point.spec.spec_id not in decided]
+    try:
+        todo = _not_underway(todo, runs_dir)
+    except SlurmError as error:
+        return [*records, *_not_submitted(todo, runs_dir, str(error))]
+    arrays = _arrays(todo, settings, runs_dir / "slurm" / sweep, sweep)
+    if arrays:
+        records += _submit(arrays, settings, runs_dir, sweep)
+    for record in records:
+        progress.finished(record)
+    return records
+
+
+def _arrays(
+    points: Sequence[Point], options: SlurmOptions, submission: Path, sweep: str
+) -> list[Array]:
+    sized = [(point, resources_of(point.spec, options, None)) for point in points]
+    return group(sized, submission, sweep)
+
+
+def _print_scripts(
+    arrays: Sequence[Array], options: SlurmOptions, runs_dir: Path, sweep: str
+) -> None:
+    for array in arrays:
+        _OUT.print(f"# --- {array.script}\n{render_array(array, options, runs_dir)}")
+    if arrays:
+        _OUT.print(f"# --- {sweep}-report.sbatch")
+        _OUT.print(render_report(arrays[0].submission, sweep, options, runs_dir))
+
+
+def _refuse_too_large(points: Sequence[Point], runs_dir: Path) -> Iterator[RunRecord]:
+    """Do not wait in a queue for a plan that is known not to fit."""
+    for point in points:
+        device = point.spec.cluster.device
+        memory = point.plan.memory if point.plan else ()
+        peak_gib, rank = max(((m.total / _GIB, i) for i, m in enumerate(memory)), default=(0, 0))
+        if peak_gib > device.memory_gib:
+            reason = (
+                f"predicted peak of {peak_gib:.1f} GiB on pipeline rank {rank} is over "
+                f"cluster.device.memory_gib={device.memory_gib:g} (try more GPUs, a smaller "
+                "microbatch_size, or contender.recompute=full)"
+            )
+            yield write_unstarted(point, runs_dir, "slurm", "infeasible", reason)
+
+
+def _not_underway(points: Sequence[Point], runs_dir: Path) -> list[Point]:
+    """Points that neither wait nor run, nor were found to have ended by themselves just now."""
+    tasks, queued = look(runs_dir)
+    closed = close_ended(tasks, queued, runs_dir)
+    settled = {record.spec_id for record in closed if not record.interrupted}
+    underway = queued_specs(tasks, queued)
+    for point in points:
+        job = underway.get(point.spec.spec_id)
+        if job:
+            _OUT.print(
+                f"  {job.state.lower():<10}  {point.spec.spec_id}: job {job.job}, left alone"
+            )
+    return [p for p in points if p.spec.spec_id not in settled | set(underway)]
+
+
+def _not_submitted(points: Sequence[Point], runs_dir: Path, why: str) -> list[RunRecord]:
+    reason = f"not submitted: {why}"
+    return [
+        write_unstarted(p, runs_dir, "slurm", "failed", reason, interrupted=True) for p in points
+    ]
+
+
+def _submit(
+    arrays: Sequence[Array], options: SlurmOptions, runs_dir: Path, sweep: str
+) -> list[RunRecord]:
+    """Freeze, render and submit; returns records of what Slurm refused."""
+    directory = arrays[0].submission
+    for array in arrays:
+        for point in array.points:
+            frozen = directory / "specs" / point.spec.spec_id
+            frozen.mkdir(parents=True)
+            freeze(point, frozen, "slurm")
+        array.script.write_text(render_array(array, options, runs_dir))
+    submission = Submission(directory, [SubmittedArray(a.name, a.spec_ids) for a in arrays])
+    submission.write()
+    records: list[RunRecord] = []
+    for number, array in enumerate(arrays):
+        job, why = _try_to_submit(array.script)
+        submission.arrays[number] = replace(submission.arrays[number], job=job, error=why)
+        submission.write()
+        if why:
+            records += _not_submitted(array.points, runs_dir, why)
+        else:
+            size = array.resources
+            _OUT.print(
+                f"  submitted   job {job}: {len(array.points)} points, each on {size.nodes} "
+                f"nodes with {size.gpus_per_node} GPUs for at most {size.minutes} min"
+            )
+    _submit_report(submission, sweep, options, runs_dir)
+    return records
+
+
+def _submit_report(
+    submission: Submission, sweep: str, options: SlurmOptions, runs_dir: Path
+) -> None:
+    jobs = [array.job for array in submission.arrays if array.job]
+    if not jobs:
+        return
+    script = submission.directory / f"{sweep}-report.sbatch"
+    script.write_text(render_report(submission.directory, sweep, options, runs_dir))
+    job, why = _try_to_submit(script, f"--dependency=afterany:{':'.join(jobs)}")
+    replace(submission, report_job=job).write()
+    _OUT.print(f"  report      {f'job {job}, after all of them' if job else why}")
+    _OUT.print(f"  scripts     {submission.directory}")
+    _OUT.print(f"  watch with  python -m benchmarks.status {runs_dir}")
+
+
+def _try_to_submit(script: Path, *flags: str) -> tuple[str, str]:
+    """The job's id, or why there is none."""
+    try:
+        return submit(script, *flags), ""
+    except SlurmError as error:
+        return "", str(error)

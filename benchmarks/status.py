@@ -1,0 +1,136 @@
+"""``python -m benchmarks.status [RUNS_DIR]``: every point of every sweep, and where it stands.
+
+Attempts whose job ended without a word are recorded first, with the reason that Slurm gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.events import rank_file, read_events
+from benchmarks.launch.slurm_client import QueuedJob, SlurmError
+from benchmarks.launch.slurm_jobs import Task, close_ended, look, read_tasks
+from benchmarks.record import RecordError, RunRecord, find_records, read_record
+
+_COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One point."""
+
+    spec_id: str
+    state: str  # waiting, running, or the status of its record
+    detail: str  # step and time left while it runs, else the reason, in one line
+    job: str
+    nodes: str
+    log: str
+
+
+def rows(runs_dir: Path) -> tuple[list[Row], str]:
+    """Every point by name, and why Slurm could not be asked (empty where it answered)."""
+    problem = ""
+    try:
+        tasks, queued = look(runs_dir)
+        close_ended(tasks, queued, runs_dir)
+    except SlurmError as error:
+        tasks, queued, problem = read_tasks(runs_dir), {}, str(error)
+    latest = {task.spec_id: task for task in tasks}
+    folders = {path.name for path in runs_dir.iterdir() if path.is_dir()} - {"slurm"}
+    names = sorted(folders | set(latest))
+    return [_row(runs_dir / name, latest.get(name), queued) for name in names], problem
+
+
+def _row(point: Path, task: Task | None, queued: dict[str, QueuedJob]) -> Row:
+    job = queued.get(task.key) if task else None
+    if task and job:
+        return _queued_row(task, job)
+    records = _records(point)
+    if records:
+        return _recorded_row(_telling(records), point)
+    attempts = sorted(point.glob("*/attempt.json"))
+    if attempts:  # a local run, or a Slurm that does not answer
+        directory = attempts[-1].parent
+        return Row(point.name, "running", _progress(directory), "", "", str(directory))
+    return Row(point.name, "waiting", "", task.job if task else "", "", "")
+
+
+def _queued_row(task: Task, job: QueuedJob) -> Row:
+    if not job.has_started:
+        return Row(task.spec_id, "waiting", job.reason, job.job, "", str(task.log))
+    step = _progress(task.attempts[-1]) if task.attempts else "starting"
+    log = task.attempts[-1] / "rank_000.log" if task.attempts else task.log
+    detail = f"{step}, {job.time_left} left"
+    return Row(task.spec_id, "running", detail, job.job, job.nodes, str(log))
+
+
+def _recorded_row(record: RunRecord, point: Path) -> Row:
+    attempt = point / record.record_id.rpartition("/")[2]
+    log = attempt / "rank_000.log"
+    slurm = record.slurm
+    return Row(
+        record.spec_id,
+        record.status,
+        record.reason,
+        str(slurm.get("job", "")),
+        str(slurm.get("nodes", "")),
+        str(log if log.exists() else slurm.get("log", "")),
+    )
+
+
+def _telling(records: list[RunRecord]) -> RunRecord:
+    """A success if there is one, else the newest."""
+    return max(records, key=lambda record: (record.status == "ok", record.ended_at))
+
+
+def _records(point: Path) -> list[RunRecord]:
+    found = []
+    for path in find_records([point]) if point.exists() else ():
+        try:
+            found.append(read_record(path))
+        except RecordError:
+            continue
+    return found
+
+
+def _progress(attempt: Path) -> str:
+    events = read_events(rank_file(attempt, 0))
+    steps = [event for event in events if event["event"] in ("warmup", "step")]
+    if steps:
+        return f"step {steps[-1]['index']}"
+    return str(events[-1]["event"]) if events else "starting"
+
+
+def main() -> int:
+    """Command line; the exit status is 1 where Slurm was needed and did not answer."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs_dir", type=Path, nargs="?", default=Path("results/runs"))
+    runs_dir = parser.parse_args().runs_dir.resolve()
+    if not runs_dir.is_dir():
+        print(f"error: {runs_dir}: no such folder; nothing was run yet", file=sys.stderr)
+        return 2
+    found, problem = rows(runs_dir)
+    table = Table("point", "state", "detail", "job", "nodes", "log", box=None, pad_edge=False)
+    for row in found:
+        colour = _COLOURS.get(row.state, "red")
+        cells = (row.detail, row.job, row.nodes, row.log)
+        table.add_row(row.spec_id, f"[{colour}]{row.state}[/]", *cells)
+    wide = None if sys.stdout.isatty() else 400
+    console = Console(width=wide)
+    console.print(table)
+    counts = Counter(row.state for row in found)
+    console.print(", ".join(f"{number} {state}" for state, number in sorted(counts.items())))
+    if problem:
+        print(f"error: Slurm could not be asked: {problem}", file=sys.stderr)
+    return 1 if problem else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""A real Slurm with accounting on this machine: four virtual nodes with four fake GPUs each.
+
+Own munged, MariaDB, slurmdbd, slurmctld and slurmd's in a temporary directory, from Debian's
+packages, as root; nothing of an installed Slurm's configuration is read or changed. Every wait is
+bounded, and ``stop`` ends every daemon that ``start`` started, however far the start came.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+NODES, GPUS_PER_NODE = 4, 4
+_CLIENT_TIMEOUT_S = 30
+_HOSTS = Path("/etc/hosts")
+_HOSTS_MARK = "# zeropp-slurm-test"
+_NVIDIA_MAJOR = 195
+_ACCOUNT = "science"  # the only one that may submit
+_PACKAGES = {
+    "munged": "munge",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "slurmdbd": "slurmdbd",
+    "sbatch": "slurm-client",
+    "mariadbd": "mariadb-server",
+    "mariadb-install-db": "mariadb-server",
+}
+
+
+def unavailable() -> str:
+    """Why no Slurm can be started here, in one line; empty where it can."""
+    if os.geteuid() != 0:
+        return "starting a Slurm needs root"
+    missing = [name for name in _PACKAGES if shutil.which(name) is None]
+    if missing:
+        packages = " ".join(dict.fromkeys(_PACKAGES[name] for name in missing))
+        return f"not installed: {', '.join(missing)} (apt-get install {packages})"
+    return ""
+
+
+class SlurmCluster:
+    """The daemons of one test session."""
+
+    def __init__(self, directory: Path, first_port: int = 26810) -> None:
+        self.directory = directory
+        self._first_port = first_port
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self.names = [f"zpnode{index}" for index in range(NODES)]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a client of this cluster has in its environment."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
+        places = {"SLURM_CONF": "slurm.conf", "MYSQL_UNIX_PORT": "mariadb.socket"}
+        return kept | {name: str(self.directory / file) for name, file in places.items()}
+
+    def start(self) -> None:
+        """Start everything and wait until a job has run on every node."""
+        self._write_configuration()
+        self._add_host_names()
+        self._start_munge()
+        self._start_database()
+        self.start_controller()
+        self._add_account()
+        for name in self.names:
+            self.start_node(name)
+        probe = ("srun", f"--nodes={NODES}", f"--ntasks={NODES}", "--immediate=20", "true")
+        wait_until(lambda: self._succeeds(*probe), 60, "a probe job on every node")
+
+    def stop(self) -> None:
+        """End every job and daemon; safe to call at any time, any number of times."""
+        if "slurmctld" in self._daemons:
+            self._succeeds("scancel", "--user=root", "--full", "--signal=KILL")
+        for name in reversed(list(self._daemons)):
+            self._end(name)
+        self._reap_steps()
+        if _HOSTS_MARK in _HOSTS.read_text():
+            kept = [line for line in _lines(_HOSTS) if _HOSTS_MARK not in line]
+            _HOSTS.write_text("".join(kept))
+
+    def start_controller(self) -> None:
+        """Start slurmctld with the state that the last one left, and wait for its answer."""
+        recover = [] if (self.directory / "state" / "job_state").exists() else ["-c"]
+        self._spawn("slurmctld", "slurmctld", "-D", *recover)
+        wait_until(lambda: self._succeeds("scontrol", "ping"), 30, "slurmctld")
+
+    def stop_controller(self) -> None:
+        """Take slurmctld away; jobs go on."""
+        self._end("slurmctld")
+
+    def start_node(self, name: str) -> None:
+        """Start one slurmd."""
+        self._spawn(name, "slurmd", "-D", "-N", name)
+
+    def kill_node(self, name: str) -> None:
+        """A node dies: its slurmd and every process that it started, at once."""
+        slurmd = psutil.Process(self._daemons[name].pid)
+        steps = [p for p in psutil.process_iter(["cmdline"]) if self._is_step_on(p, name)]
+        doomed = [slurmd, *steps, *(child for step in steps for child in _children(step))]
+        for process in doomed:
+            _kill(process)
+        self._end(name)
+
+    def run(self, *command: str, timeout_s: float = _CLIENT_TIMEOUT_S) -> str:
+        """The output of a client; raises CalledProcessError or TimeoutExpired."""
+        done = subprocess.run(
+            command,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=True,
+        )
+        return done.stdout
+
+    def _succeeds(self, *command: str) -> bool:
+        try:
+            self.run(*command)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+            return False
+        return True
+
+    def _write_configuration(self) -> None:
+        for name in ("state", "spool", "devices"):
+            (self.directory / name).mkdir(parents=True, exist_ok=True)
+        for index in range(GPUS_PER_NODE):
+            device = self.directory / "devices" / f"gpu{index}"
+            if not device.exists():
+                os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(_NVIDIA_MAJOR, index))
+        first_node = self._first_port + 2
+        values = {
+            "directory": self.directory,
+            "nodes": f"zpnode[0-{NODES - 1}]",
+            "gpus": GPUS_PER_NODE,
+            "controller_port": self._first_port,
+            "dbd_port": self._first_port + 1,
+            "node_ports": f"{first_node}-{first_node + NODES - 1}",
+        }
+        for name in ("slurm.conf", "slurmdbd.conf"):
+            text = (Path(__file__).parent / name).read_text().format(**values)
+            (self.directory / name).write_text(text)
+            (self.directory / name).chmod(0o600)
+        gpus = f"{self.directory}/devices/gpu[0-{GPUS_PER_NODE - 1}]"
+        gres = f"AutoDetect=off\nName=gpu Type=fake File={gpus}\n"
+        (self.directory / "gres.conf").write_text(gres)
+
+    def _add_host_names(self) -> None:
+        """Ranks find each other by node name, so the names of the virtual nodes must resolve."""
+        lines = [line for line in _lines(_HOSTS) if _HOSTS_MARK not in line]
+        if lines and not lines[-1].endswith("\n"):
+            lines[-1] += "\n"
+        lines.append(f"127.0.0.1 {' '.join(self.names)} {_HOSTS_MARK}\n")
+        _HOSTS.write_text("".join(lines))
+
+    def _start_munge(self) -> None:
+        key, socket = self.directory / "munge.key", self.directory / "munge.socket"
+        key.write_bytes(secrets.token_bytes(128))
+        key.chmod(0o400)
+        files = {"key-file": key, "socket": socket}
+        for name in ("pid", "log", "seed"):
+            files[f"{name}-file"] = self.directory / f"munge.{name}"
+        options = [f"--{name}={path}" for name, path in files.items()]
+        # The directory of a test is deep and writable by root alone: --force accepts that.
+        self._spawn("munged", "munged", "--foreground", "--force", *options)
+        wait_until(socket.exists, 10, "munged")
+
+    def _start_database(self) -> None:
+        """MariaDB with slurmdbd before it: what sacct reads."""
+        data, socket = self.directory / "database", self.directory / "mariadb.socket"
+        if not data.exists():
+            self.run("mariadb-install-db", "--no-defaults", "--user=root", f"--datadir={data}")
+        options = ("--skip-networking", "--innodb-flush-log-at-trx-commit=0")
+        places = (f"--datadir={data}", f"--socket={socket}", f"--pid-file={data}/pid")
+        self._spawn("mariadbd", "mariadbd", "--no-defaults", "--user=root", *places, *options)
+        admin = ("mariadb-admin", "--no-defaults", f"--socket={socket}")
+        wait_until(lambda: self._succeeds(*admin, "ping"), 30, "mariadbd")
+        self._spawn("slurmdbd", "slurmdbd", "-D")
+        wait_until(lambda: self._succeeds("sacctmgr", "-n", "show", "cluster"), 30, "slurmdbd")
+
+    def _add_account(self) -> None:
+        """slurmctld enters its cluster when it starts; then there can be an account in it."""
+        add = ("sacctmgr", "--immediate", "add")
+        account = (*add, "account", _ACCOUNT, "cluster=zeropp")
+        wait_until(lambda: self._succeeds(*account), 20, "the cluster's entry in slurmdbd")
+        self.run(*add, "user", "root", f"account={_ACCOUNT}", f"defaultaccount={_ACCOUNT}")
+
+    def _spawn(self, name: str, *command: str) -> None:
+        with (self.directory / f"{name}.out").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                ["setpriv", "--pdeathsig=KILL", *command],  # a killed test leaves no daemon
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _end(self, name: str) -> None:
+        daemon = self._daemons.pop(name, None)
+        if daemon is None:
+            return
+        daemon.terminate()
+        try:
+            daemon.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait(timeout=10)
+
+    def _reap_steps(self) -> None:
+        """Whatever step daemons are left belong to this cluster alone: their environment says."""
+        mine = str(self.directory)
+        for process in psutil.process_iter(["name"]):
+            if process.info["name"] != "slurmstepd":
+                continue
+            children = _children(process)
+            if any(mine in _variable(p, "SLURM_CONF") for p in (process, *children)):
+                for doomed in (process, *children):
+                    _kill(doomed)
+
+    def _is_step_on(self, process: psutil.Process, node: str) -> bool:
+        if process.name() != "slurmstepd":
+            return False
+        return any(_variable(child, "SLURMD_NODENAME") == node for child in _children(process))
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Poll until the condition holds; raises TimeoutError that names what did not come."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {seconds:g} s")
+        time.sleep(0.2)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines(keepends=True)
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _variable(process: psutil.Process, name: str) -> str:
+    try:
+        return process.environ().get(name, "")
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return ""
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return
