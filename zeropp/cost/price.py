@@ -22,8 +22,8 @@ class StageMemory:
     gradients: int  # sharded (or whole, where nothing is sharded); resident all the time
     unsharded: int  # gathered parameters, while gathered; 0 where nothing is sharded
     unsharded_gradients: int  # from a weight gradient to the reduction; 0 where never separate
-    activations: int  # one microbatch, from its forward to its weight gradient
-    boundary: int  # of that, the input kept for full recomputation
+    activations: int  # one microbatch, from its forward to the end of its input gradient
+    deferred: int  # one microbatch, from its input gradient to its weight gradient (x and dY)
 
 
 @dataclass(frozen=True)
@@ -41,4 +41,5 @@ class PlanPrice:
     finish_s: tuple[float, ...]  # a pipeline rank: optimizer step, tied embedding, host overhead
     gather_updated_s: tuple[float, ...]  # a pipeline rank: ZeRO-1's all-gather of parameters
     memory: tuple[StageMemory, ...]
-    workspace: tuple[int, ...]  # a pipeline rank: logits, temporaries, communication buffers
+    workspace: tuple[int, ...]  # a pipeline rank: logits, temporaries, recomputed activations
+    overlap_slowdown: float = 0.0  # compute takes this share longer while collectives run beside
