@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeropp.schedule import generators
-from zeropp.schedule.program import Schedule, StageCost, loop_placement
+from zeropp.schedule import generators, zero_bubble
+from zeropp.schedule.program import Schedule, StageCost, loop_placement, v_placement
 from zeropp.schedule.zeropp import zeropp
 
-GENERATORS = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zeropp")
+GENERATORS = (
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "zb_h1",
+    "interleaved_zb",
+    "zbv",
+    "zeropp",
+)
 
 
 def build(
@@ -29,8 +38,10 @@ def build(
     """
     if name not in GENERATORS:
         raise ValueError(f"schedule={name!r}: no such generator (known: {', '.join(GENERATORS)})")
-    if chunks > 1 and name in ("gpipe", "1f1b"):
+    if chunks > 1 and name in ("gpipe", "1f1b", "zb_h1"):
         raise ValueError(f"chunks={chunks}: {name} has one chunk a rank")
+    if chunks != 2 and name == "zbv":
+        raise ValueError(f"chunks={chunks}: zbv has two chunks a rank")
     m = num_microbatches
     unit = min(unit or num_ranks, m)
     if name == "zeropp":
@@ -40,12 +51,18 @@ def build(
         programs = generators.one_f_one_b(num_ranks, m)
     elif name == "interleaved_1f1b":
         programs = generators.interleaved_1f1b(num_ranks, chunks, m)
+    elif name == "zb_h1":
+        programs = zero_bubble.zb_h1(num_ranks, m)
+    elif name == "interleaved_zb":
+        programs = zero_bubble.interleaved_zb(num_ranks, chunks, m)
+    elif name == "zbv":
+        programs = zero_bubble.zbv(num_ranks, m)
     else:
         programs = generators.looped_bfs(num_ranks, chunks, m)
     return Schedule(
         name=name,
         num_microbatches=m,
         unit=unit if name == "zeropp" else m,
-        stage_rank=loop_placement(num_ranks, chunks),
+        stage_rank=v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks),
         programs=programs,
     )

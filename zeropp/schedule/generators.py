@@ -41,30 +41,38 @@ def interleaved_1f1b(num_ranks: int, chunks: int, num_microbatches: int) -> tupl
     Microbatches go through the chunks in groups of P. Raises ValueError where P does not divide
     the microbatches: the order is not defined there.
     """
-    if num_microbatches % num_ranks:
-        raise ValueError(
-            f"interleaved_1f1b: num_microbatches={num_microbatches} must be a multiple of "
-            f"num_ranks={num_ranks}"
-        )
-    total = num_microbatches * chunks
-
-    def place(step: int, rank: int, backward: bool) -> tuple[int, int]:
-        group, within = divmod(step, num_ranks * chunks)
-        chunk, offset = divmod(within, num_ranks)
-        chunk = chunks - 1 - chunk if backward else chunk
-        return chunk * num_ranks + rank, group * num_ranks + offset
-
+    require_groups("interleaved_1f1b", num_ranks, num_microbatches)
     programs = []
     for rank in range(num_ranks):
-        forward, backward = [], []
-        for step in range(total):
-            stage, microbatch = place(step, rank, backward=False)
-            forward.append(Action(stage, Op.FORWARD, microbatch))
-            stage, microbatch = place(step, rank, backward=True)
-            backward.append(Action(stage, Op.FULL_BACKWARD, microbatch))
+        down = interleaved_order(rank, num_ranks, chunks, num_microbatches, backward=False)
+        up = interleaved_order(rank, num_ranks, chunks, num_microbatches, backward=True)
+        forward = [Action(stage, Op.FORWARD, j) for stage, j in down]
+        backward = [Action(stage, Op.FULL_BACKWARD, j) for stage, j in up]
         warmup = 2 * (num_ranks - rank - 1) + (chunks - 1) * num_ranks + 1
         programs.append(_alternate(forward, backward, warmup))
     return tuple(programs)
+
+
+def require_groups(name: str, num_ranks: int, num_microbatches: int) -> None:
+    """Raise ValueError unless the microbatches come in whole groups of P."""
+    if num_microbatches % num_ranks:
+        raise ValueError(
+            f"{name}: num_microbatches={num_microbatches} must be a multiple of "
+            f"num_ranks={num_ranks}"
+        )
+
+
+def interleaved_order(
+    rank: int, num_ranks: int, chunks: int, num_microbatches: int, backward: bool
+) -> list[tuple[int, int]]:
+    """Stage and microbatch of a rank's steps in one direction: groups of P through the chunks."""
+    chunk_order = [*range(chunks)][:: -1 if backward else 1]
+    return [
+        (chunk * num_ranks + rank, group + offset)
+        for group in range(0, num_microbatches, num_ranks)
+        for chunk in chunk_order
+        for offset in range(num_ranks)
+    ]
 
 
 def _alternate(forward: list[Action], backward: list[Action], warmup: int) -> Program:

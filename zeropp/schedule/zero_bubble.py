@@ -1,0 +1,113 @@
+"""Zero-bubble generators (arXiv 2401.10241): backward split in input and weight gradients.
+
+ZB-H1 and its interleaved form follow 1F1B's order with weight gradients put off by as many
+input gradients as the rank has ranks before it; ZBV has two chunks a rank, down and up again.
+Each returns one list of compute actions a rank.
+"""
+
+from __future__ import annotations
+
+from zeropp.schedule.action import Action, Op
+from zeropp.schedule.generators import interleaved_order, require_groups
+from zeropp.schedule.program import Program
+
+
+def zb_h1(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
+    """ZB-H1: no more activations than 1F1B's first rank, a third of its bubble at F=I=W."""
+    programs = []
+    for rank in range(num_ranks):
+        slots = [(rank, j) for j in range(num_microbatches)]
+        programs.append(_delayed(slots, slots, warmup=num_ranks - rank - 1, delay=rank))
+    return tuple(programs)
+
+
+def interleaved_zb(num_ranks: int, chunks: int, num_microbatches: int) -> tuple[Program, ...]:
+    """ZB-H1 over chunks: the order of torch's ``ScheduleInterleavedZeroBubble``.
+
+    Raises ValueError where P does not divide the microbatches.
+    """
+    require_groups("interleaved_zb", num_ranks, num_microbatches)
+    programs = []
+    for rank in range(num_ranks):
+        forward = interleaved_order(rank, num_ranks, chunks, num_microbatches, backward=False)
+        backward = interleaved_order(rank, num_ranks, chunks, num_microbatches, backward=True)
+        warmup = (chunks - 1) * num_ranks + num_ranks - 1 - rank
+        programs.append(_delayed(forward, backward, warmup, delay=rank))
+    return tuple(programs)
+
+
+def _delayed(
+    forward: list[tuple[int, int]], backward: list[tuple[int, int]], warmup: int, delay: int
+) -> Program:
+    """Forwards to fill, then F I W in turn with W ``delay`` input gradients behind."""
+    total = len(forward)
+    warmup = min(warmup, total)
+    actions = [Action(stage, Op.FORWARD, j) for stage, j in forward[:warmup]]
+    weights = 0
+    for done in range(total):
+        if warmup + done < total:
+            actions.append(_at(forward[warmup + done], Op.FORWARD))
+        actions.append(_at(backward[done], Op.BACKWARD_INPUT))
+        if done >= delay:
+            actions.append(_at(backward[weights], Op.BACKWARD_WEIGHT))
+            weights += 1
+    actions += [_at(slot, Op.BACKWARD_WEIGHT) for slot in backward[weights:]]
+    return tuple(actions)
+
+
+def zbv(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
+    """ZBV: chunk 0 down the ranks and chunk 1 back up, so the first rank holds both ends.
+
+    The order is defined for at least 2P-1 microbatches; for fewer, the actions of the
+    microbatches that there are, in that order.
+    """
+    count = max(num_microbatches, 2 * num_ranks - 1)
+    return tuple(
+        tuple(a for a in _zbv_rank(num_ranks, rank, count) if _number(a) < num_microbatches)
+        for rank in range(num_ranks)
+    )
+
+
+def _zbv_rank(num_ranks: int, rank: int, count: int) -> list[Action]:
+    down, up = rank, 2 * num_ranks - 1 - rank
+    behind = num_ranks - rank
+    tape = _Tape()
+    tape.add(2 * behind - 1, (down, "F"))
+    tape.add(rank, (up, "F"), (down, "F"))
+    tape.add(behind, (up, "F"), (up, "I"), (up, "W"))
+    steady = count - tape.done(down, "F")
+    turn = ((down, "I"), (down, "W"), (up, "F"), (up, "I"), (up, "W"))
+    tape.add(steady, (down, "F"), *turn)
+    tape.add(count - tape.done(up, "F"), *turn)
+    tape.add(rank, (down, "I"), (up, "I"))
+    tape.add(behind, (down, "I"), (down, "W"))
+    tape.add(count - tape.done(up, "W"), (up, "W"))
+    tape.add(count - tape.done(down, "W"), (down, "W"))
+    return tape.actions
+
+
+class _Tape:
+    """Actions in the order in which they were added; each kind numbers its own microbatches."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self._next: dict[tuple[int, str], int] = {}
+
+    def done(self, stage: int, kind: str) -> int:
+        return self._next.get((stage, kind), 0)
+
+    def add(self, times: int, *steps: tuple[int, str]) -> None:
+        for _ in range(times):
+            for stage, kind in steps:
+                number = self.done(stage, kind)
+                self.actions.append(Action(stage, Op(kind), number))
+                self._next[stage, kind] = number + 1
+
+
+def _at(slot: tuple[int, int], op: Op) -> Action:
+    return Action(slot[0], op, slot[1])
+
+
+def _number(action: Action) -> int:
+    assert action.microbatch is not None
+    return action.microbatch
