@@ -5,10 +5,14 @@ Its programs are those of DeepSpeed's own ``TrainSchedule``; a test compares the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zeropp.cost import balanced_cuts
 from zeropp.layout import InfeasibleError, Layout, microbatches_per_step, resolve_layout
 from zeropp.plan import Plan, PlanRequest
-from zeropp.schedule import build, lower, validate
+from zeropp.schedule import build, validate
+from zeropp.schedule.action import Action, Op
+from zeropp.schedule.program import Program, Schedule
 from zeropp.shape import ModelShape
 
 
@@ -23,7 +27,7 @@ def plan(request: PlanRequest) -> Plan:
         chunks=1,
         num_microbatches=microbatches_per_step(request, layout),
     )
-    schedule = lower(schedule, gather=False, reduce_every="step")
+    schedule = with_deepspeed_exchanges(schedule)
     validate(schedule)
     return Plan(
         contender=request.settings.name,
@@ -35,6 +39,52 @@ def plan(request: PlanRequest) -> Plan:
         precision=request.precision,
         recompute=request.settings.recompute,
         reduce_every="step",
+    )
+
+
+def with_deepspeed_exchanges(schedule: Schedule) -> Schedule:
+    """Add transfers and the final reduction to a compute-only 1F1B in DeepSpeed's own order.
+
+    DeepSpeed counts in time slots. It sends what a pass made in the slot after it, and where that
+    slot holds a backward pass it receives for it first (``TrainSchedule.steps``).
+    """
+    last = schedule.num_stages - 1
+    programs = (_exchanges(program, last) for program in schedule.programs)
+    return replace(schedule, programs=tuple(programs))
+
+
+def _exchanges(program: Program, last: int) -> Program:
+    out: list[Action] = []
+    unsent: list[Action] = []
+    slot = -1
+    for action in program:
+        previous, slot = slot, _slot(action, last)
+        received, sent = _transfers(action, last)
+        receive_first = action.op is Op.FULL_BACKWARD and slot == previous + 1
+        out += (*received, *unsent) if receive_first else (*unsent, *received)
+        out.append(action)
+        unsent = sent
+    return (*out, *unsent, Action(program[0].stage, Op.REDUCE_GRAD))
+
+
+def _slot(action: Action, last: int) -> int:
+    """Time slot of a pass, where forward and backward passes take one each."""
+    assert action.microbatch is not None
+    first = action.stage if action.op is Op.FORWARD else 2 * last + 1 - action.stage
+    return first + 2 * action.microbatch
+
+
+def _transfers(action: Action, last: int) -> tuple[list[Action], list[Action]]:
+    """What a pass receives and what it sends: one transfer each, or none at the pipeline's ends."""
+    stage, microbatch = action.stage, action.microbatch
+    up = [] if stage == 0 else [Op.RECV_F, Op.SEND_B]
+    down = [] if stage == last else [Op.SEND_F, Op.RECV_B]
+    before = Op.RECV_F if action.op is Op.FORWARD else Op.RECV_B
+    after = Op.SEND_F if action.op is Op.FORWARD else Op.SEND_B
+    ops = up + down
+    return (
+        [Action(stage, before, microbatch)] if before in ops else [],
+        [Action(stage, after, microbatch)] if after in ops else [],
     )
 
 

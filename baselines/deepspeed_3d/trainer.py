@@ -34,7 +34,7 @@ from zeropp.training import OptimizerConfig, StepResult
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
-_OPS: dict[type, Op] = {
+OPS: dict[type, Op] = {
     instructions.ForwardPass: Op.FORWARD,
     instructions.BackwardPass: Op.FULL_BACKWARD,
     instructions.SendActivation: Op.SEND_F,
@@ -140,7 +140,7 @@ class DeepSpeedTrainer:
     def _observed(self, kind: type, run: Callable[..., None]) -> Callable[..., None]:
         """DeepSpeed's handler of an instruction, with a look at the clock and at the gradients."""
         trainer = self
-        op = _OPS.get(kind)
+        op = OPS.get(kind)
 
         def observed(engine: Any, **arguments: Any) -> None:
             if kind is instructions.OptimizerStep:
