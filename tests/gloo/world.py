@@ -1,0 +1,151 @@
+"""A world of worker processes kept alive across tests, each task in a process group of its own.
+
+Importing torch in eight processes costs more than most tests, so processes are forked once, from
+a server that has imported it, and tasks are sent to them. Every wait is bounded; a world in which
+a task failed or hung is killed, and the next task gets a new one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import random
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+GRACE_S = 3.0  # for the other ranks to say what went wrong, after the first did
+
+
+class WorkerError(AssertionError):
+    """A rank raised, died or hung; the message has what every rank had to say."""
+
+
+class World:
+    """Up to ``size`` ranks on gloo. Use as a context manager."""
+
+    def __init__(self, size: int = 8) -> None:
+        self._size = size
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed.fsdp"])
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._directory = tempfile.TemporaryDirectory(prefix="gloo_world_")
+
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, size: int, timeout_s: float = 60.0
+    ) -> list[Any]:
+        """Call ``function(*arguments)`` on ``size`` ranks of a fresh gloo group; results by rank.
+
+        ``function`` and what it takes and gives must pickle. Raises WorkerError.
+        """
+        self._start()
+        store = Path(self._directory.name) / f"store_{random.getrandbits(64):x}"
+        workers = self._workers[:size]
+        for rank, (_, pipe) in enumerate(workers):
+            pipe.send((function, arguments, rank, size, str(store), timeout_s))
+        replies = self._collect(workers, timeout_s)
+        failures = [f"rank {r}: {text}" for r, (ok, text) in enumerate(replies) if not ok]
+        if failures:
+            self._kill()
+            raise WorkerError("\n".join(failures))
+        return [value for _, value in replies]
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._kill()
+        self._directory.cleanup()
+
+    def _collect(
+        self, workers: list[tuple[BaseProcess, Connection]], timeout_s: float
+    ) -> list[tuple[bool, Any]]:
+        replies: dict[int, tuple[bool, Any]] = {}
+        pipes = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+        deadline = time.monotonic() + timeout_s
+        while len(replies) < len(workers):
+            left = deadline - time.monotonic()
+            ready = wait([p for p, r in pipes.items() if r not in replies], max(0.0, left))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = pipes[pipe]  # type: ignore[index]
+                try:
+                    replies[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    replies[rank] = (False, "died")
+                if not replies[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return [replies.get(rank, (False, "no answer in time")) for rank in range(len(workers))]
+
+    def _start(self) -> None:
+        while len(self._workers) < self._size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _kill(self) -> None:
+        for process, pipe in self._workers:
+            process.kill()
+            process.join(10)
+            pipe.close()
+        self._workers.clear()
+
+
+def _serve(pipe: Connection) -> None:
+    """Life of a worker: tasks until the pipe closes."""
+    import torch
+
+    _die_with_server()
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        try:
+            reply = (True, _run_task(*task))
+        except BaseException:
+            reply = (False, traceback.format_exc())
+        pipe.send(reply)
+        gc.collect()
+
+
+def _run_task(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    rank: int,
+    size: int,
+    store: str,
+    timeout_s: float,
+) -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        result = function(*arguments)
+        dist.barrier()
+        return result
+    finally:
+        dist.destroy_process_group()
+
+
+def _die_with_server() -> None:
+    """Linux: leave with the fork server, which leaves with the tests."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
