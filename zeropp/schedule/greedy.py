@@ -2,9 +2,9 @@
 
 Every rank has a fixed order of forwards and of input gradients; weight gradients queue up in the
 order in which the input gradients made them possible. Time runs; whenever a rank is free it takes
-the first that can start of: input gradient, forward (if the activation cap allows), weight
-gradient. An activation counts from its forward to its weight gradient, so the cap bounds both
-the microbatches in flight and the weight gradients put off.
+an input gradient or a forward (if the activation cap allows) that can start, and a weight
+gradient where there is neither. An activation counts from its forward to its weight gradient, so
+the cap bounds both the microbatches in flight and the weight gradients put off.
 """
 
 from __future__ import annotations
@@ -23,6 +23,19 @@ Slot = tuple[int, int]  # stage, microbatch
 
 
 @dataclass(frozen=True)
+class Policy:
+    """How a rank chooses. No policy is best for all sizes, so a planner tries several.
+
+    ``alternate``: where both could start, take a forward after an input gradient and the reverse
+    (else always the input gradient). ``patience``: put off a weight gradient if work from another
+    rank is due within this share of its duration; 0 starts it at once.
+    """
+
+    alternate: bool = False
+    patience: float = 0.0
+
+
+@dataclass(frozen=True)
 class Orders:
     """What each rank may run: forwards and input gradients, each in this order."""
 
@@ -31,16 +44,22 @@ class Orders:
     backward: tuple[tuple[Slot, ...], ...]
 
 
+@dataclass(frozen=True)
+class Planned:
+    """Programs of all ranks, and when the last rank ends on the costs planned with."""
+
+    programs: tuple[Program, ...]
+    step_s: float
+
+
 def list_schedule(
-    orders: Orders, costs: Sequence[StageCost], caps: Sequence[int], patience: float = 0.0
-) -> tuple[Program, ...]:
+    orders: Orders, costs: Sequence[StageCost], caps: Sequence[int], policy: Policy
+) -> Planned:
     """Programs of all ranks for one cap (live chunk-activations) a rank.
 
-    ``patience``: a rank puts off a weight gradient if a message that it can work on is due within
-    this share of the weight gradient's duration; 0 starts it at once. Raises ValueError where a
-    cap is too small for the orders ever to finish.
+    Raises ValueError where a cap is too small for the orders ever to finish.
     """
-    return _Run(orders, costs, caps, patience).programs()
+    return _Run(orders, costs, caps, policy).result()
 
 
 class _Rank:
@@ -52,14 +71,15 @@ class _Rank:
         self.cap = cap
         self.live = 0
         self.free_at = 0.0
+        self.forward_turn = False
         self.program: list[Action] = []
 
 
 class _Run:
     def __init__(
-        self, orders: Orders, costs: Sequence[StageCost], caps: Sequence[int], patience: float
+        self, orders: Orders, costs: Sequence[StageCost], caps: Sequence[int], policy: Policy
     ) -> None:
-        self._costs, self._patience = costs, patience
+        self._costs, self._policy = costs, policy
         self._stage_rank = orders.stage_rank
         self._last = len(orders.stage_rank) - 1
         self._ranks = [
@@ -73,7 +93,7 @@ class _Run:
         self._backward_ready: dict[Slot, float] = {}
         self._events: list[tuple[float, int, int]] = []
 
-    def programs(self) -> tuple[Program, ...]:
+    def result(self) -> Planned:
         for rank in range(len(self._ranks)):
             heapq.heappush(self._events, (0.0, _WAKE, rank))
         while self._events:
@@ -86,35 +106,35 @@ class _Run:
                     f"activation_cap={state.cap} of pipeline rank {rank} is too small: "
                     f"{len(state.forward)} forwards can never start"
                 )
-        return tuple(tuple(state.program) for state in self._ranks)
+        programs = tuple(tuple(state.program) for state in self._ranks)
+        return Planned(programs, max(state.free_at for state in self._ranks))
 
     def _choose(self, rank: int, time: float) -> None:
         state = self._ranks[rank]
-        if state.backward and self._backward_ready.get(state.backward[0], _NEVER) <= time:
+        backward, forward = self._due(state)
+        if backward <= time and not (state.forward_turn and forward <= time):
             self._run_backward(rank, time)
-        elif (
-            state.forward
-            and state.live < state.cap
-            and self._forward_ready.get(state.forward[0], _NEVER) <= time
-        ):
+        elif forward <= time:
             self._run_forward(rank, time)
         elif state.weight:
-            soon = self._next_arrival(state)
-            stage = state.weight[0][0]
-            if soon - time > self._patience * self._costs[stage].backward_weight:
+            duration = self._costs[state.weight[0][0]].backward_weight
+            if min(backward, forward) - time > self._policy.patience * duration:
                 self._run_weight(rank, time)
 
-    def _next_arrival(self, state: _Rank) -> float:
-        """When the rank's next message is known to be due; infinite where none is on its way."""
-        due = self._backward_ready.get(state.backward[0], _NEVER) if state.backward else _NEVER
+    def _due(self, state: _Rank) -> tuple[float, float]:
+        """When the next input gradient and the next forward can start; infinite if unknown."""
+        backward = forward = _NEVER
+        if state.backward:
+            backward = self._backward_ready.get(state.backward[0], _NEVER)
         if state.forward and state.live < state.cap:
-            due = min(due, self._forward_ready.get(state.forward[0], _NEVER))
-        return due
+            forward = self._forward_ready.get(state.forward[0], _NEVER)
+        return backward, forward
 
     def _run_forward(self, rank: int, time: float) -> None:
         state = self._ranks[rank]
         stage, microbatch = state.forward.popleft()
         state.live += 1
+        state.forward_turn = False
         end = self._occupy(rank, time, stage, Op.FORWARD, microbatch, self._costs[stage].forward)
         if stage == self._last:
             self._announce(self._backward_ready, (stage, microbatch), end, rank)
@@ -124,6 +144,7 @@ class _Run:
     def _run_backward(self, rank: int, time: float) -> None:
         state = self._ranks[rank]
         stage, microbatch = state.backward.popleft()
+        state.forward_turn = self._policy.alternate
         duration = self._costs[stage].backward_input
         end = self._occupy(rank, time, stage, Op.BACKWARD_INPUT, microbatch, duration)
         state.weight.append((stage, microbatch))

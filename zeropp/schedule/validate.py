@@ -6,7 +6,7 @@ from collections import Counter
 
 from zeropp.schedule.action import MAKES_GRADIENTS, NEEDS_PARAMETERS, Op
 from zeropp.schedule.program import Schedule, StageCost
-from zeropp.sim.events import DeadlockError, run
+from zeropp.sim import events
 
 _COLUMNS = 12  # shown on each side of the bad cell
 
@@ -25,8 +25,8 @@ def validate(schedule: Schedule, *, activation_cap: int | None = None) -> None:
     """
     _check_each_action_once(schedule)
     try:
-        run(schedule, [StageCost()] * schedule.num_stages)
-    except DeadlockError as error:
+        events.run(schedule, [StageCost()] * schedule.num_stages)
+    except events.DeadlockError as error:
         rank = next(r for r, p in enumerate(schedule.programs) if error.stuck[r] < len(p))
         raise _error(schedule, rank, error.stuck[rank], str(error)) from None
     if activation_cap is not None:

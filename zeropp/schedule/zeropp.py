@@ -12,10 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeropp.schedule.greedy import Orders, Slot, list_schedule
-from zeropp.schedule.program import Program, StageCost, loop_placement
+from zeropp.schedule.greedy import Orders, Policy, Slot, list_schedule
+from zeropp.schedule.passes import lower
+from zeropp.schedule.program import Program, Schedule, StageCost, loop_placement
+from zeropp.sim import events
 
-_PATIENCE = (0.0, 0.25, 0.5, 1.0)
+_EQUAL_COST_POLICIES = (Policy(), Policy(alternate=True))
+_POLICIES = tuple(
+    Policy(alternate, patience) for patience in (0.0, 0.25, 0.5, 1.0) for alternate in (False, True)
+)
 
 
 def unit_orders(num_ranks: int, chunks: int, num_microbatches: int, unit: int) -> Orders:
@@ -49,8 +54,8 @@ def zeropp(
     """Programs under a cap of live chunk-activations a rank.
 
     With ``costs`` several orders are planned, the equal-cost one among them, and the one that the
-    event loop prices lowest on these costs is kept: it is never worse than the equal-cost order.
-    Raises ValueError where the cap is too small for a unit.
+    event loop prices lowest on these costs, gathers and reductions included, is kept: it is never
+    worse than the equal-cost order. Raises ValueError where the cap is too small for a unit.
     """
     smallest = smallest_cap(chunks, num_microbatches, unit)
     if activation_cap < smallest:
@@ -60,19 +65,49 @@ def zeropp(
         )
     orders = unit_orders(num_ranks, chunks, num_microbatches, unit)
     caps = [activation_cap] * num_ranks
-    equal = list_schedule(orders, [StageCost()] * len(orders.stage_rank), caps)
-    if costs is None or len({_durations(cost) for cost in costs} | {(1.0, 1.0, 1.0, 0.0)}) == 1:
+    equal = _equal_cost_plan(orders, caps)
+    if costs is None or set(costs) == {StageCost()}:
         return equal
-    from zeropp.sim.events import run_programs
 
-    candidates = [equal]
-    candidates += [list_schedule(orders, costs, caps, patience) for patience in _PATIENCE]
-    unique = list(dict.fromkeys(candidates))
-    return min(unique, key=lambda p: run_programs(p, orders.stage_rank, costs).step_s)
+    def step_s(programs: tuple[Program, ...]) -> float:
+        plan = Schedule("zeropp", num_microbatches, unit, orders.stage_rank, programs)
+        gather = any(cost.unshard for cost in costs)
+        return events.run(lower(plan, gather=gather), costs).step_s
+
+    plans = [list_schedule(orders, costs, caps, policy).programs for policy in _POLICIES]
+    return min(dict.fromkeys([equal, *plans]), key=step_s)
 
 
-def _durations(cost: StageCost) -> tuple[float, float, float, float]:
-    return (cost.forward, cost.backward_input, cost.backward_weight, cost.transfer)
+def _equal_cost_plan(orders: Orders, caps: Sequence[int]) -> tuple[Program, ...]:
+    ones = [StageCost()] * len(orders.stage_rank)
+    bound = shortest_step(orders, ones)
+    best = list_schedule(orders, ones, caps, _EQUAL_COST_POLICIES[0])
+    for policy in _EQUAL_COST_POLICIES[1:]:
+        if best.step_s <= bound:
+            break
+        plan = list_schedule(orders, ones, caps, policy)
+        best = min(best, plan, key=lambda p: p.step_s)
+    return best.programs
+
+
+def shortest_step(orders: Orders, costs: Sequence[StageCost]) -> float:
+    """A bound that no order of these stages on these ranks beats, whatever its memory.
+
+    A rank cannot begin before the first microbatch has come through the stages before its first,
+    and then has all its work to do: (P-1) + 3*m*V at unit costs.
+    """
+    bound, arrival = 0.0, 0.0
+    seen: set[int] = set()
+    for stage, rank in enumerate(orders.stage_rank):
+        if rank not in seen:
+            seen.add(rank)
+            work = sum(
+                costs[s].forward + costs[s].backward_input + costs[s].backward_weight
+                for s, _ in orders.forward[rank]
+            )
+            bound = max(bound, arrival + work)
+        arrival += costs[stage].forward
+    return bound
 
 
 def _breadth_first(stages: Sequence[int], units: Sequence[range]) -> tuple[Slot, ...]:
