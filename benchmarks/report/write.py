@@ -12,6 +12,7 @@ from rich.console import Console
 
 from benchmarks.report.bars import memory_bars, throughput_bars
 from benchmarks.report.frame import load_frame
+from benchmarks.report.headline import headline_table
 from benchmarks.report.tables import comparison_tables, print_tables, write_tables
 
 
@@ -37,7 +38,7 @@ def write_report(roots: Sequence[Path], out: Path, console: Console | None = Non
         return ReportPaths([], skipped)
     out.mkdir(parents=True, exist_ok=True)
     tables = comparison_tables(frame)
-    print_tables(tables, console)
+    print_tables({"comparison": headline_table(frame)}, console)
     files = write_tables(tables, out) + _write_figures(frame, out)
     console.print("Written:")
     for path in files:

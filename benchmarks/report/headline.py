@@ -1,0 +1,51 @@
+"""The comparison in one table narrow enough for a terminal and a README."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from benchmarks.report.frame import CELL, latest_ok
+from benchmarks.stats import Summary, ratio_of_medians
+
+REFERENCE = "DeepSpeed 3D"
+
+
+def headline_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row a cell and contender: throughput, speed-up over DeepSpeed 3D, peak memory.
+
+    Ranges are 95 % bootstrap intervals of medians; ``~`` marks a timing whose spread is too
+    large to lean on.
+    """
+    lines = []
+    for _, cell in latest_ok(frame).groupby(CELL, sort=False):
+        reference = cell[(cell["contender"] == REFERENCE) & (cell["status"] == "ok")]
+        for _, row in cell.iterrows():
+            lines.append(_line(row, reference))
+    return pd.DataFrame(lines)
+
+
+def _line(row: pd.Series, reference: pd.DataFrame) -> dict[str, object]:
+    fine = row["status"] == "ok"
+    line: dict[str, object] = {
+        "model": row["model"],
+        "ranks": row["num_gpus"],
+        "contender": row["contender"],
+        "layout": row["layout"],
+        "tokens/s/rank": f"{row['tokens_per_s_per_gpu']:,.0f}" if fine else row["status"],
+        "speed-up": "-",
+        "peak GiB": "-",
+        "evidence": row["evidence"],
+    }
+    if fine and not reference.empty:
+        base = reference.iloc[-1]
+        line["speed-up"] = _ratio(ratio_of_medians(base["samples_step_s"], row["samples_step_s"]))
+    if pd.notna(row.get("peak_gib")):
+        line["peak GiB"] = f"{row['peak_gib']:.3f}"
+    return line
+
+
+def _ratio(ratio: Summary) -> str:
+    if ratio.low == ratio.high:
+        return f"{ratio.median:.2f}"
+    mark = "~" if ratio.unstable else ""
+    return f"{mark}{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
