@@ -6,12 +6,14 @@ Attempts whose job ended without a word are recorded first, with the reason that
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.events import rank_file, read_events
@@ -20,6 +22,7 @@ from benchmarks.launch.slurm_jobs import Task, close_ended, look, read_tasks
 from benchmarks.record import RecordError, RunRecord, find_records, read_record
 
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
+_FILE_WIDTH = 400  # one line a point where no terminal folds it
 
 
 @dataclass(frozen=True)
@@ -108,25 +111,33 @@ def _progress(attempt: Path) -> str:
     return str(events[-1]["event"]) if events else "starting"
 
 
-def main() -> int:
-    """Command line; the exit status is 1 where Slurm was needed and did not answer."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs_dir", type=Path, nargs="?", default=Path("results/runs"))
-    runs_dir = parser.parse_args().runs_dir.resolve()
-    if not runs_dir.is_dir():
-        print(f"error: {runs_dir}: no such folder; nothing was run yet", file=sys.stderr)
-        return 2
-    found, problem = rows(runs_dir)
+def _print_table(found: list[Row]) -> None:
     table = Table("point", "state", "detail", "job", "nodes", "log", box=None, pad_edge=False)
     for row in found:
         colour = _COLOURS.get(row.state, "red")
         cells = (row.detail, row.job, row.nodes, row.log)
-        table.add_row(row.spec_id, f"[{colour}]{row.state}[/]", *cells)
-    wide = None if sys.stdout.isatty() else 400
-    console = Console(width=wide)
+        table.add_row(row.spec_id, f"[{colour}]{row.state}[/]", *map(escape, cells))
+    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False)
     console.print(table)
     counts = Counter(row.state for row in found)
     console.print(", ".join(f"{number} {state}" for state, number in sorted(counts.items())))
+
+
+def main() -> int:
+    """Command line; the exit status is 1 where Slurm was needed and did not answer."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs_dir", type=Path, nargs="?", default=Path("results/runs"))
+    parser.add_argument("--json", action="store_true", help="the rows as JSON")
+    arguments = parser.parse_args()
+    runs_dir = arguments.runs_dir.resolve()
+    if not runs_dir.is_dir():
+        print(f"error: {runs_dir}: no such folder; nothing was run yet", file=sys.stderr)
+        return 2
+    found, problem = rows(runs_dir)
+    if arguments.json:
+        print(json.dumps([asdict(row) for row in found], indent=1))
+    else:
+        _print_table(found)
     if problem:
         print(f"error: Slurm could not be asked: {problem}", file=sys.stderr)
     return 1 if problem else 0

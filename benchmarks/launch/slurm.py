@@ -52,20 +52,17 @@ def launch(
     settings = read_options(options)
     runs_dir = runs_dir.resolve()
     sweep = f"zeropp-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
-    arrays = _arrays(points, settings, runs_dir / "slurm" / sweep, sweep)
     if settings.dry_run:
-        _print_scripts(arrays, settings, runs_dir, sweep)
+        _print_scripts(points, settings, runs_dir, sweep)
         return []
     records = [*_refuse_too_large(points, runs_dir)]
     decided = {record.spec_id for record in records}
     todo = [point for point in points if point.spec.spec_id not in decided]
     try:
         todo = _not_underway(todo, runs_dir)
-    except SlurmError as error:
-        return [*records, *_not_submitted(todo, runs_dir, str(error))]
-    arrays = _arrays(todo, settings, runs_dir / "slurm" / sweep, sweep)
-    if arrays:
-        records += _submit(arrays, settings, runs_dir, sweep)
+        records += _submit(todo, settings, runs_dir, sweep)
+    except SlurmError as error:  # the queue could not be read: what is in it must not be doubled
+        records += _not_submitted(todo, runs_dir, str(error))
     for record in records:
         progress.finished(record)
     return records
@@ -79,13 +76,13 @@ def _arrays(
 
 
 def _print_scripts(
-    arrays: Sequence[Array], options: SlurmOptions, runs_dir: Path, sweep: str
+    points: Sequence[Point], options: SlurmOptions, runs_dir: Path, sweep: str
 ) -> None:
-    for array in arrays:
+    submission = runs_dir / "slurm" / sweep
+    for array in _arrays(points, options, submission, sweep):
         _OUT.print(f"# --- {array.script}\n{render_array(array, options, runs_dir)}")
-    if arrays:
-        _OUT.print(f"# --- {sweep}-report.sbatch")
-        _OUT.print(render_report(arrays[0].submission, sweep, options, runs_dir))
+    report = render_report(submission, sweep, options, runs_dir)
+    _OUT.print(f"# --- {submission}/{sweep}-report.sbatch\n{report}")
 
 
 def _refuse_too_large(points: Sequence[Point], runs_dir: Path) -> Iterator[RunRecord]:
@@ -126,18 +123,21 @@ def _not_submitted(points: Sequence[Point], runs_dir: Path, why: str) -> list[Ru
 
 
 def _submit(
-    arrays: Sequence[Array], options: SlurmOptions, runs_dir: Path, sweep: str
+    points: Sequence[Point], options: SlurmOptions, runs_dir: Path, sweep: str
 ) -> list[RunRecord]:
     """Freeze, render and submit; returns records of what Slurm refused."""
-    directory = arrays[0].submission
-    for array in arrays:
+    directory = runs_dir / "slurm" / sweep
+    arrays = _arrays(points, options, directory, sweep)
+    scripts = [render_array(array, options, runs_dir) for array in arrays]
+    for array, script in zip(arrays, scripts, strict=True):
         for point in array.points:
             frozen = directory / "specs" / point.spec.spec_id
             frozen.mkdir(parents=True)
             freeze(point, frozen, "slurm")
-        array.script.write_text(render_array(array, options, runs_dir))
+        array.script.write_text(script)
     submission = Submission(directory, [SubmittedArray(a.name, a.spec_ids) for a in arrays])
-    submission.write()
+    if arrays:
+        submission.write()
     records: list[RunRecord] = []
     for number, array in enumerate(arrays):
         job, why = _try_to_submit(array.script)
@@ -146,13 +146,17 @@ def _submit(
         if why:
             records += _not_submitted(array.points, runs_dir, why)
         else:
-            size = array.resources
-            _OUT.print(
-                f"  submitted   job {job}: {len(array.points)} points, each on {size.nodes} "
-                f"nodes with {size.gpus_per_node} GPUs for at most {size.minutes} min"
-            )
+            _say_submitted(array, job)
     _submit_report(submission, sweep, options, runs_dir)
     return records
+
+
+def _say_submitted(array: Array, job: str) -> None:
+    size, many = array.resources, len(array.points)
+    _OUT.print(
+        f"  submitted   job {job}: points {many}, each: nodes {size.nodes}, GPUs a node "
+        f"{size.gpus_per_node}, minutes at most {size.minutes}"
+    )
 
 
 def _submit_report(

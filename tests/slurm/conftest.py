@@ -1,0 +1,145 @@
+"""One Slurm a session, and the suite's commands as a user of it types them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.record import RunRecord, find_records, read_record
+from benchmarks.status import Row
+from tests.slurm.cluster import SlurmCluster, unavailable, wait_until
+
+_STAND_IN = Path(__file__).with_name("stand_in.py")
+
+
+class Suite:
+    """``python -m benchmarks.run`` and ``benchmarks.status`` with runs of its own."""
+
+    def __init__(self, cluster: SlurmCluster, directory: Path) -> None:
+        self.cluster = cluster
+        self.directory = directory
+        self.runs = directory / "runs"
+        self.report = directory / "report"
+
+    def sweep(self, *overrides: str, expect: int = 0) -> str:
+        """Submit a sweep and return what was printed."""
+        places = (f"runs_dir={self.runs}", f"report_dir={self.report}", "launcher=slurm")
+        defaults = ("launcher.sbatch.account=science", "cluster.gpus_per_node=4")
+        command = (sys.executable, "-m", "benchmarks.run", "-m", *places, *defaults, *overrides)
+        done = subprocess.run(
+            command,
+            env=self.cluster.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == expect, done.stdout
+        return done.stdout
+
+    def stand_in(self, *overrides: str, expect: int = 0) -> str:
+        """Submit points whose ranks are the stand-in: two ranks on a node."""
+        quick = ("num_gpus=2", "measure.gate=false", "measure.warmup_steps=0", "global_batch=4")
+        python = f"launcher.worker_python={_STAND_IN}"
+        return self.sweep(python, *quick, *overrides, expect=expect)
+
+    def status(self, expect: int = 0) -> dict[str, Row]:
+        """Every point as ``benchmarks.status --json`` tells it, by spec id."""
+        command = (sys.executable, "-m", "benchmarks.status", str(self.runs), "--json")
+        done = subprocess.run(
+            command,
+            env=self.cluster.environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == expect, done.stderr
+        rows = [Row(**fields) for fields in json.loads(done.stdout)]
+        return {row.spec_id: row for row in rows}
+
+    def states(self) -> list[str]:
+        """The states of all points, sorted."""
+        return sorted(row.state for row in self.status().values())
+
+    def records(self) -> list[RunRecord]:
+        """Every record, oldest attempt of a point first."""
+        return [read_record(path) for path in find_records([self.runs])]
+
+    def only_record(self) -> RunRecord:
+        """The record of the only attempt that there was."""
+        (record,) = self.records()
+        return record
+
+    def wait_for_records(self, number: int, seconds: float) -> list[RunRecord]:
+        """Wait until this many attempts have recorded themselves."""
+        what = f"{number} records below {self.runs}"
+        wait_until(lambda: len(list(find_records([self.runs]))) >= number, seconds, what)
+        return self.records()
+
+    def wait_for_steps(self, number: int, seconds: float = 60) -> Path:
+        """Wait until a first rank has measured this many steps; returns its attempt."""
+
+        def stepping() -> list[Path]:
+            files = self.runs.glob("*/*/rank_000.jsonl")
+            return [f for f in files if f.read_text().count('"step"') >= number]
+
+        wait_until(stepping, seconds, f"{number} steps below {self.runs}")
+        return stepping()[-1].parent
+
+    def wait_until_idle(self, seconds: float) -> None:
+        """Wait until none of the user's jobs is left in the queue."""
+        wait_until(lambda: not self.queue(), seconds, "an empty queue")
+
+    def queue(self) -> list[str]:
+        """The ids of the jobs of this suite's sweeps that wait or run."""
+        sweeps = {path.name for path in (self.runs / "slurm").glob("*")}
+        lines = self.cluster.run("squeue", "--noheader", "--array", "--format=%i %j").splitlines()
+        pairs = [line.split() for line in lines]
+        return [job for job, name in pairs if name.rpartition("-")[0] in sweeps]
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """A running Slurm; where there can be none, its tests skip with the reason."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def suite(cluster: SlurmCluster, tmp_path: Path) -> Suite:
+    """A suite with empty folders."""
+    return Suite(cluster, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def background(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Suite]:
+    """What takes long, submitted first and asked for last: a sweep of real ranks, and a time limit.
+
+    The other tests that leave nodes alone run meanwhile.
+    """
+    suites = {
+        name: Suite(cluster, tmp_path_factory.mktemp(name)) for name in ("sweep", "over_time")
+    }
+    suites["over_time"].stand_in(
+        *("seed=3", "launcher.sbatch.time=1", "launcher.grace_s=20"),
+        "+launcher.sbatch.gpus-per-node=false",
+    )
+    suites["sweep"].sweep(
+        *("model=gpt_tiny", "num_gpus=4,8,16", "contender=zeropp,deepspeed_3d"),
+        *("measure.warmup_steps=1", "measure.steps=2", "measure.gate=false"),
+        "measure.timeline=false",
+    )
+    return suites

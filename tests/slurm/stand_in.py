@@ -1,0 +1,54 @@
+#!/usr/bin/env python3
+"""In the place of the ranks' Python: ``stand_in.py -m benchmarks.worker SPEC --out DIR``.
+
+Writes the events that a worker writes, in a second and without torch, and ends in the way that
+the spec's seed asks for, unless a file ``calm`` lies beside the runs.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+OK, RAISES, TAKES_MEMORY, GOES_ON = range(4)
+_TAKEN_BYTES = 600 * 2**20
+_ENDLESS = 10_000
+
+
+def main() -> None:
+    spec, directory = Path(sys.argv[3]), Path(sys.argv[5])
+    rank = int(os.environ["RANK"])
+    behaviour = json.loads(spec.read_text())["seed"] % 10
+    if (directory.parents[2] / "calm").exists():
+        behaviour = OK
+    with (directory / f"rank_{rank:03d}.jsonl").open("a", buffering=1) as file:
+
+        def write(kind: str, **fields: object) -> None:
+            file.write(json.dumps({"event": kind, "time": time.time(), **fields}) + "\n")
+
+        def leave(number: int, frame: object) -> None:
+            write("signal", name=signal.Signals(number).name)
+            os._exit(5)
+
+        signal.signal(signal.SIGTERM, leave)
+        signal.signal(signal.SIGUSR1, leave)
+        places = ("SLURM_NODEID", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURMD_NODENAME")
+        write("environment", **{name: os.environ[name] for name in places})
+        for index in range(_ENDLESS if behaviour == GOES_ON else 3):
+            time.sleep(0.1)
+            write("step", index=index, seconds=0.1, loss=5.0 - index / _ENDLESS)
+        if rank == 1 and behaviour == RAISES:
+            write("error", type="ValueError", message="token 999 is not in the vocabulary")
+            sys.exit(1)
+        if behaviour == TAKES_MEMORY:
+            taken = bytearray(_TAKEN_BYTES) if rank == 1 else b""
+            time.sleep(60)
+            del taken
+        if behaviour == RAISES:
+            time.sleep(60)
+        write("done")
+
+
+main()
