@@ -1,5 +1,21 @@
-"""FLOPs, bytes, link times and memory: the only home of formulas. Imports no torch."""
+"""FLOPs, bytes, link times and memory: the only home of formulas. Imports no torch.
+
+``price_plan(plan, cluster)`` gives everything that the simulator needs of a plan: seconds of
+every stage's passes, gathers, reductions and transfers, of what follows the last microbatch, and
+bytes by kind. ``model_flops_per_token`` is what MFU counts.
+"""
 
 from zeropp.cost.flops import balanced_cuts, model_flops_per_token, parameter_count
+from zeropp.cost.price import PlanPrice, StageMemory
+from zeropp.cost.pricing import price_plan
+from zeropp.cost.software import Software
 
-__all__ = ["balanced_cuts", "model_flops_per_token", "parameter_count"]
+__all__ = [
+    "PlanPrice",
+    "Software",
+    "StageMemory",
+    "balanced_cuts",
+    "model_flops_per_token",
+    "parameter_count",
+    "price_plan",
+]

@@ -1,4 +1,8 @@
-"""Devices, links and clusters as data; the numbers come from ``conf/cluster``."""
+"""Devices, links and clusters as data; the numbers come from ``conf/cluster``.
+
+Facts (peaks, sizes, link rates) and measured constants (rates that kernels reach, latencies) sit
+side by side; ``docs/simulator.md`` says where each came from. One set of constants a device.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +18,35 @@ class Device:
     name: str
     memory_gib: float
     memory_bandwidth_gb_s: float
+    matmul_bf16_tflops: float  # what the largest matrix products reach
+    matmul_fp32_tflops: float
     peak_bf16_tflops: float | None = None  # dense
     peak_fp32_tflops: float | None = None  # dense, without TF32
+    memory_efficiency: float = 0.8  # share of the bandwidth that element-wise kernels reach
+    attention_efficiency: float = 0.6  # fused attention's rate over matmul_bf16_tflops
+    kernel_us: float = 5.0  # what a kernel takes beside its work: ramp-up, tail, gap
+    launch_us: float = 8.0  # the host's time to start one kernel
+    units: int = 108  # multiprocessors: output tiles run in waves of this many
+    overlap_slowdown: float = 0.1  # compute takes this share longer beside collectives
 
     __pydantic_config__ = _STRICT
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of one GPU's link (or of one NIC): bytes a second that messages can reach."""
+    """One direction of one GPU's link (or of one NIC): nominal rate and what is reached of it."""
 
     bandwidth_gb_s: float
-    latency_us: float
+    latency_us: float  # of a collective or message, once
+    hop_us: float = 4.0  # of every further step of a ring or tree
+    efficiency: float = 0.8  # share of the rate that large messages reach
 
     __pydantic_config__ = _STRICT
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second that large messages reach."""
+        return self.bandwidth_gb_s * 1e9 * self.efficiency
 
 
 @dataclass(frozen=True)
@@ -40,5 +59,7 @@ class Cluster:
     nics_per_node: int
     intra: Link
     inter: Link
+    switched: bool = True  # False: direct links in a node, a pair of GPUs has only its own share
+    reduction_gain: float = 1.0  # in-switch reduction: all-reduce inside a node is this faster
 
     __pydantic_config__ = _STRICT

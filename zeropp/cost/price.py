@@ -1,4 +1,4 @@
-"""What the simulator asks of the cost model: durations and bytes of one plan on one cluster.
+"""What a price is made of: durations and bytes of one plan on one cluster.
 
 Durations are seconds of one action on one rank without contention from the schedule; whatever
 depends on the order of actions (bubbles, overlap, how many activations live at a time) is the

@@ -1,0 +1,160 @@
+"""Time of one piece's forward, input gradient and weight gradient on one rank.
+
+Fed by a shape, a microbatch, the tensor-parallel degree and a device. Products are those of
+arXiv 2104.04473 (section 2.3, appendix); element-wise traffic counts every read and write of
+unfused kernels, from the list of saved tensors in arXiv 2205.05198 (section 4.1). The host
+starts kernels ahead of the device, so a pass takes the longer of device and host time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from zeropp.cost.cluster import Device
+from zeropp.cost.flops import piece_parameters
+from zeropp.cost.kernels import element_bytes, matmul_rate, matmul_s, stream_s
+from zeropp.cost.software import Software
+from zeropp.plan import Precision, Recompute
+from zeropp.shape import ModelShape
+
+KERNELS_GPT = 24  # element-wise kernels and products of one block's forward
+KERNELS_LLAMA = 30
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a piece is priced for. ``tokens`` is a microbatch's, whole sequences."""
+
+    shape: ModelShape
+    device: Device
+    software: Software
+    precision: Precision
+    recompute: Recompute
+    microbatch: int
+    tp: int
+    sequence_parallel: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch."""
+        return self.microbatch * self.shape.seq
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of one microbatch, without tensor-parallel collectives."""
+
+    forward: float
+    backward_input: float  # recomputation included
+    backward_weight: float
+
+
+def linears(work: Work) -> tuple[tuple[int, int], ...]:
+    """(k, n) of a block's products as one rank runs them; fused where a program may fuse them."""
+    shape, tp = work.shape, work.tp
+    h, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    gates = 1 if shape.family == "gpt" else 2
+    return (
+        (h, (h + 2 * kv) // tp),
+        (h // tp or 1, h),
+        (h, gates * shape.ffn // tp),
+        (shape.ffn // tp or 1, h),
+    )
+
+
+@lru_cache(maxsize=65536)
+def piece_times(work: Work, index: int) -> PassTimes:
+    """Embedding (index 0), a block, or the head."""
+    if index == 0:
+        return _embedding(work)
+    if index == work.shape.num_pieces - 1:
+        return _head(work)
+    return _block(work)
+
+
+@lru_cache(maxsize=65536)
+def _block(work: Work) -> PassTimes:
+    device, precision = work.device, work.precision
+    products = [matmul_s(device, precision, work.tokens, k, n) for k, n in linears(work)]
+    transposed = [matmul_s(device, precision, work.tokens, n, k) for k, n in linears(work)]
+    weights = [matmul_s(device, precision, k, work.tokens, n) for k, n in linears(work)]
+    core = attention_s(work)
+    elementwise = stream_s(device, block_traffic(work), kernels=12)
+    host = _host(work)
+    forward = max(sum(products) + core + elementwise, host)
+    again = {"none": 0.0, "selective": 0.0 if work.software.flash else core, "full": forward}
+    core_backward = (2.5 if work.software.flash else 2.0) * core
+    parameters = piece_parameters(work.shape, 1) / work.tp
+    weight = sum(weights) + stream_s(device, accumulation_bytes(work) * parameters, kernels=4)
+    input_ = sum(transposed) + core_backward + 1.5 * elementwise
+    stretch = max(1.0, 1.5 * host / (input_ + weight))
+    return PassTimes(forward, input_ * stretch + again[work.recompute], weight * stretch)
+
+
+def accumulation_bytes(work: Work) -> int:
+    """Bytes that adding a microbatch's weight gradient moves, a parameter: read and write the
+    sum, and, where it is not fused into the product, write and read the gradient as well."""
+    total = 2 * work.software.gradient_bytes
+    return total if work.software.fused_accumulation else total + 2 * element_bytes(work.precision)
+
+
+def attention_s(work: Work) -> float:
+    """Scores, softmax and mix, forward. Fused: causal, so half of the products (arXiv 2205.14135);
+    unfused: whole products, and scores go through memory (softmax, dropout and their masks)."""
+    shape, tp, device = work.shape, work.tp, work.device
+    heads = max(1, shape.heads // tp)
+    seq, width, batch = shape.seq, shape.head_dim, work.microbatch
+    flops = 4.0 * batch * heads * seq * seq * width
+    if work.software.flash:
+        rate = matmul_rate(device, work.precision) * device.attention_efficiency
+        rate *= min(1.0, 0.5 + width / 256)  # narrow heads feed the units worse
+        return flops / 2 / rate + device.kernel_us * 1e-6
+    scores = batch * heads * seq * seq
+    masks = 6 if work.software.dropout_masks else 0
+    passes = 2 * element_bytes(work.precision) + masks  # the products stream the scores as well
+    scores_s = matmul_s(device, work.precision, seq, width, seq, batch * heads)
+    mix_s = matmul_s(device, work.precision, seq, seq, width, batch * heads)
+    return scores_s + mix_s + stream_s(device, passes * scores, kernels=2)
+
+
+def block_traffic(work: Work) -> float:
+    """Bytes that a block's element-wise kernels move in a forward."""
+    shape, e = work.shape, element_bytes(work.precision)
+    whole = 2 * 2 + 2 * 3 + (1 if work.software.dropout_masks else 0)  # two norms, two residuals
+    if work.sequence_parallel:
+        whole /= work.tp  # type: ignore[assignment]
+    passes = 2 if shape.family == "gpt" else 5  # GELU: in, out; SiLU in, out, product in, in, out
+    split = passes * shape.ffn + 6 * shape.hidden  # and the layout changes around attention
+    return work.tokens * e * (whole * shape.hidden + split / work.tp)
+
+
+def _host(work: Work) -> float:
+    kernels = KERNELS_GPT if work.shape.family == "gpt" else KERNELS_LLAMA
+    kernels += 4 if work.tp > 1 else 0
+    return kernels * work.device.launch_us * work.software.launch_factor * 1e-6
+
+
+def _embedding(work: Work) -> PassTimes:
+    """A gather of rows, and a scatter of gradients into rows."""
+    shape, e = work.shape, element_bytes(work.precision)
+    rows = work.tokens * shape.hidden * e
+    split = work.tp if work.sequence_parallel else 1
+    forward = stream_s(work.device, 4 * rows / split, kernels=3)
+    parameters = piece_parameters(shape, 0) / work.tp
+    backward = stream_s(work.device, 3 * rows + accumulation_bytes(work) * parameters, kernels=4)
+    return PassTimes(forward, 0.0, backward)
+
+
+def _head(work: Work) -> PassTimes:
+    """Final norm, logits and loss: fp32 logits are written and read by softmax and loss."""
+    shape, device, precision = work.shape, work.device, work.precision
+    h, tokens, e = shape.hidden, work.tokens, element_bytes(precision)
+    vocab = shape.vocab // (work.tp if work.software.vocab_parallel else 1)
+    norm = stream_s(device, 2 * tokens * h * e, kernels=2)
+    loss = stream_s(device, tokens * vocab * (e + 4 + 4 + 4), kernels=4)
+    forward = matmul_s(device, precision, tokens, h, vocab) + norm + loss
+    backward = matmul_s(device, precision, tokens, vocab, h) + norm + loss
+    moved = accumulation_bytes(work) * h * vocab
+    weight = matmul_s(device, precision, h, tokens, vocab) + stream_s(device, moved)
+    return PassTimes(forward, backward, weight)

@@ -1,0 +1,108 @@
+"""Time of collectives and messages between the ranks of a layout. Seconds.
+
+Ring alpha-beta (Thakur, Rabenseifner, Gropp 2005, section 4): an all-gather or reduce-scatter of
+S bytes over n ranks moves (n-1)/n S through every rank's link, an all-reduce twice that; every
+step costs a hop. An all-reduce may also go over trees (Sanders, Speck, Traeff 2009, which NCCL
+uses), with logarithmic hops. So the reached bandwidth rises with message size. Across nodes the
+bottleneck is the node's NICs, shared by all groups that cross: every GPU is in a group of its
+own axis and all of them run at the same time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+
+from zeropp.cost.cluster import Cluster
+from zeropp.layout import Axis, Layout
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate: how many, on how many nodes, and the bus bandwidth they share."""
+
+    size: int
+    nodes: int
+    rate: float  # bytes a second through one rank's link (NCCL's bus bandwidth)
+
+
+def axis_stride(layout: Layout, axis: Axis) -> int:
+    """Distance between neighbouring ranks of an axis."""
+    stride = 1
+    for name, size in reversed(layout.axes):
+        if name == axis:
+            return stride
+        stride *= size
+    raise KeyError(axis)
+
+
+def group_of(cluster: Cluster, layout: Layout, *axes: Axis) -> Group:
+    """The group over one axis, or over neighbouring axes together."""
+    sizes = dict(layout.axes)
+    size = 1
+    for axis in axes:
+        size *= sizes[axis]
+    stride = min(axis_stride(layout, axis) for axis in axes)
+    return group(cluster, size, stride, layout.world)
+
+
+def group(cluster: Cluster, size: int, stride: int, world: int) -> Group:
+    """``size`` ranks, ``stride`` apart, in a job of ``world`` ranks."""
+    per_node = min(cluster.gpus_per_node, world)
+    local = max(1, min(size, per_node // stride))
+    nodes = -(-size // local)
+    inside = cluster.intra.rate
+    if not cluster.switched:
+        inside *= min(1.0, (local - 1) / (cluster.gpus_per_node - 1)) if local > 1 else 1.0
+    if nodes == 1:
+        return Group(size, 1, inside)
+    share = cluster.nics_per_node * cluster.inter.rate * local / per_node
+    return Group(size, nodes, share if local == 1 else min(inside, share))
+
+
+def gather_s(cluster: Cluster, group: Group, total: float) -> float:
+    """All-gather to, or reduce-scatter of, ``total`` bytes a rank."""
+    if group.size == 1:
+        return 0.0
+    return _start(cluster, group) + _ring_hops(cluster, group) + _moved(group, total)
+
+
+def all_reduce_s(cluster: Cluster, group: Group, total: float) -> float:
+    """All-reduce of ``total`` bytes a rank; inside a node the switch may reduce."""
+    if group.size == 1:
+        return 0.0
+    gain = cluster.reduction_gain if group.nodes == 1 else 1.0
+    ring = 2 * _ring_hops(cluster, group)
+    local = group.size // group.nodes
+    tree = 2 * (local - 1) * cluster.intra.hop_us * 1e-6
+    tree += 2 * log2(group.nodes) * cluster.inter.hop_us * 1e-6
+    return _start(cluster, group) + min(ring, tree) + 2 * _moved(group, total) / gain
+
+
+def transfer_s(cluster: Cluster, layout: Layout, source: int, target: int, size: float) -> float:
+    """A message of ``size`` bytes between two pipeline ranks; all ranks of a node send at once."""
+    if source == target:
+        return 0.0
+    stride = axis_stride(layout, "pp")
+    node = cluster.gpus_per_node
+    if (source * stride) // node == (target * stride) // node:
+        rate = group(cluster, 2, stride, layout.world).rate
+        return cluster.intra.latency_us * 1e-6 + size / rate
+    sharing = min(node, stride, layout.world)
+    rate = min(cluster.inter.rate, cluster.nics_per_node * cluster.inter.rate / sharing)
+    return cluster.inter.latency_us * 1e-6 + size / rate
+
+
+def _start(cluster: Cluster, group: Group) -> float:
+    return (cluster.intra if group.nodes == 1 else cluster.inter).latency_us * 1e-6
+
+
+def _ring_hops(cluster: Cluster, group: Group) -> float:
+    if group.nodes == 1:
+        return (group.size - 1) * cluster.intra.hop_us * 1e-6
+    inside = (group.size - group.nodes) * cluster.intra.hop_us
+    return (inside + group.nodes * cluster.inter.hop_us) * 1e-6
+
+
+def _moved(group: Group, total: float) -> float:
+    return (group.size - 1) / group.size * total / group.rate

@@ -1,0 +1,55 @@
+"""Time of one kernel on one device: matrix products and streams over memory. Seconds.
+
+A product is bound by the device's reached rate or by memory, whichever is slower, and pays a
+fixed time. Output tiles run in waves over the multiprocessors (NVIDIA, "Matrix Multiplication
+Background User's Guide", tile and wave quantization): a product that fills a fraction of its
+last wave wastes the rest. Libraries split work within tiles to soften that, so half of the loss
+is counted.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from zeropp.cost.cluster import Device
+from zeropp.plan import Precision
+
+TILE = (128, 128)
+
+
+def element_bytes(precision: Precision) -> int:
+    """Bytes of one activation."""
+    return 2 if precision == "bf16" else 4
+
+
+def matmul_rate(device: Device, precision: Precision) -> float:
+    """FLOP/s that the largest products reach."""
+    tflops = device.matmul_bf16_tflops if precision == "bf16" else device.matmul_fp32_tflops
+    return tflops * 1e12
+
+
+def wave_efficiency(device: Device, m: int, n: int, batch: int = 1) -> float:
+    """Share of the machine that the tiles of an [m, n] output keep busy."""
+    if device.units == 1:
+        return 1.0
+    tiles = m * n * batch / (TILE[0] * TILE[1])
+    rows, columns = ceil(m / TILE[0]), ceil(n / TILE[1])
+    waves = ceil(rows * columns * batch / device.units)
+    return 0.5 + 0.5 * min(1.0, tiles / (waves * device.units))
+
+
+def matmul_s(device: Device, precision: Precision, m: int, k: int, n: int, batch: int = 1) -> float:
+    """Seconds of ``batch`` products of [m, k] and [k, n]."""
+    flops = 2.0 * m * k * n * batch
+    rate = matmul_rate(device, precision) * wave_efficiency(device, m, n, batch)
+    moved = element_bytes(precision) * batch * (m * k + k * n + m * n)
+    return max(flops / rate, _stream(device, moved)) + device.kernel_us * 1e-6
+
+
+def stream_s(device: Device, moved: float, kernels: int = 1) -> float:
+    """Seconds of element-wise kernels that read and write ``moved`` bytes in all."""
+    return _stream(device, moved) + kernels * device.kernel_us * 1e-6
+
+
+def _stream(device: Device, moved: float) -> float:
+    return moved / (device.memory_bandwidth_gb_s * 1e9 * device.memory_efficiency)

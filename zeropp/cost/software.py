@@ -1,0 +1,41 @@
+"""How a training program is written, as far as it changes a plan's price; sizes only.
+
+The suite's own contenders need nothing of this file. Published measurements were made with other
+programs; what they do is stated there, by rule, and handed to ``price_plan``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeropp.plan import Plan
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a program keeps and does. Bytes are a parameter, sharding aside."""
+
+    parameter_bytes: int  # resident; where ZeRO-3 shards, this is the sharded copy
+    gradient_bytes: int  # resident
+    optimizer_bytes: int  # master weights (if they are not the parameters) and Adam's moments
+    flash: bool = True  # attention in one kernel, scores never in memory
+    dropout_masks: bool = False  # dropout is on: masks are written, read and kept
+    vocab_parallel: bool = True  # under TP the logits and their loss are split
+    split_boundary: bool = False  # TP ranks send a slice of a boundary and gather it (SC21, 4.1)
+    overlap_reduction: bool = False  # gradients reduced beside the last backward
+    launch_factor: float = 1.0  # host time of this program over the device's ``launch_us``
+    step_host_s: float = 0.0  # a step's fixed host work: data, logging, clipping
+    reduce_bytes: int = 4  # of a gradient on the wire, over the replicas
+    fused_accumulation: bool = True  # dW adds into the gradient buffer inside its product
+
+
+def software_of(plan: Plan) -> Software:
+    """The suite's contenders.
+
+    fp32: one copy of everything. bf16 under FSDP2: fp32 shards are the masters, gradients are
+    reduced and kept in fp32. DeepSpeed's bf16 optimizer: bf16 parameters, fp32 accumulated
+    gradients, fp32 masters (``runtime/bf16_optimizer.py``).
+    """
+    if plan.contender.startswith("deepspeed") and plan.precision == "bf16":
+        return Software(2, 4, 12, vocab_parallel=True)
+    return Software(4, 4, 8)
