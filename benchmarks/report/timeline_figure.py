@@ -1,0 +1,140 @@
+"""The picture of a step: a row a pipeline rank, compute boxes, thin strips for communication.
+
+Fed by Timelines, simulated or measured; several are stacked on one time axis so that they can be
+compared. Colours are Okabe and Ito's; later chunks of a rank are darker. A box carries its
+microbatch where there is room. Assumes action names in the schedule's text form (``3F1``); any
+other name is drawn grey.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from benchmarks.report import style  # noqa: F401  (sets the look of every figure)
+from zeropp.schedule.action import Action, Op, parse_action
+from zeropp.timeline import Span, Timeline
+
+_COLOURS = {
+    Op.FORWARD: "#56B4E9",
+    Op.BACKWARD_INPUT: "#E69F00",
+    Op.BACKWARD_WEIGHT: "#009E73",
+    Op.FULL_BACKWARD: "#D55E00",
+}
+_WORDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD_INPUT: "backward, input",
+    Op.BACKWARD_WEIGHT: "backward, weight",
+    Op.FULL_BACKWARD: "full backward",
+}
+_STRIPS = {"gather": ("#0072B2", 0.68, "gather"), "reduce": ("#CC79A7", 0.82, "reduce")}
+_OTHER, _BUBBLE = "#999999", "#f2f2f2"
+_BOX_HEIGHT, _STRIP_HEIGHT = 0.64, 0.11
+_WIDTH_IN, _ROW_IN = 13.0, 0.36
+_LETTER_IN = 0.085  # room that one digit of a box's number needs
+
+
+def timeline_figure(timelines: Sequence[Timeline], time_unit: str = "s") -> Figure:
+    """One panel a timeline on a common time axis; ``time_unit`` labels the axis."""
+    rows = [max(1, len(t.ranks)) for t in timelines]
+    figure = Figure(figsize=(_WIDTH_IN, _ROW_IN * sum(rows) + 0.75 * len(rows) + 0.7))
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots(
+        len(rows), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": rows}
+    )
+    end = max(timeline.step_s for timeline in timelines)
+    used: dict[str, str] = {}
+    for axis, timeline in zip(axes[:, 0], timelines, strict=True):
+        _draw(axis, timeline, end, used)
+    axes[-1, 0].set_xlabel(f"time [{time_unit}]")
+    patches = [Patch(facecolor=colour, label=word) for word, colour in used.items()]
+    patches.append(Patch(facecolor=_BUBBLE, edgecolor="#cccccc", label="idle"))
+    figure.legend(handles=patches, loc="outside upper center", ncols=len(patches))
+    return figure
+
+
+def _draw(axis: Axes, timeline: Timeline, end: float, used: dict[str, str]) -> None:
+    row = {rank: number for number, rank in enumerate(timeline.ranks)}
+    shade_of = _shades(timeline)
+    for number in row.values():
+        axis.add_patch(Rectangle((0, number), timeline.step_s, _BOX_HEIGHT, color=_BUBBLE, lw=0))
+    for span in timeline.spans:
+        if span.lane == "compute":
+            _draw_compute(axis, span, row[span.rank], end, shade_of, used)
+        elif span.lane in _STRIPS:
+            colour, offset, word = _STRIPS[span.lane]
+            used[word] = colour
+            width = span.end_s - span.start_s
+            place = (span.start_s, row[span.rank] + offset)
+            axis.add_patch(Rectangle(place, width, _STRIP_HEIGHT, color=colour, lw=0))
+    axis.set_title(f"{timeline.title}  ({timeline.provenance})", loc="left")
+    axis.set_xlim(0, end)
+    axis.set_ylim(len(row), -0.15)
+    axis.set_yticks([n + _BOX_HEIGHT / 2 for n in row.values()], [f"rank {r}" for r in row])
+    axis.tick_params(axis="y", length=0)
+    axis.spines["left"].set_visible(False)
+    axis.grid(False)
+
+
+def _draw_compute(
+    axis: Axes,
+    span: Span,
+    row: int,
+    end: float,
+    shade_of: dict[tuple[int, int], float],
+    used: dict[str, str],
+) -> None:
+    action = _parse(span)
+    width = span.end_s - span.start_s
+    colour = _OTHER
+    if action is not None:
+        colour = _COLOURS[action.op]
+        used[_WORDS[action.op]] = colour
+        face = _darker(colour, shade_of[span.rank, action.stage])
+    else:
+        used["other"] = face = colour
+    box = Rectangle(
+        (span.start_s, row), width, _BOX_HEIGHT, facecolor=face, edgecolor="white", linewidth=0.6
+    )
+    axis.add_patch(box)
+    label = "" if action is None else str(action.microbatch)
+    if label and width / end * (_WIDTH_IN - 1) > _LETTER_IN * len(label):
+        middle = (span.start_s + width / 2, row + _BOX_HEIGHT / 2)
+        axis.annotate(label, middle, ha="center", va="center_baseline", fontsize=7)
+
+
+def _shades(timeline: Timeline) -> dict[tuple[int, int], float]:
+    """Shade (0 first chunk, 1 last chunk) of every rank and stage that computes."""
+    stages: dict[int, set[int]] = {}
+    for span in timeline.spans:
+        action = _parse(span) if span.lane == "compute" else None
+        if action is not None:
+            stages.setdefault(span.rank, set()).add(action.stage)
+    return {
+        (rank, stage): number / max(1, len(mine) - 1)
+        for rank, mine in stages.items()
+        for number, stage in enumerate(sorted(mine))
+    }
+
+
+def _parse(span: Span) -> Action | None:
+    try:
+        action = parse_action(span.action)
+    except ValueError:
+        return None
+    return action if action.op.is_compute else None
+
+
+def _darker(colour: str, shade: float) -> tuple[float, float, float]:
+    """Between a lightened (shade 0) and the plain colour (shade 1)."""
+    share = 0.5 * (1 - shade)
+    red, green, blue = to_rgb(colour)
+    return (
+        red + (1 - red) * share,
+        green + (1 - green) * share,
+        blue + (1 - blue) * share,
+    )

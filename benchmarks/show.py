@@ -1,0 +1,161 @@
+"""Look at a schedule: the grid in the terminal, the timeline as PNG, SVG and Perfetto JSON.
+
+    python -m benchmarks.show schedule name=zeropp ranks=4 chunks=2 microbatches=8 unit=4 out=DIR
+
+Durations are in units of one chunk's forward: ``forward``, ``backward_input``,
+``backward_weight``, ``unshard``, ``reduce_grad`` and ``transfer`` may be set. Without ``out``
+only the grid is printed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from zeropp.schedule import ScheduleError, build, lower, validate
+from zeropp.schedule.action import parse_action
+from zeropp.schedule.program import StageCost
+from zeropp.schedule.validate import live_activations, resident_chunks
+from zeropp.sim.events import EventResult, run
+from zeropp.timeline import Timeline
+
+_STYLES = {
+    "F": "black on #56B4E9",
+    "I": "black on #E69F00",
+    "W": "black on #009E73",
+    "B": "black on #D55E00",
+}
+_COSTS = {field.name for field in fields(StageCost)}
+_PIXELS_PER_INCH = 200
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to show; the names of the command line."""
+
+    name: str = "zeropp"
+    ranks: int = 4
+    chunks: int = 1
+    microbatches: int = 8
+    unit: int = 0  # 0: the generator's default
+    cap: int = 0  # 0: the generator's default
+    prefetch: int = 1
+    reduce_every: str = "unit"
+    out: str = ""
+
+
+def parse(words: Sequence[str]) -> tuple[Request, StageCost]:
+    """Read ``key=value`` words; raises ValueError in one line on an unknown key or bad value."""
+    kinds = {field.name: type(field.default) for field in fields(Request)}
+    values: dict[str, str | int] = {}
+    costs: dict[str, float] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in kinds and key not in _COSTS:
+            known = ", ".join([*kinds, *sorted(_COSTS)])
+            raise ValueError(f"{word}: unknown key (known: {known})")
+        try:
+            if key in _COSTS:
+                costs[key] = float(value)
+            else:
+                values[key] = int(value) if kinds[key] is int else value
+        except ValueError:
+            raise ValueError(f"{word}: needs a number") from None
+    request = Request(**values)  # type: ignore[arg-type]
+    if request.reduce_every not in ("unit", "step"):
+        raise ValueError(f"reduce_every={request.reduce_every}: use unit or step")
+    if min(request.ranks, request.chunks, request.microbatches) < 1:
+        raise ValueError("ranks, chunks and microbatches must be at least 1")
+    return request, StageCost(**costs)
+
+
+def show(request: Request, cost: StageCost, console: Console) -> Timeline:
+    """Print the grid and the figures, write the files where ``out`` is given."""
+    costs = [cost] * (request.ranks * request.chunks)
+    compute = build(
+        request.name,
+        num_ranks=request.ranks,
+        chunks=request.chunks,
+        num_microbatches=request.microbatches,
+        unit=request.unit or None,
+        activation_cap=request.cap or None,
+        costs=costs,
+    )
+    schedule = lower(
+        compute,
+        gather=True,
+        prefetch=request.prefetch,
+        reduce_every="unit" if request.reduce_every == "unit" else "step",
+    )
+    validate(schedule)
+    result = run(schedule, costs)
+    print_grid(result, cost, console)
+    ranks = range(request.ranks)
+    peak = max(max(live_activations(schedule, rank)) for rank in ranks)
+    resident = max(max(resident_chunks(schedule, rank)) for rank in ranks)
+    console.print(f"step over ideal                 {result.over_ideal:.4f}")
+    console.print(f"peak live chunk-activations     {peak}")
+    console.print(f"gathered chunks resident        {resident}")
+    title = f"{request.name}, P={request.ranks} V={request.chunks} m={request.microbatches}"
+    if request.name == "zeropp":
+        title += f" U={schedule.unit}"
+    title += f": step over ideal {result.over_ideal:.3f}"
+    timeline = Timeline(title, "simulated", result.spans())
+    if request.out:
+        write(timeline, Path(request.out), console)
+    return timeline
+
+
+def print_grid(result: EventResult, cost: StageCost, console: Console) -> None:
+    """A line a rank, a column a time slot (the shortest compute action); a dot is idle."""
+    slot = min(cost.forward, cost.backward_input, cost.backward_weight)
+    compute = [span for span in result.spans() if span.lane == "compute"]
+    wide = max((len(span.action) for span in compute), default=1)
+    for rank in range(len(result.programs)):
+        cells: list[Text] = []
+        for span in (span for span in compute if span.rank == rank):
+            idle = max(0, round(span.start_s / slot) - len(cells))
+            cells += [Text("·".center(wide), style="dim")] * idle
+            look = _STYLES[parse_action(span.action).op]
+            length = max(1, round((span.end_s - span.start_s) / slot))
+            cells.append(Text(span.action.ljust(wide), style=look))
+            cells += [Text(" " * wide, style=look)] * (length - 1)
+        line = Text(f"rank {rank:<3}").append(Text(" ").join(cells))
+        console.print(line, no_wrap=True, overflow="ignore", crop=False)
+
+
+def write(timeline: Timeline, out: Path, console: Console) -> None:
+    """``timeline.png``, ``timeline.svg`` and ``timeline.json`` in a directory."""
+    from benchmarks.report.timeline_figure import timeline_figure
+
+    out.mkdir(parents=True, exist_ok=True)
+    figure = timeline_figure([timeline], time_unit="one forward of a chunk")
+    for kind in ("png", "svg"):
+        figure.savefig(out / f"timeline.{kind}", dpi=_PIXELS_PER_INCH)
+    timeline.write_chrome(out / "timeline.json")
+    console.print(f"wrote {out}/timeline.png, .svg and .json (open in ui.perfetto.dev)")
+
+
+def main() -> int:
+    """Exit code 2 on a request that cannot be shown, with one line why."""
+    words = sys.argv[1:]
+    if not words or words[0] != "schedule":
+        sys.stderr.write((__doc__ or "") + "\n")
+        return 2
+    try:
+        show(*parse(words[1:]), Console())
+    except ScheduleError:
+        raise
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
