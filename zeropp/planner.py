@@ -22,11 +22,6 @@ def plan_zeropp(request: PlanRequest) -> Plan:
             f"contender.schedule={settings.schedule!r}: zeropp runs its own schedule (use auto)"
         )
     layout = resolve_layout(request)
-    if layout.replicate_zero == 1:
-        raise InfeasibleError(
-            "contender.replicate_zero=1: the engine keeps the optimizer state whole on every "
-            "replica (use contender.replicate_zero=0, or a larger contender.shard)"
-        )
     if settings.compile:
         raise InfeasibleError(
             "contender.compile=true: not supported with deferred weight gradients (use false)"
@@ -51,7 +46,8 @@ def plan_zeropp(request: PlanRequest) -> Plan:
     )
     schedule = lower(
         schedule,
-        gather=layout.shard > 1,
+        # On one shard a gather is a cast: bf16 copies of fp32 masters.
+        gather=layout.shard > 1 or request.precision == "bf16",
         prefetch=settings.prefetch,
         reduce_every=settings.reduce_every,
     )

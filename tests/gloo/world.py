@@ -22,6 +22,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+# What is slow to import, dynamo among it: optimizers import it on their first step.
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch._dynamo", "zeropp.engine.trainer"]
 GRACE_S = 3.0  # for the other ranks to say what went wrong, after the first did
 
 
@@ -35,7 +37,7 @@ class World:
     def __init__(self, size: int = 8) -> None:
         self._size = size
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed.fsdp"])
+        self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="gloo_world_")
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
+from zeropp.engine.replicas import Replicas
 from zeropp.engine.sharding import ChunkShards
 from zeropp.plan import Recompute
 
@@ -26,10 +30,14 @@ _KEPT = (
 
 @dataclass
 class _Live:
-    """What one microbatch keeps between its forward and its input gradient."""
+    """What one microbatch keeps between its forward and its input gradient.
+
+    The output itself is not kept, only where its gradient enters the graph: its memory is free
+    once it is sent.
+    """
 
     input: Tensor
-    output: Tensor
+    output: GradientEdge
 
 
 class Chunk:
@@ -37,13 +45,22 @@ class Chunk:
 
     Linear layers of ``deferrable`` pieces put off their weight gradients while the store is open.
     ``recompute`` full checkpoints each deferrable piece (a transformer block); selective keeps
-    the outputs of its matrix products and of attention and recomputes the rest.
+    the outputs of its matrix products and of attention and recomputes the rest. ``seed`` is
+    called with a piece's index in the chunk and the microbatch before every piece runs; None
+    where nothing is random.
     """
 
     def __init__(
-        self, shards: ChunkShards, deferrable: list[nn.Module], recompute: Recompute
+        self,
+        shards: ChunkShards,
+        replicas: Replicas,
+        deferrable: list[nn.Module],
+        recompute: Recompute,
+        seed: Callable[[int, int], None] | None,
     ) -> None:
         self.shards = shards
+        self.replicas = replicas
+        self._seed = seed
         self.store = WeightGradStore()
         self._deferrable = {id(piece) for piece in deferrable}
         self._recompute = recompute
@@ -56,22 +73,24 @@ class Chunk:
         if x.is_floating_point():
             x = x.detach().requires_grad_()
         output = x
-        for piece in self.shards.pieces:
+        for index, piece in enumerate(self.shards.pieces):
+            if self._seed is not None:
+                self._seed(index, microbatch)
             output = self._run_piece(piece, output)
-        self._live[microbatch] = _Live(x, output)
+        self._live[microbatch] = _Live(x, get_gradient_edge(output))
         return output
 
     def _run_piece(self, piece: nn.Module, x: Tensor) -> Tensor:
         if self._recompute == "none" or id(piece) not in self._deferrable:
             return piece(x)  # type: ignore[no-any-return]
-        if self._recompute == "full":
-            return checkpoint(piece, x, use_reentrant=False)  # type: ignore[no-any-return]
-        contexts = partial(create_selective_checkpoint_contexts, list(_KEPT))
-        return checkpoint(piece, x, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+        options: dict[str, Any] = {"preserve_rng_state": self._seed is not None}
+        if self._recompute == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, list(_KEPT))
+        return checkpoint(piece, x, use_reentrant=False, **options)  # type: ignore[no-any-return]
 
     def set_output(self, microbatch: int, output: Tensor) -> None:
         """Replace what backward starts from (the last stage's loss)."""
-        self._live[microbatch].output = output
+        self._live[microbatch].output = get_gradient_edge(output)
 
     def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
         """Gradient of the chunk's input (None for tokens); frees the microbatch's graph."""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from zeropp.engine import checkpoint
 from zeropp.engine.channels import Channels
 from zeropp.engine.chunk import Chunk
 from zeropp.engine.interpreter import Interpreter, LossFunction
-from zeropp.engine.sharding import ChunkShards, full, local
+from zeropp.engine.randomness import StepSeeds
+from zeropp.engine.replicas import Name, Replicas
+from zeropp.engine.sharding import ChunkShards, full, share_streams
 from zeropp.engine.tied import TiedWeights
 from zeropp.layout import Layout
 from zeropp.optimizer import build_optimizer
@@ -39,7 +44,9 @@ class Engine:
     """Trains the pieces of one rank. Construction and every method are collective.
 
     ``schedule`` is lowered; ``boundary(stage)`` makes an empty tensor for the message into a
-    stage; ``tied`` names two parameters as (piece, name) that are one in the model.
+    stage; ``tied`` names two parameters as (piece, name) that are one in the model;
+    ``lr_schedule`` gives the factor on the learning rate from the number of steps done;
+    ``dropout_seed`` is needed where the model draws random numbers.
     """
 
     def __init__(
@@ -54,45 +61,60 @@ class Engine:
         *,
         precision: Precision = "fp32",
         recompute: Recompute = "none",
-        tied: tuple[tuple[int, str], tuple[int, str]] | None = None,
+        tied: tuple[Name, Name] | None = None,
+        lr_schedule: Callable[[int], float] | None = None,
+        dropout_seed: int | None = None,
     ) -> None:
-        self._layout, self._clip_norm = layout, optimizer.clip_norm
-        self._device = device
-        self._pp_rank = layout.coordinates(dist.get_rank())["pp"]
-        mesh = _data_mesh(layout, device, precision)
+        self._layout, self._device = layout, device
+        self._learning_rate, self._clip_norm = optimizer.lr, optimizer.clip_norm
+        self._lr_schedule = lr_schedule
+        self.steps_done = 0
+        rank = dist.get_rank()
+        self._seeds: StepSeeds | None = None
+        if dropout_seed is not None:
+            first = layout.dp_index(rank) * schedule.num_microbatches
+            self._seeds = StepSeeds(dropout_seed, first)
+        pp_rank = layout.coordinates(rank)["pp"]
+        mesh = _mesh(layout, device)
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
-        self._chunks = {
-            stage: _make_chunk(
-                [p for p in self._pieces if p.stage == stage], mesh, precision, recompute
-            )
-            for stage in schedule.stages_of(self._pp_rank)
+        self.chunks = {
+            stage: self._make_chunk(stage, mesh, precision, recompute)
+            for stage in schedule.stages_of(pp_rank)
         }
-        self._interpreter = Interpreter(
-            schedule.programs[self._pp_rank],
-            self._chunks,
+        share_streams(chunk.shards for chunk in self.chunks.values())
+        self.interpreter = Interpreter(
+            schedule.programs[pp_rank],
+            self.chunks,
             schedule.stage_rank,
             Channels(_neighbours(schedule), layout, device),
             boundary,
             loss_function,
         )
-        self._tied = TiedWeights(tied, dict(self.named_parameters()), schedule, layout)
-        self._parameters = [parameter for _, parameter in self.named_parameters()]
-        self.optimizer = build_optimizer(self._parameters, optimizer)
+        self.owned = {n: p for c in self.chunks.values() for n, p in c.replicas.owned.items()}
+        self._tied = TiedWeights(tied, self.owned, schedule, layout)
+        self._gather_rows()
+        self.optimizer = build_optimizer(self.owned.values(), optimizer)
 
     def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> StepResult:
         """One optimizer step on this rank's microbatches; every rank gives its own."""
         self.optimizer.zero_grad()
-        losses = self._interpreter.run(inputs, targets)
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
+        if self._seeds is not None:
+            self._seeds.step = self.steps_done
+        losses = self.interpreter.run(inputs, targets)
         self._tied.sum_gradients()
         result = self._reduce_result(losses)
         if self._clip_norm and result.grad_norm > self._clip_norm:
             scale = self._clip_norm / (result.grad_norm + 1e-6)  # as torch's clip_grad_norm_
-            for gradient in self._local_gradients():
-                gradient.mul_(scale)
+            torch._foreach_mul_(self._gradients(self.owned), scale)
+        self._set_learning_rate()
         self.optimizer.step()
+        self._gather_rows()
+        self.steps_done += 1
         return result
 
-    def named_parameters(self) -> Iterator[tuple[tuple[int, str], nn.Parameter]]:
+    def named_parameters(self) -> Iterator[tuple[Name, nn.Parameter]]:
         """((piece, name), parameter) of this rank, sharded where there are shards."""
         for piece in self._pieces:
             for name, parameter in piece.module.named_parameters():
@@ -105,54 +127,107 @@ class Engine:
             if (index, name) != self._tied.copy:
                 yield f"{index}.{name}", whole.float().cpu()
 
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Unsharded CPU copies of the last step's gradients, named ``{piece}.{name}``."""
+        for chunk in self.chunks.values():
+            for (index, name), parameter in chunk.replicas.owned.items():
+                assert parameter.grad is not None
+                whole = full(chunk.replicas.distributed((index, name), parameter.grad))
+                if (index, name) != self._tied.copy:
+                    yield f"{index}.{name}", whole.cpu()
+
+    def save(self, directory: Path | str) -> None:
+        """Write parameters, optimizer state and the number of steps; any topology can load it."""
+        checkpoint.save(self._state(), directory)
+
+    def load(self, directory: Path | str) -> None:
+        """Read what ``save`` wrote, in this topology or another."""
+        self.steps_done = checkpoint.load(self._state(), directory)
+        self._tied.make_equal()
+        self._gather_rows()
+
     def counters(self) -> dict[str, int]:
         """Actions run since construction, by name in lower case."""
-        return dict(self._interpreter.counters)
+        return dict(self.interpreter.counters)
 
     def record_spans(self, enabled: bool) -> None:
         """Record a span an action from here on, or stop."""
-        self._interpreter.spans = [] if enabled else None
+        self.interpreter.spans = [] if enabled else None
 
     def spans(self) -> list[Span]:
         """Spans recorded since recording was switched on."""
-        return list(self._interpreter.spans or [])
+        return list(self.interpreter.spans or [])
 
-    def _local_gradients(self) -> Iterator[Tensor]:
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                yield local(parameter.grad)
+    def _make_chunk(
+        self, stage: int, mesh: DeviceMesh, precision: Precision, recompute: Recompute
+    ) -> Chunk:
+        pieces = [piece for piece in self._pieces if piece.stage == stage]
+        sharded = self._layout.shard > 1 or precision == "bf16"
+        shards = ChunkShards(
+            [piece.module for piece in pieces], mesh["shard"] if sharded else None, precision
+        )
+        names = {
+            (piece.index, name): parameter
+            for piece in pieces
+            for name, parameter in piece.module.named_parameters()
+        }
+        replicas = Replicas(names, mesh, self._layout.replicate_zero == 1)
+        first, seeds = pieces[0].index, self._seeds
+        seed = None if seeds is None else lambda piece, j: seeds.set(first + piece, j)
+        deferrable = [piece.module for piece in pieces if piece.deferrable]
+        return Chunk(shards, replicas, deferrable, recompute, seed)
+
+    def _state(self) -> dict[str, Any]:
+        owned = {
+            name: (chunk.replicas, parameter)
+            for chunk in self.chunks.values()
+            for name, parameter in chunk.replicas.owned.items()
+            if name != self._tied.copy
+        }
+        return checkpoint.state_of(owned, self.optimizer, self.steps_done)
+
+    def _gather_rows(self) -> None:
+        for chunk in self.chunks.values():
+            chunk.replicas.gather()
+
+    def _set_learning_rate(self) -> None:
+        if self._lr_schedule is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._learning_rate * self._lr_schedule(self.steps_done)
+
+    def _gradients(self, names: Iterable[Name]) -> list[Tensor]:
+        gradients = (self.owned[name].grad for name in names)
+        return [gradient for gradient in gradients if gradient is not None]
 
     def _reduce_result(self, losses: Sequence[Tensor]) -> StepResult:
         """Mean loss and gradient norm, the same on every rank: one all-reduce of two numbers.
 
-        Replicas hold the same gradients, so each counts for one part of their number.
+        Replicas that hold the same gradients count for one part of their number each.
         """
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         if losses:
             totals[0] = torch.stack(list(losses)).sum() / self._layout.dp
-        for key, parameter in self.named_parameters():
-            if parameter.grad is not None and key != self._tied.copy:
-                square = local(parameter.grad).float().square().sum(dtype=torch.float64)
-                totals[1] += square / self._layout.replicate
+        gradients = self._gradients(name for name in self.owned if name != self._tied.copy)
+        if gradients:
+            norms = torch.stack(torch._foreach_norm(gradients))
+            copies = 1 if self._layout.replicate_zero else self._layout.replicate
+            totals[1] = norms.double().square().sum() / copies
         dist.all_reduce(totals)
         loss, square_norm = totals.tolist()
         return StepResult(loss, math.sqrt(square_norm))
 
 
-def _make_chunk(
-    pieces: Sequence[Piece], mesh: DeviceMesh | None, precision: Precision, recompute: Recompute
-) -> Chunk:
-    shards = ChunkShards([piece.module for piece in pieces], mesh, precision)
-    return Chunk(shards, [piece.module for piece in pieces if piece.deferrable], recompute)
-
-
-def _data_mesh(layout: Layout, device: torch.device, precision: Precision) -> DeviceMesh | None:
-    """FSDP2's mesh of this rank; None where there is nothing to shard, reduce or cast."""
-    if layout.dp == 1 and precision == "fp32":
-        return None
-    sizes = tuple(size for _, size in layout.axes)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=tuple(n for n, _ in layout.axes))
-    return mesh["shard"] if layout.replicate == 1 else mesh["replicate", "shard"]
+def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """All ranks on the axes pp, shard, replicate, whatever their numbering."""
+    ranks = torch.tensor(
+        [
+            layout.rank_at({"pp": p, "shard": s, "replicate": r, "tp": 0})
+            for p in range(layout.pp)
+            for s in range(layout.shard)
+            for r in range(layout.replicate)
+        ]
+    ).view(layout.pp, layout.shard, layout.replicate)
+    return DeviceMesh(device.type, ranks, mesh_dim_names=("pp", "shard", "replicate"))
 
 
 def _neighbours(schedule: Schedule) -> set[tuple[int, int]]:

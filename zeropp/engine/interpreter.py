@@ -93,6 +93,7 @@ class Interpreter:
         self._channels.drain()
         for chunk in self._chunks.values():
             chunk.shards.finish()
+            chunk.replicas.finish_reduce()
         return step.losses
 
     def _clock(self, begin: float) -> float:
@@ -153,8 +154,10 @@ class Interpreter:
     def _reduce(self, action: Action, step: _Step) -> None:
         del step
         self._reductions_left[action.stage] -= 1
-        last = self._reductions_left[action.stage] == 0
-        self._chunks[action.stage].shards.reduce(cross_replicas=last)
+        chunk = self._chunks[action.stage]
+        chunk.shards.reduce()
+        if self._reductions_left[action.stage] == 0:
+            chunk.replicas.start_reduce(chunk.shards)
 
     def _send(self, action: Action, step: _Step) -> None:
         stage, microbatch = _key(action)

@@ -7,18 +7,19 @@ remain torch's own.
 
 This is the one file that touches private parts of FSDP2 (seen with torch 2.13): the parameter
 groups' ``post_backward`` (torch's own pipeline stages call it likewise, in
-``perform_reduce_grad``), their gradient accumulators, and the root's final callback.
+``perform_reduce_grad``), their gradient accumulators, the root's final callback, and the stream
+of the reductions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from torch.distributed.tensor import DTensor
 
 from zeropp.plan import Precision
@@ -35,8 +36,8 @@ class Shard(nn.Module):
 class ChunkShards:
     """The shards of one chunk: gather, release, reduce.
 
-    ``mesh`` None means that parameters are whole on every rank and gradients are nobody else's;
-    otherwise it is FSDP2's mesh: 1-D (shard) or 2-D (replicate, shard).
+    ``mesh`` (1-D) None means that parameters are whole on every rank and gradients are nobody
+    else's. A mesh of one rank still casts: fp32 masters are kept, bf16 copies are made on gather.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class ChunkShards:
                 Shard(piece), mesh=mesh, mp_policy=policy, reshard_after_forward=False
             )
             assert isinstance(shard, FSDPModule)
+            # The pieces of a chunk are reduced together: none waits for the one before.
+            shard.set_reduce_scatter_max_input_buffers(len(pieces))
             shard._get_fsdp_state()._lazy_init()
             shard.set_reshard_after_backward(False)
             self._shards.append(shard)
@@ -82,14 +85,9 @@ class ChunkShards:
             else:
                 parameter.accumulate_unsharded_grad_if_needed()
 
-    def reduce(self, *, cross_replicas: bool) -> None:
-        """Reduce-scatter the accumulated gradients into the sharded ones and free them.
-
-        ``cross_replicas``: also all-reduce over the replicas; otherwise the reduced gradients
-        wait for a later call that does.
-        """
+    def reduce(self) -> None:
+        """Reduce-scatter the accumulated gradients (mean) into the sharded ones and free them."""
         for shard in self._shards:
-            shard.set_requires_all_reduce(cross_replicas, recurse=False)
             for group in _groups(shard):
                 group.post_backward()
 
@@ -98,14 +96,30 @@ class ChunkShards:
         for shard in self._shards:
             shard._get_fsdp_state()._root_post_backward_final_callback()
 
+    def follow_reductions(self, stream: torch.cuda.Stream) -> None:
+        """Make a stream wait for the reductions that were started."""
+        for shard in self._shards[:1]:  # they share one stream
+            stream.wait_stream(shard._get_fsdp_state()._comm_ctx.reduce_scatter_stream)
+
     def named_parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """(index of the piece in the chunk, name, parameter), sharded where there are shards."""
         for index, piece in enumerate(self.pieces):
             for name, parameter in piece.named_parameters():
                 yield index, name, parameter
 
+    def unsharded_bytes(self) -> int:
+        """Bytes of gathered parameters, those on their way included."""
+        total = 0
+        for shard in self._shards:
+            for group in _groups(shard):
+                if group._all_gather_result is not None:
+                    total += group._all_gather_result.all_gather_output.nbytes
+        for parameter in self._fsdp_parameters():
+            total += sum(t.untyped_storage().nbytes() for t in parameter.all_gather_outputs)
+        return total
+
     def unsharded_grad_bytes(self) -> int:
-        """Bytes of unsharded gradients that wait for their reduction."""
+        """Bytes of unsharded gradients, those on their way included."""
         total = 0
         for parameter in self._fsdp_parameters():
             if not hasattr(parameter, "_unsharded_param"):
@@ -118,6 +132,26 @@ class ChunkShards:
         for shard in self._shards:
             for group in _groups(shard):
                 yield from group.fsdp_params
+
+
+def share_streams(chunks: Iterable[ChunkShards]) -> None:
+    """One set of streams for all chunks of a rank. It bounds memory, too: a reduction's buffer is
+    given back when the next chunk is reduced, not at the end of the step."""
+    share_comm_ctx([shard for chunk in chunks for shard in chunk._shards])
+
+
+def reduction_buffer_bytes(chunks: Iterable[ChunkShards]) -> int:
+    """Bytes that the reductions in flight keep, over all chunks of a rank."""
+    contexts = {
+        id(context): context
+        for chunk in chunks
+        for context in (shard._get_fsdp_state()._comm_ctx for shard in chunk._shards)
+    }
+    return sum(
+        state.reduce_scatter_input.nbytes
+        for context in contexts.values()
+        for state in context.reduce_scatter_states
+    )
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Two parameters of the pipeline's ends that are one in the model (tied embeddings).
 
 Each end keeps its own sharded copy; they begin equal, their gradients are summed before the
-optimizer's step, and so they stay equal. Both are sharded alike, so shards meet shards.
+optimizer's step, and so they stay equal. Both are cut alike, so a rank's part meets its like.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp.engine.channels import new_group_in_each_pipeline
-from zeropp.engine.sharding import local
+from zeropp.engine.replicas import Name
 from zeropp.layout import Layout
 from zeropp.schedule.program import Schedule
-
-Name = tuple[int, str]  # piece, parameter
 
 
 class TiedWeights:
     """Keeps (original, copy) equal; does nothing where ``tied`` is None.
 
-    ``copy`` is the second name on the rank that holds it: norms and state skip it.
+    ``parameters`` are those that this rank updates. ``copy`` is the second name: norms and state
+    skip it.
     """
 
     def __init__(
@@ -41,25 +40,23 @@ class TiedWeights:
         ends = {schedule.stage_rank[0], schedule.stage_rank[-1]}
         if len(ends) == 2:
             self._group = new_group_in_each_pipeline(layout, ends)
-        if self._mine:
-            first = layout.pipeline(dist.get_rank())[schedule.stage_rank[0]]
-            with torch.no_grad():
-                self._make_equal(tied, parameters, first)
+        self._source = layout.pipeline(dist.get_rank())[schedule.stage_rank[0]]
+        self.make_equal()
 
     def sum_gradients(self) -> None:
         """Give both the sum of their gradients."""
-        gradients = [local(p.grad) for p in self._mine if p.grad is not None]
+        gradients = [p.grad for p in self._mine if p.grad is not None]
         if self._group is not None:
             dist.all_reduce(gradients[0], group=self._group)
         elif len(gradients) == 2:
             gradients[0].add_(gradients[1])
             gradients[1].copy_(gradients[0])
 
-    def _make_equal(
-        self, tied: tuple[Name, Name], parameters: Mapping[Name, nn.Parameter], source: int
-    ) -> None:
+    @torch.no_grad()
+    def make_equal(self) -> None:
+        """Give the copy the original's values."""
         if self._group is not None:
-            dist.broadcast(local(self._mine[0].data), source, group=self._group)
-        else:
-            original, copy = (parameters[name] for name in tied)
-            local(copy.data).copy_(local(original.data))
+            dist.broadcast(self._mine[0], self._source, group=self._group)
+        elif len(self._mine) == 2:
+            original, copy = self._mine
+            copy.copy_(original)

@@ -53,6 +53,7 @@ class ZeroppTrainer:
             precision=plan.precision,
             recompute=plan.recompute,
             tied=tied,
+            dropout_seed=seed if shape.dropout else None,
         )
 
     def step(self, inputs: Tensor, targets: Tensor) -> StepResult:

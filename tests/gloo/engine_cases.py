@@ -1,0 +1,182 @@
+"""What the engine's tests run on ranks: small models, plans for them, and one process to match."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from zeropp.cost.cluster import Cluster, Device, Link
+from zeropp.engine.engine import Engine, Piece
+from zeropp.engine.randomness import seed_piece
+from zeropp.model import build_model, build_piece
+from zeropp.plan import Plan, PlanRequest, Settings
+from zeropp.planner import plan_zeropp
+from zeropp.shape import ModelShape
+from zeropp.training import OptimizerConfig
+
+SEED = 11
+_LINK = Link(bandwidth_gb_s=1.0, latency_us=10.0)
+CLUSTER = Cluster("cpu", Device("cpu", 4.0, 10.0, 0.05, 0.05), 8, 1, _LINK, _LINK)
+ADAMW = OptimizerConfig(kind="adamw", lr=1e-2, weight_decay=0.1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration; ``batch`` is sequences a step over all ranks, one a microbatch."""
+
+    pp: int
+    shard: int = 1
+    replicate: int = 1
+    zero: bool = False
+    chunks: int = 2
+    unit: int = 2
+    batch: int = 8
+    recompute: str = "none"
+    reduce_every: str = "unit"
+    tied: bool = False
+    family: str = "gpt"
+    dropout: float = 0.0
+    placement: str = "dp_inner"
+    precision: str = "fp32"
+    layers: int = 6
+    cap: int | str = "auto"
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.shard * self.replicate
+
+    @property
+    def shape(self) -> ModelShape:
+        kv_heads = 2 if self.family == "llama" else 4
+        return ModelShape(
+            "test", self.family, self.layers, 32, 4, kv_heads, 64, 61, 12, self.tied, self.dropout
+        )  # type: ignore[arg-type]
+
+    def plan(self) -> Plan:
+        settings = Settings(
+            "zeropp",
+            pp=self.pp,
+            shard=self.shard,
+            replicate=self.replicate,
+            replicate_zero=1 if self.zero else 0,
+            chunks=self.chunks,
+            unit=self.unit,
+            recompute=self.recompute,  # type: ignore[arg-type]
+            reduce_every=self.reduce_every,  # type: ignore[arg-type]
+            placement=self.placement,  # type: ignore[arg-type]
+            activation_cap=self.cap,  # type: ignore[arg-type]
+        )
+        request = PlanRequest(
+            self.shape, CLUSTER, self.world, self.batch, 1, self.precision, settings  # type: ignore[arg-type]
+        )
+        return plan_zeropp(request)
+
+    def data(self, step: int) -> tuple[Tensor, Tensor]:
+        """The global batch of a step."""
+        generator = torch.Generator().manual_seed(100 + step)
+        size = (self.batch, self.shape.seq + 1)
+        tokens = torch.randint(self.shape.vocab, size, generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean loss in the type of the logits, so that fp64 stays fp64."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def build_engine(
+    case: Case, dtype: torch.dtype, optimizer: OptimizerConfig = ADAMW, **options: Any
+) -> Engine:
+    """This rank's engine of a case."""
+    plan, shape = case.plan(), case.shape
+    last = shape.num_pieces - 1
+    pieces = [
+        Piece(index, stage, build_piece(shape, index, SEED).to(dtype), 0 < index < last)
+        for stage in plan.schedule.stages_of(plan.layout.coordinates(dist.get_rank())["pp"])
+        for index in plan.pieces_of(stage)
+    ]
+    message = torch.bfloat16 if case.precision == "bf16" else dtype
+
+    def boundary(stage: int) -> Tensor:
+        del stage
+        return torch.empty(1, shape.seq, shape.hidden, dtype=message)
+
+    return Engine(
+        pieces,
+        plan.schedule,
+        plan.layout,
+        loss_function,
+        boundary,
+        optimizer,
+        torch.device("cpu"),
+        precision=plan.precision,
+        recompute=plan.recompute,
+        tied=((0, "tokens.weight"), (last, "output.weight")) if case.tied else None,
+        dropout_seed=SEED if case.dropout else None,
+        **options,
+    )
+
+
+def local_microbatches(case: Case, step: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """This rank's part of a global batch, cut into microbatches."""
+    layout = case.plan().layout
+    inputs, targets = (
+        part.chunk(layout.dp)[layout.dp_index(dist.get_rank())] for part in case.data(step)
+    )
+    return inputs.split(1), targets.split(1)
+
+
+@dataclass
+class Outcome:
+    """Loss, gradient norm, gradients and parameters after the last step."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def train(case: Case, dtype: torch.dtype, steps: int, optimizer: OptimizerConfig) -> Outcome:
+    """Train on this rank."""
+    engine = build_engine(case, dtype, optimizer)
+    results = [engine.step(*local_microbatches(case, step)) for step in range(steps)]
+    return Outcome(
+        [r.loss for r in results],
+        [r.grad_norm for r in results],
+        dict(engine.full_gradients()),
+        dict(engine.full_parameters()),
+    )
+
+
+def train_alone(case: Case, dtype: torch.dtype, steps: int, config: OptimizerConfig) -> Outcome:
+    """Train the whole model in this process, microbatch by microbatch."""
+    from zeropp.optimizer import build_optimizer
+
+    model = build_model(case.shape, SEED).to(dtype)
+    optimizer = build_optimizer(model.parameters(), config)
+    losses, norms = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for number, (x, y) in enumerate(zip(*(p.split(1) for p in case.data(step)), strict=True)):
+            hidden = x
+            for index, piece in enumerate(model):
+                if case.dropout:
+                    seed_piece(SEED, step, number, index)
+                hidden = piece(hidden)
+            loss = loss_function(hidden, y) / case.batch
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm or torch.inf)
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        losses.append(total)
+        norms.append(norm.item())
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+    return Outcome(losses, norms, gradients, parameters)

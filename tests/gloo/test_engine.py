@@ -1,0 +1,86 @@
+"""Gradients of every parameter, losses and parameters: the engine against one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.gloo.engine_cases import ADAMW, Case, Outcome, train, train_alone
+from tests.gloo.world import World
+from zeropp.training import OptimizerConfig
+
+CASES = [
+    Case(pp=1, chunks=1, unit=3, batch=4),
+    Case(pp=2, chunks=1, batch=4),
+    Case(pp=2, chunks=3, unit=4, batch=6, recompute="full"),
+    Case(pp=4, chunks=2, unit=4, batch=8, layers=9, cap=7),
+    Case(pp=1, shard=2, chunks=3, unit=2, batch=8),
+    Case(pp=2, shard=2, chunks=2, unit=2, batch=8, recompute="selective"),
+    Case(pp=2, shard=2, chunks=2, unit=3, batch=10, tied=True),
+    Case(pp=2, shard=4, chunks=2, unit=2, batch=16, reduce_every="step"),
+    Case(pp=4, shard=2, chunks=2, unit=4, batch=16, layers=8, placement="pp_inner"),
+    Case(pp=2, replicate=2, chunks=2, unit=2, batch=8),
+    Case(pp=1, replicate=2, zero=True, chunks=2, unit=2, batch=8, tied=True),
+    Case(pp=2, shard=2, replicate=2, chunks=2, unit=2, batch=16, tied=True),
+    Case(pp=2, shard=2, replicate=2, zero=True, chunks=2, unit=2, batch=16, recompute="full"),
+    Case(pp=2, replicate=3, zero=True, tied=True, chunks=2, batch=12, placement="pp_inner"),
+    Case(pp=2, shard=2, chunks=2, batch=8, dropout=0.2, recompute="full"),
+    Case(pp=2, replicate=2, zero=True, chunks=2, batch=8, dropout=0.2),
+]
+
+
+def worst_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Largest difference over the largest magnitude, the worst parameter's.
+
+    Some gradients are zero but for rounding (a key's bias): a thousandth of the model's largest
+    magnitude is the least to divide by.
+    """
+    largest = {name: float(value.abs().max()) for name, value in expected.items()}
+    floor = 1e-3 * max(largest.values())
+    return max(
+        float((found[name] - expected[name]).abs().max()) / max(largest[name], floor)
+        for name in found
+    )
+
+
+def check(outcomes: list[Outcome], expected: Outcome, tolerance: float) -> None:
+    names: set[str] = set()
+    for outcome in outcomes:
+        assert outcome.losses == pytest.approx(expected.losses, rel=tolerance)
+        assert outcome.grad_norms == pytest.approx(expected.grad_norms, rel=tolerance)
+        assert worst_error(outcome.gradients, expected.gradients) < tolerance
+        names |= set(outcome.gradients)
+    assert names == set(expected.gradients)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fp64_gradients_and_two_steps(case: Case, world: World) -> None:
+    arguments = (case, torch.float64, 2, replace(ADAMW, clip_norm=0.5))
+    expected = train_alone(*arguments)
+    outcomes = world.run(train, *arguments, size=case.world)
+    check(outcomes, expected, 1e-10)
+    for outcome in outcomes:
+        exact = {name: value.float() for name, value in expected.parameters.items()}
+        assert worst_error(outcome.parameters, exact) < 1e-6
+
+
+@pytest.mark.parametrize("case", CASES[3::4], ids=str)
+def test_fp32_gradients(case: Case, world: World) -> None:
+    case = replace(case, family="llama")
+    arguments = (case, torch.float32, 1, OptimizerConfig("sgd", lr=0.1))
+    check(world.run(train, *arguments, size=case.world), train_alone(*arguments), 1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_bf16_computes_with_fp32_masters(recompute: str, world: World) -> None:
+    case = Case(2, shard=2, precision="bf16", recompute=recompute)
+    arguments = (case, torch.float32, 6, OptimizerConfig("sgd", lr=0.1))
+    expected = train_alone(*arguments)
+    for outcome in world.run(train, *arguments, size=case.world):
+        assert outcome.losses == pytest.approx(expected.losses, rel=5e-3)
+        assert {p.dtype for p in outcome.gradients.values()} == {torch.float32}
+        for name, found in outcome.gradients.items():
+            whole = expected.gradients[name]
+            assert float((found - whole).norm() / whole.norm()) < 0.05

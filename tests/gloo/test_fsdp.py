@@ -1,0 +1,48 @@
+"""FSDP2 alone on real processes: the numbers of one process, gathers and reductions as planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baselines.fsdp.plan import plan as plan_fsdp
+from tests.gloo.contender_case import check, request
+from tests.gloo.world import World
+from zeropp.schedule.action import Op
+from zeropp.training import OptimizerConfig
+
+BUILDER = "baselines.fsdp.trainer:build"
+
+
+@pytest.mark.parametrize(
+    ("contender", "model"),
+    [
+        ({"shard": 4}, {}),
+        ({"shard": 2, "replicate": 2, "reduce_every": "step"}, {"family": "llama", "kv_heads": 2}),
+        ({"shard": 2, "replicate": 2, "recompute": "full"}, {"tied_embeddings": True}),
+    ],
+)
+def test_fsdp_is_one_process(world: World, contender: dict[str, Any], model: dict[str, Any]) -> None:
+    plan = plan_fsdp(request(4, {"name": "fsdp", **contender}, model=model))
+    steps = 2
+    outcomes = check(world, BUILDER, plan, steps=steps)
+    if model.get("tied_embeddings"):
+        return
+    (program,) = plan.schedule.programs
+    planned = {op: sum(action.op is op for action in program) for op in Op}
+    for outcome in outcomes:
+        assert outcome.counters["unshard"] == steps * planned[Op.UNSHARD]
+        assert outcome.counters["reduce_grad"] == steps * planned[Op.REDUCE_GRAD]
+        recorded = [span.action for span in outcome.spans]
+        assert sorted(recorded) == sorted(str(a) for a in program if a.op.is_compute)
+
+
+def test_fsdp_clips_and_adapts(world: World) -> None:
+    plan = plan_fsdp(request(4, {"name": "fsdp", "shard": 4}))
+    check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1), steps=3)
+
+
+def test_fsdp_bf16_is_close(world: World) -> None:
+    plan = plan_fsdp(request(2, {"name": "fsdp", "shard": 2}, precision="bf16"))
+    check(world, BUILDER, plan, tolerance=2e-2)

@@ -1,0 +1,59 @@
+"""torch.distributed.pipelining on real processes: the numbers of one process, as planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baselines.torch_pp.plan import plan as plan_torch
+from tests.gloo.contender_case import check, request
+from tests.gloo.world import World
+from zeropp.schedule.action import Op
+from zeropp.training import OptimizerConfig
+
+BUILDER = "baselines.torch_pp.trainer:build"
+
+
+@pytest.mark.parametrize(
+    ("contender", "model"),
+    [
+        ({"pp": 2, "shard": 2, "schedule": "1f1b"}, {}),
+        ({"pp": 2, "shard": 2, "schedule": "1f1b", "recompute": "full"}, {}),
+        ({"pp": 2, "shard": 2, "schedule": "interleaved_1f1b", "chunks": 3}, {}),
+        ({"pp": 2, "shard": 2, "schedule": "looped_bfs", "chunks": 2}, {}),
+        ({"pp": 2, "shard": 2, "schedule": "interleaved_zb", "chunks": 2}, {}),
+        ({"pp": 2, "replicate": 2, "schedule": "zbv", "chunks": 2}, {}),
+        ({"pp": 2, "shard": 2, "schedule": "dualpipev", "chunks": 2}, {}),
+        ({"pp": 2, "tp": 2, "schedule": "1f1b"}, {}),
+        (
+            {"pp": 2, "tp": 2, "schedule": "looped_bfs", "chunks": 2, "sequence_parallel": True},
+            {"family": "llama", "kv_heads": 2},
+        ),
+    ],
+    ids=str,
+)
+def test_torch_pp_is_one_process(
+    world: World, contender: dict[str, Any], model: dict[str, Any]
+) -> None:
+    plan = plan_torch(request(4, {"name": "torch_pp", **contender}, model=model))
+    steps = 2
+    outcomes = check(world, BUILDER, plan, steps=steps)
+    for rank, outcome in enumerate(outcomes):
+        program = plan.schedule.programs[plan.layout.coordinates(rank)["pp"]]
+        planned = {op: sum(action.op is op for action in program) for op in Op}
+        assert outcome.counters.get("unshard", 0) == steps * planned[Op.UNSHARD]
+        recorded = [s.action for s in outcome.spans if s.lane == "compute"]
+        assert recorded == [str(a) for a in program if a.op.is_compute]
+
+
+def test_torch_pp_three_axes_clip_and_adapt(world: World) -> None:
+    contender = {"pp": 2, "tp": 2, "shard": 2, "schedule": "interleaved_1f1b", "chunks": 2}
+    plan = plan_torch(request(8, {"name": "torch_pp", **contender}))
+    check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1), steps=3)
+
+
+def test_torch_pp_bf16_is_close(world: World) -> None:
+    contender = {"pp": 2, "shard": 2, "schedule": "interleaved_zb", "chunks": 2}
+    plan = plan_torch(request(4, {"name": "torch_pp", **contender}, precision="bf16"))
+    check(world, BUILDER, plan, tolerance=2e-2)
