@@ -1,0 +1,73 @@
+"""What a candidate takes at least, without a schedule: the tuner's reason not to simulate it.
+
+Both bounds hold for every order of actions that the generators can give; a test compares them
+with the simulator. They read a plan without programs and its price.
+"""
+
+from __future__ import annotations
+
+from zeropp.cost.price import PlanPrice
+from zeropp.plan import Plan
+from zeropp.sim.simulate import compute_s
+from zeropp.tune.space import Candidate
+
+_SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv"})
+
+
+def least_step_s(plan: Plan, price: PlanPrice) -> float:
+    """Seconds that no order can beat: the way to a rank, its work, and the way back.
+
+    A rank starts no sooner than a microbatch has come through the stages before its first. Its
+    last input gradient has still to go back to stage 0. It is busy for all its microbatches, and
+    its link for all its gathers and reductions.
+    """
+    schedule, m = plan.schedule, plan.num_microbatches
+    split = schedule.name in _SPLIT
+    arrive, back = [0.0], [0.0]
+    for cost in price.stages[:-1]:
+        arrive.append(arrive[-1] + cost.forward)
+        back.append(back[-1] + cost.backward_input + (0.0 if split else cost.backward_weight))
+    worst = 0.0
+    for rank in range(max(schedule.stage_rank) + 1):
+        stages = schedule.stages_of(rank)
+        first = stages[0]
+        work = sum(compute_s(price.stages[s]) for s in stages) * m
+        weights = sum(price.stages[s].backward_weight for s in stages) * m if split else 0.0
+        end = arrive[first] + max(work, work - weights + back[first])
+        after = price.finish_s[rank] + price.gather_updated_s[rank]
+        worst = max(worst, end + after, _link_s(plan, price, stages) + after)
+    return worst
+
+
+def _link_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
+    """Seconds of a rank's gathers: each stage between its first and its last is gathered at
+    least once a unit (the ends may turn round without, and phases of two units may overlap)."""
+    schedule = plan.schedule
+    units = -(-schedule.num_microbatches // schedule.unit)
+    return units * sum(price.stages[s].unshard for s in stages[1:-1])
+
+
+def least_bytes(plan: Plan, price: PlanPrice, candidate: Candidate) -> int:
+    """Bytes that the fullest rank holds at least at its peak."""
+    schedule = plan.schedule
+    worst = 0
+    for rank in range(max(schedule.stage_rank) + 1):
+        memory = [price.memory[s] for s in schedule.stages_of(rank)]
+        fixed = sum(m.parameters + m.optimizer + m.gradients for m in memory)
+        live = _least_live(plan, candidate, rank)
+        moving = max(m.unsharded for m in memory) + live * min(m.activations for m in memory)
+        worst = max(worst, fixed + price.workspace[rank] + moving)
+    return worst
+
+
+def _least_live(plan: Plan, candidate: Candidate, rank: int) -> int:
+    """Chunk-activations that live together at least once on a rank."""
+    m, pp, chunks = plan.num_microbatches, plan.layout.pp, plan.layout.chunks
+    if candidate.schedule == "1f1b":
+        return min(m, pp - rank)
+    if candidate.schedule == "interleaved_1f1b":
+        return min(m * chunks, 2 * (pp - rank - 1) + (chunks - 1) * pp + 1)
+    if candidate.schedule == "zeropp":
+        unit = candidate.unit if candidate.cap else pp  # a family: its smallest unit
+        return (chunks - 1) * min(unit, m) + 1
+    return plan.schedule.num_stages if candidate.schedule == "fsdp" else 1
