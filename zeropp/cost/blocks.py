@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from zeropp.cost.cluster import Device
 from zeropp.cost.flops import piece_parameters
 from zeropp.cost.kernels import element_bytes, matmul_rate, matmul_s, stream_s
 from zeropp.cost.software import Software
-from zeropp.plan import Precision, Recompute
 from zeropp.shape import ModelShape
+
+if TYPE_CHECKING:
+    from zeropp.plan import Precision, Recompute
 
 KERNELS_GPT = 24  # element-wise kernels and products of one block's forward
 KERNELS_LLAMA = 30

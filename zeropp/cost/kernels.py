@@ -10,9 +10,12 @@ is counted.
 from __future__ import annotations
 
 from math import ceil
+from typing import TYPE_CHECKING
 
 from zeropp.cost.cluster import Device
-from zeropp.plan import Precision
+
+if TYPE_CHECKING:
+    from zeropp.plan import Precision
 
 TILE = (128, 128)
 

@@ -7,12 +7,16 @@ with the bytes that the program keeps.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from zeropp.cost.blocks import Work
 from zeropp.cost.flops import piece_parameters
 from zeropp.cost.kernels import element_bytes
 from zeropp.cost.price import StageMemory
 from zeropp.layout import Layout
-from zeropp.plan import Plan
+
+if TYPE_CHECKING:
+    from zeropp.plan import Plan
 
 
 def block_activations(work: Work) -> float:

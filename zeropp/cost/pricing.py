@@ -7,6 +7,7 @@ programs, so that the tuner can price a plan before it builds one. Equal blocks 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from zeropp.cost.blocks import Work, piece_times
 from zeropp.cost.cluster import Cluster
@@ -23,8 +24,10 @@ from zeropp.cost.memory import optimizer_shards, stage_memory, workspace_bytes
 from zeropp.cost.price import PlanPrice
 from zeropp.cost.software import Software, software_of
 from zeropp.layout import Layout
-from zeropp.plan import Plan
 from zeropp.schedule.program import StageCost
+
+if TYPE_CHECKING:
+    from zeropp.plan import Plan
 
 
 def price_plan(plan: Plan, cluster: Cluster, software: Software | None = None) -> PlanPrice:

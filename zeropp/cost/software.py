@@ -7,8 +7,10 @@ programs; what they do is stated there, by rule, and handed to ``price_plan``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from zeropp.plan import Plan
+if TYPE_CHECKING:
+    from zeropp.plan import Plan
 
 
 @dataclass(frozen=True)
