@@ -20,6 +20,7 @@ import psutil
 
 NODES, GPUS_PER_NODE = 4, 4
 _CLIENT_TIMEOUT_S = 30
+_END_S = 3
 _HOSTS = Path("/etc/hosts")
 _HOSTS_MARK = "# zeropp-slurm-test"
 _NVIDIA_MAJOR = 195
@@ -79,7 +80,9 @@ class SlurmCluster:
         """End every job and daemon; safe to call at any time, any number of times."""
         if "slurmctld" in self._daemons:
             self._succeeds("scancel", "--user=root", "--full", "--signal=KILL")
-        for name in reversed(list(self._daemons)):
+        for daemon in self._daemons.values():
+            daemon.terminate()
+        for name in list(self._daemons):
             self._end(name)
         self._reap_steps()
         if _HOSTS_MARK in _HOSTS.read_text():
@@ -209,7 +212,7 @@ class SlurmCluster:
             return
         daemon.terminate()
         try:
-            daemon.wait(timeout=10)
+            daemon.wait(timeout=_END_S)
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait(timeout=10)
