@@ -1,18 +1,20 @@
 """Lowering: add transfers, parameter gathers and releases, and gradient reductions.
 
 Input is a compute-only schedule. Reductions and gathers look at one rank's program at a time; the
-transfers' pass looks at all, because receives must be posted in the order of the sends.
+transfers' pass looks at all, because receives must be posted before the sends, in their order.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from zeropp.schedule.action import MAKES_GRADIENTS, NEEDS_PARAMETERS, Action, Op
-from zeropp.schedule.program import Program, Schedule
+from zeropp.schedule.program import Program, Schedule, StageCost
+from zeropp.sim import events
 
 ReduceEvery = Literal["unit", "step"]
 
@@ -32,7 +34,7 @@ def lower(
     programs = [_add_reductions(program, span) for program in schedule.programs]
     if gather:
         programs = [_add_gathers(p, schedule.unit, prefetch) for p in programs]
-    return replace(schedule, programs=_add_transfers(programs, schedule.stage_rank))
+    return replace(schedule, programs=_add_transfers(programs, schedule))
 
 
 @dataclass
@@ -96,92 +98,65 @@ def _add_reductions(program: Program, span: int) -> Program:
     return _insert(program, {}, after)
 
 
-Message = tuple[Op, int, int]  # the receiver's RECV_F or RECV_B, its stage, microbatch
+def _add_transfers(programs: Sequence[Program], compute: Schedule) -> tuple[Program, ...]:
+    """Sends right after their producer; receives posted early, and on each channel (ordered pair
+    of ranks) in the order of the sends.
 
-
-def _add_transfers(programs: Iterable[Program], stage_rank: Sequence[int]) -> tuple[Program, ...]:
-    """Sends right after their producer; receives one compute action ahead of their consumer, and
-    on each channel (ordered pair of ranks) in the order of the sends. A receive is only posted,
-    nobody waits for a send: so no order of arrival can make two ranks wait for each other."""
-    programs = list(programs)
-    channels: dict[tuple[int, int], list[Message]] = defaultdict(list)
-    sends: list[dict[int, list[Action]]] = []
-    for rank, program in enumerate(programs):
-        after: dict[int, list[Action]] = defaultdict(list)
-        for index, action in enumerate(program):
-            send = _send_of(action, stage_rank)
-            if send is not None:
-                after[index].append(send)
-                message = _message_of(send)
-                channels[rank, stage_rank[message[1]]].append(message)
-        sends.append(after)
-    position = {
-        (source, target, message): index
-        for (source, target), messages in channels.items()
-        for index, message in enumerate(messages)
+    A receive stands before the action that its rank runs, in the equal-cost run, while the message
+    is sent, and at least one compute action ahead of its consumer. So there is one order of all
+    actions in which every receive is posted before its send: even a transport that blocks each
+    send until its receive is posted cannot deadlock, whatever the durations are.
+    """
+    result = events.run(compute, [StageCost()] * compute.num_stages)
+    place = {
+        (action.stage, action.op is Op.FORWARD, action.microbatch): index
+        for program in compute.programs
+        for index, action in enumerate(program)
+        if action.op in NEEDS_PARAMETERS
     }
-    lowered = []
-    for rank, program in enumerate(programs):
-        before = _receives(program, rank, stage_rank, channels, position)
-        lowered.append(_insert(program, before, sends[rank]))
-    return tuple(lowered)
+    before: list[dict[int, list[Action]]] = [defaultdict(list) for _ in programs]
+    after: list[dict[int, list[Action]]] = [defaultdict(list) for _ in programs]
+    for rank, program in enumerate(compute.programs):
+        channels: dict[int, list[tuple[int, Action]]] = defaultdict(list)
+        for index, action in enumerate(program):
+            messages = _messages_of(action, compute.stage_rank)
+            if messages is None:
+                continue
+            send, receive = messages
+            after[rank][index].append(send)
+            target = compute.stage_rank[receive.stage]
+            consumer = place[receive.stage, receive.op is Op.RECV_F, receive.microbatch]
+            running = bisect_left(result.end[target], result.end[rank][index])
+            channels[target].append((min(running, max(consumer - 1, 0)), receive))
+        for target, receives in channels.items():
+            _post_in_order(receives, before[target])
+    return tuple(
+        _insert_at_compute(program, before[rank], after[rank])
+        for rank, program in enumerate(programs)
+    )
 
 
-def _receives(
-    program: Program,
-    rank: int,
-    stage_rank: Sequence[int],
-    channels: dict[tuple[int, int], list[Message]],
-    position: dict[tuple[int, int, Message], int],
-) -> dict[int, list[Action]]:
-    before: dict[int, list[Action]] = defaultdict(list)
-    posted: dict[int, int] = defaultdict(int)  # source rank -> messages posted so far
-    ahead = 0  # index of the compute action before the current one
-    for index, action in enumerate(program):
-        need = _need_of(action, stage_rank)
-        if need is not None:
-            source, message = need
-            upto = position[source, rank, message] + 1
-            for op, stage, microbatch in channels[source, rank][posted[source] : upto]:
-                before[ahead].append(Action(stage, op, microbatch))
-            posted[source] = max(posted[source], upto)
-        if action.op.is_compute:
-            ahead = index
-    return before
+def _post_in_order(receives: list[tuple[int, Action]], before: dict[int, list[Action]]) -> None:
+    """Add one channel's receives to a rank, none later than any that was sent after it."""
+    places = [place for place, _ in receives]
+    for number in range(len(places) - 2, -1, -1):
+        places[number] = min(places[number], places[number + 1])
+    for place, (_, receive) in zip(places, receives, strict=True):
+        before[place].append(receive)
 
 
-def _send_of(action: Action, stage_rank: Sequence[int]) -> Action | None:
-    """The send that follows a compute action, if its output leaves the rank."""
+def _messages_of(action: Action, stage_rank: Sequence[int]) -> tuple[Action, Action] | None:
+    """The send and the receive that follow a compute action, if its output leaves the rank."""
     stage = action.stage
     if action.op is Op.FORWARD and stage + 1 < len(stage_rank):
-        op, target = Op.SEND_F, stage + 1
+        ops, target = (Op.SEND_F, Op.RECV_F), stage + 1
     elif action.op in (Op.BACKWARD_INPUT, Op.FULL_BACKWARD) and stage > 0:
-        op, target = Op.SEND_B, stage - 1
+        ops, target = (Op.SEND_B, Op.RECV_B), stage - 1
     else:
         return None
     if stage_rank[target] == stage_rank[stage]:
         return None
-    return Action(stage, op, action.microbatch)
-
-
-def _message_of(send: Action) -> Message:
-    if send.op is Op.SEND_F:
-        return Op.RECV_F, send.stage + 1, _microbatch(send)
-    return Op.RECV_B, send.stage - 1, _microbatch(send)
-
-
-def _need_of(action: Action, stage_rank: Sequence[int]) -> tuple[int, Message] | None:
-    """Source rank and message that a compute action needs from another rank."""
-    stage = action.stage
-    if action.op is Op.FORWARD and stage > 0:
-        op, source = Op.RECV_F, stage_rank[stage - 1]
-    elif action.op in (Op.BACKWARD_INPUT, Op.FULL_BACKWARD) and stage + 1 < len(stage_rank):
-        op, source = Op.RECV_B, stage_rank[stage + 1]
-    else:
-        return None
-    if source == stage_rank[stage]:
-        return None
-    return source, (op, stage, _microbatch(action))
+    return Action(stage, ops[0], action.microbatch), Action(target, ops[1], action.microbatch)
 
 
 def _insert(
@@ -192,6 +167,23 @@ def _insert(
         out += before.get(index, ())
         out.append(action)
         out += after.get(index, ())
+    return tuple(out)
+
+
+def _insert_at_compute(
+    program: Program, before: dict[int, list[Action]], after: dict[int, list[Action]]
+) -> Program:
+    """As ``_insert``, with places that count compute actions only."""
+    out: list[Action] = []
+    index = 0
+    for action in program:
+        if not action.op.is_compute:
+            out.append(action)
+            continue
+        out += before.get(index, ())
+        out.append(action)
+        out += after.get(index, ())
+        index += 1
     return tuple(out)
 
 

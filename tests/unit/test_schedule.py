@@ -1,0 +1,239 @@
+"""Schedules: every generator over random sizes, caps and costs, and the passes over them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeropp.schedule import GENERATORS, ScheduleError, build, lower, validate
+from zeropp.schedule.action import Action, Op, parse_action
+from zeropp.schedule.program import Schedule, StageCost, programs_from_csv
+from zeropp.schedule.validate import live_activations
+from zeropp.schedule.zeropp import smallest_cap
+from zeropp.sim.events import run
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+GROUPED = ("interleaved_1f1b", "interleaved_zb")
+duration = st.floats(0.1, 4.0)
+
+
+@st.composite
+def zeropp_sizes(draw: st.DrawFn) -> dict[str, int]:
+    ranks, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    m = draw(st.integers(1, 12))
+    unit = draw(st.integers(1, m))
+    cap = draw(st.integers(smallest_cap(chunks, m, unit), unit * chunks + 2))
+    return {
+        "num_ranks": ranks,
+        "chunks": chunks,
+        "num_microbatches": m,
+        "unit": unit,
+        "activation_cap": cap,
+    }
+
+
+@st.composite
+def any_schedule(draw: st.DrawFn) -> Schedule:
+    name = draw(st.sampled_from(GENERATORS))
+    if name == "zeropp":
+        return build(name, **draw(zeropp_sizes()))
+    ranks, m = draw(st.integers(1, 5)), draw(st.integers(1, 10))
+    chunks = draw(st.integers(1, 3)) if name in (*GROUPED, "looped_bfs") else 1
+    if name in GROUPED:
+        m = ranks * draw(st.integers(1, 3))
+    return build(name, num_ranks=ranks, chunks=2 if name == "zbv" else chunks, num_microbatches=m)
+
+
+@st.composite
+def costs_of(draw: st.DrawFn, stages: int) -> list[StageCost]:
+    return [
+        StageCost(*(draw(duration) for _ in range(3)), *(draw(duration) / 4 for _ in range(3)))
+        for _ in range(stages)
+    ]
+
+
+@given(any_schedule())
+@settings(max_examples=80, deadline=None)
+def test_every_generator_is_legal(schedule: Schedule) -> None:
+    validate(schedule)
+    seen = Counter(
+        (action.stage, part, action.microbatch)
+        for program in schedule.programs
+        for action in program
+        for part in ("IW" if action.op is Op.FULL_BACKWARD else str(action.op))
+    )
+    assert set(seen.values()) == {1}
+    assert len(seen) == 3 * schedule.num_stages * schedule.num_microbatches
+
+
+@given(zeropp_sizes(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_zeropp_keeps_the_cap_and_beats_its_equal_cost_order(
+    sizes: dict[str, int], data: st.DataObject
+) -> None:
+    costs = data.draw(costs_of(sizes["num_ranks"] * sizes["chunks"]))
+    equal = build("zeropp", **sizes)
+    planned = build("zeropp", **sizes, costs=costs)
+    for schedule in (equal, planned):
+        validate(schedule, activation_cap=sizes["activation_cap"])
+    priced = [run(lower(s, gather=True), costs).step_s for s in (planned, equal)]
+    assert priced[0] <= priced[1]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("units", [1, 2, 5])
+def test_zeropp_meets_its_bound_within_1f1b_memory(ranks: int, chunks: int, units: int) -> None:
+    m = ranks * units
+    schedule = build("zeropp", num_ranks=ranks, chunks=chunks, num_microbatches=m, unit=ranks)
+    result = run(schedule, [StageCost()] * schedule.num_stages)
+    assert result.over_ideal <= 1 + (ranks - 1) / (3 * m * chunks) + 1e-9
+    assert max(max(live_activations(schedule, r)) for r in range(ranks)) <= ranks * chunks
+
+
+@given(any_schedule(), st.integers(0, 3), st.sampled_from(["unit", "step"]))
+@settings(max_examples=80, deadline=None)
+def test_lowered_programs_gather_and_reduce_once(
+    schedule: Schedule, prefetch: int, reduce_every: str
+) -> None:
+    lowered = lower(
+        schedule,
+        gather=True,
+        prefetch=prefetch,
+        reduce_every="unit" if reduce_every == "unit" else "step",
+    )
+    validate(lowered)
+    counts = Counter((a.stage, a.op) for program in lowered.programs for a in program)
+    units = -(-schedule.num_microbatches // schedule.unit)
+    for stage in range(schedule.num_stages):
+        assert counts[stage, Op.UNSHARD] == counts[stage, Op.RESHARD]
+        assert 1 <= counts[stage, Op.UNSHARD] <= 2 * units
+        assert counts[stage, Op.REDUCE_GRAD] == (units if reduce_every == "unit" else 1)
+    compute = tuple(tuple(a for a in p if a.op.is_compute) for p in lowered.programs)
+    assert compute == schedule.programs
+
+
+def test_text_and_csv_round_trip() -> None:
+    schedule = lower(
+        build("zeropp", num_ranks=3, chunks=2, num_microbatches=7, unit=3), gather=True
+    )
+    assert programs_from_csv(schedule.to_csv()) == schedule.programs
+
+
+@given(st.integers(0, 999), st.sampled_from(Op), st.integers(0, 999))
+def test_action_round_trips(stage: int, op: Op, microbatch: int) -> None:
+    action = Action(stage, op, microbatch if op.has_microbatch else None)
+    assert parse_action(str(action)) == action
+
+
+@given(any_schedule())
+@settings(max_examples=80, deadline=None)
+def test_no_deadlock_even_if_a_send_blocks_until_its_receive_is_posted(schedule: Schedule) -> None:
+    """No buffers at all. Each rank's next step is enabled or not whatever the others' speed, and
+    stays enabled once it is, so one run without deadlock proves it for any timing."""
+    lowered = lower(schedule, gather=True)
+    left = [deque(program) for program in lowered.programs]
+    posted: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    sent: dict[tuple[int, int], int] = Counter()
+    done: set[tuple[int, bool, int | None]] = set()
+    ranks = lowered.stage_rank
+    local = {(s, s + 1) for s in range(len(ranks) - 1) if ranks[s] == ranks[s + 1]}
+
+    def enabled(rank: int, action: Action) -> bool:
+        stage, j = action.stage, action.microbatch
+        if action.op in (Op.SEND_F, Op.SEND_B):
+            forward = action.op is Op.SEND_F
+            target = stage + (1 if forward else -1)
+            channel = (rank, lowered.stage_rank[target])
+            if len(posted[channel]) == sent[channel]:
+                return False
+            assert posted[channel][sent[channel]] == Action(
+                target, Op.RECV_F if forward else Op.RECV_B, j
+            ), "a channel's receives are in the order of its sends"
+            sent[channel] += 1
+            done.add((target, forward, j))
+        elif action.op in (Op.RECV_F, Op.RECV_B):
+            source = stage + (-1 if action.op is Op.RECV_F else 1)
+            posted[lowered.stage_rank[source], rank].append(action)
+        elif action.op is Op.FORWARD:
+            if stage and (stage, True, j) not in done:
+                return False
+            if (stage, stage + 1) in local:
+                done.add((stage + 1, True, j))
+        elif action.op in (Op.BACKWARD_INPUT, Op.FULL_BACKWARD):
+            if stage + 1 < lowered.num_stages and (stage, False, j) not in done:
+                return False
+            if (stage - 1, stage) in local:
+                done.add((stage - 1, False, j))
+        return True
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(left):
+            while program and enabled(rank, program[0]):
+                program.popleft()
+                moved = True
+    assert not any(left), [program[0] for program in left if program]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_golden(name: str) -> None:
+    chunks = 2 if name in (*GROUPED, "looped_bfs", "zbv", "zeropp") else 1
+    schedule = build(name, num_ranks=4, chunks=chunks, num_microbatches=8)
+    assert schedule.to_csv() == (GOLDEN / f"schedule_{name}.csv").read_text()
+    if name == "zeropp":
+        lowered = lower(schedule, gather=True)
+        assert lowered.to_csv() == (GOLDEN / "schedule_zeropp_lowered.csv").read_text()
+
+
+def _broken(change: str) -> Schedule:
+    schedule = lower(build("zeropp", num_ranks=2, chunks=2, num_microbatches=4), gather=True)
+    first = list(schedule.programs[0])
+    at = {str(action): index for index, action in reversed([*enumerate(first)])}
+    if change == "twice":
+        first.insert(at["0F1"], first[at["0F0"]])
+    elif change == "missing":
+        del first[at["2W1"]]
+    elif change == "wrong rank":
+        first.append(Action(1, Op.FORWARD, 0))
+    elif change == "deadlock":
+        first.insert(0, first.pop(at["2F0"]))
+    elif change == "no gather":
+        del first[at["0UNSHARD"]]
+    elif change == "gathered twice":
+        first.insert(0, Action(0, Op.UNSHARD))
+    elif change == "no reduction":
+        del first[len(first) - 1 - [a.op for a in reversed(first)].index(Op.REDUCE_GRAD)]
+    return replace(schedule, programs=(tuple(first), *schedule.programs[1:]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("twice", "once too often"),
+        ("missing", "2W1 is missing"),
+        ("wrong rank", "belongs to rank 1"),
+        ("deadlock", "deadlock"),
+        ("no gather", "without its parameters"),
+        ("gathered twice", "gathered already"),
+        ("no reduction", "never reduced"),
+    ],
+)
+def test_a_broken_program_is_refused_with_its_grid(change: str, words: str) -> None:
+    with pytest.raises(ScheduleError, match=words) as error:
+        validate(_broken(change))
+    assert "[[" in str(error.value)
+
+
+def test_a_cap_is_held_and_a_small_one_refused() -> None:
+    schedule = build("gpipe", num_ranks=2, chunks=1, num_microbatches=4)
+    with pytest.raises(ScheduleError, match="3 live chunk-activations, allowed are 2"):
+        validate(schedule, activation_cap=2)
+    with pytest.raises(ValueError, match="needs at least 5"):
+        build("zeropp", num_ranks=4, chunks=2, num_microbatches=4, activation_cap=4)
