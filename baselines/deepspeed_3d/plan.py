@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baselines.tensor_parallel import check_tensor_parallel
 from zeropp.cost import balanced_cuts
-from zeropp.layout import InfeasibleError, Layout, microbatches_per_step, resolve_layout
+from zeropp.layout import InfeasibleError, microbatches_per_step, resolve_layout
 from zeropp.plan import Plan, PlanRequest
 from zeropp.schedule import build, validate
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Program, Schedule
-from zeropp.shape import ModelShape
 
 
 def plan(request: PlanRequest) -> Plan:
@@ -86,18 +86,6 @@ def _transfers(action: Action, last: int) -> tuple[list[Action], list[Action]]:
         [Action(stage, before, microbatch)] if before in ops else [],
         [Action(stage, after, microbatch)] if after in ops else [],
     )
-
-
-def check_tensor_parallel(shape: ModelShape, layout: Layout) -> None:
-    """Refuse a tensor-parallel degree that does not divide what it cuts."""
-    cut = {"heads": shape.heads, "kv_heads": shape.kv_heads, "ffn": shape.ffn, "vocab": shape.vocab}
-    for field, size in cut.items():
-        if size % layout.tp:
-            fits = [d for d in range(1, 17) if all(value % d == 0 for value in cut.values())]
-            raise InfeasibleError(
-                f"contender.tp={layout.tp}: must divide model.{field}={size} "
-                f"(try {', '.join(map(str, fits))})"
-            )
 
 
 def _refuse_what_deepspeed_lacks(request: PlanRequest) -> None:

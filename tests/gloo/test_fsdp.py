@@ -35,7 +35,8 @@ def test_fsdp_is_one_process(world: World, contender: dict[str, Any], model: dic
         assert outcome.counters["unshard"] == steps * planned[Op.UNSHARD]
         assert outcome.counters["reduce_grad"] == steps * planned[Op.REDUCE_GRAD]
         recorded = [span.action for span in outcome.spans]
-        assert sorted(recorded) == sorted(str(a) for a in program if a.op.is_compute)
+        compute = [str(action) for action in program if action.op.is_compute]
+        assert recorded == [text for text in compute if not text.startswith("0B")]
 
 
 def test_fsdp_clips_and_adapts(world: World) -> None:

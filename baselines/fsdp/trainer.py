@@ -1,0 +1,169 @@
+"""FSDP2 alone on a rank: gradient accumulation over microbatches, reduced each or once a step."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+
+from baselines.fully_sharded import (
+    count_collectives,
+    data_mesh,
+    finish_step,
+    prepare_block,
+    shard,
+    world_mesh,
+)
+from zeropp.engine.sharding import full
+from zeropp.model import build_piece, cross_entropy
+from zeropp.optimizer import build_optimizer
+from zeropp.plan import Plan
+from zeropp.schedule.action import Action, Op
+from zeropp.timeline import Span
+from zeropp.training import OptimizerConfig, StepResult
+
+
+def build(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int) -> FsdpTrainer:
+    """Build this rank's part of a plan; collective."""
+    return FsdpTrainer(plan, optimizer, device, seed)
+
+
+class FsdpTrainer:
+    """A ``zeropp.training.Trainer`` over ``fully_shard``.
+
+    The head stays gathered between its forward and its backward, and the embedding between a
+    microbatch's backward and the next one's forward: nothing else would be gathered meanwhile.
+    """
+
+    def __init__(
+        self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
+    ) -> None:
+        self._plan, self._device, self._clip_norm = plan, device, optimizer.clip_norm
+        self._counters: Counter[str] = Counter()
+        self._spans: list[Span] | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._microbatch = 0
+        self._begin = 0.0
+        self._model = self._build_model(seed)
+        self._optimizer = build_optimizer(self._model.parameters(), optimizer)
+
+    def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
+        """See ``Trainer.step``."""
+        plan, model = self._plan, self._model
+        assert isinstance(model, FSDPModule)
+        first, last = model[0], plan.num_microbatches - 1
+        batches = zip(
+            inputs.split(plan.microbatch_size), targets.split(plan.microbatch_size), strict=True
+        )
+        self._optimizer.zero_grad()
+        total = torch.zeros((), device=self._device)
+        self._begin = time.perf_counter()
+        for self._microbatch, (x, y) in enumerate(batches):
+            is_last = self._microbatch == last
+            model.set_requires_gradient_sync(is_last or plan.reduce_every == "unit")
+            model.set_requires_all_reduce(is_last)
+            if isinstance(first, FSDPModule):
+                first.set_reshard_after_backward(is_last)
+            loss = cross_entropy(model(x), y) / plan.num_microbatches
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        result = finish_step(
+            model.parameters(), total / plan.layout.dp, plan.layout, self._device, self._clip_norm
+        )
+        self._optimizer.step()
+        return result
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``Trainer.full_parameters``."""
+        for name, parameter in self._model.named_parameters():
+            yield name, full(parameter.detach()).float().cpu()
+
+    def counters(self) -> dict[str, int]:
+        """See ``Trainer.counters``."""
+        return dict(self._counters)
+
+    def record_spans(self, enabled: bool) -> None:
+        """See ``Trainer.record_spans``."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._spans = [] if enabled else None
+        if enabled:
+            for stage, piece in enumerate(self._model):
+                self._observe(stage, piece)
+
+    def spans(self) -> list[Span]:
+        """See ``Trainer.spans``."""
+        return list(self._spans or [])
+
+    def _build_model(self, seed: int) -> nn.Sequential:
+        """Piece by piece, each sharded before the next one is made."""
+        plan, shape = self._plan, self._plan.shape
+        mesh = data_mesh(world_mesh(plan.layout, self._device), plan.layout)
+        head = shape.num_pieces - 1
+        pieces = []
+        for index in range(shape.num_pieces):
+            piece = build_piece(shape, index, seed, self._device)
+            if 0 < index < head:
+                prepare_block(piece, plan)
+            # Tied ends share a parameter, and so they must share the root's group.
+            if not (shape.tied_embeddings and index in (0, head)):
+                sharded = shard(piece, mesh, plan.precision, reshard_after_forward=index != head)
+                count_collectives(sharded, self._counters)
+            pieces.append(piece)
+        model = nn.Sequential(*pieces)
+        if shape.tied_embeddings:
+            model[-1].output.weight = model[0].tokens.weight  # type: ignore[union-attr]
+        root = shard(model, mesh, plan.precision, reshard_after_forward=False)
+        if shape.tied_embeddings:
+            count_collectives(root, self._counters)
+        return model
+
+    def _observe(self, stage: int, piece: nn.Module) -> None:
+        """Record a span for each forward and backward of a piece, without FSDP2's own waiting.
+
+        The embedding's backward has none: a module hook tells of an input's gradient.
+        """
+        starts: dict[Op, float] = {}
+
+        def begin(op: Op) -> None:
+            starts[op] = self._clock()
+
+        def end(op: Op) -> None:
+            action = str(Action(stage, op, self._microbatch))
+            if self._spans is not None:
+                self._spans.append(Span(0, "compute", action, starts[op], self._clock()))
+
+        def forward_begin(*_: Any) -> None:
+            begin(Op.FORWARD)
+
+        def forward_end(*_: Any) -> None:
+            end(Op.FORWARD)
+
+        def backward_begin(*_: Any) -> None:
+            begin(Op.FULL_BACKWARD)
+
+        def backward_end(*_: Any) -> None:
+            end(Op.FULL_BACKWARD)
+
+        self._hooks += [
+            piece.register_forward_pre_hook(forward_begin),
+            piece.register_forward_hook(forward_end),
+        ]
+        if stage > 0:
+            self._hooks += [
+                piece.register_full_backward_pre_hook(backward_begin),
+                piece.register_full_backward_hook(backward_end),
+            ]
+
+    def _clock(self) -> float:
+        """Seconds since the step began, with the device caught up."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - self._begin

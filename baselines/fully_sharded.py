@@ -1,0 +1,120 @@
+"""FSDP2 as the torch contenders use it: mesh, counted collectives, recomputation, gradient norm."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from zeropp.engine.sharding import local
+from zeropp.layout import Layout
+from zeropp.plan import Plan, Precision
+from zeropp.training import StepResult
+
+
+def world_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """All ranks, one named dimension an axis of the layout."""
+    names, sizes = zip(*layout.axes, strict=True)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+
+
+def data_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """FSDP2's part of it: 1-D (shard), or 2-D (replicate, shard) where there are replicas."""
+    return mesh["shard"] if layout.replicate == 1 else mesh["replicate", "shard"]
+
+
+def shard(
+    module: nn.Module, mesh: DeviceMesh, precision: Precision, *, reshard_after_forward: bool
+) -> FSDPModule:
+    """``fully_shard`` with bf16 compute and fp32 reduction where the precision is bf16."""
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    sharded = fully_shard(
+        module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
+    )
+    assert isinstance(sharded, FSDPModule)
+    return sharded
+
+
+def count_collectives(module: FSDPModule, counters: Counter[str]) -> None:
+    """Count a module's gathers as ``unshard`` and its reductions as ``reduce_grad``."""
+    module.set_custom_all_gather(_CountedAllGather(counters))
+    module.set_custom_reduce_scatter(_CountedReduceScatter(counters))
+
+
+class _CountedAllGather(DefaultAllGather):
+    def __init__(self, counters: Counter[str]) -> None:
+        self._counters = counters
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> dist.Work | None:
+        self._counters["unshard"] += 1
+        return super().__call__(*arguments, **keywords)
+
+
+class _CountedReduceScatter(DefaultReduceScatter):
+    def __init__(self, counters: Counter[str]) -> None:
+        self._counters = counters
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> dist.Work:
+        self._counters["reduce_grad"] += 1
+        return super().__call__(*arguments, **keywords)
+
+
+def prepare_block(block: nn.Module, plan: Plan) -> None:
+    """Recompute and compile a transformer block where the plan says so, inside FSDP2's hooks."""
+    if plan.recompute == "full":
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if plan.compile:
+        block.forward = torch.compile(block.forward)
+
+
+def finish_step(
+    parameters: Iterable[nn.Parameter],
+    loss: Tensor,
+    layout: Layout,
+    device: torch.device,
+    clip_norm: float,
+) -> StepResult:
+    """Global loss and gradient norm by one all-reduce of two numbers; clips the gradients.
+
+    ``loss``: this rank's part, so that the sum over ranks is the mean over the global batch.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    totals[0] = loss
+    for gradient in gradients:
+        square = local(gradient).float().square().sum(dtype=torch.float64)
+        totals[1] += square / _copies(gradient, layout)
+    dist.all_reduce(totals)
+    mean_loss, square_norm = totals.tolist()
+    result = StepResult(mean_loss, math.sqrt(square_norm))
+    if clip_norm and result.grad_norm > clip_norm:
+        scale = clip_norm / (result.grad_norm + 1e-6)  # as torch's clip_grad_norm_
+        for gradient in gradients:
+            local(gradient).mul_(scale)
+    return result
+
+
+def _copies(gradient: Tensor, layout: Layout) -> float:
+    """How many ranks hold the same part of a gradient."""
+    parts = 1
+    if isinstance(gradient, DTensor):
+        mesh = gradient.device_mesh
+        for dim, placement in enumerate(gradient.placements):
+            parts *= mesh.size(dim) if placement.is_shard() else 1
+    return layout.tp * layout.dp / parts
