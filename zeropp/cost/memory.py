@@ -13,6 +13,7 @@ from zeropp.cost.blocks import Work
 from zeropp.cost.flops import piece_parameters
 from zeropp.cost.kernels import element_bytes
 from zeropp.cost.price import StageMemory
+from zeropp.cost.software import Software
 from zeropp.layout import Layout
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     pieces = plan.pieces_of(stage)
     parameters = sum(piece_parameters(plan.shape, i) for i in pieces) / layout.tp
     blocks = sum(1 for i in pieces if 0 < i < plan.shape.num_pieces - 1)
-    e, state = element_bytes(plan.precision), optimizer_shards(layout)
+    e, state = element_bytes(plan.precision), optimizer_shards(layout, software)
     sharded = layout.shard > 1
     boundary = work.tokens * plan.shape.hidden * e / sequence_split(work)
     kept = block_activations(work) if plan.recompute != "full" else boundary
@@ -75,9 +76,16 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     )
 
 
-def optimizer_shards(layout: Layout) -> int:
+def optimizer_shards(layout: Layout, software: Software) -> int:
     """Ranks over which the optimizer state is split."""
-    return layout.shard * (layout.replicate if layout.replicate_zero else 1)
+    return layout.shard * zero1_ranks(layout, software)
+
+
+def zero1_ranks(layout: Layout, software: Software) -> int:
+    """Replicas over which ZeRO-1 splits the optimizer state; 1 where there is no ZeRO-1."""
+    if software.zero1_group:
+        return min(software.zero1_group, layout.replicate)
+    return layout.replicate if layout.replicate_zero else 1
 
 
 def workspace_bytes(plan: Plan, work: Work, pipeline_rank: int) -> int:

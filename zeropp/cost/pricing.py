@@ -14,13 +14,15 @@ from zeropp.cost.cluster import Cluster
 from zeropp.cost.collectives import (
     Group,
     all_reduce_s,
+    axis_stride,
     gather_s,
+    group,
     group_of,
     transfer_s,
 )
 from zeropp.cost.flops import piece_parameters
 from zeropp.cost.kernels import element_bytes, stream_s
-from zeropp.cost.memory import optimizer_shards, stage_memory, workspace_bytes
+from zeropp.cost.memory import optimizer_shards, stage_memory, workspace_bytes, zero1_ranks
 from zeropp.cost.price import PlanPrice
 from zeropp.cost.software import Software, software_of
 from zeropp.layout import Layout
@@ -52,7 +54,7 @@ def price_plan(plan: Plan, cluster: Cluster, software: Software | None = None) -
         tp_s=tensor,
         replica_s=tuple(_replica_s(plan, cluster, work, s, costs[s]) for s in stages),
         finish_s=tuple(_finish_s(plan, cluster, work, r) for r in ranks),
-        gather_updated_s=tuple(_gather_updated_s(plan, cluster, r) for r in ranks),
+        gather_updated_s=tuple(_gather_updated_s(plan, cluster, work, r) for r in ranks),
         memory=tuple(stage_memory(plan, work, s) for s in stages),
         workspace=tuple(workspace_bytes(plan, work, r) for r in ranks),
         overlap_slowdown=cluster.device.overlap_slowdown,
@@ -89,10 +91,10 @@ def tensor_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> tuple[floa
 @lru_cache(maxsize=4096)
 def _boundary_collectives(cluster: Cluster, layout: Layout, work: Work) -> tuple[float, float]:
     size = work.tokens * work.shape.hidden * element_bytes(work.precision)
-    group = group_of(cluster, layout, "tp")
+    among = group_of(cluster, layout, "tp")
     if not work.sequence_parallel:
-        return all_reduce_s(cluster, group, size), 0.0
-    half = gather_s(cluster, group, size)
+        return all_reduce_s(cluster, among, size), 0.0
+    half = gather_s(cluster, among, size)
     return 2 * half, half * cluster.device.overlap_slowdown  # hidden behind the dX product
 
 
@@ -106,7 +108,7 @@ def _stage_cost(plan: Plan, cluster: Cluster, work: Work, stage: int) -> StageCo
         backward_input=sum(t.backward_input for t in times) + backward_tp,
         backward_weight=sum(t.backward_weight for t in times),
         unshard=gather_s(cluster, shard, parameters * element_bytes(plan.precision)),
-        reduce_grad=gather_s(cluster, shard, parameters * 4),
+        reduce_grad=gather_s(cluster, shard, parameters * work.software.reduce_bytes),
         transfer=_transfer_s(plan, cluster, work, stage),
     )
 
@@ -128,33 +130,35 @@ def _transfer_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> float:
 
 def _replica_s(plan: Plan, cluster: Cluster, work: Work, stage: int, cost: StageCost) -> float:
     """Reduction of a stage's gradients over the replicas, as far as nothing hides it."""
-    group = group_of(cluster, plan.layout, "replicate")
-    if group.size == 1:
+    replicas = group_of(cluster, plan.layout, "replicate")
+    if replicas.size == 1:
         return 0.0
     parameters = stage_parameters(plan, stage) / plan.layout.shard
     total = parameters * work.software.reduce_bytes
     reduce = gather_s if plan.layout.replicate_zero else all_reduce_s
-    seconds = reduce(cluster, group, total)
+    seconds = reduce(cluster, replicas, total)
     if work.software.overlap_reduction:
         hidden = cost.backward_input + cost.backward_weight
         seconds = max(seconds - hidden, seconds / max(1, len(plan.pieces_of(stage))))
     return seconds
 
 
-def _gather_updated_s(plan: Plan, cluster: Cluster, pipeline_rank: int) -> float:
-    """ZeRO-1: gather the updated parameters over the replicas."""
-    if not plan.layout.replicate_zero:
+def _gather_updated_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int) -> float:
+    """ZeRO-1: gather the updated parameters over the replicas that split them."""
+    ranks = zero1_ranks(plan.layout, work.software)
+    if ranks == 1:
         return 0.0
-    group = group_of(cluster, plan.layout, "replicate")
+    stride = axis_stride(plan.layout, "replicate")
+    among = group(cluster, ranks, stride, plan.layout.world)
     parameters = sum(stage_parameters(plan, s) for s in plan.schedule.stages_of(pipeline_rank))
-    return gather_s(cluster, group, parameters / plan.layout.shard * element_bytes(plan.precision))
+    return gather_s(cluster, among, parameters / plan.layout.shard * element_bytes(plan.precision))
 
 
 def _finish_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int) -> float:
     """Optimizer step (Adam reads gradient, master and two moments, writes all but the first, and
     the norm reads gradients once more), the tied embedding's all-reduce, host work."""
     parameters = sum(stage_parameters(plan, s) for s in plan.schedule.stages_of(pipeline_rank))
-    updated = parameters / optimizer_shards(plan.layout)
+    updated = parameters / optimizer_shards(plan.layout, work.software)
     moved = updated * (4 + 4 + 2 * 12 + element_bytes(plan.precision))
     seconds = stream_s(cluster.device, moved, kernels=4) + work.software.step_host_s
     first_or_last = pipeline_rank in (plan.schedule.stage_rank[0], plan.schedule.stage_rank[-1])

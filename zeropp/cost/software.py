@@ -28,6 +28,7 @@ class Software:
     launch_factor: float = 1.0  # host time of this program over the device's ``launch_us``
     step_host_s: float = 0.0  # a step's fixed host work: data, logging, clipping
     reduce_bytes: int = 4  # of a gradient on the wire, over the replicas
+    zero1_group: int = 0  # ZeRO-1 inside groups of this many replicas; 0: over all, if at all
     fused_accumulation: bool = True  # dW adds into the gradient buffer inside its product
 
 

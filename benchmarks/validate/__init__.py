@@ -1,0 +1,1 @@
+"""Published measurements beside the simulator's predictions: ``python -m benchmarks.validate``."""

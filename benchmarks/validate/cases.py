@@ -1,0 +1,226 @@
+"""From a row to the Plan that the simulator prices, by written rules.
+
+Blank degrees are 1, data parallelism is what remains of the GPUs. Blank microbatch: 1 with a
+pipeline, else the data-parallel rank's batch, at most 4. Blank global batch: the notes' gradient
+accumulation, else eight microbatches a pipeline stage (one without a pipeline), times data
+parallelism. Blank chunks of an interleaved schedule: the most up to 4 that divide the layers of a
+rank. Layers are spread evenly, embedding and head at the ends; where they do not divide, the
+cut balances FLOPs. ZeRO-3 without a pipeline gathers every block for every pass (FSDP).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from benchmarks.validate.clusters import cluster_of, preset
+from benchmarks.validate.programs import program_of
+from benchmarks.validate.rows import Row, UnpredictableError, number, recompute_text, shape_of
+from zeropp.cost import balanced_cuts
+from zeropp.cost.cluster import Cluster
+from zeropp.cost.software import Software
+from zeropp.layout import Layout, divisors
+from zeropp.plan import Plan, Precision, Recompute
+from zeropp.schedule import build, lower
+from zeropp.schedule.action import Action, Op
+from zeropp.schedule.program import Schedule
+from zeropp.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that a row's prediction depends on; equal cases share one simulation."""
+
+    shape: ModelShape
+    cluster: Cluster
+    software: Software
+    layout: Layout
+    schedule: str
+    zero3: bool
+    microbatch: int
+    num_microbatches: int
+    recompute: Recompute
+    precision: Precision
+
+
+def case_of(row: Row, cluster_name: str | None = None) -> Case:
+    """Understand a row; raises UnpredictableError with the reason."""
+    for field in ("cp", "ep"):
+        if (number(row, field) or 1) > 1:
+            raise UnpredictableError(f"{field}={row[field]}: no price for this parallelism")
+    shape = shape_of(row)
+    cluster = preset(cluster_name) if cluster_name else cluster_of(row.get("gpu", ""))
+    schedule = schedule_of(row)
+    layout = _layout(row, shape, cluster, schedule)
+    microbatch, count = _batch(row, layout)
+    if schedule == "interleaved_1f1b" and count % layout.pp:
+        raise UnpredictableError(f"interleaved: {count} microbatches on {layout.pp} stages")
+    return Case(
+        shape=shape,
+        cluster=cluster,
+        software=program_of(row),
+        layout=layout,
+        schedule=schedule,
+        zero3=_zero_stage(row) == 3,
+        microbatch=microbatch,
+        num_microbatches=count,
+        recompute=_recompute(row),
+        precision=_precision(row),
+    )
+
+
+def schedule_of(row: Row) -> str:
+    """The generator that a row's words mean: one of ``zeropp.schedule``'s names, or ``zb_cap``
+    (zero bubble with twice the activations of 1F1B, arXiv 2401.10241's ZB-H2 and ZB-2p)."""
+    text = row.get("schedule", "").lower()
+    rules = (
+        (r"dualpipe|chimera|pipedream", ""),
+        (r"zb-?v|v-?half|v-?min", "zbv"),
+        (r"zb-?h2|zb-?2p", "zb_cap"),
+        (r"zb|zero.?bubble", "zb_h1"),
+        (r"interleaved_overlap", "1f1b"),
+        (r"bfs|breadth|looped", "looped_bfs"),
+        (r"gpipe|all.?forward", "gpipe"),
+        (r"zeropp", "zeropp"),
+        (r"interleav|1f1b-?i|virtual", "interleaved_1f1b"),
+    )
+    found = next((name for words, name in rules if re.search(words, text)), None)
+    if found == "":
+        raise UnpredictableError(f"schedule={row['schedule']!r}: no generator")
+    if found is None:
+        found = "interleaved_1f1b" if (number(row, "vp") or 1) > 1 else "1f1b"
+    return found if (number(row, "pp") or 1) > 1 else "1f1b"
+
+
+def _layout(row: Row, shape: ModelShape, cluster: Cluster, schedule: str) -> Layout:
+    tp, pp = number(row, "tp") or 1, number(row, "pp") or 1
+    gpus = number(row, "n_gpus") or tp * pp * (number(row, "dp") or 1)
+    dp = number(row, "dp") or max(1, gpus // (tp * pp))
+    if tp * pp * dp != gpus:
+        raise UnpredictableError(f"tp={tp} x pp={pp} x dp={dp} is not n_gpus={gpus}")
+    chunks = _chunks(row, shape, pp, schedule)
+    if pp * chunks > shape.num_pieces:
+        raise UnpredictableError(f"pp={pp} x vp={chunks}: more stages than layers={shape.layers}")
+    shard, zero = 1, _zero_stage(row)
+    if zero == 3:
+        text = (
+            f"{row.get('schedule', '')} {row.get('notes', '')} {row.get('zero_stage', '')}".lower()
+        )
+        hybrid = "hybrid" in text or "hsdp" in text
+        shard = min(dp, cluster.gpus_per_node // tp or 1) if hybrid else dp
+    text = recompute_text(row)
+    sequence = tp > 1 and "no sp" not in text and bool(re.search(r"sequence|\bsp\b", text))
+    one = zero in (1, 2) and program_of(row).zero1_group == 0
+    return Layout(pp, tp, shard, dp // shard, chunks, 1 if one else 0, sequence)
+
+
+def _chunks(row: Row, shape: ModelShape, pp: int, schedule: str) -> int:
+    if schedule == "zbv":
+        return 2
+    chunks = number(row, "vp")
+    if pp == 1 or schedule in ("1f1b", "gpipe", "zb_h1", "zb_cap"):
+        return 1
+    if chunks is None:
+        fits = [v for v in divisors(max(1, shape.layers // pp)) if v <= 4]
+        chunks = max(fits)
+    return chunks
+
+
+def _batch(row: Row, layout: Layout) -> tuple[int, int]:
+    """(microbatch, microbatches a step)."""
+    total, size = number(row, "global_batch"), number(row, "micro_batch")
+    if size is None:
+        size = 1 if layout.pp > 1 or total is None else max(1, min(4, total // layout.dp))
+    steps = re.search(r"(?:grad_accum|gas|micro_num)\D{0,3}(\d+)", row.get("notes", "").lower())
+    if total is None:
+        count = int(steps.group(1)) if steps else (8 * layout.pp if layout.pp > 1 else 1)
+        return size, count
+    if total < size * layout.dp:
+        raise UnpredictableError(
+            f"global_batch={total} is less than micro_batch={size} x dp={layout.dp}"
+        )
+    return size, max(1, round(total / (size * layout.dp)))
+
+
+def _zero_stage(row: Row) -> int:
+    text = row.get("zero_stage", "")
+    match = re.search(r"\d", text)
+    if match:
+        return int(match.group())
+    words = f"{row.get('schedule', '')} {text}".lower()
+    return 3 if "full_shard" in words or "fsdp" in words else 0
+
+
+def _recompute(row: Row) -> Recompute:
+    text = row.get("recompute", "").lower()
+    if "no recompute" in text or text in ("no", "false", "off"):
+        return "none"
+    if "selective" in text:
+        return "selective"
+    return "full" if re.search(r"full|yes|true|block|checkpoint", text) else "none"
+
+
+def _precision(row: Row) -> Precision:
+    text = row.get("dtype", "").lower()
+    if "fp8" in text or "float8" in text:
+        raise UnpredictableError(f"dtype={row['dtype']}: no rate for 8-bit products")
+    return "fp32" if re.search(r"\b(fp32|float32|tf32)\b", text) and "mixed" not in text else "bf16"
+
+
+@lru_cache(maxsize=4096)
+def plan_of(case: Case) -> Plan:
+    """The case's Plan; raises UnpredictableError where its schedule has no order for these sizes."""
+    cuts: tuple[int, ...]
+    try:
+        if case.zero3 and case.layout.pp == 1:
+            schedule, cuts = _fsdp_schedule(case.shape, case.num_microbatches)
+        else:
+            schedule = _pipeline_schedule(case)
+            cuts = even_cuts(case.shape, schedule.num_stages)
+    except ValueError as error:
+        raise UnpredictableError(str(error)) from error
+    return Plan(
+        contender="published",
+        shape=case.shape,
+        layout=case.layout,
+        microbatch_size=case.microbatch,
+        schedule=schedule,
+        cuts=cuts,
+        precision=case.precision,
+        recompute=case.recompute,
+    )
+
+
+def _pipeline_schedule(case: Case) -> Schedule:
+    pp, count = case.layout.pp, case.num_microbatches
+    if case.schedule == "zb_cap":
+        made = build(
+            "zeropp", num_ranks=pp, chunks=1, num_microbatches=count, unit=count,
+            activation_cap=2 * pp,
+        )  # fmt: skip
+    else:
+        made = build(case.schedule, num_ranks=pp, chunks=case.layout.chunks, num_microbatches=count)
+    if pp == 1 and not case.zero3:
+        return made
+    return lower(made, gather=case.zero3, reduce_every="step")
+
+
+@lru_cache(maxsize=1024)
+def _fsdp_schedule(shape: ModelShape, count: int) -> tuple[Schedule, tuple[int, ...]]:
+    """Every piece a stage: gathered for each forward and each backward, reduced after it."""
+    stages = range(shape.num_pieces)
+    program: list[Action] = []
+    for j in range(count):
+        program += [Action(s, Op.FORWARD, j) for s in stages]
+        program += [Action(s, Op.FULL_BACKWARD, j) for s in reversed(stages)]
+    bare = Schedule("fsdp", count, 1, (0,) * len(stages), (tuple(program),))
+    return lower(bare, gather=True, reduce_every="unit"), (*stages, shape.num_pieces)
+
+
+def even_cuts(shape: ModelShape, stages: int) -> tuple[int, ...]:
+    """Equal blocks a stage, embedding with the first and head with the last; else balanced."""
+    if stages == 1 or shape.layers % stages:
+        return balanced_cuts(shape, stages)
+    each = shape.layers // stages
+    return (0, *(1 + each * s for s in range(1, stages)), shape.num_pieces)

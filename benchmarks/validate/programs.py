@@ -1,0 +1,71 @@
+"""What is assumed of the program behind a row: by its source's words, never by its value.
+
+Rules, in order: a word of the row (source, table, gpu, schedule, notes) picks the program; where
+none fits, fused attention and overlapped reductions on H100-class devices (both were usual by
+then), Megatron-LM as published in 2021 on older ones.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from benchmarks.validate.rows import Row
+from zeropp.cost.software import Software
+
+MEGATRON_2021 = Software(
+    parameter_bytes=2,
+    gradient_bytes=4,
+    optimizer_bytes=12,
+    flash=False,
+    dropout_masks=True,
+    split_boundary=True,
+    reduce_bytes=4,
+    fused_accumulation=False,
+)
+MEGATRON_CORE = replace(
+    MEGATRON_2021,
+    flash=True,
+    dropout_masks=False,
+    overlap_reduction=True,
+    reduce_bytes=2,
+    fused_accumulation=True,
+)
+DEEPSPEED = replace(MEGATRON_2021, split_boundary=False, reduce_bytes=2, launch_factor=1.5)
+FSDP = Software(parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, overlap_reduction=True)
+INTERNEVO = replace(MEGATRON_CORE, gradient_bytes=2, fused_accumulation=False)
+NANOTRON = replace(MEGATRON_CORE, reduce_bytes=4, overlap_reduction=False)
+
+_BY_WORD = (
+    ("vtrain", DEEPSPEED),
+    ("deepspeed", DEEPSPEED),
+    ("internevo", INTERNEVO),
+    ("nanotron", NANOTRON),
+    ("ultra-scale", NANOTRON),
+    ("fsdp", FSDP),
+    ("torchtitan", FSDP),
+    ("fully_shard", FSDP),
+    ("zero bubble", replace(MEGATRON_CORE, overlap_reduction=False)),
+    ("zero-bubble", replace(MEGATRON_CORE, overlap_reduction=False)),
+    ("megatron-core", MEGATRON_CORE),
+    ("megatron core", MEGATRON_CORE),
+    ("2104.04473", MEGATRON_2021),
+    ("2205.05198", replace(MEGATRON_2021, fused_accumulation=True)),
+    ("libai", MEGATRON_2021),
+)
+
+
+def program_of(row: Row) -> Software:
+    """The program that made a row."""
+    text = " ".join(row.get(k, "") for k in ("source", "table", "gpu", "schedule", "notes")).lower()
+    found = next((program for word, program in _BY_WORD if word in text), None)
+    if found is None:
+        found = MEGATRON_CORE if re.search(r"h[128]00", text) else MEGATRON_2021
+    if "flash" in text:
+        found = replace(found, flash=True)
+    if "no overlap of gradient" in text:
+        found = replace(found, overlap_reduction=False)
+    if "mp_mode pure" in text:
+        found = replace(found, reduce_bytes=2)
+    group = re.search(r"shard group (\d+)", row.get("zero_stage", ""))
+    return replace(found, zero1_group=int(group.group(1))) if group else found
