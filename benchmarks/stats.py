@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +48,8 @@ def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float]) -
     """Ratio of two medians with a bootstrap interval, the two samples drawn independently;
     ``spread`` is the larger of the two samples'."""
     top, bottom = summarise(numerator), summarise(denominator)
-    ratios = _medians(np.asarray(numerator, dtype=float)) / _medians(
-        np.asarray(denominator, dtype=float)
+    ratios = _medians(np.asarray(numerator, dtype=float), stream=0) / _medians(
+        np.asarray(denominator, dtype=float), stream=1
     )
     low, high = _interval(ratios)
     return Summary(
@@ -60,10 +61,28 @@ def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float]) -
     )
 
 
-def _medians(values: Values) -> Values:
-    """Medians of resamples; the generator is seeded, so a report is the same when made again."""
-    random = np.random.default_rng(len(values))
-    medians: Values = np.median(random.choice(values, size=(_RESAMPLES, len(values))), axis=1)
+def paired_ratio(ratios: Sequence[float]) -> Summary:
+    """Geometric mean of ratios taken in pairs (one a cell), with a bootstrap interval over the
+    pairs; ``median`` holds the mean, ``spread`` the interquartile range over it."""
+    if not ratios:
+        raise ValueError("no pairs to summarise")
+    logs = np.log(np.asarray(ratios, dtype=float))
+    means = np.exp(logs[_draws(len(logs), 0)].mean(axis=1))
+    low, high = _interval(means)
+    mean = float(np.exp(logs.mean()))
+    quartiles = np.percentile(np.exp(logs), [25, 75])
+    return Summary(mean, low, high, float(np.ptp(quartiles)) / mean, len(ratios))
+
+
+@lru_cache(maxsize=64)
+def _draws(count: int, stream: int) -> NDArray[np.int64]:
+    """Indices of all resamples; seeded, so that a report is the same when it is made again."""
+    random = np.random.default_rng((count, stream))
+    return random.integers(0, count, size=(_RESAMPLES, count))
+
+
+def _medians(values: Values, stream: int = 0) -> Values:
+    medians: Values = np.median(values[_draws(len(values), stream)], axis=1)
     return medians
 
 

@@ -17,11 +17,20 @@ from benchmarks.metrics import (
     tokens_per_s_per_gpu,
 )
 from benchmarks.record import RecordError, RunRecord, find_records, read_record
-from benchmarks.spec import SpecError
+from benchmarks.spec import RunSpec, SpecError
 from benchmarks.stats import summarise
 
 # What makes two rows comparable: they differ in the contender alone.
 CELL = ["model", "cluster", "num_gpus", "global_batch", "seq", "precision", "evidence"]
+
+QUANTITIES = [
+    "step_s",
+    "tokens_per_s_per_gpu",
+    "model_tflops_per_gpu",
+    "mfu",
+    "peak_gib",
+    "memory_kind",
+]  # columns that every frame has, even where no record has a value
 
 
 def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
@@ -31,10 +40,13 @@ def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
         try:
             record = read_record(path)
             rows.append(row_of(record) | {"path": str(path)})
-        except (RecordError, SpecError) as error:
+        except RecordError as error:
             skipped.append(str(error))
+        except SpecError as error:  # written by another version of the suite
+            skipped.append(f"{path}: spec: {error}")
     frame = pd.DataFrame(rows)
     if not frame.empty:
+        frame = frame.reindex(columns=[*frame.columns.union(QUANTITIES, sort=False)])
         frame = frame.sort_values("started_at", kind="stable", ignore_index=True)
     return frame, skipped
 
@@ -52,7 +64,7 @@ def row_of(record: RunRecord) -> dict[str, Any]:
         "precision": spec.precision,
         "evidence": record.provenance,
         "contender": contender.label if contender else spec.contender.name,
-        "layout": layout_text(record),
+        "layout": configuration_text(record, spec),
         "status": record.status,
         "reason": record.reason,
         "gate": "-" if record.gate is None else ("passed" if record.gate.passed else "FAILED"),
@@ -62,29 +74,64 @@ def row_of(record: RunRecord) -> dict[str, Any]:
         "record_id": record.record_id,
         "samples_step_s": record.step_s,
         "losses": record.losses,
+        "data_seed": f"{spec.data.kind}:{spec.data.path}:{spec.data.seed}:{spec.seed}",
+        "has_spans": bool(record.spans),
+        "memory_by_kind": _fullest_rank(record),
+        "memory_limit_gib": spec.cluster.device.memory_gib,
+        "source": source_of(record),
     }
     if record.status == "ok" and record.step_s:
-        row |= _throughput(record)
-    memory = peak_memory_gib(record)
-    if memory is not None:
-        row["peak_gib"], row["memory_kind"] = memory
+        row |= _throughput(spec, record)
+    row["peak_gib"], row["memory_kind"] = peak_memory_gib(record) or (None, None)
     return row
 
 
-def layout_text(record: RunRecord) -> str:
-    """Degrees above 1 in the field's short form, e.g. ``PP2 ZeRO-3x2 V2``."""
-    layout = record.plan.get("layout", {})
-    shard = layout.get("shard", 1)
-    zero = " ZeRO-1" if layout.get("replicate_zero") else ""
-    parts = {
-        "TP": layout.get("tp", 1),
-        "PP": layout.get("pp", 1),
-        "V": layout.get("chunks", 1),
-        "ZeRO-3x": shard,
-        "DP": layout.get("replicate", 1),
+def configuration_text(record: RunRecord, spec: RunSpec) -> str:
+    """Degrees above 1 and the knobs that matter, in the field's short form.
+
+    For example ``PP2 V2 ZeRO-3x2 U4``. Where there is no plan (infeasible), from what was asked.
+    """
+    settings, plan = spec.contender, record.plan
+    degrees = plan.get("layout") or {k: v for k, v in vars(settings).items() if v != "auto"}
+    names = {"tp": "TP", "pp": "PP", "chunks": "V", "shard": "ZeRO-3x", "replicate": "DP"}
+    parts = [f"{name}{degrees[key]}" for key, name in names.items() if degrees.get(key, 1) > 1]
+    if degrees.get("replicate_zero"):
+        parts.append("ZeRO-1")
+    if plan.get("unit", 0) not in (0, plan.get("num_microbatches")):
+        parts.append(f"U{plan['unit']}")
+    if settings.schedule not in ("auto", settings.name):
+        parts.append(settings.schedule)
+    if spec.microbatch_size > 1:
+        parts.append(f"b{spec.microbatch_size}")
+    if settings.recompute != "none":
+        parts.append(f"recompute {settings.recompute}")
+    parts += [word for word in ("sequence_parallel", "compile") if getattr(settings, word)]
+    return " ".join(parts) or "1 rank"
+
+
+def source_of(record: RunRecord) -> dict[str, Any]:
+    """Where a number comes from: commit, machine, versions, what was asked for and checked."""
+    first = record.ranks[0].environment if record.ranks else {}
+    return {
+        "record": record.record_id,
+        "evidence": record.provenance,
+        "status": f"{record.status} {record.reason}".strip(),
+        "started": record.started_at,
+        "ended": record.ended_at,
+        "commit": record.git_sha + (" with local changes" if record.git_dirty else ""),
+        "launcher": record.launcher,
+        "hosts": sorted({rank.environment.get("host", "?") for rank in record.ranks}),
+        "device": first.get("device", "none"),
+        "processor": first.get("cpu", ""),
+        "python": first.get("python", ""),
+        "versions": first.get("versions", {}),
+        "variables": first.get("variables", {}),
+        "correctness gate": None if record.gate is None else vars(record.gate),
+        "raw steps [s]": record.step_s,
+        "plan": record.plan,
+        "slurm": record.slurm,
+        "spec": record.spec,
     }
-    text = " ".join(f"{name}{degree}" for name, degree in parts.items() if degree > 1)
-    return (text + zero) if text else "1 rank"
 
 
 def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
@@ -98,8 +145,24 @@ def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
     return kept.drop(columns="_ok").sort_values([*CELL, "contender"], ignore_index=True)
 
 
-def _throughput(record: RunRecord) -> dict[str, Any]:
-    spec, time = spec_of(record), summarise(record.step_s)
+def best_configuration(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of each cell and contender the fastest configuration: what figures compare."""
+    if rows.empty or "tokens_per_s_per_gpu" not in rows:
+        return rows.iloc[:0]
+    fine = rows[(rows["status"] == "ok") & rows["tokens_per_s_per_gpu"].notna()]
+    fine = fine.sort_values("tokens_per_s_per_gpu", kind="stable")
+    kept = fine.drop_duplicates([*CELL, "contender"], keep="last")
+    return kept.sort_values([*CELL, "contender"], ignore_index=True)
+
+
+def _fullest_rank(record: RunRecord) -> dict[str, int]:
+    """Predicted bytes by kind of the pipeline rank that needs most; empty where none is known."""
+    ranks: list[dict[str, int]] = record.plan.get("predicted_memory", [])
+    return max(ranks, key=lambda kinds: sum(kinds.values()), default={})
+
+
+def _throughput(spec: RunSpec, record: RunRecord) -> dict[str, Any]:
+    time = summarise(record.step_s)
     return {
         "step_s": time.median,
         "step_s_low": time.low,

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pandas as pd
 
-from benchmarks.report.frame import CELL, latest_ok
+from benchmarks.report.frame import CELL
 from benchmarks.stats import Summary, ratio_of_medians
 
 REFERENCE = "DeepSpeed 3D"
 
 
-def headline_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row a cell and contender: throughput, speed-up over DeepSpeed 3D, peak memory.
+def headline_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a cell and configuration: throughput, speed-up over DeepSpeed 3D, peak memory.
 
     Ranges are 95 % bootstrap intervals of medians; ``~`` marks a timing whose spread is too
     large to lean on.
     """
     lines = []
-    for _, cell in latest_ok(frame).groupby(CELL, sort=False):
+    for _, cell in rows.groupby(CELL, sort=False):
         reference = cell[(cell["contender"] == REFERENCE) & (cell["status"] == "ok")]
         for _, row in cell.iterrows():
             lines.append(_line(row, reference))

@@ -1,14 +1,21 @@
 """How every figure looks: one colour a contender everywhere, readable in print and without colour.
 
-Colours are Okabe and Ito's, made for the colour-blind; hatches repeat the distinction for print.
+Colours are Okabe and Ito's, made for the colour-blind; hatches, dashes and markers repeat the
+distinction for print.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 COLOURS = {
     "ZeroPP": "#0072B2",
@@ -18,13 +25,18 @@ COLOURS = {
     "3D, best known": "#E69F00",
 }
 HATCHES = {"ZeroPP": "", "DeepSpeed 3D": "//", "torch PP": "..", "FSDP2": "xx"}
-_OTHER = "#56B4E9"
+DASHES = {"ZeroPP": "-", "DeepSpeed 3D": (0, (5, 2)), "torch PP": (0, (1, 1.2)), "FSDP2": "-."}
+MARKERS = {"ZeroPP": "o", "DeepSpeed 3D": "s", "torch PP": "^", "FSDP2": "D"}
+OTHER = "#56B4E9"
+COLUMNS = 3  # panels side by side
+WARM, COOL, NEUTRAL = "#D55E00", "#0072B2", "#777777"  # worse, better, neither
 
 _RC: Any = {
     "figure.dpi": 110,
     "savefig.dpi": 200,
     "savefig.bbox": "tight",
     "font.size": 10,
+    "axes.titlesize": 9.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
@@ -33,20 +45,64 @@ _RC: Any = {
     "grid.color": "#dddddd",
     "grid.linewidth": 0.6,
     "legend.frameon": False,
+    "hatch.linewidth": 0.8,
     "svg.hashsalt": "zeropp",
+    "figure.max_open_warning": 0,
 }
-
-
-def applied() -> AbstractContextManager[None]:
-    """A context in which figures are drawn in this style."""
-    return matplotlib.rc_context(_RC)
+plt.rcParams.update(_RC)
 
 
 def colour(contender: str) -> str:
     """The contender's colour."""
-    return COLOURS.get(contender, _OTHER)
+    return COLOURS.get(contender, OTHER)
 
 
 def hatch(contender: str) -> str:
     """The contender's hatch."""
     return HATCHES.get(contender, "\\\\")
+
+
+def line(contender: str) -> dict[str, Any]:
+    """Colour, dashes and marker of the contender's line."""
+    return {
+        "color": colour(contender),
+        "linestyle": DASHES.get(contender, "-"),
+        "marker": MARKERS.get(contender, "v"),
+    }
+
+
+def ordered(contenders: Iterable[str]) -> list[str]:
+    """Contenders without repetition, in the order of the colours: the same in every figure."""
+    rank = {name: number for number, name in enumerate(COLOURS)}
+    return sorted(set(contenders), key=lambda name: (rank.get(name, len(rank)), name))
+
+
+def panels(
+    count: int, columns: int = COLUMNS, width: float = 4.0, height: float = 3.1
+) -> tuple[Figure, list[Axes]]:
+    """A figure of ``count`` panels, ``columns`` side by side; sizes in inches a panel."""
+    columns = min(columns, count)
+    lines = -(-count // columns)
+    figure, axes = plt.subplots(
+        lines,
+        columns,
+        figsize=(width * columns, height * lines + 0.4),
+        squeeze=False,
+        layout="constrained",
+    )
+    flat: list[Axes] = list(axes.flat)
+    for spare in flat[count:]:
+        spare.set_visible(False)
+    return figure, flat[:count]
+
+
+def legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    """One legend for the figure, above its panels, of everything that any panel labels."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    if found:
+        figure.legend(
+            list(found.values()), list(found), loc="outside upper center", ncols=min(6, len(found))
+        )

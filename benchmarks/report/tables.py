@@ -1,4 +1,4 @@
-"""The three tables of a comparison, and their forms: terminal, Markdown, CSV, LaTeX, Parquet."""
+"""The tables of a comparison, and their forms: terminal, Markdown, CSV, LaTeX, Parquet."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report.frame import CELL, latest_ok
-from benchmarks.stats import ratio_of_medians
+from benchmarks.report.evidence import evidence_distances
+from benchmarks.report.frame import CELL, best_configuration
+from benchmarks.report.headline import REFERENCE
+from benchmarks.stats import paired_ratio, ratio_of_medians
 
 _CELL_HEADS = {
     "model": "model",
@@ -19,16 +21,15 @@ _CELL_HEADS = {
     "global_batch": "batch",
     "evidence": "evidence",
 }
-_REFERENCE = "DeepSpeed 3D"
 
 
-def comparison_tables(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """``throughput``, ``memory`` and ``speedup`` of the latest successes, formatted as text."""
-    rows = latest_ok(frame)
+def comparison_tables(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """``throughput``, ``memory`` and ``speedup`` of ``latest_ok`` rows, formatted as text."""
     return {
         "throughput": throughput_table(rows),
         "memory": memory_table(rows),
         "speedup": speedup_table(rows),
+        "evidence": evidence_table(rows),
     }
 
 
@@ -52,27 +53,63 @@ def throughput_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def memory_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Peak memory of the fullest rank, and which kind of peak it is."""
+    rows = rows[rows["peak_gib"].notna()]
     table = _heads(rows)
     table["contender"] = rows["contender"]
     table["layout"] = rows["layout"]
     table["peak of the fullest rank [GiB]"] = _numbers(rows, "peak_gib", ".3f")
-    table["kind of peak"] = _column(rows, "memory_kind").fillna("-")
+    table["kind of peak"] = rows["memory_kind"]
+    table["device limit [GiB]"] = _numbers(rows, "memory_limit_gib", "g")
     return table
 
 
 def speedup_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Throughput over DeepSpeed 3D's in the same cell, with a bootstrap interval, and peak memory
-    over its. A ratio whose samples spread too far says so."""
-    lines = []
-    for _, cell in rows.groupby(CELL, sort=True):
-        fine = cell[cell["status"] == "ok"]
-        reference = fine[fine["contender"] == _REFERENCE]
+    """Speed-ups of the fastest configurations over DeepSpeed 3D's in the same cell, and, a kind of
+    evidence and cluster, their geometric mean over cells."""
+    pairs = paired_speedups(rows)
+    if pairs.empty:
+        return pairs
+    table = _heads(pairs)
+    table["contender"] = pairs["contender"]
+    table["against"] = REFERENCE
+    table["speed-up"] = [_interval(pair, "speedup", 2) for _, pair in pairs.iterrows()]
+    table["peak memory ratio"] = _numbers(pairs, "memory_ratio", ".2f")
+    table["note"] = pairs["note"]
+    means = [
+        dict(zip(("evidence", "cluster", "contender"), keys, strict=True)) | _mean_line(group)
+        for keys, group in pairs.groupby(["evidence", "cluster", "contender"], sort=True)
+        if len(group) > 1
+    ]
+    return pd.concat([table, pd.DataFrame(means)], ignore_index=True)[list(table.columns)]
+
+
+def paired_speedups(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a cell and contender but DeepSpeed 3D: ``speedup`` with its interval (ratio of
+    median step times), ``memory_ratio``, and ``unsure`` where the samples do not settle it."""
+    best = best_configuration(rows)
+    pairs = []
+    for _, cell in best.groupby(CELL, sort=True):
+        reference = cell[cell["contender"] == REFERENCE]
         if reference.empty:
             continue
-        base = reference.iloc[-1]
-        for _, row in fine[fine["contender"] != _REFERENCE].iterrows():
-            lines.append(_speedup_line(row, base))
-    return pd.DataFrame(lines)
+        for _, row in cell[cell["contender"] != REFERENCE].iterrows():
+            pairs.append(row[[*CELL, "contender"]].to_dict() | _pair(row, reference.iloc[0]))
+    return pd.DataFrame(pairs)
+
+
+def evidence_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Where one configuration has several kinds of evidence: how far they are from each other."""
+    distances = evidence_distances(rows)
+    if distances.empty:
+        return distances
+    heads = {key: head for key, head in _CELL_HEADS.items() if key not in ("cluster", "evidence")}
+    table = distances[list(heads)].rename(columns=heads)
+    table["contender"], table["layout"] = distances["contender"], distances["layout"]
+    table["quantity"] = distances["quantity"]
+    table["this"] = [f"{r.value:.4g} {r.kind}" for r in distances.itertuples()]
+    table["reference"] = [f"{r.reference:.4g} {r.reference_kind}" for r in distances.itertuples()]
+    table["distance"] = [f"{error:+.1%}" for error in distances["error"]]
+    return table
 
 
 def write_tables(tables: dict[str, pd.DataFrame], out: Path) -> list[Path]:
@@ -115,32 +152,44 @@ def print_tables(tables: dict[str, pd.DataFrame], console: Console) -> None:
 
 
 def _heads(rows: pd.DataFrame) -> pd.DataFrame:
-    return rows[list(_CELL_HEADS)].rename(columns=_CELL_HEADS).copy()
+    return rows[list(_CELL_HEADS)].rename(columns=_CELL_HEADS).astype(str)
 
 
-def _speedup_line(row: pd.Series, base: pd.Series) -> dict[str, object]:
+def _pair(row: pd.Series, base: pd.Series) -> dict[str, object]:
     ratio = ratio_of_medians(base["samples_step_s"], row["samples_step_s"])
-    line: dict[str, object] = {head: row[key] for key, head in _CELL_HEADS.items()}
-    line["contender"] = row["contender"]
-    line["against"] = base["contender"]
-    line["speed-up"] = f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
-    line["peak memory ratio"] = "-"
-    if {"peak_gib"} <= set(row.index) and base["peak_gib"] > 0:
-        line["peak memory ratio"] = f"{row['peak_gib'] / base['peak_gib']:.2f}"
-    shaky = ratio.unstable and row["evidence"] == "measured"
-    line["note"] = f"unstable: spread {ratio.spread:.0%}, n={ratio.count}" if shaky else ""
-    return line
+    measured = row["evidence"] == "measured"
+    notes = []
+    if measured and ratio.unstable:
+        notes.append(f"unstable: spread {ratio.spread:.0%}, n={ratio.count}")
+    if measured and ratio.low <= 1.0 <= ratio.high:
+        notes.append("interval includes 1: no difference shown")
+    same_kind = row.get("memory_kind") == base.get("memory_kind")
+    comparable = same_kind and pd.notna(base.get("peak_gib")) and base["peak_gib"] > 0
+    return {
+        "speedup": ratio.median,
+        "speedup_low": ratio.low,
+        "speedup_high": ratio.high,
+        "memory_ratio": row["peak_gib"] / base["peak_gib"] if comparable else None,
+        "unsure": bool(notes),
+        "note": "; ".join(notes),
+    }
 
 
-def _column(rows: pd.DataFrame, name: str) -> pd.Series:
-    """A column, all missing where no row has it."""
-    if name in rows:
-        return rows[name]
-    return pd.Series([None] * len(rows), index=rows.index, dtype=object)
+def _mean_line(group: pd.DataFrame) -> dict[str, object]:
+    mean = paired_ratio(list(group["speedup"]))
+    return {
+        "model": f"{len(group)} cells",
+        "GPUs": "all",
+        "batch": "all",
+        "against": REFERENCE,
+        "speed-up": f"{mean.median:.2f} [{mean.low:.2f}, {mean.high:.2f}]",
+        "peak memory ratio": "-",
+        "note": "geometric mean of the pairs, interval over the pairs",
+    }
 
 
 def _numbers(rows: pd.DataFrame, name: str, form: str) -> Sequence[str]:
-    return ["-" if pd.isna(value) else format(value, form) for value in _column(rows, name)]
+    return ["-" if pd.isna(value) else format(value, form) for value in rows[name]]
 
 
 def _interval(row: pd.Series, name: str, digits: int) -> str:

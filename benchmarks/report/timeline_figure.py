@@ -31,9 +31,13 @@ _WORDS = {
     Op.BACKWARD_WEIGHT: "backward, weight",
     Op.FULL_BACKWARD: "full backward",
 }
-_STRIPS = {"gather": ("#0072B2", 0.68, "gather"), "reduce": ("#CC79A7", 0.82, "reduce")}
+_STRIPS = {
+    "gather": ("#0072B2", 0.66, "gather"),
+    "reduce": ("#CC79A7", 0.76, "reduce"),
+    "transfer": ("#444444", 0.86, "transfer"),
+}
 _OTHER, _BUBBLE = "#999999", "#f2f2f2"
-_BOX_HEIGHT, _STRIP_HEIGHT = 0.64, 0.11
+_BOX_HEIGHT, _STRIP_HEIGHT = 0.64, 0.09
 _WIDTH_IN, _ROW_IN = 13.0, 0.36
 _LETTER_IN = 0.085  # room that one digit of a box's number needs
 

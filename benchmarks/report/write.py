@@ -1,19 +1,35 @@
-"""Make a report: read records, write tables and figures, say where they are."""
+"""Make a report: read records, write tables, figures and the page, say where they are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pandas as pd
 from rich.console import Console
 
-from benchmarks.report.bars import memory_bars, throughput_bars
-from benchmarks.report.frame import load_frame
+from benchmarks.report.bars import bars
+from benchmarks.report.breakdown import memory_breakdown
+from benchmarks.report.evidence import evidence_distance_figure
+from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.headline import headline_table
+from benchmarks.report.losses import loss_curves
+from benchmarks.report.page import write_page
+from benchmarks.report.picture import Picture, save
+from benchmarks.report.scaling import scaling_curves, speedup_maps
 from benchmarks.report.tables import comparison_tables, print_tables, write_tables
+from benchmarks.report.timelines import step_timelines, write_traces
+
+FIGURES: tuple[Callable[[pd.DataFrame], Iterator[Picture]], ...] = (
+    bars,
+    speedup_maps,
+    scaling_curves,
+    memory_breakdown,
+    step_timelines,
+    loss_curves,
+    evidence_distance_figure,
+)
 
 
 @dataclass(frozen=True)
@@ -25,9 +41,9 @@ class ReportPaths:
 
 
 def write_report(roots: Sequence[Path], out: Path, console: Console | None = None) -> ReportPaths:
-    """Write all tables and figures of the records below ``roots`` into ``out``.
+    """Write all tables, figures and the page of the records below ``roots`` into ``out``.
 
-    Prints the tables and the paths. Files that cannot be read are named and skipped.
+    Prints the headline table and the paths. Files that cannot be read are named and skipped.
     """
     console = console or Console()
     frame, skipped = load_frame(roots)
@@ -37,25 +53,14 @@ def write_report(roots: Sequence[Path], out: Path, console: Console | None = Non
         console.print(f"no records below {', '.join(map(str, roots))}", markup=False)
         return ReportPaths([], skipped)
     out.mkdir(parents=True, exist_ok=True)
-    tables = comparison_tables(frame)
-    print_tables({"comparison": headline_table(frame)}, console)
-    files = write_tables(tables, out) + _write_figures(frame, out)
+    rows = latest_ok(frame)
+    tables = comparison_tables(rows)
+    print_tables({"comparison": headline_table(rows)}, console)
+    pictures = [picture for figures in FIGURES for picture in figures(rows)]
+    images = [path for picture in pictures for path in save(picture, out)]
+    page = write_page(rows, tables, pictures, skipped, out)
+    files = [page, *write_tables(tables, out), *images, *write_traces(rows, out)]
     console.print("Written:")
     for path in files:
         console.print(f"  {path}", markup=False, highlight=False)
     return ReportPaths(files, skipped)
-
-
-def _write_figures(frame: pd.DataFrame, out: Path) -> list[Path]:
-    paths = []
-    for name, figure in {
-        "throughput": throughput_bars(frame),
-        "memory": memory_bars(frame),
-    }.items():
-        if figure is None:
-            continue
-        for suffix in ("png", "svg"):
-            paths.append(out / f"{name}.{suffix}")
-            figure.savefig(paths[-1])
-        plt.close(figure)
-    return paths

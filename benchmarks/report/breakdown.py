@@ -1,0 +1,76 @@
+"""Predicted memory by kind, stacked beside the device's limit and the measured peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.report import style
+from benchmarks.report.bars import MAX_PANELS
+from benchmarks.report.frame import best_configuration
+from benchmarks.report.picture import PANEL, Picture, by_evidence, panel_title
+
+# Paul Tol's "muted", with hatches, so that the stack is not mistaken for contenders.
+_KINDS = {
+    "parameters": ("#332288", ""),
+    "unsharded": ("#88CCEE", "//"),
+    "gradients": ("#117733", ""),
+    "optimizer": ("#DDCC77", ".."),
+    "activations": ("#882255", ""),
+    "workspace": ("#BBBBBB", "xx"),
+}
+
+
+def memory_breakdown(rows: pd.DataFrame) -> Iterator[Picture]:
+    """Predicted bytes of the fullest rank by kind, for every record whose plan predicts them."""
+    best = best_configuration(rows)
+    best = best[best["memory_by_kind"].map(bool)]
+    for suffix, words, mine in by_evidence(best):
+        yield Picture(
+            "Memory",
+            f"memory_by_kind_{suffix}",
+            f"Predicted memory of the fullest rank by kind for the configurations {words}; the "
+            "diamond is the peak that was measured (its kind is in the table), the line the limit.",
+            _panels(mine),
+        )
+
+
+def _panels(rows: pd.DataFrame) -> Figure:
+    groups = [panel for _, panel in rows.groupby(PANEL, sort=False)][:MAX_PANELS]
+    figure, axes = style.panels(len(groups), height=3.6)
+    for number, (axis, panel) in enumerate(zip(axes, groups, strict=True)):
+        _stacks(axis, panel)
+        axis.set_title(panel_title(panel))
+        if number % style.COLUMNS == 0:
+            axis.set_ylabel("bytes of the fullest rank [GiB]")
+    style.legend(figure, axes)
+    return figure
+
+
+def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
+    panel = panel.sort_values(["num_gpus", "contender"])
+    places, bottom = np.arange(len(panel)), np.zeros(len(panel))
+    for kind, (colour, hatch) in _KINDS.items():
+        gib = np.array([kinds.get(kind, 0) / 2**30 for kinds in panel["memory_by_kind"]])
+        axis.bar(
+            places, gib, 0.62, bottom, label=kind, color=colour, hatch=hatch, edgecolor="white"
+        )
+        bottom += gib
+    axis.bar_label(axis.containers[-1], [f"{top:.3g}" for top in bottom], padding=2, fontsize=8)
+    peaks = np.where(panel["evidence"] == "measured", panel["peak_gib"].astype(float), np.nan)
+    if np.isfinite(peaks).any():
+        axis.plot(places, peaks, "D", color="black", markersize=5, label="measured peak")
+    limit = float(panel["memory_limit_gib"].iloc[0])
+    highest = max(bottom.max(), np.nan_to_num(peaks).max())
+    if limit < 3 * highest:
+        axis.axhline(limit, color=style.WARM, linestyle="--", label="device limit")
+    else:  # a line far above would flatten the bars
+        axis.set_title(f"limit {limit:g} GiB, not shown", loc="right", fontsize=7, y=0.94)
+    names = [f"{r.contender}\n{r.num_gpus}" for r in panel.itertuples()]
+    axis.set_xticks(places, names, fontsize=7, rotation=40 if len(names) > 4 else 0)
+    axis.margins(y=0.12)
+    axis.set_ylim(bottom=0)

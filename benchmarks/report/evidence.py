@@ -1,0 +1,104 @@
+"""Distances between measured, traced, simulated and published for the same configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from benchmarks.report import style
+from benchmarks.report.frame import CELL
+from benchmarks.report.picture import Picture
+
+_TRUST = ["measured", "traced", "published", "simulated"]  # the first at hand is the reference
+_QUANTITIES = {"step_s": "step [s]", "peak_gib": "peak memory [GiB]"}
+_SAME = [key for key in CELL if key != "evidence"]
+MAX_LINES = 40
+
+
+def evidence_distances(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a configuration, quantity and kind of evidence beside the most trusted one.
+
+    ``error`` is value / reference - 1. The kinds of memory peaks differ (``resident`` holds more
+    than the model's tensors), so a reference is named with its kind.
+    """
+    fine = rows[rows["status"] == "ok"]
+    lines = []
+    for keys, group in fine.groupby([*_SAME, "contender", "layout"], sort=True):
+        if group["evidence"].nunique() < 2:
+            continue
+        group = group.sort_values("evidence", key=lambda kinds: kinds.map(_TRUST.index))
+        named = dict(zip([*_SAME, "contender", "layout"], keys, strict=True))
+        for quantity, label in _QUANTITIES.items():
+            known = group[group[quantity].notna()]
+            lines += [
+                named | {"quantity": label} | _distance(known.iloc[0], other, quantity)
+                for _, other in known.iloc[1:].iterrows()
+            ]
+    return pd.DataFrame(lines)
+
+
+def _distance(reference: pd.Series, other: pd.Series, quantity: str) -> dict[str, object]:
+    return {
+        "value": other[quantity],
+        "kind": _kind(other, quantity),
+        "reference": reference[quantity],
+        "reference_kind": _kind(reference, quantity),
+        "error": other[quantity] / reference[quantity] - 1.0,
+    }
+
+
+def _kind(row: pd.Series, quantity: str) -> str:
+    memory = quantity == "peak_gib" and row["evidence"] == "measured"
+    return f"{row['evidence']} ({row['memory_kind']})" if memory else str(row["evidence"])
+
+
+def evidence_distance_figure(rows: pd.DataFrame) -> Iterator[Picture]:
+    """Signed distances in per cent, a line a configuration, a panel a quantity."""
+    distances = evidence_distances(rows)
+    if distances.empty:
+        return
+    yield Picture(
+        "Evidence",
+        "evidence_distance",
+        "How far one kind of evidence is from a more trusted one on the same configuration "
+        "(value / reference - 1); the worst of each quantity are shown.",
+        _lollipops(distances),
+    )
+
+
+def _lollipops(distances: pd.DataFrame) -> Figure:
+    groups = list(distances.groupby("quantity", sort=True))
+    most = min(MAX_LINES, max(len(group) for _, group in groups))
+    figure, axes = style.panels(len(groups), columns=1, width=8.0, height=1.0 + 0.24 * most)
+    for axis, (quantity, group) in zip(axes, groups, strict=True):
+        worst = group.reindex(group["error"].abs().sort_values().index)[-MAX_LINES:]
+        labels = [
+            f"{r.model}, {r.num_gpus} GPUs, {r.contender} {r.layout}" for r in worst.itertuples()
+        ]
+        places, errors = np.arange(len(worst)), 100 * worst["error"].to_numpy(dtype=float)
+        colours = [style.colour(name) for name in worst["contender"]]
+        axis.hlines(places, 0, errors, color=colours, linewidth=2)
+        axis.scatter(errors, places, color=colours, zorder=3)
+        for place, error in zip(places, errors, strict=True):
+            side = "left" if error >= 0 else "right"
+            axis.annotate(
+                f"{error:+.1f} %",
+                (error, place),
+                xytext=(6 if error >= 0 else -6, 0),
+                textcoords="offset points",
+                va="center",
+                ha=side,
+                fontsize=8,
+            )
+        axis.axvline(0, color="#333333", linewidth=0.8)
+        axis.set_yticks(places, labels, fontsize=8)
+        axis.margins(x=0.2)
+        kinds = f"{', '.join(sorted(group['kind'].unique()))} against "
+        axis.set_xlabel(
+            f"distance [%]: {kinds}{', '.join(sorted(group['reference_kind'].unique()))}"
+        )
+        axis.set_title(quantity)
+    return figure

@@ -1,0 +1,58 @@
+"""Loss curves of contenders on the same batches, on top of each other, and how far they part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from benchmarks.report import style
+from benchmarks.report.frame import best_configuration
+from benchmarks.report.picture import PANEL, Picture, by_evidence, panel_title
+
+_SAME_BATCHES = [*PANEL, "data_seed"]
+
+
+def loss_curves(rows: pd.DataFrame) -> Iterator[Picture]:
+    """Losses over all steps (warm-up included), wherever two contenders or topologies trained on
+    the same batches from the same parameters."""
+    best = best_configuration(rows)
+    best = best[best["losses"].map(len) > 1]
+    for suffix, words, mine in by_evidence(best):
+        groups = [panel for _, panel in mine.groupby(_SAME_BATCHES, sort=False) if len(panel) > 1]
+        if groups:
+            yield Picture(
+                "Loss",
+                f"loss_{suffix}",
+                f"Training loss, {words}: every contender and rank count of a panel saw the same "
+                "batches. Below, the distance from the panel's first curve: rounding, if all is "
+                "well.",
+                _curves(groups[: style.COLUMNS]),
+            )
+
+
+def _curves(groups: list[pd.DataFrame]) -> Figure:
+    figure, flat = style.panels(2 * len(groups), columns=len(groups))
+    top, bottom = flat[: len(groups)], flat[len(groups) :]
+    for upper, lower, panel in zip(top, bottom, groups, strict=True):
+        lines = list(panel.sort_values(["num_gpus", "contender"]).itertuples())
+        base = np.asarray(lines[0].losses)
+        for number, row in enumerate(lines):
+            look = style.line(row.contender) | {"markevery": (number % 4, 4), "markersize": 5}
+            look["linewidth"] = 1 + 1.5 * (len(lines) - number) / len(lines)  # first lies widest
+            label = f"{row.contender}, {row.num_gpus} ranks"
+            steps = np.arange(1, len(row.losses) + 1)
+            upper.plot(steps, row.losses, label=label, alpha=0.8, **look)
+            shared = min(len(base), len(row.losses))
+            error = np.abs(np.asarray(row.losses[:shared]) - base[:shared]) / base[:shared]
+            if number:  # 1e-9 stands for "equal": a logarithm has no zero
+                lower.plot(steps[:shared], np.maximum(error, 1e-9), alpha=0.8, **look)
+        upper.set_title(panel_title(panel))
+        lower.set_yscale("log")
+        lower.set_xlabel("step")
+        upper.legend(fontsize=7)
+    top[0].set_ylabel("loss [nats/token]")
+    bottom[0].set_ylabel("relative distance\nfrom the first curve")
+    return figure

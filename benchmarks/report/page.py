@@ -1,0 +1,122 @@
+"""The report as one HTML file that needs no network: tables, pictures, provenance.
+
+Fed by the tables and pictures that are also written on their own. Every row of a table links to
+where its numbers come from (commit, machine, versions, specification, raw steps).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+
+from benchmarks.environment import git_state
+from benchmarks.report.picture import Picture
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_SECTIONS = ("Throughput", "Speed-up", "Scaling", "Memory", "Timelines", "Loss", "Evidence")
+_TABLES = {
+    "throughput": "Throughput",
+    "memory": "Memory",
+    "speedup": "Speed-up",
+    "evidence": "Evidence",
+}
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table as text; ``sources[i]`` is the id of the record behind row i, or empty."""
+
+    name: str
+    columns: list[str]
+    rows: list[list[str]]
+    sources: list[str]
+
+
+def write_page(
+    rows: pd.DataFrame,
+    tables: dict[str, pd.DataFrame],
+    pictures: Sequence[Picture],
+    skipped: Sequence[str],
+    out: Path,
+) -> Path:
+    """Write ``report.html`` beside the pictures' SVG files and return its path.
+
+    ``rows`` are the frame's rows behind the tables: the throughput and memory tables have their
+    index, and link every row to its record.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    sha, dirty = git_state()
+    path = out / "report.html"
+    path.write_text(
+        environment.get_template("report.html.j2").render(
+            sections=[
+                {
+                    "name": section,
+                    "tables": [
+                        _table(name, tables[name], rows)
+                        for name, of in _TABLES.items()
+                        if of == section and not tables[name].empty
+                    ],
+                    "pictures": [_image(p, out) for p in pictures if p.section == section],
+                }
+                for section in _SECTIONS
+            ],
+            summary=_summary(rows),
+            skipped=skipped,
+            commit=sha[:10] + (" with local changes" if dirty else ""),
+            made=datetime.now(UTC).isoformat(timespec="seconds"),
+            sources=_sources(rows),
+        )
+    )
+    return path
+
+
+def _table(name: str, table: pd.DataFrame, rows: pd.DataFrame) -> _Table:
+    linked = name in ("throughput", "memory")
+    return _Table(
+        name,
+        list(map(str, table.columns)),
+        [[str(value) for value in line] for line in table.to_numpy()],
+        [str(rows.loc[index, "record_id"]) if linked else "" for index in table.index],
+    )
+
+
+def _image(picture: Picture, out: Path) -> dict[str, str]:
+    """The picture's SVG file as a data address: sharp at every size, and no second file."""
+    data = base64.b64encode((out / f"{picture.name}.svg").read_bytes()).decode()
+    return {
+        "name": picture.name,
+        "caption": picture.caption,
+        "address": f"data:image/svg+xml;base64,{data}",
+    }
+
+
+def _summary(rows: pd.DataFrame) -> list[tuple[str, str]]:
+    def counted(column: str) -> str:
+        return ", ".join(f"{n} {value}" for value, n in rows[column].value_counts().items())
+
+    return [
+        ("configurations", str(len(rows))),
+        ("evidence", counted("evidence")),
+        ("status", counted("status")),
+        ("contenders", counted("contender")),
+        ("clusters", counted("cluster")),
+    ]
+
+
+def _sources(rows: pd.DataFrame) -> str:
+    """JSON of every row's provenance, safe inside a script element."""
+    sources: dict[str, Any] = dict(zip(rows["record_id"], rows["source"], strict=True))
+    return json.dumps(sources, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,0 +1,48 @@
+"""A figure with what a reader must know of it, and how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.figure import Figure
+
+PANEL = ["evidence", "cluster", "precision", "model", "global_batch", "seq"]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One figure: ``section`` is its heading in the page, ``name`` its file's stem."""
+
+    section: str
+    name: str
+    caption: str
+    figure: Figure
+
+
+def save(picture: Picture, out: Path) -> list[Path]:
+    """Write PNG (200 dots an inch) and SVG, and release the figure."""
+    paths = [out / f"{picture.name}.{suffix}" for suffix in ("png", "svg")]
+    for path in paths:
+        metadata = {"Date": None} if path.suffix == ".svg" else {}
+        picture.figure.savefig(path, metadata=metadata)
+    plt.close(picture.figure)
+    return paths
+
+
+def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """Rows of one kind of evidence on one cluster: a suffix for names, words for captions, rows.
+
+    No figure mixes kinds of evidence or clusters, except those that compare them.
+    """
+    for (evidence, cluster), mine in rows.groupby(["evidence", "cluster"], sort=True):
+        yield f"{evidence}_{cluster}", f"{evidence} on {cluster}", mine
+
+
+def panel_title(panel: pd.DataFrame) -> str:
+    """Model, batch and sequence length of the rows of one panel."""
+    row = panel.iloc[0]
+    return f"{row['model']}, batch {row['global_batch']} x {row['seq']}, {row['precision']}"

@@ -1,0 +1,125 @@
+"""Scaling over GPU counts, and the map of speed-ups over models and GPU counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+from matplotlib.figure import Figure
+
+from benchmarks.report import style
+from benchmarks.report.frame import best_configuration
+from benchmarks.report.headline import REFERENCE
+from benchmarks.report.picture import Picture, by_evidence
+from benchmarks.report.tables import paired_speedups
+
+_SERIES = ["model", "seq", "precision"]
+_DIVERGING = LinearSegmentedColormap.from_list("speedup", [style.WARM, "#f7f7f7", style.COOL])
+
+
+def scaling_curves(rows: pd.DataFrame) -> Iterator[Picture]:
+    """Tokens a second and efficiency over GPUs: strong scaling (batch fixed) and weak (batch
+    grows with the GPUs), wherever records cover two GPU counts or more."""
+    best = best_configuration(rows)
+    if best.empty:
+        return
+    best = best.assign(
+        tokens_per_s=best["tokens_per_s_per_gpu"] * best["num_gpus"],
+        batch_per_gpu=best["global_batch"] / best["num_gpus"],
+    )
+    for suffix, words, mine in by_evidence(best):
+        for kind, key in {"strong": "global_batch", "weak": "batch_per_gpu"}.items():
+            groups = [
+                (_title(panel, key), panel)
+                for _, panel in mine.groupby([*_SERIES, key], sort=True)
+                if panel["num_gpus"].nunique() > 1
+            ][: style.COLUMNS]
+            if groups:
+                yield Picture(
+                    "Scaling",
+                    f"scaling_{kind}_{suffix}",
+                    f"{kind.capitalize()} scaling, {words}: tokens a second of the whole job, and "
+                    "throughput a GPU over that at the contender's smallest GPU count.",
+                    _curves(groups),
+                )
+
+
+def _title(panel: pd.DataFrame, key: str) -> str:
+    unit = "batch" if key == "global_batch" else "sequences a GPU:"
+    return f"{panel['model'].iloc[0]}, {unit} {panel[key].iloc[0]:g}"
+
+
+def _curves(groups: list[tuple[str, pd.DataFrame]]) -> Figure:
+    figure, flat = style.panels(2 * len(groups), columns=len(groups))
+    top, bottom = flat[: len(groups)], flat[len(groups) :]
+    for upper, lower, (title, panel) in zip(top, bottom, groups, strict=True):
+        upper.set_title(title)
+        for contender in style.ordered(panel["contender"]):
+            mine = panel[panel["contender"] == contender].sort_values("num_gpus")
+            gpus, speed = mine["num_gpus"].to_numpy(), mine["tokens_per_s"].to_numpy(dtype=float)
+            a_gpu = mine["tokens_per_s_per_gpu"].to_numpy(dtype=float)
+            upper.plot(gpus, speed, label=contender, **style.line(contender))
+            lower.plot(gpus, 100 * a_gpu / a_gpu[0], label=contender, **style.line(contender))
+        lower.axhline(100, color=style.NEUTRAL, linewidth=0.8)
+        for axis in (upper, lower):
+            _gpu_axis(axis, sorted(panel["num_gpus"].unique()))
+        lower.set_xlabel("GPUs (ranks)")
+    top[0].set_ylabel("tokens/s")
+    bottom[0].set_ylabel("efficiency [%]")
+    style.legend(figure, flat)
+    return figure
+
+
+def _gpu_axis(axis: Axes, counts: list[int]) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(counts, [str(count) for count in counts])
+    axis.minorticks_off()
+    axis.set_ylim(bottom=0)
+
+
+def speedup_maps(rows: pd.DataFrame) -> Iterator[Picture]:
+    """Throughput over DeepSpeed 3D's, models by GPU counts, a map for every other contender."""
+    pairs = paired_speedups(rows)
+    if pairs.empty:
+        return
+    for suffix, words, mine in by_evidence(pairs):
+        for contender in style.ordered(mine["contender"]):
+            chosen = mine[mine["contender"] == contender]
+            yield Picture(
+                "Speed-up",
+                f"speedup_{contender.lower().replace(' ', '_')}_{suffix}",
+                f"Throughput of {contender} over {REFERENCE} in the same cell, {words}. Above 1 "
+                f"{contender} is faster; ? marks a ratio whose interval includes 1 or whose "
+                "samples spread too far to say.",
+                _map(chosen, contender),
+            )
+
+
+def _map(rows: pd.DataFrame, contender: str) -> Figure:
+    lines = rows["model"] + ", batch " + rows["global_batch"].astype(str)
+    table = rows.assign(line=lines).drop_duplicates(["line", "num_gpus"], keep="last")
+    values = table.pivot(index="line", columns="num_gpus", values="speedup")
+    unsure = table.pivot(index="line", columns="num_gpus", values="unsure")
+    size = (2.6 + 0.75 * values.shape[1], 1.2 + 0.42 * values.shape[0])
+    figure, axis = style.plt.subplots(figsize=size, layout="constrained")
+    reach = max(0.1, float(np.nanmax(np.abs(np.log2(values.to_numpy(dtype=float))))))
+    norm = TwoSlopeNorm(0.0, -reach, reach)
+    logs = np.log2(values.to_numpy(dtype=float))
+    image = axis.imshow(logs, cmap=_DIVERGING, norm=norm, aspect="auto")
+    for (i, j), value in np.ndenumerate(values.to_numpy(dtype=float)):
+        if not np.isnan(value):
+            mark = "?" if bool(unsure.iloc[i, j]) else ""
+            strong = abs(np.log2(value)) > 0.6 * reach
+            text = f"{value:.2f}{mark}"
+            axis.text(j, i, text, ha="center", va="center", color="white" if strong else "black")
+    axis.set_xticks(range(values.shape[1]), [str(count) for count in values.columns])
+    axis.set_yticks(range(values.shape[0]), list(values.index))
+    axis.set_xlabel("GPUs (ranks)")
+    axis.set_title(f"{contender} over {REFERENCE}, x throughput")
+    axis.grid(False)
+    bar = figure.colorbar(image, ax=axis, format=lambda x, _: f"{2**x:.2f}")
+    bar.set_label("speed-up")
+    return figure

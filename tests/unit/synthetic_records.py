@@ -1,0 +1,123 @@
+"""Made-up records for the report's tests: plausible sizes, fixed noise, real schedules as spans."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import SCHEMA_VERSION, GateResult, RankRecord, RunRecord
+from benchmarks.spec import spec_from_mapping
+from zeropp import schedule
+from zeropp.schedule.program import StageCost
+from zeropp.sim import events
+from zeropp.timeline import Provenance
+
+MODELS = {"gpt_tiny": (8, 64), "gpt_mini": (8, 128), "gpt_1_5b": (48, 1600)}
+LINK = {"bandwidth_gb_s": 5.0, "latency_us": 20.0}
+_SLOWER = {"zeropp": 1.0, "deepspeed_3d": 1.3, "torch_pp": 1.1, "fsdp": 1.2}
+
+
+def spec_values(
+    contender: str = "zeropp", model: str = "gpt_tiny", num_gpus: int = 4, **more: Any
+) -> dict[str, Any]:
+    """A spec as a mapping; ``more`` replaces top-level keys."""
+    layers, hidden = MODELS[model]
+    shape = {"name": model, "family": "gpt", "layers": layers, "hidden": hidden, "heads": 4}
+    shape |= {"kv_heads": 4, "ffn": 4 * hidden, "vocab": 256, "seq": 64}
+    device = {"name": "cpu", "memory_gib": 16.0, "memory_bandwidth_gb_s": 20.0}
+    device |= {"matmul_bf16_tflops": 0.05, "matmul_fp32_tflops": 0.05}
+    cluster = {"name": "cpu_gloo", "device": device, "gpus_per_node": 8, "nics_per_node": 1}
+    cluster |= {"intra": LINK, "inter": LINK}
+    values = {
+        "model": shape,
+        "cluster": cluster,
+        "num_gpus": num_gpus,
+        "contender": {"name": contender},
+        "global_batch": 16,
+        "microbatch_size": 1,
+        "precision": "fp32",
+        "optimizer": {"kind": "sgd", "lr": 0.1},
+        "data": {"kind": "synthetic"},
+        "measure": {},
+    }
+    return values | more
+
+
+def make_record(
+    contender: str = "zeropp",
+    model: str = "gpt_tiny",
+    num_gpus: int = 4,
+    *,
+    provenance: Provenance = "measured",
+    attempt: str = "local-1",
+    step_s: list[float] | None = None,
+    noise: float = 0.02,
+    seed: int = 0,
+    spans: bool = True,
+    fields: dict[str, Any] | None = None,
+    **spec_fields: Any,
+) -> RunRecord:
+    """A successful record; ``fields`` replaces fields of the record, the rest those of the spec."""
+    spec = spec_from_mapping(spec_values(contender, model, num_gpus, **spec_fields))
+    draw = random.Random(f"{spec.spec_id}{seed}")
+    base = 0.4 * spec.model.hidden / num_gpus**0.9 * _SLOWER[contender] / 64
+    steps = step_s or [base * (1 + noise * draw.random()) for _ in range(10)]
+    peak = int(base * 2**28 / _SLOWER[contender])
+    layout = {"pp": 2, "tp": 1, "shard": num_gpus // 2, "replicate": 1, "chunks": 2}
+    values: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "record_id": f"{spec.spec_id}/{attempt}",
+        "spec_id": spec.spec_id,
+        "spec": spec.to_dict(),
+        "provenance": provenance,
+        "status": "ok",
+        "reason": "",
+        "started_at": "2026-11-20T10:00:00+00:00",
+        "ended_at": "2026-11-20T10:01:00+00:00",
+        "git_sha": "0123456789abcdef",
+        "git_dirty": False,
+        "launcher": "local",
+        "plan": {
+            "layout": layout,
+            "num_microbatches": 4,
+            "unit": 2,
+            "predicted_memory": [{"parameters": peak // 3, "activations": peak // 2}] * 2,
+        },
+        "gate": GateResult(True, 1e-4, 1e-7, 1e-7, 1e-7, model),
+        "losses": [5.5 * 0.9**i * (1 + 1e-7 * draw.random()) for i in range(12)],
+        "step_s": steps,
+        "ranks": [
+            RankRecord(
+                rank=rank,
+                pp_rank=rank % 2,
+                environment={"host": "node0", "device": "cpu", "versions": {"torch": "2.13.0"}},
+                step_s=steps,
+                counters={},
+                peak_rss_bytes=peak,
+            )
+            for rank in range(num_gpus)
+        ],
+        "spans": [list(row) for row in span_rows(contender)] if spans else [],
+    }
+    return RunRecord(**(values | (fields or {})))
+
+
+def write_records(records: list[RunRecord], root: Path) -> Path:
+    """Write records as the suite does, ``root/<spec_id>/<attempt>/record.json``."""
+    for record in records:
+        record.write(root / record.record_id / "record.json")
+    return root
+
+
+@lru_cache
+def span_rows(contender: str) -> tuple[tuple[Any, ...], ...]:
+    """Spans of a small step of the contender's schedule."""
+    name, chunks = ("zeropp", 2) if contender == "zeropp" else ("1f1b", 1)
+    compute = schedule.build(name, num_ranks=2, chunks=chunks, num_microbatches=4)
+    program = schedule.lower(compute, gather=contender == "zeropp")
+    share = 0.01 / chunks
+    cost = StageCost(share, share, share, unshard=0.004, reduce_grad=0.004, transfer=0.001)
+    spans = events.run(program, [cost] * compute.num_stages).spans()
+    return tuple((s.rank, s.lane, s.action, s.start_s, s.end_s) for s in spans)
