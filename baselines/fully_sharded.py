@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -116,5 +116,5 @@ def _copies(gradient: Tensor, layout: Layout) -> float:
     if isinstance(gradient, DTensor):
         mesh = gradient.device_mesh
         for dim, placement in enumerate(gradient.placements):
-            parts *= mesh.size(dim) if placement.is_shard() else 1
+            parts *= 1 if placement.is_replicate() else mesh.size(dim)  # strided shards, too
     return layout.tp * layout.dp / parts

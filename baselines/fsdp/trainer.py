@@ -58,9 +58,8 @@ class FsdpTrainer:
         plan, model = self._plan, self._model
         assert isinstance(model, FSDPModule)
         first, last = model[0], plan.num_microbatches - 1
-        batches = zip(
-            inputs.split(plan.microbatch_size), targets.split(plan.microbatch_size), strict=True
-        )
+        size = plan.microbatch_size
+        batches = zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._device)
         self._begin = time.perf_counter()

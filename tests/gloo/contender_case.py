@@ -53,7 +53,9 @@ def request(
     values["model"] |= model or {}
     values["cluster"] = yaml.safe_load(Path("conf/cluster/cpu_gloo.yaml").read_text())
     values |= {"num_gpus": num_gpus, "contender": contender}
-    return spec_from_mapping(values | {"global_batch": global_batch, "precision": precision}).request
+    return spec_from_mapping(
+        values | {"global_batch": global_batch, "precision": precision}
+    ).request
 
 
 def batch(shape: ModelShape, rows: int, step: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,9 @@ BUILDER = "baselines.fsdp.trainer:build"
         ({"shard": 2, "replicate": 2, "recompute": "full"}, {"tied_embeddings": True}),
     ],
 )
-def test_fsdp_is_one_process(world: World, contender: dict[str, Any], model: dict[str, Any]) -> None:
+def test_fsdp_is_one_process(
+    world: World, contender: dict[str, Any], model: dict[str, Any]
+) -> None:
     plan = plan_fsdp(request(4, {"name": "fsdp", **contender}, model=model))
     steps = 2
     outcomes = check(world, BUILDER, plan, steps=steps)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from baselines.deepspeed_3d.plan import plan as plan_deepspeed
+from baselines.fsdp.plan import plan as plan_fsdp
+from baselines.torch_pp.plan import plan as plan_torch
 from benchmarks.spec import spec_from_mapping
 from tests.unit.test_spec import mapping
 from zeropp.layout import InfeasibleError
@@ -17,6 +22,7 @@ from zeropp.schedule.action import Action, Op
 def request(num_gpus: int, global_batch: int, **contender: Any) -> PlanRequest:
     values = mapping()
     values["model"]["layers"] = 16
+    values["cluster"] = yaml.safe_load(Path("conf/cluster/cpu_gloo.yaml").read_text())
     values |= {"num_gpus": num_gpus, "global_batch": global_batch, "contender": contender}
     return spec_from_mapping(values).request
 
@@ -26,8 +32,9 @@ def deepspeed_program(stage: int, stages: int, microbatches: int) -> list[Action
 
     It names buffers, not microbatches: the n-th instruction of a kind is that of microbatch n.
     """
-    from baselines.deepspeed_3d.trainer import OPS
     from deepspeed.runtime.pipe.schedule import TrainSchedule
+
+    from baselines.deepspeed_3d.trainer import OPS
 
     schedule = TrainSchedule(micro_batches=microbatches, stages=stages, stage_id=stage)
     actions = []
@@ -49,3 +56,112 @@ def test_deepspeed_plan_is_its_train_schedule(stages: int, microbatches: int) ->
     plan = plan_deepspeed(asked)
     for stage in range(stages):
         assert list(plan.schedule.programs[stage]) == deepspeed_program(stage, stages, microbatches)
+
+
+def torch_programs(name: str, ranks: int, chunks: int, microbatches: int) -> list[list[str]]:
+    """Programs of torch's own schedule class in its text form, without transfers."""
+    from torch.distributed.pipelining.schedules import OVERLAP_F_B
+
+    from baselines.torch_pp.trainer import CLASSES
+
+    stages = [
+        SimpleNamespace(
+            num_stages=ranks * chunks,
+            group_size=ranks,
+            group_rank=0,
+            submod=None,
+            stage_index=chunk * ranks,
+            has_backward=True,
+        )
+        for chunk in range(chunks)
+    ]
+    schedule = CLASSES[name](stages, n_microbatches=microbatches, loss_fn=lambda output, target: 0)
+    programs = []
+    for rank in range(ranks):
+        actions = []
+        for action in schedule.pipeline_order_with_comms[rank]:
+            parts = action.sub_actions if action.computation_type is OVERLAP_F_B else [action]
+            actions += [str(part) for part in parts]
+        programs.append([text for text in actions if "SEND" not in text and "RECV" not in text])
+    return programs
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks", "microbatches"),
+    [
+        ("1f1b", 1, 1, 3),
+        ("1f1b", 4, 1, 8),
+        ("interleaved_1f1b", 2, 3, 4),
+        ("interleaved_1f1b", 4, 4, 8),
+        ("looped_bfs", 2, 2, 3),
+        ("looped_bfs", 4, 4, 6),
+        ("interleaved_zb", 2, 2, 4),
+        ("interleaved_zb", 3, 5, 9),
+        ("zbv", 2, 2, 4),
+        ("zbv", 4, 2, 11),
+        ("dualpipev", 2, 2, 4),
+        ("dualpipev", 4, 2, 9),
+        ("dualpipev", 8, 2, 16),
+    ],
+)
+def test_torch_plan_is_that_of_torch(name: str, ranks: int, chunks: int, microbatches: int) -> None:
+    contender = {"name": "torch_pp", "pp": ranks, "shard": 2, "schedule": name, "chunks": chunks}
+    plan = plan_torch(request(2 * ranks, 2 * microbatches, **contender))
+    expected = torch_programs(name, ranks, chunks, microbatches)
+    for program, theirs in zip(plan.schedule.programs, expected, strict=True):
+        assert [str(action) for action in program if not action.op.is_transfer] == theirs
+
+
+REFUSED = {
+    "deepspeed_3d": [
+        ({"tp": 3, "replicate": 1, "pp": 1}, "contender.tp=3: must divide model.heads=4"),
+        ({"chunks": 2}, "contender.chunks=2"),
+        ({"shard": 2}, "contender.shard=2"),
+        ({"schedule": "zbv"}, "contender.schedule=zbv"),
+        ({"unit": 4}, "contender.unit=4"),
+        ({"compile": True}, "contender.compile=True"),
+        ({"pp": 4, "replicate": 2}, "contender.replicate=2: the degrees"),
+    ],
+    "fsdp": [
+        ({"pp": 2}, "contender.pp=2"),
+        ({"tp": 2}, "contender.tp=2"),
+        ({"replicate_zero": 1}, "contender.replicate_zero=1"),
+        ({"prefetch": 2}, "contender.prefetch=2"),
+    ],
+    "torch_pp": [
+        ({"schedule": "gpipe"}, "contender.schedule=gpipe"),
+        ({"schedule": "1f1b", "chunks": 2}, "contender.chunks=2"),
+        ({"schedule": "zbv", "chunks": 3}, "contender.chunks=3"),
+        ({"schedule": "zbv", "chunks": 2, "recompute": "full"}, "contender.recompute=full"),
+        ({"schedule": "zbv", "chunks": 2, "compile": True}, "contender.compile=True"),
+        ({"schedule": "1f1b", "pp": 4, "batch": 2}, "at least 4 microbatches"),
+        ({"schedule": "interleaved_1f1b", "chunks": 2, "pp": 4, "batch": 6}, "a multiple of 4"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "words"),
+    [(name, knobs, words) for name, cases in REFUSED.items() for knobs, words in cases],
+)
+def test_what_a_framework_lacks_is_refused_in_one_line(
+    name: str, knobs: dict[str, Any], words: str
+) -> None:
+    batch = knobs.pop("batch", 8)
+    planner = {"deepspeed_3d": plan_deepspeed, "fsdp": plan_fsdp, "torch_pp": plan_torch}[name]
+    world = 3 if knobs.get("tp") == 3 else 4
+    with pytest.raises(InfeasibleError, match=r"(use|try|change)") as caught:
+        planner(request(world, batch, name=name, **knobs))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_fsdp_gathers_each_layer_for_each_pass() -> None:
+    plan = plan_fsdp(request(4, 8, name="fsdp", shard=4))
+    (program,) = plan.schedule.programs
+    pieces, microbatches = 18, 2
+    gathers = sum(action.op is Op.UNSHARD for action in program)
+    # The head turns round from forward to backward, the embedding from one microbatch to the next.
+    assert gathers == 2 * pieces * microbatches - microbatches - (microbatches - 1)
+    reductions = sum(action.op is Op.REDUCE_GRAD for action in program)
+    assert reductions == pieces * microbatches

@@ -1,0 +1,252 @@
+"""torch.distributed.pipelining on a rank: torch runs the step, this file feeds and reads it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    _Action,
+    _PipelineScheduleRuntime,
+)
+from torch.distributed.tensor.parallel import loss_parallel
+
+from baselines.fully_sharded import (
+    count_collectives,
+    data_mesh,
+    finish_step,
+    prepare_block,
+    shard,
+    world_mesh,
+)
+from baselines.torch_pp.tensor_parallel import cut_piece
+from zeropp.engine.sharding import full, local
+from zeropp.model import build_piece, cross_entropy
+from zeropp.optimizer import build_optimizer
+from zeropp.plan import Plan
+from zeropp.schedule import build as build_schedule
+from zeropp.schedule.action import Action, Op
+from zeropp.sim.events import LANES
+from zeropp.timeline import Span
+from zeropp.training import OptimizerConfig, StepResult
+
+
+def build(
+    plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
+) -> TorchPipelineTrainer:
+    """Build this rank's part of a plan; collective."""
+    return TorchPipelineTrainer(plan, optimizer, device, seed)
+
+
+class _OneForwardOneBackward(_PipelineScheduleRuntime):
+    """1F1B on the runtime of torch's other schedules, which posts receives early and gathers once
+    a step; ``Schedule1F1B`` itself blocks on every message, and its order cannot be read out
+    (``_get_pipeline_order`` of torch 2.13 leaves out the last rank's first forward)."""
+
+    def __init__(self, stages: list[PipelineStage], n_microbatches: int, **arguments: Any) -> None:
+        super().__init__(stages, n_microbatches, **arguments)  # type: ignore[no-untyped-call]
+        order = build_schedule(
+            "1f1b", num_ranks=self._num_stages, chunks=1, num_microbatches=n_microbatches
+        )
+        self.pipeline_order = {
+            rank: [_Action.from_str(str(action)) for action in program]
+            for rank, program in enumerate(order.programs)
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
+
+CLASSES: dict[str, Callable[..., _PipelineScheduleRuntime]] = {
+    "1f1b": _OneForwardOneBackward,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "interleaved_zb": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+
+class _Chunk(nn.Module):
+    """The pieces of one stage, by their index in the model."""
+
+    def __init__(self, pieces: dict[int, nn.Module]) -> None:
+        super().__init__()
+        self.pieces = nn.ModuleDict({str(index): piece for index, piece in pieces.items()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for piece in self.pieces.values():
+            x = piece(x)
+        return x
+
+
+class _Stage(PipelineStage):
+    """A PipelineStage that tells when it computes."""
+
+    observer: Callable[[Op, int, int | None, float], None]
+    clock: Callable[[], float]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **keywords: Any) -> Any:
+        start = self.clock()
+        output = super().forward_one_chunk(fwd_chunk_id, *arguments, **keywords)
+        self.observer(Op.FORWARD, self.stage_index, fwd_chunk_id, start)
+        return output
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: Any = False,
+    ) -> None:
+        start = self.clock()
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        op = Op.FULL_BACKWARD if full_backward else Op.BACKWARD_INPUT
+        self.observer(op, self.stage_index, bwd_chunk_id, start)
+
+    def backward_weight_one_chunk(
+        self, bwd_chunk_id: int, *arguments: Any, **keywords: Any
+    ) -> None:
+        start = self.clock()
+        super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **keywords)
+        self.observer(Op.BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id, start)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        start = self.clock()
+        super().perform_reduce_grad(grad_scale_factor)
+        self.observer(Op.REDUCE_GRAD, self.stage_index, None, start)
+
+
+class TorchPipelineTrainer:
+    """A ``zeropp.training.Trainer`` over torch's pipeline runtime."""
+
+    def __init__(
+        self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
+    ) -> None:
+        self._plan, self._device, self._clip_norm = plan, device, optimizer.clip_norm
+        self._counters: Counter[str] = Counter()
+        self._spans: list[Span] | None = None
+        self._begin = 0.0
+        self._mesh = world_mesh(plan.layout, device)
+        self._pp_rank = self._mesh.get_local_rank("pp")
+        self._chunks = {
+            stage: self._build_chunk(stage, seed)
+            for stage in plan.schedule.stages_of(self._pp_rank)
+        }
+        self._schedule = CLASSES[plan.schedule.name](
+            [self._build_stage(stage, chunk) for stage, chunk in self._chunks.items()],
+            n_microbatches=plan.num_microbatches,
+            loss_fn=lambda logits, y: cross_entropy(logits, y) / plan.num_microbatches,
+            scale_grads=False,
+        )
+        self._parameters = [p for chunk in self._chunks.values() for p in chunk.parameters()]
+        self._optimizer = build_optimizer(self._parameters, optimizer)
+
+    def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
+        """See ``Trainer.step``."""
+        plan = self._plan
+        self._optimizer.zero_grad()
+        losses: list[Tensor] = []
+        first = (inputs,) if 0 in self._chunks else ()
+        last = plan.schedule.num_stages - 1 in self._chunks
+        self._begin = time.perf_counter()
+        with self._loss_context():
+            self._schedule.step(
+                *first, target=targets if last else None, losses=losses, return_outputs=False
+            )
+        loss = torch.zeros((), device=self._device)
+        for part in losses:  # the same on every rank of a tensor-parallel group
+            loss += local(part.detach()) / (plan.layout.dp * plan.layout.tp)
+        result = finish_step(self._parameters, loss, plan.layout, self._device, self._clip_norm)
+        self._optimizer.step()
+        return result
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``Trainer.full_parameters``."""
+        for chunk in self._chunks.values():
+            for name, parameter in chunk.pieces.named_parameters():
+                yield name, full(parameter.detach()).float().cpu()
+
+    def counters(self) -> dict[str, int]:
+        """See ``Trainer.counters``."""
+        return dict(self._counters)
+
+    def record_spans(self, enabled: bool) -> None:
+        """See ``Trainer.record_spans``."""
+        self._spans = [] if enabled else None
+
+    def spans(self) -> list[Span]:
+        """See ``Trainer.spans``."""
+        return list(self._spans or [])
+
+    def _build_chunk(self, stage: int, seed: int) -> _Chunk:
+        """Piece by piece, each cut and sharded before the next one is made."""
+        plan = self._plan
+        shape, layout = plan.shape, plan.layout
+        mesh = data_mesh(self._mesh, layout)
+        pieces: dict[int, nn.Module] = {}
+        for index in plan.pieces_of(stage):
+            piece = build_piece(shape, index, seed, self._device)
+            if layout.tp > 1:
+                cut_piece(piece, self._mesh["tp"], sequence_parallel=layout.sequence_parallel)
+            if 0 < index < shape.num_pieces - 1:
+                prepare_block(piece, plan)
+            sharded = shard(piece, mesh, plan.precision, reshard_after_forward=False)
+            if not pieces:  # one of a chunk's pieces counts for the chunk
+                count_collectives(sharded, self._counters)
+            pieces[index] = piece
+        chunk = _Chunk(pieces)
+        shard(chunk, mesh, plan.precision, reshard_after_forward=False)
+        return chunk
+
+    def _build_stage(self, index: int, chunk: _Chunk) -> _Stage:
+        last = self._plan.schedule.num_stages - 1
+        stage = _Stage(
+            chunk,
+            index,
+            last + 1,
+            self._device,
+            input_args=self._boundary(first=index == 0),
+            output_args=self._boundary(first=False),
+            group=self._mesh.get_group("pp"),
+        )
+        stage.observer, stage.clock = self._observe, self._clock
+        return stage
+
+    def _boundary(self, *, first: bool) -> Tensor:
+        """Shape and type of what enters a stage or leaves it. Torch sends no last stage's output,
+        so what is said of that does not matter."""
+        plan, shape = self._plan, self._plan.shape
+        if first:
+            return torch.empty(plan.microbatch_size, shape.seq, dtype=torch.int64, device="meta")
+        seq = shape.seq // (plan.layout.tp if plan.layout.sequence_parallel else 1)
+        dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+        size = (plan.microbatch_size, seq, shape.hidden)
+        return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
+
+    def _loss_context(self) -> AbstractContextManager[Any]:
+        return loss_parallel() if self._plan.layout.tp > 1 else nullcontext()
+
+    def _observe(self, op: Op, stage: int, microbatch: int | None, start: float) -> None:
+        if op.is_compute:
+            self._counters[op.name.lower()] += 1
+        if self._spans is not None:
+            action = str(Action(stage, op, microbatch))
+            self._spans.append(Span(self._pp_rank, LANES[op], action, start, self._clock()))
+
+    def _clock(self) -> float:
+        """Seconds since the step began; while spans are recorded, with the device caught up."""
+        if self._spans is None:
+            return 0.0
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - self._begin
