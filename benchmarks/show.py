@@ -45,6 +45,7 @@ class Request:
     unit: int = 0  # 0: the generator's default
     cap: int = 0  # 0: the generator's default
     prefetch: int = 1
+    keep: int = 0
     reduce_every: str = "unit"
     out: str = ""
 
@@ -90,6 +91,7 @@ def show(request: Request, cost: StageCost, console: Console) -> Timeline:
         compute,
         gather=True,
         prefetch=request.prefetch,
+        keep=request.keep,
         reduce_every="unit" if request.reduce_every == "unit" else "step",
     )
     validate(schedule)

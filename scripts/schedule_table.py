@@ -35,6 +35,7 @@ PEERS = (
     ("ScheduleZBVZeroBubble", (2,)),
     ("ScheduleDualPipeV", (2,)),
 )
+TORCH_KEEPS = 3  # chunks that torch's lowering keeps gathered at once
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
@@ -106,25 +107,30 @@ def rows() -> Iterator[dict[str, Any]]:
                     schedule = torch_schedule(name, num_ranks, chunks, m)
                     yield {**sizes, "schedule": name, "chunks": chunks, **measure(schedule)}
             for chunks in (2, 4):
-                for unit in sorted({num_ranks, min(2 * num_ranks, m), m}):
-                    schedule = zeropp_schedule(num_ranks, chunks, m, unit)
-                    bound = f"{1 + (num_ranks - 1) / (3 * m * chunks):.4f}"
-                    named = {"schedule": "ZeroPP", "chunks": chunks, "unit": unit, "bound": bound}
-                    yield {**sizes, **named, **measure(schedule)}
+                for unit in sorted({num_ranks, min(2 * num_ranks, m)}):
+                    for keep in (0, min(TORCH_KEEPS, chunks)):
+                        schedule = zeropp_schedule(num_ranks, chunks, m, unit, keep)
+                        bound = f"{1 + (num_ranks - 1) / (3 * m * chunks):.4f}"
+                        named = {"schedule": "ZeroPP", "chunks": chunks, "unit": unit}
+                        knobs = {"keep": keep, "bound": bound}
+                        yield {**sizes, **named, **knobs, **measure(schedule)}
 
 
-def zeropp_schedule(num_ranks: int, chunks: int, num_microbatches: int, unit: int) -> Schedule:
+def zeropp_schedule(
+    num_ranks: int, chunks: int, num_microbatches: int, unit: int, keep: int
+) -> Schedule:
     """ZeroPP with the default cap of U*V, gathers one window ahead."""
     compute = build(
         "zeropp", num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches, unit=unit
     )
-    return lower(compute, gather=True)
+    return lower(compute, gather=True, keep=keep)
 
 
 def main() -> None:
     logging.disable(logging.WARNING)  # torch warns that it drops ZBV's surplus microbatches
     out = Path(sys.argv[1] if len(sys.argv) > 1 else "results/reference/schedules.csv")
-    header = ["ranks", "microbatches", "schedule", "chunks", "unit", "step_over_ideal", "bound"]
+    header = ["ranks", "microbatches", "schedule", "chunks", "unit", "keep"]
+    header += ["step_over_ideal", "bound"]
     header += ["activations_over_1f1b", "gathers_per_step", "parameter_passes_per_step"]
     header += ["resident_chunks", "resident_share"]
     with out.open("w", newline="") as file:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from zeropp.schedule import GENERATORS, ScheduleError, build, lower, validate
 from zeropp.schedule.action import Action, Op, parse_action
 from zeropp.schedule.program import Schedule, StageCost, programs_from_csv
-from zeropp.schedule.validate import live_activations
+from zeropp.schedule.validate import live_activations, resident_chunks
 from zeropp.schedule.zeropp import smallest_cap
 from zeropp.sim.events import run
 
@@ -116,6 +116,24 @@ def test_lowered_programs_gather_and_reduce_once(
         assert counts[stage, Op.REDUCE_GRAD] == (units if reduce_every == "unit" else 1)
     compute = tuple(tuple(a for a in p if a.op.is_compute) for p in lowered.programs)
     assert compute == schedule.programs
+
+
+@given(zeropp_sizes(), st.integers(0, 2), st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_kept_chunks_save_gathers_within_their_number(
+    sizes: dict[str, int], prefetch: int, keep: int
+) -> None:
+    schedule = build("zeropp", **sizes)
+    plain = lower(schedule, gather=True, prefetch=prefetch)
+    kept = lower(schedule, gather=True, prefetch=prefetch, keep=keep)
+    validate(kept)
+    for rank in range(schedule.num_ranks):
+        gathers = [sum(a.op is Op.UNSHARD for a in s.programs[rank]) for s in (kept, plain)]
+        resident = [max(resident_chunks(s, rank)) for s in (kept, plain)]
+        assert gathers[0] <= gathers[1]
+        assert resident[0] <= max(keep, resident[1])
+        if keep >= sizes["chunks"]:
+            assert gathers[0] == sizes["chunks"]
 
 
 def test_text_and_csv_round_trip() -> None:

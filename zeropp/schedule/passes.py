@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from zeropp.schedule.action import MAKES_GRADIENTS, NEEDS_PARAMETERS, Action, Op
@@ -20,12 +21,20 @@ ReduceEvery = Literal["unit", "step"]
 
 
 def lower(
-    schedule: Schedule, *, gather: bool, prefetch: int = 1, reduce_every: ReduceEvery = "unit"
+    schedule: Schedule,
+    *,
+    gather: bool,
+    prefetch: int = 1,
+    keep: int = 0,
+    reduce_every: ReduceEvery = "unit",
 ) -> Schedule:
     """The whole program of a schedule, ready to be run.
 
     ``gather``: parameters are sharded, so gathers and releases are added, each gather
-    ``prefetch`` windows ahead of its use. Gradients are reduced after the last weight gradient of
+    ``prefetch`` windows ahead of its use. ``keep``: parameters are released as soon as no window
+    needs them (0), or that many chunks may stay gathered at once where that saves a gather; the
+    one that is needed last goes first. On schedules without units a phase is the whole step's
+    forwards or backwards of a stage. Gradients are reduced after the last weight gradient of
     a stage's unit, or of its step. Raises ValueError on a schedule that is lowered already.
     """
     if any(not a.op.is_compute for program in schedule.programs for a in program):
@@ -33,7 +42,7 @@ def lower(
     span = schedule.unit if reduce_every == "unit" else schedule.num_microbatches
     programs = [_add_reductions(program, span) for program in schedule.programs]
     if gather:
-        programs = [_add_gathers(p, schedule.unit, prefetch) for p in programs]
+        programs = [_add_gathers(p, schedule.unit, prefetch, keep) for p in programs]
     return replace(schedule, programs=_add_transfers(programs, schedule))
 
 
@@ -73,17 +82,40 @@ def parameter_windows(program: Program, unit: int) -> list[Window]:
     return windows
 
 
-def _add_gathers(program: Program, unit: int, prefetch: int) -> Program:
+def _add_gathers(program: Program, unit: int, prefetch: int, keep: int) -> Program:
     windows = parameter_windows(program, unit)
+    uses: dict[int, list[int]] = defaultdict(list)  # stage -> its windows, by number
+    for number, window in enumerate(windows):
+        uses[window.stage].append(number)
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
-    released: dict[int, int] = {}  # stage -> index after which it is free to be gathered again
+    free_from: dict[int, int] = {}  # stage -> index from which it may be gathered again
+    held: dict[int, Window] = {}  # gathered stages, by the latest window that uses them
+
+    def release(stage: int) -> None:
+        last = held.pop(stage).last
+        after[last].append(Action(stage, Op.RESHARD))
+        free_from[stage] = last + 1
+
+    def next_use(stage: int, number: int) -> float:
+        later = bisect_left(uses[stage], number)
+        return uses[stage][later] if later < len(uses[stage]) else float("inf")
+
     for number, window in enumerate(windows):
-        place = windows[max(0, number - prefetch)].first
-        place = max(place, released.get(window.stage, 0))
-        before[place].append(Action(window.stage, Op.UNSHARD))
-        after[window.last].append(Action(window.stage, Op.RESHARD))
-        released[window.stage] = window.last + 1
+        if window.stage not in held:
+            place = windows[max(0, number - prefetch)].first
+            place = max(place, free_from.get(window.stage, 0))
+            if len(held) >= keep > 0:  # make room: give up what is needed last
+                place = min(max(place, min(w.last for w in held.values()) + 1), window.first)
+                idle = [stage for stage, w in held.items() if w.last < place]
+                if idle:
+                    release(max(idle, key=partial(next_use, number=number)))
+            before[place].append(Action(window.stage, Op.UNSHARD))
+        held[window.stage] = window
+        if keep == 0:
+            release(window.stage)
+    for stage in list(held):
+        release(stage)
     return _insert(program, before, after)
 
 

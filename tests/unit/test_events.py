@@ -1,0 +1,65 @@
+"""The event loop: hand-counted steps, lanes beside each other, deadlock."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeropp.schedule import build, lower
+from zeropp.schedule.action import parse_action
+from zeropp.schedule.program import Program, StageCost
+from zeropp.sim.events import DeadlockError, run, run_programs
+
+
+def program(text: str) -> Program:
+    return tuple(parse_action(word) for word in text.split())
+
+
+def test_gpipe_by_hand() -> None:
+    """P=2, m=3, F=1, I=2, W=1, messages 0.5: fill 1.5, work 3*(1+3), drain 0.5 + 3."""
+    cost = StageCost(1.0, 2.0, 1.0, transfer=0.5)
+    result = run(build("gpipe", num_ranks=2, chunks=1, num_microbatches=3), [cost] * 2)
+    assert result.step_s == pytest.approx(1.5 + 12 + 0.5 + 3)
+    assert result.busy == (12.0, 12.0)
+    assert result.over_ideal == pytest.approx(17 / 12)
+    assert result.bubble == pytest.approx(5 / 17)
+
+
+@pytest.mark.parametrize(("ranks", "m"), [(2, 2), (4, 8), (8, 16)])
+def test_1f1b_takes_its_textbook_step(ranks: int, m: int) -> None:
+    result = run(
+        build("1f1b", num_ranks=ranks, chunks=1, num_microbatches=m), [StageCost()] * ranks
+    )
+    assert result.step_s == 3 * (m + ranks - 1)
+
+
+def test_a_gather_runs_beside_compute_and_only_the_rest_is_exposed() -> None:
+    """The second gather takes 3 beside a forward of 1 and ends 2 later than that forward."""
+    words = "0UNSHARD 1UNSHARD 0F0 1F0 1B0 0B0 0REDUCE_GRAD 1REDUCE_GRAD"
+    result = run_programs([program(words)], [0, 0], [StageCost(unshard=3.0, reduce_grad=1.0)] * 2)
+    assert result.exposed_gather == (3.0 + 2.0,)
+    assert result.exposed_wait == (0.0,)
+    assert result.step_s == pytest.approx(6 + 1 + 2 + 2 + 1 + 1)
+
+
+def test_lowering_alone_adds_no_time_when_communication_is_free() -> None:
+    compute = build("zeropp", num_ranks=4, chunks=2, num_microbatches=8)
+    costs = [StageCost()] * 8
+    assert run(lower(compute, gather=True), costs).step_s == run(compute, costs).step_s
+
+
+def test_spans_cover_the_busy_time_and_never_overlap_on_a_lane() -> None:
+    costs = [StageCost(1.0, 1.5, 0.7, 0.4, 0.3, 0.2)] * 8
+    schedule = lower(build("zeropp", num_ranks=4, chunks=2, num_microbatches=8), gather=True)
+    result = run(schedule, costs)
+    for rank in range(4):
+        spans = [s for s in result.spans() if s.rank == rank and s.lane == "compute"]
+        assert sum(s.end_s - s.start_s for s in spans) == pytest.approx(result.busy[rank])
+        starts = [s.start_s for s in spans[1:]]
+        ends = [s.end_s for s in spans[:-1]]
+        assert all(end <= start + 1e-9 for end, start in zip(ends, starts, strict=True))
+
+
+def test_a_deadlock_says_where_every_rank_stands() -> None:
+    programs = [program("0F0 0B0 0F1 0B1"), program("1F1 1F0 1B0 1B1")]
+    with pytest.raises(DeadlockError, match="rank 0 at 0B0, rank 1 at 1F1"):
+        run_programs(programs, [0, 1], [StageCost()] * 2)
