@@ -35,6 +35,7 @@ from benchmarks.launch.slurm_script import (
 )
 from benchmarks.progress import SweepProgress
 from benchmarks.record import RunRecord
+from zeropp.sim.simulate import simulate
 
 _GIB = 2**30
 _OUT = Console(soft_wrap=True, markup=False, highlight=False)
@@ -53,14 +54,17 @@ def launch(
     runs_dir = runs_dir.resolve()
     sweep = f"zeropp-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
     if settings.dry_run:
-        _print_scripts(points, settings, runs_dir, sweep)
+        _prepare(points, settings, runs_dir, sweep)
+        for script in sorted((runs_dir / "slurm" / sweep).glob("*.sbatch")):
+            _OUT.print(f"# --- {script}\n{script.read_text()}")
         return []
     records = [*_refuse_too_large(points, runs_dir)]
     decided = {record.spec_id for record in records}
     todo = [point for point in points if point.spec.spec_id not in decided]
     try:
         todo = _not_underway(todo, runs_dir)
-        records += _submit(todo, settings, runs_dir, sweep)
+        if todo:
+            records += _submit(todo, settings, runs_dir, sweep)
     except SlurmError as error:  # the queue could not be read: what is in it must not be doubled
         records += _not_submitted(todo, runs_dir, str(error))
     for record in records:
@@ -71,29 +75,49 @@ def launch(
 def _arrays(
     points: Sequence[Point], options: SlurmOptions, submission: Path, sweep: str
 ) -> list[Array]:
-    sized = [(point, resources_of(point.spec, options, None)) for point in points]
+    sized = [(p, resources_of(p.spec, options, _predicted_step_s(p))) for p in points]
     return group(sized, submission, sweep)
 
 
-def _print_scripts(
+def _predicted_step_s(point: Point) -> float | None:
+    """The simulator's step; None on CPUs, where it cannot know how many ranks share a core."""
+    if point.plan is None or point.spec.cluster.device.name == "cpu":
+        return None
+    return simulate(point.plan, point.spec.cluster).step_s
+
+
+def _prepare(
     points: Sequence[Point], options: SlurmOptions, runs_dir: Path, sweep: str
-) -> None:
-    submission = runs_dir / "slurm" / sweep
-    for array in _arrays(points, options, submission, sweep):
-        _OUT.print(f"# --- {array.script}\n{render_array(array, options, runs_dir)}")
-    report = render_report(submission, sweep, options, runs_dir)
-    _OUT.print(f"# --- {submission}/{sweep}-report.sbatch\n{report}")
+) -> list[Array]:
+    """Freeze every point and write every script; nothing is written where one cannot be."""
+    directory = runs_dir / "slurm" / sweep
+    arrays = _arrays(points, options, directory, sweep)
+    scripts = {array.script: render_array(array, options, runs_dir) for array in arrays}
+    scripts[_report_script(directory)] = render_report(directory, sweep, options, runs_dir)
+    for point in points:
+        frozen = directory / "specs" / point.spec.spec_id
+        frozen.mkdir(parents=True)
+        freeze(point, frozen, "slurm")
+    for path, script in scripts.items():
+        path.write_text(script)
+    return arrays
+
+
+def _report_script(submission: Path) -> Path:
+    return submission / f"{submission.name}-report.sbatch"
 
 
 def _refuse_too_large(points: Sequence[Point], runs_dir: Path) -> Iterator[RunRecord]:
     """Do not wait in a queue for a plan that is known not to fit."""
     for point in points:
+        if point.plan is None:
+            continue
         device = point.spec.cluster.device
-        memory = point.plan.memory if point.plan else ()
-        peak_gib, rank = max(((m.total / _GIB, i) for i, m in enumerate(memory)), default=(0, 0))
-        if peak_gib > device.memory_gib:
+        memory = simulate(point.plan, point.spec.cluster).memory
+        peak_bytes, rank = max((m.total, rank) for rank, m in enumerate(memory))
+        if peak_bytes > device.memory_gib * _GIB:
             reason = (
-                f"predicted peak of {peak_gib:.1f} GiB on pipeline rank {rank} is over "
+                f"predicted peak of {peak_bytes / _GIB:.1f} GiB on pipeline rank {rank} is over "
                 f"cluster.device.memory_gib={device.memory_gib:g} (try more GPUs, a smaller "
                 "microbatch_size, or contender.recompute=full)"
             )
@@ -125,19 +149,12 @@ def _not_submitted(points: Sequence[Point], runs_dir: Path, why: str) -> list[Ru
 def _submit(
     points: Sequence[Point], options: SlurmOptions, runs_dir: Path, sweep: str
 ) -> list[RunRecord]:
-    """Freeze, render and submit; returns records of what Slurm refused."""
-    directory = runs_dir / "slurm" / sweep
-    arrays = _arrays(points, options, directory, sweep)
-    scripts = [render_array(array, options, runs_dir) for array in arrays]
-    for array, script in zip(arrays, scripts, strict=True):
-        for point in array.points:
-            frozen = directory / "specs" / point.spec.spec_id
-            frozen.mkdir(parents=True)
-            freeze(point, frozen, "slurm")
-        array.script.write_text(script)
-    submission = Submission(directory, [SubmittedArray(a.name, a.spec_ids) for a in arrays])
-    if arrays:
-        submission.write()
+    """Submit the arrays and the report job; returns records of what Slurm refused."""
+    arrays = _prepare(points, options, runs_dir, sweep)
+    submission = Submission(
+        runs_dir / "slurm" / sweep, [SubmittedArray(a.name, a.spec_ids) for a in arrays]
+    )
+    submission.write()
     records: list[RunRecord] = []
     for number, array in enumerate(arrays):
         job, why = _try_to_submit(array.script)
@@ -147,7 +164,7 @@ def _submit(
             records += _not_submitted(array.points, runs_dir, why)
         else:
             _say_submitted(array, job)
-    _submit_report(submission, sweep, options, runs_dir)
+    _submit_report(submission, runs_dir)
     return records
 
 
@@ -159,14 +176,11 @@ def _say_submitted(array: Array, job: str) -> None:
     )
 
 
-def _submit_report(
-    submission: Submission, sweep: str, options: SlurmOptions, runs_dir: Path
-) -> None:
+def _submit_report(submission: Submission, runs_dir: Path) -> None:
     jobs = [array.job for array in submission.arrays if array.job]
     if not jobs:
         return
-    script = submission.directory / f"{sweep}-report.sbatch"
-    script.write_text(render_report(submission.directory, sweep, options, runs_dir))
+    script = _report_script(submission.directory)
     job, why = _try_to_submit(script, f"--dependency=afterany:{':'.join(jobs)}")
     replace(submission, report_job=job).write()
     _OUT.print(f"  report      {f'job {job}, after all of them' if job else why}")

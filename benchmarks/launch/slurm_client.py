@@ -44,7 +44,6 @@ class EndedJob:
     state: str
     exit_code: str  # "code:signal"
     nodes: str
-    reason: str = ""
 
 
 def submit(script: Path, *flags: str) -> str:
@@ -70,19 +69,23 @@ def endings(job: str) -> list[EndedJob]:
 
 
 def last_ending(job: str, timeout_s: float = _TIMEOUT_S) -> EndedJob | None:
-    """What slurmctld remembers of a job (for MinJobAge seconds); None where it does not."""
-    try:
-        text = _call("scontrol", "--oneliner", "show", "job", job, timeout_s=timeout_s)
-    except SlurmError:
-        return None
-    fields = dict(word.split("=", 1) for word in text.split() if "=" in word)
-    return EndedJob(
-        fields["JobState"], fields["ExitCode"], fields["NodeList"], fields.get("Reason", "")
-    )
+    """What slurmctld remembers of a job (for MinJobAge seconds); None where it does not.
+
+    Tasks that were cancelled before any of their array began are known by the array's id alone.
+    """
+    for known_as in dict.fromkeys((job, job.partition("_")[0])):
+        try:
+            text = _call("scontrol", "--oneliner", "show", "job", known_as, timeout_s=timeout_s)
+        except SlurmError:
+            continue
+        if len(text.splitlines()) == 1:
+            fields = dict(word.split("=", 1) for word in text.split() if "=" in word)
+            return EndedJob(fields["JobState"], fields["ExitCode"], fields["NodeList"])
+    return None
 
 
 def _accounted(job: str) -> list[EndedJob]:
-    columns = "--format=State,ExitCode,NodeList,Reason"
+    columns = "--format=State,ExitCode,NodeList"
     flags = ("--allocations", "--duplicates", "--noheader", "--parsable2")
     lines = _call("sacct", "--jobs", job, *flags, columns).splitlines()
     if not lines:

@@ -20,7 +20,7 @@ from benchmarks.launch.points import Point
 from benchmarks.spec import RunSpec, SpecError
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-_START_S = 180.0  # imports, process groups, the gate and building, on a slow file system
+_START_S = 300.0  # imports, process groups, the gate and building, on a slow file system
 _EXTRA_STEPS = 3  # the gate's, its reference, and the one with spans
 
 Flag = str | int | float | bool | None

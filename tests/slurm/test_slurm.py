@@ -22,7 +22,7 @@ def test_dry_run_prints_scripts_and_submits_nothing(suite: Suite) -> None:
     assert "#SBATCH --array=0-1" in printed
     assert "benchmarks.report" in printed
     assert suite.queue() == []
-    assert not (suite.runs / "slurm").exists()
+    assert list(suite.runs.glob("*/*/submission.json")) == []
 
 
 @pytest.mark.usefixtures("background")

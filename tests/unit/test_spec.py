@@ -27,7 +27,13 @@ def mapping() -> dict[str, Any]:
         },
         "cluster": {
             "name": "here",
-            "device": {"name": "cpu", "memory_gib": 16, "memory_bandwidth_gb_s": 20},
+            "device": {
+                "name": "cpu",
+                "memory_gib": 16,
+                "memory_bandwidth_gb_s": 20,
+                "matmul_bf16_tflops": 0.05,
+                "matmul_fp32_tflops": 0.05,
+            },
             "gpus_per_node": 8,
             "nics_per_node": 1,
             "intra": link,
