@@ -59,6 +59,8 @@ class SweepProgress:
         detail = record.reason
         if record.status == "ok":
             median = sorted(record.step_s)[len(record.step_s) // 2]
-            detail = f"{median:.3f} s a step, loss {record.losses[-1]:.4f}"
+            detail = f"{median:.3f} s a step"
+            if record.losses:
+                detail += f", loss {record.losses[-1]:.4f}"
         _CONSOLE.print(f"  {record.status:<10}  {record.spec_id}: {detail}", markup=False)
         self._bar.advance(self._task)

@@ -6,10 +6,28 @@ with the simulator. They read a plan without programs and its price.
 
 from __future__ import annotations
 
-from zeropp.cost.price import PlanPrice
+from functools import lru_cache
+
+from zeropp.cost import PlanPrice, price_plan
+from zeropp.layout import Layout
 from zeropp.plan import Plan
 from zeropp.sim.simulate import compute_s
-from zeropp.tune.space import Candidate
+from zeropp.tune.plans import sized_plan
+from zeropp.tune.space import Candidate, Task
+
+
+def work_s(task: Task, family: Candidate) -> float:
+    """Compute of the whole model, spread evenly over the pipeline: the cheapest bound."""
+    layout = Layout(tp=family.layout.tp, sequence_parallel=family.layout.sequence_parallel)
+    one = Candidate(family.contender, layout, family.microbatch_size, 1, "1f1b", family.recompute)
+    whole = _microbatch_s(task, one)
+    return whole * family.num_microbatches / family.layout.pp
+
+
+@lru_cache(maxsize=4096)
+def _microbatch_s(task: Task, one: Candidate) -> float:
+    return sum(compute_s(cost) for cost in price_plan(sized_plan(task, one), task.cluster).stages)
+
 
 _SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv"})
 

@@ -25,7 +25,7 @@ def sized_plan(task: Task, candidate: Candidate) -> Plan:
         placement = loop_placement(layout.pp, layout.chunks)
     unit = 1 if candidate.schedule == "fsdp" else candidate.unit or candidate.num_microbatches
     return Plan(
-        contender=candidate.schedule,
+        contender=candidate.contender,
         shape=task.shape,
         layout=layout,
         microbatch_size=candidate.microbatch_size,

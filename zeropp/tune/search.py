@@ -1,9 +1,9 @@
 """The best feasible configuration of a contender: exhaustive, best bound first.
 
-Families of configurations (all but unit, cap and point of reduction) wait in a queue by their
-lower bound; the lowest is opened into its members, members are simulated, and the search ends
-when no bound in the queue is below the runner-up. What lacks memory falls first, without a
-schedule where its least bytes are too many already, else by the peak of its programs.
+Families of configurations (all but unit, cap and point of reduction) wait in a queue by a lower
+bound of their step. The lowest is taken: first priced, then opened into its members, then
+simulated; the search ends when no bound in the queue is below the runner-up. What lacks memory
+falls before it has a schedule where its least bytes are too many, else by its programs' peak.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import heapq
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from zeropp.cost import price_plan
 from zeropp.plan import Plan
 from zeropp.sim.memory import peak_memory
 from zeropp.sim.simulate import SimResult, simulate
-from zeropp.tune.bound import least_bytes, least_step_s
+from zeropp.tune.bound import least_bytes, least_step_s, work_s
 from zeropp.tune.plans import sized_plan, with_programs
 from zeropp.tune.space import Candidate, Space, Task, families, members
 
 RESERVED_GIB = 4.0  # of a device: context, libraries and communicators, fragmentation
 
-Progress = Callable[[int, int, float], None]  # opened or fallen, known, best step so far
 
 OOM = "out of memory"
 SLOWER = "slower by its lower bound"
@@ -43,6 +43,9 @@ class Evaluated:
         layout = self.candidate.layout
         degrees = (layout.pp, layout.tp, layout.shard, layout.replicate)
         return (*degrees, layout.chunks, self.candidate.schedule, self.candidate.recompute)
+
+
+Progress = Callable[[int, int, Evaluated | None], None]  # settled, known so far, best so far
 
 
 @dataclass
@@ -85,36 +88,47 @@ def search(
     simulated, so none can be faster than the winner by more.
     """
     outcome = Outcome(task, space)
-    queue: list[tuple[float, int, Candidate, bool]] = []
-    known = 0
-
-    def push(candidate: Candidate, is_family: bool) -> None:
-        nonlocal known
-        known += 1
-        plan = sized_plan(task, candidate)
-        price = price_plan(plan, task.cluster)
-        if least_bytes(plan, price, candidate) > memory_limit_bytes(task):
-            outcome.fallen[OOM] += 1
-        else:
-            bound = least_step_s(plan, price)
-            heapq.heappush(queue, (bound, known, candidate, is_family))
-
-    for family in families(task, space, outcome.fallen):
-        push(family, True)
+    queue = [
+        (work_s(task, family), number, family, _Known.SIZES)
+        for number, family in enumerate(families(task, space, outcome.fallen))
+    ]
+    heapq.heapify(queue)
+    number = len(queue)
     while queue:
-        bound, _, candidate, is_family = heapq.heappop(queue)
+        bound, _, candidate, known = heapq.heappop(queue)
         if progress:
-            best = outcome.winner.step_s if outcome.winner else float("inf")
-            progress(known - len(queue), known, best)
+            progress(number - len(queue), number, outcome.winner)
         if bound >= outcome.to_beat * (1.0 - tolerance):
             outcome.fallen[SLOWER] += 1 + len(queue)
             break
-        if is_family:
-            for member in members(space, candidate):
-                push(member, False)
-        else:
+        if known is _Known.PRICED_MEMBER:
             _evaluate(task, candidate, outcome)
+            continue
+        children = [candidate] if known is _Known.SIZES else members(space, candidate)
+        for child in children:
+            priced = _price(task, child, outcome)
+            if priced is not None:
+                number += 1
+                heapq.heappush(queue, (priced, number, child, _Known(known + 1)))
     return outcome
+
+
+class _Known(IntEnum):
+    """How much is known of a queue's entry, and so what its bound is made of."""
+
+    SIZES = 0  # a family: its work alone
+    PRICED_FAMILY = 1
+    PRICED_MEMBER = 2
+
+
+def _price(task: Task, candidate: Candidate, outcome: Outcome) -> float | None:
+    """Lower bound of a family or a member; None where it lacks memory."""
+    plan = sized_plan(task, candidate)
+    price = price_plan(plan, task.cluster)
+    if least_bytes(plan, price, candidate) > memory_limit_bytes(task):
+        outcome.fallen[OOM] += 1
+        return None
+    return least_step_s(plan, price)
 
 
 def _evaluate(task: Task, candidate: Candidate, outcome: Outcome) -> None:

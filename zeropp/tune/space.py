@@ -39,8 +39,9 @@ class Space:
     tensor: bool = False  # has tensor parallelism
     sequence_parallel: bool = False
     shards: bool = False  # has ZeRO-3 groups
-    pipelines: bool = True
+    pipelines: tuple[int, int] = (1, 0)  # fewest and most pipeline ranks; 0: as many as fit
     replicate_zero: tuple[int, ...] = (0,)
+    # Selective recomputation drops attention scores; fused attention never keeps any.
     recompute: tuple[Recompute, ...] = ("none", "full")
     placements: tuple[Placement, ...] = ("dp_inner",)
     unit_factors: tuple[int, ...] = ()  # U as multiples of P, beside m; none: no units
@@ -71,7 +72,6 @@ SPACES: dict[str, Space] = {
             tensor=True,
             sequence_parallel=True,
             replicate_zero=(0, 1),
-            recompute=("none", "selective", "full"),
             placements=("dp_inner", "pp_inner"),
         ),
         Space(
@@ -79,10 +79,10 @@ SPACES: dict[str, Space] = {
             "ZeroPP",
             {"zeropp": (1, 2, 3, 4, 6, 8)},
             shards=True,
-            recompute=("none", "selective", "full"),
+            pipelines=(2, 0),  # with one pipeline rank it is FSDP
             placements=("dp_inner", "pp_inner"),
-            unit_factors=(1, 2, 4, 8),
-            cap_factors=(0.0, 0.5, 1.0, 1.5),
+            unit_factors=(1, 2, 4),
+            cap_factors=(0.0, 1.0, 1.5),
             reduce_every=("unit", "step"),
         ),
         Space(
@@ -90,8 +90,7 @@ SPACES: dict[str, Space] = {
             "FSDP",
             {"fsdp": (1,)},
             shards=True,
-            pipelines=False,
-            recompute=("none", "selective", "full"),
+            pipelines=(1, 1),
             reduce_every=("unit", "step"),
         ),
     )
@@ -102,6 +101,7 @@ SPACES: dict[str, Space] = {
 class Candidate:
     """One configuration; ``unit`` and ``cap`` are 0 where the schedule knows none."""
 
+    contender: str
     layout: Layout
     microbatch_size: int
     num_microbatches: int
@@ -148,7 +148,7 @@ def families(task: Task, space: Space, fallen: Counter[str]) -> Iterator[Candida
                     chunked = replace(layout, chunks=chunks)
                     for recompute in space.recompute:
                         unit = m if space.unit_factors else 0
-                        yield Candidate(chunked, b, m, schedule, recompute, unit=unit)
+                        yield Candidate(space.name, chunked, b, m, schedule, recompute, unit=unit)
 
 
 def _layouts(task: Task, space: Space, fallen: Counter[str]) -> Iterator[Layout]:
@@ -160,13 +160,18 @@ def _layouts(task: Task, space: Space, fallen: Counter[str]) -> Iterator[Layout]
         if tp > node:
             fallen["tp larger than a node"] += 1
             continue
-        for pp in divisors(task.num_gpus // tp) if space.pipelines else [1]:
+        for pp in _pipeline_degrees(space, task.num_gpus // tp):
             if pp > shape.layers:
                 fallen["more stages than layers"] += 1
                 continue
             rest = task.num_gpus // tp // pp
             for shard in divisors(rest) if space.shards else [1]:
                 yield from _variants(space, Layout(pp, tp, shard, rest // shard), node)
+
+
+def _pipeline_degrees(space: Space, ranks: int) -> list[int]:
+    fewest, most = space.pipelines
+    return [pp for pp in divisors(ranks) if fewest <= pp <= (most or ranks)]
 
 
 def _variants(space: Space, layout: Layout, node: int) -> Iterator[Layout]:

@@ -1,0 +1,110 @@
+"""Price points instead of running them: the simulator's answer as a record like any other.
+
+A record of this launcher has provenance ``simulated``: no rank ran, ``step_s`` is one predicted
+step, and all that the model says stands in ``predicted``. A plan that lacks memory is an ``oom``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import git_state
+from benchmarks.launch.points import (
+    PROVENANCE,
+    Point,
+    attempt_directory,
+    now,
+    plan_summary,
+)
+from benchmarks.progress import SweepProgress
+from benchmarks.record import SCHEMA_VERSION, RunRecord, Status
+from benchmarks.spec import RunSpec, SpecError
+from zeropp.plan import Plan
+from zeropp.sim.simulate import SimResult, simulate
+
+_SPANS = 20_000  # a record keeps a timeline of at most so many
+
+
+def check(points: Sequence[Point]) -> None:
+    """Refuse a device whose peak is not known for the precision."""
+    for point in points:
+        device = point.spec.cluster.device
+        known = {"bf16": device.peak_bf16_tflops, "fp32": device.peak_fp32_tflops}
+        if known[point.spec.precision] is None:
+            raise SpecError(
+                f"cluster={point.spec.cluster.name}: device {device.name} has no "
+                f"peak_{point.spec.precision}_tflops to price with (use another cluster or "
+                "precision)"
+            )
+
+
+def launch(
+    points: Sequence[Point], options: dict[str, Any], runs_dir: Path, progress: SweepProgress
+) -> list[RunRecord]:
+    """Price every point and write its record."""
+    del options
+    records = []
+    for point in points:
+        progress.update(point, "simulating")
+        directory = attempt_directory(point.spec, runs_dir, "simulate")
+        assert point.plan is not None  # infeasible points never reach a launcher
+        records.append(simulated_record(point.spec, point.plan, directory.name))
+        records[-1].write(directory / "record.json")
+        progress.finished(records[-1])
+    return records
+
+
+def simulated_record(
+    spec: RunSpec, plan: Plan, attempt: str, result: SimResult | None = None
+) -> RunRecord:
+    """The record of a plan; ``result`` saves the simulation where the caller has done it."""
+    started = now()
+    result = result or simulate(plan, spec.cluster)
+    limit = int(spec.cluster.device.memory_gib * 2**30)
+    status: Status = "ok" if result.peak_bytes <= limit else "oom"
+    reason = (
+        ""
+        if status == "ok"
+        else (
+            f"predicted peak {result.peak_bytes / 2**30:.1f} GiB, the device has {limit / 2**30:.1f}"
+        )
+    )
+    sha, dirty = git_state()
+    return RunRecord(
+        schema_version=SCHEMA_VERSION,
+        record_id=f"{spec.spec_id}/{attempt}",
+        spec_id=spec.spec_id,
+        spec=spec.to_dict(),
+        provenance=PROVENANCE["simulate"],
+        status=status,
+        reason=reason,
+        started_at=started,
+        ended_at=now(),
+        git_sha=sha,
+        git_dirty=dirty,
+        launcher="simulate",
+        plan=plan_summary(replace(plan, memory=result.memory)),
+        step_s=[result.step_s] if status == "ok" else [],
+        spans=_spans(result),
+        predicted=prediction(result),
+    )
+
+
+def prediction(result: SimResult) -> dict[str, Any]:
+    """What a record keeps of a simulated step."""
+    return {
+        "step_s": result.step_s,
+        "tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
+        "bubble": result.bubble,
+        "exposed_s": result.exposed_s,
+        "peak_bytes": result.peak_bytes,
+        "memory": [asdict(memory) for memory in result.memory],
+    }
+
+
+def _spans(result: SimResult) -> list[list[Any]]:
+    rows = result.timeline().to_rows()
+    return rows if len(rows) <= _SPANS else []
