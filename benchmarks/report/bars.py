@@ -75,9 +75,10 @@ def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: str) -> None:
             error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#333333"},
         )
         texts = ["" if np.isnan(value) else format(value, form) for value in values]
-        axis.bar_label(drawn, texts, padding=3, fontsize=8)
+        crowded = len(counts) * len(contenders) > 8
+        axis.bar_label(drawn, texts, padding=3, fontsize=8, rotation=90 if crowded else 0)
     axis.set_xticks(np.arange(len(counts)), [str(count) for count in counts])
-    axis.margins(y=0.15)
+    axis.margins(y=0.22)
     axis.set_ylim(bottom=0)
 
 

@@ -41,11 +41,11 @@ def memory_breakdown(rows: pd.DataFrame) -> Iterator[Picture]:
 
 def _panels(rows: pd.DataFrame) -> Figure:
     groups = [panel for _, panel in rows.groupby(PANEL, sort=False)][:MAX_PANELS]
-    figure, axes = style.panels(len(groups), height=3.6)
+    figure, axes = style.panels(len(groups), columns=2, width=6.0, height=3.8)
     for number, (axis, panel) in enumerate(zip(axes, groups, strict=True)):
         _stacks(axis, panel)
         axis.set_title(panel_title(panel))
-        if number % style.COLUMNS == 0:
+        if number % 2 == 0:
             axis.set_ylabel("bytes of the fullest rank [GiB]")
     style.legend(figure, axes)
     return figure
@@ -56,21 +56,25 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
     places, bottom = np.arange(len(panel)), np.zeros(len(panel))
     for kind, (colour, hatch) in _KINDS.items():
         gib = np.array([kinds.get(kind, 0) / 2**30 for kinds in panel["memory_by_kind"]])
+        if not gib.any():
+            continue
         axis.bar(
             places, gib, 0.62, bottom, label=kind, color=colour, hatch=hatch, edgecolor="white"
         )
         bottom += gib
-    axis.bar_label(axis.containers[-1], [f"{top:.3g}" for top in bottom], padding=2, fontsize=8)
+    axis.bar_label(
+        axis.containers[-1], [f"{top:.3g}" for top in bottom], padding=2, fontsize=7, rotation=90
+    )
     peaks = np.where(panel["evidence"] == "measured", panel["peak_gib"].astype(float), np.nan)
     if np.isfinite(peaks).any():
-        axis.plot(places, peaks, "D", color="black", markersize=5, label="measured peak")
+        axis.plot(places, peaks, "D", color="black", markersize=4, label="measured peak")
     limit = float(panel["memory_limit_gib"].iloc[0])
     highest = max(bottom.max(), np.nan_to_num(peaks).max())
     if limit < 3 * highest:
         axis.axhline(limit, color=style.WARM, linestyle="--", label="device limit")
     else:  # a line far above would flatten the bars
         axis.set_title(f"limit {limit:g} GiB, not shown", loc="right", fontsize=7, y=0.94)
-    names = [f"{r.contender}\n{r.num_gpus}" for r in panel.itertuples()]
-    axis.set_xticks(places, names, fontsize=7, rotation=40 if len(names) > 4 else 0)
-    axis.margins(y=0.12)
+    names = [f"{r.contender}, {r.num_gpus}" for r in panel.itertuples()]
+    axis.set_xticks(places, names, fontsize=8, rotation=90 if len(names) > 4 else 0)
+    axis.margins(y=0.22)
     axis.set_ylim(bottom=0)

@@ -26,9 +26,9 @@ def loss_curves(rows: pd.DataFrame) -> Iterator[Picture]:
             yield Picture(
                 "Loss",
                 f"loss_{suffix}",
-                f"Training loss, {words}: every contender and rank count of a panel saw the same "
-                "batches. Below, the distance from the panel's first curve: rounding, if all is "
-                "well.",
+                f"Training loss, {words}: every contender of a panel, at the smallest and the "
+                "largest rank count, saw the same batches. Below, the distance from the panel's "
+                "first curve: rounding, if all is well.",
                 _curves(groups[: style.COLUMNS]),
             )
 
@@ -37,6 +37,8 @@ def _curves(groups: list[pd.DataFrame]) -> Figure:
     figure, flat = style.panels(2 * len(groups), columns=len(groups))
     top, bottom = flat[: len(groups)], flat[len(groups) :]
     for upper, lower, panel in zip(top, bottom, groups, strict=True):
+        ends = {panel["num_gpus"].min(), panel["num_gpus"].max()}  # more curves hide each other
+        panel = panel[panel["num_gpus"].isin(ends)]
         lines = list(panel.sort_values(["num_gpus", "contender"]).itertuples())
         base = np.asarray(lines[0].losses)
         for number, row in enumerate(lines):
@@ -48,7 +50,7 @@ def _curves(groups: list[pd.DataFrame]) -> Figure:
             shared = min(len(base), len(row.losses))
             error = np.abs(np.asarray(row.losses[:shared]) - base[:shared]) / base[:shared]
             if number:  # 1e-9 stands for "equal": a logarithm has no zero
-                lower.plot(steps[:shared], np.maximum(error, 1e-9), alpha=0.8, **look)
+                lower.plot(steps[:shared], np.maximum(error, 1e-9), **(look | {"marker": ""}))
         upper.set_title(panel_title(panel))
         lower.set_yscale("log")
         lower.set_xlabel("step")

@@ -63,6 +63,7 @@ def _curves(groups: list[tuple[str, pd.DataFrame]]) -> Figure:
             a_gpu = mine["tokens_per_s_per_gpu"].to_numpy(dtype=float)
             upper.plot(gpus, speed, label=contender, **style.line(contender))
             lower.plot(gpus, 100 * a_gpu / a_gpu[0], label=contender, **style.line(contender))
+        lower.margins(y=0.08)
         lower.axhline(100, color=style.NEUTRAL, linewidth=0.8)
         for axis in (upper, lower):
             _gpu_axis(axis, sorted(panel["num_gpus"].unique()))

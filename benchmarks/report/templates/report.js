@@ -33,6 +33,12 @@ function filterRows(input) {
   }
 }
 
+// Lists of numbers on one line, all else indented.
+function readable(value) {
+  const flat = Array.isArray(value) && value.every((item) => typeof item !== "object");
+  return flat ? value.join(", ") : JSON.stringify(value, null, 1);
+}
+
 function showSource(id) {
   const source = sources[id];
   document.getElementById("provenance-title").textContent = id;
@@ -43,7 +49,7 @@ function showSource(id) {
     head.textContent = name;
     row.append(head);
     const pre = document.createElement("pre");
-    pre.textContent = typeof value === "string" ? value : JSON.stringify(value, null, 1);
+    pre.textContent = typeof value === "string" ? value : readable(value);
     row.insertCell().append(pre);
   }
   document.getElementById("provenance-body").replaceChildren(table);
