@@ -88,7 +88,7 @@ def run_points(points: list[Point], config: dict[str, Any]) -> int:
     with SweepProgress(len(feasible)) as progress:
         records = launcher.launch(feasible, config["launcher"], runs_dir, progress)
     write_report([runs_dir / p.spec.spec_id for p in points], Path(config["report_dir"]))
-    return 0 if all(r.status == "ok" for r in records) else 1
+    return 0 if all(r.status in ("ok", "infeasible") for r in records) else 1
 
 
 def _one_line(error: Exception) -> str:

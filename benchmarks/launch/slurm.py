@@ -28,6 +28,7 @@ from benchmarks.launch.slurm_script import (
     Array,
     SlurmOptions,
     group,
+    nodes_of,
     read_options,
     render_array,
     render_report,
@@ -42,8 +43,9 @@ _OUT = Console(soft_wrap=True, markup=False, highlight=False)
 
 
 def check(points: Sequence[Point]) -> None:
-    """Nothing that could be refused before the options are known."""
-    del points
+    """Refuse ranks that do not divide over their nodes; raises SpecError."""
+    for point in points:
+        nodes_of(point.spec)
 
 
 def launch(
@@ -169,11 +171,9 @@ def _submit(
 
 
 def _say_submitted(array: Array, job: str) -> None:
-    size, many = array.resources, len(array.points)
-    _OUT.print(
-        f"  submitted   job {job}: points {many}, each: nodes {size.nodes}, GPUs a node "
-        f"{size.gpus_per_node}, minutes at most {size.minutes}"
-    )
+    size, count = array.resources, len(array.points)
+    each = f"{size.nodes} x {size.gpus_per_node} GPUs each"
+    _OUT.print(f"  submitted   job {job}: {count} point{'s' * (count > 1)}, {each}")
 
 
 def _submit_report(submission: Submission, runs_dir: Path) -> None:

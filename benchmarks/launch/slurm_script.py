@@ -111,18 +111,24 @@ def read_options(values: Mapping[str, Any]) -> SlurmOptions:
     return options
 
 
-def resources_of(spec: RunSpec, options: SlurmOptions, step_s: float | None) -> Resources:
-    """Nodes, GPUs and time of a point; raises SpecError where ranks do not fill the nodes.
-
-    ``step_s`` is the predicted time of a step where a model of it exists. The time limit is the
-    estimate times the safety factor, or ``measure.timeout_s``, whichever is less, and the grace.
-    """
+def nodes_of(spec: RunSpec) -> int:
+    """Nodes of a point; raises SpecError where its ranks do not divide over them."""
     nodes = math.ceil(spec.num_gpus / spec.cluster.gpus_per_node)
     if spec.num_gpus % nodes:
         raise SpecError(
             f"num_gpus={spec.num_gpus}: must be a multiple of the {nodes} nodes that it takes "
             f"with cluster.gpus_per_node={spec.cluster.gpus_per_node}"
         )
+    return nodes
+
+
+def resources_of(spec: RunSpec, options: SlurmOptions, step_s: float | None) -> Resources:
+    """Nodes, GPUs and time of a point.
+
+    ``step_s`` is the predicted time of a step where a model of it exists. The time limit is the
+    estimate times the safety factor, or ``measure.timeout_s``, whichever is less, and the grace.
+    """
+    nodes = nodes_of(spec)
     limit_s = spec.measure.timeout_s
     if step_s is not None:
         steps = spec.measure.warmup_steps + spec.measure.steps + _EXTRA_STEPS

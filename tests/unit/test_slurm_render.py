@@ -15,7 +15,7 @@ from benchmarks.events import EventWriter
 from benchmarks.launch import slurm_attempt, slurm_jobs, slurm_script
 from benchmarks.launch.finish import Ending
 from benchmarks.launch.points import Point, freeze, plan_point
-from benchmarks.launch.slurm import launch
+from benchmarks.launch.slurm import check, launch
 from benchmarks.launch.slurm_attempt import close, ending_by_state
 from benchmarks.launch.slurm_client import EndedJob, QueuedJob, SlurmError, queued_jobs
 from benchmarks.launch.slurm_jobs import (
@@ -110,7 +110,7 @@ def test_walltime(step_s: float | None, minutes: int) -> None:
 
 def test_ranks_must_fill_their_nodes() -> None:
     with pytest.raises(SpecError, match="num_gpus=9: must be a multiple of the 2 nodes"):
-        resources_of(spec_of(num_gpus=9), options(), None)
+        check([Point(spec_of(num_gpus=9), None, "")])
 
 
 @pytest.mark.parametrize(
