@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.nn import Module
 
 from zeropp.schedule import build, lower
 from zeropp.schedule.action import Op, parse_action
@@ -45,7 +46,7 @@ class _Stage(_PipelineStageBase):
     def __init__(self, index: int, num_stages: int, num_ranks: int) -> None:
         self.stage_index, self.num_stages = index, num_stages
         self.group_rank, self.group_size, self.group = 0, num_ranks, None
-        self.has_backward, self.submod = True, None
+        self.has_backward, self.submod = True, Module()
         self.stage_index_to_group_rank: dict[int, int] = {}
 
     def _prepare_forward_infra(self, *_: Any, **__: Any) -> Any:

@@ -94,13 +94,12 @@ def _draw_compute(
 ) -> None:
     action = _parse(span)
     width = span.end_s - span.start_s
-    colour = _OTHER
-    if action is not None:
-        colour = _COLOURS[action.op]
-        used[_WORDS[action.op]] = colour
-        face = _darker(colour, shade_of[span.rank, action.stage])
+    if action is None:
+        used["other"] = _OTHER
+        face = to_rgb(_OTHER)
     else:
-        used["other"] = face = colour
+        used[_WORDS[action.op]] = _COLOURS[action.op]
+        face = _shaded(_COLOURS[action.op], shade_of[span.rank, action.stage])
     box = Rectangle(
         (span.start_s, row), width, _BOX_HEIGHT, facecolor=face, edgecolor="white", linewidth=0.6
     )
@@ -133,12 +132,8 @@ def _parse(span: Span) -> Action | None:
     return action if action.op.is_compute else None
 
 
-def _darker(colour: str, shade: float) -> tuple[float, float, float]:
+def _shaded(colour: str, shade: float) -> tuple[float, float, float]:
     """Between a lightened (shade 0) and the plain colour (shade 1)."""
-    share = 0.5 * (1 - shade)
-    red, green, blue = to_rgb(colour)
-    return (
-        red + (1 - red) * share,
-        green + (1 - green) * share,
-        blue + (1 - blue) * share,
-    )
+    white = 0.5 * (1 - shade)
+    red, green, blue = (part + (1 - part) * white for part in to_rgb(colour))
+    return red, green, blue
