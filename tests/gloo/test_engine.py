@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -10,6 +10,13 @@ import torch
 from tests.gloo.engine_cases import ADAMW, Case, Outcome, train, train_alone
 from tests.gloo.world import World
 from zeropp.training import OptimizerConfig
+
+
+def label(case: Case) -> str:
+    """What sets a case apart from the plainest one."""
+    values = {f.name: getattr(case, f.name) for f in fields(Case)}
+    return " ".join(f"{n}={v}" for n, v in values.items() if v != getattr(Case(pp=0), n))
+
 
 CASES = [
     Case(pp=1, chunks=1, unit=3, batch=4),
@@ -55,7 +62,7 @@ def check(outcomes: list[Outcome], expected: Outcome, tolerance: float) -> None:
     assert names == set(expected.gradients)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=label)
 def test_fp64_gradients_and_two_steps(case: Case, world: World) -> None:
     arguments = (case, torch.float64, 2, replace(ADAMW, clip_norm=0.5))
     expected = train_alone(*arguments)
@@ -66,7 +73,7 @@ def test_fp64_gradients_and_two_steps(case: Case, world: World) -> None:
         assert worst_error(outcome.parameters, exact) < 1e-6
 
 
-@pytest.mark.parametrize("case", CASES[3::4], ids=str)
+@pytest.mark.parametrize("case", CASES[3::4], ids=label)
 def test_fp32_gradients(case: Case, world: World) -> None:
     case = replace(case, family="llama")
     arguments = (case, torch.float32, 1, OptimizerConfig("sgd", lr=0.1))
@@ -81,6 +88,5 @@ def test_bf16_computes_with_fp32_masters(recompute: str, world: World) -> None:
     for outcome in world.run(train, *arguments, size=case.world):
         assert outcome.losses == pytest.approx(expected.losses, rel=5e-3)
         assert {p.dtype for p in outcome.gradients.values()} == {torch.float32}
-        for name, found in outcome.gradients.items():
-            whole = expected.gradients[name]
-            assert float((found - whole).norm() / whole.norm()) < 0.05
+        assert outcome.grad_norms == pytest.approx(expected.grad_norms, rel=2e-2)
+        assert worst_error(outcome.gradients, expected.gradients) < 0.1

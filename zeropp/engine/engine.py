@@ -171,7 +171,7 @@ class Engine:
             for piece in pieces
             for name, parameter in piece.module.named_parameters()
         }
-        replicas = Replicas(names, mesh, self._layout.replicate_zero == 1)
+        replicas = Replicas(names, mesh["shard", "replicate"], self._layout.replicate_zero == 1)
         first, seeds = pieces[0].index, self._seeds
         seed = None if seeds is None else lambda piece, j: seeds.set(first + piece, j)
         deferrable = [piece.module for piece in pieces if piece.deferrable]

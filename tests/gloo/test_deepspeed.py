@@ -1,0 +1,52 @@
+"""DeepSpeed 3D on real processes: the numbers of one process, its program as planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baselines.deepspeed_3d.plan import plan as plan_deepspeed
+from tests.gloo.contender_case import check, request
+from tests.gloo.world import World
+from zeropp.training import OptimizerConfig
+
+BUILDER = "baselines.deepspeed_3d.trainer:build"
+LLAMA = {"family": "llama", "kv_heads": 2}
+TIED = {"tied_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("contender", "model"),
+    [
+        ({"pp": 2, "tp": 2}, {}),
+        ({"pp": 2, "tp": 2}, TIED),
+        ({"pp": 2, "replicate_zero": 1}, LLAMA),
+        ({"pp": 2, "replicate_zero": 1, "recompute": "full"}, TIED),
+        ({"pp": 1, "tp": 2, "replicate_zero": 1}, LLAMA | TIED),
+        ({"pp": 4, "recompute": "full"}, {}),
+    ],
+    ids=str,
+)
+def test_deepspeed_is_one_process(
+    world: World, contender: dict[str, Any], model: dict[str, Any]
+) -> None:
+    plan = plan_deepspeed(request(4, {"name": "deepspeed_3d", **contender}, model=model))
+    outcomes = check(world, BUILDER, plan)
+    for rank, outcome in enumerate(outcomes):
+        program = plan.schedule.programs[plan.layout.coordinates(rank)["pp"]]
+        assert [span.action for span in outcome.spans] == [str(action) for action in program]
+
+
+@pytest.mark.parametrize("replicate_zero", [0, 1])
+def test_deepspeed_clips_and_adapts(world: World, replicate_zero: int) -> None:
+    contender = {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate_zero": replicate_zero}
+    plan = plan_deepspeed(request(8, contender))
+    check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1), steps=3)
+
+
+@pytest.mark.parametrize("replicate_zero", [0, 1])
+def test_deepspeed_bf16_is_close(world: World, replicate_zero: int) -> None:
+    contender = {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate_zero": replicate_zero}
+    plan = plan_deepspeed(request(8, contender, precision="bf16"))
+    check(world, BUILDER, plan, tolerance=2e-2)
