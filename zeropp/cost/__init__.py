@@ -5,7 +5,12 @@ every stage's passes, gathers, reductions and transfers, of what follows the las
 bytes by kind. ``model_flops_per_token`` is what MFU counts.
 """
 
-from zeropp.cost.flops import balanced_cuts, model_flops_per_token, parameter_count
+from zeropp.cost.flops import (
+    balanced_cuts,
+    cut_by_weight,
+    model_flops_per_token,
+    parameter_count,
+)
 from zeropp.cost.price import PlanPrice, StageMemory
 from zeropp.cost.pricing import price_plan
 from zeropp.cost.software import Software
@@ -15,6 +20,7 @@ __all__ = [
     "Software",
     "StageMemory",
     "balanced_cuts",
+    "cut_by_weight",
     "model_flops_per_token",
     "parameter_count",
     "price_plan",

@@ -7,6 +7,8 @@ Norms, activations and softmax are left out, as in Megatron-LM (arXiv 2104.04473
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zeropp.shape import ModelShape
 
 
@@ -62,12 +64,17 @@ def model_flops_per_token(shape: ModelShape) -> int:
 
 
 def balanced_cuts(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
-    """Cut the pieces into contiguous stages whose largest forward cost is as small as it can be.
+    """``cut_by_weight`` of a shape's pieces by their forward FLOPs."""
+    weights = [piece_forward_flops(shape, index) for index in range(shape.num_pieces)]
+    return cut_by_weight(weights, num_stages)
+
+
+def cut_by_weight(weights: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Cut pieces into contiguous stages whose largest weight is as small as it can be.
 
     Of the cuts that reach it, the one with the most even stages from the front. Every stage
     gets a piece; raises ValueError where there are more stages than pieces.
     """
-    weights = [piece_forward_flops(shape, index) for index in range(shape.num_pieces)]
     if num_stages > len(weights):
         raise ValueError(f"{num_stages} stages for {len(weights)} pieces")
     best: dict[tuple[int, int], tuple[int, int, int]] = {}  # -> (largest, sum of squares, cut)
