@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.events import rank_file, read_events
 from benchmarks.launch.slurm_client import QueuedJob, SlurmError
-from benchmarks.launch.slurm_jobs import Task, close_ended, look, read_tasks
+from benchmarks.launch.slurm_jobs import Task, close_ended, look, read_tasks, underway
 from benchmarks.record import RecordError, RunRecord, find_records, read_record
 
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
@@ -48,11 +48,11 @@ def rows(runs_dir: Path) -> tuple[list[Row], str]:
     latest = {task.spec_id: task for task in tasks}
     folders = {path.name for path in runs_dir.iterdir() if path.is_dir()} - {"slurm"}
     names = sorted(folders | set(latest))
-    return [_row(runs_dir / name, latest.get(name), queued) for name in names], problem
+    jobs = underway(list(latest.values()), queued)
+    return [_row(runs_dir / name, latest.get(name), jobs.get(name)) for name in names], problem
 
 
-def _row(point: Path, task: Task | None, queued: dict[str, QueuedJob]) -> Row:
-    job = queued.get(task.key) if task else None
+def _row(point: Path, task: Task | None, job: QueuedJob | None) -> Row:
     if task and job:
         return _queued_row(task, job)
     records = _records(point)

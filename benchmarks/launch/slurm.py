@@ -22,7 +22,7 @@ from benchmarks.launch.slurm_jobs import (
     SubmittedArray,
     close_ended,
     look,
-    queued_specs,
+    underway,
 )
 from benchmarks.launch.slurm_script import (
     Array,
@@ -131,14 +131,14 @@ def _not_underway(points: Sequence[Point], runs_dir: Path) -> list[Point]:
     tasks, queued = look(runs_dir)
     closed = close_ended(tasks, queued, runs_dir)
     settled = {record.spec_id for record in closed if not record.interrupted}
-    underway = queued_specs(tasks, queued)
+    jobs = underway(tasks, queued)
     for point in points:
-        job = underway.get(point.spec.spec_id)
+        job = jobs.get(point.spec.spec_id)
         if job:
             _OUT.print(
                 f"  {job.state.lower():<10}  {point.spec.spec_id}: job {job.job}, left alone"
             )
-    return [p for p in points if p.spec.spec_id not in settled | set(underway)]
+    return [p for p in points if p.spec.spec_id not in settled | set(jobs)]
 
 
 def _not_submitted(points: Sequence[Point], runs_dir: Path, why: str) -> list[RunRecord]:

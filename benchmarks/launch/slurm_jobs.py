@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.launch.finish import Ending, finish_attempt
 from benchmarks.launch.slurm_attempt import ending_by_state, is_complete, memory_kill, slurm_of
 from benchmarks.launch.slurm_client import QueuedJob, endings, queued_jobs
-from benchmarks.record import RunRecord, write_atomically
+from benchmarks.record import RunRecord, read_record, write_atomically
 
 _UNKNOWN = Ending("lost", "the job ended, and nobody knows why (no accounting)", interrupted=True)
 
@@ -84,9 +84,19 @@ def close_ended(
     return closed
 
 
-def queued_specs(tasks: list[Task], queued: Mapping[str, QueuedJob]) -> dict[str, QueuedJob]:
-    """The points that wait or run, by spec id."""
-    return {task.spec_id: queued[task.key] for task in tasks if task.key in queued}
+def underway(tasks: list[Task], queued: Mapping[str, QueuedJob]) -> dict[str, QueuedJob]:
+    """The points that wait or run, by spec id; not those whose job only has to leave the queue."""
+    return {
+        task.spec_id: queued[task.key]
+        for task in tasks
+        if task.key in queued and not _is_over(task)
+    }
+
+
+def _is_over(task: Task) -> bool:
+    """Whether the last attempt ended by itself: only what was interrupted is requeued."""
+    path = task.attempts[-1] / "record.json" if task.attempts else None
+    return path is not None and path.exists() and not read_record(path).interrupted
 
 
 def look(runs_dir: Path) -> tuple[list[Task], dict[str, QueuedJob]]:

@@ -1,4 +1,4 @@
-"""A real Slurm with accounting on this machine: four virtual nodes with four fake GPUs each.
+"""A real Slurm with accounting on this machine: six virtual nodes with four fake GPUs each.
 
 Own munged, MariaDB, slurmdbd, slurmctld and slurmd's in a temporary directory, from Debian's
 packages, as root; nothing of an installed Slurm's configuration is read or changed. Every wait is
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-NODES, GPUS_PER_NODE = 4, 4
+NODES, GPUS_PER_NODE = 6, 4
 _CLIENT_TIMEOUT_S = 30
 _END_S = 3
 _HOSTS = Path("/etc/hosts")

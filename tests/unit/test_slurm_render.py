@@ -22,8 +22,8 @@ from benchmarks.launch.slurm_jobs import (
     Submission,
     SubmittedArray,
     close_ended,
-    queued_specs,
     read_tasks,
+    underway,
 )
 from benchmarks.launch.slurm_script import (
     Resources,
@@ -284,7 +284,19 @@ def test_attempts_without_a_record_are_closed_once_their_job_is_gone(
 def test_a_job_without_an_id_is_found_by_its_name(attempt: Path) -> None:
     runs, spec_id = attempt.parents[1], attempt.parent.name
     submitted(runs, spec_id, "")
-    assert queued_specs(read_tasks(runs), {RUNNING.key: RUNNING}) == {spec_id: RUNNING}
+    assert underway(read_tasks(runs), {RUNNING.key: RUNNING}) == {spec_id: RUNNING}
+
+
+@pytest.mark.usefixtures("silent_slurm")
+@pytest.mark.parametrize(("caught", "is_underway"), [("USR1", False), ("TERM", True)])
+def test_a_job_that_only_has_to_leave_the_queue(
+    attempt: Path, caught: str, is_underway: bool
+) -> None:
+    runs, spec_id = attempt.parents[1], attempt.parent.name
+    submitted(runs, spec_id, "7")
+    close(attempt, 5, caught)  # over its time: it is done; preempted: it will be requeued
+    found = underway(read_tasks(runs), {RUNNING.key: RUNNING})
+    assert set(found) == ({spec_id} if is_underway else set())
 
 
 def test_a_missing_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
