@@ -64,6 +64,13 @@ def cut_piece(piece: nn.Module, group: Group) -> None:
         _copy_input(piece.output, group)
 
 
+def cut_logits(x: Tensor, weight: Tensor, group: Group) -> Tensor:
+    """Logits [batch, seq, vocab / tp] from a weight that is cut by the vocabulary."""
+    if group.size() > 1:
+        x = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
+    return F.linear(x, weight)
+
+
 def whole_parameter(parameter: Tensor, group: Group) -> Tensor:
     """The uncut parameter on every rank of the group; collective where it is cut."""
     if not hasattr(parameter, "cut_dim"):

@@ -13,13 +13,14 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from baselines.deepspeed_3d.tensor_parallel import (
+    cut_logits,
     cut_piece,
     vocabulary_cross_entropy,
     whole_parameter,
@@ -45,6 +46,10 @@ OPS: dict[type, Op] = {
 }
 
 
+_TIED = "embedding"  # DeepSpeed's key of the tied layer
+_TIED_NAME = f"tied_modules.{_TIED}"
+
+
 def build(
     plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
 ) -> DeepSpeedTrainer:
@@ -56,7 +61,8 @@ class _CutPipeline(PipelineModule):  # type: ignore[misc]
     """A PipelineModule whose stages are cut where the plan says."""
 
     def __init__(self, cuts: tuple[int, ...], **arguments: Any) -> None:
-        self._cuts = cuts
+        # Tied, the head is two layers: its norm, and the embedding once more.
+        self._cuts = (*cuts[:-1], len(arguments["layers"]))
         super().__init__(**arguments)
 
     def _partition_layers(self, method: str = "uniform") -> None:
@@ -86,9 +92,10 @@ class DeepSpeedTrainer:
             cut_piece(piece, group)
             return piece
 
+        layers = [LayerSpec(_Factory, make, index) for index in range(shape.num_pieces)]
         module = _CutPipeline(
             plan.cuts,
-            layers=[LayerSpec(_Factory, make, index) for index in range(shape.num_pieces)],
+            layers=_tie(layers, make, group) if shape.tied_embeddings else layers,
             topology=topology,
             loss_fn=lambda logits, labels: vocabulary_cross_entropy(logits, labels, group),
             activation_checkpoint_interval=1 if plan.recompute == "full" else 0,
@@ -98,9 +105,9 @@ class DeepSpeedTrainer:
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=build_optimizer(module.parameters(), optimizer),
-            config=_config(plan, optimizer),
+            config=_config(plan),
         )
-        self._square_norm = torch.zeros((), dtype=torch.float64, device=device)
+        self._grad_norm, self._clip_norm = 0.0, optimizer.clip_norm
         self._counters: Counter[str] = Counter()
         self._spans: list[Span] | None = None
         self._begin = 0.0
@@ -116,14 +123,14 @@ class DeepSpeedTrainer:
         self._passes.clear()
         self._begin = time.perf_counter()
         loss = self._engine.train_batch(batches)
-        total = self._square_norm.clone()
-        dist.all_reduce(total)
-        return StepResult(float(loss), math.sqrt(float(total)))
+        return StepResult(float(loss), self._grad_norm)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Trainer.full_parameters``."""
         for name, parameter in self._engine.module.named_parameters():
-            yield name, whole_parameter(parameter, self._group).float().cpu()
+            whole = whole_parameter(parameter, self._group)
+            if not parameter.ds_pipe_replicated:
+                yield name.replace(_TIED_NAME, "0"), whole.float().cpu()
 
     def counters(self) -> dict[str, int]:
         """See ``Trainer.counters``."""
@@ -144,7 +151,7 @@ class DeepSpeedTrainer:
 
         def observed(engine: Any, **arguments: Any) -> None:
             if kind is instructions.OptimizerStep:
-                trainer._square_norm = trainer._local_square_norm()
+                trainer._clip()
             start = trainer._clock()
             MethodType(run, engine)(**arguments)
             if op is not None:
@@ -169,11 +176,24 @@ class DeepSpeedTrainer:
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - self._begin
 
+    def _clip(self) -> None:
+        """Take the gradient's global norm and clip to it. DeepSpeed's own is not used: it takes
+        the norm over each rank's partition, so that the outcome depends on the topology."""
+        total = self._local_square_norm()
+        dist.all_reduce(total)
+        self._grad_norm = math.sqrt(float(total))
+        if self._clip_norm and self._grad_norm > self._clip_norm:
+            scale = self._clip_norm / (self._grad_norm + 1e-6)  # as torch's clip_grad_norm_
+            for _, gradient, _ in self._gradients():
+                gradient.mul_(scale)
+
     def _local_square_norm(self) -> Tensor:
         """This rank's part of the squared gradient norm, so that the sum over ranks is right:
         what a parameter's copies hold alike is divided by their number."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for parameter, gradient, copies in self._gradients():
+            if parameter.ds_pipe_replicated:  # type: ignore[attr-defined]  # a tied copy; the first stage counts it
+                continue
             if not hasattr(parameter, "cut_dim"):
                 copies *= self._plan.layout.tp
             total += gradient.float().square().sum(dtype=torch.float64) / copies
@@ -205,6 +225,31 @@ class _Factory(nn.Module):
         return make(index)
 
 
+def _tie(
+    layers: list[LayerSpec], make: Callable[[int], nn.Module], group: dist.ProcessGroup
+) -> list[LayerSpec]:
+    """The layers with the head's projection replaced by the embedding's weight, as DeepSpeed ties
+    layers: every stage that uses the embedding holds it, and their gradients are summed."""
+
+    def make_norm(index: int) -> nn.Module:
+        head = make(index)
+        del head.output
+        head.forward = head.norm.forward  # type: ignore[union-attr]
+        return head
+
+    def logits(embedding: nn.Module, x: Tensor) -> Tensor:
+        return cut_logits(x, embedding.tokens.weight, group)  # type: ignore[union-attr, arg-type]
+
+    last = len(layers) - 1
+    tied = {"tied_weight_attr": ["tokens.weight"]}
+    return [
+        TiedLayerSpec(_TIED, _Factory, make, 0, **tied),
+        *layers[1:-1],
+        LayerSpec(_Factory, make_norm, last),
+        TiedLayerSpec(_TIED, _Factory, make, 0, forward_fn=logits, **tied),
+    ]
+
+
 def _recompute(function: Callable[..., Any], *arguments: Any) -> Any:
     return checkpoint(function, *arguments, use_reentrant=False)
 
@@ -220,13 +265,12 @@ def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
     return mine  # type: ignore[no-any-return]
 
 
-def _config(plan: Plan, optimizer: OptimizerConfig) -> dict[str, Any]:
+def _config(plan: Plan) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": plan.microbatch_size,
         "gradient_accumulation_steps": plan.num_microbatches,
         "train_batch_size": plan.global_batch,
-        # Its default is 1.0, and its norm depends on the topology.
-        "gradient_clipping": optimizer.clip_norm,
+        "gradient_clipping": 0.0,  # its default is 1.0; see ``_clip``
         "zero_optimization": {"stage": plan.layout.replicate_zero},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

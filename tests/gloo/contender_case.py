@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def batch(shape: ModelShape, rows: int, step: int) -> tuple[Tensor, Tensor]:
 
 def train(builder: str, plan: Plan, optimizer: OptimizerConfig, steps: int) -> Outcome:
     """On a rank: build with ``module:function`` and train."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # DeepSpeed asks for it
     module, _, function = builder.partition(":")
     trainer = getattr(importlib.import_module(module), function)(plan, optimizer, CPU, SEED)
     rows = plan.num_microbatches * plan.microbatch_size
