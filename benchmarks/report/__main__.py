@@ -1,4 +1,7 @@
-"""``python -m benchmarks.report [RUNS...] --out DIR``: tables and figures of records."""
+"""``python -m benchmarks.report [RUNS...] --out DIR``: tables, figures and a page of records.
+
+``--compare A B`` reports instead what changed between two sets of runs.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,32 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.report import write_report
+from benchmarks.report.compare import write_comparison
+from benchmarks.report.write import write_report
 
 
 def main() -> int:
-    """Command line; exit status 1 where there was no record to report."""
+    """Command line; exit status 1 where there was nothing to report, 2 on a path that is none."""
     parser = argparse.ArgumentParser(prog="benchmarks.report", description=__doc__)
     parser.add_argument(
         "runs", nargs="*", type=Path, help="records or directories (default: results/runs)"
     )
+    parser.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("A", "B"), help="two sets of runs: before, after"
+    )
     parser.add_argument("--out", type=Path, default=Path("results/reports/latest"))
     arguments = parser.parse_args()
-    missing = [path for path in arguments.runs if not path.exists()]
-    if missing:
-        print(f"error: RUNS={missing[0]}: no such file or directory", file=sys.stderr)
-        return 2
-    paths = write_report(arguments.runs or [Path("results/runs")], arguments.out)
-    return 0 if paths.files else 1
+    if arguments.compare and arguments.runs:
+        parser.error("--compare takes both sets itself: give no RUNS beside it")
+    for path in [*arguments.runs, *(arguments.compare or [])]:
+        if not path.exists():
+            print(f"error: {path}: no such file or directory", file=sys.stderr)
+            return 2
+    if arguments.compare:
+        before, after = arguments.compare
+        return 0 if write_comparison([before], [after], arguments.out) else 1
+    runs = arguments.runs or [Path("results/runs")]
+    return 0 if write_report(runs, arguments.out).files else 1
 
 
 if __name__ == "__main__":

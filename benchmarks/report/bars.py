@@ -88,4 +88,5 @@ def _errors(rows: pd.DataFrame, column: str) -> np.ndarray | None:
         return None
     low, high = rows[f"{column}_low"], rows[f"{column}_high"]
     ends = np.array([rows[column] - low, high - rows[column]], dtype=float)
-    return np.nan_to_num(np.maximum(ends, 0.0))
+    errors: np.ndarray = np.nan_to_num(np.maximum(ends, 0.0))
+    return errors

@@ -58,13 +58,11 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
         gib = np.array([kinds.get(kind, 0) / 2**30 for kinds in panel["memory_by_kind"]])
         if not gib.any():
             continue
-        axis.bar(
+        drawn = axis.bar(
             places, gib, 0.62, bottom, label=kind, color=colour, hatch=hatch, edgecolor="white"
         )
         bottom += gib
-    axis.bar_label(
-        axis.containers[-1], [f"{top:.3g}" for top in bottom], padding=2, fontsize=7, rotation=90
-    )
+    axis.bar_label(drawn, [f"{top:.3g}" for top in bottom], padding=2, fontsize=7, rotation=90)
     peaks = np.where(panel["evidence"] == "measured", panel["peak_gib"].astype(float), np.nan)
     if np.isfinite(peaks).any():
         axis.plot(places, peaks, "D", color="black", markersize=4, label="measured peak")

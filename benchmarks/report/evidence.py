@@ -100,5 +100,5 @@ def _lollipops(distances: pd.DataFrame) -> Figure:
         axis.set_xlabel(
             f"distance [%]: {kinds}{', '.join(sorted(group['reference_kind'].unique()))}"
         )
-        axis.set_title(quantity)
+        axis.set_title(str(quantity))
     return figure

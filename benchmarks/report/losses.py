@@ -39,16 +39,17 @@ def _curves(groups: list[pd.DataFrame]) -> Figure:
     for upper, lower, panel in zip(top, bottom, groups, strict=True):
         ends = {panel["num_gpus"].min(), panel["num_gpus"].max()}  # more curves hide each other
         panel = panel[panel["num_gpus"].isin(ends)]
-        lines = list(panel.sort_values(["num_gpus", "contender"]).itertuples())
-        base = np.asarray(lines[0].losses)
+        lines = [row for _, row in panel.sort_values(["num_gpus", "contender"]).iterrows()]
+        base = np.asarray(lines[0]["losses"])
         for number, row in enumerate(lines):
-            look = style.line(row.contender) | {"markevery": (number % 4, 4), "markersize": 5}
+            losses = np.asarray(row["losses"])
+            look = style.line(row["contender"]) | {"markevery": (number % 4, 4), "markersize": 5}
             look["linewidth"] = 1 + 1.5 * (len(lines) - number) / len(lines)  # first lies widest
-            label = f"{row.contender}, {row.num_gpus} ranks"
-            steps = np.arange(1, len(row.losses) + 1)
-            upper.plot(steps, row.losses, label=label, alpha=0.8, **look)
-            shared = min(len(base), len(row.losses))
-            error = np.abs(np.asarray(row.losses[:shared]) - base[:shared]) / base[:shared]
+            label = f"{row['contender']}, {row['num_gpus']} ranks"
+            steps = np.arange(1, len(losses) + 1)
+            upper.plot(steps, losses, label=label, alpha=0.8, **look)
+            shared = min(len(base), len(losses))
+            error = np.abs(losses[:shared] - base[:shared]) / base[:shared]
             if number:  # 1e-9 stands for "equal": a logarithm has no zero
                 lower.plot(steps[:shared], np.maximum(error, 1e-9), **(look | {"marker": ""}))
         upper.set_title(panel_title(panel))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -105,7 +106,7 @@ def _map(rows: pd.DataFrame, contender: str) -> Figure:
     values = table.pivot(index="line", columns="num_gpus", values="speedup")
     unsure = table.pivot(index="line", columns="num_gpus", values="unsure")
     size = (2.6 + 0.75 * values.shape[1], 1.2 + 0.42 * values.shape[0])
-    figure, axis = style.plt.subplots(figsize=size, layout="constrained")
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
     reach = max(0.1, float(np.nanmax(np.abs(np.log2(values.to_numpy(dtype=float))))))
     norm = TwoSlopeNorm(0.0, -reach, reach)
     logs = np.log2(values.to_numpy(dtype=float))

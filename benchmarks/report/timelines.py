@@ -24,9 +24,8 @@ def step_timelines(rows: pd.DataFrame) -> Iterator[Picture]:
     cells = [cell for _, cell in _with_spans(rows).groupby(CELL, sort=True)]
     for cell in sorted(cells, key=len, reverse=True)[:MAX_CELLS]:
         first = cell.iloc[0]
-        order = {name: place for place, name in enumerate(style.ordered(cell["contender"]))}
-        cell = cell.sort_values("contender", key=lambda names, order=order: names.map(order))
-        timelines = [_shown(timeline_of(row)) for _, row in cell.iterrows()]
+        by_name = {row["contender"]: row for _, row in cell.iterrows()}
+        timelines = [_shown(timeline_of(by_name[name])) for name in style.ordered(by_name)]
         yield Picture(
             "Timelines",
             f"timeline_{first['model']}_{first['num_gpus']}_{first['evidence']}_{first['cluster']}",

@@ -1,0 +1,141 @@
+"""Two sets of runs against each other: what became faster or slower beyond noise.
+
+Fed by two frames, of two commits or two clusters. Configurations are matched by everything but
+the cluster; where both sets were run on the same clusters, by that too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from benchmarks.report import style
+from benchmarks.report.frame import CELL, latest_ok, load_frame
+from benchmarks.report.picture import Picture, save
+from benchmarks.report.tables import print_tables, write_tables
+from benchmarks.stats import Summary, ratio_of_medians
+
+LEAST_CHANGE = 0.02  # a smaller one is not worth a name, however narrow its interval
+MAX_LINES = 40
+_SHOWN = ["model", "num_gpus", "global_batch", "evidence", "contender", "layout"]
+_COLOURS = {"faster": style.COOL, "slower": style.WARM}
+
+
+def write_comparison(
+    before: Sequence[Path], after: Sequence[Path], out: Path, console: Console | None = None
+) -> list[Path]:
+    """Print and write the comparison table and its figure; empty where nothing is shared."""
+    console = console or Console()
+    frames = []
+    for roots in (before, after):
+        frame, skipped = load_frame(roots)
+        frames.append(latest_ok(frame))
+        for line in skipped:
+            console.print(f"skipped {line}", markup=False)
+    changes = compare(*frames)
+    if changes.empty:
+        console.print("the two sets share no configuration")
+        return []
+    out.mkdir(parents=True, exist_ok=True)
+    tables = {"comparison": comparison_table(changes)}
+    print_tables(tables, console)
+    counts = changes["verdict"].value_counts()
+    console.print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
+    paths = write_tables(tables, out)
+    timed = changes[changes["ratio"].notna()]
+    if not timed.empty:
+        caption = "Throughput after over before, with 95 % bootstrap intervals."
+        paths += save(Picture("Comparison", "comparison", caption, _intervals(timed)), out)
+    return paths
+
+
+def compare(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
+    """One row a configuration of either set: ``ratio`` of throughput after over before with its
+    interval, ``memory_ratio``, and ``verdict`` in words."""
+    if before.empty or after.empty:
+        return pd.DataFrame()
+    keys = [key for key in CELL if key != "cluster"] + ["contender", "layout"]
+    if set(before["cluster"]) == set(after["cluster"]):
+        keys.append("cluster")
+    old, new = (
+        f.drop_duplicates(keys, keep="last").set_index(keys, drop=False) for f in (before, after)
+    )
+    if not old.index.intersection(new.index).size:
+        return pd.DataFrame()
+    lines = []
+    for key in old.index.union(new.index, sort=True):
+        line = dict(zip(keys, key, strict=True))
+        if key in old.index and key in new.index:
+            line |= _change(old.loc[key], new.loc[key])
+        else:
+            side = "before" if key in old.index else "after"
+            line |= {"ratio": np.nan, "memory_ratio": np.nan, "verdict": f"only {side}"}
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def _change(old: pd.Series, new: pd.Series) -> dict[str, object]:
+    line: dict[str, object] = {"ratio": np.nan, "memory_ratio": np.nan}
+    if old["memory_kind"] == new["memory_kind"] and pd.notna(old["peak_gib"]):
+        line["memory_ratio"] = new["peak_gib"] / old["peak_gib"]
+    if old["status"] != "ok" or new["status"] != "ok":
+        same = old["status"] == new["status"]
+        line["verdict"] = old["status"] if same else f"{old['status']} -> {new['status']}"
+        return line
+    ratio = ratio_of_medians(old["samples_step_s"], new["samples_step_s"])
+    line |= {"ratio": ratio.median, "low": ratio.low, "high": ratio.high, "spread": ratio.spread}
+    line["verdict"] = _verdict(ratio, measured=new["evidence"] == "measured")
+    return line
+
+
+def _verdict(ratio: Summary, *, measured: bool) -> str:
+    if measured and ratio.unstable:
+        return f"unstable (spread {ratio.spread:.0%}, n={ratio.count})"
+    if ratio.low <= 1.0 <= ratio.high or abs(ratio.median - 1.0) < LEAST_CHANGE:
+        return "no difference shown"
+    return "faster" if ratio.median > 1.0 else "slower"
+
+
+def comparison_table(changes: pd.DataFrame) -> pd.DataFrame:
+    """The changes as text, largest first."""
+    size = pd.Series(np.log(changes["ratio"].astype(float))).abs().fillna(np.inf)
+    changes = changes.loc[size.sort_values(ascending=False, kind="stable").index]
+    table = changes[_SHOWN].astype(str)
+    table["throughput after / before"] = [
+        f"{r['ratio']:.2f} [{r['low']:.2f}, {r['high']:.2f}]" if pd.notna(r["ratio"]) else "-"
+        for _, r in changes.iterrows()
+    ]
+    table["peak memory"] = ["-" if pd.isna(r) else f"{r:.2f}" for r in changes["memory_ratio"]]
+    table["verdict"] = changes["verdict"]
+    return table
+
+
+def _intervals(timed: pd.DataFrame) -> Figure:
+    """A line a configuration; colour says faster or slower, grey that nothing can be said."""
+    size = pd.Series(np.log(timed["ratio"].astype(float))).abs()
+    shown = timed.loc[size.sort_values().index][-MAX_LINES:]
+    figure, (axis,) = style.panels(1, width=8.0, height=1.2 + 0.26 * len(shown))
+    places, ratios = np.arange(len(shown)), shown["ratio"].to_numpy(dtype=float)
+    colours = [_COLOURS.get(verdict, style.NEUTRAL) for verdict in shown["verdict"]]
+    axis.hlines(places, shown["low"], shown["high"], color=colours, linewidth=2)
+    axis.scatter(ratios, places, color=colours, zorder=3)
+    for place, (_, row) in zip(places, shown.iterrows(), strict=True):
+        axis.annotate(
+            f"{row['ratio']:.2f} {row['verdict'].split(' (')[0]}",
+            (row["high"], place),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    labels = [f"{r.model}, {r.num_gpus}, {r.contender} {r.layout}" for r in shown.itertuples()]
+    axis.set_yticks(places, labels, fontsize=8)
+    axis.axvline(1.0, color="#333333", linewidth=0.8)
+    axis.margins(x=0.35)
+    axis.set_xlabel("throughput after / before")
+    return figure
