@@ -90,6 +90,7 @@ def _transfers(action: Action, last: int) -> tuple[list[Action], list[Action]]:
 
 def _refuse_what_deepspeed_lacks(request: PlanRequest) -> None:
     settings = request.settings
+    bf16 = request.precision == "bf16"
     refusals = {
         "chunks": (settings.chunks != 1, "its pipeline engine has no interleaving (use 1)"),
         "shard": (
@@ -99,6 +100,10 @@ def _refuse_what_deepspeed_lacks(request: PlanRequest) -> None:
         "schedule": (
             settings.schedule not in ("auto", "1f1b"),
             "it has 1F1B only (use 1f1b)",
+        ),
+        "replicate_zero": (
+            bf16 and settings.replicate_zero == 0,
+            "it accumulates gradients of bf16 parameters in fp32 with ZeRO-1 only (use 1)",
         ),
         "unit": (settings.unit != "auto", "it knows no scheduling units (use auto)"),
         "activation_cap": (settings.activation_cap != "auto", "1F1B has no such cap (use auto)"),

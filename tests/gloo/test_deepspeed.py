@@ -45,8 +45,8 @@ def test_deepspeed_clips_and_adapts(world: World, replicate_zero: int) -> None:
     check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1), steps=3)
 
 
-@pytest.mark.parametrize("replicate_zero", [0, 1])
-def test_deepspeed_bf16_is_close(world: World, replicate_zero: int) -> None:
-    contender = {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate_zero": replicate_zero}
-    plan = plan_deepspeed(request(8, contender, precision="bf16"))
+@pytest.mark.parametrize("model", [{}, TIED], ids=str)
+def test_deepspeed_bf16_is_close(world: World, model: dict[str, Any]) -> None:
+    contender = {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate_zero": 1}
+    plan = plan_deepspeed(request(8, contender, precision="bf16", model=model))
     check(world, BUILDER, plan, tolerance=2e-2)
