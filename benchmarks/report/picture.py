@@ -38,6 +38,8 @@ def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
 
     No figure mixes kinds of evidence or clusters, except those that compare them.
     """
+    if rows.empty:  # no point has succeeded yet: the table has no columns either
+        return
     for (evidence, cluster), mine in rows.groupby(["evidence", "cluster"], sort=True):
         yield f"{evidence}_{cluster}", f"{evidence} on {cluster}", mine
 
