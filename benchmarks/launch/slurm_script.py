@@ -21,6 +21,7 @@ from benchmarks.spec import RunSpec, SpecError
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 _START_S = 300.0  # imports, process groups, the gate and building, on a slow file system
+_TIME_STEP_MIN = 10  # points whose estimates differ by less share an array
 _EXTRA_STEPS = 3  # the gate's, its reference, and the one with spans
 
 Flag = str | int | float | bool | None
@@ -133,7 +134,8 @@ def resources_of(spec: RunSpec, options: SlurmOptions, step_s: float | None) -> 
     if step_s is not None:
         steps = spec.measure.warmup_steps + spec.measure.steps + _EXTRA_STEPS
         limit_s = min(limit_s, _START_S + options.walltime_safety * steps * step_s)
-    return Resources(nodes, spec.num_gpus // nodes, math.ceil((limit_s + options.grace_s) / 60))
+    steps_of_time = math.ceil((limit_s + options.grace_s) / 60 / _TIME_STEP_MIN)
+    return Resources(nodes, spec.num_gpus // nodes, steps_of_time * _TIME_STEP_MIN)
 
 
 def group(points: Sequence[tuple[Point, Resources]], submission: Path, sweep: str) -> list[Array]:
