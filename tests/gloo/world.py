@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import Any
 
 # What is slow to import, dynamo among it: optimizers import it on their first step.
-PRELOADED = ["torch", "torch.distributed.fsdp", "torch._dynamo", "zeropp.engine.trainer"]
+PRELOADED = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "zeropp.engine.trainer",
+    "baselines.deepspeed_3d.trainer",
+    "baselines.torch_pp.trainer",
+    "benchmarks.spec",
+]
 GRACE_S = 3.0  # for the other ranks to say what went wrong, after the first did
 
 
