@@ -111,6 +111,7 @@ def _layout(row: Row, shape: ModelShape, cluster: Cluster, schedule: str) -> Lay
         shard = min(dp, cluster.gpus_per_node // tp or 1) if hybrid else dp
     text = recompute_text(row)
     sequence = tp > 1 and "no sp" not in text and bool(re.search(r"sequence|\bsp\b", text))
+    sequence = sequence or (tp > 1 and program_of(row).overlap_tensor)  # which needs it
     one = zero in (1, 2) and program_of(row).zero1_group == 0
     return Layout(pp, tp, shard, dp // shard, chunks, 1 if one else 0, sequence)
 
@@ -170,7 +171,7 @@ def _precision(row: Row) -> Precision:
 
 @lru_cache(maxsize=4096)
 def plan_of(case: Case) -> Plan:
-    """The case's Plan; raises UnpredictableError where its schedule has no order for these sizes."""
+    """The case's Plan; raises UnpredictableError where no schedule of that name fits the sizes."""
     cuts: tuple[int, ...]
     try:
         if case.zero3 and case.layout.pp == 1:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-import yaml
+from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
 from benchmarks.validate.rows import UnpredictableError
@@ -32,7 +32,7 @@ def preset(name: str) -> Cluster:
     if not path.exists():
         known = ", ".join(sorted(p.stem for p in CONF.glob("*.yaml")))
         raise UnpredictableError(f"no cluster {name!r} (known: {known})")
-    return TypeAdapter(Cluster).validate_python(yaml.safe_load(path.read_text()))
+    return TypeAdapter(Cluster).validate_python(OmegaConf.to_container(OmegaConf.load(path)))
 
 
 @lru_cache(maxsize=1024)

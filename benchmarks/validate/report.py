@@ -21,7 +21,7 @@ from benchmarks.validate.predict import Prediction
 ANSWERS = ("predicted", "relative_error", "reason")
 
 # Constants are fitted on these sources; every other one is held out.
-FITTED = ("vTrain", "LiBai", "MosaicML")
+FITTED = ("vTrain", "LiBai", "MosaicML", "2205.05198")
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,14 @@ def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
     figure, axes = plt.subplots(lines, columns, figsize=(5 * columns, 3.6 * lines), squeeze=False)
     for axis, name in zip(axes.flat, names, strict=False):
         for source, points in panels.get(name, {}).items():
-            measured, ratio = zip(*points, strict=True)
-            axis.scatter(measured, ratio, s=9, alpha=0.6, label=source[:32])
+            x, y = zip(*points, strict=True)
+            axis.scatter(x, y, s=9, alpha=0.6, label=source[:32])
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.set(xscale="log", xlabel=f"measured ({name})", ylabel="predicted / measured")
         axis.set_ylim(0.4, 1.8)
         axis.legend(fontsize=6)
-    for axis in list(axes.flat)[len(names) :]:
-        axis.set_visible(False)
+    for spare in list(axes.flat)[len(names) :]:
+        spare.set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -21,8 +21,8 @@ from zeropp.shape import ModelShape
 if TYPE_CHECKING:
     from zeropp.plan import Precision, Recompute
 
-KERNELS_GPT = 24  # element-wise kernels and products of one block's forward
-KERNELS_LLAMA = 30
+KERNELS = {"gpt": 40, "llama": 50}  # launches of one block's forward
+TENSOR_KERNELS = 8  # more of them under tensor parallelism
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Work:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of one microbatch, without tensor-parallel collectives."""
+    """Seconds of one microbatch, tensor-parallel collectives included."""
 
     forward: float
     backward_input: float  # recomputation included
@@ -66,18 +66,23 @@ def linears(work: Work) -> tuple[tuple[int, int], ...]:
     )
 
 
-@lru_cache(maxsize=65536)
-def piece_times(work: Work, index: int) -> PassTimes:
-    """Embedding (index 0), a block, or the head."""
-    if index == 0:
-        return _embedding(work)
-    if index == work.shape.num_pieces - 1:
-        return _head(work)
-    return _block(work)
+@dataclass(frozen=True)
+class PieceTimes:
+    """Passes of the three kinds of piece."""
+
+    embedding: PassTimes
+    block: PassTimes
+    head: PassTimes
 
 
 @lru_cache(maxsize=65536)
-def _block(work: Work) -> PassTimes:
+def piece_times(work: Work, forward_tp: float, backward_tp: float) -> PieceTimes:
+    """All kinds of piece. ``forward_tp`` and ``backward_tp``: a block's tensor-parallel
+    collectives (seconds; recomputation's apart), which stand in line with its kernels."""
+    return PieceTimes(_embedding(work), _block(work, forward_tp, backward_tp), _head(work))
+
+
+def _block(work: Work, forward_tp: float, backward_tp: float) -> PassTimes:
     device, precision = work.device, work.precision
     products = [matmul_s(device, precision, work.tokens, k, n) for k, n in linears(work)]
     transposed = [matmul_s(device, precision, work.tokens, n, k) for k, n in linears(work)]
@@ -85,12 +90,12 @@ def _block(work: Work) -> PassTimes:
     core = attention_s(work)
     elementwise = stream_s(device, block_traffic(work), kernels=12)
     host = _host(work)
-    forward = max(sum(products) + core + elementwise, host)
+    forward = max(sum(products) + core + elementwise + forward_tp, host)
     again = {"none": 0.0, "selective": 0.0 if work.software.flash else core, "full": forward}
     core_backward = (2.5 if work.software.flash else 2.0) * core
     parameters = piece_parameters(work.shape, 1) / work.tp
     weight = sum(weights) + stream_s(device, accumulation_bytes(work) * parameters, kernels=4)
-    input_ = sum(transposed) + core_backward + 1.5 * elementwise
+    input_ = sum(transposed) + core_backward + 1.5 * elementwise + backward_tp
     stretch = max(1.0, 1.5 * host / (input_ + weight))
     return PassTimes(forward, input_ * stretch + again[work.recompute], weight * stretch)
 
@@ -111,6 +116,7 @@ def attention_s(work: Work) -> float:
     flops = 4.0 * batch * heads * seq * seq * width
     if work.software.flash:
         rate = matmul_rate(device, work.precision) * device.attention_efficiency
+        rate *= work.software.attention_factor
         rate *= min(1.0, 0.5 + width / 256)  # narrow heads feed the units worse
         return flops / 2 / rate + device.kernel_us * 1e-6
     scores = batch * heads * seq * seq
@@ -129,12 +135,12 @@ def block_traffic(work: Work) -> float:
         whole /= work.tp  # type: ignore[assignment]
     passes = 2 if shape.family == "gpt" else 5  # GELU: in, out; SiLU in, out, product in, in, out
     split = passes * shape.ffn + 6 * shape.hidden  # and the layout changes around attention
-    return work.tokens * e * (whole * shape.hidden + split / work.tp)
+    moved = work.tokens * e * (whole * shape.hidden + split / work.tp)
+    return moved * work.software.traffic_factor
 
 
 def _host(work: Work) -> float:
-    kernels = KERNELS_GPT if work.shape.family == "gpt" else KERNELS_LLAMA
-    kernels += 4 if work.tp > 1 else 0
+    kernels = KERNELS[work.shape.family] + (TENSOR_KERNELS if work.tp > 1 else 0)
     return kernels * work.device.launch_us * work.software.launch_factor * 1e-6
 
 
@@ -153,7 +159,8 @@ def _head(work: Work) -> PassTimes:
     """Final norm, logits and loss: fp32 logits are written and read by softmax and loss."""
     shape, device, precision = work.shape, work.device, work.precision
     h, tokens, e = shape.hidden, work.tokens, element_bytes(precision)
-    vocab = shape.vocab // (work.tp if work.software.vocab_parallel else 1)
+    split = work.tp if work.software.vocab_parallel else 1
+    vocab = shape.vocab if split == 1 else -(-shape.vocab // (128 * split)) * 128  # padded
     norm = stream_s(device, 2 * tokens * h * e, kernels=2)
     loss = stream_s(device, tokens * vocab * (e + 4 + 4 + 4), kernels=4)
     forward = matmul_s(device, precision, tokens, h, vocab) + norm + loss

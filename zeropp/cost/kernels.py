@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zeropp.plan import Precision
 
 TILE = (128, 128)
+UNALIGNED = 0.42  # rate of products with a side that is no multiple of 8 (same guide, alignment)
 
 
 def element_bytes(precision: Precision) -> int:
@@ -45,6 +46,8 @@ def matmul_s(device: Device, precision: Precision, m: int, k: int, n: int, batch
     """Seconds of ``batch`` products of [m, k] and [k, n]."""
     flops = 2.0 * m * k * n * batch
     rate = matmul_rate(device, precision) * wave_efficiency(device, m, n, batch)
+    if device.units > 1 and (m % 8 or k % 8 or n % 8):
+        rate *= UNALIGNED
     moved = element_bytes(precision) * batch * (m * k + k * n + m * n)
     return max(flops / rate, _stream(device, moved)) + device.kernel_us * 1e-6
 

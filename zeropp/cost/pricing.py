@@ -6,10 +6,10 @@ programs, so that the tuner can price a plan before it builds one. Equal blocks 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zeropp.cost.blocks import Work, piece_times
+from zeropp.cost.blocks import PieceTimes, Work, piece_times
 from zeropp.cost.cluster import Cluster
 from zeropp.cost.collectives import (
     Group,
@@ -25,7 +25,6 @@ from zeropp.cost.kernels import element_bytes, stream_s
 from zeropp.cost.memory import optimizer_shards, stage_memory, workspace_bytes, zero1_ranks
 from zeropp.cost.price import PlanPrice
 from zeropp.cost.software import Software, software_of
-from zeropp.layout import Layout
 from zeropp.schedule.program import StageCost
 
 if TYPE_CHECKING:
@@ -47,11 +46,12 @@ def price_plan(plan: Plan, cluster: Cluster, software: Software | None = None) -
     )
     stages = range(plan.schedule.num_stages)
     ranks = range(max(plan.schedule.stage_rank) + 1)
-    tensor = tuple(sum(tensor_s(plan, cluster, work, s)) for s in stages)
-    costs = tuple(_stage_cost(plan, cluster, work, s) for s in stages)
+    tensor = tensor_times(plan, cluster, work)
+    times = piece_times(work, tensor.forward, tensor.backward)
+    costs = tuple(_stage_cost(plan, cluster, work, s, tensor, times) for s in stages)
     return PlanPrice(
         stages=costs,
-        tp_s=tensor,
+        tp_s=tuple(_stage_tensor_s(plan, s, tensor) for s in stages),
         replica_s=tuple(_replica_s(plan, cluster, work, s, costs[s]) for s in stages),
         finish_s=tuple(_finish_s(plan, cluster, work, r) for r in ranks),
         gather_updated_s=tuple(_gather_updated_s(plan, cluster, work, r) for r in ranks),
@@ -67,50 +67,76 @@ def stage_parameters(plan: Plan, stage: int) -> float:
     return sum(piece_parameters(plan.shape, i) for i in pieces) / plan.layout.tp
 
 
-def tensor_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> tuple[float, float]:
-    """Tensor-parallel collectives of a microbatch's forward and backward, recomputation's too.
+@dataclass(frozen=True)
+class TensorTimes:
+    """Seconds of tensor-parallel collectives, one microbatch: ``one`` of a boundary, and of a
+    block's forward, backward and recomputation."""
+
+    one: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    again: float = 0.0
+
+
+def tensor_times(plan: Plan, cluster: Cluster, work: Work) -> TensorTimes:
+    """Tensor-parallel collectives.
 
     Two all-reduces of a boundary each way (arXiv 1909.08053, section 3); under sequence
     parallelism a reduce-scatter and an all-gather take the place of each (arXiv 2205.05198,
-    section 4.2.2), and the backward gathers the inputs of both column-parallel products again.
-    The embedding and the loss add one each.
+    section 4.2.2), and the backward gathers the inputs of both column-parallel products again,
+    hidden behind a product but for the slowdown.
     """
     if plan.layout.tp == 1:
-        return 0.0, 0.0
-    one, again = _boundary_collectives(cluster, plan.layout, work)
-    pieces = plan.pieces_of(stage)
-    blocks = sum(1 for i in pieces if 0 < i < plan.shape.num_pieces - 1)
-    ends = len(pieces) - blocks
-    forward = (2 * blocks + ends) * one
-    backward = (2 * blocks + ends) * one + 2 * blocks * again
-    if plan.recompute == "full":
-        backward += 2 * blocks * one
-    return forward, backward
-
-
-@lru_cache(maxsize=4096)
-def _boundary_collectives(cluster: Cluster, layout: Layout, work: Work) -> tuple[float, float]:
+        return TensorTimes()
     size = work.tokens * work.shape.hidden * element_bytes(work.precision)
-    among = group_of(cluster, layout, "tp")
-    if not work.sequence_parallel:
-        return all_reduce_s(cluster, among, size), 0.0
-    half = gather_s(cluster, among, size)
-    return 2 * half, half * cluster.device.overlap_slowdown  # hidden behind the dX product
+    among = group_of(cluster, plan.layout, "tp")
+    one, more = all_reduce_s(cluster, among, size), 0.0
+    if work.sequence_parallel:
+        half = gather_s(cluster, among, size)
+        one, more = 2 * half, 2 * half * cluster.device.overlap_slowdown
+    if work.software.overlap_tensor:  # the first slice is exposed, the others slow products
+        one *= 1 / plan.layout.tp + cluster.device.overlap_slowdown
+    again = 2 * one if plan.recompute == "full" else 0.0
+    return TensorTimes(one, 2 * one, 2 * one + more, again)
 
 
-def _stage_cost(plan: Plan, cluster: Cluster, work: Work, stage: int) -> StageCost:
-    times = [piece_times(work, index) for index in plan.pieces_of(stage)]
-    forward_tp, backward_tp = tensor_s(plan, cluster, work, stage)
-    shard = group_of(cluster, plan.layout, "shard")
-    parameters = stage_parameters(plan, stage)
-    return StageCost(
-        forward=sum(t.forward for t in times) + forward_tp,
-        backward_input=sum(t.backward_input for t in times) + backward_tp,
-        backward_weight=sum(t.backward_weight for t in times),
-        unshard=gather_s(cluster, shard, parameters * element_bytes(plan.precision)),
-        reduce_grad=gather_s(cluster, shard, parameters * work.software.reduce_bytes),
-        transfer=_transfer_s(plan, cluster, work, stage),
-    )
+def _stage_tensor_s(plan: Plan, stage: int, tensor: TensorTimes) -> float:
+    """Embedding and head add one each way."""
+    blocks, ends = _kinds(plan, stage)
+    return blocks * (tensor.forward + tensor.backward + tensor.again) + 2 * ends * tensor.one
+
+
+def _kinds(plan: Plan, stage: int) -> tuple[int, int]:
+    """Blocks of a stage, and how many of embedding and head it holds."""
+    first, last = plan.cuts[stage], plan.cuts[stage + 1]
+    ends = (first == 0) + (last == plan.shape.num_pieces)
+    return last - first - ends, ends
+
+
+def _stage_cost(
+    plan: Plan, cluster: Cluster, work: Work, stage: int, tensor: TensorTimes, times: PieceTimes
+) -> StageCost:
+    blocks, ends = _kinds(plan, stage)
+    forward = blocks * times.block.forward + ends * tensor.one
+    input_ = blocks * times.block.backward_input + ends * tensor.one
+    weight = blocks * times.block.backward_weight
+    for piece, held in (
+        (times.embedding, plan.cuts[stage] == 0),
+        (times.head, plan.cuts[stage + 1] == plan.shape.num_pieces),
+    ):
+        forward += held * piece.forward
+        input_ += held * piece.backward_input
+        weight += held * piece.backward_weight
+    unshard = reduce = 0.0
+    if plan.layout.shard > 1:
+        shard = group_of(cluster, plan.layout, "shard")
+        parameters = stage_parameters(plan, stage)
+        unshard = gather_s(cluster, shard, parameters * element_bytes(plan.precision))
+        reduce = gather_s(cluster, shard, parameters * work.software.reduce_bytes)
+    transfer = _transfer_s(plan, cluster, work, stage)
+    if work.software.blocking_transfers:
+        forward, input_ = forward + transfer, input_ + transfer
+    return StageCost(forward, input_, weight, unshard, reduce, transfer)
 
 
 def _transfer_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> float:
@@ -155,11 +181,12 @@ def _gather_updated_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: i
 
 
 def _finish_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int) -> float:
-    """Optimizer step (Adam reads gradient, master and two moments, writes all but the first, and
-    the norm reads gradients once more), the tied embedding's all-reduce, host work."""
+    """Optimizer step, the tied embedding's all-reduce, host work. Adam reads gradient, master and
+    two moments and writes all but the first; unscaling reads and writes gradients, the norm reads
+    and the next step clears them."""
     parameters = sum(stage_parameters(plan, s) for s in plan.schedule.stages_of(pipeline_rank))
     updated = parameters / optimizer_shards(plan.layout, work.software)
-    moved = updated * (4 + 4 + 2 * 12 + element_bytes(plan.precision))
+    moved = updated * (4 + 2 * 12 + element_bytes(plan.precision) + 16)
     seconds = stream_s(cluster.device, moved, kernels=4) + work.software.step_host_s
     first_or_last = pipeline_rank in (plan.schedule.stage_rank[0], plan.schedule.stage_rank[-1])
     if plan.shape.tied_embeddings and plan.layout.pp > 1 and first_or_last:

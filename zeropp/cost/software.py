@@ -24,7 +24,11 @@ class Software:
     dropout_masks: bool = False  # dropout is on: masks are written, read and kept
     vocab_parallel: bool = True  # under TP the logits and their loss are split
     split_boundary: bool = False  # TP ranks send a slice of a boundary and gather it (SC21, 4.1)
+    blocking_transfers: bool = False  # both ends of a transfer stand still meanwhile
+    overlap_tensor: bool = False  # tensor-parallel collectives beside products, slice by slice
     overlap_reduction: bool = False  # gradients reduced beside the last backward
+    attention_factor: float = 1.0  # fused attention's rate over the device's (FlashAttention-2)
+    traffic_factor: float = 1.0  # element-wise traffic over that of kernels fused per layer
     launch_factor: float = 1.0  # host time of this program over the device's ``launch_us``
     step_host_s: float = 0.0  # a step's fixed host work: data, logging, clipping
     reduce_bytes: int = 4  # of a gradient on the wire, over the replicas
@@ -37,8 +41,13 @@ def software_of(plan: Plan) -> Software:
 
     fp32: one copy of everything. bf16 under FSDP2: fp32 shards are the masters, gradients are
     reduced and kept in fp32. DeepSpeed's bf16 optimizer: bf16 parameters, fp32 accumulated
-    gradients, fp32 masters (``runtime/bf16_optimizer.py``).
+    gradients, fp32 masters (``runtime/bf16_optimizer.py``); its pipeline engine slices boundaries
+    over TP ranks (``pipe_partitioned``) and its transfers stand in line with compute
+    (``runtime/pipe/p2p.py``).
     """
-    if plan.contender.startswith("deepspeed") and plan.precision == "bf16":
-        return Software(2, 4, 12, vocab_parallel=True)
-    return Software(4, 4, 8)
+    if not plan.contender.startswith("deepspeed"):
+        return Software(4, 4, 8)
+    pipeline = {"split_boundary": True, "blocking_transfers": True}
+    if plan.precision == "bf16":
+        return Software(2, 4, 12, **pipeline)
+    return Software(4, 4, 8, **pipeline)

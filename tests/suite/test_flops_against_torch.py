@@ -1,0 +1,45 @@
+"""Formulas against the real models: torch's FLOP counter, and the parameters themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from zeropp.cost import model_flops_per_token, parameter_count
+from zeropp.cost.flops import piece_forward_flops, piece_parameters
+from zeropp.model import build_model, build_piece
+from zeropp.shape import ModelShape
+
+SHAPES = [
+    ModelShape("gpt", "gpt", 3, 64, 4, 4, 256, 96, 32),
+    ModelShape("gpt-tied", "gpt", 2, 48, 3, 3, 192, 80, 16, tied_embeddings=True),
+    ModelShape("llama", "llama", 3, 64, 4, 4, 176, 96, 32),
+    ModelShape("llama-gqa", "llama", 2, 64, 8, 2, 112, 96, 32),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_parameters(shape: ModelShape) -> None:
+    model = build_model(shape, seed=0)
+    assert sum(p.numel() for p in model.parameters()) == parameter_count(shape)
+    for index in range(shape.num_pieces):
+        piece = build_piece(shape, index, seed=0, device="meta")
+        assert sum(p.numel() for p in piece.parameters()) == piece_parameters(shape, index)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_flops(shape: ModelShape) -> None:
+    """Exact forward and backward; attention by its unfused products, which the counter sees."""
+    model = build_model(shape, seed=0)
+    tokens = torch.randint(shape.vocab, (2, shape.seq))
+    with (
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        FlopCounterMode(display=False) as forward,
+    ):
+        logits = model(tokens)
+        counted = forward.get_total_flops()
+        logits.sum().backward()
+    pieces = (piece_forward_flops(shape, index) for index in range(shape.num_pieces))
+    assert counted == tokens.numel() * sum(pieces)
+    assert forward.get_total_flops() == tokens.numel() * model_flops_per_token(shape)

@@ -1,0 +1,171 @@
+"""The cost model: orders that physics fixes, figures that others published, known small cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from pydantic import TypeAdapter
+
+from zeropp.cost import balanced_cuts, parameter_count, price_plan
+from zeropp.cost.cluster import Cluster
+from zeropp.cost.collectives import all_reduce_s, gather_s, group, transfer_s
+from zeropp.cost.kernels import matmul_s
+from zeropp.layout import Layout
+from zeropp.plan import Plan
+from zeropp.schedule.program import Schedule, loop_placement
+from zeropp.shape import ModelShape
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+GPT = ModelShape("gpt", "gpt", 8, 1024, 16, 16, 4096, 51200, 1024)
+LLAMA = replace(GPT, name="llama", family="llama", kv_heads=4, ffn=2816)
+TIMES = ("forward", "backward_input", "backward_weight")
+
+
+def cluster(name: str) -> Cluster:
+    raw = OmegaConf.to_container(OmegaConf.load(CONF / "cluster" / f"{name}.yaml"))
+    return TypeAdapter(Cluster).validate_python(raw)
+
+
+A100 = cluster("a100")
+
+
+def plan(shape: ModelShape = GPT, microbatch: int = 2, **layout: object) -> Plan:
+    """A plan without programs: the price must not read them."""
+    made = Layout(**layout)  # type: ignore[arg-type]
+    stages = made.pp * made.chunks
+    schedule = Schedule("1f1b", 8, 8, loop_placement(made.pp, made.chunks), ())
+    cuts = balanced_cuts(shape, stages)
+    return Plan("zeropp", shape, made, microbatch, schedule, cuts, precision="bf16")
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "cluster").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_cluster_prices_a_plan(path: Path) -> None:
+    price = price_plan(plan(pp=2, shard=2), cluster(path.stem))
+    assert all(getattr(cost, name) > 0 for cost in price.stages for name in TIMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gpt_175b", 174.6), ("gpt_76b", 76.1), ("llama_8b", 8.03), ("llama_70b", 70.6),
+     ("llama_405b", 405.9)],
+)  # fmt: skip
+def test_parameters_are_those_published(name: str, billions: float) -> None:
+    shape = ModelShape(**OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{name}.yaml")))  # type: ignore[arg-type]
+    assert parameter_count(shape) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@given(st.integers(1, 64), st.sampled_from([GPT, LLAMA]))
+def test_a_larger_microbatch_takes_longer_but_not_more_a_token(
+    size: int, shape: ModelShape
+) -> None:
+    small = price_plan(plan(shape, size), A100).stages[0]
+    large = price_plan(plan(shape, 2 * size), A100).stages[0]
+    for name in TIMES:
+        assert getattr(small, name) < getattr(large, name) * 1.001
+        assert getattr(large, name) < getattr(small, name) * 2.2  # tiles may fill a wave worse
+
+
+@given(st.sampled_from([2, 4, 8]), st.sampled_from([GPT, LLAMA]))
+def test_shards_shrink_what_is_resident(shard: int, shape: ModelShape) -> None:
+    whole = price_plan(plan(shape), A100).memory[0]
+    split = price_plan(plan(shape, shard=shard), A100).memory[0]
+    for name in ("parameters", "optimizer", "gradients"):
+        assert getattr(split, name) == pytest.approx(getattr(whole, name) / shard, abs=shard)
+    assert split.unsharded > 0 == whole.unsharded
+    assert split.activations == whole.activations
+
+
+def test_recomputation_trades_activations_for_time() -> None:
+    kept = price_plan(plan(), A100)
+    again = price_plan(replace(plan(), recompute="full"), A100)
+    assert again.memory[0].activations < kept.memory[0].activations / 5
+    assert again.stages[0].backward_input > kept.stages[0].backward_input
+    assert again.stages[0].forward == kept.stages[0].forward
+
+
+def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> None:
+    tensor = price_plan(plan(tp=4), A100)
+    both = price_plan(plan(tp=4, sequence_parallel=True), A100)
+    assert both.memory[0].activations < tensor.memory[0].activations
+    assert tensor.tp_s[0] > 0.0
+    assert price_plan(plan(), A100).tp_s == (0.0,)
+
+
+def test_zero1_splits_the_optimizer_over_replicas() -> None:
+    plain = price_plan(plan(replicate=4), A100)
+    split = price_plan(plan(replicate=4, replicate_zero=1), A100)
+    assert split.memory[0].optimizer * 4 == pytest.approx(plain.memory[0].optimizer, abs=4)
+    assert split.replica_s[0] < plain.replica_s[0]
+    assert split.gather_updated_s[0] > 0.0 == plain.gather_updated_s[0]
+
+
+@given(st.floats(1e3, 1e10), st.sampled_from([2, 4, 8, 16, 64]))
+def test_collectives_grow_with_size_and_an_all_reduce_moves_twice(size: float, ranks: int) -> None:
+    ring = group(A100, ranks, 1, max(8, ranks))
+    assert gather_s(A100, ring, size) < gather_s(A100, ring, 2 * size)
+    assert all_reduce_s(A100, ring, size) < 2.1 * gather_s(A100, ring, size)
+
+
+def test_bandwidth_rises_with_message_size() -> None:
+    """The small gathers of a unit reach less of the link than a whole model's do."""
+    ring = group(A100, 16, 1, 64)
+    rates = [size / gather_s(A100, ring, size) for size in (1e5, 1e6, 1e7, 1e8, 1e9)]
+    assert rates == sorted(rates)
+    assert rates[0] < rates[-1] / 5
+
+
+@pytest.mark.parametrize(
+    ("size", "published_us"), [(2**26, 684.6), (2**28, 2420.6), (2**30, 8203.9)]
+)
+def test_all_reduce_inside_a_node_is_near_its_measurement(size: int, published_us: float) -> None:
+    """results/published/nccl_busbw.csv, 8 A100; a smoke bound, the docs have the figures."""
+    assert all_reduce_s(A100, group(A100, 8, 1, 8), size) * 1e6 == pytest.approx(
+        published_us, rel=0.2
+    )
+
+
+def test_groups_across_nodes_share_the_nics() -> None:
+    whole = group(A100, 64, 1, 64)  # one group of 8 nodes has every NIC
+    eighth = group(A100, 8, 8, 64)  # eight groups, one GPU a node each
+    assert (whole.nodes, eighth.nodes) == (8, 8)
+    assert whole.rate == pytest.approx(8 * eighth.rate)
+
+
+def test_in_switch_reduction_helps_all_reduce_alone() -> None:
+    h200 = cluster("h200")
+    without = replace(h200, reduction_gain=1.0)
+    ring = group(h200, 8, 1, 8)
+    assert all_reduce_s(h200, ring, 1e9) < all_reduce_s(without, ring, 1e9)
+    assert gather_s(h200, ring, 1e9) == gather_s(without, ring, 1e9)
+
+
+def test_a_boundary_between_nodes_is_slower_than_inside_one() -> None:
+    inside = Layout(pp=8, placement="pp_inner")
+    across = Layout(pp=2, shard=8)
+    assert transfer_s(A100, inside, 0, 1, 1e7) < transfer_s(A100, across, 0, 1, 1e7)
+    assert transfer_s(A100, across, 1, 1, 1e7) == 0.0
+
+
+def test_a_side_that_is_no_multiple_of_eight_is_slow() -> None:
+    aligned = matmul_s(A100.device, "bf16", 8192, 2048, 50304)
+    odd = matmul_s(A100.device, "bf16", 8192, 2048, 50257)
+    assert odd > 2 * aligned
+
+
+@given(st.integers(1, 10), st.integers(1, 12))
+def test_cuts_are_contiguous_and_give_every_stage_a_piece(stages: int, layers: int) -> None:
+    shape = replace(GPT, layers=layers)
+    if stages > shape.num_pieces:
+        with pytest.raises(ValueError, match="stages"):
+            balanced_cuts(shape, stages)
+        return
+    cuts = balanced_cuts(shape, stages)
+    assert cuts[0] == 0
+    assert cuts[-1] == shape.num_pieces
+    assert all(a < b for a, b in pairwise(cuts))

@@ -1,0 +1,120 @@
+"""benchmarks.validate: every row is predicted or named with its reason, whatever a file holds."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from benchmarks.validate.__main__ import main, outcome_of
+from benchmarks.validate.clusters import cluster_of
+from benchmarks.validate.pairs import pairs_of
+from benchmarks.validate.predict import predict
+from benchmarks.validate.rows import UnpredictableError
+
+ROW = {
+    "source": "a test", "model": "GPT 1.3B", "hidden": "2048", "layers": "24", "heads": "16",
+    "ffn": "8192", "vocab": "51200", "seq": "2048", "gpu": "A100-80GB SXM", "n_gpus": "8",
+    "tp": "1", "pp": "4", "dp": "2", "schedule": "1F1B", "micro_batch": "2", "global_batch": "64",
+    "recompute": "none", "dtype": "bf16", "metric": "iteration_time", "value": "1.5", "unit": "s",
+}  # fmt: skip
+
+
+def value(**changes: str) -> float:
+    return predict({**ROW, **changes}).value
+
+
+def test_units_of_one_step_agree() -> None:
+    step = value()
+    assert value(unit="ms") == pytest.approx(step * 1e3)
+    samples = value(metric="throughput", unit="samples/s")
+    assert samples == pytest.approx(64 / step)
+    tokens = value(metric="tokens_per_s_per_gpu", unit="tok/s/GPU")
+    assert tokens == pytest.approx(samples * 2048 / 8)
+    tflops = value(metric="model_tflops_per_gpu", unit="TFLOP/s/GPU")
+    assert value(metric="mfu", unit="%") == pytest.approx(tflops / 312 * 100)
+    assert value(metric="aggregate", unit="PFLOP/s") == pytest.approx(tflops * 8 / 1e3)
+    assert value(metric="peak_memory", unit="GB") == pytest.approx(
+        value(metric="peak_memory", unit="GiB") * 2**30 / 1e9
+    )
+
+
+def test_recomputation_counts_in_hardware_flops_alone() -> None:
+    model = value(metric="model_tflops_per_gpu", unit="TFLOP/s/GPU", recompute="full")
+    hardware = value(metric="hw_tflops_per_gpu", unit="TFLOP/s/GPU", recompute="full")
+    assert 1.2 < hardware / model < 4 / 3
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", "GPipe", "ZB-H1", "ZB-1p", "ZB-2p", "ZBV", "1F1B-I", "zero bubble", "none"]
+)
+def test_schedules_are_understood(schedule: str) -> None:
+    assert value(schedule=schedule) > 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gpu": "TPU v4"}, "no device preset"),
+        ({"hidden": "", "model": "secret"}, "hidden size"),
+        ({"cp": "2"}, "cp=2"),
+        ({"dtype": "fp8"}, "8-bit"),
+        ({"dp": "3"}, "is not n_gpus"),
+        ({"schedule": "DualPipe"}, "no generator"),
+        ({"value": "fast"}, "not a number"),
+        ({"unit": "furlongs", "metric": "speed"}, "not understood"),
+        ({"hidden": "a lot"}, "not a number"),
+        ({"global_batch": "1"}, "less than"),
+    ],
+)
+def test_what_cannot_be_predicted_is_named(changes: dict[str, str], reason: str) -> None:
+    with pytest.raises(UnpredictableError, match=reason):
+        predict({**ROW, **changes})
+    assert reason in outcome_of({**ROW, **changes}, None).reason
+
+
+def test_a_row_out_of_memory_is_held_against_the_device() -> None:
+    large = {**ROW, "hidden": "12288", "layers": "96", "heads": "96", "ffn": "49152"}
+    assert predict({**large, "value": "OOM"}).text == "OOM"
+    assert predict({**ROW, "value": "OOM"}).text == "fits"
+
+
+@pytest.mark.parametrize(
+    ("text", "nics", "gigabytes", "memory"),
+    [
+        ("A100-80GB SXM, 4x100Gb RoCE/node", 4, 12.5, 80),
+        ("A100-80GB SXM (Selene, 8x HDR200/node)", 8, 25.0, 80),
+        ("A100 (4x HDR200 = 800Gb/s per node in their config)", 4, 25.0, 80),
+        ("A100-40GB SXM, 1600Gb/s RoCE/node", 8, 25.0, 40),
+        ("H100-80GB SXM", 8, 50.0, 80),
+    ],
+)
+def test_clusters_are_read_from_text(text: str, nics: int, gigabytes: float, memory: int) -> None:
+    made = cluster_of(text)
+    assert (made.nics_per_node, made.inter.bandwidth_gb_s) == (nics, gigabytes)
+    assert made.device.memory_gib == memory
+
+
+def test_pairs_differ_in_schedule_or_parallelism_alone() -> None:
+    rows = [ROW, {**ROW, "tp": "2", "pp": "2"}, {**ROW, "micro_batch": "4"}, ROW]
+    pairs = pairs_of(rows, [predict(row) for row in rows])
+    assert [(pair.first, pair.second) for pair in pairs] == [(0, 1), (1, 3)]
+    assert pairs[0].measured == pytest.approx(1.0)
+    assert pairs[0].relative_error == pytest.approx(pairs[0].predicted - 1.0)
+
+
+def test_a_row_in_a_row_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [ROW, {**ROW, "gpu": "?"}, {**ROW, "value": "OOM"}]
+    table = tmp_path / "table.csv"
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ROW)
+        writer.writeheader()
+        writer.writerows(rows)
+    assert main([str(table), "--out", str(tmp_path / "out")]) == 0
+    written = list(csv.DictReader((tmp_path / "out" / "validation.csv").open()))
+    assert [row["predicted"] != "" for row in written] == [True, False, True]
+    assert all((row["predicted"] == "") == (row["reason"] != "") for row in written)
+    assert (tmp_path / "out" / "validation.png").stat().st_size > 0
+    assert "2 of 3 rows predicted" in capsys.readouterr().out
+    assert main([str(tmp_path / "absent.csv")]) == 2
