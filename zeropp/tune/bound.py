@@ -72,20 +72,23 @@ def least_bytes(plan: Plan, price: PlanPrice, candidate: Candidate) -> int:
     for rank in range(max(schedule.stage_rank) + 1):
         memory = [price.memory[s] for s in schedule.stages_of(rank)]
         fixed = sum(m.parameters + m.optimizer + m.gradients for m in memory)
-        live = _least_live(plan, candidate, rank)
-        moving = max(m.unsharded for m in memory) + live * min(m.activations for m in memory)
+        kept = _least_activations(plan, candidate, rank, [m.activations for m in memory])
+        moving = max(m.unsharded for m in memory) + kept
         worst = max(worst, fixed + price.workspace[rank] + moving)
     return worst
 
 
-def _least_live(plan: Plan, candidate: Candidate, rank: int) -> int:
-    """Chunk-activations that live together at least once on a rank."""
+def _least_activations(plan: Plan, candidate: Candidate, rank: int, sizes: list[int]) -> int:
+    """Bytes of chunk-activations that live together at least once; ``sizes``: by chunk."""
     m, pp, chunks = plan.num_microbatches, plan.layout.pp, plan.layout.chunks
-    if candidate.schedule == "1f1b":
-        return min(m, pp - rank)
+    way_round = 2 * (pp - rank) - 1  # forwards before the first input gradient can be back
+    if candidate.schedule in ("1f1b", "zb_h1"):
+        return min(m, pp - rank) * sizes[0]
     if candidate.schedule == "interleaved_1f1b":
-        return min(m * chunks, 2 * (pp - rank - 1) + (chunks - 1) * pp + 1)
+        return min(m * chunks, way_round - 1 + (chunks - 1) * pp + 1) * min(sizes)
     if candidate.schedule == "zeropp":
-        unit = candidate.unit if candidate.cap else pp  # a family: its smallest unit
-        return (chunks - 1) * min(unit, m) + 1
-    return plan.schedule.num_stages if candidate.schedule == "fsdp" else 1
+        unit = min(candidate.unit if candidate.cap else pp, m)  # a family: its smallest
+        last = min(unit, way_round)
+        last = min(last, candidate.cap - (chunks - 1) * unit) if candidate.cap else 1
+        return unit * sum(sizes[:-1]) + last * sizes[-1]
+    return sum(sizes) if candidate.schedule == "fsdp" else min(sizes)

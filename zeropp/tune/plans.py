@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from zeropp.cost import balanced_cuts
-from zeropp.plan import Plan
+from zeropp.plan import Plan, ReduceEvery
 from zeropp.schedule import build, lower
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Schedule, loop_placement, v_placement
@@ -40,19 +40,45 @@ def sized_plan(task: Task, candidate: Candidate) -> Plan:
 def with_programs(plan: Plan, candidate: Candidate) -> Plan:
     """The whole plan, by the orders that the contenders' own planners choose."""
     sizes = plan.schedule
-    if sizes.name == "fsdp":
-        schedule = replace(sizes, programs=(_fsdp(sizes.num_stages, sizes.num_microbatches),))
+    schedule = _schedule(
+        sizes.name,
+        plan.layout.pp,
+        sizes.num_stages // plan.layout.pp,
+        sizes.num_microbatches,
+        candidate.unit or None,
+        candidate.cap or None,
+        plan.layout.shard > 1,
+        plan.reduce_every,
+    )
+    return replace(plan, schedule=schedule)
+
+
+@lru_cache(maxsize=128)
+def _schedule(
+    name: str,
+    num_ranks: int,
+    chunks: int,
+    num_microbatches: int,
+    unit: int | None,
+    cap: int | None,
+    gather: bool,
+    reduce_every: ReduceEvery,
+) -> Schedule:
+    """A lowered schedule; many configurations that differ in other degrees share it."""
+    if name == "fsdp":
+        placement = (0,) * chunks
+        program = _fsdp(chunks, num_microbatches)
+        schedule = Schedule(name, num_microbatches, 1, placement, (program,))
     else:
         schedule = build(
-            sizes.name,
-            num_ranks=plan.layout.pp,
-            chunks=plan.layout.chunks,
-            num_microbatches=sizes.num_microbatches,
-            unit=candidate.unit or None,
-            activation_cap=candidate.cap or None,
+            name,
+            num_ranks=num_ranks,
+            chunks=chunks,
+            num_microbatches=num_microbatches,
+            unit=unit,
+            activation_cap=cap,
         )
-    gather = plan.layout.shard > 1
-    return replace(plan, schedule=lower(schedule, gather=gather, reduce_every=plan.reduce_every))
+    return lower(schedule, gather=gather, reduce_every=reduce_every)
 
 
 def _fsdp(stages: int, microbatches: int) -> tuple[Action, ...]:

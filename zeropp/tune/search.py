@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import IntEnum
 
-from zeropp.cost import price_plan
+from zeropp.cost import PlanPrice, price_plan
 from zeropp.plan import Plan
 from zeropp.sim.memory import peak_memory
 from zeropp.sim.simulate import SimResult, simulate
@@ -36,6 +35,7 @@ class Evaluated:
     candidate: Candidate
     step_s: float
     peak_bytes: int
+    bubble: float
 
     @property
     def degrees(self) -> tuple[object, ...]:
@@ -89,59 +89,66 @@ def search(
     """
     outcome = Outcome(task, space)
     queue = [
-        (work_s(task, family), number, family, _Known.SIZES)
+        _Entry(work_s(task, family), number, family)
         for number, family in enumerate(families(task, space, outcome.fallen))
     ]
     heapq.heapify(queue)
     number = len(queue)
     while queue:
-        bound, _, candidate, known = heapq.heappop(queue)
+        entry = heapq.heappop(queue)
         if progress:
             progress(number - len(queue), number, outcome.winner)
-        if bound >= outcome.to_beat * (1.0 - tolerance):
+        if entry.bound_s >= outcome.to_beat * (1.0 - tolerance):
             outcome.fallen[SLOWER] += 1 + len(queue)
             break
-        if known is _Known.PRICED_MEMBER:
-            _evaluate(task, candidate, outcome)
+        if entry.is_member:
+            _evaluate(task, entry, outcome)
             continue
-        children = [candidate] if known is _Known.SIZES else members(space, candidate)
-        for child in children:
-            priced = _price(task, child, outcome)
-            if priced is not None:
-                number += 1
-                heapq.heappush(queue, (priced, number, child, _Known(known + 1)))
+        for child in _children(task, space, entry, number, outcome):
+            number += 1
+            heapq.heappush(queue, child)
     return outcome
 
 
-class _Known(IntEnum):
-    """How much is known of a queue's entry, and so what its bound is made of."""
+@dataclass(frozen=True, order=True, slots=True)
+class _Entry:
+    """A family by its work alone, then with its price; last a member, which has its family's
+    price, because no price reads unit, cap or point of reduction."""
 
-    SIZES = 0  # a family: its work alone
-    PRICED_FAMILY = 1
-    PRICED_MEMBER = 2
-
-
-def _price(task: Task, candidate: Candidate, outcome: Outcome) -> float | None:
-    """Lower bound of a family or a member; None where it lacks memory."""
-    plan = sized_plan(task, candidate)
-    price = price_plan(plan, task.cluster)
-    if least_bytes(plan, price, candidate) > memory_limit_bytes(task):
-        outcome.fallen[OOM] += 1
-        return None
-    return least_step_s(plan, price)
+    bound_s: float
+    number: int  # unique, so that nothing after it is compared
+    candidate: Candidate
+    price: PlanPrice | None = None
+    is_member: bool = False
 
 
-def _evaluate(task: Task, candidate: Candidate, outcome: Outcome) -> None:
-    sizes = sized_plan(task, candidate)
-    price = price_plan(sizes, task.cluster)
-    plan = with_programs(sizes, candidate)
+def _children(
+    task: Task, space: Space, entry: _Entry, number: int, outcome: Outcome
+) -> Iterator[_Entry]:
+    """What an entry is replaced by: itself with its price, or its members."""
+    price = entry.price
+    opened = [entry.candidate] if price is None else members(space, entry.candidate)
+    for candidate in opened:
+        plan = sized_plan(task, candidate)
+        known = price or price_plan(plan, task.cluster)
+        if least_bytes(plan, known, candidate) > memory_limit_bytes(task):
+            outcome.fallen[OOM] += 1
+            continue
+        number += 1
+        bound = least_step_s(plan, known)
+        yield _Entry(bound, number, candidate, known, is_member=price is not None)
+
+
+def _evaluate(task: Task, entry: _Entry, outcome: Outcome) -> None:
+    plan, price = plan_of(task, entry.candidate), entry.price
+    assert price is not None
     peak = max(memory.total for memory in peak_memory(plan, price))
     if peak > memory_limit_bytes(task):
         outcome.fallen[OOM] += 1
         return
     outcome.simulated += 1
     result = simulate(plan, task.cluster, price=price)
-    outcome.offer(Evaluated(candidate, result.step_s, peak))
+    outcome.offer(Evaluated(entry.candidate, result.step_s, peak, result.bubble))
 
 
 def result_of(task: Task, candidate: Candidate) -> SimResult:
