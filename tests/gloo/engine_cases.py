@@ -73,7 +73,13 @@ class Case:
             activation_cap=self.cap,  # type: ignore[arg-type]
         )
         request = PlanRequest(
-            self.shape, CLUSTER, self.world, self.batch, 1, self.precision, settings  # type: ignore[arg-type]
+            self.shape,
+            CLUSTER,
+            self.world,
+            self.batch,
+            1,
+            self.precision,
+            settings,  # type: ignore[arg-type]
         )
         return plan_zeropp(request)
 

@@ -19,6 +19,7 @@ BUILDER = "baselines.fsdp.trainer:build"
     ("contender", "model"),
     [
         ({"shard": 4}, {}),
+        ({"shard": 4, "recompute": "selective"}, {}),
         ({"shard": 2, "replicate": 2, "reduce_every": "step"}, {"family": "llama", "kv_heads": 2}),
         ({"shard": 2, "replicate": 2, "recompute": "full"}, {"tied_embeddings": True}),
     ],

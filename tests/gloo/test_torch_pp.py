@@ -25,7 +25,7 @@ BUILDER = "baselines.torch_pp.trainer:build"
         ({"pp": 2, "shard": 2, "schedule": "interleaved_zb", "chunks": 2}, {}),
         ({"pp": 2, "replicate": 2, "schedule": "zbv", "chunks": 2}, {}),
         ({"pp": 2, "shard": 2, "schedule": "dualpipev", "chunks": 2}, {}),
-        ({"pp": 2, "tp": 2, "schedule": "1f1b"}, {}),
+        ({"pp": 2, "tp": 2, "schedule": "1f1b", "recompute": "selective"}, {}),
         (
             {"pp": 2, "tp": 2, "schedule": "looped_bfs", "chunks": 2, "sequence_parallel": True},
             {"family": "llama", "kv_heads": 2},

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
+from zeropp.engine.recompute import run_recomputed
 from zeropp.engine.replicas import Replicas
 from zeropp.engine.sharding import ChunkShards
 from zeropp.plan import Recompute
-
-_ATEN = torch.ops.aten
-_KEPT = (
-    _ATEN.mm.default,
-    _ATEN.addmm.default,
-    _ATEN._scaled_dot_product_flash_attention.default,
-    _ATEN._scaled_dot_product_efficient_attention.default,
-    _ATEN._scaled_dot_product_cudnn_attention.default,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-)
 
 
 @dataclass
@@ -81,12 +69,8 @@ class Chunk:
         return output
 
     def _run_piece(self, piece: nn.Module, x: Tensor) -> Tensor:
-        if self._recompute == "none" or id(piece) not in self._deferrable:
-            return piece(x)  # type: ignore[no-any-return]
-        options: dict[str, Any] = {"preserve_rng_state": self._seed is not None}
-        if self._recompute == "selective":
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, list(_KEPT))
-        return checkpoint(piece, x, use_reentrant=False, **options)  # type: ignore[no-any-return]
+        recompute = self._recompute if id(piece) in self._deferrable else "none"
+        return run_recomputed(piece, x, recompute, random=self._seed is not None)
 
     def set_output(self, microbatch: int, output: Tensor) -> None:
         """Replace what backward starts from (the last stage's loss)."""

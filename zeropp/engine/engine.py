@@ -97,6 +97,16 @@ class Engine:
 
     def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> StepResult:
         """One optimizer step on this rank's microbatches; every rank gives its own."""
+        losses = self.accumulate(inputs, targets)
+        result = self._reduce_result(losses)
+        if self._clip_norm and result.grad_norm > self._clip_norm:
+            scale = self._clip_norm / (result.grad_norm + 1e-6)  # as torch's clip_grad_norm_
+            torch._foreach_mul_(self._gradients(self.owned), scale)
+        self.update()
+        return result
+
+    def accumulate(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+        """The first half of a step: run the program, so that owned parameters have gradients."""
         self.optimizer.zero_grad()
         for _, parameter in self.named_parameters():
             parameter.grad = None
@@ -104,15 +114,16 @@ class Engine:
             self._seeds.step = self.steps_done
         losses = self.interpreter.run(inputs, targets)
         self._tied.sum_gradients()
-        result = self._reduce_result(losses)
-        if self._clip_norm and result.grad_norm > self._clip_norm:
-            scale = self._clip_norm / (result.grad_norm + 1e-6)  # as torch's clip_grad_norm_
-            torch._foreach_mul_(self._gradients(self.owned), scale)
-        self._set_learning_rate()
+        return losses
+
+    def update(self) -> None:
+        """The second half: the optimizer's step, and updated rows to all replicas."""
+        if self._lr_schedule is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._learning_rate * self._lr_schedule(self.steps_done)
         self.optimizer.step()
         self._gather_rows()
         self.steps_done += 1
-        return result
 
     def named_parameters(self) -> Iterator[tuple[Name, nn.Parameter]]:
         """((piece, name), parameter) of this rank, sharded where there are shards."""
@@ -143,7 +154,6 @@ class Engine:
     def load(self, directory: Path | str) -> None:
         """Read what ``save`` wrote, in this topology or another."""
         self.steps_done = checkpoint.load(self._state(), directory)
-        self._tied.make_equal()
         self._gather_rows()
 
     def counters(self) -> dict[str, int]:
@@ -182,18 +192,12 @@ class Engine:
             name: (chunk.replicas, parameter)
             for chunk in self.chunks.values()
             for name, parameter in chunk.replicas.owned.items()
-            if name != self._tied.copy
         }
         return checkpoint.state_of(owned, self.optimizer, self.steps_done)
 
     def _gather_rows(self) -> None:
         for chunk in self.chunks.values():
             chunk.replicas.gather()
-
-    def _set_learning_rate(self) -> None:
-        if self._lr_schedule is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self._learning_rate * self._lr_schedule(self.steps_done)
 
     def _gradients(self, names: Iterable[Name]) -> list[Tensor]:
         gradients = (self.owned[name].grad for name in names)

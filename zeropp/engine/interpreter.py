@@ -62,6 +62,7 @@ class Interpreter:
         self._unreduced = Counter(a.stage for a in program if a.op is Op.REDUCE_GRAD)
         self.counters: Counter[str] = Counter()
         self.spans: list[Span] | None = None
+        self.on_action: Callable[[Action], None] | None = None  # called before every action
         self._handlers: dict[Op, Callable[[Action, _Step], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD_INPUT: self._backward_input,
@@ -83,6 +84,8 @@ class Interpreter:
         self._reductions_left = self._unreduced.copy()
         begin = time.perf_counter()
         for action in self._program:
+            if self.on_action is not None:
+                self.on_action(action)
             start = self._clock(begin)
             with record_function(str(action)):
                 self._handlers[action.op](action, step)

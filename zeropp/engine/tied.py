@@ -41,7 +41,7 @@ class TiedWeights:
         if len(ends) == 2:
             self._group = new_group_in_each_pipeline(layout, ends)
         self._source = layout.pipeline(dist.get_rank())[schedule.stage_rank[0]]
-        self.make_equal()
+        self._make_equal()
 
     def sum_gradients(self) -> None:
         """Give both the sum of their gradients."""
@@ -53,7 +53,7 @@ class TiedWeights:
             gradients[1].copy_(gradients[0])
 
     @torch.no_grad()
-    def make_equal(self) -> None:
+    def _make_equal(self) -> None:
         """Give the copy the original's values."""
         if self._group is not None:
             dist.broadcast(self._mine[0], self._source, group=self._group)

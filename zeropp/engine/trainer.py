@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeropp.engine.engine import Engine, Piece
 from zeropp.model import build_piece, cross_entropy
@@ -20,40 +20,52 @@ def build(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: in
     return ZeroppTrainer(plan, optimizer, device, seed)
 
 
+def build_engine(
+    plan: Plan,
+    optimizer: OptimizerConfig,
+    device: torch.device,
+    seed: int,
+    make_piece: Callable[[int], nn.Module],
+) -> Engine:
+    """The engine of this rank for a plan; ``make_piece`` makes a piece of the model by index."""
+    shape, layout = plan.shape, plan.layout
+    last = shape.num_pieces - 1
+    pieces = [
+        Piece(index, stage, make_piece(index), 0 < index < last)
+        for stage in plan.schedule.stages_of(layout.coordinates(dist.get_rank())["pp"])
+        for index in plan.pieces_of(stage)
+    ]
+    dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+    size = (plan.microbatch_size, shape.seq, shape.hidden)
+
+    def boundary(stage: int) -> Tensor:
+        del stage  # every boundary of a transformer has the same shape
+        return torch.empty(size, dtype=dtype, device=device)
+
+    return Engine(
+        pieces,
+        plan.schedule,
+        layout,
+        cross_entropy,
+        boundary,
+        optimizer,
+        device,
+        precision=plan.precision,
+        recompute=plan.recompute,
+        tied=((0, "tokens.weight"), (last, "output.weight")) if shape.tied_embeddings else None,
+        dropout_seed=seed if shape.dropout else None,
+    )
+
+
 class ZeroppTrainer:
     """A ``zeropp.training.Trainer`` over the engine."""
 
     def __init__(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
     ) -> None:
-        shape, layout = plan.shape, plan.layout
         self._microbatch_size = plan.microbatch_size
-        last = shape.num_pieces - 1
-        pieces = [
-            Piece(index, stage, build_piece(shape, index, seed, device), 0 < index < last)
-            for stage in plan.schedule.stages_of(layout.coordinates(dist.get_rank())["pp"])
-            for index in plan.pieces_of(stage)
-        ]
-        dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-        size = (plan.microbatch_size, shape.seq, shape.hidden)
-
-        def boundary(stage: int) -> Tensor:
-            del stage  # every boundary of a transformer has the same shape
-            return torch.empty(size, dtype=dtype, device=device)
-
-        tied = ((0, "tokens.weight"), (last, "output.weight")) if shape.tied_embeddings else None
-        self._engine = Engine(
-            pieces,
-            plan.schedule,
-            layout,
-            cross_entropy,
-            boundary,
-            optimizer,
-            device,
-            precision=plan.precision,
-            recompute=plan.recompute,
-            tied=tied,
-            dropout_seed=seed if shape.dropout else None,
+        self._engine = build_engine(
+            plan, optimizer, device, seed, lambda i: build_piece(plan.shape, i, seed, device)
         )
 
     def step(self, inputs: Tensor, targets: Tensor) -> StepResult:

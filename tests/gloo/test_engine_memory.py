@@ -1,0 +1,86 @@
+"""Unsharded parameters and gradients of a rank, measured after every action of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from tests.gloo.engine_cases import Case, build_engine, local_microbatches
+from tests.gloo.world import World
+from zeropp.engine.engine import Engine
+from zeropp.engine.sharding import reduction_buffer_bytes
+from zeropp.schedule.action import Op
+
+CASE = Case(pp=2, shard=2, chunks=5, layers=10, unit=2, batch=16)
+PREFETCH = 1  # the default of the settings
+
+
+@dataclass
+class Peaks:
+    """Bytes of one rank; ``chunk`` is its largest chunk, whole."""
+
+    unsharded: int
+    gradients: int
+    chunk: int
+    resident: int  # chunks that its program holds gathered at once
+    unshards: int
+
+
+def measure(case: Case) -> Peaks:
+    engine = build_engine(case, torch.float32)
+    shards = [chunk.shards for chunk in engine.chunks.values()]
+    sizes = [sum(p.numel() * 4 for _, _, p in s.named_parameters()) for s in shards]
+    peaks = Peaks(0, 0, max(sizes), _resident(engine), 0)
+
+    def look() -> None:
+        peaks.unsharded = max(peaks.unsharded, sum(s.unsharded_bytes() for s in shards))
+        waiting = sum(s.unsharded_grad_bytes() for s in shards) + reduction_buffer_bytes(shards)
+        peaks.gradients = max(peaks.gradients, waiting)
+
+    _after_every_action(engine, look)
+    engine.step(*local_microbatches(case, 0))
+    assert sum(s.unsharded_bytes() + s.unsharded_grad_bytes() for s in shards) == 0
+    assert reduction_buffer_bytes(shards) == 0
+    peaks.unshards = engine.counters()["unshard"]
+    return peaks
+
+
+def _after_every_action(engine: Engine, look: Callable[[], None]) -> None:
+    handlers = engine.interpreter._handlers
+
+    def looking(handler):  # type: ignore[no-untyped-def]
+        def run(action, step) -> None:  # type: ignore[no-untyped-def]
+            handler(action, step)
+            look()
+
+        return run
+
+    for op, handler in handlers.items():
+        handlers[op] = looking(handler)
+
+
+def _resident(engine: Engine) -> int:
+    gathered, most = 0, 0
+    for action in engine.interpreter._program:
+        gathered += (action.op is Op.UNSHARD) - (action.op is Op.RESHARD)
+        most = max(most, gathered)
+    return most
+
+
+def test_unsharded_bytes_are_those_of_the_resident_chunks(world: World) -> None:
+    for peaks in world.run(measure, CASE, size=CASE.world):
+        assert 0 < peaks.unsharded <= peaks.resident * peaks.chunk
+        assert 0 < peaks.gradients <= (peaks.resident + PREFETCH) * peaks.chunk
+        units = CASE.batch // CASE.shard // CASE.unit
+        assert peaks.unshards <= 2 * CASE.chunks * units
+
+
+def test_unsharded_gradients_stay_bounded_as_microbatches_grow(world: World) -> None:
+    few = world.run(measure, replace(CASE, batch=8), size=CASE.world)
+    many = world.run(measure, replace(CASE, batch=64), size=CASE.world)
+    whole = world.run(measure, replace(CASE, batch=64, reduce_every="step"), size=CASE.world)
+    for small, large, once in zip(few, many, whole, strict=True):
+        assert large.gradients <= small.gradients
+        assert large.gradients < once.gradients
