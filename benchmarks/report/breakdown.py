@@ -28,7 +28,7 @@ _KINDS = {
 def memory_breakdown(rows: pd.DataFrame) -> Iterator[Picture]:
     """Predicted bytes of the fullest rank by kind, for every record whose plan predicts them."""
     best = best_configuration(rows)
-    best = best[best["memory_by_kind"].map(bool)]
+    best = best[best["memory_by_kind"].map(len) > 0]
     for suffix, words, mine in by_evidence(best):
         yield Picture(
             "Memory",

@@ -1,0 +1,104 @@
+"""The report's page in a real headless Chromium: it opens without a network and works."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, sync_playwright
+from rich.console import Console
+
+from benchmarks.report import write_report
+from tests.unit.synthetic_records import make_record, write_records
+
+CHROMIUM = shutil.which("chromium")
+_ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium (Debian's package of that name)"),
+]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    root = tmp_path_factory.mktemp("report")
+    records = [make_record(c, num_gpus=n) for c in ("zeropp", "deepspeed_3d") for n in (4, 8)]
+    records.append(make_record("fsdp", fields={"status": "oom", "reason": "<b>", "step_s": []}))
+    simulated = {"provenance": "simulated", "attempt": "simulate-1", "step_s": [0.1]}
+    records.append(make_record("zeropp", **simulated))
+    write_records(records, root / "runs")
+    write_report([root / "runs"], root / "out", Console(quiet=True))
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS, timeout=60_000)
+        opened = browser.new_page(viewport={"width": 1280, "height": 900})
+        opened.set_default_timeout(20_000)
+        problems: list[str] = []
+        opened.on("console", lambda message: problems.append(message.text))
+        opened.on("pageerror", lambda error: problems.append(str(error)))
+        opened.on("request", lambda r: r.url.startswith("http") and problems.append(r.url))
+        opened.goto(Path(root / "out" / "report.html").as_uri())
+        yield opened
+        assert problems == []  # over all that the tests did: no error, no request to a network
+        browser.close()
+
+
+def column(page: Page, name: str) -> list[str]:
+    """A column of the throughput table, top to bottom."""
+    heads = page.locator("#table-throughput th").all_inner_texts()
+    index = next(i for i, head in enumerate(heads) if head.startswith(name))
+    return page.locator(f"#table-throughput tbody td:nth-child({index + 1})").all_inner_texts()
+
+
+def test_tables_are_filled(page: Page) -> None:
+    assert page.locator("#table-throughput tbody tr").count() == 6
+    assert page.locator("#table-speedup tbody tr").count() == 3  # two cells and their mean
+    assert page.locator("#table-evidence tbody tr").count() == 2  # step and memory
+    assert "oom" in column(page, "step [s]")
+
+
+def test_sorting_by_number_up_and_down(page: Page) -> None:
+    button = page.locator("#table-throughput th button", has_text="tokens/s/GPU")
+    button.click()
+    first = [float(t.split()[0].replace(",", "")) for t in column(page, "tokens/s/GPU") if t != "-"]
+    assert first == sorted(first)
+    button.click()
+    head = page.locator("#table-throughput th[aria-sort=descending]")
+    assert head.inner_text().startswith("tokens/s/GPU")
+    again = [float(t.split()[0].replace(",", "")) for t in column(page, "tokens/s/GPU") if t != "-"]
+    assert again == sorted(first, reverse=True)
+
+
+def test_filter_hides_rows(page: Page) -> None:
+    box = page.locator("#Throughput .filter")
+    box.fill("deepspeed")
+    assert page.locator("#table-throughput tbody tr:visible").count() == 2
+    box.fill("")
+    assert page.locator("#table-throughput tbody tr:visible").count() == 6
+
+
+def test_source_is_one_click_away(page: Page) -> None:
+    page.locator("#table-throughput tbody tr", has_text="FSDP2").locator("button.source").click()
+    text = page.locator("#provenance").inner_text()
+    for fact in ("0123456789abcdef", "node0", "2.13.0", "global_batch", "oom <b>"):
+        assert fact in text
+    page.locator("#provenance button").click()
+    assert not page.locator("#provenance").is_visible()
+
+
+def test_figures_are_shown(page: Page) -> None:
+    widths = page.eval_on_selector_all("figure img", "all => all.map(one => one.naturalWidth)")
+    names = page.eval_on_selector_all("figure", "all => all.map(one => one.id)")
+    assert len(widths) == len(names) >= 8
+    assert min(widths) > 100
+    for section in ("throughput", "memory", "speedup", "scaling", "timeline", "loss", "evidence"):
+        assert any(name.startswith(f"figure-{section}") for name in names), section

@@ -1,0 +1,230 @@
+"""The report from made-up records: what is shown, what is skipped, what is never mixed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from benchmarks.report import load_frame, write_report
+from benchmarks.report.breakdown import memory_breakdown
+from benchmarks.report.compare import compare, write_comparison
+from benchmarks.report.evidence import evidence_distances
+from benchmarks.report.frame import best_configuration, latest_ok
+from benchmarks.report.headline import headline_table
+from benchmarks.report.scaling import scaling_curves, speedup_maps
+from benchmarks.report.tables import paired_speedups, speedup_table, throughput_table
+from tests.unit.synthetic_records import make_record, write_records
+
+QUIET = Console(quiet=True)
+
+
+def frame_of(*records: object, root: Path) -> pd.DataFrame:
+    write_records(list(records), root)  # type: ignore[arg-type]
+    frame, skipped = load_frame([root])
+    assert skipped == []
+    return frame
+
+
+def failed(status: str, reason: str) -> dict[str, object]:
+    return {"status": status, "reason": reason, "step_s": [], "spans": []}
+
+
+def test_throughput_is_the_formula(tmp_path: Path) -> None:
+    frame = frame_of(make_record(step_s=[2.0] * 6), root=tmp_path)
+    row = frame.iloc[0]
+    assert row["tokens_per_s_per_gpu"] == 16 * 64 / 2.0 / 4
+    assert pd.isna(row["mfu"])  # a CPU has no known peak
+    assert row["memory_kind"] == "resident"
+    assert not row["unstable"]
+
+
+def test_latest_success_wins_and_failures_stay(tmp_path: Path) -> None:
+    early = make_record(step_s=[2.0] * 6)
+    late = make_record(step_s=[1.0] * 6, attempt="local-2", fields={"started_at": "2026-11-21"})
+    broken = make_record(attempt="local-3", fields=failed("failed", "rank 1 was killed"))
+    other = make_record("deepspeed_3d", fields=failed("oom", "rank 0: out of memory"))
+    frame = frame_of(early, late, broken, other, root=tmp_path)
+    assert len(frame) == 4
+    rows = latest_ok(frame)
+    assert list(rows["step_s"].dropna()) == [1.0]
+    table = throughput_table(rows)
+    assert list(table["note"]) == ["rank 0: out of memory", ""]
+    assert "oom" in set(headline_table(rows)["tokens/s/rank"])
+
+
+def test_kinds_of_evidence_are_never_paired(tmp_path: Path) -> None:
+    measured = make_record("zeropp")
+    simulated = make_record("deepspeed_3d", provenance="simulated", attempt="simulate-1")
+    rows = latest_ok(frame_of(measured, simulated, root=tmp_path))
+    assert paired_speedups(rows).empty
+    assert set(throughput_table(rows)["evidence"]) == {"measured", "simulated"}
+
+
+def test_speedup_warns_of_what_the_samples_do_not_show(tmp_path: Path) -> None:
+    noisy = make_record("zeropp", step_s=[1.0, 2.0, 0.5, 1.5, 3.0, 1.0])
+    base = make_record("deepspeed_3d", step_s=[1.0, 1.1, 0.9, 1.0, 1.05, 1.0])
+    pair = paired_speedups(latest_ok(frame_of(noisy, base, root=tmp_path))).iloc[0]
+    assert pair["unsure"]
+    assert "unstable" in pair["note"]
+    assert "interval includes 1" in pair["note"]
+
+
+def test_speedup_takes_the_fastest_configuration_and_a_mean_over_cells(tmp_path: Path) -> None:
+    records = []
+    for gpus in (4, 8):
+        slow = {"plan": {"layout": {"pp": 4, "shard": 1}}}
+        records += [
+            make_record("zeropp", num_gpus=gpus, step_s=[1.0] * 6),
+            make_record("zeropp", num_gpus=gpus, step_s=[3.0] * 6, attempt="b", fields=slow),
+            make_record("deepspeed_3d", num_gpus=gpus, step_s=[2.0] * 6),
+        ]
+    rows = latest_ok(frame_of(*records, root=tmp_path))
+    assert len(rows) == 6
+    assert list(paired_speedups(rows)["speedup"]) == [2.0, 2.0]
+    table = speedup_table(rows)
+    assert list(table["speed-up"]) == ["2.00 [2.00, 2.00]"] * 3
+    assert table.iloc[-1]["model"] == "2 cells"
+
+
+def test_unreadable_files_are_named_and_skipped(tmp_path: Path) -> None:
+    write_records([make_record()], tmp_path)
+    good = next(tmp_path.rglob("record.json")).read_text()
+    document = json.loads(good)
+    for name, text in {
+        "cut": good[: len(good) // 2],
+        "future": json.dumps(document | {"schema_version": 99}),
+        "other": json.dumps(document | {"spec": {**document["spec"], "what": 1}}),
+        "list": "[]",
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "record.json").write_text(text)
+    frame, skipped = load_frame([tmp_path])
+    assert len(frame) == 1
+    assert len(skipped) == 4
+    for name in ("cut", "future", "other", "list"):
+        assert any(str(tmp_path / name / "record.json") in line for line in skipped)
+
+
+def test_distance_between_kinds_of_evidence(tmp_path: Path) -> None:
+    measured = make_record(step_s=[2.0] * 6)
+    simulated = make_record(
+        step_s=[2.5],
+        provenance="simulated",
+        attempt="simulate-1",
+        fields={"ranks": [], "predicted": {"peak_bytes": 2**30}},
+    )
+    rows = latest_ok(frame_of(measured, simulated, root=tmp_path))
+    distances = evidence_distances(rows).set_index("quantity")
+    assert distances.loc["step [s]", "error"] == pytest.approx(0.25)
+    assert distances.loc["step [s]", "reference_kind"] == "measured"
+    assert distances.loc["peak memory [GiB]", "reference_kind"] == "measured (resident)"
+
+
+def test_figures_have_units_and_a_zero_baseline(tmp_path: Path) -> None:
+    contenders = ("zeropp", "deepspeed_3d", "torch_pp")
+    records = [make_record(c, num_gpus=n) for c in contenders for n in (4, 8)]
+    rows = latest_ok(frame_of(*records, root=tmp_path))
+    strong, *_ = list(scaling_curves(rows))
+    assert {axis.get_ylabel() for axis in strong.figure.axes} == {"tokens/s", "efficiency [%]"}
+    (stacks,) = memory_breakdown(rows)
+    assert stacks.figure.axes[0].get_ylim()[0] == 0
+    assert [picture.name for picture in speedup_maps(rows)] == [
+        "speedup_zeropp_measured_cpu_gloo",
+        "speedup_torch_pp_measured_cpu_gloo",
+    ]
+
+
+def test_write_report_leaves_tables_figures_page_and_traces(tmp_path: Path) -> None:
+    records = [make_record(c) for c in ("zeropp", "deepspeed_3d")]
+    records.append(make_record("fsdp", fields=failed("infeasible", "contender.pp=3: too many")))
+    write_records(records, tmp_path / "runs")
+    paths = write_report([tmp_path / "runs"], tmp_path / "out", QUIET)
+    assert all(path.stat().st_size > 0 for path in paths.files)
+    names = {path.name for path in paths.files}
+    assert {"report.html", "tables.md", "throughput.csv", "speedup.tex"} <= names
+    assert {"throughput_measured_cpu_gloo.png", "loss_measured_cpu_gloo.svg"} <= names
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "contender.pp=3: too many" in page
+    back = pd.read_parquet(tmp_path / "out" / "throughput.parquet")
+    pd.testing.assert_frame_equal(
+        back,
+        pd.read_csv(tmp_path / "out" / "throughput.csv", dtype=str, keep_default_na=False),
+        check_dtype=False,
+    )
+
+
+def test_report_of_failures_alone(tmp_path: Path) -> None:
+    record = make_record(fields=failed("failed", "rank 0: ValueError: no") | {"ranks": []})
+    write_records([record], tmp_path / "runs")
+    paths = write_report([tmp_path / "runs"], tmp_path / "out", QUIET)
+    assert "rank 0: ValueError: no" in (tmp_path / "out" / "tables.md").read_text()
+    assert not [path for path in paths.files if path.suffix == ".png"]
+
+
+def test_no_records_is_no_report(tmp_path: Path) -> None:
+    assert write_report([tmp_path], tmp_path / "out", QUIET).files == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_compare_says_what_changed_beyond_noise(tmp_path: Path) -> None:
+    def steps(base: float, wobble: float = 0.01) -> list[float]:
+        return [base * (1 + wobble * (i % 3)) for i in range(9)]
+
+    before = [
+        make_record("zeropp", step_s=steps(1.0)),
+        make_record("deepspeed_3d", step_s=steps(1.0)),
+        make_record("torch_pp", step_s=steps(1.0)),
+        make_record("fsdp", step_s=steps(1.0)),
+        make_record("zeropp", num_gpus=8, step_s=steps(1.0)),
+    ]
+    after = [
+        make_record("zeropp", step_s=steps(0.8)),
+        make_record("deepspeed_3d", step_s=steps(1.3)),
+        make_record("torch_pp", step_s=steps(1.005)),
+        make_record("fsdp", fields=failed("oom", "rank 0: out of memory")),
+    ]
+    old = latest_ok(frame_of(*before, root=tmp_path / "a"))
+    new = latest_ok(frame_of(*after, root=tmp_path / "b"))
+    changes = compare(old, new)
+    verdicts = {(r.contender, r.num_gpus): r.verdict for r in changes.itertuples()}
+    assert verdicts == {
+        ("ZeroPP", 4): "faster",
+        ("DeepSpeed 3D", 4): "slower",
+        ("torch PP", 4): "no difference shown",
+        ("FSDP2", 4): "ok -> oom",
+        ("ZeroPP", 8): "only before",
+    }
+    paths = write_comparison([tmp_path / "a"], [tmp_path / "b"], tmp_path / "out", QUIET)
+    assert {"comparison.png", "comparison.csv"} <= {path.name for path in paths}
+
+
+def test_compare_across_clusters_leaves_the_cluster_out(tmp_path: Path) -> None:
+    record = make_record("zeropp")
+    elsewhere = {**record.spec, "cluster": {**record.spec["cluster"], "name": "other"}}
+    old = latest_ok(frame_of(record, root=tmp_path / "a"))
+    there = make_record("zeropp", fields={"spec": elsewhere})
+    new = latest_ok(frame_of(there, root=tmp_path / "b"))
+    assert list(compare(old, new)["verdict"]) == ["no difference shown"]
+
+
+def test_best_configuration_of_nothing_is_nothing() -> None:
+    assert best_configuration(pd.DataFrame()).empty
+
+
+def test_command_line_refuses_a_path_that_is_none(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.report", str(tmp_path / "nowhere")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "nowhere: no such file or directory" in done.stderr
