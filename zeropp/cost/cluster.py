@@ -59,7 +59,7 @@ class Cluster:
     nics_per_node: int
     intra: Link
     inter: Link
-    switched: bool = True  # False: direct links in a node, a pair of GPUs has only its own share
+    direct_shares: tuple[float, ...] = ()  # no switch: share of the rate of a group of 1, 2, ...
     reduction_gain: float = 1.0  # in-switch reduction: all-reduce inside a node is this faster
 
     __pydantic_config__ = _STRICT
