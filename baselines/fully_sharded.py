@@ -18,8 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
+from zeropp.engine.recompute import run_recomputed
 from zeropp.engine.sharding import local
 from zeropp.layout import Layout
 from zeropp.plan import Plan, Precision
@@ -77,8 +77,13 @@ class _CountedReduceScatter(DefaultReduceScatter):
 
 def prepare_block(block: nn.Module, plan: Plan) -> None:
     """Recompute and compile a transformer block where the plan says so, inside FSDP2's hooks."""
-    if plan.recompute == "full":
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if plan.recompute != "none":
+        block.forward = partial(
+            run_recomputed,
+            block.forward,
+            recompute=plan.recompute,
+            random=plan.shape.dropout > 0,
+        )
     if plan.compile:
         block.forward = torch.compile(block.forward)
 
