@@ -1,0 +1,64 @@
+"""Search all cells on all cores, keep the rows, judge them, draw the maps.
+
+``plans.csv`` holds what was simulated, a row a contender, cell and mode; every table, figure and
+sentence of the verdict is derived from it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.verdict.cells import Cell, rows_of
+from benchmarks.verdict.grid import VerdictSpec, cells_of, verdict_spec
+from benchmarks.verdict.judge import judge, summary
+from benchmarks.verdict.maps import draw
+
+
+def run(config: dict[str, Any]) -> int:
+    """Write plans.csv, verdict.csv, verdict.md and the maps into ``report_dir``."""
+    spec = verdict_spec(config["verdict"])
+    out = Path(config["report_dir"])
+    out.mkdir(parents=True, exist_ok=True)
+    plans = simulate_cells(spec, cells_of(spec, config["precision"]))
+    plans.to_csv(out / "plans.csv", index=False, float_format="%.6g")
+    write_verdict(pd.read_csv(out / "plans.csv"), spec, out)
+    return 0
+
+
+def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
+    """Everything that is derived from the rows."""
+    verdicts = judge(plans)
+    verdicts.to_csv(out / "verdict.csv", index=False, float_format="%.4g")
+    text = summary(verdicts)
+    (out / "verdict.md").write_text(text)
+    paths = draw(verdicts, spec, out)
+    console = Console()
+    console.print(text, markup=False)
+    names = ["plans.csv", "verdict.csv", "verdict.md", *(path.name for path in paths)]
+    console.print(f"Written to {out}: " + ", ".join(names))
+
+
+def simulate_cells(spec: VerdictSpec, cells: list[Cell]) -> pd.DataFrame:
+    """Rows of all cells, sorted; a worker a core."""
+    rows = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with (
+        multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool,
+        Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar,
+    ):
+        line = bar.add_task("cells", total=len(cells))
+        work = partial(rows_of, tolerance=spec.tolerance)
+        for found in pool.imap_unordered(work, cells):
+            rows += [asdict(row) for row in found]
+            bar.advance(line)
+    keys = ["model", "cluster", "num_gpus", "global_batch", "bandwidth", "mode"]
+    return pd.DataFrame(rows).sort_values(keys, kind="stable", ignore_index=True)
