@@ -218,15 +218,19 @@ class SlurmCluster:
             daemon.wait(timeout=10)
 
     def _reap_steps(self) -> None:
-        """Whatever step daemons are left belong to this cluster alone: their environment says."""
-        mine = str(self.directory)
+        """Step daemons outlive slurmd, to report to it; ours have a log in our directory open."""
         for process in psutil.process_iter(["name"]):
-            if process.info["name"] != "slurmstepd":
-                continue
-            children = _children(process)
-            if any(mine in _variable(p, "SLURM_CONF") for p in (process, *children)):
-                for doomed in (process, *children):
+            if process.info["name"] == "slurmstepd" and self._is_mine(process):
+                for doomed in (*_children(process), process):
                     _kill(doomed)
+
+    def _is_mine(self, process: psutil.Process) -> bool:
+        mine = str(self.directory)
+        try:
+            held = [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
+        except OSError:
+            return False
+        return any(path.startswith(mine) for path in held)
 
     def _is_step_on(self, process: psutil.Process, node: str) -> bool:
         if process.name() != "slurmstepd":
