@@ -22,6 +22,7 @@ _DEVICES = ("h200", "h800", "h100", "a800", "a100", "v100")
 _LINKS_A_NODE = re.compile(
     r"(\d+)\s*x\s*(?:hdr|ndr|edr|ib)?\s*(\d+)\s*(?:gb?(?:ps|it|/s)?|/node|\b)"
 )
+LINK_RATES = (25, 50, 100, 200, 400, 800)  # Gb/s; other numbers are memory sizes
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|gb|tb/s|tbps)")
 
 
@@ -53,7 +54,7 @@ def cluster_of(text: str) -> Cluster:
 
 def _with_network(cluster: Cluster, text: str) -> Cluster:
     links = _LINKS_A_NODE.search(text)
-    if links and 10 <= int(links.group(2)) <= 3200:
+    if links and int(links.group(2)) in LINK_RATES:
         rate = int(links.group(2)) / 8
         return _network(cluster, int(links.group(1)), rate)
     for match in _RATE.finditer(text):

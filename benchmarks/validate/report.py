@@ -138,7 +138,8 @@ def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
             axis.scatter(x, y, s=9, alpha=0.6, label=source[:32])
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.set(xscale="log", xlabel=f"measured ({name})", ylabel="predicted / measured")
-        axis.set_ylim(0.4, 1.8)
+        low, high = axis.get_ylim()
+        axis.set_ylim(min(0.4, low), max(1.8, high))
         axis.legend(fontsize=6)
     for spare in list(axes.flat)[len(names) :]:
         spare.set_visible(False)

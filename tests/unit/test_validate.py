@@ -88,6 +88,7 @@ def test_a_row_out_of_memory_is_held_against_the_device() -> None:
         ("A100 (4x HDR200 = 800Gb/s per node in their config)", 4, 25.0, 80),
         ("A100-40GB SXM, 1600Gb/s RoCE/node", 8, 25.0, 40),
         ("H100-80GB SXM", 8, 50.0, 80),
+        ("8 x 80GB A100", 8, 25.0, 80),
     ],
 )
 def test_clusters_are_read_from_text(text: str, nics: int, gigabytes: float, memory: int) -> None:
