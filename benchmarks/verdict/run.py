@@ -17,19 +17,26 @@ import pandas as pd
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.record import write_atomically
 from benchmarks.verdict.cells import Cell, rows_of
 from benchmarks.verdict.grid import VerdictSpec, cells_of, verdict_spec
 from benchmarks.verdict.judge import judge, summary
 from benchmarks.verdict.maps import draw
 
+CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
+
 
 def run(config: dict[str, Any]) -> int:
-    """Write plans.csv, verdict.csv, verdict.md and the maps into ``report_dir``."""
+    """Write plans.csv, verdict.csv, verdict.md and the maps into ``report_dir``.
+
+    Cells that plans.csv holds already are not simulated again, unless ``rerun=all``: after a
+    change of the cost model or of the schedules they must be.
+    """
     spec = verdict_spec(config["verdict"])
     out = Path(config["report_dir"])
     out.mkdir(parents=True, exist_ok=True)
-    plans = simulate_cells(spec, cells_of(spec, config["precision"]))
-    plans.to_csv(out / "plans.csv", index=False, float_format="%.6g")
+    cells = cells_of(spec, config["precision"])
+    simulate_cells(spec, cells, out / "plans.csv", anew=config["rerun"] == "all")
     write_verdict(pd.read_csv(out / "plans.csv"), spec, out)
     return 0
 
@@ -47,18 +54,21 @@ def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
     console.print(f"Written to {out}: " + ", ".join(names))
 
 
-def simulate_cells(spec: VerdictSpec, cells: list[Cell]) -> pd.DataFrame:
-    """Rows of all cells, sorted; a worker a core."""
-    rows = []
+def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bool) -> None:
+    """Add the rows of the cells that are missing in ``path``, a worker a core; sorted."""
+    rows: list[dict[str, Any]] = []
+    if path.exists() and not anew:
+        rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
+    have = {tuple(row[name] for name in CELL) for row in rows}
+    todo = [cell for cell in cells if cell.key not in have]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with (
         multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool,
         Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar,
     ):
-        line = bar.add_task("cells", total=len(cells))
-        work = partial(rows_of, tolerance=spec.tolerance)
-        for found in pool.imap_unordered(work, cells):
+        line = bar.add_task("cells", total=len(todo))
+        for found in pool.imap_unordered(partial(rows_of, tolerance=spec.tolerance), todo):
             rows += [asdict(row) for row in found]
+            table = pd.DataFrame(rows).sort_values([*CELL, "mode"], kind="stable")
+            write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
             bar.advance(line)
-    keys = ["model", "cluster", "num_gpus", "global_batch", "bandwidth", "mode"]
-    return pd.DataFrame(rows).sort_values(keys, kind="stable", ignore_index=True)
