@@ -94,15 +94,19 @@ def finish_step(
     layout: Layout,
     device: torch.device,
     clip_norm: float,
+    copy: nn.Parameter | None = None,
 ) -> StepResult:
     """Global loss and gradient norm by one all-reduce of two numbers; clips the gradients.
 
     ``loss``: this rank's part, so that the sum over ranks is the mean over the global batch.
+    ``copy``: a parameter that the norm leaves out, because its original counts.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    held = [(p, p.grad) for p in parameters if p.grad is not None]
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     totals[0] = loss
-    for gradient in gradients:
+    for parameter, gradient in held:
+        if parameter is copy:
+            continue
         square = local(gradient).float().square().sum(dtype=torch.float64)
         totals[1] += square / _copies(gradient, layout)
     dist.all_reduce(totals)
@@ -110,7 +114,7 @@ def finish_step(
     result = StepResult(mean_loss, math.sqrt(square_norm))
     if clip_norm and result.grad_norm > clip_norm:
         scale = clip_norm / (result.grad_norm + 1e-6)  # as torch's clip_grad_norm_
-        for gradient in gradients:
+        for _, gradient in held:
             local(gradient).mul_(scale)
     return result
 

@@ -109,7 +109,7 @@ def _reverse_backwards(program: Program) -> Program:
 
 
 def _refuse_what_torch_lacks(request: PlanRequest) -> None:
-    settings, shape = request.settings, request.shape
+    settings = request.settings
     split = settings.schedule in SPLIT_BACKWARD
     chunks = _chunks_of(settings.schedule, settings.chunks)
     refusals = {
@@ -138,11 +138,6 @@ def _refuse_what_torch_lacks(request: PlanRequest) -> None:
         if refused:
             value = getattr(settings, field)
             raise InfeasibleError(f"contender.{field}={value}: torch_pp: {way_out}")
-    if shape.tied_embeddings:
-        raise InfeasibleError(
-            "model.tied_embeddings=true: torch_pp: torch.distributed.pipelining keeps no parameter "
-            "in two stages (use false)"
-        )
 
 
 def _chunks_of(schedule: str, asked: int) -> int:

@@ -31,6 +31,7 @@ from baselines.fully_sharded import (
     world_mesh,
 )
 from baselines.torch_pp.tensor_parallel import cut_piece
+from baselines.torch_pp.tied import TiedEnds
 from zeropp.engine.sharding import full, local
 from zeropp.model import build_piece, cross_entropy
 from zeropp.optimizer import build_optimizer
@@ -148,6 +149,7 @@ class TorchPipelineTrainer:
             loss_fn=lambda logits, y: cross_entropy(logits, y) / plan.num_microbatches,
             scale_grads=False,
         )
+        self._tied = TiedEnds(plan, dict(self._chunks)) if plan.shape.tied_embeddings else None
         self._parameters = [p for chunk in self._chunks.values() for p in chunk.parameters()]
         self._optimizer = build_optimizer(self._parameters, optimizer)
 
@@ -163,10 +165,14 @@ class TorchPipelineTrainer:
             self._schedule.step(
                 *first, target=targets if last else None, losses=losses, return_outputs=False
             )
+        if self._tied is not None:
+            self._tied.sum_gradients()
         loss = torch.zeros((), device=self._device)
         for part in losses:  # the same on every rank of a tensor-parallel group
             loss += local(part.detach()) / (plan.layout.dp * plan.layout.tp)
-        result = finish_step(self._parameters, loss, plan.layout, self._device, self._clip_norm)
+        result = finish_step(
+            self._parameters, loss, plan.layout, self._device, self._clip_norm, self._copy
+        )
         self._optimizer.step()
         return result
 
@@ -174,7 +180,9 @@ class TorchPipelineTrainer:
         """See ``Trainer.full_parameters``."""
         for chunk in self._chunks.values():
             for name, parameter in chunk.pieces.named_parameters():
-                yield name, full(parameter.detach()).float().cpu()
+                whole = full(parameter.detach())
+                if parameter is not self._copy:
+                    yield name, whole.float().cpu()
 
     def counters(self) -> dict[str, int]:
         """See ``Trainer.counters``."""
@@ -187,6 +195,11 @@ class TorchPipelineTrainer:
     def spans(self) -> list[Span]:
         """See ``Trainer.spans``."""
         return list(self._spans or [])
+
+    @property
+    def _copy(self) -> nn.Parameter | None:
+        """A parameter that is a tied copy of another one."""
+        return self._tied.copy if self._tied is not None else None
 
     def _build_chunk(self, stage: int, seed: int) -> _Chunk:
         """Piece by piece, each cut and sharded before the next one is made."""

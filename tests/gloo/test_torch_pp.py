@@ -23,9 +23,12 @@ BUILDER = "baselines.torch_pp.trainer:build"
         ({"pp": 2, "shard": 2, "schedule": "interleaved_1f1b", "chunks": 3}, {}),
         ({"pp": 2, "shard": 2, "schedule": "looped_bfs", "chunks": 2}, {}),
         ({"pp": 2, "shard": 2, "schedule": "interleaved_zb", "chunks": 2}, {}),
-        ({"pp": 2, "replicate": 2, "schedule": "zbv", "chunks": 2}, {}),
+        ({"pp": 2, "replicate": 2, "schedule": "zbv", "chunks": 2}, {"tied_embeddings": True}),
         ({"pp": 2, "shard": 2, "schedule": "dualpipev", "chunks": 2}, {}),
-        ({"pp": 2, "tp": 2, "schedule": "1f1b", "recompute": "selective"}, {}),
+        (
+            {"pp": 2, "tp": 2, "schedule": "1f1b", "recompute": "selective"},
+            {"tied_embeddings": True},
+        ),
         (
             {"pp": 2, "tp": 2, "schedule": "looped_bfs", "chunks": 2, "sequence_parallel": True},
             {"family": "llama", "kv_heads": 2},
