@@ -43,8 +43,14 @@ def software_of(plan: Plan) -> Software:
     reduced and kept in fp32. DeepSpeed's bf16 optimizer: bf16 parameters, fp32 accumulated
     gradients, fp32 masters (``runtime/bf16_optimizer.py``); its pipeline engine slices boundaries
     over TP ranks (``pipe_partitioned``) and its transfers stand in line with compute
-    (``runtime/pipe/p2p.py``).
+    (``runtime/pipe/p2p.py``). "3D, best known" has all that its public programs have: Megatron
+    Core's distributed optimizer, reductions beside the backward, sliced boundaries, and
+    tensor-parallel collectives sliced beside products, for which it needs sequence parallelism.
     """
+    if plan.contender == "best_3d":
+        kept = (2, 4, 12) if plan.precision == "bf16" else (4, 4, 8)
+        sliced = plan.layout.sequence_parallel
+        return Software(*kept, split_boundary=True, overlap_tensor=sliced, overlap_reduction=True)
     if not plan.contender.startswith("deepspeed"):
         return Software(4, 4, 8)
     pipeline = {"split_boundary": True, "blocking_transfers": True}
