@@ -1,9 +1,10 @@
 """The event loop: what a set of programs takes on given durations.
 
 Every rank's program is in order, so the times are the longest paths through the programs and
-the messages between them. A rank has four lanes that run beside each other, each in order:
-compute, gathers, reductions and transfers (one lane a direction of the pipeline). An action of
-another lane starts no sooner than the compute actions before it have ended. With programs that
+the messages between them. A rank has lanes that run beside each other, each in order: compute,
+the shard group's link (gathers and reductions, which share its bandwidth), and transfers (one
+lane a direction of the pipeline). An action of another lane starts no sooner than the compute
+actions before it have ended. With programs that
 hold no transfers (compute only) a message takes the sender's ``transfer`` from the producer's
 end. Inner loops work on integers: a step of 64 ranks has half a million actions.
 """
@@ -116,8 +117,7 @@ class _Loop:
         ranks = len(self._programs)
         self._position = [0] * ranks
         self._compute = [0.0] * ranks
-        self._gather = [0.0] * ranks
-        self._reduce = [0.0] * ranks
+        self._shard_link = [0.0] * ranks
         self._link_f = [0.0] * ranks
         self._link_b = [0.0] * ranks
         self._busy = [0.0] * ranks
@@ -139,7 +139,7 @@ class _Loop:
                 if stuck[r] < len(p)
             )
             raise DeadlockError(f"deadlock: {where}", stuck)
-        lanes = (self._compute, self._gather, self._reduce, self._link_f, self._link_b)
+        lanes = (self._compute, self._shard_link, self._link_f, self._link_b)
         return EventResult(
             programs=self._programs,
             start=self._start,
@@ -168,15 +168,15 @@ class _Loop:
         """Start and end of one action; None where it waits for what is not yet known."""
         op, stage = action.op, action.stage
         if op is Op.UNSHARD:
-            start = max(self._gather[rank], self._compute[rank])
-            self._gather[rank] = self._unsharded[stage] = start + self._costs[stage].unshard
-            return start, self._gather[rank]
+            start = max(self._shard_link[rank], self._compute[rank])
+            self._shard_link[rank] = self._unsharded[stage] = start + self._costs[stage].unshard
+            return start, self._shard_link[rank]
         if op is Op.RESHARD:
             return self._compute[rank], self._compute[rank]
         if op is Op.REDUCE_GRAD:
-            start = max(self._reduce[rank], self._compute[rank])
-            self._reduce[rank] = start + self._costs[stage].reduce_grad
-            return start, self._reduce[rank]
+            start = max(self._shard_link[rank], self._compute[rank])
+            self._shard_link[rank] = start + self._costs[stage].reduce_grad
+            return start, self._shard_link[rank]
         assert action.microbatch is not None
         key = stage * self._microbatches + action.microbatch
         if op.is_compute:
