@@ -39,25 +39,25 @@ def summarise(samples: Sequence[float]) -> Summary:
         raise ValueError("no samples to summarise")
     values = np.asarray(samples, dtype=float)
     low, high = _interval(_medians(values))
-    quartiles = np.percentile(values, [25, 75])
-    median = float(np.median(values))
-    return Summary(median, low, high, float(np.ptp(quartiles)) / median, len(values))
+    return Summary(float(np.median(values)), low, high, _spread(values), len(values))
 
 
 def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float]) -> Summary:
     """Ratio of two medians with a bootstrap interval, the two samples drawn independently;
     ``spread`` is the larger of the two samples'."""
-    top, bottom = summarise(numerator), summarise(denominator)
-    ratios = _medians(np.asarray(numerator, dtype=float), stream=0) / _medians(
-        np.asarray(denominator, dtype=float), stream=1
-    )
-    low, high = _interval(ratios)
+    return _ratio(tuple(numerator), tuple(denominator))
+
+
+@lru_cache(maxsize=2**14)  # several tables and figures ask for the same pairs
+def _ratio(numerator: tuple[float, ...], denominator: tuple[float, ...]) -> Summary:
+    top, bottom = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
+    low, high = _interval(_medians(top, stream=0) / _medians(bottom, stream=1))
     return Summary(
-        median=top.median / bottom.median,
+        median=float(np.median(top) / np.median(bottom)),
         low=low,
         high=high,
-        spread=max(top.spread, bottom.spread),
-        count=min(top.count, bottom.count),
+        spread=max(_spread(top), _spread(bottom)),
+        count=min(len(top), len(bottom)),
     )
 
 
@@ -79,6 +79,11 @@ def _draws(count: int, stream: int) -> NDArray[np.int64]:
     """Indices of all resamples; seeded, so that a report is the same when it is made again."""
     random = np.random.default_rng((count, stream))
     return random.integers(0, count, size=(_RESAMPLES, count))
+
+
+def _spread(values: Values) -> float:
+    """Interquartile range over the median."""
+    return float(np.ptp(np.percentile(values, [25, 75])) / np.median(values))
 
 
 def _medians(values: Values, stream: int = 0) -> Values:

@@ -14,7 +14,7 @@ from benchmarks.report import style
 from benchmarks.report.frame import best_configuration
 from benchmarks.report.picture import PANEL, Picture, by_evidence, panel_title
 
-MAX_PANELS = 12  # a figure with more is not read
+MAX_PANELS = 6  # a figure with more is not read
 
 _MEMORY = {
     "allocated": "peak allocated, fullest rank [GiB]",

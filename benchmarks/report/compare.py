@@ -50,7 +50,8 @@ def write_comparison(
     timed = changes[changes["ratio"].notna()]
     if not timed.empty:
         caption = "Throughput after over before, with 95 % bootstrap intervals."
-        paths += save(Picture("Comparison", "comparison", caption, _intervals(timed)), out)
+        picture = Picture("Comparison", "comparison", caption, _intervals(timed))
+        paths += save(picture, out).paths
     return paths
 
 

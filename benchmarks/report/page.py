@@ -18,7 +18,7 @@ import jinja2
 import pandas as pd
 
 from benchmarks.environment import git_state
-from benchmarks.report.picture import Picture
+from benchmarks.report.picture import SavedPicture
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _SECTIONS = ("Throughput", "Speed-up", "Scaling", "Memory", "Timelines", "Loss", "Evidence")
@@ -43,7 +43,7 @@ class _Table:
 def write_page(
     rows: pd.DataFrame,
     tables: dict[str, pd.DataFrame],
-    pictures: Sequence[Picture],
+    pictures: Sequence[SavedPicture],
     skipped: Sequence[str],
     out: Path,
 ) -> Path:
@@ -69,7 +69,7 @@ def write_page(
                         for name, of in _TABLES.items()
                         if of == section and not tables[name].empty
                     ],
-                    "pictures": [_image(p, out) for p in pictures if p.section == section],
+                    "pictures": [_image(p) for p in pictures if p.section == section],
                 }
                 for section in _SECTIONS
             ],
@@ -93,9 +93,9 @@ def _table(name: str, table: pd.DataFrame, rows: pd.DataFrame) -> _Table:
     )
 
 
-def _image(picture: Picture, out: Path) -> dict[str, str]:
+def _image(picture: SavedPicture) -> dict[str, str]:
     """The picture's SVG file as a data address: sharp at every size, and no second file."""
-    data = base64.b64encode((out / f"{picture.name}.svg").read_bytes()).decode()
+    data = base64.b64encode(picture.paths[1].read_bytes()).decode()
     return {
         "name": picture.name,
         "caption": picture.caption,

@@ -23,14 +23,24 @@ class Picture:
     figure: Figure
 
 
-def save(picture: Picture, out: Path) -> list[Path]:
+@dataclass(frozen=True)
+class SavedPicture:
+    """A picture on disk; its figure is gone, for figures are large."""
+
+    section: str
+    name: str
+    caption: str
+    paths: tuple[Path, Path]  # PNG, SVG
+
+
+def save(picture: Picture, out: Path) -> SavedPicture:
     """Write PNG (200 dots an inch) and SVG, and release the figure."""
-    paths = [out / f"{picture.name}.{suffix}" for suffix in ("png", "svg")]
+    paths = (out / f"{picture.name}.png", out / f"{picture.name}.svg")
     for path in paths:
         metadata = {"Date": None} if path.suffix == ".svg" else {}
         picture.figure.savefig(path, metadata=metadata)
     plt.close(picture.figure)
-    return paths
+    return SavedPicture(picture.section, picture.name, picture.caption, paths)
 
 
 def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:

@@ -17,6 +17,7 @@ from benchmarks.report.headline import REFERENCE
 from benchmarks.report.picture import Picture, by_evidence
 from benchmarks.report.tables import paired_speedups
 
+MAX_LINES = 24  # of a map; the table has all
 _SERIES = ["model", "seq", "precision"]
 _DIVERGING = LinearSegmentedColormap.from_list("speedup", [style.WARM, "#f7f7f7", style.COOL])
 
@@ -103,6 +104,7 @@ def speedup_maps(rows: pd.DataFrame) -> Iterator[Picture]:
 def _map(rows: pd.DataFrame, contender: str) -> Figure:
     lines = rows["model"] + ", batch " + rows["global_batch"].astype(str)
     table = rows.assign(line=lines).drop_duplicates(["line", "num_gpus"], keep="last")
+    table = table[table["line"].isin(table["line"].unique()[:MAX_LINES])]
     values = table.pivot(index="line", columns="num_gpus", values="speedup")
     unsure = table.pivot(index="line", columns="num_gpus", values="unsure")
     size = (2.6 + 0.75 * values.shape[1], 1.2 + 0.42 * values.shape[0])

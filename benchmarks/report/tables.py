@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from rich.console import Console
@@ -87,14 +88,15 @@ def paired_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     """One row a cell and contender but DeepSpeed 3D: ``speedup`` with its interval (ratio of
     median step times), ``memory_ratio``, and ``unsure`` where the samples do not settle it."""
     best = best_configuration(rows)
-    pairs = []
-    for _, cell in best.groupby(CELL, sort=True):
-        reference = cell[cell["contender"] == REFERENCE]
-        if reference.empty:
-            continue
-        for _, row in cell[cell["contender"] != REFERENCE].iterrows():
-            pairs.append(row[[*CELL, "contender"]].to_dict() | _pair(row, reference.iloc[0]))
-    return pd.DataFrame(pairs)
+    if best.empty:
+        return best
+    base = best[best["contender"] == REFERENCE]
+    others = best[best["contender"] != REFERENCE]
+    both = others.merge(base, on=CELL, suffixes=("", "_base"))
+    shown = [*CELL, "contender"]
+    return pd.DataFrame(
+        [{key: row[key] for key in shown} | _pair(row) for row in both.to_dict("records")]
+    )
 
 
 def evidence_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -155,21 +157,21 @@ def _heads(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[list(_CELL_HEADS)].rename(columns=_CELL_HEADS).astype(str)
 
 
-def _pair(row: pd.Series, base: pd.Series) -> dict[str, object]:
-    ratio = ratio_of_medians(base["samples_step_s"], row["samples_step_s"])
+def _pair(row: Mapping[Hashable, Any]) -> dict[str, Any]:
+    """Speed-up of one merged row, in which the reference's columns end in ``_base``."""
+    ratio = ratio_of_medians(row["samples_step_s_base"], row["samples_step_s"])
     measured = row["evidence"] == "measured"
     notes = []
     if measured and ratio.unstable:
         notes.append(f"unstable: spread {ratio.spread:.0%}, n={ratio.count}")
     if measured and ratio.low <= 1.0 <= ratio.high:
         notes.append("interval includes 1: no difference shown")
-    same_kind = row.get("memory_kind") == base.get("memory_kind")
-    comparable = same_kind and pd.notna(base.get("peak_gib")) and base["peak_gib"] > 0
+    comparable = row["memory_kind"] == row["memory_kind_base"] and pd.notna(row["peak_gib_base"])
     return {
         "speedup": ratio.median,
         "speedup_low": ratio.low,
         "speedup_high": ratio.high,
-        "memory_ratio": row["peak_gib"] / base["peak_gib"] if comparable else None,
+        "memory_ratio": row["peak_gib"] / row["peak_gib_base"] if comparable else None,
         "unsure": bool(notes),
         "note": "; ".join(notes),
     }

@@ -14,7 +14,7 @@ from benchmarks.report.picture import Picture
 from benchmarks.report.timeline_figure import timeline_figure
 from zeropp.timeline import Timeline, timeline_from_rows
 
-MAX_CELLS = 6  # pictures; every best configuration has its trace
+MAX_CELLS = 4  # pictures; every best configuration has its trace
 MAX_TRACES = 50
 MAX_RANKS = 8  # pipeline ranks in a picture
 
@@ -22,17 +22,22 @@ MAX_RANKS = 8  # pipeline ranks in a picture
 def step_timelines(rows: pd.DataFrame) -> Iterator[Picture]:
     """A picture a cell, all contenders on one time axis; cells with most contenders first."""
     cells = [cell for _, cell in _with_spans(rows).groupby(CELL, sort=True)]
-    for cell in sorted(cells, key=len, reverse=True)[:MAX_CELLS]:
+    seen: set[str] = set()
+    for cell in sorted(cells, key=len, reverse=True):
         first = cell.iloc[0]
+        name = f"{first['model']}_{first['num_gpus']}_{first['evidence']}_{first['cluster']}"
+        if name in seen or len(seen) == MAX_CELLS:  # one batch size of each is enough to look at
+            continue
+        seen.add(name)
         by_name = {row["contender"]: row for _, row in cell.iterrows()}
         timelines = [_shown(timeline_of(by_name[name])) for name in style.ordered(by_name)]
         yield Picture(
             "Timelines",
-            f"timeline_{first['model']}_{first['num_gpus']}_{first['evidence']}_{first['cluster']}",
+            f"timeline_{name}",
             f"One step on one time axis: {first['model']}, {first['num_gpus']} ranks, "
-            f"{first['evidence']} on {first['cluster']}. Boxes are compute, strips below them "
-            "gathers, reductions and transfers; pale grey is idle. The recorded step is one after "
-            "the timed ones, and recording slows it.",
+            f"batch {first['global_batch']}, {first['evidence']} on {first['cluster']}. "
+            "Boxes are compute, strips below them gathers, reductions and transfers; pale grey "
+            "is idle. The recorded step is one after the timed ones, and recording slows it.",
             timeline_figure(timelines),
         )
 

@@ -21,6 +21,7 @@ from benchmarks.report.scaling import scaling_curves, speedup_maps
 from benchmarks.report.tables import comparison_tables, print_tables, write_tables
 from benchmarks.report.timelines import step_timelines, write_traces
 
+MAX_PRINTED = 60  # rows in the terminal; the files have all
 FIGURES: tuple[Callable[[pd.DataFrame], Iterator[Picture]], ...] = (
     bars,
     speedup_maps,
@@ -55,9 +56,11 @@ def write_report(roots: Sequence[Path], out: Path, console: Console | None = Non
     out.mkdir(parents=True, exist_ok=True)
     rows = latest_ok(frame)
     tables = comparison_tables(rows)
-    print_tables({"comparison": headline_table(rows)}, console)
-    pictures = [picture for figures in FIGURES for picture in figures(rows)]
-    images = [path for picture in pictures for path in save(picture, out)]
+    print_tables({"comparison": headline_table(rows[:MAX_PRINTED])}, console)
+    if len(rows) > MAX_PRINTED:
+        console.print(f"... {len(rows) - MAX_PRINTED} more rows are in the files")
+    pictures = [save(picture, out) for figures in FIGURES for picture in figures(rows)]
+    images = [path for picture in pictures for path in picture.paths]
     page = write_page(rows, tables, pictures, skipped, out)
     files = [page, *write_tables(tables, out), *images, *write_traces(rows, out)]
     console.print("Written:")
