@@ -1,0 +1,27 @@
+"""A 14.6-billion-parameter GPT on A800s: what the simulator's and the tuner's tests work on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from pydantic import TypeAdapter
+
+from zeropp.cost.cluster import Cluster
+from zeropp.shape import ModelShape
+from zeropp.tune.space import Task
+
+_CONF = Path(__file__).resolve().parents[2] / "conf"
+
+
+def preset(group: str, name: str, kind: type) -> object:
+    values = OmegaConf.to_container(OmegaConf.load(_CONF / group / f"{name}.yaml"))
+    return TypeAdapter(kind).validate_python(values)
+
+
+def task(num_gpus: int = 64, global_batch: int = 256) -> Task:
+    shape = preset("model", "gpt_14_6b", ModelShape)
+    cluster = preset("cluster", "a800", Cluster)
+    assert isinstance(shape, ModelShape)
+    assert isinstance(cluster, Cluster)
+    return Task(shape, cluster, num_gpus, global_batch)

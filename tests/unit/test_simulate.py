@@ -1,0 +1,132 @@
+"""The simulator against what can be said of a step without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from time import process_time
+
+import pytest
+
+from tests.unit.simulated_task import task
+from zeropp.cost import PlanPrice, StageMemory, price_plan
+from zeropp.layout import Layout
+from zeropp.plan import Plan
+from zeropp.schedule import build, lower
+from zeropp.schedule.program import StageCost
+from zeropp.sim.simulate import simulate
+from zeropp.tune.search import plan_of
+from zeropp.tune.space import Candidate
+
+
+def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:
+    """Equal stages: 10 bytes of parameters each, 1 of activations, nothing else."""
+    stages, ranks = plan.schedule.num_stages, plan.layout.pp
+    memory = StageMemory(10, 20, 10, 5, 7, 3, 2)
+    price = PlanPrice(
+        stages=(cost,) * stages,
+        tp_s=(0.0,) * stages,
+        replica_s=(0.0,) * stages,
+        finish_s=(0.0,) * ranks,
+        gather_updated_s=(0.0,) * ranks,
+        memory=(memory,) * stages,
+        workspace=(0,) * ranks,
+    )
+    return replace(price, **changes)  # type: ignore[arg-type]
+
+
+def one_f_one_b(pp: int, m: int) -> Plan:
+    layout = Layout(pp=pp, replicate=64 // pp)
+    return plan_of(task(), Candidate("deepspeed_3d", layout, 1, m, "1f1b", "none"))
+
+
+def test_1f1b_takes_m_plus_p_minus_1_slots() -> None:
+    plan = one_f_one_b(4, 8)
+    result = simulate(plan, task().cluster, price=flat_price(plan, StageCost(1.0, 1.0, 1.0)))
+    assert result.step_s == pytest.approx((8 + 4 - 1) * 3.0)
+    assert result.bubble == pytest.approx(3 / 11)
+
+
+def test_what_follows_the_last_microbatch_is_added() -> None:
+    plan = one_f_one_b(4, 8)
+    price = flat_price(
+        plan,
+        StageCost(1.0, 1.0, 1.0),
+        replica_s=(0.5,) * 4,
+        finish_s=(0.25,) * 4,
+        gather_updated_s=(0.125,) * 4,
+    )
+    result = simulate(plan, task().cluster, price=price)
+    assert result.step_s == pytest.approx(33.0 + 0.5 + 0.25 + 0.125)
+    assert result.exposed_s["reduce"] == pytest.approx(0.5)
+    assert result.exposed_s["zero1"] == pytest.approx(0.125)
+    assert result.exposed_s["gather"] == 0.0
+    assert result.timeline().step_s == pytest.approx(result.step_s)
+
+
+def test_traced_durations_replace_the_models() -> None:
+    plan = one_f_one_b(4, 8)
+    price = flat_price(plan, StageCost(1.0, 1.0, 1.0))
+    traced = [StageCost(2.0, 2.0, 2.0)] * 4
+    result = simulate(plan, task().cluster, price=price, costs=traced)
+    assert result.step_s == pytest.approx(66.0)
+
+
+def test_collectives_beside_compute_slow_it() -> None:
+    layout = Layout(pp=2, shard=32, chunks=2)
+    candidate = Candidate("zeropp", layout, 1, 8, "zeropp", "none", 2, 4, "unit")
+    plan = plan_of(task(), candidate)
+    cost = StageCost(1.0, 1.0, 1.0, unshard=0.01)
+    plain = simulate(plan, task().cluster, price=flat_price(plan, cost))
+    slowed = simulate(plan, task().cluster, price=flat_price(plan, cost, overlap_slowdown=0.5))
+    gathers = sum(str(a).endswith("UNSHARD") for a in plan.schedule.programs[0]) / 2
+    share = gathers * 0.01 / (8 * 2 * 3.0)  # RESHARD ends in SHARD too, hence the half
+    assert slowed.step_s == pytest.approx(plain.step_s * (1 + 0.5 * share), rel=2e-3)
+    assert slowed.step_s > plain.step_s
+
+
+def test_memory_peak_counts_what_1f1b_keeps() -> None:
+    plan = one_f_one_b(4, 8)
+    result = simulate(plan, task().cluster, price=flat_price(plan, StageCost()))
+    # Rank r keeps P - r microbatches; at a backward the unsharded gradient (7) lives too.
+    totals = [memory.total for memory in result.memory]
+    assert totals == [40 + (4 - rank) * 3 + 7 for rank in range(4)]
+    assert result.peak_bytes == totals[0]
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_memory_curve_ends_where_it_began_and_peaks_at_the_peak(pp: int) -> None:
+    layout = Layout(pp=pp, shard=64 // pp, chunks=2)
+    candidate = Candidate("zeropp", layout, 1, 8, "zeropp", "none", pp, 2 * pp, "unit")
+    plan = plan_of(task(), candidate)
+    result = simulate(plan, task().cluster, price=flat_price(plan, StageCost(unshard=0.1)))
+    for rank, peak in enumerate(result.memory):
+        curve = result.memory_curve(rank)
+        assert max(memory.total for _, memory in curve) == peak.total
+        last = curve[-1][1]
+        assert (last.activations, last.unsharded) == (0, 0)
+        assert last.gradients == 2 * 10
+
+
+def test_the_large_plan_is_simulated_in_two_seconds() -> None:
+    schedule = build("zeropp", num_ranks=64, chunks=4, num_microbatches=512)
+    plan = Plan(
+        "zeropp",
+        task().shape,
+        Layout(pp=64, chunks=4, shard=8),
+        1,
+        lower(schedule, gather=True),
+        tuple(range(257)),
+    )
+    price = flat_price(plan, StageCost(transfer=0.05, unshard=0.5, reduce_grad=0.5))
+    started = process_time()
+    result = simulate(plan, task().cluster, price=price)
+    seconds = process_time() - started
+    assert result.step_s > 512 * 4 * 3.0
+    assert seconds < 4.0, "2 s on an idle machine; the margin is for a busy one"
+
+
+def test_price_of_equal_plans_is_equal_whatever_their_programs() -> None:
+    a = Candidate("zeropp", Layout(pp=4, shard=16, chunks=2), 1, 16, "zeropp", "none", 4, 8)
+    b = replace(a, unit=8, cap=16, reduce_every="unit")
+    prices = [price_plan(plan_of(task(), c), task().cluster) for c in (a, b)]
+    assert prices[0] == prices[1]  # the tuner prices a family once

@@ -1,0 +1,89 @@
+"""The tuner: its bounds hold, its search finds what brute force finds, its command line is kind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.simulated_task import task
+from zeropp.cost import price_plan
+from zeropp.sim.memory import peak_memory
+from zeropp.sim.simulate import simulate
+from zeropp.tune.bound import least_bytes, least_step_s, work_s
+from zeropp.tune.plans import sized_plan
+from zeropp.tune.search import OOM, memory_limit_bytes, plan_of, search
+from zeropp.tune.space import SPACES, Candidate, Task, families, members
+
+SMALL = replace(
+    task(8, 16), shape=replace(task().shape, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)
+)
+
+
+def everything(name: str, what: Task) -> list[Candidate]:
+    space = SPACES[name]
+    found = families(what, space, Counter())
+    return [member for family in found for member in members(space, family)]
+
+
+@pytest.mark.parametrize("name", list(SPACES))
+def test_bounds_hold_and_the_winner_is_the_best_of_all(name: str) -> None:
+    best = float("inf")
+    for candidate in everything(name, SMALL):
+        plan = plan_of(SMALL, candidate)
+        price = price_plan(plan, SMALL.cluster)
+        peak = max(memory.total for memory in peak_memory(plan, price))
+        assert least_bytes(sized_plan(SMALL, candidate), price, candidate) <= peak, candidate
+        step = simulate(plan, SMALL.cluster, price=price).step_s
+        assert least_step_s(sized_plan(SMALL, candidate), price) <= step * (1 + 1e-9), candidate
+        assert work_s(SMALL, candidate) <= step * (1 + 1e-9), candidate
+        if peak <= memory_limit_bytes(SMALL):
+            best = min(best, step)
+    winner = search(SMALL, SPACES[name], tolerance=0.0).winner
+    assert winner is not None
+    assert winner.step_s == pytest.approx(best)
+
+
+def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
+    outcome = search(task(), SPACES["deepspeed_3d"])
+    assert outcome.winner is not None
+    assert outcome.runner_up is not None
+    assert outcome.winner.peak_bytes <= memory_limit_bytes(task())
+    assert outcome.winner.step_s <= outcome.runner_up.step_s
+    assert outcome.winner.degrees != outcome.runner_up.degrees
+    assert outcome.fallen[OOM] > 0
+
+
+def test_nothing_fits_on_too_few_gpus() -> None:
+    tiny = replace(task(2, 4))
+    outcome = search(tiny, SPACES["zeropp"])
+    assert outcome.winner is None
+    assert outcome.fallen[OOM] > 0
+
+
+def test_the_baseline_may_use_all_that_its_software_has() -> None:
+    layouts = [c.layout for c in everything("best_3d", task(16, 32))]
+    assert {layout.tp for layout in layouts} == {1, 2, 4, 8}
+    assert any(layout.sequence_parallel for layout in layouts)
+    assert any(layout.replicate_zero for layout in layouts)
+    assert {c.schedule for c in everything("deepspeed_3d", task(16, 32))} == {"1f1b"}
+
+
+@pytest.mark.parametrize(
+    ("argument", "word"),
+    [
+        ("num_gpus=x", "num_gpus"),
+        ("contenders=[abc]", "contenders"),
+        ("foo=1", "foo"),
+        ("cluster=cpu_gloo", "cpu_gloo"),
+    ],
+)
+def test_bad_input_ends_with_2_and_one_line(argument: str, word: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.tune", argument]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
