@@ -46,7 +46,8 @@ class Engine:
     ``schedule`` is lowered; ``boundary(stage)`` makes an empty tensor for the message into a
     stage; ``tied`` names two parameters as (piece, name) that are one in the model;
     ``lr_schedule`` gives the factor on the learning rate from the number of steps done;
-    ``dropout_seed`` is needed where the model draws random numbers.
+    ``dropout_seed`` is needed where the model draws random numbers; ``mesh`` is ``make_mesh``'s,
+    where it has to be made beforehand.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Engine:
         tied: tuple[Name, Name] | None = None,
         lr_schedule: Callable[[int], float] | None = None,
         dropout_seed: int | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self._layout, self._device = layout, device
         self._learning_rate, self._clip_norm = optimizer.lr, optimizer.clip_norm
@@ -75,7 +77,7 @@ class Engine:
             first = layout.dp_index(rank) * schedule.num_microbatches
             self._seeds = StepSeeds(dropout_seed, first)
         pp_rank = layout.coordinates(rank)["pp"]
-        mesh = _mesh(layout, device)
+        mesh = mesh or make_mesh(layout, device)
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
         self.chunks = {
             stage: self._make_chunk(stage, mesh, precision, recompute)
@@ -221,7 +223,7 @@ class Engine:
         return StepResult(loss, math.sqrt(square_norm))
 
 
-def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """All ranks on the axes pp, shard, replicate, whatever their numbering."""
     ranks = torch.tensor(
         [

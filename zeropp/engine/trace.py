@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zeropp.engine.engine import make_mesh
 from zeropp.engine.trainer import build_engine
 from zeropp.model import build_piece
 from zeropp.plan import MemoryBytes, Plan
@@ -45,14 +48,14 @@ class Trace:
     seconds: float
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that live, by the ``kind`` that was set when they were allocated.
 
     Storages that are resized are gathered parameters: FSDP2 empties and refills them.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kind: Kind = "parameters"
         self._live: Counter[Kind] = Counter()
         self._entries: dict[int, tuple[Kind, int, Any]] = {}
@@ -63,23 +66,31 @@ class LiveBytes(TorchDispatchMode):
         """Forget the peak that was seen."""
         self._peak, self._at_peak = 0, Counter(self._live)
 
+    def keep_only(self, tensors: Iterable[Tensor]) -> None:
+        """Count nothing but these tensors' storages from here on, and what is allocated later."""
+        kept = {tensor.untyped_storage()._cdata for tensor in tensors}
+        for key in set(self._entries) - kept:
+            kind, _, reference = self._entries[key]
+            self._live[kind] -= self._entries[key][1]
+            self._entries[key] = (kind, 0, reference)
+
     def peak(self) -> MemoryBytes:
         """Bytes by kind at the highest total since ``reset_peak``."""
-        return MemoryBytes(**self._at_peak)
+        return MemoryBytes(**{str(kind): size for kind, size in self._at_peak.items()})
 
     def __enter__(self) -> LiveBytes:
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            result = self._resize(storage, size)
+            self._resize(storage, size)
             self._forget(storage._cdata)
             self._add(storage, "unsharded")
-            return result
+            return storage
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -110,16 +121,29 @@ def trace_rank(plan: Plan, rank: int, optimizer: OptimizerConfig) -> Trace:
     begin = time.perf_counter()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.layout.world)
     try:
+        mesh = make_mesh(plan.layout, torch.device("cpu"))  # reads numbers out of tensors
+        pieces = [build_piece(plan.shape, i, 0, "meta") for i in range(plan.shape.num_pieces)]
         with FakeTensorMode(), LiveBytes() as live:
-            memory = _two_steps(plan, optimizer, live)
+            memory = _two_steps(plan, optimizer, mesh, pieces, live)
     finally:
         dist.destroy_process_group()
     return Trace(rank, memory, time.perf_counter() - begin)
 
 
-def _two_steps(plan: Plan, optimizer: OptimizerConfig, live: LiveBytes) -> MemoryBytes:
-    device = torch.device("cpu")
-    engine = build_engine(plan, optimizer, device, 0, lambda index: _empty_piece(plan, index))
+def _two_steps(
+    plan: Plan,
+    optimizer: OptimizerConfig,
+    mesh: DeviceMesh,
+    pieces: list[nn.Module],
+    live: LiveBytes,
+) -> MemoryBytes:
+    engine = build_engine(
+        plan, optimizer, torch.device("cpu"), 0, lambda index: _allocate(pieces[index]), mesh
+    )
+    # Real parameters are freed once they are cut into shards (seen with weak references); fake
+    # ones are kept alive by the fake mode, so they are taken out of the count here.
+    live.keep_only(engine.owned.values())
+    live.kind = "activations"
     size = (plan.microbatch_size, plan.shape.seq)
     batch = [torch.zeros(size, dtype=torch.long) for _ in range(plan.num_microbatches)]
 
@@ -139,12 +163,10 @@ def _two_steps(plan: Plan, optimizer: OptimizerConfig, live: LiveBytes) -> Memor
     return live.peak()
 
 
-def _empty_piece(plan: Plan, index: int) -> nn.Module:
-    """A piece whose parameters are allocated under the current mode and hold nothing."""
-    piece = build_piece(plan.shape, index, 0, "meta")
+def _allocate(piece: nn.Module) -> nn.Module:
+    """Give a piece on the meta device parameters that are allocated and hold nothing."""
     for module in piece.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                empty = torch.empty_like(parameter, device="cpu")
-                module._parameters[name] = nn.Parameter(empty)
+                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape))
     return piece

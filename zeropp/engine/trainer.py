@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp.engine.engine import Engine, Piece
 from zeropp.model import build_piece, cross_entropy
@@ -26,6 +27,7 @@ def build_engine(
     device: torch.device,
     seed: int,
     make_piece: Callable[[int], nn.Module],
+    mesh: DeviceMesh | None = None,
 ) -> Engine:
     """The engine of this rank for a plan; ``make_piece`` makes a piece of the model by index."""
     shape, layout = plan.shape, plan.layout
@@ -54,6 +56,7 @@ def build_engine(
         recompute=plan.recompute,
         tied=((0, "tokens.weight"), (last, "output.weight")) if shape.tied_embeddings else None,
         dropout_seed=seed if shape.dropout else None,
+        mesh=mesh,
     )
 
 
