@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -58,9 +59,18 @@ class SweepProgress:
         """Print the outcome of a point and move the bar on."""
         detail = record.reason
         if record.status == "ok":
-            median = sorted(record.step_s)[len(record.step_s) // 2]
-            detail = f"{median:.3f} s a step"
-            if record.losses:
-                detail += f", loss {record.losses[-1]:.4f}"
+            detail = _outcome(record)
         _CONSOLE.print(f"  {record.status:<10}  {record.spec_id}: {detail}", markup=False)
         self._bar.advance(self._task)
+
+
+def _outcome(record: RunRecord) -> str:
+    """What a success found, in a few words."""
+    words = []
+    if record.step_s:
+        words.append(f"{statistics.median(record.step_s):.3f} s a step")
+    if record.losses:
+        words.append(f"loss {record.losses[-1]:.4f}")
+    if "peak_bytes" in record.predicted:
+        words.append(f"peak {record.predicted['peak_bytes'] / 2**30:.2f} GiB")
+    return ", ".join(words)

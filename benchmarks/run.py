@@ -27,6 +27,7 @@ from benchmarks.launch.points import (
     write_unstarted,
 )
 from benchmarks.progress import SweepProgress, announce
+from benchmarks.record import RunRecord
 from benchmarks.report import write_report
 from benchmarks.spec import RunSpec, SpecError, spec_from_mapping
 
@@ -45,7 +46,7 @@ def main() -> int:
         points = [plan_point(spec_of(config)) for config in configs]
         if len(points) == 1 and points[0].plan is None:
             raise SpecError(points[0].reason)
-        return run_points(points, configs[0])
+        return run_points(points, configs)
     except (SpecError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         return 2
@@ -73,23 +74,31 @@ def spec_of(config: dict[str, Any]) -> RunSpec:
     return spec_from_mapping({k: v for k, v in config.items() if k in _SPEC_KEYS})
 
 
-def run_points(points: list[Point], config: dict[str, Any]) -> int:
-    """Run what is missing, record what is infeasible, and write the report."""
-    kind, rerun = config["launcher"]["kind"], config["rerun"]
+def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
+    """Run what is missing, launcher by launcher, record what is infeasible, write the report."""
+    rerun, runs_dir = configs[0]["rerun"], Path(configs[0]["runs_dir"])
     if rerun not in get_args(Rerun):
         raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
-    runs_dir = Path(config["runs_dir"])
-    launcher = importlib.import_module(f"benchmarks.launch.{kind}")
-    launcher.check(points)
-    todo = still_to_run(points, runs_dir, PROVENANCE[kind], rerun)
-    announce(points, todo, kind)
-    for point in todo:
-        if point.plan is None:
-            write_unstarted(point, runs_dir, kind, "infeasible", point.reason)
-    feasible = [point for point in todo if point.plan is not None]
-    with SweepProgress(len(feasible)) as progress:
-        records = launcher.launch(feasible, config["launcher"], runs_dir, progress)
-    write_report([runs_dir / p.spec.spec_id for p in points], Path(config["report_dir"]))
+    groups: dict[str, list[Point]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for point, config in zip(points, configs, strict=True):
+        groups.setdefault(config["launcher"]["kind"], []).append(point)
+        options[config["launcher"]["kind"]] = config["launcher"]
+    launchers = {kind: importlib.import_module(f"benchmarks.launch.{kind}") for kind in groups}
+    for kind, launcher in launchers.items():
+        launcher.check(groups[kind])
+    records: list[RunRecord] = []
+    for kind, launcher in launchers.items():
+        todo = still_to_run(groups[kind], runs_dir, PROVENANCE[kind], rerun)
+        announce(groups[kind], todo, kind)
+        for point in todo:
+            if point.plan is None:
+                write_unstarted(point, runs_dir, kind, "infeasible", point.reason)
+        feasible = [point for point in todo if point.plan is not None]
+        with SweepProgress(len(feasible)) as progress:
+            records += launcher.launch(feasible, options[kind], runs_dir, progress)
+    roots = dict.fromkeys(runs_dir / point.spec.spec_id for point in points)
+    write_report(list(roots), Path(configs[0]["report_dir"]))
     return 0 if all(r.status in ("ok", "infeasible") for r in records) else 1
 
 

@@ -31,17 +31,23 @@ def _line(row: pd.Series, reference: pd.DataFrame) -> dict[str, object]:
         "ranks": row["num_gpus"],
         "contender": row["contender"],
         "layout": row["layout"],
-        "tokens/s/rank": f"{row['tokens_per_s_per_gpu']:,.0f}" if fine else row["status"],
+        "tokens/s/rank": _throughput(row) if fine else row["status"],
         "speed-up": "-",
         "peak GiB": "-",
         "evidence": row["evidence"],
     }
-    if fine and not reference.empty:
+    if fine and row["samples_step_s"] and not reference.empty:
         base = reference.iloc[-1]
         line["speed-up"] = _ratio(ratio_of_medians(base["samples_step_s"], row["samples_step_s"]))
     if pd.notna(row.get("peak_gib")):
         line["peak GiB"] = f"{row['peak_gib']:.3f}"
     return line
+
+
+def _throughput(row: pd.Series) -> str:
+    """Tokens a second and rank; a traced success has none."""
+    tokens = row.get("tokens_per_s_per_gpu")
+    return "-" if pd.isna(tokens) else f"{tokens:,.0f}"
 
 
 def _ratio(ratio: Summary) -> str:

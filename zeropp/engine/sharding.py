@@ -57,7 +57,8 @@ class ChunkShards:
             )
             assert isinstance(shard, FSDPModule)
             # The pieces of a chunk are reduced together: none waits for the one before.
-            shard.set_reduce_scatter_max_input_buffers(len(pieces))
+            if hasattr(shard, "set_reduce_scatter_max_input_buffers"):  # absent in older torch
+                shard.set_reduce_scatter_max_input_buffers(len(pieces))
             shard._get_fsdp_state()._lazy_init()
             shard.set_reshard_after_backward(False)
             self._shards.append(shard)

@@ -49,20 +49,28 @@ def least_step_s(plan: Plan, price: PlanPrice) -> float:
     for rank in range(max(schedule.stage_rank) + 1):
         stages = schedule.stages_of(rank)
         first = stages[0]
+        beside = _link_s(plan, price, stages)
         work = sum(compute_s(price.stages[s]) for s in stages) * m
-        weights = sum(price.stages[s].backward_weight for s in stages) * m if split else 0.0
+        slowed = 1.0 + price.overlap_slowdown * min(1.0, beside / work)
+        work *= slowed
+        weights = (
+            sum(price.stages[s].backward_weight for s in stages) * m * slowed if split else 0.0
+        )
         end = arrive[first] + max(work, work - weights + back[first])
         after = price.finish_s[rank] + price.gather_updated_s[rank]
-        worst = max(worst, end + after, _link_s(plan, price, stages) + after)
+        worst = max(worst, end + after, beside + after)
     return worst
 
 
 def _link_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
-    """Seconds of a rank's gathers: each stage between its first and its last is gathered at
-    least once a unit (the ends may turn round without, and phases of two units may overlap)."""
+    """Seconds of a rank's reductions, and of its gathers at the least: each stage between its
+    first and its last is gathered at least once a unit (the ends may turn round without, and
+    phases of two units may overlap)."""
     schedule = plan.schedule
     units = -(-schedule.num_microbatches // schedule.unit)
-    return units * sum(price.stages[s].unshard for s in stages[1:-1])
+    reductions = units if plan.reduce_every == "unit" else 1
+    reduced = sum(price.stages[s].reduce_grad for s in stages) * reductions
+    return reduced + units * sum(price.stages[s].unshard for s in stages[1:-1])
 
 
 def least_bytes(plan: Plan, price: PlanPrice, candidate: Candidate) -> int:

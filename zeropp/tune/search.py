@@ -2,8 +2,10 @@
 
 Families of configurations (all but unit, cap and point of reduction) wait in a queue by a lower
 bound of their step. The lowest is taken: first priced, then opened into its members, then
-simulated; the search ends when no bound in the queue is below the runner-up. What lacks memory
-falls before it has a schedule where its least bytes are too many, else by its programs' peak.
+simulated; the search ends when no bound in the queue is below the winner. So the winner is the
+best there is; the runner-up is the best of other degrees among those that were simulated. What
+lacks memory falls before it has a schedule where its least bytes are too many, else by the peak
+of its programs.
 """
 
 from __future__ import annotations
@@ -65,13 +67,16 @@ class Outcome:
             if self.winner is not None and self.winner.degrees != new.degrees:
                 self.runner_up = self.winner
             self.winner = new
-        elif new.degrees != self.winner.degrees and new.step_s < self.to_beat:
+        elif new.degrees != self.winner.degrees and (
+            self.runner_up is None or new.step_s < self.runner_up.step_s
+        ):
             self.runner_up = new
 
     @property
     def to_beat(self) -> float:
-        """Step time above which a configuration changes nothing."""
-        return self.runner_up.step_s if self.runner_up else float("inf")
+        """Step time above which a configuration changes nothing: the winner's, once there is
+        another to put beside it."""
+        return self.winner.step_s if self.winner and self.runner_up else float("inf")
 
 
 def memory_limit_bytes(task: Task) -> int:
