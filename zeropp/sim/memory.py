@@ -43,7 +43,7 @@ def walk(plan: Plan, price: PlanPrice, rank: int) -> Iterator[Change]:
     """(index of the action, whether it grew, bytes of gathered parameters, of gradients that
     await their reduction, of activations), at every change and before the first."""
     moves = _moves(plan, price, rank)
-    unsharded = pending = activations = 0
+    unsharded = pending = activations = buffer = 0
     unreduced: set[int] = set()
     yield 0, True, 0, 0, 0
     for index, action in enumerate(plan.schedule.programs[rank]):
@@ -55,7 +55,10 @@ def walk(plan: Plan, price: PlanPrice, rank: int) -> Iterator[Change]:
             unsharded -= price.memory[stage].unsharded
             yield index, False, unsharded, pending, activations
         elif op is Op.REDUCE_GRAD:
-            pending -= price.memory[stage].unsharded_gradients * (stage in unreduced)
+            # A reduction copies what it reduces; FSDP2 gives the copy back at the next one.
+            pending -= price.memory[stage].unsharded_gradients * (stage in unreduced) + buffer
+            buffer = price.memory[stage].unsharded_gradients
+            pending += buffer
             unreduced.discard(stage)
             yield index, False, unsharded, pending, activations
         elif (op, stage) in moves:
