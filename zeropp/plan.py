@@ -19,6 +19,8 @@ Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 ReduceEvery = Literal["unit", "step"]
 
+_FSDP2_CONTENDERS = frozenset({"zeropp", "fsdp", "torch_pp"})
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -102,6 +104,13 @@ class Plan:
     prefetch: int = 1
     compile: bool = False
     memory: tuple[MemoryBytes, ...] = ()  # predicted, one a pipeline rank; empty if not predicted
+
+    @property
+    def gathers(self) -> bool:
+        """Parameters are gathered before use: they are sharded, or compute uses bf16 copies of
+        fp32 masters, as FSDP2's mixed precision does."""
+        copies = self.precision == "bf16" and self.contender in _FSDP2_CONTENDERS
+        return self.layout.shard > 1 or copies
 
     @property
     def num_microbatches(self) -> int:

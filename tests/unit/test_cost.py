@@ -77,7 +77,7 @@ def test_shards_shrink_what_is_resident(shard: int, shape: ModelShape) -> None:
     split = price_plan(plan(shape, shard=shard), A100).memory[0]
     for name in ("parameters", "optimizer", "gradients"):
         assert getattr(split, name) == pytest.approx(getattr(whole, name) / shard, abs=shard)
-    assert split.unsharded > 0 == whole.unsharded
+    assert split.unsharded == whole.unsharded > 0  # in bf16 even one rank computes on copies
     assert split.activations == whole.activations
 
 

@@ -62,15 +62,14 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     parameters = sum(piece_parameters(plan.shape, i) for i in pieces) / layout.tp
     blocks = sum(1 for i in pieces if 0 < i < plan.shape.num_pieces - 1)
     e, state = element_bytes(plan.precision), optimizer_shards(layout, software)
-    sharded = layout.shard > 1
     boundary = work.tokens * plan.shape.hidden * e / sequence_split(work)
     kept = block_activations(work) if plan.recompute != "full" else boundary
     return StageMemory(
         parameters=int(parameters * software.parameter_bytes / layout.shard),
         optimizer=int(parameters * software.optimizer_bytes / state),
         gradients=int(parameters * software.gradient_bytes / layout.shard),
-        unsharded=int(parameters * e) if sharded else 0,
-        unsharded_gradients=int(parameters * 4) if sharded else 0,
+        unsharded=int(parameters * e) if plan.gathers else 0,
+        unsharded_gradients=int(parameters * 4) if plan.gathers else 0,
         activations=int(blocks * kept),
         deferred=int(blocks * block_deferred(work)),
     )

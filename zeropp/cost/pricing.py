@@ -135,7 +135,7 @@ def _stage_cost(
         reduce = gather_s(cluster, shard, parameters * work.software.reduce_bytes)
     transfer = _transfer_s(plan, cluster, work, stage)
     if work.software.blocking_transfers:
-        forward, input_ = forward + transfer, input_ + transfer
+        forward, input_, transfer = forward + transfer, input_ + transfer, 0.0
     return StageCost(forward, input_, weight, unshard, reduce, transfer)
 
 
@@ -161,7 +161,8 @@ def _replica_s(plan: Plan, cluster: Cluster, work: Work, stage: int, cost: Stage
         return 0.0
     parameters = stage_parameters(plan, stage) / plan.layout.shard
     total = parameters * work.software.reduce_bytes
-    reduce = gather_s if plan.layout.replicate_zero else all_reduce_s
+    scatters = plan.layout.replicate_zero and not work.software.zero1_all_reduces
+    reduce = gather_s if scatters else all_reduce_s
     seconds = reduce(cluster, replicas, total)
     if work.software.overlap_reduction:
         hidden = cost.backward_input + cost.backward_weight
@@ -176,8 +177,12 @@ def _gather_updated_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: i
         return 0.0
     stride = axis_stride(plan.layout, "replicate")
     among = group(cluster, ranks, stride, plan.layout.world)
-    parameters = sum(stage_parameters(plan, s) for s in plan.schedule.stages_of(pipeline_rank))
-    return gather_s(cluster, among, parameters / plan.layout.shard * element_bytes(plan.precision))
+    stages = plan.schedule.stages_of(pipeline_rank)
+    size = sum(stage_parameters(plan, s) for s in stages) * element_bytes(plan.precision)
+    seconds = gather_s(cluster, among, size / plan.layout.shard)
+    if work.software.overlap_reduction:  # all but the first piece's behind the next forward
+        seconds /= sum(len(plan.pieces_of(s)) for s in stages)
+    return seconds
 
 
 def _finish_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int) -> float:
@@ -198,5 +203,4 @@ def _finish_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int) -> f
 def _ends(plan: Plan, cluster: Cluster) -> Group:
     """The first and the last pipeline rank."""
     whole = group_of(cluster, plan.layout, "pp")
-    rate = whole.rate if whole.nodes == 1 else group_of(cluster, plan.layout, "pp").rate
-    return Group(2, min(2, whole.nodes), rate)
+    return Group(2, min(2, whole.nodes), whole.rate)

@@ -34,6 +34,7 @@ class Software:
     reduce_bytes: int = 4  # of a gradient on the wire, over the replicas
     zero1_group: int = 0  # ZeRO-1 inside groups of this many replicas; 0: over all, if at all
     fused_accumulation: bool = True  # dW adds into the gradient buffer inside its product
+    zero1_all_reduces: bool = False  # ZeRO-1 that all-reduces gradients and then keeps its part
 
 
 def software_of(plan: Plan) -> Software:
@@ -41,19 +42,28 @@ def software_of(plan: Plan) -> Software:
 
     fp32: one copy of everything. bf16 under FSDP2: fp32 shards are the masters, gradients are
     reduced and kept in fp32. DeepSpeed's bf16 optimizer: bf16 parameters, fp32 accumulated
-    gradients, fp32 masters (``runtime/bf16_optimizer.py``); its pipeline engine slices boundaries
-    over TP ranks (``pipe_partitioned``) and its transfers stand in line with compute
-    (``runtime/pipe/p2p.py``). "3D, best known" has all that its public programs have: Megatron
-    Core's distributed optimizer, reductions beside the backward, sliced boundaries, and
-    tensor-parallel collectives sliced beside products, for which it needs sequence parallelism.
+    gradients, fp32 masters (``runtime/bf16_optimizer.py``), and its ZeRO-1 all-reduces gradients
+    (``PipelineEngine._bf16_reduce_grads``); its pipeline engine slices boundaries over TP ranks
+    (``pipe_partitioned``) and its transfers stand in line with compute (``runtime/pipe/p2p.py``).
+    "3D, best known" has all that its public programs have: Megatron Core's distributed optimizer,
+    fused gradient accumulation, reductions beside the backward and parameter gathers beside the
+    next forward, sliced boundaries, and tensor-parallel collectives sliced beside products, for
+    which it needs sequence parallelism.
     """
+    bf16 = plan.precision == "bf16"
     if plan.contender == "best_3d":
-        kept = (2, 4, 12) if plan.precision == "bf16" else (4, 4, 8)
-        sliced = plan.layout.sequence_parallel
-        return Software(*kept, split_boundary=True, overlap_tensor=sliced, overlap_reduction=True)
-    if not plan.contender.startswith("deepspeed"):
-        return Software(4, 4, 8)
-    pipeline = {"split_boundary": True, "blocking_transfers": True}
-    if plan.precision == "bf16":
-        return Software(2, 4, 12, **pipeline)
-    return Software(4, 4, 8, **pipeline)
+        return Software(
+            *((2, 4, 12) if bf16 else (4, 4, 8)),
+            split_boundary=True,
+            overlap_tensor=plan.layout.sequence_parallel,
+            overlap_reduction=True,
+        )
+    if plan.contender.startswith("deepspeed"):
+        return Software(
+            *((2, 4, 12) if bf16 else (4, 4, 8)),
+            split_boundary=True,
+            blocking_transfers=True,
+            zero1_all_reduces=bf16,
+            fused_accumulation=False,
+        )
+    return Software(4, 4, 8, fused_accumulation=False)

@@ -104,17 +104,13 @@ class SimResult:
 
     def timeline(self) -> Timeline:
         """Spans of the step, the optimizer's among them."""
-        last = [
-            Span(rank, lane, name, start, end)
-            for rank, tail in enumerate(self.tails)
-            for lane, name, start, end in (
-                ("compute", "optimizer", tail.reduced_s, tail.updated_s),
-                ("gather", "zero1 all-gather", tail.updated_s, tail.end_s),
-            )
-            if end > start
-        ]
+        last = []
+        for rank, tail in enumerate(self.tails):
+            last.append(Span(rank, "compute", "optimizer", tail.reduced_s, tail.updated_s))
+            last.append(Span(rank, "gather", "zero1 all-gather", tail.updated_s, tail.end_s))
+        last = [span for span in last if span.end_s > span.start_s]
         title = f"{self.plan.shape.name} {self.plan.contender} {self.plan.layout.world} GPUs"
-        return Timeline(title, "simulated", (*self.events.spans(), *last))  # type: ignore[arg-type]
+        return Timeline(title, "simulated", (*self.events.spans(), *last))
 
     def _saved(self, price: PlanPrice) -> float:
         return self.step_s - _run(self.plan, price).step_s

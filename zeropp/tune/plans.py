@@ -47,7 +47,7 @@ def with_programs(plan: Plan, candidate: Candidate) -> Plan:
         sizes.num_microbatches,
         candidate.unit or None,
         candidate.cap or None,
-        plan.layout.shard > 1,
+        plan.gathers,
         plan.reduce_every,
     )
     return replace(plan, schedule=schedule)

@@ -66,7 +66,7 @@ SPACES: dict[str, Space] = {
                 "1f1b": (1,),
                 "interleaved_1f1b": (2, 3, 4, 6, 8),
                 "zb_h1": (1,),
-                "interleaved_zb": (2, 3, 4),
+                "interleaved_zb": (2, 3, 4, 6, 8),
                 "zbv": (2,),
             },
             tensor=True,
@@ -80,6 +80,7 @@ SPACES: dict[str, Space] = {
             {"zeropp": (1, 2, 3, 4, 6, 8)},
             shards=True,
             pipelines=(2, 0),  # with one pipeline rank it is FSDP
+            replicate_zero=(0, 1),
             placements=("dp_inner", "pp_inner"),
             unit_factors=(1, 2, 4),
             cap_factors=(0.0, 1.0, 1.5),
