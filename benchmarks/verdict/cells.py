@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from zeropp.layout import Layout, divisors
 from zeropp.plan import Recompute
 from zeropp.sim.simulate import SimResult
-from zeropp.tune.search import memory_limit_bytes, result_of, search
+from zeropp.tune.search import Evaluated, memory_limit_bytes, result_of, search
 from zeropp.tune.space import SPACES, Candidate, Task
 
 
@@ -63,15 +63,14 @@ def rows_of(cell: Cell, tolerance: float) -> list[Row]:
     """Every contender at its best plan, then all at equal degrees."""
     task = cell.priced
     rows = []
-    for space in SPACES.values():
-        winner = search(task, space, tolerance=tolerance).winner
+    for name, winner in winners(cell, tolerance).items():
         if winner is None:
-            rows.append(Row(*cell.key, space.name, "best", "simulated", "no plan fits"))
+            rows.append(Row(*cell.key, name, "best", "simulated", "no plan fits"))
             continue
         rows.append(
             Row(
                 *cell.key,
-                space.name,
+                name,
                 "best",
                 "simulated",
                 winner.candidate.describe(),
@@ -82,6 +81,14 @@ def rows_of(cell: Cell, tolerance: float) -> list[Row]:
             )
         )
     return rows + [_row(cell, c, r) for c, r in _equal_plans(task)]
+
+
+def winners(cell: Cell, tolerance: float) -> dict[str, Evaluated | None]:
+    """Every contender's best plan; None where none fits."""
+    return {
+        name: search(cell.priced, space, tolerance=tolerance).winner
+        for name, space in SPACES.items()
+    }
 
 
 def _row(cell: Cell, candidate: Candidate, result: SimResult) -> Row:

@@ -22,23 +22,35 @@ from benchmarks.verdict.cells import Cell, rows_of
 from benchmarks.verdict.grid import VerdictSpec, cells_of, verdict_spec
 from benchmarks.verdict.judge import judge, summary
 from benchmarks.verdict.maps import draw
+from benchmarks.verdict.measure import points_of
 
 CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
 
 
 def run(config: dict[str, Any]) -> int:
-    """Write plans.csv, verdict.csv, verdict.md and the maps into ``report_dir``.
+    """Write plans.csv, verdict.csv, verdict.md and the maps into ``report_dir``; with another
+    launcher than ``simulate`` run the best plans of ``verdict.clusters`` instead.
 
     Cells that plans.csv holds already are not simulated again, unless ``rerun=all``: after a
     change of the cost model or of the schedules they must be.
     """
     spec = verdict_spec(config["verdict"])
+    cells = cells_of(spec, config["precision"])
+    if config["launcher"]["kind"] != "simulate":
+        return _measure(config, spec, cells)
     out = Path(config["report_dir"])
     out.mkdir(parents=True, exist_ok=True)
-    cells = cells_of(spec, config["precision"])
     simulate_cells(spec, cells, out / "plans.csv", anew=config["rerun"] == "all")
     write_verdict(pd.read_csv(out / "plans.csv"), spec, out)
     return 0
+
+
+def _measure(config: dict[str, Any], spec: VerdictSpec, cells: list[Cell]) -> int:
+    from benchmarks.run import run_points, spec_of  # it imports this package, on demand
+
+    real = [c for c in cells if c.bandwidth == 1.0 and c.task.cluster.name in spec.clusters]
+    points = points_of(real, spec_of(config), spec.tolerance)
+    return run_points(points, [config] * len(points))
 
 
 def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
