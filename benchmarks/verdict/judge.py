@@ -7,6 +7,9 @@ it is faster by more than 2 % the direction holds, not the size; within 2 % it i
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pandas as pd
 
 CLAIM = 1.33
@@ -25,7 +28,8 @@ def judge(plans: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for key, row in wide.iterrows():
         speed, memory = row["tokens_per_s_per_gpu"], row["peak_gib"]
-        out = dict(zip(KEYS, key, strict=True))  # type: ignore[arg-type]
+        assert isinstance(key, tuple)
+        out: dict[str, Any] = dict(zip(KEYS, key, strict=True))
         out["sequences_per_gpu"] = out["global_batch"] / out["num_gpus"]
         for name in ("zeropp", *BASELINES):
             out[f"{name}_tokens_per_s_per_gpu"] = speed.get(name)
@@ -87,11 +91,11 @@ def _speed(row: pd.Series, name: str) -> str:
 
 
 def _ratio(value: float) -> str:
-    return "-" if pd.isna(value) else f"{value:.2f}"
+    return "-" if math.isnan(value) else f"{value:.2f}"
 
 
 def _word(speedup: float) -> str:
-    if pd.isna(speedup):
+    if math.isnan(speedup):
         return "ZeroPP does not fit"
     if speedup >= CLAIM:
         return "reproduced"

@@ -36,7 +36,7 @@ def draw(verdicts: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
             "map_bandwidth_batch",
         ),
     ]
-    return [path for picture in pictures for path in save(picture, out)]
+    return [path for picture in pictures for path in save(picture, out).paths]
 
 
 def _map(rows: pd.DataFrame, column: str, label: str, title: str, name: str) -> Picture:
