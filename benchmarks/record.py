@@ -39,7 +39,10 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class GateResult:
-    """One step against one process on the same batch: relative differences."""
+    """One step against one process on the same batch: relative differences.
+
+    ``parameter_error`` is relative to the step's update and has a limit of its own.
+    """
 
     passed: bool
     tolerance: float

@@ -136,6 +136,8 @@ def _open_world(spec: RunSpec) -> torch.device:
         device = torch.device("cpu")
         dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timeout)
     else:
+        # A kernel that is loaded on first use would wait for receives that are posted early.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group(

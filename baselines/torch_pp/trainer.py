@@ -257,9 +257,10 @@ class TorchPipelineTrainer:
             self._spans.append(Span(self._pp_rank, LANES[op], action, start, self._clock()))
 
     def _clock(self) -> float:
-        """Seconds since the step began; while spans are recorded, with the device caught up."""
+        """Seconds since the step began; while spans are recorded, with compute caught up (the
+        whole device never would be: receives are posted early)."""
         if self._spans is None:
             return 0.0
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
         return time.perf_counter() - self._begin

@@ -29,6 +29,7 @@ class Channels:
     """Messages of this rank's pipeline; construction is collective over all ranks."""
 
     def __init__(self, pairs: Iterable[Pair], layout: Layout, device: torch.device) -> None:
+        self.device = device
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._global_ranks = layout.pipeline(dist.get_rank())
         self._groups: dict[Pair, dist.ProcessGroup] = {}

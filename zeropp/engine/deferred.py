@@ -59,7 +59,6 @@ class _DeferredLinear(torch.autograd.Function):
         ctx.store = store
         # The parameter object takes the gradient later; a saved tensor would be another object.
         ctx.parameter = weight
-        ctx.has_bias = bias is not None
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -68,9 +67,10 @@ class _DeferredLinear(torch.autograd.Function):
         parameter = ctx.parameter
         grad_rows = grad.flatten(0, -2)
         x_rows = x.flatten(0, -2)
-        ctx.store.put(lambda: _accumulate(parameter, grad_rows, x_rows))
+        if ctx.needs_input_grad[1]:
+            ctx.store.put(lambda: _accumulate(parameter, grad_rows, x_rows))
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        grad_bias = grad_rows.sum(0) if ctx.has_bias else None
+        grad_bias = grad_rows.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, None, grad_bias, None
 
 

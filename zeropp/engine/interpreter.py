@@ -55,6 +55,7 @@ class Interpreter:
         self._chunks = chunks
         self._stage_rank = stage_rank
         self._rank = next(stage_rank[stage] for stage in chunks)
+        self._chunks_on_cuda = channels.device.type == "cuda"
         self._last = len(stage_rank) - 1
         self._channels = channels
         self._boundary = boundary
@@ -100,11 +101,15 @@ class Interpreter:
         return step.losses
 
     def _clock(self, begin: float) -> float:
-        """Seconds since the step began; while spans are recorded, with the device caught up."""
+        """Seconds since the step began; while spans are recorded, with compute caught up.
+
+        Only the compute stream is waited for: a receive that is posted early may need messages
+        that this rank has yet to send, so waiting for the whole device would never end.
+        """
         if self.spans is None:
             return 0.0
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self._chunks_on_cuda:
+            torch.cuda.current_stream().synchronize()
         return time.perf_counter() - begin
 
     def _forward(self, action: Action, step: _Step) -> None:

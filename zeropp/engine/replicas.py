@@ -32,12 +32,12 @@ class Replicas:
     def __init__(
         self, parameters: Mapping[Name, nn.Parameter], mesh: DeviceMesh, zero: bool
     ) -> None:
-        self._parameters = parameters
+        self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._mesh = mesh
         self._group = mesh.get_group("replicate")
         self._count, self._rank = self._group.size(), self._group.rank()
         self._zero = zero and self._count > 1
-        self.owned = {name: self._own(parameter) for name, parameter in parameters.items()}
+        self.owned = {name: self._own(p) for name, p in self._parameters.items()}
         self._buffer: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
         if mesh.device_type == "cuda":
