@@ -16,8 +16,9 @@ from typing import Any, cast, get_args
 import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
+from benchmarks.errors import one_line
 from benchmarks.launch.points import (
     PROVENANCE,
     Point,
@@ -32,6 +33,7 @@ from benchmarks.report import write_report
 from benchmarks.spec import RunSpec, SpecError, spec_from_mapping
 
 _CONF = Path(__file__).resolve().parents[1] / "conf"
+_RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "verdict"}
 _SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
 
 
@@ -48,7 +50,7 @@ def main() -> int:
             raise SpecError(points[0].reason)
         return run_points(points, configs)
     except (SpecError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
 
 
@@ -70,7 +72,11 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def spec_of(config: dict[str, Any]) -> RunSpec:
-    """The part of a composed configuration that is the spec."""
+    """The part of a composed configuration that is the spec; raises SpecError on other keys."""
+    unknown = sorted(set(config) - _SPEC_KEYS - _RUN_KEYS)
+    if unknown:
+        known = ", ".join(sorted(_SPEC_KEYS | _RUN_KEYS))
+        raise SpecError(f"{unknown[0]}={config[unknown[0]]!r}: unknown key (known: {known})")
     return spec_from_mapping({k: v for k, v in config.items() if k in _SPEC_KEYS})
 
 
@@ -100,13 +106,6 @@ def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
     roots = dict.fromkeys(runs_dir / point.spec.spec_id for point in points)
     write_report(list(roots), Path(configs[0]["report_dir"]))
     return 0 if all(r.status in ("ok", "infeasible") for r in records) else 1
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, MissingMandatoryValue):
-        return f"{error.full_key}: missing; it has no default"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return "; ".join(lines[:2])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -91,8 +91,8 @@ class RunSpec:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dictionaries."""
-        return dataclasses.asdict(self)
+        """Plain nested dictionaries and lists, as they come back from JSON."""
+        return cast("dict[str, Any]", json.loads(json.dumps(dataclasses.asdict(self))))
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces."""
@@ -130,12 +130,16 @@ def _one_line(error: ValidationError) -> str:
 
 
 def _check_ranges(spec: RunSpec) -> None:
-    positive = {
+    positive: dict[str, float] = {
         "num_gpus": spec.num_gpus,
         "global_batch": spec.global_batch,
         "microbatch_size": spec.microbatch_size,
         "measure.steps": spec.measure.steps,
+        "measure.timeout_s": spec.measure.timeout_s,
         "model.layers": spec.model.layers,
+        "model.hidden": spec.model.hidden,
+        "model.ffn": spec.model.ffn,
+        "model.vocab": spec.model.vocab,
         "model.heads": spec.model.heads,
         "model.kv_heads": spec.model.kv_heads,
         "model.seq": spec.model.seq,

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.events import rank_file, read_events
+from benchmarks.launch.local import close_abandoned
 from benchmarks.launch.slurm_client import QueuedJob, SlurmError
 from benchmarks.launch.slurm_jobs import Task, close_ended, look, read_tasks, underway
 from benchmarks.record import RecordError, RunRecord, find_records, read_record
@@ -39,6 +40,7 @@ class Row:
 
 def rows(runs_dir: Path) -> tuple[list[Row], str]:
     """Every point by name, and why Slurm could not be asked (empty where it answered)."""
+    close_abandoned(runs_dir)
     problem = ""
     try:
         tasks, queued = look(runs_dir)
@@ -89,8 +91,10 @@ def _recorded_row(record: RunRecord, point: Path) -> Row:
 
 
 def _telling(records: list[RunRecord]) -> RunRecord:
-    """A success if there is one, else the newest."""
-    return max(records, key=lambda record: (record.status == "ok", record.ended_at))
+    """Of the newest record's kind of evidence: a success if there is one, else the newest."""
+    kind = max(records, key=lambda record: record.ended_at).provenance
+    of_kind = [record for record in records if record.provenance == kind]
+    return max(of_kind, key=lambda record: (record.status == "ok", record.ended_at))
 
 
 def _records(point: Path) -> list[RunRecord]:

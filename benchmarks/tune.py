@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.errors import one_line
 from benchmarks.spec import SpecError
 from zeropp.cost.cluster import Cluster
 from zeropp.plan import Precision
@@ -66,7 +67,7 @@ def main() -> int:
         hydra.main(version_base="1.3", config_path=str(_CONF), config_name="tune")(collect)()
         specs = [_checked(values) for values in composed]
     except _ERRORS as error:
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     for spec in specs:
         show([tune(spec, name) for name in spec.contenders])
@@ -146,11 +147,6 @@ def _checked(values: object) -> TuneSpec:
             f"precision={spec.precision} to price with (try cluster=a100, a800 or h100)"
         )
     return spec
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line.strip(" ;") for line in str(error).splitlines() if line.strip()]
-    return "; ".join(lines[:2])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ make_environment() {
         return 2
     }
     echo "Installing into .venv (once; torch is large) ..." >&2
-    [ -x .venv/bin/python ] || "$python" -m venv .venv
+    .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv .venv
     .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check -e "$what"
     touch "$stamp"
 }

@@ -65,13 +65,8 @@ def simulated_record(
     result = result or simulate(plan, spec.cluster)
     limit = int(spec.cluster.device.memory_gib * 2**30)
     status: Status = "ok" if result.peak_bytes <= limit else "oom"
-    reason = (
-        ""
-        if status == "ok"
-        else (
-            f"predicted peak {result.peak_bytes / 2**30:.1f} GiB, the device has {limit / 2**30:.1f}"
-        )
-    )
+    peak, held = result.peak_bytes / 2**30, limit / 2**30
+    reason = "" if status == "ok" else f"predicted peak {peak:.1f} GiB, the device has {held:.1f}"
     sha, dirty = git_state()
     return RunRecord(
         schema_version=SCHEMA_VERSION,

@@ -11,11 +11,13 @@ REFERENCE = "DeepSpeed 3D"
 
 
 def headline_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a cell and configuration: throughput, speed-up over DeepSpeed 3D, peak memory.
+    """One row a cell and configuration (rows of ``latest_ok``): throughput, speed-up over DeepSpeed 3D, peak memory.
 
     Ranges are 95 % bootstrap intervals of medians; ``~`` marks a timing whose spread is too
     large to lean on.
     """
+    if rows.empty:
+        return rows
     lines = []
     for _, cell in rows.groupby(CELL, sort=False):
         reference = cell[(cell["contender"] == REFERENCE) & (cell["status"] == "ok")]
@@ -29,8 +31,7 @@ def _line(row: pd.Series, reference: pd.DataFrame) -> dict[str, object]:
     line: dict[str, object] = {
         "model": row["model"],
         "ranks": row["num_gpus"],
-        "contender": row["contender"],
-        "layout": row["layout"],
+        "contender": f"{row['contender']}: {row['layout']}",
         "tokens/s/rank": _throughput(row) if fine else row["status"],
         "speed-up": "-",
         "peak GiB": "-",

@@ -5,10 +5,9 @@ the piece inside, so FSDP2's forward and backward hooks never run: gathering, re
 reducing happen exactly where the program says. State dicts, mixed precision and checkpoints
 remain torch's own.
 
-This is the one file of the library that touches private parts of FSDP2 (seen with torch 2.13): the parameter
-groups' ``post_backward`` (torch's own pipeline stages call it likewise, in
-``perform_reduce_grad``), their gradient accumulators, the root's final callback, and the stream
-of the reductions.
+This is the one file of the library that touches private parts of FSDP2 (seen with torch 2.13): the
+parameter groups' ``post_backward`` (torch's own pipeline stages call it likewise, in
+``perform_reduce_grad``), their gradient accumulators, and the root's final callback.
 """
 
 from __future__ import annotations
