@@ -11,9 +11,9 @@ REFERENCE = "DeepSpeed 3D"
 
 
 def headline_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a cell and configuration (rows of ``latest_ok``): throughput, speed-up over DeepSpeed 3D, peak memory.
+    """One row a cell and configuration: throughput, speed-up over DeepSpeed 3D, peak memory.
 
-    Ranges are 95 % bootstrap intervals of medians; ``~`` marks a timing whose spread is too
+    ``rows`` are those of ``latest_ok``. Ranges are 95 % bootstrap intervals of medians; ``~`` marks a timing whose spread is too
     large to lean on.
     """
     if rows.empty:

@@ -41,12 +41,15 @@ class ReportPaths:
     skipped: list[str]
 
 
+_WIDTH = 118  # the comparison table's; a narrower terminal wraps its lines, not its words
+
+
 def write_report(roots: Sequence[Path], out: Path, console: Console | None = None) -> ReportPaths:
     """Write all tables, figures and the page of the records below ``roots`` into ``out``.
 
     Prints the headline table and the paths. Files that cannot be read are named and skipped.
     """
-    console = console or Console()
+    console = console or Console(width=max(Console().width, _WIDTH))
     frame, skipped = load_frame(roots)
     for line in skipped:
         console.print(f"skipped {line}", markup=False)
