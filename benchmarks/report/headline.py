@@ -13,8 +13,8 @@ REFERENCE = "DeepSpeed 3D"
 def headline_table(rows: pd.DataFrame) -> pd.DataFrame:
     """One row a cell and configuration: throughput, speed-up over DeepSpeed 3D, peak memory.
 
-    ``rows`` are those of ``latest_ok``. Ranges are 95 % bootstrap intervals of medians; ``~`` marks a timing whose spread is too
-    large to lean on.
+    ``rows`` are those of ``latest_ok``. Ranges are 95 % bootstrap intervals of medians; ``~``
+    marks a timing whose spread is too large to lean on.
     """
     if rows.empty:
         return rows

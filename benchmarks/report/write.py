@@ -66,7 +66,17 @@ def write_report(roots: Sequence[Path], out: Path, console: Console | None = Non
     images = [path for picture in pictures for path in picture.paths]
     page = write_page(rows, tables, pictures, skipped, out)
     files = [page, *write_tables(tables, out), *images, *write_traces(rows, out)]
-    console.print("Written:")
-    for path in files:
-        console.print(f"  {path}", markup=False, highlight=False)
+    _print_paths(files, out, console)
     return ReportPaths(files, skipped)
+
+
+def _print_paths(files: Sequence[Path], out: Path, console: Console) -> None:
+    """Where the report is: the page first, then what else there is of each kind."""
+    console.print(f"Written to {out}:", markup=False, highlight=False)
+    names: dict[str, list[str]] = {}
+    for path in files:
+        names.setdefault(path.suffix.lstrip("."), []).append(path.relative_to(out).name)
+    for suffix, found in names.items():
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        line = f"  {suffix:<8}{', '.join(found[:4])}{more}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
