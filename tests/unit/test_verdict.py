@@ -1,0 +1,72 @@
+"""The verdict: what the tuner prices is what the contenders' planners run, and the committed
+tables follow from the committed rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from benchmarks.contenders import CONTENDERS
+from benchmarks.verdict.judge import CLAIM, judge, summary
+from benchmarks.verdict.measure import settings_of
+from tests.unit.simulated_task import task
+from zeropp.plan import PlanRequest
+from zeropp.sim.simulate import simulate
+from zeropp.tune.search import result_of, search
+from zeropp.tune.space import SPACES
+
+REFERENCE = Path(__file__).resolve().parents[2] / "results" / "reference" / "claim_33"
+
+
+@pytest.mark.parametrize("name", ["deepspeed_3d", "zeropp", "fsdp"])
+def test_the_contenders_planner_gives_the_plan_that_was_priced(name: str) -> None:
+    what = task(64, 128)
+    winner = search(what, SPACES[name], tolerance=0.05).winner
+    assert winner is not None
+    settings = settings_of(winner.candidate)
+    request = PlanRequest(
+        what.shape,
+        what.cluster,
+        what.num_gpus,
+        what.global_batch,
+        winner.candidate.microbatch_size,
+        what.precision,
+        settings,
+    )
+    plan = CONTENDERS[settings.name].plan(request)
+    priced = result_of(what, winner.candidate)
+    ran = simulate(plan, what.cluster)
+    assert plan.cuts == priced.plan.cuts
+    assert ran.step_s == pytest.approx(priced.step_s, rel=0.01)
+    assert ran.peak_bytes == pytest.approx(priced.peak_bytes, rel=0.01)
+
+
+def test_a_cell_is_judged_by_its_speed_up() -> None:
+    speeds = {"zeropp": 133.0, "deepspeed_3d": 100.0, "best_3d": 132.0, "fsdp": 140.0}
+    rows = [
+        {
+            "model": "m",
+            "cluster": "c",
+            "num_gpus": 8,
+            "global_batch": 8,
+            "bandwidth": 1.0,
+            "contender": name,
+            "mode": "best",
+            "tokens_per_s_per_gpu": speed,
+            "peak_gib": 10.0,
+            "bubble": 0.1,
+        }
+        for name, speed in speeds.items()
+    ]
+    verdict = judge(pd.DataFrame(rows)).iloc[0]
+    assert verdict["speedup_over_deepspeed_3d"] >= CLAIM
+    assert verdict["verdict_over_deepspeed_3d"] == "reproduced"
+    assert verdict["verdict_over_best_3d"] == "tie"
+    assert verdict["regime"] == "small batch, idle 10 % in 3D"
+
+
+def test_committed_tables_follow_from_the_committed_rows() -> None:
+    verdicts = judge(pd.read_csv(REFERENCE / "plans.csv"))
+    assert summary(verdicts) == (REFERENCE / "verdict.md").read_text()
