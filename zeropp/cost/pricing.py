@@ -180,7 +180,7 @@ def _gather_updated_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: i
     stages = plan.schedule.stages_of(pipeline_rank)
     size = sum(stage_parameters(plan, s) for s in stages) * element_bytes(plan.precision)
     seconds = gather_s(cluster, among, size / plan.layout.shard)
-    if work.software.overlap_reduction:  # all but the first piece's behind the next forward
+    if work.software.overlap_updated:  # all but the first piece's behind the next forward
         seconds /= sum(len(plan.pieces_of(s)) for s in stages)
     return seconds
 

@@ -27,6 +27,7 @@ class Software:
     blocking_transfers: bool = False  # both ends of a transfer stand still meanwhile
     overlap_tensor: bool = False  # tensor-parallel collectives beside products, slice by slice
     overlap_reduction: bool = False  # gradients reduced beside the last backward
+    overlap_updated: bool = False  # ZeRO-1's updated parameters gathered beside the next forward
     attention_factor: float = 1.0  # fused attention's rate over the device's (FlashAttention-2)
     traffic_factor: float = 1.0  # element-wise traffic over that of kernels fused per layer
     launch_factor: float = 1.0  # host time of this program over the device's ``launch_us``
@@ -57,6 +58,7 @@ def software_of(plan: Plan) -> Software:
             split_boundary=True,
             overlap_tensor=plan.layout.sequence_parallel,
             overlap_reduction=True,
+            overlap_updated=True,
         )
     if plan.contender.startswith("deepspeed"):
         return Software(
