@@ -55,6 +55,7 @@ class VerdictSpec:
     clusters: list[str]
     sequences_per_gpu: list[int]
     num_gpus: dict[str, list[int]]  # by model
+    sequences_of: dict[str, list[int]]  # instead of sequences_per_gpu, by model
     map: MapSpec
     bandwidth: BandwidthSpec
 
@@ -85,7 +86,7 @@ def _cells(spec: VerdictSpec, precision: Precision) -> Iterator[Cell]:
     for cluster in spec.clusters:
         for model, counts in spec.num_gpus.items():
             for gpus in counts:
-                for sequences in spec.sequences_per_gpu:
+                for sequences in spec.sequences_of.get(model, spec.sequences_per_gpu):
                     yield cell(model, cluster, gpus, sequences)
     grid, band = spec.map, spec.bandwidth
     for gpus in grid.num_gpus:
