@@ -80,6 +80,9 @@ class DeepSpeedTrainer:
     ) -> None:
         layout, shape = plan.layout, plan.shape
         self._plan, self._device = plan, device
+        # Its all-reduce over shared memory (CPU) is compiled on first use, and a rank that is
+        # killed meanwhile leaves a lock for which every later run waits. All contenders use gloo.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(verbose=False)  # takes the process group that is there
         topology = PipeModelDataParallelTopology(
             num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.replicate
