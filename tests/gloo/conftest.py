@@ -1,4 +1,5 @@
-"""One world of eight gloo processes for all tests here."""
+"""A world of eight gloo processes for the tests of a module: forked from one server, so that a new
+one is quick, and what one contender leaves in a process does not meet the next."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 from tests.gloo.world import World
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """Ranks to run functions on; see ``World.run``."""
     with World(8) as world:
