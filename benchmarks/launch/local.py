@@ -119,7 +119,7 @@ def _wait(
     deadline = time.monotonic() + limit_s
     while any(process.poll() is None for process in processes):
         for rank, process in enumerate(processes):
-            if process.returncode is not None and process.returncode < 0:
+            if (process.returncode or 0) < 0 and not _has_finished(directory, rank):
                 _wait_all(processes, _GRACE_S)
                 return killed(rank, -process.returncode)
         if any(process.returncode for process in processes):
@@ -129,8 +129,16 @@ def _wait(
             return Ending("timeout", f"not finished after measure.timeout_s={limit_s:g}")
         progress.update(point, _stage_of(directory))
         time.sleep(_POLL_S)
-    dead = [(rank, p.returncode) for rank, p in enumerate(processes) if (p.returncode or 0) < 0]
-    return killed(dead[0][0], -dead[0][1]) if dead else None
+    for rank, process in enumerate(processes):
+        if (process.returncode or 0) < 0 and not _has_finished(directory, rank):
+            return killed(rank, -process.returncode)
+    return None
+
+
+def _has_finished(directory: Path, rank: int) -> bool:
+    """The rank measured everything; how its process then went down changes nothing."""
+    events = read_events(rank_file(directory, rank))
+    return bool(events) and events[-1]["event"] == "done"
 
 
 def _stage_of(directory: Path) -> str:

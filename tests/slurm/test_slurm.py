@@ -177,7 +177,7 @@ def test_no_controller_at_submit(suite: Suite) -> None:
 
 def test_the_report_job_waits_for_every_point(suite: Suite) -> None:
     suite.stand_in("seed=0,1,10")
-    wait_until(lambda: "Written:" in _report_log(suite), 90, "the report")
+    wait_until(lambda: "Written to" in _report_log(suite), 240, "the report")
     assert "1 failed, 2 ok" in _report_log(suite)  # none of them was still under way
 
 
