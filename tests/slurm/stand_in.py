@@ -14,7 +14,14 @@ from pathlib import Path
 
 OK, RAISES, TAKES_MEMORY, GOES_ON = range(4)
 _TAKEN_BYTES = 600 * 2**20
-_ENDLESS = 10_000
+_STEPS, _ENDLESS = 3, 10_000
+
+
+def wait_for_the_others(directory: Path) -> None:
+    """Return when every rank has stepped: real ones go in step, by their collectives."""
+    others = [directory / f"rank_{rank:03d}.jsonl" for rank in range(int(os.environ["WORLD_SIZE"]))]
+    while not all(f.exists() and f.read_text().count('"step"') == _STEPS for f in others):
+        time.sleep(0.05)
 
 
 def main() -> None:
@@ -36,10 +43,11 @@ def main() -> None:
         signal.signal(signal.SIGUSR1, leave)
         places = ("SLURM_NODEID", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURMD_NODENAME")
         write("environment", **{name: os.environ[name] for name in places})
-        for index in range(_ENDLESS if behaviour == GOES_ON else 3):
+        for index in range(_ENDLESS if behaviour == GOES_ON else _STEPS):
             time.sleep(0.1)
             write("step", index=index, seconds=0.1, loss=5.0 - index / _ENDLESS)
         if rank == 1 and behaviour == RAISES:
+            wait_for_the_others(directory)
             write("error", type="ValueError", message="token 999 is not in the vocabulary")
             sys.exit(1)
         if behaviour == TAKES_MEMORY:
