@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp.engine import checkpoint
@@ -46,8 +47,7 @@ class Engine:
     ``schedule`` is lowered; ``boundary(stage)`` makes an empty tensor for the message into a
     stage; ``tied`` names two parameters as (piece, name) that are one in the model;
     ``lr_schedule`` gives the factor on the learning rate from the number of steps done;
-    ``dropout_seed`` is needed where the model draws random numbers; ``mesh`` is ``make_mesh``'s,
-    where it has to be made beforehand.
+    ``dropout_seed`` is needed where the model draws random numbers.
     """
 
     def __init__(
@@ -65,7 +65,6 @@ class Engine:
         tied: tuple[Name, Name] | None = None,
         lr_schedule: Callable[[int], float] | None = None,
         dropout_seed: int | None = None,
-        mesh: DeviceMesh | None = None,
     ) -> None:
         self._layout, self._device = layout, device
         self._learning_rate, self._clip_norm = optimizer.lr, optimizer.clip_norm
@@ -77,7 +76,7 @@ class Engine:
             first = layout.dp_index(rank) * schedule.num_microbatches
             self._seeds = StepSeeds(dropout_seed, first)
         pp_rank = layout.coordinates(rank)["pp"]
-        mesh = mesh or make_mesh(layout, device)
+        mesh = make_mesh(layout, device)
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
         self.chunks = {
             stage: self._make_chunk(stage, mesh, precision, recompute)
@@ -225,15 +224,15 @@ class Engine:
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """All ranks on the axes pp, shard, replicate, whatever their numbering."""
-    ranks = torch.tensor(
-        [
-            layout.rank_at({"pp": p, "shard": s, "replicate": r, "tp": 0})
-            for p in range(layout.pp)
-            for s in range(layout.shard)
-            for r in range(layout.replicate)
-        ]
-    ).view(layout.pp, layout.shard, layout.replicate)
-    return DeviceMesh(device.type, ranks, mesh_dim_names=("pp", "shard", "replicate"))
+    ranks = [
+        layout.rank_at({"pp": p, "shard": s, "replicate": r, "tp": 0})
+        for p in range(layout.pp)
+        for s in range(layout.shard)
+        for r in range(layout.replicate)
+    ]
+    with unset_fake_temporarily():  # a mesh reads numbers out of tensors, in a trace, too
+        mesh = torch.tensor(ranks).view(layout.pp, layout.shard, layout.replicate)
+        return DeviceMesh(device.type, mesh, mesh_dim_names=("pp", "shard", "replicate"))
 
 
 def _neighbours(schedule: Schedule) -> set[tuple[int, int]]:
