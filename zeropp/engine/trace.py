@@ -1,24 +1,27 @@
 """Memory of one rank of a large job, alone on any machine: a contender's own code, no data.
 
-The rank builds its trainer and runs two whole steps over torch's ``fake`` process group, with fake
+The rank builds its trainer and runs a whole step over torch's ``fake`` process group, with fake
 tensors: every allocation happens, none holds memory. Exact but for what an allocator rounds,
-a kernel allocates inside, and a network library keeps. ``init_process_group`` must not have been
-called in this process.
+a kernel allocates inside, and a network library keeps.
 
-Kinds are known only when a step is over, so allocations are written down and sorted afterwards.
-What the trainer is built with are parameters, what the optimizer's step leaves is its state,
-what FSDP2 gathers is unsharded, what the optimizer or FSDP2's reduction takes are gradients. Of the
-rest, what outlives the pass that made it (a forward, or one run of autograd) is an activation and
-what does not is workspace, and so is what a reduction copies.
+Kinds are known only when the step is over, so allocations are written down and sorted afterwards.
+What the trainer is built with are parameters; what the optimizer's step leaves is its state, which
+every later step has from its beginning; what FSDP2 gathers is unsharded; what the optimizer or
+FSDP2's reduction takes are gradients. Of the rest, what outlives the pass that made it (a forward,
+or one run of autograd) is an activation. What does not is workspace, and so is what a reduction
+copies.
 """
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,15 +29,17 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from zeropp.plan import MemoryBytes, Plan
@@ -42,9 +47,6 @@ from zeropp.training import OptimizerConfig, Trainer
 
 Kind = Literal["parameters", "unsharded", "gradients", "optimizer", "activations", "workspace"]
 Build = Callable[[Plan, OptimizerConfig, torch.device, int], Trainer]
-
-_STEPS = 2  # the first one makes the optimizer's state
-
 
 @dataclass(frozen=True)
 class Trace:
@@ -79,7 +81,6 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[_Allocation, Any]] = {}
         self._events: list[tuple[_Allocation, int]] = []
         self._pass, self._graph_task = 0, -1
-        self.begin_step()
 
     def begin_step(self) -> None:
         """Forget what happened before; what lives, lives."""
@@ -93,14 +94,18 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             entry[0].kind = kind
 
     def peak(self) -> MemoryBytes:
-        """Bytes by kind at the highest total since ``begin_step``."""
+        """Bytes by kind at the highest total since ``begin_step``, with the optimizer's state that
+        the step has left there from the beginning."""
+        state = {allocation for allocation, _ in self._live.values()}
+        state = {allocation for allocation in state if allocation.kind == "optimizer"}
+        moves = sorted(self._events, key=lambda move: move[0] not in state)
         total = peak = at = 0
-        for index, (_, size) in enumerate(self._events):
+        for index, (_, size) in enumerate(moves):
             total += size
             if total > peak:
                 peak, at = total, index
         kinds: Counter[str] = Counter()
-        for allocation, size in self._events[: at + 1]:
+        for allocation, size in moves[: at + 1]:
             kinds[allocation.sorted_kind()] += size
         return MemoryBytes(**kinds)
 
@@ -114,8 +119,9 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back with local tensors
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 0.0 if args[0].is_floating_point() else 0  # fake tensors hold no numbers
+        if func is torch.ops.aten._local_scalar_dense.default:
+            # Fake tensors hold no numbers. Torch's pipeline stages vote 1: shapes are known.
+            return 0.0 if args[0].is_floating_point() else 1
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -150,22 +156,33 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._pass
 
 
-def trace_rank(plan: Plan, rank: int, optimizer: OptimizerConfig, build: Build) -> Trace:
-    """Run two steps of one rank of a plan with fake tensors; memory is that of the second.
+def trace_ranks(
+    plan: Plan, ranks: Sequence[int], optimizer: OptimizerConfig, build: Build
+) -> Iterator[Trace]:
+    """Trace some ranks of a plan, as many at a time as there are cores, in the order given.
 
-    ``build`` makes the contender's trainer, as on a real rank.
+    ``build`` makes the contender's trainer, as on a real rank. Each rank has a process of its own:
+    what torch remembers of one rank's meshes would be wrong on another.
     """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    workers = min(len(ranks), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
+        yield from pool.map(_trace_rank, *zip(*((plan, r, optimizer, build) for r in ranks)))
+
+
+def _trace_rank(plan: Plan, rank: int, optimizer: OptimizerConfig, build: Build) -> Trace:
     begin = time.perf_counter()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.layout.world)
     try:
         with FakeTensorMode(), Allocations() as allocations, _observed(allocations):
-            memory = _run_steps(plan, optimizer, build, allocations)
+            memory = _run_step(plan, optimizer, build, allocations)
     finally:
         dist.destroy_process_group()
     return Trace(rank, memory, time.perf_counter() - begin)
 
 
-def _run_steps(
+def _run_step(
     plan: Plan, optimizer: OptimizerConfig, build: Build, allocations: Allocations
 ) -> MemoryBytes:
     allocations.kind = "parameters"
@@ -174,9 +191,8 @@ def _run_steps(
     allocations.kind = None
     size = (plan.num_microbatches * plan.microbatch_size, plan.shape.seq)
     batch = torch.zeros(size, dtype=torch.long)
-    for _ in range(_STEPS):
-        allocations.begin_step()
-        trainer.step(batch, batch)
+    allocations.begin_step()
+    trainer.step(batch, batch)
     return allocations.peak()
 
 
@@ -191,7 +207,10 @@ def _observed(allocations: Allocations) -> Iterator[None]:
             handle = register(lambda o, *_, hook=hook: hook(allocations, o))
             undo.callback(handle.remove)
         for owner, name, wrapper in (
+            (DeviceMesh, "__init__", _untraced),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", _untraced),
             (torch.UntypedStorage, "resize_", _resize),
+            (FSDPParam, "init_all_gather_outputs", _gathered),
             (FSDPParam, "to_accumulated_grad_if_needed", _gradient),
             (FSDPParam, "accumulate_unsharded_grad_if_needed", _gradient),
         ):
@@ -216,6 +235,17 @@ def _after_update(allocations: Allocations, optimizer: torch.optim.Optimizer) ->
     allocations.kind = None
 
 
+def _untraced(original: Any, allocations: Allocations) -> Any:
+    """Run on numbers that are there: meshes, and shapes that DTensor finds out by trial."""
+    del allocations
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with _disable_current_modes():
+            return original(*arguments, **keywords)
+
+    return run
+
+
 def _resize(original: Any, allocations: Allocations) -> Any:
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         original(storage, size)
@@ -223,6 +253,15 @@ def _resize(original: Any, allocations: Allocations) -> Any:
         return storage
 
     return resize
+
+
+def _gathered(original: Any, allocations: Allocations) -> Any:
+    def allocate(parameter: FSDPParam, *arguments: Any) -> None:
+        original(parameter, *arguments)
+        for tensor in parameter.all_gather_outputs:
+            allocations.label(tensor, "unsharded")
+
+    return allocate
 
 
 def _gradient(original: Any, allocations: Allocations) -> Any:
