@@ -35,6 +35,7 @@ class Software:
     reduce_bytes: int = 4  # of a gradient on the wire, over the replicas
     zero1_group: int = 0  # ZeRO-1 inside groups of this many replicas; 0: over all, if at all
     fused_accumulation: bool = True  # dW adds into the gradient buffer inside its product
+    plain_torch: bool = False  # FSDP2, DTensor and torch's checkpointing and loss; memory alone
     zero1_all_reduces: bool = False  # ZeRO-1 that all-reduces gradients and then keeps its part
 
 
@@ -68,4 +69,4 @@ def software_of(plan: Plan) -> Software:
             zero1_all_reduces=bf16,
             fused_accumulation=False,
         )
-    return Software(4, 4, 8, fused_accumulation=False)
+    return Software(4, 4, 8, fused_accumulation=False, plain_torch=True)

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn import functional
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -47,6 +48,7 @@ from zeropp.training import OptimizerConfig, Trainer
 
 Kind = Literal["parameters", "unsharded", "gradients", "optimizer", "activations", "workspace"]
 Build = Callable[[Plan, OptimizerConfig, torch.device, int], Trainer]
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -209,6 +211,7 @@ def _observed(allocations: Allocations) -> Iterator[None]:
         for owner, name, wrapper in (
             (DeviceMesh, "__init__", _untraced),
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", _untraced),
+            (functional, "rms_norm", _fused_rms_norm),
             (torch.UntypedStorage, "resize_", _resize),
             (FSDPParam, "init_all_gather_outputs", _gathered),
             (FSDPParam, "to_accumulated_grad_if_needed", _gradient),
@@ -244,6 +247,31 @@ def _untraced(original: Any, allocations: Allocations) -> Any:
             return original(*arguments, **keywords)
 
     return run
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """What CUDA's ``_fused_rms_norm`` keeps and makes; on CPUs torch takes RMSNorm apart and keeps
+    each part in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _fused_rms_norm(original: Any, allocations: Allocations) -> Any:
+    del original, allocations
+
+    def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        del shape, eps
+        return _FusedRmsNorm.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+    return rms_norm
 
 
 def _resize(original: Any, allocations: Allocations) -> Any:
