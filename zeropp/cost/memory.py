@@ -38,11 +38,16 @@ def block_saved(work: Work) -> float:
     split = sequence_split(work)
     products = 2 * h * e / (1 if software.plain_torch else split)
     inner = (2 * h + 2 * kv) * e + _MLP_SAVED[shape.family] * shape.ffn * e
+    if software.plain_torch and shape.family == "llama":  # rotated heads come out by heads
+        inner += h * e  # so attention's output is copied into rows
     if software.flash:
         inner += _FP32 * shape.heads
     elif work.recompute != "selective":
         inner += shape.heads * shape.seq * (2 * e + 1 if software.dropout_masks else e)
-    return work.tokens * ((norms + masks) / split + products + inner / work.tp)
+    rotations = 0
+    if software.plain_torch and shape.family == "llama":  # sine and cosine, for queries and keys
+        rotations = 4 * _FP32 * shape.seq * shape.head_dim // 2
+    return work.tokens * ((norms + masks) / split + products + inner / work.tp) + rotations
 
 
 def block_kept(work: Work) -> float:
@@ -130,9 +135,10 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     """Bytes of one stage on one of its ranks."""
     layout, software = plan.layout, work.software
     pieces = plan.pieces_of(stage)
-    sizes = [piece_parameters(plan.shape, i) / layout.tp for i in pieces]
+    sizes = [_parameters(plan, i) for i in pieces]
     ends = [s for i, s in zip(pieces, sizes, strict=True) if i in (0, plan.shape.num_pieces - 1)]
     blocks, parameters = len(sizes) - len(ends), sum(sizes)
+    made = parameters + _shared_gradients(plan, pieces)
     head = plan.shape.num_pieces - 1 in pieces
     e, gathers = element_bytes(plan.precision), plan.gathers
     kept, deferred = block_kept(work), block_deferred(work)
@@ -141,14 +147,14 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
         parameters=int(parameters * software.parameter_bytes / layout.shard),
         optimizer=int(parameters * software.optimizer_bytes / optimizer_shards(layout, software)),
         gradients=int(parameters * software.gradient_bytes / layout.shard),
-        unsharded=int(parameters * e) if gathers else 0,
-        unsharded_gradients=int(parameters * _accumulated_bytes(plan)) if gathers else 0,
-        early_gradients=int(sum(ends) * _accumulated_bytes(plan)) if gathers else 0,
-        fresh_gradients=_fresh_bytes(plan, sizes),
-        reduction_step=int(_FP32 * max(sizes)) if gathers else 0,
-        reduction_copy=int(_FP32 * (parameters if _reduces_chunks(plan) else max(sizes)))
+        unsharded=int(_gathered_copies(plan, stage) * parameters * e) if gathers else 0,
+        unsharded_gradients=int(made * _accumulated_bytes(plan)) if gathers else 0,
+        early_gradients=int((made - parameters + sum(ends)) * _accumulated_bytes(plan))
         if gathers
         else 0,
+        fresh_gradients=_fresh_bytes(plan, sizes),
+        reduction_step=int(_FP32 * max(sizes)) if gathers else 0,
+        reduction_copy=int(_FP32 * _copied(plan, stage, sizes)) if gathers else 0,
         activations=int(activations),
         deferred=int(blocks * deferred),
         boundary=int(boundary_bytes(work)),
@@ -174,9 +180,40 @@ def _backward(work: Work, blocks: int, *, head: bool, deferred: float) -> float:
     return fullest
 
 
-def _reduces_chunks(plan: Plan) -> bool:
-    """ZeroPP reduces a chunk's pieces together; FSDP2's own hooks hold one piece's copy."""
-    return plan.contender == "zeropp"
+def shares_ends(plan: Plan) -> bool:
+    """Embedding and head are one parameter on one rank, in FSDP2's root group."""
+    return plan.contender == "fsdp" and plan.shape.tied_embeddings
+
+
+def _parameters(plan: Plan, piece: int) -> float:
+    """Parameters of a piece on one rank, before ZeRO; those that both ends share are the first's."""
+    size = piece_parameters(plan.shape, piece)
+    if shares_ends(plan) and piece == plan.shape.num_pieces - 1:
+        size -= plan.shape.vocab * plan.shape.hidden
+    return size / plan.layout.tp
+
+
+def _shared_gradients(plan: Plan, pieces: range) -> float:
+    """Shared parameters are the first stage's, but their gradient comes with the last one's."""
+    if not shares_ends(plan):
+        return 0.0
+    shared = plan.shape.vocab * plan.shape.hidden
+    return shared * ((plan.shape.num_pieces - 1 in pieces) - (0 in pieces))
+
+
+def _gathered_copies(plan: Plan, stage: int) -> int:
+    """FSDP2's own hooks hold two pieces' copies: of this one, and the buffer that its gather or
+    the next one's came in."""
+    ends = (0, plan.schedule.num_stages - 1)
+    return 2 if plan.contender == "fsdp" and stage not in ends else 1
+
+
+def _copied(plan: Plan, stage: int, sizes: list[float]) -> float:
+    """Parameters whose gradients a reduction still holds when it is done: ZeroPP reduces a chunk's
+    pieces together, FSDP2's hooks hold one piece's and, after the last one, none."""
+    if plan.contender == "zeropp":
+        return sum(sizes)
+    return 0.0 if plan.contender == "fsdp" and stage == 0 else max(sizes)
 
 
 def _accumulated_bytes(plan: Plan) -> int:
@@ -191,7 +228,7 @@ def _fresh_bytes(plan: Plan, sizes: list[float]) -> int:
     if not plan.gathers or plan.precision != "bf16":
         return 0
     return int(
-        element_bytes(plan.precision) * (sum(sizes) if _reduces_chunks(plan) else max(sizes))
+        element_bytes(plan.precision) * (sum(sizes) if plan.contender == "zeropp" else max(sizes))
     )
 
 

@@ -50,5 +50,9 @@ class PlanPrice:
     finish_s: tuple[float, ...]  # a pipeline rank: optimizer step, tied embedding, host overhead
     gather_updated_s: tuple[float, ...]  # a pipeline rank: ZeRO-1's all-gather of parameters
     memory: tuple[StageMemory, ...]
+    shared_ends: bool = (
+        False  # the first and the last stage share a group: one gather, one reduction
+    )
+    gathers_ahead: bool = True  # else parameters take memory when they are used, not when gathered
     resident_gradients: bool = True  # else a step's gradients begin with its first reductions
     overlap_slowdown: float = 0.0  # compute takes this share longer while collectives run beside

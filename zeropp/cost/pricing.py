@@ -22,7 +22,7 @@ from zeropp.cost.collectives import (
 )
 from zeropp.cost.flops import piece_parameters
 from zeropp.cost.kernels import element_bytes, stream_s
-from zeropp.cost.memory import optimizer_shards, stage_memory, zero1_ranks
+from zeropp.cost.memory import optimizer_shards, shares_ends, stage_memory, zero1_ranks
 from zeropp.cost.price import PlanPrice
 from zeropp.cost.software import Software, software_of
 from zeropp.schedule.program import StageCost
@@ -56,6 +56,8 @@ def price_plan(plan: Plan, cluster: Cluster, software: Software | None = None) -
         finish_s=tuple(_finish_s(plan, cluster, work, r) for r in ranks),
         gather_updated_s=tuple(_gather_updated_s(plan, cluster, work, r) for r in ranks),
         memory=tuple(stage_memory(plan, work, s) for s in stages),
+        shared_ends=shares_ends(plan),
+        gathers_ahead=plan.layout.shard > 1 and plan.contender != "fsdp",
         resident_gradients=not software.plain_torch,
         overlap_slowdown=cluster.device.overlap_slowdown,
     )

@@ -24,11 +24,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -135,6 +137,8 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func is torch.ops.fsdp.chunk_cat.default:
             assert kwargs is not None
             self.label(kwargs["out"], "workspace")
+        elif func is torch.ops.c10d._reduce_scatter_base_.default:
+            self.label(args[0], "gradients")
         return result
 
     def _add(self, storage: torch.UntypedStorage, kind: Kind | None) -> None:
@@ -170,7 +174,8 @@ def trace_ranks(
     context.set_forkserver_preload([__name__])
     workers = min(len(ranks), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
-        yield from pool.map(_trace_rank, *zip(*((plan, r, optimizer, build) for r in ranks)))
+        one = partial(_trace_rank, plan, optimizer=optimizer, build=build)
+        yield from pool.map(one, ranks)
 
 
 def _trace_rank(plan: Plan, rank: int, optimizer: OptimizerConfig, build: Build) -> Trace:
@@ -211,6 +216,7 @@ def _observed(allocations: Allocations) -> Iterator[None]:
         for owner, name, wrapper in (
             (DeviceMesh, "__init__", _untraced),
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", _untraced),
+            (FakeWork, "is_completed", _always),
             (functional, "rms_norm", _fused_rms_norm),
             (torch.UntypedStorage, "resize_", _resize),
             (FSDPParam, "init_all_gather_outputs", _gathered),
@@ -247,6 +253,12 @@ def _untraced(original: Any, allocations: Allocations) -> Any:
             return original(*arguments, **keywords)
 
     return run
+
+
+def _always(original: Any, allocations: Allocations) -> Any:
+    """Messages have left as soon as they are sent, or they would be kept to the step's end."""
+    del original, allocations
+    return lambda work: True
 
 
 class _FusedRmsNorm(torch.autograd.Function):

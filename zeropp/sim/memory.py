@@ -8,6 +8,7 @@ durations; durations only place the curve in time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import NamedTuple
 
 from zeropp.cost.price import PlanPrice, StageMemory
@@ -83,13 +84,16 @@ class _Rank:
 
     def __init__(self, plan: Plan, price: PlanPrice, rank: int) -> None:
         schedule = plan.schedule
-        self.unsharded = self.gradients = self.activations = self.copy = 0
+        self.gradients = self.activations = self.copy = 0
+        # Shared parameters of the ends are gathered all the time.
+        self.unsharded = price.memory[0].unsharded if price.shared_ends else 0
         self._memory, self._resident = price.memory, price.resident_gradients
-        self._copies_at_use = plan.layout.shard == 1  # there is nothing to gather ahead
-        self._due: set[int] = set()  # stages that wait for such copies
+        self._ahead = price.gathers_ahead
+        self._due: set[int] = set()  # stages whose gathered parameters come when they are used
         self._summed: set[tuple[int, bool]] = set()  # unreduced gradients: stage, early ones?
         self._reduced: set[int] = set()  # stages that hold gradients for the optimizer
         ranks, self._last = schedule.stage_rank, schedule.num_stages - 1
+        self._shared = {0, self._last} if price.shared_ends else set()
         self._local = {s for s in range(self._last) if ranks[s] == ranks[s + 1] == rank}
         self.handlers: dict[Op, Callable[[int], Moment | None]] = {
             Op.UNSHARD: self._unshard,
@@ -105,18 +109,20 @@ class _Rank:
 
     def _unshard(self, stage: int) -> Moment | None:
         self._due.add(stage)
-        if not self._copies_at_use:
+        if self._ahead:
             self._use(stage)
         return None
 
     def _use(self, stage: int) -> None:
         if stage in self._due:
             self._due.remove(stage)
-            self.unsharded += self._memory[stage].unsharded
+            if stage not in self._shared:
+                self.unsharded += self._memory[stage].unsharded
 
     def _reshard(self, stage: int) -> Moment | None:
         self._use(stage)
-        self.unsharded -= self._memory[stage].unsharded
+        if stage not in self._shared:
+            self.unsharded -= self._memory[stage].unsharded
         return None
 
     def _receive(self, stage: int) -> Moment | None:
@@ -164,13 +170,16 @@ class _Rank:
 
     def _reduce(self, stage: int) -> Moment | None:
         memory = self._memory[stage]
+        stages = (stage,)
+        if stage in self._shared:  # reduced together, when the first is done
+            stages = (0, self._last) if stage == 0 else ()
         self._keep(stage)
         self.copy = max(self.copy, memory.reduction_step)
         moment = self._moment(0, self.activations, 0)
-        for early in (True, False):
-            if (stage, early) in self._summed:
-                self._summed.remove((stage, early))
-                self.gradients -= self._size(stage, early=early)
+        for part in product(stages, (True, False)):
+            if part in self._summed:
+                self._summed.remove(part)
+                self.gradients -= self._size(*part)
         self.copy = memory.reduction_copy
         return moment
 
@@ -193,7 +202,7 @@ class _Rank:
         """A stage's gradients have come for the first time since their last reduction."""
         if (stage, early) not in self._summed:
             self._summed.add((stage, early))
-            self.gradients += self._size(stage, early=early)
+            self.gradients += self._size(stage, early)
             if not self._memory[stage].unsharded_gradients:
                 self._keep(stage)
 
@@ -203,7 +212,7 @@ class _Rank:
             self._reduced.add(stage)
             self.gradients += self._memory[stage].gradients
 
-    def _size(self, stage: int, *, early: bool) -> int:
+    def _size(self, stage: int, early: bool) -> int:
         memory = self._memory[stage]
         first = memory.early_gradients
         return first if early else memory.unsharded_gradients - first
