@@ -52,7 +52,7 @@ class Case:
         """The options with their values."""
         chosen = OmegaConf.to_container(OmegaConf.from_dotlist(self.options.split()))
         assert isinstance(chosen, dict)
-        return {degree: 1 for degree in DEGREES} | {str(k): v for k, v in chosen.items()}
+        return dict.fromkeys(DEGREES, 1) | {str(k): v for k, v in chosen.items()}
 
     @property
     def text(self) -> str:

@@ -54,5 +54,6 @@ class PlanPrice:
         False  # the first and the last stage share a group: one gather, one reduction
     )
     gathers_ahead: bool = True  # else parameters take memory when they are used, not when gathered
+    lasting_buffers: bool = False  # every message of a step has a buffer, and outputs are kept
     resident_gradients: bool = True  # else a step's gradients begin with its first reductions
     overlap_slowdown: float = 0.0  # compute takes this share longer while collectives run beside

@@ -7,10 +7,15 @@ programs; what they do is stated there, by rule, and handed to ``price_plan``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from zeropp.plan import Plan
+
+
+Program = Literal["megatron", "zeropp", "fsdp", "torch_pp"]
+
+_PROGRAMS: dict[str, Program] = {"zeropp": "zeropp", "fsdp": "fsdp", "torch_pp": "torch_pp"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Software:
     reduce_bytes: int = 4  # of a gradient on the wire, over the replicas
     zero1_group: int = 0  # ZeRO-1 inside groups of this many replicas; 0: over all, if at all
     fused_accumulation: bool = True  # dW adds into the gradient buffer inside its product
-    plain_torch: bool = False  # FSDP2, DTensor and torch's checkpointing and loss; memory alone
+    program: Program = "megatron"  # whose habits of keeping memory; see ``memory``
     zero1_all_reduces: bool = False  # ZeRO-1 that all-reduces gradients and then keeps its part
 
 
@@ -69,4 +74,6 @@ def software_of(plan: Plan) -> Software:
             zero1_all_reduces=bf16,
             fused_accumulation=False,
         )
-    return Software(4, 4, 8, fused_accumulation=False, plain_torch=True)
+    return Software(
+        4, 4, 8, fused_accumulation=False, program=_PROGRAMS.get(plan.contender, "megatron")
+    )

@@ -95,6 +95,16 @@ class _Rank:
         ranks, self._last = schedule.stage_rank, schedule.num_stages - 1
         self._shared = {0, self._last} if price.shared_ends else set()
         self._local = {s for s in range(self._last) if ranks[s] == ranks[s + 1] == rank}
+        mine = schedule.stages_of(rank)
+        if not any(action.op is Op.UNSHARD for action in schedule.programs[rank]):
+            self._due = set(mine)  # copies, if any, are made at the first use and stay
+        self._lasting: set[int] = set()  # stages whose gradient comes into a buffer that lasts
+        if price.lasting_buffers:
+            self._lasting = {s for s in mine if s < self._last and s not in self._local}
+            entered = sum(s > 0 and s - 1 not in self._local for s in mine)
+            boundary = price.memory[mine[0]].boundary
+            self.activations = (len(self._lasting) + entered) * boundary * plan.num_microbatches
+        self._buffered = price.lasting_buffers
         self.handlers: dict[Op, Callable[[int], Moment | None]] = {
             Op.UNSHARD: self._unshard,
             Op.RESHARD: self._reshard,
@@ -126,6 +136,8 @@ class _Rank:
         return None
 
     def _receive(self, stage: int) -> Moment | None:
+        if self._buffered:
+            return None
         self.activations += self._memory[stage].boundary
         return None
 
@@ -134,7 +146,7 @@ class _Rank:
         memory = self._memory[stage]
         self.activations += memory.activations - (memory.boundary if stage else 0)
         moment = self._moment(0, self.activations, memory.forward - memory.activations)
-        if stage in self._local:
+        if stage in self._local and not self._buffered:
             self.activations += memory.boundary
         return moment
 
@@ -190,13 +202,15 @@ class _Rank:
         """Activations of the others, and neither this one's nor the gradient that came in."""
         self._use(stage)
         memory = self._memory[stage]
-        return (
-            self.activations - memory.activations - (memory.boundary if stage < self._last else 0)
-        )
+        incoming = memory.boundary if stage < self._last else 0
+        return self.activations - memory.activations - incoming
 
     def _end_backward(self, stage: int, activations: int) -> None:
-        leaves = stage - 1 in self._local
-        self.activations = activations + (self._memory[stage].boundary if leaves else 0)
+        """A gradient for a stage of this rank stays, and so do buffers that last: a message's, and
+        the input's, which is the stage before's output where that is of this rank."""
+        stays = (stage - 1 in self._local) + (stage in self._lasting)
+        stays += self._buffered and stage > 0
+        self.activations = activations + stays * self._memory[stage].boundary
 
     def _sum(self, stage: int, *, early: bool) -> None:
         """A stage's gradients have come for the first time since their last reduction."""
