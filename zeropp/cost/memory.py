@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from zeropp.plan import Plan
 
 _HOOKED = ("fsdp", "torch_pp")  # they put ``fully_shard`` on a group of one rank, too
-_SPLIT = ("interleaved_zb", "zbv", "dualpipev")
 
 
 def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
@@ -46,6 +45,11 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     whole, shared = sum(sizes), _shared_gradients(plan, pieces)
     separate = plan.gathers or software.program in _HOOKED
     summed = _summed_bytes(plan, work) * separate
+    # A microbatch's own gradients, until they are added to an fp32 sum: the engine adds when it has
+    # a chunk's, FSDP2's hooks piece by piece, the first piece last.
+    half = (
+        element_bytes(plan.precision) if separate and summed > element_bytes(plan.precision) else 0
+    )
     activations, later = _kept(work, len(sizes) - len(ends), head=last in pieces)
     return StageMemory(
         parameters=int(whole * software.parameter_bytes / layout.shard),
@@ -54,7 +58,8 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
         unsharded=int(whole * _gathered_bytes(plan, work, stage) * separate),
         unsharded_gradients=int((whole + shared) * summed),
         early_gradients=int((sum(ends) + shared) * summed),
-        fresh_gradients=int(whole * _fresh_bytes(work) * separate),
+        fresh_gradients=int(half * (whole if work.software.program == "zeropp" else sizes[0])),
+        made_gradients=int(half * whole * (work.software.program == "torch_pp")),
         reduction_step=int(FP32 * max(sizes) * separate),
         reduction_copy=int(FP32 * _copied(work, stage, sizes) * separate),
         activations=int(activations),
@@ -108,7 +113,10 @@ def _parameters(plan: Plan, piece: int) -> float:
     size = piece_parameters(plan.shape, piece)
     if shares_ends(plan) and piece == plan.shape.num_pieces - 1:
         size -= plan.shape.vocab * plan.shape.hidden
-    return size / plan.layout.tp
+    whole = 0  # learned positions are cut by sequence parallelism alone
+    if piece == 0 and plan.shape.family == "gpt" and not plan.layout.sequence_parallel:
+        whole = plan.shape.seq * plan.shape.hidden
+    return (size - whole) / plan.layout.tp + whole
 
 
 def _shared_gradients(plan: Plan, pieces: range) -> float:
@@ -128,20 +136,9 @@ def _gathered_bytes(plan: Plan, work: Work, stage: int) -> int:
 
 
 def _summed_bytes(plan: Plan, work: Work) -> int:
-    """Bytes of a gradient that awaits its reduction: fp32 where microbatches are summed first.
-    Torch's weight gradients are made beside the sum and added at the stage's next backward."""
-    e, program = element_bytes(plan.precision), work.software.program
-    if program == "fsdp" and plan.reduce_every == "unit":
-        return e
-    beside = program == "torch_pp" and plan.schedule.name in _SPLIT and e < FP32
-    return FP32 + (e if beside else 0)
-
-
-def _fresh_bytes(work: Work) -> int:
-    """Bytes of a microbatch's own gradient until it is added: the engine adds 16-bit ones when it
-    has a chunk's; FSDP2's hooks add piece by piece."""
-    e = element_bytes(work.precision)
-    return e if work.software.program == "zeropp" and e < FP32 else 0
+    """Bytes of a gradient that awaits its reduction: fp32 where microbatches are summed first."""
+    each = work.software.program == "fsdp" and plan.reduce_every == "unit"
+    return element_bytes(plan.precision) if each else FP32
 
 
 def _copied(work: Work, stage: int, sizes: list[float]) -> float:

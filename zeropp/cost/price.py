@@ -25,6 +25,7 @@ class StageMemory:
     unsharded_gradients: int  # from a weight gradient to the reduction; 0 where never separate
     early_gradients: int  # the part of them that comes with the input gradient: embedding, head
     fresh_gradients: int  # a microbatch's own, until they are added; 0 where they add in place
+    made_gradients: int  # a microbatch's own, where they wait for the stage's next backward
     reduction_step: int  # what a reduction copies at a time
     reduction_copy: int  # what it holds until the next one
     activations: int  # from its forward to the end of its input gradient
@@ -54,6 +55,7 @@ class PlanPrice:
         False  # the first and the last stage share a group: one gather, one reduction
     )
     gathers_ahead: bool = True  # else parameters take memory when they are used, not when gathered
-    lasting_buffers: bool = False  # every message of a step has a buffer, and outputs are kept
+    torch_runtime: bool = False  # torch's pipelining: every message of a step has a buffer that
+    # lasts, outputs stay, and weight gradients stand beside their sum until the next backward
     resident_gradients: bool = True  # else a step's gradients begin with its first reductions
     overlap_slowdown: float = 0.0  # compute takes this share longer while collectives run beside

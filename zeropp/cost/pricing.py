@@ -58,7 +58,7 @@ def price_plan(plan: Plan, cluster: Cluster, software: Software | None = None) -
         memory=tuple(stage_memory(plan, work, s) for s in stages),
         shared_ends=shares_ends(plan),
         gathers_ahead=plan.layout.shard > 1 and plan.contender != "fsdp",
-        lasting_buffers=software.program == "torch_pp",
+        torch_runtime=software.program == "torch_pp",
         resident_gradients=software.program == "megatron",
         overlap_slowdown=cluster.device.overlap_slowdown,
     )

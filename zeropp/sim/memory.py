@@ -87,9 +87,11 @@ class _Rank:
         self.gradients = self.activations = self.copy = 0
         # Shared parameters of the ends are gathered all the time.
         self.unsharded = price.memory[0].unsharded if price.shared_ends else 0
+        self._runtime = price.torch_runtime
         self._memory, self._resident = price.memory, price.resident_gradients
         self._ahead = price.gathers_ahead
         self._due: set[int] = set()  # stages whose gathered parameters come when they are used
+        self._made: set[int] = set()  # stages with weight gradients that are not summed yet
         self._summed: set[tuple[int, bool]] = set()  # unreduced gradients: stage, early ones?
         self._reduced: set[int] = set()  # stages that hold gradients for the optimizer
         ranks, self._last = schedule.stage_rank, schedule.num_stages - 1
@@ -99,12 +101,11 @@ class _Rank:
         if not any(action.op is Op.UNSHARD for action in schedule.programs[rank]):
             self._due = set(mine)  # copies, if any, are made at the first use and stay
         self._lasting: set[int] = set()  # stages whose gradient comes into a buffer that lasts
-        if price.lasting_buffers:
+        if price.torch_runtime:
             self._lasting = {s for s in mine if s < self._last and s not in self._local}
             entered = sum(s > 0 and s - 1 not in self._local for s in mine)
             boundary = price.memory[mine[0]].boundary
             self.activations = (len(self._lasting) + entered) * boundary * plan.num_microbatches
-        self._buffered = price.lasting_buffers
         self.handlers: dict[Op, Callable[[int], Moment | None]] = {
             Op.UNSHARD: self._unshard,
             Op.RESHARD: self._reshard,
@@ -136,7 +137,7 @@ class _Rank:
         return None
 
     def _receive(self, stage: int) -> Moment | None:
-        if self._buffered:
+        if self._runtime:
             return None
         self.activations += self._memory[stage].boundary
         return None
@@ -146,7 +147,7 @@ class _Rank:
         memory = self._memory[stage]
         self.activations += memory.activations - (memory.boundary if stage else 0)
         moment = self._moment(0, self.activations, memory.forward - memory.activations)
-        if stage in self._local and not self._buffered:
+        if stage in self._local and not self._runtime:
             self.activations += memory.boundary
         return moment
 
@@ -156,7 +157,10 @@ class _Rank:
         fresh = memory.fresh_gradients * self._share(memory)
         others = self._begin_backward(stage)
         moment = self._moment(int(fresh), others + held, memory.backward_input - held)
-        self._sum(stage, early=True)
+        if self._runtime:
+            self._add_made(stage)
+        else:
+            self._sum(stage, early=True)
         self._end_backward(stage, others + memory.deferred)
         return moment
 
@@ -164,15 +168,22 @@ class _Rank:
         memory = self._memory[stage]
         others = self._begin_backward(stage)
         held = memory.activations
-        moment = self._moment(0, others + held, memory.full_backward - held)
+        begin = self._moment(0, others + held, memory.full_backward - held)
+        self._add_made(stage)
         self._sum(stage, early=True)
         self._sum(stage, early=False)
+        end = self._moment(memory.fresh_gradients, others, 0)
         self._end_backward(stage, others)
-        return moment
+        return max(begin, end, key=sum)
 
     def _backward_weight(self, stage: int) -> Moment | None:
         memory = self._memory[stage]
         self.activations -= memory.deferred
+        if self._runtime and memory.made_gradients:
+            if stage not in self._made:  # they stand beside the sum until the next backward
+                self._made.add(stage)
+                self.gradients += memory.made_gradients
+            return None
         fresh = memory.fresh_gradients * (1 - self._share(memory))
         if (stage, False) not in self._summed:
             fresh = 0  # they become the sum one by one
@@ -180,14 +191,23 @@ class _Rank:
         self._sum(stage, early=False)
         return moment
 
+    def _add_made(self, stage: int) -> None:
+        """Add the weight gradients that were made since the last backward to the sum."""
+        if stage in self._made:
+            self._made.remove(stage)
+            self.gradients -= self._memory[stage].made_gradients
+            self._sum(stage, early=True)
+            self._sum(stage, early=False)
+
     def _reduce(self, stage: int) -> Moment | None:
         memory = self._memory[stage]
         stages = (stage,)
         if stage in self._shared:  # reduced together, when the first is done
             stages = (0, self._last) if stage == 0 else ()
-        self._keep(stage)
+        self._add_made(stage)
         self.copy = max(self.copy, memory.reduction_step)
         moment = self._moment(0, self.activations, 0)
+        self._keep(stage)
         for part in product(stages, (True, False)):
             if part in self._summed:
                 self._summed.remove(part)
@@ -209,7 +229,7 @@ class _Rank:
         """A gradient for a stage of this rank stays, and so do buffers that last: a message's, and
         the input's, which is the stage before's output where that is of this rank."""
         stays = (stage - 1 in self._local) + (stage in self._lasting)
-        stays += self._buffered and stage > 0
+        stays += self._runtime and stage > 0
         self.activations = activations + stays * self._memory[stage].boundary
 
     def _sum(self, stage: int, *, early: bool) -> None:
