@@ -42,7 +42,7 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     sizes = [_parameters(plan, i) for i in pieces]
     last = plan.shape.num_pieces - 1
     ends = [size for i, size in zip(pieces, sizes, strict=True) if i in (0, last)]
-    whole, shared = sum(sizes), _shared_gradients(plan, pieces)
+    whole, more = sum(sizes), _more_gradients(plan, pieces)
     separate = plan.gathers or software.program in _HOOKED
     summed = _summed_bytes(plan, work) * separate
     # A microbatch's own gradients, until they are added to an fp32 sum: the engine adds when it has
@@ -56,10 +56,10 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
         optimizer=int(whole * software.optimizer_bytes / optimizer_shards(layout, software)),
         gradients=int(whole * software.gradient_bytes / layout.shard),
         unsharded=int(whole * _gathered_bytes(plan, work, stage) * separate),
-        unsharded_gradients=int((whole + shared) * summed),
-        early_gradients=int((sum(ends) + shared) * summed),
-        fresh_gradients=int(half * (whole if work.software.program == "zeropp" else sizes[0])),
-        made_gradients=int(half * whole * (work.software.program == "torch_pp")),
+        unsharded_gradients=int((whole + more) * summed),
+        early_gradients=int((sum(ends) + more) * summed),
+        fresh_gradients=int(half * (whole if software.program == "zeropp" else sizes[0] + more)),
+        made_gradients=int(half * whole * (software.program == "torch_pp")),
         reduction_step=int(FP32 * max(sizes) * separate),
         reduction_copy=int(FP32 * _copied(work, stage, sizes) * separate),
         activations=int(activations),
@@ -119,12 +119,16 @@ def _parameters(plan: Plan, piece: int) -> float:
     return (size - whole) / plan.layout.tp + whole
 
 
-def _shared_gradients(plan: Plan, pieces: range) -> float:
-    """Shared parameters are the first stage's, but their gradient comes with the last one's."""
-    if not shares_ends(plan):
-        return 0.0
-    shared = plan.shape.vocab * plan.shape.hidden
-    return shared * ((plan.shape.num_pieces - 1 in pieces) - (0 in pieces))
+def _more_gradients(plan: Plan, pieces: range) -> float:
+    """Gradients beyond the stage's own parameters. Parameters that both ends share are the first
+    stage's, but their gradient comes with the last one's; DTensor's embedding makes the gradient
+    of the whole vocabulary on every TP rank (``embedding_dense_backward``)."""
+    vocabulary = plan.shape.vocab * plan.shape.hidden
+    if shares_ends(plan):
+        return vocabulary * ((plan.shape.num_pieces - 1 in pieces) - (0 in pieces))
+    if plan.contender == "torch_pp" and 0 in pieces:
+        return vocabulary * (1 - 1 / plan.layout.tp)
+    return 0.0
 
 
 def _gathered_bytes(plan: Plan, work: Work, stage: int) -> int:

@@ -152,6 +152,8 @@ class _Rank:
         return moment
 
     def _backward_input(self, stage: int) -> Moment | None:
+        if self._runtime and stage == 0:
+            return None  # tokens have no gradient: torch runs all of it for the weights
         memory = self._memory[stage]
         held = max(memory.activations, memory.deferred)
         fresh = memory.fresh_gradients * self._share(memory)
@@ -177,6 +179,8 @@ class _Rank:
         return max(begin, end, key=sum)
 
     def _backward_weight(self, stage: int) -> Moment | None:
+        if self._runtime and stage == 0:
+            return self._full_backward(stage)
         memory = self._memory[stage]
         self.activations -= memory.deferred
         if self._runtime and memory.made_gradients:
