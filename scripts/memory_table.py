@@ -2,15 +2,17 @@
 code's.
 
 Every plan's first, middle and last pipeline rank is traced (``zeropp.engine.trace``) and priced.
-Needs no GPU and no peers; about a quarter of an hour on two cores.
+Needs no GPU and no peers; about a quarter of an hour on two cores. ``--price`` prices the rows that
+are there again and traces nothing.
 
-    python scripts/memory_table.py [results/reference/memory/traced_vs_simulated.csv]
+    python scripts/memory_table.py [--price] [results/reference/memory/traced_vs_simulated.csv]
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
-import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import prod
@@ -31,6 +33,7 @@ from zeropp.sim.memory import peak_memory
 from zeropp.training import OptimizerConfig
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
+OUT = Path("results/reference/memory/traced_vs_simulated.csv")
 Preset = TypeVar("Preset", ModelShape, Cluster)
 DEGREES = ("pp", "tp", "shard", "replicate")
 
@@ -126,7 +129,7 @@ CASES = (
     Case("fsdp", "gpt_6_2b", "shard=32 recompute=selective", 2, 2),
     Case("fsdp", "gpt_6_2b", "shard=8 replicate=4 recompute=full", 4, 2),
     Case("fsdp", "gpt_28_3b", "shard=32 recompute=full", 2, 1),
-    Case("fsdp", "gpt_175b", "shard=256 recompute=full", 1, 1),
+    Case("fsdp", "gpt_175b", "shard=64 recompute=full", 1, 1),
     Case("fsdp", "llama_8b", "shard=8", 1, 2),
     Case("fsdp", "llama_8b", "shard=16 recompute=full", 2, 2),
     Case("fsdp", "llama_70b", "shard=64 recompute=selective", 1, 1),
@@ -139,26 +142,33 @@ def preset(group: str, name: str, kind: type[Preset]) -> Preset:
     return TypeAdapter(kind).validate_python(values)
 
 
-def rows(case: Case) -> Iterator[dict[str, Any]]:
-    """One row a traced pipeline rank."""
+def trace(case: Case) -> Iterator[dict[str, Any]]:
+    """What was traced, a row a pipeline rank."""
     plan = case.plan()
     pp, pipeline = plan.layout.pp, plan.layout.pipeline(0)
-    simulated = peak_memory(plan, price_plan(plan, preset("cluster", "a800", Cluster)))
-    traced = sorted({0, pp // 2, pp - 1})
+    ranks = sorted({0, pp // 2, pp - 1})
     build = CONTENDERS[case.contender].build
-    traces = trace_ranks(plan, [pipeline[index] for index in traced], OptimizerConfig(), build)
-    for index, trace in zip(traced, traces, strict=True):
+    traces = trace_ranks(plan, [pipeline[rank] for rank in ranks], OptimizerConfig(), build)
+    for rank, found in zip(ranks, traces, strict=True):
         yield {
             "contender": case.contender,
             "model": case.model,
             "plan": case.text,
-            "pipeline_rank": index,
-            **_gib("traced", trace.memory),
-            **_gib("simulated", simulated[index]),
-            "relative_error": f"{simulated[index].total / trace.memory.total - 1:.4f}",
-            "trace_s": f"{trace.seconds:.1f}",
-            "commit": git_state()[0][:10],
+            "pipeline_rank": rank,
+            "trace_s": f"{found.seconds:.1f}",
+            "trace_commit": git_state()[0][:10],
+            **_gib("traced", found.memory),
         }
+
+
+def price(case: Case, row: dict[str, Any]) -> dict[str, Any]:
+    """The row with what the cost model says."""
+    plan = case.plan()
+    memory = peak_memory(plan, price_plan(plan, preset("cluster", "a800", Cluster)))
+    simulated = _gib("simulated", memory[int(row["pipeline_rank"])])
+    error = float(simulated["simulated_total_gib"]) / float(row["traced_total_gib"]) - 1
+    last = {"relative_error": f"{error:.4f}", "commit": git_state()[0][:10]}
+    return row | simulated | last
 
 
 def _gib(prefix: str, memory: MemoryBytes) -> dict[str, str]:
@@ -168,20 +178,27 @@ def _gib(prefix: str, memory: MemoryBytes) -> dict[str, str]:
 
 
 def main() -> None:
-    default = "results/reference/memory/traced_vs_simulated.csv"
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else default)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    writer = None
-    with out.open("w", newline="") as file:
-        for number, case in enumerate(CASES, 1):
-            for row in rows(case):
-                writer = writer or csv.DictWriter(file, list(row), lineterminator="\n")
-                if row is not None and file.tell() == 0:
-                    writer.writeheader()
-                writer.writerow(row)
-                words = (row["contender"], row["model"], row["plan"], row["pipeline_rank"])
-                error = float(row["relative_error"])
-                print(f"{number}/{len(CASES)}", *words, f"{error:+.1%}", flush=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--price", action="store_true", help="trace nothing")
+    parser.add_argument("out", type=Path, nargs="?", default=OUT)
+    arguments = parser.parse_args()
+    traced: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    if arguments.price:
+        for row in csv.DictReader(arguments.out.open()):
+            traced[row["contender"] + row["model"] + row["plan"]].append(row)
+    rows: list[dict[str, Any]] = []
+    for number, case in enumerate(CASES, 1):
+        found = traced[case.contender + case.model + case.text] if arguments.price else trace(case)
+        for row in found:
+            rows.append(price(case, row))
+            words = [row[key] for key in ("contender", "model", "plan", "pipeline_rank")]
+            error = float(rows[-1]["relative_error"])
+            print(f"{number}/{len(CASES)}", *words, f"{error:+.1%}", flush=True)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with arguments.out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 if __name__ == "__main__":
