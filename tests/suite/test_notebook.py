@@ -65,8 +65,10 @@ def test_notebook_runs_on_records(tmp_path: Path) -> None:
         "notebooks/compare.py",
         "--output",
     ]
+    arguments = ["--to", "ipynb", "--execute", "--run-path", "."]
+    arguments += ["notebooks/compare.py", "--output"]
     done = subprocess.run(
-        [sys.executable, *command, str(made)],
+        [sys.executable, "-m", "jupytext", *arguments, str(made)],
         cwd=ROOT,
         env=os.environ | {"ZEROPP_RECORDS": str(tmp_path / "runs")},
         capture_output=True,
