@@ -54,17 +54,6 @@ def test_notebook_runs_on_records(tmp_path: Path) -> None:
     records = [make_record(c, num_gpus=n) for c in ("zeropp", "deepspeed_3d") for n in (4, 8)]
     write_records(records, tmp_path / "runs")
     made = tmp_path / "compare.ipynb"
-    command = [
-        "-m",
-        "jupytext",
-        "--to",
-        "ipynb",
-        "--execute",
-        "--run-path",
-        ".",
-        "notebooks/compare.py",
-        "--output",
-    ]
     arguments = ["--to", "ipynb", "--execute", "--run-path", "."]
     arguments += ["notebooks/compare.py", "--output"]
     done = subprocess.run(
