@@ -25,12 +25,12 @@ def evidence_distances(rows: pd.DataFrame) -> pd.DataFrame:
     than the model's tensors), so a reference is named with its kind.
     """
     fine = rows[rows["status"] == "ok"]
+    same = [*_SAME, "contender", "layout"]
+    fine = fine[fine.groupby(same)["evidence"].transform("nunique") > 1]
     lines = []
-    for keys, group in fine.groupby([*_SAME, "contender", "layout"], sort=True):
-        if group["evidence"].nunique() < 2:
-            continue
+    for keys, group in fine.groupby(same, sort=True):
         group = group.sort_values("evidence", key=lambda kinds: kinds.map(_TRUST.index))
-        named = dict(zip([*_SAME, "contender", "layout"], keys, strict=True))
+        named = dict(zip(same, keys, strict=True))
         for quantity, label in _QUANTITIES.items():
             known = group[group[quantity].notna()]
             lines += [
