@@ -95,6 +95,31 @@ def panels(
     return figure, flat[:count]
 
 
+def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Name curves at their last points (x, y, name, colour), pushed apart where names would lie on
+    each other. Assumes a linear y axis whose limits are set."""
+    low, high = axis.get_ylim()
+    gap = 0.075 * (high - low)
+    ends = sorted(ends, key=lambda end: (round(end[1] / gap), end[2]))
+    places: list[float] = []
+    for _, y, _, _ in ends:
+        places.append(max(y, places[-1] + gap) if places else y)
+    pushed = (sum(places) - sum(y for _, y, _, _ in ends)) / len(ends)
+    pushed = min(pushed, places[0] - low)
+    for (x, y, name, shade), place in zip(ends, places, strict=True):
+        axis.annotate(
+            name,
+            (x, y),
+            (1.06, place - pushed),
+            textcoords=axis.get_yaxis_transform(),
+            color=shade,
+            fontsize=8.5,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": shade, "linewidth": 0.6, "relpos": (0, 0.5)},
+            annotation_clip=False,
+        )
+
+
 def legend(figure: Figure, axes: Sequence[Axes]) -> None:
     """One legend for the figure, above its panels, of everything that any panel labels."""
     found: dict[str, Any] = {}
