@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 from benchmarks.report import style
 from benchmarks.report.frame import best_configuration
@@ -85,6 +86,7 @@ def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: str) -> None:
         crowded = len(counts) * len(contenders) > 8
         axis.bar_label(drawn, texts, padding=3, fontsize=8, rotation=90 if crowded else 0)
     axis.set_xticks(np.arange(len(counts)), [str(count) for count in counts])
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axis.margins(y=0.22)
     axis.set_ylim(bottom=0)
 

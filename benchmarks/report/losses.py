@@ -38,8 +38,8 @@ def _curves(groups: list[pd.DataFrame]) -> Figure:
     figure, flat = style.panels(2 * len(groups), columns=len(groups), width=4.8)
     top, bottom = flat[: len(groups)], flat[len(groups) :]
     for upper, lower, panel in zip(top, bottom, groups, strict=True):
-        ends = {panel["num_gpus"].min(), panel["num_gpus"].max()}  # more curves hide each other
-        panel = panel[panel["num_gpus"].isin(ends)]
+        extremes = {panel["num_gpus"].min(), panel["num_gpus"].max()}  # more hide each other
+        panel = panel[panel["num_gpus"].isin(extremes)]
         lines = [row for _, row in panel.sort_values(["num_gpus", "contender"]).iterrows()]
         base = np.asarray(lines[0]["losses"])
         ends = []

@@ -63,14 +63,13 @@ def _curves(groups: list[tuple[str, pd.DataFrame]]) -> Figure:
             mine = panel[panel["contender"] == contender].sort_values("num_gpus")
             gpus, a_gpu = (mine[c].to_numpy(float) for c in ("num_gpus", "tokens_per_s_per_gpu"))
             errors = intervals(mine, "tokens_per_s_per_gpu")
-            look = style.line(contender)
+            look, speed, efficiency = style.line(contender), gpus * a_gpu, 100 * a_gpu / a_gpu[0]
             upper.errorbar(
-                gpus, gpus * a_gpu, None if errors is None else gpus * errors, capsize=2, **look
+                gpus, speed, None if errors is None else gpus * errors, capsize=2, **look
             )
-            lower.plot(gpus, 100 * a_gpu / a_gpu[0], **look)
-            for axis in (upper, lower):
-                x, y = axis.lines[-1].get_xydata()[-1]
-                ends[axis].append((x, y, contender, style.colour(contender)))
+            lower.plot(gpus, efficiency, **look)
+            for axis, values in ((upper, speed), (lower, efficiency)):
+                ends[axis].append((gpus[-1], values[-1], contender, style.colour(contender)))
         lower.margins(y=0.08)
         lower.axhline(100, color=style.NEUTRAL, linewidth=0.8)
         upper.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -102,15 +101,24 @@ def speedup_maps(rows: pd.DataFrame) -> Iterator[Picture]:
                 "Speed-up",
                 f"speedup_{contender.lower().replace(' ', '_')}_{suffix}",
                 f"Throughput of {contender} over {REFERENCE} in the same cell, {words}. Above 1 "
-                f"{contender} is faster; in brackets the 95 % bootstrap interval. ? marks a ratio "
-                "whose interval includes 1 or whose samples spread too far to say.",
+                f"{contender} is faster" + _doubts(mine),
                 _map(chosen, contender),
             )
 
 
+def _doubts(rows: pd.DataFrame) -> str:
+    """How a map of measured ratios says what its samples do not settle."""
+    if rows["evidence"].iloc[0] != "measured":
+        return "."
+    return (
+        "; in brackets the 95 % bootstrap interval. ~ marks a ratio whose interval includes 1 or "
+        "whose samples spread too far to say."
+    )
+
+
 def _cell(row: pd.Series) -> str:
-    """Ratio, ? where it is unsure, and, of measured ones, the interval: never a single reading."""
-    text = f"{row['speedup']:.2f}{'?' if row['unsure'] else ''}"
+    """Ratio, ~ where it is unsure, and, of measured ones, the interval: never a single reading."""
+    text = f"{'~' if row['unsure'] else ''}{row['speedup']:.2f}"
     if row["evidence"] != "measured":
         return text
     return f"{text}\n[{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
@@ -133,7 +141,9 @@ def _map(rows: pd.DataFrame, contender: str) -> Figure:
     for (i, j), value in np.ndenumerate(values.to_numpy(dtype=float)):
         if not np.isnan(value):
             ink = "white" if abs(np.log2(value)) > 0.6 * reach else "black"
-            axis.text(j, i, texts.iloc[i, j], ha="center", va="center", color=ink, fontsize=8.5)
+            axis.text(
+                j, i, str(texts.iloc[i, j]), ha="center", va="center", color=ink, fontsize=8.5
+            )
     axis.set_xticks(range(values.shape[1]), [str(count) for count in values.columns])
     axis.set_yticks(range(values.shape[0]), list(values.index))
     axis.set_xlabel("GPUs (ranks)")

@@ -77,9 +77,14 @@ def ordered(contenders: Iterable[str]) -> list[str]:
 
 
 def panels(
-    count: int, columns: int = COLUMNS, width: float = 4.0, height: float = 3.1
+    count: int,
+    columns: int = COLUMNS,
+    width: float = 4.0,
+    height: float = 3.1,
+    heights: Sequence[float] | None = None,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of ``count`` panels, ``columns`` side by side; sizes in inches a panel."""
+    """A figure of ``count`` panels, ``columns`` side by side; sizes in inches a panel, of which
+    ``height`` is the mean where lines of panels have ``heights`` in proportion."""
     columns = min(columns, count)
     lines = -(-count // columns)
     figure, axes = plt.subplots(
@@ -88,6 +93,7 @@ def panels(
         figsize=(width * columns, height * lines + 0.4),
         squeeze=False,
         layout="constrained",
+        height_ratios=heights,
     )
     flat: list[Axes] = list(axes.flat)
     for spare in flat[count:]:
