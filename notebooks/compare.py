@@ -45,6 +45,11 @@ print(f"{len(frame)} records, {len(skipped)} files skipped")
 rows = latest_ok(frame)
 
 
+def plain(table):
+    """Without the index, which names the records behind a row."""
+    return table.reset_index(drop=True)
+
+
 def show(pictures):
     for picture in pictures:
         display(Markdown(picture.caption), picture.figure)
@@ -58,10 +63,10 @@ def show(pictures):
 headline_table(rows)
 
 # %%
-throughput_table(rows).drop(columns=["cluster", "evidence"])
+plain(throughput_table(rows).drop(columns=["cluster", "evidence"]))
 
 # %%
-memory_table(rows).drop(columns=["cluster", "evidence"])
+plain(memory_table(rows).drop(columns=["cluster", "evidence"]))
 
 # %%
 show(bars(rows))
@@ -74,7 +79,7 @@ show(scaling_curves(rows))
 # Pairs of fastest configurations in the same cell; the last line is their geometric mean.
 
 # %%
-speedup_table(rows)
+plain(speedup_table(rows))
 
 # %%
 show(speedup_maps(rows))

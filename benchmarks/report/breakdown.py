@@ -74,21 +74,8 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
     peaks = np.where(panel["evidence"] == "measured", panel["peak_gib"].astype(float), np.nan)
     if np.isfinite(peaks).any():
         axis.plot(places, peaks, "D", color="black", markersize=4, label="measured peak")
-    limit = float(panel["memory_limit_gib"].iloc[0])
     highest = max(bottom.max(), np.nan_to_num(peaks).max())
-    if limit < 3 * highest:
-        axis.axhline(limit, color="black", linestyle="--", linewidth=1)
-        axis.text(
-            1.0,
-            limit,
-            f"limit {limit:g} GiB",
-            fontsize=8,
-            ha="right",
-            va="bottom",
-            transform=axis.get_yaxis_transform(),
-        )
-    else:  # a line far above would flatten the bars
-        axis.set_title(f"limit {limit:g} GiB, not shown", loc="right", fontsize=7, y=0.94)
+    _limit(axis, float(panel["memory_limit_gib"].iloc[0]), highest)
     names = [f"{r.contender}, {r.num_gpus}" for r in panel.itertuples()]
     axis.set_xticks(places, names, fontsize=8, rotation=90 if len(names) > 4 else 0)
     for label, contender in zip(axis.get_xticklabels(), panel["contender"], strict=True):
@@ -96,3 +83,19 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
     axis.set_xlabel("contender, GPUs (ranks)")
     axis.margins(y=0.22)
     axis.set_ylim(bottom=0)
+
+
+def _limit(axis: Axes, limit: float, highest: float) -> None:
+    """A line at what the device has; far above the ``highest`` bar it would flatten them all."""
+    if limit < 3 * highest:
+        axis.axhline(limit, color="black", linestyle="--", linewidth=1)
+        axis.annotate(
+            f"limit {limit:g} GiB",
+            (1.0, limit),
+            xycoords=axis.get_yaxis_transform(),
+            ha="right",
+            va="bottom",
+            fontsize=8,
+        )
+    else:
+        axis.set_title(f"limit {limit:g} GiB, not shown", loc="right", fontsize=7, y=0.94)
