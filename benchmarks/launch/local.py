@@ -149,7 +149,11 @@ def _stage_of(directory: Path) -> str:
     last = events[-1]
     if "index" in last:
         return f"{last['event']} {last['index']}: loss {last['loss']:.4f}, {last['seconds']:.2f} s"
-    words = {"environment": "checking against one process", "gate": "building"}
+    words = {
+        "environment": "checking against one process",
+        "gate": "building",
+        "counters": "recording a step",
+    }
     return words.get(last["event"], str(last["event"]))
 
 
