@@ -1,8 +1,13 @@
-"""Errors of the suite and of Hydra in one line, with what would work where that is known."""
+"""Bad input in one line: errors of the suite and of Hydra, and folders that cannot be written."""
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 from omegaconf.errors import MissingMandatoryValue
+
+from benchmarks.spec import SpecError
 
 
 def one_line(error: Exception) -> str:
@@ -15,3 +20,14 @@ def one_line(error: Exception) -> str:
             options = [o for o in lines[number + 1 :] if "=" not in o and ":" not in o]
             return f"{lines[0]} (try {', '.join(options)})"
     return "; ".join(lines[:2])
+
+
+def check_writable(field: str, directory: Path) -> None:
+    """Make a folder for results, or raise SpecError before there are any."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise SpecError(f"{field}={directory}: cannot be written to: {why}") from None

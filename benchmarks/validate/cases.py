@@ -27,6 +27,8 @@ from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
 
+_MOST_BLOCKS = 10**6  # a step of a row that is read wrongly could be simulated for ever
+
 
 @dataclass(frozen=True)
 class Case:
@@ -54,6 +56,8 @@ def case_of(row: Row, cluster_name: str | None = None) -> Case:
     schedule = schedule_of(row)
     layout = _layout(row, shape, cluster, schedule)
     microbatch, count = _batch(row, layout)
+    if shape.layers * count > _MOST_BLOCKS:
+        raise UnpredictableError(f"{shape.layers} layers x {count} microbatches: too many")
     if schedule == "interleaved_1f1b" and count % layout.pp:
         raise UnpredictableError(f"interleaved: {count} microbatches on {layout.pp} stages")
     return Case(
