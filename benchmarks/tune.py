@@ -9,30 +9,20 @@ PP x ZeRO-3 with gathers a unit (ZeroPP) no published measurement exists to hold
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-import hydra
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.errors import one_line
-from benchmarks.spec import SpecError
+from benchmarks.compose import compose
+from benchmarks.spec import SpecError, validated
 from zeropp.cost.cluster import Cluster
 from zeropp.plan import Precision
 from zeropp.shape import ModelShape
 from zeropp.tune.search import Evaluated, Outcome, search
 from zeropp.tune.space import SPACES, Task
-
-_CONF = Path(__file__).resolve().parents[1] / "conf"
-_ERRORS = (SpecError, HydraException, OmegaConfBaseException)
 
 
 @dataclass(frozen=True)
@@ -57,17 +47,10 @@ class TuneSpec:
 
 def main() -> int:
     """Command line; keys are those of ``conf/tune.yaml``."""
-    composed: list[object] = []
-
-    def collect(config: DictConfig) -> None:
-        composed.append(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
-
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise, so that the error can be one line
     try:
-        hydra.main(version_base="1.3", config_path=str(_CONF), config_name="tune")(collect)()
-        specs = [_checked(values) for values in composed]
-    except _ERRORS as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        specs = [_checked(config) for config in compose("tune")]
+    except SpecError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     for spec in specs:
         show([tune(spec, name) for name in spec.contenders])
@@ -127,12 +110,7 @@ def tokens_per_s_per_gpu(task: Task, found: Evaluated) -> float:
 
 
 def _checked(values: object) -> TuneSpec:
-    try:
-        spec = TypeAdapter(TuneSpec).validate_python(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise SpecError(f"{where}={first['input']!r}: {first['msg'].lower()}") from None
+    spec = validated(TuneSpec, values)
     for name, size in (("num_gpus", spec.num_gpus), ("global_batch", spec.global_batch)):
         if size < 1:
             raise SpecError(f"{name}={size}: must be at least 1")

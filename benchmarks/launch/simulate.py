@@ -28,8 +28,9 @@ from zeropp.sim.simulate import SimResult, simulate
 _SPANS = 20_000  # a record keeps a timeline of at most so many
 
 
-def check(points: Sequence[Point]) -> None:
+def check(points: Sequence[Point], options: dict[str, Any]) -> None:
     """Refuse a device whose peak is not known for the precision."""
+    del options
     for point in points:
         device = point.spec.cluster.device
         known = {"bf16": device.peak_bf16_tflops, "fp32": device.peak_fp32_tflops}

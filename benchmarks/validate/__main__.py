@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from benchmarks.errors import check_writable
+from benchmarks.compose import preset
+from benchmarks.record import check_writable
 from benchmarks.spec import SpecError
-from benchmarks.validate.clusters import preset
 from benchmarks.validate.pairs import pairs_of
 from benchmarks.validate.predict import predict
 from benchmarks.validate.report import (
@@ -26,6 +26,7 @@ from benchmarks.validate.report import (
     write,
 )
 from benchmarks.validate.rows import NEEDED, UnpredictableError, read_rows
+from zeropp.cost.cluster import Cluster
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "results" / "published"
 UNMEASURED = (
@@ -53,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.cluster is not None:
-            preset(options.cluster)
+            preset("cluster", options.cluster, Cluster)
         if options.out is not None:
             check_writable("--out", options.out)
         tables = _tables(options.files or sorted(PUBLISHED.glob("*.csv")))
-    except (SpecError, UnpredictableError) as error:
+    except SpecError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     outcomes = []

@@ -14,7 +14,8 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from benchmarks.validate.clusters import cluster_of, preset
+from benchmarks.compose import preset
+from benchmarks.validate.clusters import cluster_of
 from benchmarks.validate.programs import program_of
 from benchmarks.validate.rows import Row, UnpredictableError, number, recompute_text, shape_of
 from zeropp.cost import balanced_cuts
@@ -52,7 +53,8 @@ def case_of(row: Row, cluster_name: str | None = None) -> Case:
         if (number(row, field) or 1) > 1:
             raise UnpredictableError(f"{field}={row[field]}: no price for this parallelism")
     shape = shape_of(row)
-    cluster = preset(cluster_name) if cluster_name else cluster_of(row.get("gpu", ""))
+    named = preset("cluster", cluster_name, Cluster) if cluster_name else None
+    cluster = named or cluster_of(row.get("gpu", ""))
     schedule = schedule_of(row)
     layout = _layout(row, shape, cluster, schedule)
     microbatch, count = _batch(row, layout)

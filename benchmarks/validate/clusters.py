@@ -9,31 +9,17 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
-from omegaconf import OmegaConf
-from pydantic import TypeAdapter
-
+from benchmarks.compose import preset
 from benchmarks.validate.rows import UnpredictableError
 from zeropp.cost.cluster import Cluster
 
-CONF = Path(__file__).resolve().parents[2] / "conf" / "cluster"
 _DEVICES = ("h200", "h800", "h100", "a800", "a100", "v100")
 _LINKS_A_NODE = re.compile(
     r"(\d+)\s*x\s*(?:hdr|ndr|edr|ib)?\s*(\d+)\s*(?:gb?(?:ps|it|/s)?|/node|\b)"
 )
 LINK_RATES = (25, 50, 100, 200, 400, 800)  # Gb/s; other numbers are memory sizes
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|gb|tb/s|tbps)")
-
-
-@lru_cache(maxsize=64)
-def preset(name: str) -> Cluster:
-    """A cluster of ``conf/cluster``; raises UnpredictableError where there is none."""
-    path = CONF / f"{name}.yaml"
-    if not path.exists():
-        known = ", ".join(sorted(p.stem for p in CONF.glob("*.yaml")))
-        raise UnpredictableError(f"no cluster {name!r} (known: {known})")
-    return TypeAdapter(Cluster).validate_python(OmegaConf.to_container(OmegaConf.load(path)))
 
 
 @lru_cache(maxsize=1024)
@@ -43,7 +29,7 @@ def cluster_of(text: str) -> Cluster:
     name = next((device for device in _DEVICES if device in text), None)
     if name is None:
         raise UnpredictableError(f"gpu={text!r}: no device preset (known: {', '.join(_DEVICES)})")
-    cluster = preset(name)
+    cluster: Cluster = preset("cluster", name, Cluster)
     if re.search(r"\b40\s*g", text) and name == "a100":
         device = replace(cluster.device, memory_gib=40, memory_bandwidth_gb_s=1555)
         cluster = replace(cluster, device=device)

@@ -17,7 +17,7 @@ import pandas as pd
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.record import write_atomically
+from benchmarks.record import check_writable, write_atomically
 from benchmarks.verdict.cells import Cell, rows_of
 from benchmarks.verdict.grid import VerdictSpec, cells_of, verdict_spec
 from benchmarks.verdict.judge import judge, summary
@@ -39,7 +39,7 @@ def run(config: dict[str, Any]) -> int:
     if config["launcher"]["kind"] != "simulate":
         return _measure(config, spec, cells)
     out = Path(config["report_dir"])
-    out.mkdir(parents=True, exist_ok=True)
+    check_writable("report_dir", out)
     simulate_cells(spec, cells, out / "plans.csv", anew=config["rerun"] == "all")
     write_verdict(pd.read_csv(out / "plans.csv"), spec, out)
     return 0

@@ -40,6 +40,13 @@ CASES = [
     ("cluster=a100", "cluster=a100: launcher=local needs that GPU"),
     ("rerun=never", "rerun='never'"),
     ("launcher=carrier_pigeon", "carrier_pigeon"),
+    ("launcher.kind=pigeon", "launcher.kind='pigeon': must be one of local, slurm"),
+    ("num_gpus=4,3 launcher=slurm launcher.grace_s=long -m", "launcher.grace_s='long'"),
+    ("contender.pp=all", "contender.pp='all': input should be a valid integer"),
+    ("model=null", "must be a string"),
+    ("report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot be written to"),
+    ("runs_dir=/dev/null/runs", "runs_dir=/dev/null/runs: cannot be written to"),
+    ("experiment=claim_33 report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot"),
 ]
 
 
@@ -58,13 +65,27 @@ def test_bad_input_is_one_line_and_status_2(
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("benchmarks.launch.local._start_ranks", refuse)
-    monkeypatch.setattr(sys, "argv", ["benchmarks.run", *arguments.split(), f"runs_dir={tmp_path}"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks.run", f"runs_dir={tmp_path}", *arguments.split()])
     assert main() == 2
     printed = capsys.readouterr()
     lines = printed.err.strip().splitlines()
     assert len(lines) == 1
     assert words in lines[0]
     assert printed.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Nor does it record the point of three ranks, which has no plan."""
+    monkeypatch.chdir(tmp_path)
+    words = "-m num_gpus=4,3 launcher=slurm launcher.dry_run=true runs_dir=runs report_dir=report"
+    monkeypatch.setattr(sys, "argv", ["benchmarks.run", *words.split()])
+    assert main() == 0
+    printed = capsys.readouterr()
+    assert "#SBATCH --array=0-0" in printed.out
+    assert "infeasible  gpt_tiny-zeropp-3gpu" in printed.err
     assert list(tmp_path.iterdir()) == []
 
 

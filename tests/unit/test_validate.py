@@ -135,7 +135,7 @@ def test_a_row_in_a_row_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("metric,value,n_gpus\nmémoire,1,8\n".encode("latin-1"), [], "not a CSV file in UTF-8"),
         ("metric,value,n_gpus\n".encode("utf-16"), [], "not a CSV file in UTF-8"),
         (b"metric,value,n_gpus\n" + b"a" * 200_000, [], "not a CSV file in UTF-8"),
-        (b"metric,value,n_gpus\na,1,8\n", ["--cluster", "nope"], "no cluster 'nope' (known: a100"),
+        (b"metric,value,n_gpus\na,1,8\n", ["--cluster", "nope"], "cluster='nope': no such preset"),
         (b"metric,value,n_gpus\na,1,8\n", ["--out", "/dev/null/x"], "--out=/dev/null/x: cannot"),
     ],
 )
