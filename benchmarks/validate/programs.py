@@ -43,8 +43,20 @@ FSDP = Software(
     attention_factor=0.68,
     traffic_factor=2.15,
 )
-INTERNEVO = replace(MEGATRON_CORE, gradient_bytes=2, fused_accumulation=False, traffic_factor=2.15)
-NANOTRON = replace(MEGATRON_CORE, reduce_bytes=4, overlap_reduction=False, overlap_tensor=False)
+INTERNEVO = (
+    replace(  # configs/7B_sft.py: tensor mode "mtp" (no sequence parallelism), FlashAttention
+        MEGATRON_CORE,
+        gradient_bytes=2,
+        optimizer_bytes=16,  # hybrid_zero_optim.py: a flat fp32 gradient beside master and moments
+        fused_accumulation=False,
+        overlap_tensor=False,
+        attention_factor=0.68,
+        traffic_factor=2.15,
+    )
+)
+NANOTRON = replace(  # scripts/scaling_benchmarks.py: tp_mode REDUCE_SCATTER, asynchronous
+    MEGATRON_CORE, reduce_bytes=4, overlap_reduction=False, fused_accumulation=False
+)
 _LIBAI = replace(MEGATRON_2021, traffic_factor=0.7)  # fuses more of a layer (its documentation)
 
 _BY_WORD = (

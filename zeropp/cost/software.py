@@ -35,6 +35,7 @@ class Software:
     reduce_bytes: int = 4  # of a gradient on the wire, over the replicas
     zero1_group: int = 0  # ZeRO-1 inside groups of this many replicas; 0: over all, if at all
     fused_accumulation: bool = True  # dW adds into the gradient buffer inside its product
+    shard_copies: bool = False  # ZeRO-3 copies between parameters and the collectives' buffers
     zero1_all_reduces: bool = False  # ZeRO-1 that all-reduces gradients and then keeps its part
 
 
@@ -42,8 +43,10 @@ def software_of(plan: Plan) -> Software:
     """The suite's contenders.
 
     fp32: one copy of everything. bf16 under FSDP2: fp32 shards are the masters, gradients are
-    reduced and kept in fp32. DeepSpeed's bf16 optimizer: bf16 parameters, fp32 accumulated
-    gradients, fp32 masters (``runtime/bf16_optimizer.py``), and its ZeRO-1 all-reduces gradients
+    reduced and kept in fp32; parameters are copied out of the gathered buffer and gradients into
+    the reduced one (``_fsdp_collectives.py``: ``foreach_all_gather_copy_out``, ``chunk_cat``).
+    DeepSpeed's bf16 optimizer: bf16 parameters, fp32 accumulated gradients, fp32 masters
+    (``runtime/bf16_optimizer.py``), and its ZeRO-1 all-reduces gradients
     (``PipelineEngine._bf16_reduce_grads``); its pipeline engine slices boundaries over TP ranks
     (``pipe_partitioned``) and its transfers stand in line with compute (``runtime/pipe/p2p.py``).
     "3D, best known" has all that its public programs have: Megatron Core's distributed optimizer,
@@ -68,4 +71,4 @@ def software_of(plan: Plan) -> Software:
             zero1_all_reduces=bf16,
             fused_accumulation=False,
         )
-    return Software(4, 4, 8, fused_accumulation=False)
+    return Software(4, 4, 8, fused_accumulation=False, shard_copies=True)
