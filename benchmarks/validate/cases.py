@@ -194,6 +194,7 @@ def plan_of(case: Case) -> Plan:
         microbatch_size=case.microbatch,
         schedule=schedule,
         cuts=cuts,
+        runtime="published",
         precision=case.precision,
         recompute=case.recompute,
     )
