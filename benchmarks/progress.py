@@ -31,21 +31,26 @@ def announce(points: Sequence[Point], todo: Sequence[Point], launcher: str) -> N
             _say("infeasible", point.spec.spec_id, point.reason)
 
 
+def progress_line() -> Progress:
+    """A bar, counts, time and what is being done, in one line of any terminal; none in a log."""
+    rest_of_the_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    return Progress(
+        BarColumn(bar_width=8),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False, table_column=rest_of_the_line),
+        console=_CONSOLE,
+        transient=True,
+        expand=True,
+        disable=not _CONSOLE.is_terminal,
+    )
+
+
 class SweepProgress:
     """A progress bar over the points of a sweep; quiet where the output is not a terminal."""
 
     def __init__(self, total: int) -> None:
-        rest_of_the_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-        self._bar = Progress(
-            BarColumn(bar_width=8),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False, table_column=rest_of_the_line),
-            console=_CONSOLE,
-            transient=True,
-            expand=True,
-            disable=not _CONSOLE.is_terminal,
-        )
+        self._bar = progress_line()
         self._task = self._bar.add_task("starting", total=total)
 
     def __enter__(self) -> SweepProgress:

@@ -122,6 +122,17 @@ def spec_from_mapping(values: Mapping[str, Any]) -> RunSpec:
     return spec
 
 
+def check_priced(cluster: Cluster, precision: Precision) -> None:
+    """Refuse a device whose peak is not known for the precision; raises SpecError."""
+    device = cluster.device
+    peaks = {"bf16": device.peak_bf16_tflops, "fp32": device.peak_fp32_tflops}
+    if peaks[precision] is None:
+        raise SpecError(
+            f"cluster={cluster.name}: device {device.name} has no peak_{precision}_tflops to price "
+            "with (use another cluster or precision)"
+        )
+
+
 def load_spec(path: Path) -> RunSpec:
     """Read a frozen spec from JSON."""
     return spec_from_mapping(json.loads(path.read_text()))

@@ -12,12 +12,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.compose import compose
-from benchmarks.spec import SpecError, validated
+from benchmarks.progress import progress_line
+from benchmarks.spec import SpecError, check_priced, validated
 from zeropp.cost.cluster import Cluster
 from zeropp.plan import Precision
 from zeropp.shape import ModelShape
@@ -60,14 +61,11 @@ def main() -> int:
 def tune(spec: TuneSpec, name: str) -> Outcome:
     """Search one contender with a progress line on the terminal."""
     space = SPACES[name]
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with progress_line() as bar:
         line = bar.add_task(space.label, total=None)
 
         def progress(settled: int, known: int, best: Evaluated | None) -> None:
-            text = f"{space.label}: {settled} of {known} settled"
-            if best is not None:
-                text += f", best {best.step_s:.3f} s"
+            text = space.label if best is None else f"{space.label}: best {best.step_s:.3f} s"
             bar.update(line, completed=settled, total=known, description=text)
 
         return search(spec.task, space, progress, spec.tolerance)
@@ -80,28 +78,33 @@ def show(outcomes: list[Outcome]) -> None:
         title=f"{task.shape.name}, {task.num_gpus} x {task.cluster.name}, global batch "
         f"{task.global_batch}: best plans (simulated)",
         title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
-    for heading in ("contender", "place", "plan", "step s", "tokens/s/GPU", "peak GiB"):
+    for heading in ("contender", "plan", "step s", "tokens/s/GPU", "peak GiB"):
         table.add_column(heading, justify="left" if heading in ("contender", "plan") else "right")
     for outcome in outcomes:
-        for place, found in (("1", outcome.winner), ("2", outcome.runner_up)):
-            if found is None:
-                if place == "1":
-                    table.add_row(outcome.space.label, "-", "no plan fits", "-", "-", "-")
-                continue
-            table.add_row(
-                outcome.space.label if place == "1" else "",
-                place,
-                found.candidate.describe(),
-                f"{found.step_s:.3f}",
-                f"{tokens_per_s_per_gpu(task, found):,.0f}",
-                f"{found.peak_bytes / 2**30:.1f}",
-            )
+        if outcome.winner is None:
+            table.add_row(outcome.space.label, "no plan fits", "-", "-", "-")
+        for label, found in (
+            (outcome.space.label, outcome.winner),
+            ("  runner-up", outcome.runner_up),
+        ):
+            if found is not None:
+                table.add_row(
+                    label,
+                    found.candidate.describe(),
+                    f"{found.step_s:.3f}",
+                    f"{tokens_per_s_per_gpu(task, found):,.0f}",
+                    f"{found.peak_bytes / 2**30:.1f}",
+                )
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table)
     for outcome in outcomes:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in outcome.fallen.most_common())
-        console.print(f"{outcome.space.label}: {outcome.simulated} simulated; fell: {reasons}")
+        reasons = ", ".join(
+            f"{reason} ({count:,})" for reason, count in outcome.fallen.most_common()
+        )
+        console.print(f"{outcome.space.label}: {outcome.simulated} simulated, fell: {reasons}")
 
 
 def tokens_per_s_per_gpu(task: Task, found: Evaluated) -> float:
@@ -117,13 +120,7 @@ def _checked(values: object) -> TuneSpec:
     unknown = [name for name in spec.contenders if name not in SPACES]
     if unknown:
         raise SpecError(f"contenders={unknown[0]!r}: must be among {', '.join(SPACES)}")
-    device = spec.cluster.device
-    peaks = {"bf16": device.peak_bf16_tflops, "fp32": device.peak_fp32_tflops}
-    if peaks[spec.precision] is None:
-        raise SpecError(
-            f"cluster={spec.cluster.name}: device {device.name} has no peak for "
-            f"precision={spec.precision} to price with (try cluster=a100, a800 or h100)"
-        )
+    check_priced(spec.cluster, spec.precision)
     return spec
 
 

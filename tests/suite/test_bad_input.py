@@ -89,15 +89,21 @@ def test_a_dry_run_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job", "contender=zeropp"]])
-def test_help_and_configuration_read_well(flags: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("benchmarks.run --help", ["zeropp", "gpt_tiny", "benchmarks.tune"]),
+        ("benchmarks.run --cfg job contender=zeropp", ["name: zeropp", "num_gpus: 4"]),
+        ("benchmarks.tune --help", ["num_gpus: 64", "cluster=a800"]),
+    ],
+)
+def test_help_and_configuration_read_well(command: str, words: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", *flags],
+        [sys.executable, "-m", *command.split()],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
     assert done.stderr == ""
-    words = ["zeropp", "gpt_tiny"] if flags == ["--help"] else ["name: zeropp", "num_gpus: 4"]
     assert all(word in done.stdout for word in words)
