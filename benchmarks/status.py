@@ -144,6 +144,8 @@ def main() -> int:
     found, problem = rows(runs_dir)
     if arguments.json:
         print(json.dumps([asdict(row) for row in found], indent=1))
+    elif not found:
+        print(f"no points in {runs_dir}")
     else:
         _print_table(found)
     if problem:
