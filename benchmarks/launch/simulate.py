@@ -57,10 +57,11 @@ def simulated_record(
     """The record of a plan; ``result`` saves the simulation where the caller has done it."""
     started = now()
     result = result or simulate(plan, spec.cluster)
-    limit = int(spec.cluster.device.memory_gib * 2**30)
+    limit = spec.cluster.device.usable_bytes
     status: Status = "ok" if result.peak_bytes <= limit else "oom"
     peak, held = result.peak_bytes / 2**30, limit / 2**30
-    reason = "" if status == "ok" else f"predicted peak {peak:.1f} GiB, the device has {held:.1f}"
+    over = f"predicted peak {peak:.1f} GiB, the device has {held:.1f} for tensors"
+    reason = "" if status == "ok" else over
     sha, dirty = git_state()
     return RunRecord(
         schema_version=SCHEMA_VERSION,

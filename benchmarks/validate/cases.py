@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from benchmarks.compose import preset
 from benchmarks.validate.clusters import cluster_of
-from benchmarks.validate.programs import program_of
+from benchmarks.validate.programs import program_of, splits_sequences
 from benchmarks.validate.rows import Row, UnpredictableError, number, recompute_text, shape_of
 from zeropp.cost import balanced_cuts
 from zeropp.cost.cluster import Cluster
@@ -117,7 +117,7 @@ def _layout(row: Row, shape: ModelShape, cluster: Cluster, schedule: str) -> Lay
         shard = min(dp, cluster.gpus_per_node // tp or 1) if hybrid else dp
     text = recompute_text(row)
     sequence = tp > 1 and "no sp" not in text and bool(re.search(r"sequence|\bsp\b", text))
-    sequence = sequence or (tp > 1 and program_of(row).overlap_tensor)  # which needs it
+    sequence = sequence or (tp > 1 and "no sp" not in text and splits_sequences(row))
     one = zero in (1, 2) and program_of(row).zero1_group == 0
     return Layout(pp, tp, shard, dp // shard, chunks, 1 if one else 0, sequence)
 

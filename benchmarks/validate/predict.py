@@ -46,7 +46,7 @@ def predict_case(row: Row, case: Case) -> Prediction:
         return _compared(_layer(case, metric) * _scale(unit, _TIME), actual, "throughput")
     result = _simulated(case)
     if actual is None:
-        fits = result.peak_bytes <= case.cluster.device.memory_gib * 2**30
+        fits = result.peak_bytes <= case.cluster.device.usable_bytes
         text = "fits" if fits else "OOM"
         return Prediction("oom", float("nan"), text, 1.0 if fits else 0.0)
     if "mem" in metric:

@@ -90,12 +90,29 @@ def test_a_row_out_of_memory_is_held_against_the_device() -> None:
         ("A100-40GB SXM, 1600Gb/s RoCE/node", 8, 25.0, 40),
         ("H100-80GB SXM", 8, 50.0, 80),
         ("8 x 80GB A100", 8, 25.0, 80),
+        ("A100-80GB (Jean Zay, 4 Omni-Path links (100 Gb/s) per node)", 4, 12.5, 80),
+        ("A100-80GB, 400 Gb/s per node", 8, 6.25, 80),
+        ("H100 96GB HBM2e 500W (Grand Teton), 400 Gb/s RoCE per GPU", 8, 50.0, 96),
+        ("8x A100 40GB PCIe", 8, 25.0, 40),
+        ("B200 180GB, 8x 400Gb/s per node", 8, 50.0, 180),
+        ("a card of 181 TFLOP/s bf16, 64 GB at 1.6 TB/s, 4x HDR200", 4, 25.0, 64),
     ],
 )
 def test_clusters_are_read_from_text(text: str, nics: int, gigabytes: float, memory: int) -> None:
     made = cluster_of(text)
     assert (made.nics_per_node, made.inter.bandwidth_gb_s) == (nics, gigabytes)
     assert made.device.memory_gib == memory
+
+
+def test_devices_are_what_the_text_states() -> None:
+    plain, small = cluster_of("H100-80GB SXM"), cluster_of("H100 96GB HBM2e 500W")
+    assert small.device.memory_bandwidth_gb_s == 2400
+    assert small.device.matmul_bf16_tflops < 0.9 * plain.device.matmul_bf16_tflops
+    assert cluster_of("A100 80GB PCIe").intra.bandwidth_gb_s == 31
+    new = cluster_of("B200").device
+    assert (new.peak_bf16_tflops, new.memory_bandwidth_gb_s) == (2250, 8000)
+    assert new.matmul_bf16_tflops / 2250 == pytest.approx(plain.device.matmul_bf16_tflops / 989)
+    assert value(gpu="B200") < value(gpu="H100-80GB SXM") < value(gpu="A100-80GB SXM")
 
 
 def test_pairs_differ_in_schedule_or_parallelism_alone() -> None:
