@@ -21,24 +21,18 @@ from benchmarks.launch.points import (
 )
 from benchmarks.progress import SweepProgress
 from benchmarks.record import SCHEMA_VERSION, RunRecord, Status
-from benchmarks.spec import RunSpec, SpecError
+from benchmarks.spec import RunSpec, check_priced
 from zeropp.plan import Plan
 from zeropp.sim.simulate import SimResult, simulate
 
 _SPANS = 20_000  # a record keeps a timeline of at most so many
 
 
-def check(points: Sequence[Point]) -> None:
+def check(points: Sequence[Point], options: dict[str, Any]) -> None:
     """Refuse a device whose peak is not known for the precision."""
+    del options
     for point in points:
-        device = point.spec.cluster.device
-        known = {"bf16": device.peak_bf16_tflops, "fp32": device.peak_fp32_tflops}
-        if known[point.spec.precision] is None:
-            raise SpecError(
-                f"cluster={point.spec.cluster.name}: device {device.name} has no "
-                f"peak_{point.spec.precision}_tflops to price with (use another cluster or "
-                "precision)"
-            )
+        check_priced(point.spec.cluster, point.spec.precision)
 
 
 def launch(

@@ -17,15 +17,11 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from omegaconf import OmegaConf
-from pydantic import TypeAdapter
-
+from benchmarks.compose import preset
 from benchmarks.validate.rows import UnpredictableError
 from zeropp.cost.cluster import Cluster, Device, Link
 
-_ROOT = Path(__file__).resolve().parents[2]
-CONF = _ROOT / "conf" / "cluster"
-_HARDWARE = _ROOT / "results" / "published" / "hardware.csv"
+_HARDWARE = Path(__file__).resolve().parents[2] / "results" / "published" / "hardware.csv"
 _DEVICES = ("h200", "h800", "h100", "a800", "a100", "v100")
 _FACTS = ("gb200", "b200")  # devices of hardware.csv without a preset
 _POWER_W = {"v100": 300, "a100": 400, "a800": 400, "h100": 700, "h800": 700, "h200": 700}
@@ -39,16 +35,6 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|gb|tb/s|tbps)")
 _MEMORY = re.compile(r"\b(16|24|32|40|48|64|80|94|96|120|128|141|144|180|192)\s*g(?:i?b)?\b")
 
 
-@lru_cache(maxsize=64)
-def preset(name: str) -> Cluster:
-    """A cluster of ``conf/cluster``; raises UnpredictableError where there is none."""
-    path = CONF / f"{name}.yaml"
-    if not path.exists():
-        known = ", ".join(sorted(p.stem for p in CONF.glob("*.yaml")))
-        raise UnpredictableError(f"no cluster {name!r} (known: {known})")
-    return TypeAdapter(Cluster).validate_python(OmegaConf.to_container(OmegaConf.load(path)))
-
-
 @lru_cache(maxsize=1024)
 def cluster_of(text: str) -> Cluster:
     """The cluster that a ``gpu`` text describes."""
@@ -58,7 +44,7 @@ def cluster_of(text: str) -> Cluster:
     if facts:
         cluster = _from_facts(facts)
     elif name:
-        cluster = _as_stated(preset(name), text)
+        cluster = _as_stated(preset("cluster", name, Cluster), text)
     else:
         cluster = _from_text(text)
     return _with_network(cluster, text)
@@ -105,7 +91,7 @@ def _from_facts(name: str) -> Cluster:
         ]
         return found[0]
 
-    base = preset("h100")
+    base: Cluster = preset("cluster", "h100", Cluster)
     assert base.device.peak_bf16_tflops is not None
     peak = fact("peak bf16 dense")
     device = replace(
@@ -129,7 +115,7 @@ def _from_text(text: str) -> Cluster:
             f"gpu={text!r}: no device preset (known: {', '.join(_DEVICES + _FACTS)}), and not its "
             "peak (TFLOP/s), memory (GB) and memory bandwidth (TB/s); or give --cluster NAME"
         )
-    base = preset("a100")
+    base: Cluster = preset("cluster", "a100", Cluster)
     assert base.device.peak_bf16_tflops is not None
     device = replace(
         _at_rate(base.device, float(peak[1]) / base.device.peak_bf16_tflops),

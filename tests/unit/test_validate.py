@@ -66,6 +66,7 @@ def test_schedules_are_understood(schedule: str) -> None:
         ({"unit": "furlongs", "metric": "speed"}, "not understood"),
         ({"hidden": "a lot"}, "not a number"),
         ({"global_batch": "1"}, "less than"),
+        ({"global_batch": "9" * 20}, "microbatches: too many"),
     ],
 )
 def test_what_cannot_be_predicted_is_named(changes: dict[str, str], reason: str) -> None:
@@ -135,4 +136,39 @@ def test_a_row_in_a_row_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert all((row["predicted"] == "") == (row["reason"] != "") for row in written)
     assert (tmp_path / "out" / "validation.png").stat().st_size > 0
     assert "2 of 3 rows predicted" in capsys.readouterr().out
-    assert main([str(tmp_path / "absent.csv")]) == 2
+    other = tmp_path / "hardware.csv"
+    other.write_text("device,value\na100,312\n")
+    assert main([str(other), str(table)]) == 0  # one without training rows is named and skipped
+    assert "hardware.csv: no training rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "words"),
+    [
+        (None, [], "no such file or directory"),
+        (b"", [], "no training rows"),
+        (b"metric,value,n_gpus\n", [], "no training rows"),
+        (b"model,value\nGPT,1\n", [], "no training rows (columns metric, value, n_gpus"),
+        ("metric,value,n_gpus\nmémoire,1,8\n".encode("latin-1"), [], "not a CSV file in UTF-8"),
+        ("metric,value,n_gpus\n".encode("utf-16"), [], "not a CSV file in UTF-8"),
+        (b"metric,value,n_gpus\n" + b"a" * 200_000, [], "not a CSV file in UTF-8"),
+        (b"metric,value,n_gpus\na,1,8\n", ["--cluster", "nope"], "cluster='nope': no such preset"),
+        (b"metric,value,n_gpus\na,1,8\n", ["--out", "/dev/null/x"], "--out=/dev/null/x: cannot"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(
+    content: bytes | None,
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table = tmp_path / "table.csv"
+    if content is not None:
+        table.write_bytes(content)
+    assert main([str(table), *arguments]) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+    assert printed.out == ""

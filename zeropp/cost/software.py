@@ -1,7 +1,8 @@
 """How a training program is written, as far as it changes a plan's price; sizes only.
 
-The suite's own contenders need nothing of this file. Published measurements were made with other
-programs; what they do is stated there, by rule, and handed to ``price_plan``.
+A plan names the runtime that it is for, and ``software_of`` says what that one does. Published
+measurements were made with other programs; what they do is stated there, by rule, and handed to
+``price_plan``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Software:
 
 
 def software_of(plan: Plan) -> Software:
-    """The suite's contenders.
+    """The program of a plan, by its runtime; raises ValueError on a published measurement's,
+    which its caller knows.
 
     fp32: one copy of everything. bf16 under FSDP2: fp32 shards are the masters, gradients are
     reduced and kept in fp32; parameters are copied out of the gathered buffer and gradients into
@@ -49,13 +51,13 @@ def software_of(plan: Plan) -> Software:
     (``runtime/bf16_optimizer.py``), and its ZeRO-1 all-reduces gradients
     (``PipelineEngine._bf16_reduce_grads``); its pipeline engine slices boundaries over TP ranks
     (``pipe_partitioned``) and its transfers stand in line with compute (``runtime/pipe/p2p.py``).
-    "3D, best known" has all that its public programs have: Megatron Core's distributed optimizer,
+    Megatron Core, for "3D, best known", has all that it publishes: the distributed optimizer,
     fused gradient accumulation, reductions beside the backward and parameter gathers beside the
     next forward, sliced boundaries, and tensor-parallel collectives sliced beside products, for
     which it needs sequence parallelism.
     """
     bf16 = plan.precision == "bf16"
-    if plan.contender == "best_3d":
+    if plan.runtime == "megatron_core":
         return Software(
             *((2, 4, 12) if bf16 else (4, 4, 8)),
             split_boundary=True,
@@ -63,7 +65,7 @@ def software_of(plan: Plan) -> Software:
             overlap_reduction=True,
             overlap_updated=True,
         )
-    if plan.contender.startswith("deepspeed"):
+    if plan.runtime == "deepspeed":
         return Software(
             *((2, 4, 12) if bf16 else (4, 4, 8)),
             split_boundary=True,
@@ -71,4 +73,6 @@ def software_of(plan: Plan) -> Software:
             zero1_all_reduces=bf16,
             fused_accumulation=False,
         )
-    return Software(4, 4, 8, fused_accumulation=False, shard_copies=True)
+    if plan.runtime == "fsdp2":
+        return Software(4, 4, 8, fused_accumulation=False, shard_copies=True)
+    raise ValueError(f"runtime={plan.runtime!r}: its software must be given to price_plan")
