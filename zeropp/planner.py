@@ -7,8 +7,8 @@ function, so what it prices is what the engine runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from zeropp.cost import PlanPrice, balanced_cuts, price_plan
@@ -32,7 +32,7 @@ def plan_zeropp(request: PlanRequest) -> Plan:
     sizes = Schedule("zeropp", microbatches, min(unit, microbatches), placement, ())
     plan = assemble(request, layout, sizes)
     price = price_plan(plan, request.cluster)
-    cap = _activation_cap(settings, plan)
+    cap = _activation_cap(settings, plan, price)
     plan = fastest(orders(plan, cap, price), request.cluster, price).plan
     validate(plan.schedule, activation_cap=cap)
     return plan
@@ -59,57 +59,100 @@ def assemble(
         precision=request.precision,
         recompute=settings.recompute,
         reduce_every=settings.reduce_every,
+        replicate_every=settings.replicate_every,
         prefetch=settings.prefetch,
+        keep=settings.keep,
         compile=settings.compile,
     )
 
 
+def refuse(
+    settings: Settings, refusals: Mapping[str, tuple[bool, str]], contender: str = ""
+) -> None:
+    """Raise InfeasibleError for the first field that is refused; ``refusals`` give for a field
+    whether it is, and why, with a way out."""
+    who = f"{contender}: " if contender else ""
+    for field, (refused, why) in refusals.items():
+        if refused:
+            value = getattr(settings, field)
+            raise InfeasibleError(f"contender.{field}={value}: {who}{why}")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What sets the programs of a ZeroPP step, durations aside."""
+
+    num_ranks: int
+    chunks: int
+    num_microbatches: int
+    unit: int
+    activation_cap: int  # chunk-activations
+    gather: bool
+    prefetch: int = 1
+    keep: int = 0
+    reduce_every: ReduceEvery = "unit"
+
+
+@lru_cache(maxsize=128)
+def programs(sizes: Sizes, costs: tuple[StageCost, ...] | None = None) -> tuple[Schedule, ...]:
+    """Whole programs to choose from: the order for equal durations, and one planned with
+    ``costs``. Many plans that differ in other degrees share them."""
+    found = candidates(
+        sizes.num_ranks,
+        sizes.chunks,
+        sizes.num_microbatches,
+        sizes.unit,
+        sizes.activation_cap,
+        costs,
+    )
+    return tuple(
+        lower(
+            order,
+            gather=sizes.gather,
+            prefetch=sizes.prefetch,
+            keep=sizes.keep,
+            reduce_every=sizes.reduce_every,
+        )
+        for order in found
+    )
+
+
 def orders(plan: Plan, activation_cap: int, price: PlanPrice) -> tuple[Plan, ...]:
-    """A ZeroPP plan of sizes alone with each of the programs to choose from: whole programs that
-    keep the cap (chunk-activations)."""
-    schedules = _lowered(
+    """A ZeroPP plan of sizes alone with each of the programs to choose from, all of which keep
+    the cap (chunk-activations)."""
+    sizes = Sizes(
         plan.layout.pp,
         plan.layout.chunks,
         plan.num_microbatches,
         plan.schedule.unit,
         activation_cap,
-        tuple(replace(cost, unshard=0.0, reduce_grad=0.0) for cost in price.stages),
         plan.gathers,
         plan.prefetch,
+        plan.keep,
         plan.reduce_every,
     )
-    return tuple(replace(plan, schedule=schedule) for schedule in schedules)
+    # No order is planned with gathers and reductions, and without them more plans are alike.
+    costs = tuple(replace(cost, unshard=0.0, reduce_grad=0.0) for cost in price.stages)
+    return tuple(replace(plan, schedule=schedule) for schedule in programs(sizes, costs))
 
 
-@lru_cache(maxsize=128)
-def _lowered(
-    num_ranks: int,
-    chunks: int,
-    num_microbatches: int,
-    unit: int,
-    activation_cap: int,
-    costs: tuple[StageCost, ...],
-    gather: bool,
-    prefetch: int,
-    reduce_every: ReduceEvery,
-) -> tuple[Schedule, ...]:
-    """Lowered schedules; many plans that differ in other degrees share them."""
-    found = candidates(num_ranks, chunks, num_microbatches, unit, activation_cap, costs)
-    return tuple(
-        lower(order, gather=gather, prefetch=prefetch, reduce_every=reduce_every) for order in found
-    )
-
-
-def _activation_cap(settings: Settings, plan: Plan) -> int:
-    """Live chunk-activations a rank."""
+def _activation_cap(settings: Settings, plan: Plan, price: PlanPrice) -> int:
+    """Live chunk-activations a rank; a cap in GiB holds as many of the largest chunk's."""
     unit, chunks = plan.schedule.unit, plan.layout.chunks
-    cap = unit * chunks if settings.activation_cap == "auto" else settings.activation_cap
     smallest = smallest_cap(chunks, plan.num_microbatches, unit)
+    needs = f"a unit of {unit} microbatches in {chunks} chunks needs at least {smallest}"
+    if settings.activation_cap_gib != "auto":
+        gib = max(max(m.activations, m.deferred) for m in price.memory) / 2**30
+        cap = min(int(settings.activation_cap_gib / gib), plan.num_microbatches * chunks)
+        if cap < smallest:
+            raise InfeasibleError(
+                f"contender.activation_cap_gib={settings.activation_cap_gib}: holds {cap} "
+                f"chunk-activations, but {needs} (use {smallest * gib:.2g} or more)"
+            )
+        return cap
+    cap = unit * chunks if settings.activation_cap == "auto" else settings.activation_cap
     if cap < smallest:
-        raise InfeasibleError(
-            f"contender.activation_cap={cap}: a unit of {unit} microbatches in {chunks} "
-            f"chunks needs at least {smallest}"
-        )
+        raise InfeasibleError(f"contender.activation_cap={cap}: {needs}")
     return cap
 
 
@@ -124,12 +167,14 @@ def _refuse_what_zeropp_lacks(settings: Settings) -> None:
             settings.schedule not in ("auto", "zeropp"),
             "zeropp runs its own schedule (use auto)",
         ),
+        "keep": (settings.keep < 0, "must be at least 0"),
+        "activation_cap_gib": (
+            settings.activation_cap_gib != "auto" and settings.activation_cap != "auto",
+            f"contender.activation_cap={settings.activation_cap} sets it too (set one to auto)",
+        ),
         "compile": (
             settings.compile,
             "not supported with deferred weight gradients (use false)",
         ),
     }
-    for field, (refused, way_out) in refusals.items():
-        if refused:
-            value = getattr(settings, field)
-            raise InfeasibleError(f"contender.{field}={value}: {way_out}")
+    refuse(settings, refusals)

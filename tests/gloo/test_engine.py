@@ -27,14 +27,16 @@ CASES = [
     Case(pp=2, shard=2, chunks=2, unit=2, batch=8, recompute="selective"),
     Case(pp=2, shard=2, chunks=2, unit=3, batch=10, tied=True),
     Case(pp=2, shard=4, chunks=2, unit=2, batch=16, reduce_every="step"),
-    Case(pp=4, shard=2, chunks=2, unit=4, batch=16, layers=8, placement="pp_inner"),
+    Case(pp=4, shard=2, chunks=2, unit=4, batch=16, layers=8, placement="pp_inner", keep=2),
     Case(pp=2, replicate=2, chunks=2, unit=2, batch=8),
     Case(pp=1, replicate=2, zero=True, chunks=2, unit=2, batch=8, tied=True),
-    Case(pp=2, shard=2, replicate=2, chunks=2, unit=2, batch=16, tied=True),
+    Case(pp=2, shard=2, replicate=2, chunks=2, unit=2, batch=16, tied=True, keep=1),
+    Case(pp=2, shard=2, replicate=2, chunks=2, batch=24, replicate_every="unit"),
     Case(pp=2, shard=2, replicate=2, zero=True, chunks=2, unit=2, batch=16, recompute="full"),
+    Case(pp=2, shard=2, replicate=2, zero=True, batch=24, replicate_every="unit", keep=3),
     Case(pp=2, replicate=3, zero=True, tied=True, chunks=2, batch=12, placement="pp_inner"),
     Case(pp=2, shard=2, chunks=2, batch=8, dropout=0.2, recompute="full"),
-    Case(pp=2, replicate=2, zero=True, chunks=2, batch=8, dropout=0.2),
+    Case(pp=2, replicate=2, zero=True, chunks=2, batch=8, dropout=0.2, replicate_every="unit"),
 ]
 
 

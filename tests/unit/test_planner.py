@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.simulated_task import preset, task
 from zeropp.cost import price_plan
 from zeropp.cost.cluster import Cluster
+from zeropp.layout import InfeasibleError
 from zeropp.plan import Plan, PlanRequest, Settings
 from zeropp.planner import plan_zeropp
 from zeropp.schedule import build, lower
+from zeropp.schedule.action import Op
 from zeropp.sim.simulate import simulate
 from zeropp.tune.search import search
 from zeropp.tune.space import SPACES
@@ -99,3 +102,49 @@ def test_the_tuner_prices_the_plan_that_the_planner_gives() -> None:
     )
     result = simulate(plan, what.cluster)
     assert (result.step_s, result.peak_bytes) == (winner.step_s, winner.peak_bytes)
+
+
+def test_kept_chunks_save_gathers_and_cost_memory() -> None:
+    plans = [plan_zeropp(request(microbatches=16, pp=4, chunks=2, keep=k)) for k in (0, 2)]
+    gathers = [sum(a.op is Op.UNSHARD for a in plan.schedule.programs[0]) for plan in plans]
+    assert gathers[1] == 2 < gathers[0]
+    memory = [simulate(plan, request(pp=4).cluster).memory[0] for plan in plans]
+    assert memory[1].unsharded >= memory[0].unsharded
+    assert plans[1].keep == 2
+
+
+def test_a_cap_in_gib_holds_as_many_of_the_largest_chunk() -> None:
+    asked = request(microbatches=16, pp=4, chunks=2)
+    largest = max(m.activations for m in price_plan(plan_zeropp(asked), asked.cluster).memory)
+    by_size = request(
+        microbatches=16, pp=4, chunks=2, unit=8, activation_cap_gib=12.5 * largest / 2**30
+    )
+    by_number = request(microbatches=16, pp=4, chunks=2, unit=8, activation_cap=12)
+    assert plan_zeropp(by_size) == plan_zeropp(by_number)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"activation_cap_gib": 0.5}, "contender.activation_cap_gib=0.5: holds"),
+        ({"activation_cap_gib": 30.0, "activation_cap": 8}, "contender.activation_cap_gib=30.0"),
+        ({"activation_cap": 3}, "contender.activation_cap=3: a unit of 4"),
+        ({"keep": -1}, "contender.keep=-1"),
+        ({"tp": 2}, "contender.tp=2"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(knobs: dict[str, object], words: str) -> None:
+    with pytest.raises(InfeasibleError, match=words) as error:
+        plan_zeropp(request(pp=4, chunks=2, **knobs))
+    assert "\n" not in str(error.value)
+
+
+def test_replicas_crossed_once_a_unit_split_the_gradients_under_zero1() -> None:
+    knobs = {"pp": 4, "chunks": 2, "shard": 8, "replicate_zero": 1, "microbatches": 16}
+    plans = [
+        plan_zeropp(request(**knobs, replicate_every=every))  # type: ignore[arg-type]
+        for every in ("step", "unit")
+    ]
+    once, often = (simulate(plan, request(pp=4).cluster) for plan in plans)
+    assert often.memory[0].gradients < once.memory[0].gradients
+    assert often.step_s >= once.step_s  # the same last crossing, and more before it
