@@ -24,7 +24,7 @@ from zeropp.sim.simulate import SimResult, simulate
 def plan_zeropp(request: PlanRequest) -> Plan:
     """PP x ZeRO-3 (x replicas), no tensor parallelism; raises InfeasibleError in one line."""
     settings = request.settings
-    _refuse_what_zeropp_lacks(settings)
+    _refuse_what_zeropp_lacks(request)
     layout = resolve_layout(request)
     microbatches = microbatches_per_step(request, layout)
     unit = layout.pp if settings.unit == "auto" else settings.unit
@@ -156,7 +156,8 @@ def _activation_cap(settings: Settings, plan: Plan, price: PlanPrice) -> int:
     return cap
 
 
-def _refuse_what_zeropp_lacks(settings: Settings) -> None:
+def _refuse_what_zeropp_lacks(request: PlanRequest) -> None:
+    settings = request.settings
     refusals = {
         "tp": (
             settings.tp != 1,
@@ -173,8 +174,9 @@ def _refuse_what_zeropp_lacks(settings: Settings) -> None:
             f"contender.activation_cap={settings.activation_cap} sets it too (set one to auto)",
         ),
         "compile": (
-            settings.compile,
-            "not supported with deferred weight gradients (use false)",
+            settings.compile and request.shape.dropout > 0,
+            "compiled blocks draw dropout from a generator of their own (use false, or "
+            "model.dropout=0)",
         ),
     }
     refuse(settings, refusals)

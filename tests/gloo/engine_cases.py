@@ -47,6 +47,7 @@ class Case:
     precision: str = "fp32"
     layers: int = 6
     cap: int | str = "auto"
+    compile: bool = False
 
     @property
     def world(self) -> int:
@@ -74,6 +75,7 @@ class Case:
             keep=self.keep,
             placement=self.placement,  # type: ignore[arg-type]
             activation_cap=self.cap,  # type: ignore[arg-type]
+            compile=self.compile,
         )
         request = PlanRequest(
             self.shape,
@@ -134,6 +136,7 @@ def build_engine(
             tied=((0, "tokens.weight"), (last, "output.weight")) if case.tied else None,
             dropout_seed=SEED if case.dropout else None,
             lr_schedule=lr_schedule,
+            compile=plan.compile,
         ),
     )
 

@@ -74,6 +74,7 @@ class Knobs(TypedDict, total=False):
     keep: int
     placement: Placement
     recompute: Recompute
+    compile: bool
 
 
 def parallelize(
@@ -103,7 +104,13 @@ def parallelize(
     stages = _cut(layers, settings, sample, global_batch, precision, weights)
     device = torch.device(device)
     options = EngineOptions(
-        precision, settings.recompute, settings.replicate_every, tied, lr_schedule, dropout_seed
+        precision,
+        settings.recompute,
+        settings.replicate_every,
+        tied,
+        lr_schedule,
+        dropout_seed,
+        settings.compile,
     )
     engine = Engine(
         stages.pieces(layers, device),

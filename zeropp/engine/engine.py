@@ -21,7 +21,7 @@ from zeropp.engine.randomness import StepSeeds
 from zeropp.engine.replicas import Name, Replicas
 from zeropp.engine.sharding import ChunkShards, full, share_streams
 from zeropp.engine.tied import TiedWeights
-from zeropp.layout import Layout
+from zeropp.layout import InfeasibleError, Layout
 from zeropp.optimizer import build_optimizer
 from zeropp.plan import Precision, Recompute, ReduceEvery
 from zeropp.schedule.program import Schedule
@@ -47,7 +47,8 @@ class EngineOptions:
     ``replicate_every``: gradients cross the replicas at every reduction, or at a step's last;
     ``tied`` names two parameters as (piece, name) that are one in the model; ``lr_schedule`` gives
     the factor on the learning rate from the number of steps done; ``dropout_seed`` is needed where
-    the model draws random numbers.
+    the model draws random numbers; ``compile``: each block runs through torch.compile. Raises
+    InfeasibleError for both of these: compiled code draws from a generator of its own.
     """
 
     precision: Precision = "fp32"
@@ -56,6 +57,14 @@ class EngineOptions:
     tied: tuple[Name, Name] | None = None
     lr_schedule: Callable[[int], float] | None = None
     dropout_seed: int | None = None
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.compile and self.dropout_seed is not None:
+            raise InfeasibleError(
+                "compile=True: compiled blocks draw dropout from a generator of their own "
+                "(use compile=False, or no dropout)"
+            )
 
 
 class Engine:
@@ -176,11 +185,13 @@ class Engine:
         return list(self.interpreter.spans or [])
 
     def _make_chunk(self, stage: int, mesh: DeviceMesh) -> Chunk:
-        precision = self._options.precision
+        options = self._options
         pieces = [piece for piece in self._pieces if piece.stage == stage]
-        sharded = self._layout.shard > 1 or precision == "bf16"
+        sharded = self._layout.shard > 1 or options.precision == "bf16"
         shards = ChunkShards(
-            [piece.module for piece in pieces], mesh["shard"] if sharded else None, precision
+            [piece.module for piece in pieces],
+            mesh["shard"] if sharded else None,
+            options.precision,
         )
         names = {
             (piece.index, name): parameter
@@ -191,7 +202,7 @@ class Engine:
         first, seeds = pieces[0].index, self._seeds
         seed = None if seeds is None else lambda piece, j: seeds.set(first + piece, j)
         deferrable = [piece.module for piece in pieces if piece.deferrable]
-        return Chunk(shards, replicas, deferrable, self._options.recompute, seed)
+        return Chunk(shards, replicas, deferrable, options.recompute, options.compile, seed)
 
     def _state(self) -> dict[str, Any]:
         owned = {

@@ -58,6 +58,7 @@ def build_engine(
             plan.replicate_every,
             tied=((0, "tokens.weight"), (last, "output.weight")) if shape.tied_embeddings else None,
             dropout_seed=seed if shape.dropout else None,
+            compile=plan.compile,
         ),
         mesh,
     )
