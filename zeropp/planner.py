@@ -56,6 +56,7 @@ def assemble(
         microbatch_size=request.microbatch_size,
         schedule=schedule,
         cuts=cuts or balanced_cuts(request.shape, schedule.num_stages),
+        runtime="fsdp2",
         precision=request.precision,
         recompute=settings.recompute,
         reduce_every=settings.reduce_every,

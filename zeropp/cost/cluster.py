@@ -28,8 +28,14 @@ class Device:
     launch_us: float = 8.0  # the host's time to start one kernel
     units: int = 108  # multiprocessors: output tiles run in waves of this many
     overlap_slowdown: float = 0.1  # compute takes this share longer beside collectives
+    reserved_gib: float = 4.0  # context, libraries, communicators, fragmentation
 
     __pydantic_config__ = _STRICT
+
+    @property
+    def usable_bytes(self) -> int:
+        """What tensors may take."""
+        return int((self.memory_gib - self.reserved_gib) * 2**30)
 
 
 @dataclass(frozen=True)

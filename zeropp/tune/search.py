@@ -24,9 +24,6 @@ from zeropp.tune.bound import least_bytes, least_step_s, work_s
 from zeropp.tune.plans import sized_plan, with_programs
 from zeropp.tune.space import Candidate, Space, Task, families, members
 
-RESERVED_GIB = 4.0  # of a device: context, libraries and communicators, fragmentation
-
-
 OOM = "out of memory"
 SLOWER = "slower by its lower bound"
 
@@ -78,11 +75,6 @@ class Outcome:
         """Step time above which a configuration changes nothing: the winner's, once there is
         another to put beside it."""
         return self.winner.step_s if self.winner and self.runner_up else float("inf")
-
-
-def memory_limit_bytes(task: Task) -> int:
-    """Bytes that a plan may use on one device."""
-    return int((task.cluster.device.memory_gib - RESERVED_GIB) * 2**30)
 
 
 def search(
@@ -137,7 +129,7 @@ def _children(
     for candidate in opened:
         plan = sized_plan(task, candidate)
         known = price or price_plan(plan, task.cluster)
-        if least_bytes(plan, known, candidate) > memory_limit_bytes(task):
+        if least_bytes(plan, known, candidate) > task.cluster.device.usable_bytes:
             outcome.fallen[OOM] += 1
             continue
         number += 1
@@ -149,7 +141,7 @@ def _evaluate(task: Task, entry: _Entry, outcome: Outcome) -> None:
     price = entry.price
     assert price is not None
     plans = with_programs(sized_plan(task, entry.candidate), entry.candidate, price)
-    limit = memory_limit_bytes(task)
+    limit = task.cluster.device.usable_bytes
     if all(_peak_bytes(plan, price) > limit for plan in plans):
         outcome.fallen[OOM] += 1
         return
