@@ -96,6 +96,19 @@ def test_zeropp_meets_its_bound_within_1f1b_memory(ranks: int, chunks: int, unit
     assert max(max(live_activations(schedule, r)) for r in range(ranks)) <= ranks * chunks
 
 
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_zeropp_meets_its_bound_with_a_short_unit(data: st.DataObject) -> None:
+    ranks, chunks = data.draw(st.integers(2, 12)), data.draw(st.integers(1, 4))
+    unit = data.draw(st.integers(ranks, 2 * ranks))
+    m = unit * data.draw(st.integers(2, 4)) + data.draw(st.integers(1, unit - 1))
+    schedule = build("zeropp", num_ranks=ranks, chunks=chunks, num_microbatches=m, unit=unit)
+    result = run(schedule, [StageCost()] * schedule.num_stages)
+    assert result.over_ideal <= 1 + (ranks - 1) / (3 * m * chunks) + 1e-9
+    cap = unit * chunks
+    assert max(max(live_activations(schedule, r)) for r in range(ranks)) <= cap
+
+
 @given(any_schedule(), st.integers(0, 3), st.sampled_from(["unit", "step"]))
 @settings(max_examples=80, deadline=None)
 def test_lowered_programs_gather_and_reduce_once(
