@@ -9,10 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.gloo.engine_cases import ADAMW, Case, Outcome, train, train_alone
 from tests.gloo.world import World
+from zeropp.engine.channels import Channels
 from zeropp.training import OptimizerConfig
 
 
@@ -117,3 +119,15 @@ def test_compiled_blocks_have_the_same_gradients(recompute: str, world: World) -
     check([outcome for outcome, _ in found], train_alone(*arguments), 1e-10)
     # Of a kind of block, not of each: more kinds than torch's limit would fall back to eager.
     assert all(0 < graphs <= 8 for _, graphs in found)
+
+
+def count_groups(case: Case) -> int:
+    """Process groups that this rank takes part in making for an engine, mesh aside."""
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        Channels([(0, 1), (1, 0)], case.plan().layout, torch.device("cpu"))
+    return int(made.call_count)
+
+
+def test_process_groups_are_two_a_pipeline(world: World) -> None:
+    case = Case(pp=4, replicate=2, chunks=2, batch=8, layers=8)
+    assert world.run(count_groups, case, size=case.world) == [2 * 2] * case.world
