@@ -1,7 +1,7 @@
 """The suite's entry: Hydra composes the points, the launcher runs them, the report closes.
 
 Exit status: 0 where every point ended ``ok`` or ``infeasible`` as one of a sweep, 1 where one
-failed, 2 on bad input, before anything was started.
+failed, 2 on bad input, before anything was started, 130 where the user interrupted it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ def main() -> int:
     except SpecError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
 
 
 def spec_of(config: dict[str, Any]) -> RunSpec:

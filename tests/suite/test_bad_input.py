@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.record import read_record
 from benchmarks.run import main
 
 # arguments, what the line must say
@@ -73,6 +74,22 @@ def test_bad_input_is_one_line_and_status_2(
     assert words in lines[0]
     assert printed.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interruption_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.launch.local._wait", interrupt)
+    monkeypatch.setattr("benchmarks.launch.local._start_ranks", lambda *_: [])
+    places = [f"runs_dir={tmp_path}/runs", f"report_dir={tmp_path}/report"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks.run", *places])
+    assert main() == 130
+    assert capsys.readouterr().err.splitlines()[-1].startswith("interrupted; ")
+    (record,) = (tmp_path / "runs").glob("*/*/record.json")
+    assert read_record(record).interrupted
 
 
 def test_a_dry_run_writes_nothing(
