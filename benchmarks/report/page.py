@@ -27,17 +27,18 @@ _TABLES = {
     "memory": "Memory",
     "speedup": "Speed-up",
     "evidence": "Evidence",
+    "published": "Evidence",
 }
 
 
 @dataclass(frozen=True)
 class _Table:
-    """A table as text; ``sources[i]`` is the id of the record behind row i, or empty."""
+    """A table as text; ``sources[i]`` are the records behind row i, its own first."""
 
     name: str
     columns: list[str]
     rows: list[list[str]]
-    sources: list[str]
+    sources: list[list[str]]
 
 
 def write_page(
@@ -49,8 +50,7 @@ def write_page(
 ) -> Path:
     """Write ``report.html`` beside the pictures' SVG files and return its path.
 
-    ``rows`` are the frame's rows behind the tables: the throughput and memory tables have their
-    index, and link every row to its record.
+    ``rows`` are the frame's rows behind the tables, whose indices name their records.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
@@ -65,7 +65,7 @@ def write_page(
                 {
                     "name": section,
                     "tables": [
-                        _table(name, tables[name], rows)
+                        _table(name, tables[name])
                         for name, of in _TABLES.items()
                         if of == section and not tables[name].empty
                     ],
@@ -83,13 +83,12 @@ def write_page(
     return path
 
 
-def _table(name: str, table: pd.DataFrame, rows: pd.DataFrame) -> _Table:
-    linked = name in ("throughput", "memory")
+def _table(name: str, table: pd.DataFrame) -> _Table:
     return _Table(
         name,
         list(map(str, table.columns)),
         [[str(value) for value in line] for line in table.to_numpy()],
-        [str(rows.loc[index, "record_id"]) if linked else "" for index in table.index],
+        [str(records).split() for records in table.index],
     )
 
 

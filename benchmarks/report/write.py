@@ -17,6 +17,7 @@ from benchmarks.report.headline import headline_table
 from benchmarks.report.losses import loss_curves
 from benchmarks.report.page import write_page
 from benchmarks.report.picture import Picture, save
+from benchmarks.report.published import published_figure
 from benchmarks.report.scaling import scaling_curves, speedup_maps
 from benchmarks.report.tables import comparison_tables, print_tables, write_tables
 from benchmarks.report.timelines import step_timelines, write_traces
@@ -30,6 +31,7 @@ FIGURES: tuple[Callable[[pd.DataFrame], Iterator[Picture]], ...] = (
     step_timelines,
     loss_curves,
     evidence_distance_figure,
+    published_figure,
 )
 
 

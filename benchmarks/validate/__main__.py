@@ -18,10 +18,10 @@ from benchmarks.spec import SpecError
 from benchmarks.validate.pairs import pairs_of
 from benchmarks.validate.predict import predict
 from benchmarks.validate.report import (
+    Errors,
     Outcome,
-    error_lines,
+    errors_of,
     oom_line,
-    pair_lines,
     row_line,
     write,
 )
@@ -65,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in chain.from_iterable(tables):
         outcomes.append(outcome_of(row, options.cluster))
         print(row_line(outcomes[-1]))
-    _summarise(outcomes)
+    errors = _summarise(outcomes)
     if options.out is not None:
-        write(outcomes, options.out)
-        print(f"wrote {options.out}/validation.csv and validation.png")
+        write(outcomes, errors, options.out)
+        print(f"wrote {options.out}/validation.csv, errors.csv and validation.png")
     return 0
 
 
@@ -84,15 +84,17 @@ def _tables(files: Sequence[Path]) -> list[list[dict[str, str]]]:
     return tables
 
 
-def _summarise(outcomes: Sequence[Outcome]) -> None:
+def _summarise(outcomes: Sequence[Outcome]) -> list[Errors]:
     pairs = pairs_of([o.row for o in outcomes], [o.prediction for o in outcomes])
-    print("\nabsolute relative error")
-    print("\n".join(error_lines(outcomes)))
-    print("\nspeed-ups: pairs of rows that differ in schedule or parallelism alone")
-    print("\n".join(pair_lines(pairs)) or "no pairs")
+    errors = errors_of(outcomes, pairs)
+    print(
+        "\nabsolute relative error (ratio: of pairs that differ in schedule or parallelism alone)"
+    )
+    print("\n".join(e.line() for e in errors))
     print(oom_line(outcomes))
     predicted = sum(1 for o in outcomes if o.prediction)
     print(f"{predicted} of {len(outcomes)} rows predicted\n{UNMEASURED}")
+    return errors
 
 
 if __name__ == "__main__":
