@@ -37,6 +37,7 @@ def main() -> int:
         configs = compose("config")
         if not configs:  # --help, --cfg: Hydra has answered
             return 0
+        _check_folders(configs[0])
         if "verdict" in configs[0]:  # an experiment that finds its points by itself
             return int(importlib.import_module("benchmarks.verdict").run(configs[0]))
         points = [plan_point(spec_of(config)) for config in configs]
@@ -49,6 +50,12 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
+
+
+def _check_folders(config: dict[str, Any]) -> None:
+    for field in ("runs_dir", "report_dir"):
+        if not isinstance(config[field], str) or not config[field]:
+            raise SpecError(f"{field}={config[field]!r}: must be a folder's path")
 
 
 def spec_of(config: dict[str, Any]) -> RunSpec:

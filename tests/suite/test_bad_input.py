@@ -14,6 +14,7 @@ from benchmarks.run import main
 # arguments, what the line must say
 CASES = [
     ("global_batch=15", "global_batch=15: must be a multiple of"),
+    ("global_batch=100000000", "global_batch=100000000: 50000000 microbatches"),
     ("microbatch_size=3", "global_batch=16: must be a multiple of microbatch_size=3"),
     ("contender.pp=4 contender.chunks=16", "contender.pp=4: 4 x chunks=16 = 64 stages"),
     ("contender.pp=3", "contender.pp=3: the degrees"),
@@ -45,6 +46,9 @@ CASES = [
     ("num_gpus=4,3 launcher=slurm launcher.grace_s=long -m", "launcher.grace_s='long'"),
     ("contender.pp=all", "contender.pp='all': input should be a valid integer"),
     ("model=null", "must be a string"),
+    ("report_dir=null", "report_dir=None: must be a folder's path"),
+    ("data=text data.path=/", "data.path='/': no such file"),
+    ("model.name=a/b", "model.name='a/b': folders and files are named by it"),
     ("report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot be written to"),
     ("runs_dir=/dev/null/runs", "runs_dir=/dev/null/runs: cannot be written to"),
     ("experiment=claim_33 report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot"),
