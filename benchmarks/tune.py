@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.compose import compose
+from benchmarks.metrics import UNMEASURED
 from benchmarks.progress import progress_line
 from benchmarks.spec import SpecError, check_priced, check_ranges, validated
 from zeropp.cost.cluster import Cluster
@@ -105,6 +106,8 @@ def show(outcomes: list[Outcome]) -> None:
             f"{reason} ({count:,})" for reason, count in outcome.fallen.most_common()
         )
         console.print(f"{outcome.space.label}: {outcome.simulated} simulated, fell: {reasons}")
+    if any(outcome.space.name == "zeropp" for outcome in outcomes):
+        console.print(UNMEASURED)
 
 
 def tokens_per_s_per_gpu(task: Task, found: Evaluated) -> float:

@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.compose import preset
+from benchmarks.metrics import UNMEASURED
 from benchmarks.record import check_writable
 from benchmarks.spec import SpecError
 from benchmarks.validate.pairs import pairs_of
@@ -29,10 +30,6 @@ from benchmarks.validate.rows import NEEDED, UnpredictableError, read_rows
 from zeropp.cost.cluster import Cluster
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "results" / "published"
-UNMEASURED = (
-    "No published measurement exists of PP x ZeRO-3 with gathers a unit (ZeroPP's layout): its "
-    "price is the sum of parts that are held here (kernels, pipeline, FSDP's gathers)."
-)
 
 
 def outcome_of(row: dict[str, str], cluster: str | None) -> Outcome:
