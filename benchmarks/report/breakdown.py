@@ -69,7 +69,7 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
     crowded = len(panel) > 6
     texts = axis.bar_label(drawn, [f"{top:.3g}" for top in bottom], padding=2, fontsize=7.5)
     for text in texts:  # readable where the limit's line crosses it
-        text.set(rotation=90 if crowded else 0, zorder=4)
+        text.set(rotation=90 if crowded else 0, zorder=4, in_layout=False)
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6})
     peaks = np.where(panel["evidence"] == "measured", panel["peak_gib"].astype(float), np.nan)
     if np.isfinite(peaks).any():
