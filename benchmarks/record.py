@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from benchmarks.spec import SpecError
 from zeropp.timeline import Provenance
 
 SCHEMA_VERSION = 1
@@ -93,6 +95,17 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def check_writable(field: str, directory: Path) -> None:
+    """Make a folder for results; raises SpecError where nothing could be written into it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise SpecError(f"{field}={directory}: cannot be written to: {why}") from None
 
 
 def read_record(path: Path) -> RunRecord:

@@ -7,8 +7,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -16,6 +17,8 @@ from zeropp.cost.cluster import Cluster
 from zeropp.plan import PlanRequest, Precision, Settings
 from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig
+
+T = TypeVar("T")
 
 _STRICT = {"extra": "forbid"}
 
@@ -99,17 +102,35 @@ class RunSpec:
         return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
 
 
-_ADAPTER = TypeAdapter(RunSpec)
+_adapter = lru_cache(TypeAdapter)  # takes milliseconds to make
+
+
+def validated(kind: type[T], values: Any, prefix: str = "") -> T:
+    """Values as a ``kind``; raises SpecError with one line for the first thing wrong, whose field
+    is named below ``prefix``."""
+    try:
+        adapter = _adapter(kind)  # type: ignore[arg-type]  # mypy: types are hashable
+        return cast("T", adapter.validate_python(values))
+    except ValidationError as error:
+        raise SpecError(_one_line(error, values, prefix)) from None
 
 
 def spec_from_mapping(values: Mapping[str, Any]) -> RunSpec:
     """Build and check a spec; raises SpecError with one line for the first thing wrong."""
-    try:
-        spec = _ADAPTER.validate_python(dict(values))
-    except ValidationError as error:
-        raise SpecError(_one_line(error)) from None
+    spec = validated(RunSpec, dict(values))
     _check_ranges(spec)
     return spec
+
+
+def check_priced(cluster: Cluster, precision: Precision) -> None:
+    """Refuse a device whose peak is not known for the precision; raises SpecError."""
+    device = cluster.device
+    peaks = {"bf16": device.peak_bf16_tflops, "fp32": device.peak_fp32_tflops}
+    if peaks[precision] is None:
+        raise SpecError(
+            f"cluster={cluster.name}: device {device.name} has no peak_{precision}_tflops to price "
+            "with (use another cluster or precision)"
+        )
 
 
 def load_spec(path: Path) -> RunSpec:
@@ -117,16 +138,27 @@ def load_spec(path: Path) -> RunSpec:
     return spec_from_mapping(json.loads(path.read_text()))
 
 
-def _one_line(error: ValidationError) -> str:
+def _one_line(error: ValidationError, values: Any, prefix: str) -> str:
     problems = error.errors(include_url=False)
-    first = problems[0]
-    field = ".".join(str(part) for part in first["loc"])
-    same = [p["msg"] for p in problems if p["loc"][: len(first["loc"]) - 1] == first["loc"][:-1]]
+    first, path = problems[0], _path(problems[0]["loc"], values)
+    field = ".".join([prefix] * bool(prefix) + path)
     if first["type"] == "unexpected_keyword_argument":
         return f"{field}={first['input']!r}: unknown key"
     if first["type"] == "missing":
         return f"{field}: missing; it has no default"
+    same = [p["msg"] for p in problems if _path(p["loc"], values) == path]
     return f"{field}={first['input']!r}: {'; or '.join(dict.fromkeys(same)).lower()}"
+
+
+def _path(location: tuple[int | str, ...], values: Any) -> list[str]:
+    """The keys of a location, without what follows the value itself: members of its union."""
+    path = []
+    for part in location:
+        if not isinstance(values, Mapping):
+            break
+        path.append(str(part))
+        values = values.get(part)
+    return path
 
 
 def _check_ranges(spec: RunSpec) -> None:

@@ -23,6 +23,7 @@ from benchmarks.launch.slurm_jobs import Task, close_ended, look, read_tasks, un
 from benchmarks.record import RecordError, RunRecord, find_records, read_record
 
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
+_OPTIONAL = ("detail", "job", "nodes", "log")  # columns that are left out where all are empty
 _FILE_WIDTH = 400  # one line a point where no terminal folds it
 
 
@@ -116,11 +117,14 @@ def _progress(attempt: Path) -> str:
 
 
 def _print_table(found: list[Row]) -> None:
-    table = Table("point", "state", "detail", "job", "nodes", "log", box=None, pad_edge=False)
+    columns = [name for name in _OPTIONAL if any(getattr(row, name) for row in found)]
+    table = Table(box=None, pad_edge=False)
+    for heading in ("point", "state", *columns):
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("point", "state"))
     for row in found:
         colour = _COLOURS.get(row.state, "red")
-        cells = (row.detail, row.job, row.nodes, row.log)
-        table.add_row(row.spec_id, f"[{colour}]{row.state}[/]", *map(escape, cells))
+        cells = (escape(getattr(row, name)) for name in columns)
+        table.add_row(row.spec_id, f"[{colour}]{row.state}[/]", *cells)
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False)
     console.print(table)
     counts = Counter(row.state for row in found)
@@ -140,6 +144,8 @@ def main() -> int:
     found, problem = rows(runs_dir)
     if arguments.json:
         print(json.dumps([asdict(row) for row in found], indent=1))
+    elif not found:
+        print(f"no points in {runs_dir}")
     else:
         _print_table(found)
     if problem:

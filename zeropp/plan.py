@@ -18,8 +18,7 @@ Auto = Literal["auto"]
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 ReduceEvery = Literal["unit", "step"]
-
-_FSDP2_CONTENDERS = frozenset({"zeropp", "fsdp", "torch_pp"})
+Runtime = Literal["fsdp2", "deepspeed", "megatron_core", "published"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,7 @@ class Plan:
     microbatch_size: int
     schedule: Schedule
     cuts: tuple[int, ...]
+    runtime: Runtime  # whose copies and overlaps a step has (``zeropp/cost/software.py``)
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     reduce_every: ReduceEvery = "unit"
@@ -109,7 +109,7 @@ class Plan:
     def gathers(self) -> bool:
         """Parameters are gathered before use: they are sharded, or compute uses bf16 copies of
         fp32 masters, as FSDP2's mixed precision does."""
-        copies = self.precision == "bf16" and self.contender in _FSDP2_CONTENDERS
+        copies = self.precision == "bf16" and self.runtime == "fsdp2"
         return self.layout.shard > 1 or copies
 
     @property

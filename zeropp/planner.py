@@ -59,6 +59,7 @@ def plan_zeropp(request: PlanRequest) -> Plan:
         microbatch_size=request.microbatch_size,
         schedule=schedule,
         cuts=balanced_cuts(request.shape, schedule.num_stages),
+        runtime="fsdp2",
         precision=request.precision,
         recompute=settings.recompute,
         reduce_every=settings.reduce_every,

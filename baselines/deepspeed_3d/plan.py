@@ -36,6 +36,7 @@ def plan(request: PlanRequest) -> Plan:
         microbatch_size=request.microbatch_size,
         schedule=schedule,
         cuts=balanced_cuts(request.shape, schedule.num_stages),
+        runtime="deepspeed",
         precision=request.precision,
         recompute=request.settings.recompute,
         reduce_every="step",

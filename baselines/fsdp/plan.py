@@ -33,6 +33,7 @@ def plan(request: PlanRequest) -> Plan:
         microbatch_size=request.microbatch_size,
         schedule=schedule,
         cuts=tuple(range(schedule.num_stages + 1)),
+        runtime="fsdp2",
         precision=request.precision,
         recompute=settings.recompute,
         reduce_every=settings.reduce_every,

@@ -47,6 +47,7 @@ def plan(request: PlanRequest) -> Plan:
         microbatch_size=request.microbatch_size,
         schedule=schedule,
         cuts=balanced_cuts(request.shape, schedule.num_stages),
+        runtime="fsdp2",
         precision=request.precision,
         recompute=settings.recompute,
         reduce_every="step",

@@ -11,7 +11,7 @@ from zeropp.schedule import build, lower
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Schedule, loop_placement, v_placement
 from zeropp.shape import ModelShape
-from zeropp.tune.space import Candidate, Task
+from zeropp.tune.space import SPACES, Candidate, Task
 
 
 def sized_plan(task: Task, candidate: Candidate) -> Plan:
@@ -31,6 +31,7 @@ def sized_plan(task: Task, candidate: Candidate) -> Plan:
         microbatch_size=candidate.microbatch_size,
         schedule=Schedule(candidate.schedule, candidate.num_microbatches, unit, placement, ()),
         cuts=_cuts(task.shape, len(placement)),
+        runtime=SPACES[candidate.contender].runtime,
         precision=task.precision,
         recompute=candidate.recompute,
         reduce_every=candidate.reduce_every,

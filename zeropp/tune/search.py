@@ -23,9 +23,6 @@ from zeropp.tune.bound import least_bytes, least_step_s, work_s
 from zeropp.tune.plans import sized_plan, with_programs
 from zeropp.tune.space import Candidate, Space, Task, families, members
 
-RESERVED_GIB = 4.0  # of a device: context, libraries and communicators, fragmentation
-
-
 OOM = "out of memory"
 SLOWER = "slower by its lower bound"
 
@@ -77,11 +74,6 @@ class Outcome:
         """Step time above which a configuration changes nothing: the winner's, once there is
         another to put beside it."""
         return self.winner.step_s if self.winner and self.runner_up else float("inf")
-
-
-def memory_limit_bytes(task: Task) -> int:
-    """Bytes that a plan may use on one device."""
-    return int((task.cluster.device.memory_gib - RESERVED_GIB) * 2**30)
 
 
 def search(
@@ -136,7 +128,7 @@ def _children(
     for candidate in opened:
         plan = sized_plan(task, candidate)
         known = price or price_plan(plan, task.cluster)
-        if least_bytes(plan, known, candidate) > memory_limit_bytes(task):
+        if least_bytes(plan, known, candidate) > task.cluster.device.usable_bytes:
             outcome.fallen[OOM] += 1
             continue
         number += 1
@@ -148,7 +140,7 @@ def _evaluate(task: Task, entry: _Entry, outcome: Outcome) -> None:
     plan, price = plan_of(task, entry.candidate), entry.price
     assert price is not None
     peak = max(memory.total for memory in peak_memory(plan, price))
-    if peak > memory_limit_bytes(task):
+    if peak > task.cluster.device.usable_bytes:
         outcome.fallen[OOM] += 1
         return
     outcome.simulated += 1
