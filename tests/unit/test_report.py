@@ -16,7 +16,7 @@ from benchmarks.report import load_frame, style, write_report
 from benchmarks.report.breakdown import memory_breakdown
 from benchmarks.report.compare import compare, write_comparison
 from benchmarks.report.evidence import evidence_distances
-from benchmarks.report.frame import best_configuration, latest_ok
+from benchmarks.report.frame import best_configuration, latest_ok, notes_of
 from benchmarks.report.headline import headline_table
 from benchmarks.report.published import (
     VALIDATION,
