@@ -40,6 +40,7 @@ def save(picture: Picture, out: Path) -> SavedPicture:
     """
     engine = picture.figure.get_layout_engine()
     if engine is not None:
+        picture.figure.set_dpi(plt.rcParams["savefig.dpi"])  # letters' widths depend on it
         engine.execute(picture.figure)
         picture.figure.set_layout_engine(None)
     paths = (out / f"{picture.name}.png", out / f"{picture.name}.svg")
