@@ -125,13 +125,14 @@ def _cell(row: pd.Series) -> str:
 
 
 def _map(rows: pd.DataFrame, contender: str) -> Figure:
-    lines = rows["model"] + ", batch " + rows["global_batch"].astype(str)
-    table = rows.assign(line=lines).drop_duplicates(["line", "num_gpus"], keep="last")
-    table = table[table["line"].isin(table["line"].unique()[:MAX_LINES])]
-    values = table.pivot(index="line", columns="num_gpus", values="speedup")
-    texts = table.assign(text=[_cell(row) for _, row in table.iterrows()]).pivot(
-        index="line", columns="num_gpus", values="text"
-    )
+    table = rows.sort_values(["model", "global_batch"], kind="stable")
+    table = table.assign(
+        line=table["model"] + ", batch " + table["global_batch"].astype(str),
+        text=[_cell(row) for _, row in table.iterrows()],
+    ).drop_duplicates(["line", "num_gpus"], keep="last")
+    lines = table["line"].unique()[:MAX_LINES]
+    grid = table.pivot(index="line", columns="num_gpus")
+    values, texts = grid["speedup"].loc[lines], grid["text"].loc[lines]
     size = (2.6 + 0.95 * values.shape[1], 1.2 + 0.48 * values.shape[0])
     figure, axis = plt.subplots(figsize=size, layout="constrained")
     reach = max(0.1, float(np.nanmax(np.abs(np.log2(values.to_numpy(dtype=float))))))
