@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.contenders import Contender
 from benchmarks.data import BatchSource
+from benchmarks.data.local import local_batch
 from benchmarks.spec import RunSpec
 from zeropp.cost import parameter_count
 from zeropp.model import build_model, cross_entropy
@@ -41,10 +42,7 @@ def run_gate(
     plan = contender.plan(small.request)
     source = replace(batches, seq=shape.seq, vocab=shape.vocab)
     trainer = contender.build(plan, spec.optimizer, device, spec.seed)
-    layout = plan.layout
-    rows = source.shard(0, layout.dp_index(dist.get_rank()), layout.dp)
-    inputs, targets = (torch.from_numpy(part).to(device) for part in rows)
-    result = trainer.step(inputs, targets)
+    result = trainer.step(*local_batch(source, plan.layout, 0, device))
     before = {n: p.detach().clone() for n, p in _named(build_model(shape, spec.seed, device))}
     after, expected = _reference_step(small, source, device)
     tolerance = spec.measure.gate_tolerance

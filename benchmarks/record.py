@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from benchmarks.spec import SpecError
 from zeropp.timeline import Provenance
 
 SCHEMA_VERSION = 1
@@ -95,21 +97,46 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def check_writable(field: str, directory: Path) -> None:
+    """Make a folder for results; raises SpecError where nothing could be written into it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise SpecError(f"{field}={directory}: cannot be written to: {why}") from None
+
+
 def read_record(path: Path) -> RunRecord:
     """Read one record; raises RecordError that names the file where it is unreadable."""
     try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path}: not readable as JSON ({error})") from None
+        text = path.read_bytes()
+        record = _ADAPTER.validate_json(text)
+    except OSError as error:
+        raise RecordError(f"{path}: not readable ({error})") from None
+    except ValidationError as error:
+        raise RecordError(f"{path}: {_unreadable(text, error)}") from None
+    if record.schema_version != SCHEMA_VERSION:
+        raise RecordError(f"{path}: {_other_version(record.schema_version)}")
+    return record
+
+
+def _unreadable(text: bytes, error: ValidationError) -> str:
+    """Why a text is no record: not JSON, of another schema, or a field that is wrong."""
+    try:
+        document = json.loads(text)
+    except ValueError as cut:
+        return f"not readable as JSON ({cut})"
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version != SCHEMA_VERSION:
-        raise RecordError(f"{path}: schema version {version!r}, this suite reads {SCHEMA_VERSION}")
-    try:
-        return _ADAPTER.validate_python(document)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise RecordError(f"{path}: {where}: {first['msg']}") from None
+        return _other_version(version)
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+
+
+def _other_version(version: object) -> str:
+    return f"schema version {version!r}, this suite reads {SCHEMA_VERSION}"
 
 
 def find_records(roots: Iterable[Path]) -> Iterator[Path]:

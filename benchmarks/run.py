@@ -1,24 +1,19 @@
 """The suite's entry: Hydra composes the points, the launcher runs them, the report closes.
 
 Exit status: 0 where every point ended ``ok`` or ``infeasible`` as one of a sweep, 1 where one
-failed, 2 on bad input, before anything was started.
+failed, 2 on bad input, before anything was started, 130 where the user interrupted it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
 import sys
 from pathlib import Path
-from typing import Any, cast, get_args
+from types import ModuleType
+from typing import Any, get_args
 
-import hydra
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from benchmarks.errors import one_line
+from benchmarks.compose import compose
 from benchmarks.launch.points import (
     PROVENANCE,
     Point,
@@ -28,11 +23,10 @@ from benchmarks.launch.points import (
     write_unstarted,
 )
 from benchmarks.progress import SweepProgress, announce
-from benchmarks.record import RunRecord
+from benchmarks.record import RunRecord, check_writable
 from benchmarks.report import write_report
 from benchmarks.spec import RunSpec, SpecError, spec_from_mapping
 
-_CONF = Path(__file__).resolve().parents[1] / "conf"
 _RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "verdict"}
 _SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
 
@@ -40,35 +34,28 @@ _SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
 def main() -> int:
     """Command line; see ``--help``."""
     try:
-        configs = compose_points()
+        configs = compose("config")
         if not configs:  # --help, --cfg: Hydra has answered
             return 0
+        _check_folders(configs[0])
         if "verdict" in configs[0]:  # an experiment that finds its points by itself
             return int(importlib.import_module("benchmarks.verdict").run(configs[0]))
         points = [plan_point(spec_of(config)) for config in configs]
         if len(points) == 1 and points[0].plan is None:
             raise SpecError(points[0].reason)
         return run_points(points, configs)
-    except (SpecError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+    except SpecError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
 
 
-def compose_points() -> list[dict[str, Any]]:
-    """Let Hydra compose every point of the command line; it does nothing else.
-
-    Collecting the points first is what lets all of them be checked before one is started, and
-    lets a launcher see the sweep as a whole.
-    """
-    composed: list[DictConfig] = []
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise, so that the error can be one line
-    hydra.main(version_base="1.3", config_path=str(_CONF), config_name="config")(composed.append)()
-    return [_plain(config) for config in composed]
-
-
-def _plain(config: DictConfig) -> dict[str, Any]:
-    values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    return cast("dict[str, Any]", values)
+def _check_folders(config: dict[str, Any]) -> None:
+    for field in ("runs_dir", "report_dir"):
+        if not isinstance(config[field], str) or not config[field]:
+            raise SpecError(f"{field}={config[field]!r}: must be a folder's path")
 
 
 def spec_of(config: dict[str, Any]) -> RunSpec:
@@ -83,29 +70,58 @@ def spec_of(config: dict[str, Any]) -> RunSpec:
 def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
     """Run what is missing, launcher by launcher, record what is infeasible, write the report."""
     rerun, runs_dir = configs[0]["rerun"], Path(configs[0]["runs_dir"])
+    report_dir = Path(configs[0]["report_dir"])
     if rerun not in get_args(Rerun):
         raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
-    groups: dict[str, list[Point]] = {}
-    options: dict[str, dict[str, Any]] = {}
-    for point, config in zip(points, configs, strict=True):
-        groups.setdefault(config["launcher"]["kind"], []).append(point)
-        options[config["launcher"]["kind"]] = config["launcher"]
-    launchers = {kind: importlib.import_module(f"benchmarks.launch.{kind}") for kind in groups}
-    for kind, launcher in launchers.items():
-        launcher.check(groups[kind])
+    groups = _by_launcher(points, configs)
+    for options, group in groups:
+        _launcher(options).check(group, options)
+    dry_run = any(options.get("dry_run") for options, _ in groups)  # then nothing is written
+    if not dry_run:
+        check_writable("runs_dir", runs_dir)
+        check_writable("report_dir", report_dir)
     records: list[RunRecord] = []
-    for kind, launcher in launchers.items():
-        todo = still_to_run(groups[kind], runs_dir, PROVENANCE[kind], rerun)
-        announce(groups[kind], todo, kind)
-        for point in todo:
-            if point.plan is None:
-                write_unstarted(point, runs_dir, kind, "infeasible", point.reason)
+    for options, group in groups:
+        kind = options["kind"]
+        todo = still_to_run(group, runs_dir, PROVENANCE[kind], rerun)
+        announce(group, todo, kind)
         feasible = [point for point in todo if point.plan is not None]
+        if not dry_run:
+            _record_infeasible(todo, runs_dir, kind)
         with SweepProgress(len(feasible)) as progress:
-            records += launcher.launch(feasible, options[kind], runs_dir, progress)
-    roots = dict.fromkeys(runs_dir / point.spec.spec_id for point in points)
-    write_report(list(roots), Path(configs[0]["report_dir"]))
+            records += _launcher(options).launch(feasible, options, runs_dir, progress)
+    if not dry_run:
+        roots = dict.fromkeys(runs_dir / point.spec.spec_id for point in points)
+        write_report(list(roots), report_dir)
     return 0 if all(r.status in ("ok", "infeasible") for r in records) else 1
+
+
+def _by_launcher(
+    points: list[Point], configs: list[dict[str, Any]]
+) -> list[tuple[dict[str, Any], list[Point]]]:
+    """Points with equal options of the launcher together; raises SpecError on an unknown one."""
+    groups: list[tuple[dict[str, Any], list[Point]]] = []
+    for point, config in zip(points, configs, strict=True):
+        options = config["launcher"]
+        if options["kind"] not in PROVENANCE:
+            known = ", ".join(PROVENANCE)
+            raise SpecError(f"launcher.kind={options['kind']!r}: must be one of {known}")
+        same = [group for known, group in groups if known == options]
+        if same:
+            same[0].append(point)
+        else:
+            groups.append((options, [point]))
+    return groups
+
+
+def _launcher(options: dict[str, Any]) -> ModuleType:
+    return importlib.import_module(f"benchmarks.launch.{options['kind']}")
+
+
+def _record_infeasible(points: list[Point], runs_dir: Path, launcher: str) -> None:
+    for point in points:
+        if point.plan is None:
+            write_unstarted(point, runs_dir, launcher, "infeasible", point.reason)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Look at a schedule: the grid in the terminal, the timeline as PNG, SVG and Perfetto JSON.
+"""Look at a schedule: the grid here, with out=DIR also a PNG, SVG and Perfetto JSON.
 
-    python -m benchmarks.show schedule name=zeropp ranks=4 chunks=2 microbatches=8 unit=4 out=DIR
+    python -m benchmarks.show schedule name=zeropp ranks=4 chunks=2 microbatches=8
 
-Durations are in units of one chunk's forward: ``forward``, ``backward_input``,
-``backward_weight``, ``unshard``, ``reduce_grad`` and ``transfer`` may be set. Without ``out``
-only the grid is printed.
+Sizes: name (of the generator), ranks, chunks, microbatches, unit, cap, prefetch,
+keep, reduce_every. Durations, in any one unit: forward, backward_input,
+backward_weight, unshard, reduce_grad, transfer.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +22,7 @@ from zeropp.schedule.action import parse_action
 from zeropp.schedule.program import StageCost
 from zeropp.schedule.validate import live_activations, resident_chunks
 from zeropp.sim.events import EventResult, run
-from zeropp.timeline import Timeline
+from zeropp.timeline import Span, Timeline
 
 _STYLES = {
     "F": "black on #56B4E9",
@@ -31,6 +31,8 @@ _STYLES = {
     "B": "black on #D55E00",
 }
 _COSTS = {field.name for field in fields(StageCost)}
+_COMPUTE = ("forward", "backward_input", "backward_weight")
+_MOST = 100.0  # times the shortest compute action, which is a column of the grid
 _PIXELS_PER_INCH = 200
 
 
@@ -68,11 +70,29 @@ def parse(words: Sequence[str]) -> tuple[Request, StageCost]:
         except ValueError:
             raise ValueError(f"{word}: needs a number") from None
     request = Request(**values)  # type: ignore[arg-type]
+    cost = StageCost(**costs)
+    _check(request, cost)
+    return request, cost
+
+
+def _check(request: Request, cost: StageCost) -> None:
     if request.reduce_every not in ("unit", "step"):
         raise ValueError(f"reduce_every={request.reduce_every}: use unit or step")
-    if min(request.ranks, request.chunks, request.microbatches) < 1:
-        raise ValueError("ranks, chunks and microbatches must be at least 1")
-    return request, StageCost(**costs)
+    least = {"ranks": 1, "chunks": 1, "microbatches": 1}
+    least |= {"unit": 0, "cap": 0, "prefetch": 0, "keep": 0}
+    for name, low in least.items():
+        if getattr(request, name) < low:
+            raise ValueError(f"{name}={getattr(request, name)}: must be at least {low}")
+    for name in _COMPUTE:
+        if not getattr(cost, name) > 0:
+            raise ValueError(f"{name}={getattr(cost, name):g}: must be more than 0")
+    shortest = min(getattr(cost, name) for name in _COMPUTE)
+    for name, duration in asdict(cost).items():
+        if not 0 <= duration <= _MOST * shortest:
+            raise ValueError(
+                f"{name}={duration:g}: must be from 0 to {_MOST * shortest:g} "
+                f"({_MOST:g} times the shortest compute action)"
+            )
 
 
 def show(request: Request, cost: StageCost, console: Console) -> Timeline:
@@ -114,21 +134,33 @@ def show(request: Request, cost: StageCost, console: Console) -> Timeline:
 
 
 def print_grid(result: EventResult, cost: StageCost, console: Console) -> None:
-    """A line a rank, a column a time slot (the shortest compute action); a dot is idle."""
+    """A line a rank, a column a time slot (the shortest compute action); a dot is idle. Where a
+    terminal is too narrow for the actions' names, their kinds stand alone."""
     slot = min(cost.forward, cost.backward_input, cost.backward_weight)
     compute = [span for span in result.spans() if span.lane == "compute"]
+    ranks = range(len(result.programs))
     wide = max((len(span.action) for span in compute), default=1)
-    for rank in range(len(result.programs)):
-        cells: list[Text] = []
-        for span in (span for span in compute if span.rank == rank):
-            idle = max(0, round(span.start_s / slot) - len(cells))
-            cells += [Text("·".center(wide), style="dim")] * idle
-            look = _STYLES[parse_action(span.action).op]
-            length = max(1, round((span.end_s - span.start_s) / slot))
-            cells.append(Text(span.action.ljust(wide), style=look))
-            cells += [Text(" " * wide, style=look)] * (length - 1)
-        line = Text(f"rank {rank:<3}").append(Text(" ").join(cells))
+    rows = [_cells([span for span in compute if span.rank == r], slot, wide) for r in ranks]
+    gap = " "
+    if console.is_terminal and 8 + max(map(len, rows)) * (wide + 1) > console.width:
+        rows, gap = [_cells([s for s in compute if s.rank == r], slot, 1) for r in ranks], ""
+    for rank, cells in enumerate(rows):
+        line = Text(f"rank {rank:<3}").append(Text(gap).join(cells))
         console.print(line, no_wrap=True, overflow="ignore", crop=False)
+
+
+def _cells(spans: Sequence[Span], slot: float, wide: int) -> list[Text]:
+    """One rank's cells, each ``wide`` characters: an action's name, or its kind alone if 1."""
+    cells: list[Text] = []
+    for span in spans:
+        idle = max(0, round(span.start_s / slot) - len(cells))
+        cells += [Text("·".center(wide), style="dim")] * idle
+        kind = parse_action(span.action).op
+        name = span.action if wide > 1 else kind.value
+        length = max(1, round((span.end_s - span.start_s) / slot))
+        cells.append(Text(name.ljust(wide), style=_STYLES[kind]))
+        cells += [Text(" " * wide, style=_STYLES[kind])] * (length - 1)
+    return cells
 
 
 def write(timeline: Timeline, out: Path, console: Console) -> None:
@@ -146,15 +178,17 @@ def write(timeline: Timeline, out: Path, console: Console) -> None:
 def main() -> int:
     """Exit code 2 on a request that cannot be shown, with one line why."""
     words = sys.argv[1:]
-    if not words or words[0] != "schedule":
-        sys.stderr.write((__doc__ or "") + "\n")
-        return 2
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return 0
     try:
+        if not words or words[0] != "schedule":
+            raise ValueError("what to show? benchmarks.show schedule [key=value ...] (see --help)")
         show(*parse(words[1:]), Console())
     except ScheduleError:
-        raise
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
+        raise  # a generator at fault, not the request
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

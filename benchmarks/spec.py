@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -16,6 +19,8 @@ from zeropp.cost.cluster import Cluster
 from zeropp.plan import PlanRequest, Precision, Settings
 from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig
+
+T = TypeVar("T")
 
 _STRICT = {"extra": "forbid"}
 
@@ -99,17 +104,71 @@ class RunSpec:
         return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
 
 
-_ADAPTER = TypeAdapter(RunSpec)
+_LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    (
+        "at least 1",
+        lambda value: value >= 1,
+        (
+            *("num_gpus", "global_batch", "microbatch_size", "measure.steps", "measure.timeout_s"),
+            *("model.layers", "model.hidden", "model.ffn", "model.vocab", "model.heads"),
+            *("model.kv_heads", "model.seq", "cluster.gpus_per_node", "cluster.nics_per_node"),
+            *("contender.tp", "contender.pp", "contender.shard", "contender.replicate"),
+            *("contender.chunks", "contender.unit", "contender.activation_cap"),
+        ),
+    ),
+    (
+        "at least 0",
+        lambda value: value >= 0,
+        (
+            *("measure.warmup_steps", "contender.prefetch", "seed", "data.seed"),
+            *("optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm", "tolerance"),
+        ),
+    ),
+    (
+        "more than 0",
+        lambda value: value > 0,
+        (
+            *("measure.gate_tolerance", "cluster.intra.bandwidth_gb_s"),
+            *("cluster.inter.bandwidth_gb_s", "cluster.intra.efficiency"),
+            *("cluster.inter.efficiency", "cluster.device.memory_gib"),
+            *("cluster.device.memory_bandwidth_gb_s", "cluster.device.memory_efficiency"),
+            *("cluster.device.matmul_bf16_tflops", "cluster.device.matmul_fp32_tflops"),
+        ),
+    ),
+    ("from 0 to less than 1", lambda value: 0 <= value < 1, ("model.dropout",)),
+)
+
+_adapter = lru_cache(TypeAdapter)  # takes milliseconds to make
+
+
+def validated(kind: type[T], values: Any, prefix: str = "") -> T:
+    """Values as a ``kind``; raises SpecError with one line for the first thing wrong, whose field
+    is named below ``prefix``."""
+    try:
+        adapter = _adapter(kind)  # type: ignore[arg-type]  # mypy: types are hashable
+        return cast("T", adapter.validate_python(values))
+    except ValidationError as error:
+        raise SpecError(_one_line(error, values, prefix)) from None
 
 
 def spec_from_mapping(values: Mapping[str, Any]) -> RunSpec:
     """Build and check a spec; raises SpecError with one line for the first thing wrong."""
-    try:
-        spec = _ADAPTER.validate_python(dict(values))
-    except ValidationError as error:
-        raise SpecError(_one_line(error)) from None
-    _check_ranges(spec)
+    spec = validated(RunSpec, dict(values))
+    check_ranges(spec)
+    _check_heads(spec.model)
+    _check_names(spec)
     return spec
+
+
+def check_priced(cluster: Cluster, precision: Precision) -> None:
+    """Refuse a device whose peak is not known for the precision; raises SpecError."""
+    device = cluster.device
+    peaks = {"bf16": device.peak_bf16_tflops, "fp32": device.peak_fp32_tflops}
+    if peaks[precision] is None:
+        raise SpecError(
+            f"cluster={cluster.name}: device {device.name} has no peak_{precision}_tflops to price "
+            "with (use another cluster or precision)"
+        )
 
 
 def load_spec(path: Path) -> RunSpec:
@@ -117,45 +176,56 @@ def load_spec(path: Path) -> RunSpec:
     return spec_from_mapping(json.loads(path.read_text()))
 
 
-def _one_line(error: ValidationError) -> str:
+def _one_line(error: ValidationError, values: Any, prefix: str) -> str:
     problems = error.errors(include_url=False)
-    first = problems[0]
-    field = ".".join(str(part) for part in first["loc"])
-    same = [p["msg"] for p in problems if p["loc"][: len(first["loc"]) - 1] == first["loc"][:-1]]
+    first, path = problems[0], _path(problems[0]["loc"], values)
+    field = ".".join([prefix] * bool(prefix) + path)
     if first["type"] == "unexpected_keyword_argument":
         return f"{field}={first['input']!r}: unknown key"
     if first["type"] == "missing":
         return f"{field}: missing; it has no default"
+    same = [p["msg"] for p in problems if _path(p["loc"], values) == path]
     return f"{field}={first['input']!r}: {'; or '.join(dict.fromkeys(same)).lower()}"
 
 
-def _check_ranges(spec: RunSpec) -> None:
-    positive: dict[str, float] = {
-        "num_gpus": spec.num_gpus,
-        "global_batch": spec.global_batch,
-        "microbatch_size": spec.microbatch_size,
-        "measure.steps": spec.measure.steps,
-        "measure.timeout_s": spec.measure.timeout_s,
-        "model.layers": spec.model.layers,
-        "model.hidden": spec.model.hidden,
-        "model.ffn": spec.model.ffn,
-        "model.vocab": spec.model.vocab,
-        "model.heads": spec.model.heads,
-        "model.kv_heads": spec.model.kv_heads,
-        "model.seq": spec.model.seq,
-        "contender.tp": spec.contender.tp,
-        "contender.chunks": spec.contender.chunks,
-    }
-    for field in ("pp", "shard", "replicate", "unit", "activation_cap"):
-        value = getattr(spec.contender, field)
-        if value != "auto":
-            positive[f"contender.{field}"] = value
-    for name, value in positive.items():
-        if value < 1:
-            raise SpecError(f"{name}={value}: must be at least 1")
-    if spec.measure.warmup_steps < 0:
-        raise SpecError(f"measure.warmup_steps={spec.measure.warmup_steps}: must be at least 0")
-    shape = spec.model
+def _path(location: tuple[int | str, ...], values: Any) -> list[str]:
+    """The keys of a location, without what follows the value itself: members of its union."""
+    path = []
+    for part in location:
+        if not isinstance(values, Mapping):
+            break
+        path.append(str(part))
+        values = values.get(part)
+    return path
+
+
+def check_ranges(spec: object) -> None:
+    """Refuse numbers that mean nothing, in whatever of ``_LIMITS`` a spec has; raises SpecError."""
+    for words, holds, paths in _LIMITS:
+        for path in paths:
+            value = _number_at(spec, path)
+            if value is not None and not math.isfinite(value):
+                raise SpecError(f"{path}={value}: must be finite")
+            if value is not None and not holds(value):
+                raise SpecError(f"{path}={value}: must be {words}")
+
+
+def _number_at(spec: object, path: str) -> float | None:
+    """The number at a dotted path; None where there is no such path, or no number."""
+    for name in path.split("."):
+        spec = getattr(spec, name, None)
+    return spec if isinstance(spec, int | float) else None
+
+
+def _check_names(spec: RunSpec) -> None:
+    for field, name in (("model.name", spec.model.name), ("cluster.name", spec.cluster.name)):
+        if not re.fullmatch(r"\w[\w.+-]*", name):
+            raise SpecError(
+                f"{field}={name!r}: folders and files are named by it (letters, digits, _ . + -)"
+            )
+
+
+def _check_heads(shape: ModelShape) -> None:
     if shape.hidden % shape.heads:
         raise SpecError(f"model.heads={shape.heads}: must divide model.hidden={shape.hidden}")
     if shape.heads % shape.kv_heads:

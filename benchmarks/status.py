@@ -1,4 +1,4 @@
-"""``python -m benchmarks.status [RUNS_DIR]``: every point of every sweep, and where it stands.
+"""Every point of every sweep, and where it stands.
 
 Attempts whose job ended without a word are recorded first, with the reason that Slurm gives.
 """
@@ -23,6 +23,7 @@ from benchmarks.launch.slurm_jobs import Task, close_ended, look, read_tasks, un
 from benchmarks.record import RecordError, RunRecord, find_records, read_record
 
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
+_OPTIONAL = ("detail", "job", "nodes", "log")  # columns that are left out where all are empty
 _FILE_WIDTH = 400  # one line a point where no terminal folds it
 
 
@@ -116,11 +117,14 @@ def _progress(attempt: Path) -> str:
 
 
 def _print_table(found: list[Row]) -> None:
-    table = Table("point", "state", "detail", "job", "nodes", "log", box=None, pad_edge=False)
+    columns = [name for name in _OPTIONAL if any(getattr(row, name) for row in found)]
+    table = Table(box=None, pad_edge=False)
+    for heading in ("point", "state", *columns):
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("point", "state"))
     for row in found:
         colour = _COLOURS.get(row.state, "red")
-        cells = (row.detail, row.job, row.nodes, row.log)
-        table.add_row(row.spec_id, f"[{colour}]{row.state}[/]", *map(escape, cells))
+        cells = (escape(getattr(row, name)) for name in columns)
+        table.add_row(row.spec_id, f"[{colour}]{row.state}[/]", *cells)
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False)
     console.print(table)
     counts = Counter(row.state for row in found)
@@ -129,8 +133,9 @@ def _print_table(found: list[Row]) -> None:
 
 def main() -> int:
     """Command line; the exit status is 1 where Slurm was needed and did not answer."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs_dir", type=Path, nargs="?", default=Path("results/runs"))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.status", description=__doc__)
+    default = Path("results/runs")
+    parser.add_argument("runs_dir", type=Path, nargs="?", default=default, help=f"else {default}")
     parser.add_argument("--json", action="store_true", help="the rows as JSON")
     arguments = parser.parse_args()
     runs_dir = arguments.runs_dir.resolve()
@@ -140,6 +145,8 @@ def main() -> int:
     found, problem = rows(runs_dir)
     if arguments.json:
         print(json.dumps([asdict(row) for row in found], indent=1))
+    elif not found:
+        print(f"no points in {runs_dir}")
     else:
         _print_table(found)
     if problem:

@@ -9,30 +9,22 @@ PP x ZeRO-3 with gathers a unit (ZeroPP) no published measurement exists to hold
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-import hydra
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import TypeAdapter, ValidationError
+from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.errors import one_line
-from benchmarks.spec import SpecError
+from benchmarks.compose import compose
+from benchmarks.metrics import UNMEASURED
+from benchmarks.progress import progress_line
+from benchmarks.spec import SpecError, check_priced, check_ranges, validated
 from zeropp.cost.cluster import Cluster
 from zeropp.plan import Precision
 from zeropp.shape import ModelShape
 from zeropp.tune.search import Evaluated, Outcome, search
 from zeropp.tune.space import SPACES, Task
-
-_CONF = Path(__file__).resolve().parents[1] / "conf"
-_ERRORS = (SpecError, HydraException, OmegaConfBaseException)
 
 
 @dataclass(frozen=True)
@@ -57,17 +49,10 @@ class TuneSpec:
 
 def main() -> int:
     """Command line; keys are those of ``conf/tune.yaml``."""
-    composed: list[object] = []
-
-    def collect(config: DictConfig) -> None:
-        composed.append(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
-
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise, so that the error can be one line
     try:
-        hydra.main(version_base="1.3", config_path=str(_CONF), config_name="tune")(collect)()
-        specs = [_checked(values) for values in composed]
-    except _ERRORS as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        specs = [_checked(config) for config in compose("tune")]
+    except SpecError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     for spec in specs:
         show([tune(spec, name) for name in spec.contenders])
@@ -77,14 +62,11 @@ def main() -> int:
 def tune(spec: TuneSpec, name: str) -> Outcome:
     """Search one contender with a progress line on the terminal."""
     space = SPACES[name]
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with progress_line() as bar:
         line = bar.add_task(space.label, total=None)
 
         def progress(settled: int, known: int, best: Evaluated | None) -> None:
-            text = f"{space.label}: {settled} of {known} settled"
-            if best is not None:
-                text += f", best {best.step_s:.3f} s"
+            text = space.label if best is None else f"{space.label}: best {best.step_s:.3f} s"
             bar.update(line, completed=settled, total=known, description=text)
 
         return search(spec.task, space, progress, spec.tolerance)
@@ -97,28 +79,35 @@ def show(outcomes: list[Outcome]) -> None:
         title=f"{task.shape.name}, {task.num_gpus} x {task.cluster.name}, global batch "
         f"{task.global_batch}: best plans (simulated)",
         title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
-    for heading in ("contender", "place", "plan", "step s", "tokens/s/GPU", "peak GiB"):
+    for heading in ("contender", "plan", "step s", "tokens/s/GPU", "peak GiB"):
         table.add_column(heading, justify="left" if heading in ("contender", "plan") else "right")
     for outcome in outcomes:
-        for place, found in (("1", outcome.winner), ("2", outcome.runner_up)):
-            if found is None:
-                if place == "1":
-                    table.add_row(outcome.space.label, "-", "no plan fits", "-", "-", "-")
-                continue
-            table.add_row(
-                outcome.space.label if place == "1" else "",
-                place,
-                found.candidate.describe(),
-                f"{found.step_s:.3f}",
-                f"{tokens_per_s_per_gpu(task, found):,.0f}",
-                f"{found.peak_bytes / 2**30:.1f}",
-            )
+        if outcome.winner is None:
+            table.add_row(outcome.space.label, "no plan fits", "-", "-", "-")
+        for label, found in (
+            (outcome.space.label, outcome.winner),
+            ("  runner-up", outcome.runner_up),
+        ):
+            if found is not None:
+                table.add_row(
+                    label,
+                    found.candidate.describe(),
+                    f"{found.step_s:.3f}",
+                    f"{tokens_per_s_per_gpu(task, found):,.0f}",
+                    f"{found.peak_bytes / 2**30:.1f}",
+                )
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table)
     for outcome in outcomes:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in outcome.fallen.most_common())
-        console.print(f"{outcome.space.label}: {outcome.simulated} simulated; fell: {reasons}")
+        reasons = ", ".join(
+            f"{reason} ({count:,})" for reason, count in outcome.fallen.most_common()
+        )
+        console.print(f"{outcome.space.label}: {outcome.simulated} simulated, fell: {reasons}")
+    if any(outcome.space.name == "zeropp" for outcome in outcomes):
+        console.print(UNMEASURED)
 
 
 def tokens_per_s_per_gpu(task: Task, found: Evaluated) -> float:
@@ -127,25 +116,12 @@ def tokens_per_s_per_gpu(task: Task, found: Evaluated) -> float:
 
 
 def _checked(values: object) -> TuneSpec:
-    try:
-        spec = TypeAdapter(TuneSpec).validate_python(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise SpecError(f"{where}={first['input']!r}: {first['msg'].lower()}") from None
-    for name, size in (("num_gpus", spec.num_gpus), ("global_batch", spec.global_batch)):
-        if size < 1:
-            raise SpecError(f"{name}={size}: must be at least 1")
+    spec = validated(TuneSpec, values)
+    check_ranges(spec)
     unknown = [name for name in spec.contenders if name not in SPACES]
     if unknown:
         raise SpecError(f"contenders={unknown[0]!r}: must be among {', '.join(SPACES)}")
-    device = spec.cluster.device
-    peaks = {"bf16": device.peak_bf16_tflops, "fp32": device.peak_fp32_tflops}
-    if peaks[spec.precision] is None:
-        raise SpecError(
-            f"cluster={spec.cluster.name}: device {device.name} has no peak for "
-            f"precision={spec.precision} to price with (try cluster=a100, a800 or h100)"
-        )
+    check_priced(spec.cluster, spec.precision)
     return spec
 
 

@@ -14,15 +14,16 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.data import BatchSource, open_batches
+from benchmarks.data.local import local_batch
 from benchmarks.environment import capture_environment
 from benchmarks.events import EventWriter
 from benchmarks.gate import run_gate
@@ -67,11 +68,12 @@ def _run(spec: RunSpec, events: EventWriter) -> int:
     plan = contender.plan(spec.request)
     meter = MemoryMeter(device)
     trainer = contender.build(plan, spec.optimizer, device, spec.seed)
-    _measure(spec, plan, trainer, batches, device, events)
+    attempt = _Attempt(spec, plan, trainer, batches, device, events)
+    attempt.measure()
     events.write("memory", **meter.peaks())
     events.write("counters", **trainer.counters())
     if spec.measure.timeline:
-        _record_step(spec, plan, trainer, batches, device, events)
+        attempt.record_step()
     events.write("done")
     dist.barrier()
     # Everything is on disk. Taking the groups down while peers leave may abort a rank (gloo).
@@ -79,53 +81,41 @@ def _run(spec: RunSpec, events: EventWriter) -> int:
     os._exit(0)
 
 
-def _measure(
-    spec: RunSpec,
-    plan: Plan,
-    trainer: Trainer,
-    batches: BatchSource,
-    device: torch.device,
-    events: EventWriter,
-) -> None:
-    warmup = spec.measure.warmup_steps
-    for index in range(warmup + spec.measure.steps):
-        inputs, targets = local_batch(batches, plan, index, device)
-        _synchronise(device)
-        start = time.perf_counter()
-        result = trainer.step(inputs, targets)
-        _synchronise(device)
-        seconds = time.perf_counter() - start
-        kind = "warmup" if index < warmup else "step"
-        events.write(kind, index=index, seconds=seconds, loss=result.loss)
+@dataclass(frozen=True)
+class _Attempt:
+    """What this rank trains, and where it writes what it sees."""
 
+    spec: RunSpec
+    plan: Plan
+    trainer: Trainer
+    batches: BatchSource
+    device: torch.device
+    events: EventWriter
 
-def _record_step(
-    spec: RunSpec,
-    plan: Plan,
-    trainer: Trainer,
-    batches: BatchSource,
-    device: torch.device,
-    events: EventWriter,
-) -> None:
-    """One more step with its spans; recording may cost time, so it is never a timed one."""
-    index = spec.measure.warmup_steps + spec.measure.steps
-    trainer.record_spans(True)
-    trainer.step(*local_batch(batches, plan, index, device))
-    place = plan.layout.coordinates(dist.get_rank())
-    if plan.layout.dp_index(dist.get_rank()) == 0 and place["tp"] == 0:
-        rows = [[s.rank, s.lane, s.action, s.start_s, s.end_s] for s in trainer.spans()]
-        events.write("spans", rows=rows)
-    trainer.record_spans(False)
+    def measure(self) -> None:
+        """Warm-up and timed steps."""
+        warmup = self.spec.measure.warmup_steps
+        for index in range(warmup + self.spec.measure.steps):
+            inputs, targets = local_batch(self.batches, self.plan.layout, index, self.device)
+            _synchronise(self.device)
+            start = time.perf_counter()
+            result = self.trainer.step(inputs, targets)
+            _synchronise(self.device)
+            seconds = time.perf_counter() - start
+            kind = "warmup" if index < warmup else "step"
+            self.events.write(kind, index=index, seconds=seconds, loss=result.loss)
 
-
-def local_batch(
-    batches: BatchSource, plan: Plan, step: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """This rank's rows of a global batch, on its device."""
-    layout = plan.layout
-    rows = batches.shard(step, layout.dp_index(dist.get_rank()), layout.dp)
-    inputs, targets = (torch.from_numpy(part).to(device) for part in rows)
-    return inputs, targets
+    def record_step(self) -> None:
+        """One more step with its spans; recording may cost time, so it is never a timed one."""
+        layout, trainer = self.plan.layout, self.trainer
+        index = self.spec.measure.warmup_steps + self.spec.measure.steps
+        trainer.record_spans(True)
+        trainer.step(*local_batch(self.batches, layout, index, self.device))
+        place = layout.coordinates(dist.get_rank())
+        if layout.dp_index(dist.get_rank()) == 0 and place["tp"] == 0:
+            rows = [[s.rank, s.lane, s.action, s.start_s, s.end_s] for s in trainer.spans()]
+            self.events.write("spans", rows=rows)
+        trainer.record_spans(False)
 
 
 def _open_world(spec: RunSpec) -> torch.device:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import zeropp
@@ -31,6 +32,7 @@ from zeropp.training import OptimizerConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SGD = OptimizerConfig("sgd", lr=1e-3)
+Backward = Callable[[Tensor, Tensor], None]
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -50,6 +52,13 @@ def summary(ratios: list[float]) -> dict[str, Any]:
     return {"median": median, "q1": low, "q3": high, "samples": len(ratios)}
 
 
+def timed_backward(block: nn.Module, x: Tensor, backward: Backward) -> float:
+    """Duration of ``backward(input, output)`` after a forward of the block."""
+    source = x.clone().requires_grad_()
+    output = block(source)
+    return seconds(lambda: backward(source, output))
+
+
 def split_backward(hidden: int, seq: int, repeats: int) -> dict[str, Any]:
     """Ratios of a split backward to a full one, for one transformer block."""
     shape = ModelShape("block", "gpt", 1, hidden, hidden // 64, hidden // 64, 4 * hidden, 64, seq)
@@ -59,42 +68,28 @@ def split_backward(hidden: int, seq: int, repeats: int) -> dict[str, Any]:
     x = torch.randn(1, seq, hidden, device=DEVICE)
     gradient = torch.randn_like(x)
 
-    def full() -> float:
-        source = x.clone().requires_grad_()
-        output = plain(source)
-        return seconds(lambda: output.backward(gradient))
+    def full(_: Tensor, output: Tensor) -> None:
+        output.backward(gradient)
 
-    def by_graph() -> float:
-        source = x.clone().requires_grad_()
-        output = plain(source)
+    def by_graph(source: Tensor, output: Tensor) -> None:
+        _, groups = stage_backward_input([output], [gradient], [source], plain.parameters())
+        stage_backward_weight(plain.parameters(), groups)
 
-        def both() -> None:
-            _, groups = stage_backward_input([output], [gradient], [source], plain.parameters())
-            stage_backward_weight(plain.parameters(), groups)
+    def by_store(_: Tensor, output: Tensor) -> None:
+        store.begin(0)
+        output.backward(gradient)
+        store.end()
+        store.run(0)
 
-        return seconds(both)
-
-    def by_store() -> float:
-        source = x.clone().requires_grad_()
-        output = split(source)
-
-        def both() -> None:
-            store.begin(0)
-            output.backward(gradient)
-            store.end()
-            store.run(0)
-
-        return seconds(both)
-
-    for way in (full, by_graph, by_store):
-        way()
-    rows = [(full(), by_graph(), by_store()) for _ in range(repeats)]
+    ways: list[tuple[nn.Module, Backward]] = [(plain, full), (plain, by_graph), (split, by_store)]
+    rows = [[timed_backward(block, x, way) for block, way in ways] for _ in range(repeats + 1)]
+    timed = rows[1:]  # the first is warm-up
     return {
         "hidden": hidden,
         "seq": seq,
-        "full_s": statistics.median(row[0] for row in rows),
-        "graph_over_full": summary([row[1] / row[0] for row in rows]),
-        "store_over_full": summary([row[2] / row[0] for row in rows]),
+        "full_s": statistics.median(row[0] for row in timed),
+        "graph_over_full": summary([row[1] / row[0] for row in timed]),
+        "store_over_full": summary([row[2] / row[0] for row in timed]),
     }
 
 
@@ -103,7 +98,7 @@ def engine(hidden: int, seq: int, layers: int, microbatches: int, repeats: int) 
     shape = ModelShape(
         "gpt", "gpt", layers, hidden, hidden // 64, hidden // 64, 4 * hidden, 512, seq
     )
-    plain = torch.nn.Sequential(*(build_piece(shape, i, 0, DEVICE) for i in range(layers + 2)))
+    plain = nn.Sequential(*(build_piece(shape, i, 0, DEVICE) for i in range(layers + 2)))
     optimizer = build_optimizer(plain.parameters(), SGD)
     tokens = torch.randint(512, (microbatches, seq + 1), device=DEVICE)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -116,30 +111,31 @@ def engine(hidden: int, seq: int, layers: int, microbatches: int, repeats: int) 
         unit=microbatches,
         device=DEVICE,
     )
-
-    def loop() -> None:
-        optimizer.zero_grad()
-        total = 0.0
-        for x, y in zip(inputs.split(1), targets.split(1), strict=True):
-            loss = cross_entropy(plain(x), y) / microbatches
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), torch.inf).item()
-        optimizer.step()
-
-    rows = []
-    for repeat in range(repeats + 1):
-        row = seconds(loop), seconds(lambda: parallel.step((inputs, targets)))
-        if repeat:
-            rows.append(row)
-    return {
-        "hidden": hidden,
-        "seq": seq,
-        "layers": layers,
-        "microbatches": microbatches,
-        "plain_s": statistics.median(row[0] for row in rows),
-        "engine_over_plain": summary([row[1] / row[0] for row in rows]),
+    steps: tuple[Callable[[], object], ...] = (
+        lambda: plain_step(plain, optimizer, inputs, targets),
+        lambda: parallel.step((inputs, targets)),
+    )
+    rows = [[seconds(step) for step in steps] for _ in range(repeats + 1)]
+    timed = rows[1:]  # the first is warm-up
+    sizes = {"hidden": hidden, "seq": seq, "layers": layers, "microbatches": microbatches}
+    return sizes | {
+        "plain_s": statistics.median(row[0] for row in timed),
+        "engine_over_plain": summary([row[1] / row[0] for row in timed]),
     }
+
+
+def plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor
+) -> None:
+    """What the engine does on one rank, by hand: one sequence a microbatch, the gradient's norm."""
+    optimizer.zero_grad()
+    total = torch.zeros((), device=DEVICE)
+    for x, y in zip(inputs.split(1), targets.split(1), strict=True):
+        loss = cross_entropy(model(x), y) / len(inputs)
+        loss.backward()
+        total += loss.detach()
+    nn.utils.clip_grad_norm_(model.parameters(), torch.inf).item()
+    optimizer.step()
 
 
 def main() -> None:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from zeropp.plan import PlanRequest
+    from zeropp.plan import Auto, PlanRequest
 
 Axis = Literal["tp", "pp", "shard", "replicate"]
 Placement = Literal["dp_inner", "pp_inner"]
+
+_MOST_MICROBATCHES = 2**16
 
 
 class InfeasibleError(ValueError):
@@ -93,39 +95,13 @@ def resolve_layout(request: PlanRequest) -> Layout:
     largest group that fits what remains of a node; ``replicate: auto`` the rest. Raises
     InfeasibleError with one line naming field, value and what would work.
     """
-    settings, world = request.settings, request.num_gpus
-    node = request.cluster.gpus_per_node
-    degrees = {"tp": settings.tp, "pp": settings.pp}
-    degrees |= {"shard": settings.shard, "replicate": settings.replicate}
-    rest = world
-    for field, degree in degrees.items():
-        if degree == "auto":
-            continue
-        if rest % degree:
-            raise InfeasibleError(
-                f"contender.{field}={degree}: the degrees {_product(degrees)} must multiply to "
-                f"num_gpus={world} (try contender.{field} in {divisors(rest)})"
-            )
-        rest //= degree
-    limits = {
-        "pp": max(2, world // node),
-        "shard": max(1, node // settings.tp),
-        "replicate": rest,
-    }
-    for field, limit in limits.items():
-        if degrees[field] == "auto":
-            degrees[field] = max(d for d in divisors(rest) if d <= limit)
-            rest //= int(degrees[field])
-    if rest != 1:
-        raise InfeasibleError(
-            f"num_gpus={world}: the degrees {_product(degrees)} multiply to {world // rest} "
-            "(set one of them to auto)"
-        )
+    settings = request.settings
+    degrees = _fill_degrees(request)
     layout = Layout(
-        pp=int(degrees["pp"]),
-        tp=settings.tp,
-        shard=int(degrees["shard"]),
-        replicate=int(degrees["replicate"]),
+        pp=degrees["pp"],
+        tp=degrees["tp"],
+        shard=degrees["shard"],
+        replicate=degrees["replicate"],
         chunks=settings.chunks,
         replicate_zero=settings.replicate_zero,
         sequence_parallel=settings.sequence_parallel,
@@ -133,6 +109,44 @@ def resolve_layout(request: PlanRequest) -> Layout:
     )
     _check_stages(request, layout)
     return layout
+
+
+def _fill_degrees(request: PlanRequest) -> dict[Axis, int]:
+    """All four degrees; those that are given first take their share of the ranks."""
+    settings, world, node = request.settings, request.num_gpus, request.cluster.gpus_per_node
+    asked: dict[Axis, int | Auto] = {
+        "tp": settings.tp,
+        "pp": settings.pp,
+        "shard": settings.shard,
+        "replicate": settings.replicate,
+    }
+    degrees: dict[Axis, int] = {}
+    rest = world
+    for axis, degree in asked.items():
+        if degree == "auto":
+            continue
+        if rest % degree:
+            raise InfeasibleError(
+                f"contender.{axis}={degree}: the degrees {_product(asked)} must multiply to "
+                f"num_gpus={world} (try contender.{axis} in {divisors(rest)})"
+            )
+        degrees[axis], rest = degree, rest // degree
+    limits: dict[Axis, int] = {
+        "pp": max(2, world // node),
+        "shard": max(1, node // settings.tp),
+        "replicate": rest,
+    }
+    for axis, limit in limits.items():
+        if axis not in degrees:
+            degrees[axis] = max(d for d in divisors(rest) if d <= limit)
+            rest //= degrees[axis]
+    degrees = {axis: degrees[axis] for axis in asked}
+    if rest != 1:
+        raise InfeasibleError(
+            f"num_gpus={world}: the degrees {_product(degrees)} multiply to {world // rest} "
+            "(set one of them to auto)"
+        )
+    return degrees
 
 
 def microbatches_per_step(request: PlanRequest, layout: Layout) -> int:
@@ -145,7 +159,13 @@ def microbatches_per_step(request: PlanRequest, layout: Layout) -> int:
             f"global_batch={request.global_batch}: must be a multiple of microbatch_size="
             f"{request.microbatch_size} x {layout.dp} data-parallel ranks (try {nearest})"
         )
-    return request.global_batch // slots
+    count = request.global_batch // slots
+    if count > _MOST_MICROBATCHES:
+        raise InfeasibleError(
+            f"global_batch={request.global_batch}: {count} microbatches a step and pipeline are "
+            f"more than can be planned (at most {_MOST_MICROBATCHES})"
+        )
+    return count
 
 
 def divisors(number: int) -> list[int]:
@@ -166,5 +186,5 @@ def _check_stages(request: PlanRequest, layout: Layout) -> None:
         )
 
 
-def _product(degrees: Mapping[str, object]) -> str:
+def _product(degrees: Mapping[Axis, object]) -> str:
     return " x ".join(f"{name}={value}" for name, value in degrees.items())

@@ -18,8 +18,7 @@ Auto = Literal["auto"]
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 ReduceEvery = Literal["unit", "step"]
-
-_FSDP2_CONTENDERS = frozenset({"zeropp", "fsdp", "torch_pp"})
+Runtime = Literal["fsdp2", "deepspeed", "megatron_core", "published"]
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,14 @@ class Settings:
     chunks: int = 1  # model chunks a rank (V)
     unit: int | Auto = "auto"  # microbatches a scheduling unit (U), ZeroPP only
     activation_cap: int | Auto = "auto"  # live chunk-activations a rank; auto: U*V
+    activation_cap_gib: float | Auto = "auto"  # the same cap by its size, instead
     schedule: str = "auto"  # name of the generator where a contender has several
     sequence_parallel: bool = False
     recompute: Recompute = "none"
-    reduce_every: ReduceEvery = "unit"
+    reduce_every: ReduceEvery = "unit"  # gradients reduced over the shards
+    replicate_every: ReduceEvery = "step"  # and, at most as often, over the replicas
     prefetch: int = 1  # chunks gathered ahead of their use
+    keep: int = 0  # chunks that may stay gathered between uses
     placement: Placement = "dp_inner"
     compile: bool = False  # torch.compile each block
 
@@ -98,10 +100,13 @@ class Plan:
     microbatch_size: int
     schedule: Schedule
     cuts: tuple[int, ...]
+    runtime: Runtime  # whose copies and overlaps a step has (``zeropp/cost/software.py``)
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     reduce_every: ReduceEvery = "unit"
+    replicate_every: ReduceEvery = "step"
     prefetch: int = 1
+    keep: int = 0
     compile: bool = False
     memory: tuple[MemoryBytes, ...] = ()  # predicted, one a pipeline rank; empty if not predicted
 
@@ -109,7 +114,7 @@ class Plan:
     def gathers(self) -> bool:
         """Parameters are gathered before use: they are sharded, or compute uses bf16 copies of
         fp32 masters, as FSDP2's mixed precision does."""
-        copies = self.precision == "bf16" and self.contender in _FSDP2_CONTENDERS
+        copies = self.precision == "bf16" and self.runtime == "fsdp2"
         return self.layout.shard > 1 or copies
 
     @property

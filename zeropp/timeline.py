@@ -49,24 +49,29 @@ class Timeline:
         return [[s.rank, s.lane, s.action, s.start_s, s.end_s] for s in self.spans]
 
     def chrome_events(self) -> Iterator[dict[str, Any]]:
-        """Complete events of the Chrome trace format (Perfetto reads it); times in microseconds."""
+        """Complete events of the Chrome trace format (Perfetto reads it); times in microseconds.
+
+        A process a rank, a thread a lane. Perfetto takes thread numbers for unique in the whole
+        trace and 0 for the idle thread, so no rank reuses another's.
+        """
         lanes: tuple[Lane, ...] = ("compute", "gather", "reduce", "transfer", "memory")
-        for rank in self.ranks:
+        process = {rank: 1 + rank * len(lanes) for rank in self.ranks}
+        for rank, pid in process.items():
             name = {"name": f"pipeline rank {rank}"}
-            yield {"ph": "M", "pid": rank, "name": "process_name", "args": name}
-            for tid, lane in enumerate(lanes):
+            yield {"ph": "M", "pid": pid, "name": "process_name", "args": name}
+            for number, lane in enumerate(lanes):
                 yield {
                     "ph": "M",
-                    "pid": rank,
-                    "tid": tid,
+                    "pid": pid,
+                    "tid": pid + number,
                     "name": "thread_name",
                     "args": {"name": lane},
                 }
         for span in self.spans:
             yield {
                 "ph": "X",
-                "pid": span.rank,
-                "tid": lanes.index(span.lane),
+                "pid": process[span.rank],
+                "tid": process[span.rank] + lanes.index(span.lane),
                 "name": span.action,
                 "cat": span.lane,
                 "ts": span.start_s * 1e6,

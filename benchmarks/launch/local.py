@@ -29,8 +29,9 @@ _GRACE_S = 5.0  # for the other ranks to say what they saw, once one has ended b
 Process = subprocess.Popen[bytes]
 
 
-def check(points: Sequence[Point]) -> None:
+def check(points: Sequence[Point], options: dict[str, Any]) -> None:
     """Refuse what this machine cannot run; raises SpecError before any process is started."""
+    del options
     for point in points:
         cluster = point.spec.cluster
         if cluster.device.name != "cpu" and not Path("/dev/nvidia0").exists():
@@ -60,9 +61,10 @@ def close_abandoned(runs_dir: Path) -> None:
         owner = directory / "launcher.pid"
         if (directory / "record.json").exists() or _is_alive(owner):
             continue
-        finish_attempt(
-            directory, ending=Ending("failed", "the launcher was killed", interrupted=True)
-        )
+        try:
+            finish_attempt(directory, ending=_outside("the launcher was killed"))
+        except SpecError:  # of another version of the suite; it must not stand in the way
+            continue
 
 
 def _outside(reason: str) -> Ending:
@@ -149,7 +151,11 @@ def _stage_of(directory: Path) -> str:
     last = events[-1]
     if "index" in last:
         return f"{last['event']} {last['index']}: loss {last['loss']:.4f}, {last['seconds']:.2f} s"
-    words = {"environment": "checking against one process", "gate": "building"}
+    words = {
+        "environment": "checking against one process",
+        "gate": "building",
+        "counters": "recording a step",
+    }
     return words.get(last["event"], str(last["event"]))
 
 

@@ -21,24 +21,18 @@ from benchmarks.launch.points import (
 )
 from benchmarks.progress import SweepProgress
 from benchmarks.record import SCHEMA_VERSION, RunRecord, Status
-from benchmarks.spec import RunSpec, SpecError
+from benchmarks.spec import RunSpec, check_priced
 from zeropp.plan import Plan
 from zeropp.sim.simulate import SimResult, simulate
 
 _SPANS = 20_000  # a record keeps a timeline of at most so many
 
 
-def check(points: Sequence[Point]) -> None:
+def check(points: Sequence[Point], options: dict[str, Any]) -> None:
     """Refuse a device whose peak is not known for the precision."""
+    del options
     for point in points:
-        device = point.spec.cluster.device
-        known = {"bf16": device.peak_bf16_tflops, "fp32": device.peak_fp32_tflops}
-        if known[point.spec.precision] is None:
-            raise SpecError(
-                f"cluster={point.spec.cluster.name}: device {device.name} has no "
-                f"peak_{point.spec.precision}_tflops to price with (use another cluster or "
-                "precision)"
-            )
+        check_priced(point.spec.cluster, point.spec.precision)
 
 
 def launch(
@@ -63,10 +57,11 @@ def simulated_record(
     """The record of a plan; ``result`` saves the simulation where the caller has done it."""
     started = now()
     result = result or simulate(plan, spec.cluster)
-    limit = int(spec.cluster.device.memory_gib * 2**30)
+    limit = spec.cluster.device.usable_bytes
     status: Status = "ok" if result.peak_bytes <= limit else "oom"
     peak, held = result.peak_bytes / 2**30, limit / 2**30
-    reason = "" if status == "ok" else f"predicted peak {peak:.1f} GiB, the device has {held:.1f}"
+    over = f"predicted peak {peak:.1f} GiB, the device has {held:.1f} for tensors"
+    reason = "" if status == "ok" else over
     sha, dirty = git_state()
     return RunRecord(
         schema_version=SCHEMA_VERSION,

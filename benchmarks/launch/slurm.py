@@ -7,7 +7,7 @@ a point whose job is still in the queue is never submitted again.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,8 +42,9 @@ _GIB = 2**30
 _OUT = Console(soft_wrap=True, markup=False, highlight=False)
 
 
-def check(points: Sequence[Point]) -> None:
-    """Refuse ranks that do not divide over their nodes; raises SpecError."""
+def check(points: Sequence[Point], options: dict[str, Any]) -> None:
+    """Refuse unknown options and ranks that do not divide over their nodes; raises SpecError."""
+    read_options(options)
     for point in points:
         nodes_of(point.spec)
 
@@ -55,18 +56,18 @@ def launch(
     settings = read_options(options)
     runs_dir = runs_dir.resolve()
     sweep = f"zeropp-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
+    submission = runs_dir / "slurm" / sweep
+    judged = [(point, _too_large(point)) for point in points]
+    todo = [point for point, reason in judged if not reason]
+    refused = [(point, reason) for point, reason in judged if reason]
     if settings.dry_run:
-        _prepare(points, settings, runs_dir, sweep)
-        for script in sorted((runs_dir / "slurm" / sweep).glob("*.sbatch")):
-            _OUT.print(f"# --- {script}\n{script.read_text()}")
+        _show(todo, refused, settings, submission, runs_dir)
         return []
-    records = [*_refuse_too_large(points, runs_dir)]
-    decided = {record.spec_id for record in records}
-    todo = [point for point in points if point.spec.spec_id not in decided]
+    records = [write_unstarted(p, runs_dir, "slurm", "infeasible", why) for p, why in refused]
     try:
         todo = _not_underway(todo, runs_dir)
         if todo:
-            records += _submit(todo, settings, runs_dir, sweep)
+            records += _submit(todo, settings, submission, runs_dir)
     except SlurmError as error:  # the queue could not be read: what is in it must not be doubled
         records += _not_submitted(todo, runs_dir, str(error))
     for record in records:
@@ -74,11 +75,24 @@ def launch(
     return records
 
 
-def _arrays(
-    points: Sequence[Point], options: SlurmOptions, submission: Path, sweep: str
-) -> list[Array]:
+def _show(
+    points: Sequence[Point],
+    refused: Sequence[tuple[Point, str]],
+    options: SlurmOptions,
+    submission: Path,
+    runs_dir: Path,
+) -> None:
+    """Print what would be submitted; write nothing."""
+    for point, reason in refused:
+        _OUT.print(f"  infeasible  {point.spec.spec_id}: {reason}")
+    arrays = _arrays(points, options, submission)
+    for path, script in _scripts(arrays, options, submission, runs_dir).items():
+        _OUT.print(f"# --- {path}\n{script}")
+
+
+def _arrays(points: Sequence[Point], options: SlurmOptions, submission: Path) -> list[Array]:
     sized = [(p, resources_of(p.spec, options, _predicted_step_s(p))) for p in points]
-    return group(sized, submission, sweep)
+    return group(sized, submission, submission.name)
 
 
 def _predicted_step_s(point: Point) -> float | None:
@@ -88,16 +102,25 @@ def _predicted_step_s(point: Point) -> float | None:
     return simulate(point.plan, point.spec.cluster).step_s
 
 
+def _scripts(
+    arrays: Sequence[Array], options: SlurmOptions, submission: Path, runs_dir: Path
+) -> dict[Path, str]:
+    """Every script of a submission by its place, the report's last; none without points."""
+    if not arrays:
+        return {}
+    report = render_report(submission, submission.name, options, runs_dir)
+    scripts = {array.script: render_array(array, options, runs_dir) for array in arrays}
+    return scripts | {_report_script(submission): report}
+
+
 def _prepare(
-    points: Sequence[Point], options: SlurmOptions, runs_dir: Path, sweep: str
+    points: Sequence[Point], options: SlurmOptions, submission: Path, runs_dir: Path
 ) -> list[Array]:
     """Freeze every point and write every script; nothing is written where one cannot be."""
-    directory = runs_dir / "slurm" / sweep
-    arrays = _arrays(points, options, directory, sweep)
-    scripts = {array.script: render_array(array, options, runs_dir) for array in arrays}
-    scripts[_report_script(directory)] = render_report(directory, sweep, options, runs_dir)
+    arrays = _arrays(points, options, submission)
+    scripts = _scripts(arrays, options, submission, runs_dir)
     for point in points:
-        frozen = directory / "specs" / point.spec.spec_id
+        frozen = submission / "specs" / point.spec.spec_id
         frozen.mkdir(parents=True)
         freeze(point, frozen, "slurm")
     for path, script in scripts.items():
@@ -109,21 +132,20 @@ def _report_script(submission: Path) -> Path:
     return submission / f"{submission.name}-report.sbatch"
 
 
-def _refuse_too_large(points: Sequence[Point], runs_dir: Path) -> Iterator[RunRecord]:
-    """Do not wait in a queue for a plan that is known not to fit."""
-    for point in points:
-        if point.plan is None:
-            continue
-        device = point.spec.cluster.device
-        memory = simulate(point.plan, point.spec.cluster).memory
-        peak_bytes, rank = max((m.total, rank) for rank, m in enumerate(memory))
-        if peak_bytes > device.memory_gib * _GIB:
-            reason = (
-                f"predicted peak of {peak_bytes / _GIB:.1f} GiB on pipeline rank {rank} is over "
-                f"cluster.device.memory_gib={device.memory_gib:g} (try more GPUs, a smaller "
-                "microbatch_size, or contender.recompute=full)"
-            )
-            yield write_unstarted(point, runs_dir, "slurm", "infeasible", reason)
+def _too_large(point: Point) -> str:
+    """Why a plan is known not to fit, so that it does not wait in a queue; empty if it may."""
+    if point.plan is None:
+        return ""
+    device = point.spec.cluster.device
+    memory = simulate(point.plan, point.spec.cluster).memory
+    peak_bytes, rank = max((m.total, rank) for rank, m in enumerate(memory))
+    if peak_bytes <= device.memory_gib * _GIB:
+        return ""
+    return (
+        f"predicted peak of {peak_bytes / _GIB:.1f} GiB on pipeline rank {rank} is over "
+        f"cluster.device.memory_gib={device.memory_gib:g} (try more GPUs, a smaller "
+        "microbatch_size, or contender.recompute=full)"
+    )
 
 
 def _not_underway(points: Sequence[Point], runs_dir: Path) -> list[Point]:
@@ -149,13 +171,11 @@ def _not_submitted(points: Sequence[Point], runs_dir: Path, why: str) -> list[Ru
 
 
 def _submit(
-    points: Sequence[Point], options: SlurmOptions, runs_dir: Path, sweep: str
+    points: Sequence[Point], options: SlurmOptions, directory: Path, runs_dir: Path
 ) -> list[RunRecord]:
     """Submit the arrays and the report job; returns records of what Slurm refused."""
-    arrays = _prepare(points, options, runs_dir, sweep)
-    submission = Submission(
-        runs_dir / "slurm" / sweep, [SubmittedArray(a.name, a.spec_ids) for a in arrays]
-    )
+    arrays = _prepare(points, options, directory, runs_dir)
+    submission = Submission(directory, [SubmittedArray(a.name, a.spec_ids) for a in arrays])
     submission.write()
     records: list[RunRecord] = []
     for number, array in enumerate(arrays):

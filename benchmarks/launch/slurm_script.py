@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from pydantic import TypeAdapter, ValidationError
 
 from benchmarks.launch.points import Point
-from benchmarks.spec import RunSpec, SpecError
+from benchmarks.spec import RunSpec, SpecError, validated
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 _START_S = 300.0  # imports, process groups, the gate and building, on a slow file system
@@ -99,12 +98,7 @@ class Array:
 
 def read_options(values: Mapping[str, Any]) -> SlurmOptions:
     """Check the launcher's options; raises SpecError with one line."""
-    try:
-        options = TypeAdapter(SlurmOptions).validate_python(dict(values))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise SpecError(f"launcher.{where}={first['input']!r}: {first['msg'].lower()}") from None
+    options = validated(SlurmOptions, dict(values), "launcher")
     for group in ("sbatch", "srun", "report_sbatch"):
         for name in getattr(options, group):
             if _dashed(name) in _OWNED:

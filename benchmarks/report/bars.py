@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 from benchmarks.report import style
 from benchmarks.report.frame import best_configuration
@@ -26,11 +27,12 @@ _MEMORY = {
 def bars(rows: pd.DataFrame) -> Iterator[Picture]:
     """Throughput and memory, a figure each for every kind of evidence and cluster."""
     for suffix, words, mine in by_evidence(best_configuration(rows)):
+        unit = "rank" if mine["cluster"].iloc[0] == "cpu_gloo" else "GPU"
         yield Picture(
             "Throughput",
             f"throughput_{suffix}",
-            f"Tokens a second and GPU, {words}: medians with 95 % bootstrap intervals.",
-            _panels(mine, "tokens_per_s_per_gpu", "tokens/s/GPU", ",.0f"),
+            f"Tokens a second and {unit}, {words}{_intervals(mine)}.",
+            _panels(mine, "tokens_per_s_per_gpu", f"tokens/s/{unit}", ",.0f"),
         )
         for kind, known in mine[mine["peak_gib"].notna()].groupby("memory_kind"):
             yield Picture(
@@ -39,6 +41,12 @@ def bars(rows: pd.DataFrame) -> Iterator[Picture]:
                 f"Peak memory of the fullest rank ({kind}), {words}.",
                 _panels(known, "peak_gib", _MEMORY[str(kind)], ".3g"),
             )
+
+
+def _intervals(rows: pd.DataFrame) -> str:
+    """What the error bars are; no kind of evidence but the measured has samples."""
+    measured = rows["evidence"].iloc[0] == "measured"
+    return ": medians with 95 % bootstrap intervals" if measured else ""
 
 
 def _panels(rows: pd.DataFrame, column: str, label: str, form: str) -> Figure:
@@ -67,7 +75,7 @@ def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: str) -> None:
             places,
             np.nan_to_num(values),
             width * 0.92,
-            yerr=_errors(mine, column),
+            yerr=errors(mine, column),
             label=contender,
             color=style.colour(contender),
             hatch=style.hatch(contender),
@@ -76,17 +84,19 @@ def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: str) -> None:
         )
         texts = ["" if np.isnan(value) else format(value, form) for value in values]
         crowded = len(counts) * len(contenders) > 8
-        axis.bar_label(drawn, texts, padding=3, fontsize=8, rotation=90 if crowded else 0)
+        turn = 90 if crowded else 0  # inside the panel: no part of the figure's arrangement
+        axis.bar_label(drawn, texts, padding=3, fontsize=8, rotation=turn, in_layout=False)
     axis.set_xticks(np.arange(len(counts)), [str(count) for count in counts])
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axis.margins(y=0.22)
     axis.set_ylim(bottom=0)
 
 
-def _errors(rows: pd.DataFrame, column: str) -> np.ndarray | None:
-    """Distances of the interval's ends from the value, [2, bars]; None where there is none."""
-    if f"{column}_low" not in rows:
+def errors(rows: pd.DataFrame, column: str) -> np.ndarray | None:
+    """Distances of the interval's ends from the value, [2, rows]; None where there is none."""
+    if f"{column}_low" not in rows or "measured" not in set(rows["evidence"]):
         return None
     low, high = rows[f"{column}_low"], rows[f"{column}_high"]
     ends = np.array([rows[column] - low, high - rows[column]], dtype=float)
-    errors: np.ndarray = np.nan_to_num(np.maximum(ends, 0.0))
-    return errors
+    distances: np.ndarray = np.nan_to_num(np.maximum(ends, 0.0))
+    return distances

@@ -34,7 +34,8 @@ def memory_breakdown(rows: pd.DataFrame) -> Iterator[Picture]:
             "Memory",
             f"memory_by_kind_{suffix}",
             f"Predicted memory of the fullest rank by kind for the configurations {words}; the "
-            "diamond is the peak that was measured (its kind is in the table), the line the limit.",
+            "diamond is the peak that was measured (its kind is in the table), the dashed line "
+            "what the device has.",
             _panels(mine),
         )
 
@@ -52,27 +53,60 @@ def _panels(rows: pd.DataFrame) -> Figure:
 
 
 def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
-    panel = panel.sort_values(["num_gpus", "contender"])
-    places, bottom = np.arange(len(panel)), np.zeros(len(panel))
+    order = style.ordered(panel["contender"])
+    panel = panel.sort_values("contender", key=lambda names: names.map(order.index))
+    panel = panel.sort_values("num_gpus", kind="stable")
+    groups = panel["num_gpus"].rank(method="dense").to_numpy()
+    places, bottom = np.arange(len(panel)) + 0.6 * groups, np.zeros(len(panel))
     for kind, (colour, hatch) in _KINDS.items():
         gib = np.array([kinds.get(kind, 0) / 2**30 for kinds in panel["memory_by_kind"]])
         if not gib.any():
             continue
-        drawn = axis.bar(
-            places, gib, 0.62, bottom, label=kind, color=colour, hatch=hatch, edgecolor="white"
-        )
+        axis.bar(places, gib, 0.8, bottom, label=kind, color=colour, hatch=hatch, edgecolor="white")
         bottom += gib
-    axis.bar_label(drawn, [f"{top:.3g}" for top in bottom], padding=2, fontsize=7, rotation=90)
     peaks = np.where(panel["evidence"] == "measured", panel["peak_gib"].astype(float), np.nan)
     if np.isfinite(peaks).any():
         axis.plot(places, peaks, "D", color="black", markersize=4, label="measured peak")
-    limit = float(panel["memory_limit_gib"].iloc[0])
-    highest = max(bottom.max(), np.nan_to_num(peaks).max())
-    if limit < 3 * highest:
-        axis.axhline(limit, color=style.WARM, linestyle="--", label="device limit")
-    else:  # a line far above would flatten the bars
-        axis.set_title(f"limit {limit:g} GiB, not shown", loc="right", fontsize=7, y=0.94)
+    highest = np.fmax(bottom, peaks)
+    _totals(axis, places, highest, [f"{top:.3g}" for top in bottom])
+    _limit(axis, float(panel["memory_limit_gib"].iloc[0]), highest.max())
     names = [f"{r.contender}, {r.num_gpus}" for r in panel.itertuples()]
     axis.set_xticks(places, names, fontsize=8, rotation=90 if len(names) > 4 else 0)
+    for label, contender in zip(axis.get_xticklabels(), panel["contender"], strict=True):
+        label.set_color(style.colour(contender))
+    axis.set_xlabel("contender, GPUs (ranks)")
     axis.margins(y=0.22)
     axis.set_ylim(bottom=0)
+
+
+def _totals(axis: Axes, places: np.ndarray, heights: np.ndarray, texts: list[str]) -> None:
+    """What the stacks add up to, above them and readable where the limit's line crosses it."""
+    for place, height, text in zip(places, heights, texts, strict=True):
+        number = axis.annotate(
+            text,
+            (place, height),
+            (0, 4),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=7.5,
+            rotation=90 if len(texts) > 6 else 0,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+        )
+        number.set_in_layout(False)
+
+
+def _limit(axis: Axes, limit: float, highest: float) -> None:
+    """A line at what the device has; far above the ``highest`` bar it would flatten them all."""
+    if limit < 3 * highest:
+        axis.axhline(limit, color="black", linestyle="--", linewidth=1)
+        axis.annotate(
+            f"limit {limit:g} GiB",
+            (1.0, limit),
+            xycoords=axis.get_yaxis_transform(),
+            ha="right",
+            va="bottom",
+            fontsize=8,
+        )
+    else:
+        axis.set_title(f"limit {limit:g} GiB, not shown", loc="right", fontsize=7, y=0.94)

@@ -25,12 +25,12 @@ def evidence_distances(rows: pd.DataFrame) -> pd.DataFrame:
     than the model's tensors), so a reference is named with its kind.
     """
     fine = rows[rows["status"] == "ok"]
+    same = [*_SAME, "contender", "layout"]
+    fine = fine[fine.groupby(same)["evidence"].transform("nunique") > 1]
     lines = []
-    for keys, group in fine.groupby([*_SAME, "contender", "layout"], sort=True):
-        if group["evidence"].nunique() < 2:
-            continue
+    for keys, group in fine.groupby(same, sort=True):
         group = group.sort_values("evidence", key=lambda kinds: kinds.map(_TRUST.index))
-        named = dict(zip([*_SAME, "contender", "layout"], keys, strict=True))
+        named = dict(zip(same, keys, strict=True))
         for quantity, label in _QUANTITIES.items():
             known = group[group[quantity].notna()]
             lines += [
@@ -47,6 +47,7 @@ def _distance(reference: pd.Series, other: pd.Series, quantity: str) -> dict[str
         "reference": reference[quantity],
         "reference_kind": _kind(reference, quantity),
         "error": other[quantity] / reference[quantity] - 1.0,
+        "records": f"{other['record_id']} {reference['record_id']}",
     }
 
 
@@ -71,34 +72,33 @@ def evidence_distance_figure(rows: pd.DataFrame) -> Iterator[Picture]:
 
 def _lollipops(distances: pd.DataFrame) -> Figure:
     groups = list(distances.groupby("quantity", sort=True))
-    most = min(MAX_LINES, max(len(group) for _, group in groups))
-    figure, axes = style.panels(len(groups), columns=1, width=8.0, height=1.0 + 0.24 * most)
+    lines = [min(MAX_LINES, len(group)) + 1.5 for _, group in groups]
+    height = 0.4 + 0.36 * sum(lines) / len(lines)
+    figure, axes = style.panels(len(groups), columns=1, width=8.0, height=height, heights=lines)
     for axis, (quantity, group) in zip(axes, groups, strict=True):
         worst = group.reindex(group["error"].abs().sort_values().index)[-MAX_LINES:]
         labels = [
-            f"{r.model}, {r.num_gpus} GPUs, {r.contender} {r.layout}" for r in worst.itertuples()
+            f"{r.model}, {r.num_gpus} GPUs, {r.contender} {r.layout}\n"
+            f"{r.kind} against {r.reference_kind}"
+            for r in worst.itertuples()
         ]
         places, errors = np.arange(len(worst)), 100 * worst["error"].to_numpy(dtype=float)
         colours = [style.colour(name) for name in worst["contender"]]
         axis.hlines(places, 0, errors, color=colours, linewidth=2)
         axis.scatter(errors, places, color=colours, zorder=3)
         for place, error in zip(places, errors, strict=True):
-            side = "left" if error >= 0 else "right"
             axis.annotate(
                 f"{error:+.1f} %",
                 (error, place),
                 xytext=(6 if error >= 0 else -6, 0),
                 textcoords="offset points",
                 va="center",
-                ha=side,
+                ha="left" if error >= 0 else "right",
                 fontsize=8,
             )
         axis.axvline(0, color="#333333", linewidth=0.8)
         axis.set_yticks(places, labels, fontsize=8)
+        axis.set_ylim(-0.6, len(worst) - 0.4)
         axis.margins(x=0.2)
-        kinds = f"{', '.join(sorted(group['kind'].unique()))} against "
-        axis.set_xlabel(
-            f"distance [%]: {kinds}{', '.join(sorted(group['reference_kind'].unique()))}"
-        )
-        axis.set_title(str(quantity))
+        axis.set_xlabel(f"distance of the {str(quantity).split(' [')[0]} [%]")
     return figure

@@ -39,7 +39,8 @@ def _line(row: pd.Series, reference: pd.DataFrame) -> dict[str, object]:
     }
     if fine and row["samples_step_s"] and not reference.empty:
         base = reference.iloc[-1]
-        line["speed-up"] = _ratio(ratio_of_medians(base["samples_step_s"], row["samples_step_s"]))
+        ratio = ratio_of_medians(base["samples_step_s"], row["samples_step_s"])
+        line["speed-up"] = ratio_text(ratio, measured=row["evidence"] == "measured")
     if pd.notna(row.get("peak_gib")):
         line["peak GiB"] = f"{row['peak_gib']:.3f}"
     return line
@@ -51,8 +52,10 @@ def _throughput(row: pd.Series) -> str:
     return "-" if pd.isna(tokens) else f"{tokens:,.0f}"
 
 
-def _ratio(ratio: Summary) -> str:
-    if ratio.low == ratio.high:
+def ratio_text(ratio: Summary, *, measured: bool) -> str:
+    """The ratio with its interval and, where the spread says too little, ``~``; a number that was
+    not measured has neither."""
+    if not measured:
         return f"{ratio.median:.2f}"
     mark = "~" if ratio.unstable else ""
     return f"{mark}{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"

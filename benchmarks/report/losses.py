@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks.report import style
 from benchmarks.report.frame import best_configuration
@@ -34,28 +35,40 @@ def loss_curves(rows: pd.DataFrame) -> Iterator[Picture]:
 
 
 def _curves(groups: list[pd.DataFrame]) -> Figure:
-    figure, flat = style.panels(2 * len(groups), columns=len(groups))
+    figure, flat = style.panels(2 * len(groups), columns=len(groups), width=4.8)
     top, bottom = flat[: len(groups)], flat[len(groups) :]
     for upper, lower, panel in zip(top, bottom, groups, strict=True):
-        ends = {panel["num_gpus"].min(), panel["num_gpus"].max()}  # more curves hide each other
-        panel = panel[panel["num_gpus"].isin(ends)]
+        extremes = {panel["num_gpus"].min(), panel["num_gpus"].max()}  # more hide each other
+        panel = panel[panel["num_gpus"].isin(extremes)]
         lines = [row for _, row in panel.sort_values(["num_gpus", "contender"]).iterrows()]
         base = np.asarray(lines[0]["losses"])
         for number, row in enumerate(lines):
             losses = np.asarray(row["losses"])
             look = style.line(row["contender"]) | {"markevery": (number % 4, 4), "markersize": 5}
             look["linewidth"] = 1 + 1.5 * (len(lines) - number) / len(lines)  # first lies widest
-            label = f"{row['contender']}, {row['num_gpus']} ranks"
             steps = np.arange(1, len(losses) + 1)
-            upper.plot(steps, losses, label=label, alpha=0.8, **look)
+            upper.plot(steps, losses, alpha=0.8, **look)
             shared = min(len(base), len(losses))
             error = np.abs(losses[:shared] - base[:shared]) / base[:shared]
-            if number:  # 1e-9 stands for "equal": a logarithm has no zero
-                lower.plot(steps[:shared], np.maximum(error, 1e-9), **(look | {"marker": ""}))
+            if number:
+                lower.plot(steps[:shared], error, **(look | {"markevery": 1, "markersize": 3}))
         upper.set_title(panel_title(panel))
-        lower.set_yscale("log")
+        lower.set_ylim(bottom=0)
         lower.set_xlabel("step")
-        upper.legend(fontsize=7)
+        for axis in (upper, lower):
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        style.label_ends(upper, _ends(lines))
     top[0].set_ylabel("loss [nats/token]")
     bottom[0].set_ylabel("relative distance\nfrom the first curve")
     return figure
+
+
+def _ends(lines: list[pd.Series]) -> list[tuple[float, float, str, str]]:
+    """One name a contender, with its rank counts, at the end of the first of its curves."""
+    ends = []
+    for contender in style.ordered(row["contender"] for row in lines):
+        mine = [row for row in lines if row["contender"] == contender]
+        counts = " and ".join(dict.fromkeys(str(row["num_gpus"]) for row in mine))
+        losses, name = mine[0]["losses"], f"{contender}, {counts} ranks"
+        ends.append((float(len(losses)), float(losses[-1]), name, style.colour(contender)))
+    return ends

@@ -18,6 +18,7 @@ import jinja2
 import pandas as pd
 
 from benchmarks.environment import git_state
+from benchmarks.report.frame import notes_of
 from benchmarks.report.picture import SavedPicture
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -27,17 +28,18 @@ _TABLES = {
     "memory": "Memory",
     "speedup": "Speed-up",
     "evidence": "Evidence",
+    "published": "Evidence",
 }
 
 
 @dataclass(frozen=True)
 class _Table:
-    """A table as text; ``sources[i]`` is the id of the record behind row i, or empty."""
+    """A table as text; ``sources[i]`` are the records behind row i, its own first."""
 
     name: str
     columns: list[str]
     rows: list[list[str]]
-    sources: list[str]
+    sources: list[list[str]]
 
 
 def write_page(
@@ -49,8 +51,7 @@ def write_page(
 ) -> Path:
     """Write ``report.html`` beside the pictures' SVG files and return its path.
 
-    ``rows`` are the frame's rows behind the tables: the throughput and memory tables have their
-    index, and link every row to its record.
+    ``rows`` are the frame's rows behind the tables, whose indices name their records.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
@@ -65,7 +66,7 @@ def write_page(
                 {
                     "name": section,
                     "tables": [
-                        _table(name, tables[name], rows)
+                        _table(name, tables[name])
                         for name, of in _TABLES.items()
                         if of == section and not tables[name].empty
                     ],
@@ -74,6 +75,7 @@ def write_page(
                 for section in _SECTIONS
             ],
             summary=_summary(rows),
+            notes=notes_of(rows),
             skipped=skipped,
             commit=sha[:10] + (" with local changes" if dirty else ""),
             made=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -83,13 +85,12 @@ def write_page(
     return path
 
 
-def _table(name: str, table: pd.DataFrame, rows: pd.DataFrame) -> _Table:
-    linked = name in ("throughput", "memory")
+def _table(name: str, table: pd.DataFrame) -> _Table:
     return _Table(
         name,
         list(map(str, table.columns)),
         [[str(value) for value in line] for line in table.to_numpy()],
-        [str(rows.loc[index, "record_id"]) if linked else "" for index in table.index],
+        [str(records).split() for records in table.index],
     )
 
 

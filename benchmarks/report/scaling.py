@@ -10,14 +10,16 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 from benchmarks.report import style
+from benchmarks.report.bars import errors as intervals
 from benchmarks.report.frame import best_configuration
 from benchmarks.report.headline import REFERENCE
 from benchmarks.report.picture import Picture, by_evidence
 from benchmarks.report.tables import paired_speedups
 
-MAX_LINES = 24  # of a map; the table has all
+MAX_LINES = 16  # of a map; the table has all
 _SERIES = ["model", "seq", "precision"]
 _DIVERGING = LinearSegmentedColormap.from_list("speedup", [style.WARM, "#f7f7f7", style.COOL])
 
@@ -28,10 +30,7 @@ def scaling_curves(rows: pd.DataFrame) -> Iterator[Picture]:
     best = best_configuration(rows)
     if best.empty:
         return
-    best = best.assign(
-        tokens_per_s=best["tokens_per_s_per_gpu"] * best["num_gpus"],
-        batch_per_gpu=best["global_batch"] / best["num_gpus"],
-    )
+    best = best.assign(batch_per_gpu=best["global_batch"] / best["num_gpus"])
     for suffix, words, mine in by_evidence(best):
         for kind, key in {"strong": "global_batch", "weak": "batch_per_gpu"}.items():
             groups = [
@@ -55,24 +54,31 @@ def _title(panel: pd.DataFrame, key: str) -> str:
 
 
 def _curves(groups: list[tuple[str, pd.DataFrame]]) -> Figure:
-    figure, flat = style.panels(2 * len(groups), columns=len(groups))
+    figure, flat = style.panels(2 * len(groups), columns=len(groups), width=4.6)
     top, bottom = flat[: len(groups)], flat[len(groups) :]
     for upper, lower, (title, panel) in zip(top, bottom, groups, strict=True):
         upper.set_title(title)
+        ends: dict[Axes, list[tuple[float, float, str, str]]] = {upper: [], lower: []}
         for contender in style.ordered(panel["contender"]):
             mine = panel[panel["contender"] == contender].sort_values("num_gpus")
-            gpus, speed = mine["num_gpus"].to_numpy(), mine["tokens_per_s"].to_numpy(dtype=float)
-            a_gpu = mine["tokens_per_s_per_gpu"].to_numpy(dtype=float)
-            upper.plot(gpus, speed, label=contender, **style.line(contender))
-            lower.plot(gpus, 100 * a_gpu / a_gpu[0], label=contender, **style.line(contender))
+            gpus, a_gpu = (mine[c].to_numpy(float) for c in ("num_gpus", "tokens_per_s_per_gpu"))
+            errors = intervals(mine, "tokens_per_s_per_gpu")
+            look, speed, efficiency = style.line(contender), gpus * a_gpu, 100 * a_gpu / a_gpu[0]
+            upper.errorbar(
+                gpus, speed, None if errors is None else gpus * errors, capsize=2, **look
+            )
+            lower.plot(gpus, efficiency, **look)
+            for axis, values in ((upper, speed), (lower, efficiency)):
+                ends[axis].append((gpus[-1], values[-1], contender, style.colour(contender)))
         lower.margins(y=0.08)
         lower.axhline(100, color=style.NEUTRAL, linewidth=0.8)
-        for axis in (upper, lower):
+        upper.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        for axis, named in ends.items():
             _gpu_axis(axis, sorted(panel["num_gpus"].unique()))
+            style.label_ends(axis, named)
         lower.set_xlabel("GPUs (ranks)")
     top[0].set_ylabel("tokens/s")
     bottom[0].set_ylabel("efficiency [%]")
-    style.legend(figure, flat)
     return figure
 
 
@@ -95,19 +101,39 @@ def speedup_maps(rows: pd.DataFrame) -> Iterator[Picture]:
                 "Speed-up",
                 f"speedup_{contender.lower().replace(' ', '_')}_{suffix}",
                 f"Throughput of {contender} over {REFERENCE} in the same cell, {words}. Above 1 "
-                f"{contender} is faster; ? marks a ratio whose interval includes 1 or whose "
-                "samples spread too far to say.",
+                f"{contender} is faster" + _doubts(mine),
                 _map(chosen, contender),
             )
 
 
+def _doubts(rows: pd.DataFrame) -> str:
+    """How a map of measured ratios says what its samples do not settle."""
+    if rows["evidence"].iloc[0] != "measured":
+        return "."
+    return (
+        "; in brackets the 95 % bootstrap interval. ~ marks a ratio whose interval includes 1 or "
+        "whose samples spread too far to say."
+    )
+
+
+def _cell(row: pd.Series) -> str:
+    """Ratio, ~ where it is unsure, and, of measured ones, the interval: never a single reading."""
+    text = f"{'~' if row['unsure'] else ''}{row['speedup']:.2f}"
+    if row["evidence"] != "measured":
+        return text
+    return f"{text}\n[{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
+
+
 def _map(rows: pd.DataFrame, contender: str) -> Figure:
-    lines = rows["model"] + ", batch " + rows["global_batch"].astype(str)
-    table = rows.assign(line=lines).drop_duplicates(["line", "num_gpus"], keep="last")
-    table = table[table["line"].isin(table["line"].unique()[:MAX_LINES])]
-    values = table.pivot(index="line", columns="num_gpus", values="speedup")
-    unsure = table.pivot(index="line", columns="num_gpus", values="unsure")
-    size = (2.6 + 0.75 * values.shape[1], 1.2 + 0.42 * values.shape[0])
+    table = rows.sort_values(["model", "global_batch"], kind="stable")
+    table = table.assign(
+        line=table["model"] + ", batch " + table["global_batch"].astype(str),
+        text=[_cell(row) for _, row in table.iterrows()],
+    ).drop_duplicates(["line", "num_gpus"], keep="last")
+    lines = table["line"].unique()[:MAX_LINES]
+    grid = table.pivot(index="line", columns="num_gpus")
+    values, texts = grid["speedup"].loc[lines], grid["text"].loc[lines]
+    size = (2.6 + 0.95 * values.shape[1], 1.2 + 0.48 * values.shape[0])
     figure, axis = plt.subplots(figsize=size, layout="constrained")
     reach = max(0.1, float(np.nanmax(np.abs(np.log2(values.to_numpy(dtype=float))))))
     norm = TwoSlopeNorm(0.0, -reach, reach)
@@ -115,10 +141,11 @@ def _map(rows: pd.DataFrame, contender: str) -> Figure:
     image = axis.imshow(logs, cmap=_DIVERGING, norm=norm, aspect="auto")
     for (i, j), value in np.ndenumerate(values.to_numpy(dtype=float)):
         if not np.isnan(value):
-            mark = "?" if bool(unsure.iloc[i, j]) else ""
-            strong = abs(np.log2(value)) > 0.6 * reach
-            text = f"{value:.2f}{mark}"
-            axis.text(j, i, text, ha="center", va="center", color="white" if strong else "black")
+            ink = "white" if abs(np.log2(value)) > 0.6 * reach else "black"
+            words = axis.text(
+                j, i, str(texts.to_numpy()[i, j]), ha="center", va="center", fontsize=8.5
+            )
+            words.set(color=ink, in_layout=False)
     axis.set_xticks(range(values.shape[1]), [str(count) for count in values.columns])
     axis.set_yticks(range(values.shape[0]), list(values.index))
     axis.set_xlabel("GPUs (ranks)")

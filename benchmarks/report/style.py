@@ -34,7 +34,6 @@ WARM, COOL, NEUTRAL = "#D55E00", "#0072B2", "#777777"  # worse, better, neither
 _RC: Any = {
     "figure.dpi": 110,
     "savefig.dpi": 200,
-    "savefig.bbox": "tight",
     "font.size": 10,
     "axes.titlesize": 9.5,
     "axes.spines.top": False,
@@ -78,9 +77,14 @@ def ordered(contenders: Iterable[str]) -> list[str]:
 
 
 def panels(
-    count: int, columns: int = COLUMNS, width: float = 4.0, height: float = 3.1
+    count: int,
+    columns: int = COLUMNS,
+    width: float = 4.0,
+    height: float = 3.1,
+    heights: Sequence[float] | None = None,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of ``count`` panels, ``columns`` side by side; sizes in inches a panel."""
+    """A figure of ``count`` panels, ``columns`` side by side; sizes in inches a panel, of which
+    ``height`` is the mean where lines of panels have ``heights`` in proportion."""
     columns = min(columns, count)
     lines = -(-count // columns)
     figure, axes = plt.subplots(
@@ -89,11 +93,37 @@ def panels(
         figsize=(width * columns, height * lines + 0.4),
         squeeze=False,
         layout="constrained",
+        height_ratios=heights,
     )
     flat: list[Axes] = list(axes.flat)
     for spare in flat[count:]:
         spare.set_visible(False)
     return figure, flat[:count]
+
+
+def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Name curves at their last points (x, y, name, colour), pushed apart where names would lie on
+    each other. Assumes a linear y axis whose limits are set."""
+    low, high = axis.get_ylim()
+    gap = 0.075 * (high - low)
+    ends = sorted(ends, key=lambda end: (round(8 * end[1] / gap), end[2]))
+    places: list[float] = []
+    for _, y, _, _ in ends:
+        places.append(max(y, places[-1] + gap) if places else y)
+    pushed = (sum(places) - sum(y for _, y, _, _ in ends)) / len(ends)
+    pushed = min(pushed, places[0] - low)
+    for (x, y, name, shade), place in zip(ends, places, strict=True):
+        axis.annotate(
+            name,
+            (x, y),
+            (1.06, place - pushed),
+            textcoords=axis.get_yaxis_transform(),
+            color=shade,
+            fontsize=8.5,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": shade, "linewidth": 0.6, "relpos": (0, 0.5)},
+            annotation_clip=False,
+        )
 
 
 def legend(figure: Figure, axes: Sequence[Axes]) -> None:
@@ -103,6 +133,5 @@ def legend(figure: Figure, axes: Sequence[Axes]) -> None:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     if found:
-        figure.legend(
-            list(found.values()), list(found), loc="outside upper center", ncols=min(6, len(found))
-        )
+        columns = max(1, min(6, len(found), int(figure.get_figwidth() / 1.8)))  # 1.8 in an entry
+        figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=columns)

@@ -13,6 +13,7 @@ from rich.table import Table
 from benchmarks.report.evidence import evidence_distances
 from benchmarks.report.frame import CELL, best_configuration
 from benchmarks.report.headline import REFERENCE
+from benchmarks.report.published import published_table
 from benchmarks.stats import paired_ratio, ratio_of_medians
 
 _CELL_HEADS = {
@@ -25,12 +26,14 @@ _CELL_HEADS = {
 
 
 def comparison_tables(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """``throughput``, ``memory`` and ``speedup`` of ``latest_ok`` rows, formatted as text."""
+    """The tables of ``latest_ok`` rows, formatted as text. A row's index names the records behind
+    it, a speed-up's and a distance's the reference's after its own."""
     return {
         "throughput": throughput_table(rows),
         "memory": memory_table(rows),
         "speedup": speedup_table(rows),
         "evidence": evidence_table(rows),
+        "published": published_table(rows),
     }
 
 
@@ -49,7 +52,7 @@ def throughput_table(rows: pd.DataFrame) -> pd.DataFrame:
     table["model TFLOP/s/GPU"] = _numbers(rows, "model_tflops_per_gpu", ".4g")
     table["MFU"] = _numbers(rows, "mfu", ".1%")
     table["note"] = [_note(row) for _, row in rows.iterrows()]
-    return table
+    return table.set_axis(rows["record_id"])
 
 
 def memory_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -61,7 +64,7 @@ def memory_table(rows: pd.DataFrame) -> pd.DataFrame:
     table["peak of the fullest rank [GiB]"] = _numbers(rows, "peak_gib", ".3f")
     table["kind of peak"] = rows["memory_kind"]
     table["device limit [GiB]"] = _numbers(rows, "memory_limit_gib", "g")
-    return table
+    return table.set_axis(rows["record_id"])
 
 
 def speedup_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -73,7 +76,10 @@ def speedup_table(rows: pd.DataFrame) -> pd.DataFrame:
     table = _heads(pairs)
     table["contender"] = pairs["contender"]
     table["against"] = REFERENCE
-    table["speed-up"] = [_interval(pair, "speedup", 2) for _, pair in pairs.iterrows()]
+    table["speed-up"] = [
+        f"{'~' if pair['unsure'] else ''}{_interval(pair, 'speedup', 2)}"
+        for _, pair in pairs.iterrows()
+    ]
     table["peak memory ratio"] = _numbers(pairs, "memory_ratio", ".2f")
     table["note"] = pairs["note"]
     means = [
@@ -81,7 +87,8 @@ def speedup_table(rows: pd.DataFrame) -> pd.DataFrame:
         for keys, group in pairs.groupby(["evidence", "cluster", "contender"], sort=True)
         if len(group) > 1
     ]
-    return pd.concat([table, pd.DataFrame(means)], ignore_index=True)[list(table.columns)]
+    table = table.set_axis(pairs["records"])
+    return pd.concat([table, pd.DataFrame(means, columns=table.columns, index=[""] * len(means))])
 
 
 def paired_speedups(rows: pd.DataFrame) -> pd.DataFrame:
@@ -111,7 +118,7 @@ def evidence_table(rows: pd.DataFrame) -> pd.DataFrame:
     table["this"] = [f"{r.value:.4g} {r.kind}" for r in distances.itertuples()]
     table["reference"] = [f"{r.reference:.4g} {r.reference_kind}" for r in distances.itertuples()]
     table["distance"] = [f"{error:+.1%}" for error in distances["error"]]
-    return table
+    return table.set_axis(distances["records"])
 
 
 def write_tables(tables: dict[str, pd.DataFrame], out: Path) -> list[Path]:
@@ -174,19 +181,22 @@ def _pair(row: Mapping[Hashable, Any]) -> dict[str, Any]:
         "memory_ratio": row["peak_gib"] / row["peak_gib_base"] if comparable else None,
         "unsure": bool(notes),
         "note": "; ".join(notes),
+        "records": f"{row['record_id']} {row['record_id_base']}",
     }
 
 
 def _mean_line(group: pd.DataFrame) -> dict[str, object]:
-    mean = paired_ratio(list(group["speedup"]))
+    mean, unsure = paired_ratio(list(group["speedup"])), int(group["unsure"].sum())
+    mark = "~" if 2 * unsure > len(group) else ""
     return {
         "model": f"{len(group)} cells",
         "GPUs": "all",
         "batch": "all",
         "against": REFERENCE,
-        "speed-up": f"{mean.median:.2f} [{mean.low:.2f}, {mean.high:.2f}]",
+        "speed-up": f"{mark}{mean.median:.2f} [{mean.low:.2f}, {mean.high:.2f}]",
         "peak memory ratio": "-",
-        "note": "geometric mean of the pairs, interval over the pairs",
+        "note": "geometric mean of the pairs, interval over the pairs"
+        + (f"; {unsure} of them unsure" if unsure else ""),
     }
 
 
@@ -195,9 +205,11 @@ def _numbers(rows: pd.DataFrame, name: str, form: str) -> Sequence[str]:
 
 
 def _interval(row: pd.Series, name: str, digits: int) -> str:
-    """Median with its interval, to ``digits`` decimals."""
+    """Median to ``digits`` decimals, with its interval where it was measured."""
     if name not in row.index or pd.isna(row[name]):
         return "-"
+    if row["evidence"] != "measured":
+        return f"{row[name]:,.{digits}f}"
     low, high = row[f"{name}_low"], row[f"{name}_high"]
     return f"{row[name]:,.{digits}f} [{low:,.{digits}f}, {high:,.{digits}f}]"
 

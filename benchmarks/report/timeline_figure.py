@@ -36,7 +36,7 @@ _STRIPS = {
     "reduce": ("#CC79A7", 0.76, "reduce"),
     "transfer": ("#444444", 0.86, "transfer"),
 }
-_OTHER, _BUBBLE = "#999999", "#f2f2f2"
+_OTHER, _BUBBLE = "#999999", "#e9e9e9"
 _BOX_HEIGHT, _STRIP_HEIGHT = 0.64, 0.09
 _WIDTH_IN, _ROW_IN = 13.0, 0.36
 _LETTER_IN = 0.085  # room that one digit of a box's number needs
@@ -55,8 +55,10 @@ def timeline_figure(timelines: Sequence[Timeline], time_unit: str = "s") -> Figu
     for axis, timeline in zip(axes[:, 0], timelines, strict=True):
         _draw(axis, timeline, end, used)
     axes[-1, 0].set_xlabel(f"time [{time_unit}]")
-    patches = [Patch(facecolor=colour, label=word) for word, colour in used.items()]
-    patches.append(Patch(facecolor=_BUBBLE, edgecolor="#cccccc", label="idle"))
+    order = [*_WORDS.values(), "other", *(word for _, _, word in _STRIPS.values())]
+    shown = sorted(used, key=order.index)
+    patches = [Patch(facecolor=used[word], label=word) for word in shown]
+    patches.append(Patch(facecolor=_BUBBLE, edgecolor="#cccccc", label="idle (bubble)"))
     figure.legend(handles=patches, loc="outside upper center", ncols=len(patches))
     return figure
 
@@ -100,14 +102,17 @@ def _draw_compute(
     else:
         used[_WORDS[action.op]] = _COLOURS[action.op]
         face = _shaded(_COLOURS[action.op], shade_of[span.rank, action.stage])
+    inches = width / end * (_WIDTH_IN - 1)
+    edge = min(0.6, 7 * inches)  # points: an edge of full width would hide a narrow box
     box = Rectangle(
-        (span.start_s, row), width, _BOX_HEIGHT, facecolor=face, edgecolor="white", linewidth=0.6
+        (span.start_s, row), width, _BOX_HEIGHT, facecolor=face, edgecolor="white", linewidth=edge
     )
     axis.add_patch(box)
     label = "" if action is None else str(action.microbatch)
-    if label and width / end * (_WIDTH_IN - 1) > _LETTER_IN * len(label):
+    if label and inches > _LETTER_IN * len(label):
         middle = (span.start_s + width / 2, row + _BOX_HEIGHT / 2)
-        axis.annotate(label, middle, ha="center", va="center_baseline", fontsize=7)
+        number = axis.annotate(label, middle, ha="center", va="center_baseline", fontsize=7)
+        number.set_in_layout(False)
 
 
 def _shades(timeline: Timeline) -> dict[tuple[int, int], float]:

@@ -10,36 +10,40 @@ import pandas as pd
 from benchmarks.record import read_record
 from benchmarks.report import style
 from benchmarks.report.frame import CELL, best_configuration
-from benchmarks.report.picture import Picture
+from benchmarks.report.picture import Picture, by_evidence
 from benchmarks.report.timeline_figure import timeline_figure
 from zeropp.timeline import Timeline, timeline_from_rows
 
-MAX_CELLS = 4  # pictures; every best configuration has its trace
+MAX_CELLS = 4  # pictures a kind of evidence and cluster; every configuration has its trace
 MAX_TRACES = 50
 MAX_RANKS = 8  # pipeline ranks in a picture
+_RECORDED = " The recorded step is one after the timed ones, and recording slows it."
 
 
 def step_timelines(rows: pd.DataFrame) -> Iterator[Picture]:
     """A picture a cell, all contenders on one time axis; cells with most contenders first."""
-    cells = [cell for _, cell in _with_spans(rows).groupby(CELL, sort=True)]
-    seen: set[str] = set()
-    for cell in sorted(cells, key=len, reverse=True):
-        first = cell.iloc[0]
-        name = f"{first['model']}_{first['num_gpus']}_{first['evidence']}_{first['cluster']}"
-        if name in seen or len(seen) == MAX_CELLS:  # one batch size of each is enough to look at
-            continue
-        seen.add(name)
-        by_name = {row["contender"]: row for _, row in cell.iterrows()}
-        timelines = [_shown(timeline_of(by_name[name])) for name in style.ordered(by_name)]
-        yield Picture(
-            "Timelines",
-            f"timeline_{name}",
-            f"One step on one time axis: {first['model']}, {first['num_gpus']} ranks, "
-            f"batch {first['global_batch']}, {first['evidence']} on {first['cluster']}. "
-            "Boxes are compute, strips below them gathers, reductions and transfers; pale grey "
-            "is idle. The recorded step is one after the timed ones, and recording slows it.",
-            timeline_figure(timelines),
-        )
+    for suffix, words, mine in by_evidence(_with_spans(rows)):
+        cells = [cell for _, cell in mine.groupby(CELL, sort=True)]
+        named: dict[str, pd.DataFrame] = {}
+        for cell in sorted(cells, key=len, reverse=True):  # one batch size is enough to look at
+            named.setdefault(f"{cell['model'].iloc[0]}_{cell['num_gpus'].iloc[0]}", cell)
+        for name, cell in list(named.items())[:MAX_CELLS]:
+            yield _picture(f"timeline_{name}_{suffix}", words, cell)
+
+
+def _picture(name: str, words: str, cell: pd.DataFrame) -> Picture:
+    first = cell.iloc[0]
+    by_name = {row["contender"]: row for _, row in cell.iterrows()}
+    timelines = [_shown(timeline_of(by_name[contender])) for contender in style.ordered(by_name)]
+    return Picture(
+        "Timelines",
+        name,
+        f"One step on one time axis: {first['model']}, {first['num_gpus']} ranks, "
+        f"batch {first['global_batch']}, {words}. Boxes are compute (darker: later chunks; "
+        "numbers: microbatches), strips below them gathers, reductions and transfers; grey is idle."
+        + (_RECORDED if first["evidence"] == "measured" else ""),
+        timeline_figure(timelines),
+    )
 
 
 def write_traces(rows: pd.DataFrame, out: Path) -> list[Path]:

@@ -1,7 +1,6 @@
 """Hold the simulator against published measurements.
 
-``python -m benchmarks.validate [FILES...] [--cluster NAME] [--out DIR]``: without files, all of
-``results/published``. One simulator prices everything: ``zeropp.sim.simulate``.
+One simulator prices everything: zeropp.sim.simulate.
 """
 
 from __future__ import annotations
@@ -9,25 +8,27 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
+from benchmarks.compose import preset
+from benchmarks.metrics import UNMEASURED
+from benchmarks.record import check_writable
+from benchmarks.spec import SpecError
 from benchmarks.validate.pairs import pairs_of
 from benchmarks.validate.predict import predict
 from benchmarks.validate.report import (
+    Errors,
     Outcome,
-    error_lines,
+    errors_of,
     oom_line,
-    pair_lines,
     row_line,
     write,
 )
-from benchmarks.validate.rows import UnpredictableError, read_rows
+from benchmarks.validate.rows import NEEDED, UnpredictableError, read_rows
+from zeropp.cost.cluster import Cluster
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "results" / "published"
-UNMEASURED = (
-    "No published measurement exists of PP x ZeRO-3 with gathers a unit (ZeroPP's layout): its "
-    "price is the sum of parts that are held here (kernels, pipeline, FSDP's gathers)."
-)
 
 
 def outcome_of(row: dict[str, str], cluster: str | None) -> Outcome:
@@ -41,41 +42,55 @@ def outcome_of(row: dict[str, str], cluster: str | None) -> Outcome:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the comparison; 0 when it ran, 2 where a file cannot be read."""
+    """Print the comparison; 0 when it ran, 2 where there is nothing to run it on."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.validate", description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path, help="CSV files of the published schema")
+    parser.add_argument("files", nargs="*", type=Path, help="CSV files (else results/published)")
     parser.add_argument("--cluster", help="price every row on this cluster of conf/cluster")
     parser.add_argument("--out", type=Path, help="folder for validation.csv and validation.png")
     options = parser.parse_args(arguments)
-    files = options.files or sorted(PUBLISHED.glob("*.csv"))
-    missing = [str(path) for path in files if not path.is_file()]
-    if missing:
-        print(f"no such file: {', '.join(missing)}", file=sys.stderr)
+    try:
+        if options.cluster is not None:
+            preset("cluster", options.cluster, Cluster)
+        if options.out is not None:
+            check_writable("--out", options.out)
+        tables = _tables(options.files or sorted(PUBLISHED.glob("*.csv")))
+    except SpecError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     outcomes = []
-    for path in files:
-        rows = read_rows(path)
-        if not rows:
-            print(f"{path.name}: no training rows (columns metric and n_gpus), skipped")
-        for row in rows:
-            outcomes.append(outcome_of(row, options.cluster))
-            print(row_line(outcomes[-1]))
-    _summarise(outcomes)
+    for row in chain.from_iterable(tables):
+        outcomes.append(outcome_of(row, options.cluster))
+        print(row_line(outcomes[-1]))
+    errors = _summarise(outcomes)
     if options.out is not None:
-        write(outcomes, options.out)
-        print(f"wrote {options.out}/validation.csv and validation.png")
+        write(outcomes, errors, options.out)
+        print(f"wrote {options.out}/validation.csv, errors.csv and validation.png")
     return 0
 
 
-def _summarise(outcomes: Sequence[Outcome]) -> None:
+def _tables(files: Sequence[Path]) -> list[list[dict[str, str]]]:
+    """The rows of every file; those of other tables are named and skipped."""
+    tables = [read_rows(path) for path in files]
+    without = [path for path, rows in zip(files, tables, strict=True) if not rows]
+    if len(without) == len(files):
+        names = ", ".join(map(str, files))
+        raise SpecError(f"{names}: no training rows (columns {', '.join(NEEDED)} and more)")
+    for path in without:
+        print(f"{path.name}: no training rows (columns {', '.join(NEEDED)}), skipped")
+    return tables
+
+
+def _summarise(outcomes: Sequence[Outcome]) -> list[Errors]:
     pairs = pairs_of([o.row for o in outcomes], [o.prediction for o in outcomes])
-    print("\nabsolute relative error")
-    print("\n".join(error_lines(outcomes)))
-    print("\nspeed-ups: pairs of rows that differ in schedule or parallelism alone")
-    print("\n".join(pair_lines(pairs)) or "no pairs")
+    errors = errors_of(outcomes, pairs)
+    print(
+        "\nabsolute relative error (ratio: of pairs that differ in schedule or parallelism alone)"
+    )
+    print("\n".join(e.line() for e in errors))
     print(oom_line(outcomes))
     predicted = sum(1 for o in outcomes if o.prediction)
     print(f"{predicted} of {len(outcomes)} rows predicted\n{UNMEASURED}")
+    return errors
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from benchmarks.validate.clusters import cluster_of, preset
-from benchmarks.validate.programs import program_of
+from benchmarks.compose import preset
+from benchmarks.validate.clusters import cluster_of
+from benchmarks.validate.programs import program_of, splits_sequences
 from benchmarks.validate.rows import Row, UnpredictableError, number, recompute_text, shape_of
 from zeropp.cost import balanced_cuts
 from zeropp.cost.cluster import Cluster
@@ -26,6 +27,8 @@ from zeropp.schedule import build, lower
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
+
+_MOST_BLOCKS = 10**6  # a step of a row that is read wrongly could be simulated for ever
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,13 @@ def case_of(row: Row, cluster_name: str | None = None) -> Case:
         if (number(row, field) or 1) > 1:
             raise UnpredictableError(f"{field}={row[field]}: no price for this parallelism")
     shape = shape_of(row)
-    cluster = preset(cluster_name) if cluster_name else cluster_of(row.get("gpu", ""))
+    named = preset("cluster", cluster_name, Cluster) if cluster_name else None
+    cluster = named or cluster_of(row.get("gpu", ""))
     schedule = schedule_of(row)
     layout = _layout(row, shape, cluster, schedule)
     microbatch, count = _batch(row, layout)
+    if shape.layers * count > _MOST_BLOCKS:
+        raise UnpredictableError(f"{shape.layers} layers x {count} microbatches: too many")
     if schedule == "interleaved_1f1b" and count % layout.pp:
         raise UnpredictableError(f"interleaved: {count} microbatches on {layout.pp} stages")
     return Case(
@@ -111,7 +117,7 @@ def _layout(row: Row, shape: ModelShape, cluster: Cluster, schedule: str) -> Lay
         shard = min(dp, cluster.gpus_per_node // tp or 1) if hybrid else dp
     text = recompute_text(row)
     sequence = tp > 1 and "no sp" not in text and bool(re.search(r"sequence|\bsp\b", text))
-    sequence = sequence or (tp > 1 and program_of(row).overlap_tensor)  # which needs it
+    sequence = sequence or (tp > 1 and "no sp" not in text and splits_sequences(row))
     one = zero in (1, 2) and program_of(row).zero1_group == 0
     return Layout(pp, tp, shard, dp // shard, chunks, 1 if one else 0, sequence)
 
@@ -188,6 +194,7 @@ def plan_of(case: Case) -> Plan:
         microbatch_size=case.microbatch,
         schedule=schedule,
         cuts=cuts,
+        runtime="published",
         precision=case.precision,
         recompute=case.recompute,
     )

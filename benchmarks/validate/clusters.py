@@ -1,39 +1,38 @@
-"""The cluster of a row: a preset named in its ``gpu`` text, with the memory and network it states.
+"""The cluster of a row, from its ``gpu`` text: a preset with the sizes and network that it states.
 
-Rules: the device is the first preset whose name the text has; "40GB" of an A100 lowers memory and
-bandwidth; "4x HDR200", "1600Gb/s ... /node" and "400 Gb/s per GPU" set the network between nodes.
+Rules. The device is the first preset whose name the text has. B200 and GB200 are an H100 whose
+peak, memory and links are those of ``hardware.csv``: they keep its shares of them. A text with a
+peak ("181 TFLOP/s"), a memory size and a memory bandwidth ("96 GB", "1.6 TB/s") is an A100 with
+these. "96GB" sets the memory, "HBM2e" of an H100 its bandwidth, "500W" the clocks (products run at
+the root of the power's ratio: power grows with frequency and voltage), "PCIe" the links inside a
+node. "4x HDR200", "8 links (100 Gb/s)", "1600Gb/s ... /node" and "400 Gb/s per GPU" set the network
+between nodes.
 """
 
 from __future__ import annotations
 
+import csv
 import re
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from omegaconf import OmegaConf
-from pydantic import TypeAdapter
-
+from benchmarks.compose import preset
 from benchmarks.validate.rows import UnpredictableError
-from zeropp.cost.cluster import Cluster
+from zeropp.cost.cluster import Cluster, Device, Link
 
-CONF = Path(__file__).resolve().parents[2] / "conf" / "cluster"
+_HARDWARE = Path(__file__).resolve().parents[2] / "results" / "published" / "hardware.csv"
 _DEVICES = ("h200", "h800", "h100", "a800", "a100", "v100")
+_FACTS = ("gb200", "b200")  # devices of hardware.csv without a preset
+_POWER_W = {"v100": 300, "a100": 400, "a800": 400, "h100": 700, "h800": 700, "h200": 700}
+_PCIE_GB_S = {"v100": 15.5, "a100": 31.0, "a800": 31.0, "h100": 63.0, "h800": 63.0, "h200": 63.0}
 _LINKS_A_NODE = re.compile(
-    r"(\d+)\s*x\s*(?:hdr|ndr|edr|ib)?\s*(\d+)\s*(?:gb?(?:ps|it|/s)?|/node|\b)"
+    r"\b(\d+)(?:\s*x\s*(?:hdr|ndr|edr|ib)?|\s+(?:omni-?path|ib|infiniband)?\s*(?:links?|nics?))"
+    r"\s*\(?(\d+)\s*(?:gb?(?:ps|it|/s)?|/node|\b)"
 )
 LINK_RATES = (25, 50, 100, 200, 400, 800)  # Gb/s; other numbers are memory sizes
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|gb|tb/s|tbps)")
-
-
-@lru_cache(maxsize=64)
-def preset(name: str) -> Cluster:
-    """A cluster of ``conf/cluster``; raises UnpredictableError where there is none."""
-    path = CONF / f"{name}.yaml"
-    if not path.exists():
-        known = ", ".join(sorted(p.stem for p in CONF.glob("*.yaml")))
-        raise UnpredictableError(f"no cluster {name!r} (known: {known})")
-    return TypeAdapter(Cluster).validate_python(OmegaConf.to_container(OmegaConf.load(path)))
+_MEMORY = re.compile(r"\b(16|24|32|40|48|64|80|94|96|120|128|141|144|180|192)\s*g(?:i?b)?\b")
 
 
 @lru_cache(maxsize=1024)
@@ -41,22 +40,100 @@ def cluster_of(text: str) -> Cluster:
     """The cluster that a ``gpu`` text describes."""
     text = text.lower()
     name = next((device for device in _DEVICES if device in text), None)
-    if name is None:
-        raise UnpredictableError(f"gpu={text!r}: no device preset (known: {', '.join(_DEVICES)})")
-    cluster = preset(name)
-    if re.search(r"\b40\s*g", text) and name == "a100":
-        device = replace(cluster.device, memory_gib=40, memory_bandwidth_gb_s=1555)
-        cluster = replace(cluster, device=device)
-    if re.search(r"\b16\s*g", text) and name == "v100":
-        cluster = replace(cluster, device=replace(cluster.device, memory_gib=16))
+    facts = next((device for device in _FACTS if device in text), None)
+    if facts:
+        cluster = _from_facts(facts)
+    elif name:
+        cluster = _as_stated(preset("cluster", name, Cluster), text)
+    else:
+        cluster = _from_text(text)
     return _with_network(cluster, text)
 
 
+def _as_stated(cluster: Cluster, text: str) -> Cluster:
+    """A preset's device with the memory and power of the text, and PCIe for NVLink."""
+    device, intra = cluster.device, cluster.intra
+    memory = _MEMORY.search(text)
+    if memory:
+        device = replace(device, memory_gib=float(memory[1]))
+    if device.name == "a100" and device.memory_gib == 40:
+        device = replace(device, memory_bandwidth_gb_s=1555)
+    if device.name == "h100" and "hbm2e" in text:
+        device = replace(device, memory_bandwidth_gb_s=2400)
+    power = re.search(r"\b(\d{3,4})\s*w\b", text)
+    if power:
+        device = _at_rate(device, (float(power[1]) / _POWER_W[device.name]) ** 0.5)
+    if "pcie" in text:
+        intra = replace(intra, bandwidth_gb_s=_PCIE_GB_S[device.name])
+    return replace(cluster, device=device, intra=intra)
+
+
+def _at_rate(device: Device, factor: float) -> Device:
+    return replace(
+        device,
+        matmul_bf16_tflops=device.matmul_bf16_tflops * factor,
+        matmul_fp32_tflops=device.matmul_fp32_tflops * factor,
+    )
+
+
+@lru_cache(maxsize=2)
+def _from_facts(name: str) -> Cluster:
+    """An H100 scaled to the facts of another device; what is not listed is the B200's."""
+    with _HARDWARE.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+
+    def fact(quantity: str) -> float:
+        found = [
+            float(row["value"])
+            for device in (name, "b200")
+            for row in rows
+            if row["device"].lower().split()[0] == device and row["quantity"] == quantity
+        ]
+        return found[0]
+
+    base: Cluster = preset("cluster", "h100", Cluster)
+    assert base.device.peak_bf16_tflops is not None
+    peak = fact("peak bf16 dense")
+    device = replace(
+        _at_rate(base.device, peak / base.device.peak_bf16_tflops),
+        name=name,
+        peak_bf16_tflops=peak,
+        memory_gib=fact("HBM capacity"),
+        memory_bandwidth_gb_s=fact("HBM bandwidth") * 1e3,
+    )
+    link = fact("NVLink per GPU, one direction")
+    return replace(base, name=name, device=device, intra=replace(base.intra, bandwidth_gb_s=link))
+
+
+def _from_text(text: str) -> Cluster:
+    """A device that the text itself describes, with an A100's shares of its peaks."""
+    peak = re.search(r"(\d+(?:\.\d+)?)\s*tflop", text)
+    bandwidth = re.search(r"(\d+(?:\.\d+)?)\s*tb/s", text)
+    memory = _MEMORY.search(text)
+    if not (peak and bandwidth and memory):
+        raise UnpredictableError(
+            f"gpu={text!r}: no device preset (known: {', '.join(_DEVICES + _FACTS)}), and not its "
+            "peak (TFLOP/s), memory (GB) and memory bandwidth (TB/s); or give --cluster NAME"
+        )
+    base: Cluster = preset("cluster", "a100", Cluster)
+    assert base.device.peak_bf16_tflops is not None
+    device = replace(
+        _at_rate(base.device, float(peak[1]) / base.device.peak_bf16_tflops),
+        name="stated",
+        peak_bf16_tflops=float(peak[1]),
+        memory_gib=float(memory[1]),
+        memory_bandwidth_gb_s=float(bandwidth[1]) * 1e3,
+    )
+    intra: Link = base.intra
+    if "pcie" in text:
+        intra = replace(intra, bandwidth_gb_s=_PCIE_GB_S["a100"])
+    return replace(base, name="stated", device=device, intra=intra)
+
+
 def _with_network(cluster: Cluster, text: str) -> Cluster:
-    links = _LINKS_A_NODE.search(text)
-    if links and int(links.group(2)) in LINK_RATES:
-        rate = int(links.group(2)) / 8
-        return _network(cluster, int(links.group(1)), rate)
+    for links in _LINKS_A_NODE.finditer(text):
+        if int(links[2]) in LINK_RATES:
+            return _network(cluster, int(links[1]), int(links[2]) / 8)
     for match in _RATE.finditer(text):
         gbit = float(match.group(1)) * (1000 if match.group(2).startswith("t") else 1)
         around = text[match.start() : match.end() + 24]

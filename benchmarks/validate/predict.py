@@ -33,20 +33,31 @@ class Prediction:
 
 def predict(row: Row, cluster_name: str | None = None) -> Prediction:
     """Predict one row; raises UnpredictableError with the reason."""
+    measured(row)
+    alone = {**row, "pp": "1"} if _is_layer(row) else row
+    return predict_case(row, case_of(alone, cluster_name))
+
+
+def predict_case(row: Row, case: Case) -> Prediction:
+    """Predict a row that has been understood as ``case``."""
     actual = measured(row)
     metric, unit = row.get("metric", "").lower(), row.get("unit", "").strip().lower()
-    if "one layer" in row.get("schedule", "").lower() or metric.startswith("layer_"):
-        value = _layer(case_of({**row, "pp": "1"}, cluster_name), metric) * _scale(unit, _TIME)
-        return _compared(value, actual, "throughput")
-    case = case_of(row, cluster_name)
+    if _is_layer(row):
+        return _compared(_layer(case, metric) * _scale(unit, _TIME), actual, "throughput")
     result = _simulated(case)
     if actual is None:
-        fits = result.peak_bytes <= case.cluster.device.memory_gib * 2**30
+        fits = result.peak_bytes <= case.cluster.device.usable_bytes
         text = "fits" if fits else "OOM"
         return Prediction("oom", float("nan"), text, 1.0 if fits else 0.0)
     if "mem" in metric:
         return _compared(_memory(case, result, metric) / _scale(unit, _MEMORY), actual, "memory")
     return _compared(_throughput(row, case, result, metric, unit), actual, "throughput")
+
+
+def _is_layer(row: Row) -> bool:
+    """Whether a row is of one layer alone."""
+    metric = row.get("metric", "").lower()
+    return "one layer" in row.get("schedule", "").lower() or metric.startswith("layer_")
 
 
 def _compared(value: float, actual: float | None, kind: str) -> Prediction:

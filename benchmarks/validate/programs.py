@@ -34,18 +34,32 @@ MEGATRON_CORE = replace(
     reduce_bytes=2,
     fused_accumulation=True,
 )
-DEEPSPEED = replace(MEGATRON_2021, reduce_bytes=2, launch_factor=2.55)
+DEEPSPEED = replace(MEGATRON_2021, reduce_bytes=2, launch_factor=2.56)
 FSDP = Software(
     parameter_bytes=4,
     gradient_bytes=4,
     optimizer_bytes=8,
     overlap_reduction=True,
-    attention_factor=0.68,
-    traffic_factor=2.15,
+    attention_factor=0.7,
+    traffic_factor=2.11,
 )
-INTERNEVO = replace(MEGATRON_CORE, gradient_bytes=2, fused_accumulation=False, traffic_factor=2.15)
-NANOTRON = replace(MEGATRON_CORE, reduce_bytes=4, overlap_reduction=False, overlap_tensor=False)
-_LIBAI = replace(MEGATRON_2021, traffic_factor=0.7)  # fuses more of a layer (its documentation)
+TORCHTITAN = Software(4, 4, 8, overlap_reduction=True, shard_copies=True, traffic_factor=2.11)
+INTERNEVO = replace(
+    MEGATRON_CORE,
+    gradient_bytes=2,
+    optimizer_bytes=16,  # hybrid_zero_optim.py: a flat fp32 gradient beside master and moments
+    fused_accumulation=False,
+    overlap_tensor=False,  # configs/7B_sft.py: mode "mtp", without sequence parallelism
+    attention_factor=0.7,
+    traffic_factor=2.11,
+)
+NANOTRON = replace(
+    MEGATRON_CORE,
+    reduce_bytes=4,
+    overlap_reduction=False,
+    overlap_tensor=False,
+    fused_accumulation=False,
+)
 
 _BY_WORD = (
     ("vtrain", DEEPSPEED),
@@ -53,29 +67,40 @@ _BY_WORD = (
     ("internevo", INTERNEVO),
     ("nanotron", NANOTRON),
     ("ultra-scale", NANOTRON),
+    ("torchtitan", TORCHTITAN),
+    ("fsdp2", TORCHTITAN),
+    ("fully_shard", TORCHTITAN),
     ("fsdp", FSDP),
-    ("torchtitan", FSDP),
-    ("fully_shard", FSDP),
     ("zero bubble", replace(MEGATRON_CORE, overlap_reduction=False, overlap_tensor=False)),
     ("zero-bubble", replace(MEGATRON_CORE, overlap_reduction=False, overlap_tensor=False)),
     ("megatron-core", MEGATRON_CORE),
     ("megatron core", MEGATRON_CORE),
     ("2104.04473", MEGATRON_2021),
     ("2205.05198", replace(MEGATRON_2021, fused_accumulation=True)),
-    ("libai", MEGATRON_2021),
+    ("libai", replace(MEGATRON_2021, traffic_factor=1.5)),
 )
+
+
+def _text(row: Row) -> str:
+    return " ".join(row.get(k, "") for k in ("source", "table", "gpu", "schedule", "notes")).lower()
+
+
+def splits_sequences(row: Row) -> bool:
+    """Whether the program of a row uses sequence parallelism with TP unless the row says no."""
+    nanotron = re.search("nanotron|ultra-scale", _text(row))  # tp_mode REDUCE_SCATTER
+    return program_of(row).overlap_tensor or nanotron is not None
 
 
 def program_of(row: Row) -> Software:
     """The program that made a row."""
-    text = " ".join(row.get(k, "") for k in ("source", "table", "gpu", "schedule", "notes")).lower()
+    text = _text(row)
     found = next((program for word, program in _BY_WORD if word in text), None)
     if found is None:
         found = MEGATRON_CORE if re.search(r"h[128]00", text) else MEGATRON_2021
-    if row.get("notes", "") == "LiBai":
-        found = _LIBAI
     if "flash" in text:
         found = replace(found, flash=True)
+    if "compile" in text:
+        found = replace(found, traffic_factor=1.0)  # element-wise chains become one kernel
     if "no overlap of gradient" in text:
         found = replace(found, overlap_reduction=False)
     if "mp_mode pure" in text:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import matplotlib
@@ -53,52 +53,61 @@ def row_line(outcome: Outcome) -> str:
     return f"{head} {value} {outcome.prediction.text:>10} {error}"
 
 
-def error_lines(outcomes: Sequence[Outcome]) -> list[str]:
-    """Median and 90th percentile of the absolute error by source and kind, and over all."""
-    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for outcome in outcomes:
-        prediction = outcome.prediction
-        if prediction is None or prediction.kind == "oom":
-            continue
-        source = outcome.row.get("source", "")
+@dataclass(frozen=True)
+class Errors:
+    """Absolute relative errors of one kind (throughput, memory, ratio of two rows) and source."""
+
+    kind: str
+    source: str
+    role: str  # fitted, held out, or both for "all sources"
+    rows: int
+    median: float
+    p90: float
+
+    def line(self) -> str:
+        """As it is printed."""
+        name = self.source if self.source.startswith("all") else f"{self.source} ({self.role})"
+        numbers = f"n={self.rows:5}  median {self.median:6.1%}  p90 {self.p90:6.1%}"
+        return f"{self.kind:10} {name[:72]:72} {numbers}"
+
+
+def errors_of(outcomes: Sequence[Outcome], pairs: Sequence[Pair]) -> list[Errors]:
+    """Median and 90th percentile by kind and source, and over all; ratios of pairs last."""
+    found = [
+        (o.prediction.kind, o.row.get("source", ""), o.prediction.relative_error)
+        for o in outcomes
+        if o.prediction is not None and o.prediction.kind != "oom"
+    ]
+    found += [("ratio", pair.source, pair.relative_error) for pair in pairs]
+    groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for kind, source, error in found:
         role = "fitted" if any(word in source for word in FITTED) else "held out"
-        for name in (f"{source} ({role})", f"all {role} sources", "all sources"):
-            groups[prediction.kind, name].append(abs(prediction.relative_error))
+        groups[kind, source, role].append(abs(error))
+        groups[kind, f"all {role} sources", role].append(abs(error))
+        groups[kind, "all sources", "both"].append(abs(error))
     return [
-        f"{kind:10} {name[:64]:64} {_summary(errors)}"
-        for (kind, name), errors in sorted(groups.items(), key=_order)
+        Errors(*key, len(errors), *(float(p) for p in np.percentile(errors, (50, 90))))
+        for key, errors in sorted(groups.items(), key=_order)
     ]
 
 
 def oom_line(outcomes: Sequence[Outcome]) -> str:
     """How many rows that ran out of memory were predicted to."""
     rows = [o.prediction for o in outcomes if o.prediction and o.prediction.kind == "oom"]
+    if not rows:
+        return "out of memory: no such rows"
     right = sum(1 for prediction in rows if prediction.text == "OOM")
     return f"out of memory: {right} of {len(rows)} such rows predicted"
 
 
-def pair_lines(pairs: Sequence[Pair]) -> list[str]:
-    """Error of the ratio by source, and over all."""
-    groups: dict[str, list[float]] = defaultdict(list)
-    for pair in pairs:
-        groups[pair.source].append(abs(pair.relative_error))
-        groups["all sources"].append(abs(pair.relative_error))
-    return [f"{'ratio':10} {name[:64]:64} {_summary(errors)}" for name, errors in groups.items()]
+def _order(item: tuple[tuple[str, str, str], list[float]]) -> tuple[int, bool, str]:
+    (kind, source, _), _ = item
+    return ("throughput", "memory", "ratio").index(kind), source.startswith("all"), source
 
 
-def _summary(errors: Sequence[float]) -> str:
-    median, high = np.percentile(errors, (50, 90))
-    return f"n={len(errors):5}  median {median:6.1%}  p90 {high:6.1%}"
-
-
-def _order(item: tuple[tuple[str, str], list[float]]) -> tuple[bool, str, bool, str]:
-    (kind, name), _ = item
-    return kind != "throughput", kind, name.startswith("all"), name
-
-
-def write(outcomes: Sequence[Outcome], out: Path) -> None:
+def write(outcomes: Sequence[Outcome], errors: Sequence[Errors], out: Path) -> None:
     """``validation.csv`` (every input column, then predicted, relative_error, reason; a row a
-    row) and ``validation.png``."""
+    row), ``errors.csv`` (a row a kind and source) and ``validation.png``."""
     out.mkdir(parents=True, exist_ok=True)
     columns = list(dict.fromkeys(key for outcome in outcomes for key in outcome.row))
     with (out / "validation.csv").open("w", newline="", encoding="utf-8") as file:
@@ -106,6 +115,12 @@ def write(outcomes: Sequence[Outcome], out: Path) -> None:
         writer.writeheader()
         for outcome in outcomes:
             writer.writerow(outcome.row | _answer(outcome))
+    with (out / "errors.csv").open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, [f.name for f in fields(Errors)])
+        table.writeheader()
+        table.writerows(
+            asdict(e) | {"median": f"{e.median:.4f}", "p90": f"{e.p90:.4f}"} for e in errors
+        )
     _scatter(outcomes, out / "validation.png")
 
 

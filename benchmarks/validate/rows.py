@@ -12,9 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.spec import SpecError
 from zeropp.shape import Family, ModelShape
 
 Row = Mapping[str, str]
+
+NEEDED = ("metric", "value", "n_gpus")  # columns of every table of training measurements
 
 
 class UnpredictableError(ValueError):
@@ -56,13 +59,19 @@ _GATED = ("llama", "mistral", "internlm", "qwen", "baichuan", "yi ")
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a file; missing cells become empty. Files of other tables give no rows."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = list(csv.DictReader(file))
+    """Rows of a file; missing cells become empty. Files of other tables give no rows. Raises
+    SpecError where it cannot be read."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise SpecError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SpecError(f"{path}: not a CSV file in UTF-8 ({error})") from None
     return [
         {k: v if isinstance(v, str) else "" for k, v in row.items() if k is not None}
         for row in rows
-        if "metric" in row and "n_gpus" in row
+        if all(name in row for name in NEEDED)
     ]
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from zeropp.layout import Layout, divisors
 from zeropp.plan import Recompute
 from zeropp.sim.simulate import SimResult
-from zeropp.tune.search import Evaluated, memory_limit_bytes, result_of, search
+from zeropp.tune.search import Evaluated, result_of, search
 from zeropp.tune.space import SPACES, Candidate, Task
 
 
@@ -111,7 +111,7 @@ def _equal_plans(task: Task) -> list[tuple[Candidate, SimResult]]:
     for recompute in ("none", "full"):
         for candidates in _equal_candidates(task, recompute):
             results = [(c, result_of(task, c)) for c in candidates]
-            if all(r.peak_bytes <= memory_limit_bytes(task) for _, r in results):
+            if all(r.peak_bytes <= task.cluster.device.usable_bytes for _, r in results):
                 return results
     return []
 

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from pydantic import TypeAdapter, ValidationError
-
-from benchmarks.spec import SpecError
+from benchmarks.compose import preset
+from benchmarks.spec import validated
 from benchmarks.verdict.cells import Cell
 from zeropp.cost.cluster import Cluster
 from zeropp.plan import Precision
 from zeropp.shape import ModelShape
 from zeropp.tune.space import Task
 
-_CONF = Path(__file__).resolve().parents[2] / "conf"
 _STRICT = {"extra": "forbid"}
 
 
@@ -64,12 +59,7 @@ class VerdictSpec:
 
 def verdict_spec(values: Any) -> VerdictSpec:
     """Check the mapping; raises SpecError with one line."""
-    try:
-        return TypeAdapter(VerdictSpec).validate_python(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise SpecError(f"verdict.{where}={first['input']!r}: {first['msg'].lower()}") from None
+    return validated(VerdictSpec, values, "verdict")
 
 
 def cells_of(spec: VerdictSpec, precision: Precision) -> list[Cell]:
@@ -80,7 +70,7 @@ def cells_of(spec: VerdictSpec, precision: Precision) -> list[Cell]:
 
 def _cells(spec: VerdictSpec, precision: Precision) -> Iterator[Cell]:
     def cell(model: str, cluster: str, gpus: int, sequences: int, factor: float = 1.0) -> Cell:
-        shape, machine = _load("model", model, ModelShape), _load("cluster", cluster, Cluster)
+        shape, machine = preset("model", model, ModelShape), preset("cluster", cluster, Cluster)
         return Cell(Task(shape, machine, gpus, gpus * sequences, precision), factor)
 
     for cluster in spec.clusters:
@@ -95,12 +85,3 @@ def _cells(spec: VerdictSpec, precision: Precision) -> Iterator[Cell]:
     for factor in band.factors:
         for sequences in band.sequences_per_gpu:
             yield cell(band.model, band.cluster, band.num_gpus, sequences, factor)
-
-
-@lru_cache
-def _load(group: str, name: str, kind: type) -> Any:
-    path = _CONF / group / f"{name}.yaml"
-    if not path.exists():
-        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
-        raise SpecError(f"verdict: {group}={name!r}: no such preset (known: {known})")
-    return TypeAdapter(kind).validate_python(OmegaConf.to_container(OmegaConf.load(path)))

@@ -15,9 +15,9 @@ from typing import Any
 
 import pandas as pd
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.record import write_atomically
+from benchmarks.progress import progress_line
+from benchmarks.record import check_writable, write_atomically
 from benchmarks.verdict.cells import Cell, rows_of
 from benchmarks.verdict.grid import VerdictSpec, cells_of, verdict_spec
 from benchmarks.verdict.judge import judge, summary
@@ -39,7 +39,7 @@ def run(config: dict[str, Any]) -> int:
     if config["launcher"]["kind"] != "simulate":
         return _measure(config, spec, cells)
     out = Path(config["report_dir"])
-    out.mkdir(parents=True, exist_ok=True)
+    check_writable("report_dir", out)
     simulate_cells(spec, cells, out / "plans.csv", anew=config["rerun"] == "all")
     write_verdict(pd.read_csv(out / "plans.csv"), spec, out)
     return 0
@@ -73,10 +73,9 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
         rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
     have = {tuple(row[name] for name in CELL) for row in rows}
     todo = [cell for cell in cells if cell.key not in have]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with (
         multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool,
-        Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar,
+        progress_line() as bar,
     ):
         line = bar.add_task("cells", total=len(todo))
         for found in pool.imap_unordered(partial(rows_of, tolerance=spec.tolerance), todo):

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.record import read_record
 from benchmarks.run import main
 
 # arguments, what the line must say
 CASES = [
     ("global_batch=15", "global_batch=15: must be a multiple of"),
+    ("global_batch=100000000", "global_batch=100000000: 50000000 microbatches"),
     ("microbatch_size=3", "global_batch=16: must be a multiple of microbatch_size=3"),
     ("contender.pp=4 contender.chunks=16", "contender.pp=4: 4 x chunks=16 = 64 stages"),
     ("contender.pp=3", "contender.pp=3: the degrees"),
@@ -40,6 +42,16 @@ CASES = [
     ("cluster=a100", "cluster=a100: launcher=local needs that GPU"),
     ("rerun=never", "rerun='never'"),
     ("launcher=carrier_pigeon", "carrier_pigeon"),
+    ("launcher.kind=pigeon", "launcher.kind='pigeon': must be one of local, slurm"),
+    ("num_gpus=4,3 launcher=slurm launcher.grace_s=long -m", "launcher.grace_s='long'"),
+    ("contender.pp=all", "contender.pp='all': input should be a valid integer"),
+    ("model=null", "must be a string"),
+    ("report_dir=null", "report_dir=None: must be a folder's path"),
+    ("data=text data.path=/", "data.path='/': no such file"),
+    ("model.name=a/b", "model.name='a/b': folders and files are named by it"),
+    ("report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot be written to"),
+    ("runs_dir=/dev/null/runs", "runs_dir=/dev/null/runs: cannot be written to"),
+    ("experiment=claim_33 report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot"),
 ]
 
 
@@ -58,7 +70,7 @@ def test_bad_input_is_one_line_and_status_2(
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("benchmarks.launch.local._start_ranks", refuse)
-    monkeypatch.setattr(sys, "argv", ["benchmarks.run", *arguments.split(), f"runs_dir={tmp_path}"])
+    monkeypatch.setattr(sys, "argv", ["benchmarks.run", f"runs_dir={tmp_path}", *arguments.split()])
     assert main() == 2
     printed = capsys.readouterr()
     lines = printed.err.strip().splitlines()
@@ -68,15 +80,51 @@ def test_bad_input_is_one_line_and_status_2(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job", "contender=zeropp"]])
-def test_help_and_configuration_read_well(flags: list[str]) -> None:
+def test_an_interruption_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.launch.local._wait", interrupt)
+    monkeypatch.setattr("benchmarks.launch.local._start_ranks", lambda *_: [])
+    places = [f"runs_dir={tmp_path}/runs", f"report_dir={tmp_path}/report"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks.run", *places])
+    assert main() == 130
+    assert capsys.readouterr().err.splitlines()[-1].startswith("interrupted; ")
+    (record,) = (tmp_path / "runs").glob("*/*/record.json")
+    assert read_record(record).interrupted
+
+
+def test_a_dry_run_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Nor does it record the point of three ranks, which has no plan."""
+    monkeypatch.chdir(tmp_path)
+    words = "-m num_gpus=4,3 launcher=slurm launcher.dry_run=true runs_dir=runs report_dir=report"
+    monkeypatch.setattr(sys, "argv", ["benchmarks.run", *words.split()])
+    assert main() == 0
+    printed = capsys.readouterr()
+    assert "#SBATCH --array=0-0" in printed.out
+    assert "infeasible  gpt_tiny-zeropp-3gpu" in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("benchmarks.run --help", ["zeropp", "gpt_tiny", "benchmarks.tune"]),
+        ("benchmarks.run --cfg job contender=zeropp", ["name: zeropp", "num_gpus: 4"]),
+        ("benchmarks.tune --help", ["num_gpus: 64", "cluster=a800"]),
+    ],
+)
+def test_help_and_configuration_read_well(command: str, words: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", *flags],
+        [sys.executable, "-m", *command.split()],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
     assert done.stderr == ""
-    words = ["zeropp", "gpt_tiny"] if flags == ["--help"] else ["name: zeropp", "num_gpus: 4"]
     assert all(word in done.stdout for word in words)

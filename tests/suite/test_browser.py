@@ -66,16 +66,32 @@ def test_tables_are_filled(page: Page) -> None:
     assert "oom" in column(page, "step [s]")
 
 
-def test_sorting_by_number_up_and_down(page: Page) -> None:
+def numbers(texts: list[str]) -> list[float]:
+    return [float(text.split()[0].replace(",", "")) for text in texts]
+
+
+def test_sorting_by_number_up_and_down_keeps_what_has_none_last(page: Page) -> None:
     button = page.locator("#table-throughput th button", has_text="tokens/s/GPU")
     button.click()
-    first = [float(t.split()[0].replace(",", "")) for t in column(page, "tokens/s/GPU") if t != "-"]
-    assert first == sorted(first)
+    *rising, last = column(page, "tokens/s/GPU")
+    assert last == "-"
+    assert numbers(rising) == sorted(numbers(rising))
+    assert len(set(rising)) > 2
     button.click()
     head = page.locator("#table-throughput th[aria-sort=descending]")
     assert head.inner_text().startswith("tokens/s/GPU")
-    again = [float(t.split()[0].replace(",", "")) for t in column(page, "tokens/s/GPU") if t != "-"]
-    assert again == sorted(first, reverse=True)
+    *falling, last = column(page, "tokens/s/GPU")
+    assert last == "-"
+    assert numbers(falling) == sorted(numbers(rising), reverse=True)
+
+
+def test_sorting_keeps_words_below_numbers(page: Page) -> None:
+    button = page.locator("#table-throughput th button", has_text="step [s]")
+    for _ in range(2):
+        button.click()
+        *steps, last = column(page, "step [s]")
+        assert last == "oom"
+        assert len(numbers(steps)) == 5
 
 
 def test_filter_hides_rows(page: Page) -> None:
@@ -93,6 +109,17 @@ def test_source_is_one_click_away(page: Page) -> None:
         assert fact in text
     page.locator("#provenance button").click()
     assert not page.locator("#provenance").is_visible()
+
+
+@pytest.mark.parametrize("table", ["speedup", "evidence"])
+def test_both_sides_of_a_comparison_have_a_source(page: Page, table: str) -> None:
+    ids = []
+    for word in ("source", "against"):
+        page.locator(f"#table-{table} tbody tr").first.get_by_text(word, exact=True).click()
+        ids.append(page.locator("#provenance-title").inner_text())
+        assert "0123456789abcdef" in page.locator("#provenance").inner_text()
+        page.locator("#provenance button").click()
+    assert ids[0] != ids[1]
 
 
 def test_figures_are_shown(page: Page) -> None:

@@ -41,7 +41,7 @@ def plan(shape: ModelShape = GPT, microbatch: int = 2, **layout: object) -> Plan
     stages = made.pp * made.chunks
     schedule = Schedule("1f1b", 8, 8, loop_placement(made.pp, made.chunks), ())
     cuts = balanced_cuts(shape, stages)
-    return Plan("zeropp", shape, made, microbatch, schedule, cuts, precision="bf16")
+    return Plan("zeropp", shape, made, microbatch, schedule, cuts, "fsdp2", precision="bf16")
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "cluster").glob("*.yaml")), ids=lambda p: p.stem)
@@ -169,3 +169,10 @@ def test_cuts_are_contiguous_and_give_every_stage_a_piece(stages: int, layers: i
     assert cuts[0] == 0
     assert cuts[-1] == shape.num_pieces
     assert all(a < b for a, b in pairwise(cuts))
+
+
+def test_a_plan_of_no_known_runtime_has_no_default_price() -> None:
+    known = plan(pp=2, tp=2)
+    assert price_plan(known, A100) != price_plan(replace(known, runtime="deepspeed"), A100)
+    with pytest.raises(ValueError, match="runtime='published'"):
+        price_plan(replace(known, runtime="published"), A100)

@@ -5,20 +5,33 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from rich.console import Console
 
-from benchmarks.report import load_frame, write_report
+from benchmarks.report import load_frame, style, write_report
 from benchmarks.report.breakdown import memory_breakdown
 from benchmarks.report.compare import compare, write_comparison
 from benchmarks.report.evidence import evidence_distances
-from benchmarks.report.frame import best_configuration, latest_ok
+from benchmarks.report.frame import best_configuration, latest_ok, notes_of
 from benchmarks.report.headline import headline_table
+from benchmarks.report.published import (
+    VALIDATION,
+    published_distances,
+    published_figure,
+    published_table,
+)
 from benchmarks.report.scaling import scaling_curves, speedup_maps
-from benchmarks.report.tables import paired_speedups, speedup_table, throughput_table
+from benchmarks.report.tables import (
+    comparison_tables,
+    paired_speedups,
+    speedup_table,
+    throughput_table,
+)
+from benchmarks.report.timelines import step_timelines, write_traces
 from tests.unit.synthetic_records import make_record, write_records
 
 QUIET = Console(quiet=True)
@@ -73,6 +86,105 @@ def test_speedup_warns_of_what_the_samples_do_not_show(tmp_path: Path) -> None:
     assert pair["unsure"]
     assert "unstable" in pair["note"]
     assert "interval includes 1" in pair["note"]
+
+
+def test_a_speedup_shows_its_doubts_at_the_number(tmp_path: Path) -> None:
+    quiet, noisy = [1.0] * 6, [1.0, 2.0, 0.5, 1.5, 3.0, 1.0]
+    records = []
+    for gpus, steps in {4: [0.5] * 6, 8: noisy, 16: [0.5]}.items():
+        records += [
+            make_record("zeropp", num_gpus=gpus, step_s=steps),
+            make_record("deepspeed_3d", num_gpus=gpus, step_s=quiet),
+        ]
+    rows = latest_ok(frame_of(*records, root=tmp_path))
+    *speedups, mean = speedup_table(rows)["speed-up"]
+    assert speedups[0] == "2.00 [2.00, 2.00]"
+    assert speedups[1].startswith("~0.80 [")
+    assert speedups[2] == "~2.00 [2.00, 2.00]"  # one step shows nothing, however large the ratio
+    assert mean.startswith("~")
+    assert "2 of them unsure" in speedup_table(rows)["note"].iloc[-1]
+    (fmap,) = speedup_maps(rows)
+    texts = [text.get_text() for text in fmap.figure.axes[0].texts]
+    assert [text.startswith("~") for text in texts] == [False, True, True]
+    assert all("[" in text for text in texts)
+    shown = headline_table(rows).set_index(["ranks", "contender"])["speed-up"]
+    assert shown[16, "ZeroPP: PP2 V2 ZeRO-3x8 U2"] == "~2.00 [2.00, 2.00]"
+
+
+def test_rows_of_tables_name_their_records(tmp_path: Path) -> None:
+    ours, base = make_record("zeropp"), make_record("deepspeed_3d")
+    traced = {"provenance": "traced", "attempt": "trace-1", "noise": 0.0}
+    other = make_record("zeropp", **traced, fields={"predicted": {"peak_bytes": 2**20}})
+    rows = latest_ok(frame_of(ours, base, other, root=tmp_path))
+    tables = comparison_tables(rows)
+    assert list(tables["speedup"].index) == [f"{ours.record_id} {base.record_id}"]
+    assert set(tables["evidence"].index) == {f"{other.record_id} {ours.record_id}"}
+    assert set(tables["throughput"].index) == {r.record_id for r in (ours, base, other)}
+    assert tables["published"].empty
+
+
+def test_a_simulated_zeropp_says_that_nobody_measured_it(tmp_path: Path) -> None:
+    measured = make_record()
+    simulated = make_record(provenance="simulated", attempt="simulate-1", step_s=[2.5])
+    assert notes_of(latest_ok(frame_of(measured, root=tmp_path / "measured"))) == []
+    (note,) = notes_of(latest_ok(frame_of(measured, simulated, root=tmp_path / "both")))
+    assert "No measurement" in note
+
+
+def test_published_distances_stand_beside_simulated_records(tmp_path: Path) -> None:
+    simulated = make_record(provenance="simulated", attempt="simulate-1", step_s=[2.5])
+    rows = latest_ok(frame_of(simulated, root=tmp_path))
+    distances = published_distances(rows)
+    assert set(distances["role"]) == {"fitted", "held out"}
+    assert set(distances["quantity"]) == {"speed", "memory"}
+    assert len(distances) > 2000
+    vtrain = distances[distances["source"].str.startswith("vTrain")]["error"]  # step times
+    committed = pd.read_csv(VALIDATION)
+    slow = committed[committed["source"].str.startswith("vTrain")]["relative_error"].dropna()
+    assert vtrain.median() == pytest.approx(1 / (1 + slow.median()) - 1, abs=1e-3)
+    assert len(published_table(rows)) == distances.groupby(["source", "quantity"]).ngroups
+    (picture,) = published_figure(rows)
+    assert len(picture.figure.axes) == 2
+
+
+def test_every_kind_of_evidence_has_its_timelines(tmp_path: Path) -> None:
+    records = [make_record("zeropp", num_gpus=n) for n in (4, 8, 16, 32, 64)]
+    records.append(make_record(provenance="simulated", attempt="simulate-1", step_s=[0.1]))
+    names = [p.name for p in step_timelines(latest_ok(frame_of(*records, root=tmp_path)))]
+    assert sum("measured" in name for name in names) == 4
+    assert sum("simulated" in name for name in names) == 1
+
+
+def test_names_at_curve_ends_do_not_cover_each_other() -> None:
+    _, (axis,) = style.panels(1)
+    axis.plot([1, 2], [0, 100])
+    low, high = axis.get_ylim()
+    style.label_ends(axis, [(2, 50.0, name, "black") for name in "abcd"] + [(2, 99, "e", "black")])
+    places = sorted(text.get_position()[1] for text in axis.texts)
+    assert all(b - a > 0.07 * (high - low) for a, b in pairwise(places))
+    assert places[0] >= low
+
+
+def test_traces_give_every_lane_of_every_rank_its_own_thread(tmp_path: Path) -> None:
+    rows = latest_ok(frame_of(make_record(), root=tmp_path))
+    (path,) = write_traces(rows, tmp_path)
+    events = json.loads(path.read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == len(make_record().spans)
+    assert {type(event[key]) for event in slices for key in ("ts", "dur")} == {float}
+    names = {
+        event["tid"]: event["args"]["name"]
+        for event in events
+        if "tid" in event and event["ph"] == "M"
+    }
+    assert all(names[event["tid"]] == event["cat"] for event in slices)
+    processes = {event["tid"]: event["pid"] for event in slices}
+    assert all(processes[event["tid"]] == event["pid"] for event in slices)
+    assert 0 not in processes
+    ends: dict[int, float] = {}
+    for event in sorted(slices, key=lambda event: (event["tid"], event["ts"])):
+        assert event["ts"] >= ends.get(event["tid"], 0.0) - 1e-6  # none lies across another
+        ends[event["tid"]] = event["ts"] + event["dur"]
 
 
 def test_speedup_takes_the_fastest_configuration_and_a_mean_over_cells(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def test_walltime(step_s: float | None, minutes: int) -> None:
 
 def test_ranks_must_fill_their_nodes() -> None:
     with pytest.raises(SpecError, match="num_gpus=9: must be a multiple of the 2 nodes"):
-        check([Point(spec_of(num_gpus=9), None, "")])
+        check([Point(spec_of(num_gpus=9), None, "")], {"kind": "slurm", "report_dir": "report"})
 
 
 @pytest.mark.parametrize(
@@ -144,13 +144,11 @@ def test_flags_say_what_the_map_says() -> None:
 def test_a_plan_that_cannot_fit_is_refused_before_the_queue(tmp_path: Path) -> None:
     values = mapping()
     values["cluster"]["device"]["memory_gib"] = 0.001
+    points, settings = [plan_point(spec_from_mapping(values))], options(report_dir="report")
     with SweepProgress(1) as progress:
-        (record,) = launch(
-            [plan_point(spec_from_mapping(values))],
-            {"kind": "slurm", "report_dir": "report"},
-            tmp_path,
-            progress,
-        )
+        assert launch(points, asdict(replace(settings, dry_run=True)), tmp_path, progress) == []
+        assert list(tmp_path.iterdir()) == []
+        (record,) = launch(points, asdict(settings), tmp_path, progress)
     assert record.status == "infeasible"
     assert "predicted peak of " in record.reason
     assert "is over cluster.device.memory_gib=0.001" in record.reason

@@ -10,12 +10,9 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.simulated_task import task
-from zeropp.cost import price_plan
-from zeropp.sim.memory import peak_memory
-from zeropp.sim.simulate import simulate
 from zeropp.tune.bound import least_bytes, least_step_s, work_s
 from zeropp.tune.plans import sized_plan
-from zeropp.tune.search import OOM, memory_limit_bytes, plan_of, search
+from zeropp.tune.search import OOM, result_of, search
 from zeropp.tune.space import SPACES, Candidate, Task, families, members
 
 SMALL = replace(
@@ -33,14 +30,12 @@ def everything(name: str, what: Task) -> list[Candidate]:
 def test_bounds_hold_and_the_winner_is_the_best_of_all(name: str) -> None:
     best = float("inf")
     for candidate in everything(name, SMALL):
-        plan = plan_of(SMALL, candidate)
-        price = price_plan(plan, SMALL.cluster)
-        peak = max(memory.total for memory in peak_memory(plan, price))
+        result = result_of(SMALL, candidate)
+        price, peak, step = result.price, result.peak_bytes, result.step_s
         assert least_bytes(sized_plan(SMALL, candidate), price, candidate) <= peak, candidate
-        step = simulate(plan, SMALL.cluster, price=price).step_s
         assert least_step_s(sized_plan(SMALL, candidate), price) <= step * (1 + 1e-9), candidate
         assert work_s(SMALL, candidate) <= step * (1 + 1e-9), candidate
-        if peak <= memory_limit_bytes(SMALL):
+        if peak <= SMALL.cluster.device.usable_bytes:
             best = min(best, step)
     winner = search(SMALL, SPACES[name], tolerance=0.0).winner
     assert winner is not None
@@ -51,7 +46,7 @@ def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
     outcome = search(task(), SPACES["deepspeed_3d"])
     assert outcome.winner is not None
     assert outcome.runner_up is not None
-    assert outcome.winner.peak_bytes <= memory_limit_bytes(task())
+    assert outcome.winner.peak_bytes <= task().cluster.device.usable_bytes
     assert outcome.winner.step_s <= outcome.runner_up.step_s
     assert outcome.winner.degrees != outcome.runner_up.degrees
     assert outcome.fallen[OOM] > 0

@@ -66,6 +66,7 @@ def test_schedules_are_understood(schedule: str) -> None:
         ({"unit": "furlongs", "metric": "speed"}, "not understood"),
         ({"hidden": "a lot"}, "not a number"),
         ({"global_batch": "1"}, "less than"),
+        ({"global_batch": "9" * 20}, "microbatches: too many"),
     ],
 )
 def test_what_cannot_be_predicted_is_named(changes: dict[str, str], reason: str) -> None:
@@ -89,12 +90,29 @@ def test_a_row_out_of_memory_is_held_against_the_device() -> None:
         ("A100-40GB SXM, 1600Gb/s RoCE/node", 8, 25.0, 40),
         ("H100-80GB SXM", 8, 50.0, 80),
         ("8 x 80GB A100", 8, 25.0, 80),
+        ("A100-80GB (Jean Zay, 4 Omni-Path links (100 Gb/s) per node)", 4, 12.5, 80),
+        ("A100-80GB, 400 Gb/s per node", 8, 6.25, 80),
+        ("H100 96GB HBM2e 500W (Grand Teton), 400 Gb/s RoCE per GPU", 8, 50.0, 96),
+        ("8x A100 40GB PCIe", 8, 25.0, 40),
+        ("B200 180GB, 8x 400Gb/s per node", 8, 50.0, 180),
+        ("a card of 181 TFLOP/s bf16, 64 GB at 1.6 TB/s, 4x HDR200", 4, 25.0, 64),
     ],
 )
 def test_clusters_are_read_from_text(text: str, nics: int, gigabytes: float, memory: int) -> None:
     made = cluster_of(text)
     assert (made.nics_per_node, made.inter.bandwidth_gb_s) == (nics, gigabytes)
     assert made.device.memory_gib == memory
+
+
+def test_devices_are_what_the_text_states() -> None:
+    plain, small = cluster_of("H100-80GB SXM"), cluster_of("H100 96GB HBM2e 500W")
+    assert small.device.memory_bandwidth_gb_s == 2400
+    assert small.device.matmul_bf16_tflops < 0.9 * plain.device.matmul_bf16_tflops
+    assert cluster_of("A100 80GB PCIe").intra.bandwidth_gb_s == 31
+    new = cluster_of("B200").device
+    assert (new.peak_bf16_tflops, new.memory_bandwidth_gb_s) == (2250, 8000)
+    assert new.matmul_bf16_tflops / 2250 == pytest.approx(plain.device.matmul_bf16_tflops / 989)
+    assert value(gpu="B200") < value(gpu="H100-80GB SXM") < value(gpu="A100-80GB SXM")
 
 
 def test_pairs_differ_in_schedule_or_parallelism_alone() -> None:
@@ -118,4 +136,39 @@ def test_a_row_in_a_row_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert all((row["predicted"] == "") == (row["reason"] != "") for row in written)
     assert (tmp_path / "out" / "validation.png").stat().st_size > 0
     assert "2 of 3 rows predicted" in capsys.readouterr().out
-    assert main([str(tmp_path / "absent.csv")]) == 2
+    other = tmp_path / "hardware.csv"
+    other.write_text("device,value\na100,312\n")
+    assert main([str(other), str(table)]) == 0  # one without training rows is named and skipped
+    assert "hardware.csv: no training rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "words"),
+    [
+        (None, [], "no such file or directory"),
+        (b"", [], "no training rows"),
+        (b"metric,value,n_gpus\n", [], "no training rows"),
+        (b"model,value\nGPT,1\n", [], "no training rows (columns metric, value, n_gpus"),
+        ("metric,value,n_gpus\nmémoire,1,8\n".encode("latin-1"), [], "not a CSV file in UTF-8"),
+        ("metric,value,n_gpus\n".encode("utf-16"), [], "not a CSV file in UTF-8"),
+        (b"metric,value,n_gpus\n" + b"a" * 200_000, [], "not a CSV file in UTF-8"),
+        (b"metric,value,n_gpus\na,1,8\n", ["--cluster", "nope"], "cluster='nope': no such preset"),
+        (b"metric,value,n_gpus\na,1,8\n", ["--out", "/dev/null/x"], "--out=/dev/null/x: cannot"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(
+    content: bytes | None,
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table = tmp_path / "table.csv"
+    if content is not None:
+        table.write_bytes(content)
+    assert main([str(table), *arguments]) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+    assert printed.out == ""

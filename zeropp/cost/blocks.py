@@ -92,7 +92,7 @@ def _block(work: Work, forward_tp: float, backward_tp: float) -> PassTimes:
     host = _host(work)
     forward = max(sum(products) + core + elementwise + forward_tp, host)
     again = {"none": 0.0, "selective": 0.0 if work.software.flash else core, "full": forward}
-    core_backward = (2.5 if work.software.flash else 2.0) * core
+    core_backward = attention_backward_s(work)
     parameters = piece_parameters(work.shape, 1) / work.tp
     weight = sum(weights) + stream_s(device, accumulation_bytes(work) * parameters, kernels=4)
     input_ = sum(transposed) + core_backward + 1.5 * elementwise + backward_tp
@@ -109,22 +109,46 @@ def accumulation_bytes(work: Work) -> int:
 
 def attention_s(work: Work) -> float:
     """Scores, softmax and mix, forward. Fused: causal, so half of the products (arXiv 2205.14135);
-    unfused: whole products, and scores go through memory (softmax, dropout and their masks)."""
-    shape, tp, device = work.shape, work.tp, work.device
-    heads = max(1, shape.heads // tp)
-    seq, width, batch = shape.seq, shape.head_dim, work.microbatch
-    flops = 4.0 * batch * heads * seq * seq * width
+    unfused: whole products, and scores go through memory."""
     if work.software.flash:
-        rate = matmul_rate(device, work.precision) * device.attention_efficiency
-        rate *= work.software.attention_factor
-        rate *= min(1.0, 0.5 + width / 256)  # narrow heads feed the units worse
-        return flops / 2 / rate + device.kernel_us * 1e-6
-    scores = batch * heads * seq * seq
-    masks = 6 if work.software.dropout_masks else 0
-    passes = 2 * element_bytes(work.precision) + masks  # the products stream the scores as well
-    scores_s = matmul_s(device, work.precision, seq, width, seq, batch * heads)
-    mix_s = matmul_s(device, work.precision, seq, seq, width, batch * heads)
-    return scores_s + mix_s + stream_s(device, passes * scores, kernels=2)
+        return _fused_products_s(work) + work.device.kernel_us * 1e-6
+    # softmax reads the causal half and writes all, dropout reads, writes, and writes its mask
+    passes = 1.5 * element_bytes(work.precision)
+    if work.software.dropout_masks:
+        passes += 2 * element_bytes(work.precision) + 1
+    return _unfused_products_s(work) + stream_s(work.device, passes * _scores(work), kernels=2)
+
+
+def attention_backward_s(work: Work) -> float:
+    """Backward of the same: fused, five products for two (arXiv 2205.14135, section 3.1);
+    unfused, twice the products."""
+    if work.software.flash:
+        return 2.5 * _fused_products_s(work) + work.device.kernel_us * 1e-6
+    # softmax reads its gradient and the causal half of its output and writes, dropout reads
+    # its gradient and mask and writes
+    passes = 2.5 * element_bytes(work.precision)
+    if work.software.dropout_masks:
+        passes += 2 * element_bytes(work.precision) + 1
+    return 2 * _unfused_products_s(work) + stream_s(work.device, passes * _scores(work), kernels=2)
+
+
+def _scores(work: Work) -> int:
+    return work.microbatch * max(1, work.shape.heads // work.tp) * work.shape.seq**2
+
+
+def _fused_products_s(work: Work) -> float:
+    width = work.shape.head_dim
+    rate = matmul_rate(work.device, work.precision) * work.device.attention_efficiency
+    rate *= work.software.attention_factor
+    rate *= min(1.0, 0.5 + width / 256)  # narrow heads feed the units worse
+    return 2.0 * _scores(work) * width / rate
+
+
+def _unfused_products_s(work: Work) -> float:
+    seq, width = work.shape.seq, work.shape.head_dim
+    batch = _scores(work) // seq**2
+    scores_s = matmul_s(work.device, work.precision, seq, width, seq, batch)
+    return scores_s + matmul_s(work.device, work.precision, seq, seq, width, batch)
 
 
 def block_traffic(work: Work) -> float:

@@ -28,8 +28,14 @@ class Device:
     launch_us: float = 8.0  # the host's time to start one kernel
     units: int = 108  # multiprocessors: output tiles run in waves of this many
     overlap_slowdown: float = 0.1  # compute takes this share longer beside collectives
+    reserved_gib: float = 4.0  # context, libraries, communicators, fragmentation
 
     __pydantic_config__ = _STRICT
+
+    @property
+    def usable_bytes(self) -> int:
+        """What tensors may take."""
+        return int((self.memory_gib - self.reserved_gib) * 2**30)
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Cluster:
     nics_per_node: int
     intra: Link
     inter: Link
-    direct_shares: tuple[float, ...] = ()  # no switch: share of the rate of a group of 1, 2, ...
+    group_shares: tuple[float, ...] = ()  # of the rate, by ranks of a group inside a node
     reduction_gain: float = 1.0  # in-switch reduction: all-reduce inside a node is this faster
 
     __pydantic_config__ = _STRICT

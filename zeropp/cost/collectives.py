@@ -52,8 +52,8 @@ def group(cluster: Cluster, size: int, stride: int, world: int) -> Group:
     local = max(1, min(size, per_node // stride))
     nodes = -(-size // local)
     inside = cluster.intra.rate
-    if cluster.direct_shares:
-        inside *= cluster.direct_shares[min(local, len(cluster.direct_shares)) - 1]
+    if cluster.group_shares:
+        inside *= cluster.group_shares[min(local, len(cluster.group_shares)) - 1]
     if nodes == 1:
         return Group(size, 1, inside)
     share = cluster.nics_per_node * cluster.inter.rate * local / per_node
@@ -84,13 +84,18 @@ def transfer_s(cluster: Cluster, layout: Layout, source: int, target: int, size:
     if source == target:
         return 0.0
     stride = axis_stride(layout, "pp")
-    node = cluster.gpus_per_node
-    if (source * stride) // node == (target * stride) // node:
+    if not crosses_nodes(cluster, layout, source, target):
         rate = group(cluster, 2, stride, layout.world).rate
         return cluster.intra.latency_us * 1e-6 + size / rate
-    sharing = min(node, stride, layout.world)
+    sharing = min(cluster.gpus_per_node, stride, layout.world)
     rate = min(cluster.inter.rate, cluster.nics_per_node * cluster.inter.rate / sharing)
     return cluster.inter.latency_us * 1e-6 + size / rate
+
+
+def crosses_nodes(cluster: Cluster, layout: Layout, source: int, target: int) -> bool:
+    """Whether two pipeline ranks lie on different nodes."""
+    stride, node = axis_stride(layout, "pp"), cluster.gpus_per_node
+    return (source * stride) // node != (target * stride) // node
 
 
 def _start(cluster: Cluster, group: Group) -> float:

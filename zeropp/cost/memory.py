@@ -54,7 +54,7 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     return StageMemory(
         parameters=int(whole * software.parameter_bytes / layout.shard),
         optimizer=int(whole * software.optimizer_bytes / optimizer_shards(layout, software)),
-        gradients=int(whole * software.gradient_bytes / layout.shard),
+        gradients=int(whole * software.gradient_bytes / _gradient_shards(plan)),
         unsharded=int(whole * _gathered_bytes(plan, work, stage) * separate),
         unsharded_gradients=int((whole + more) * summed),
         early_gradients=int((sum(ends) + more) * summed),
@@ -151,6 +151,14 @@ def _copied(work: Work, stage: int, sizes: list[float]) -> float:
     if work.software.program == "zeropp":
         return sum(sizes)
     return 0.0 if work.software.program == "fsdp" and stage == 0 else max(sizes)
+
+
+def _gradient_shards(plan: Plan) -> int:
+    """Ranks over which the gradients of a step are split: those that cross the replicas once a
+    unit under ZeRO-1 add up where they are updated."""
+    layout = plan.layout
+    rows = layout.replicate_zero and plan.replicate_every == "unit"
+    return layout.shard * (layout.replicate if rows else 1)
 
 
 def optimizer_shards(layout: Layout, software: Software) -> int:

@@ -15,6 +15,7 @@ from zeropp.cost.collectives import (
     Group,
     all_reduce_s,
     axis_stride,
+    crosses_nodes,
     gather_s,
     group,
     group_of,
@@ -130,26 +131,44 @@ def _stage_cost(
         forward += held * piece.forward
         input_ += held * piece.backward_input
         weight += held * piece.backward_weight
-    unshard = reduce = 0.0
-    if plan.layout.shard > 1:
-        shard = group_of(cluster, plan.layout, "shard")
-        parameters = stage_parameters(plan, stage)
-        unshard = gather_s(cluster, shard, parameters * element_bytes(plan.precision))
-        reduce = gather_s(cluster, shard, parameters * work.software.reduce_bytes)
     transfer = _transfer_s(plan, cluster, work, stage)
     if work.software.blocking_transfers:
         forward, input_, transfer = forward + transfer, input_ + transfer, 0.0
-    return StageCost(forward, input_, weight, unshard, reduce, transfer)
+    return StageCost(
+        forward, input_, weight, transfer=transfer, **_shard_s(plan, cluster, work, stage)
+    )
+
+
+def _shard_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
+    """Gather and reduction of a stage, a collective a piece, and their copies on the device."""
+    if plan.layout.shard == 1:
+        return {}
+    among = group_of(cluster, plan.layout, "shard")
+    sizes = [piece_parameters(plan.shape, i) / plan.layout.tp for i in plan.pieces_of(stage)]
+    wire = {"unshard": element_bytes(plan.precision), "reduce_grad": work.software.reduce_bytes}
+    seconds = {
+        name: sum(gather_s(cluster, among, size * bytes_) for size in sizes)
+        for name, bytes_ in wire.items()
+    }
+    if work.software.shard_copies:  # every byte is read once and written once
+        for copy, name in (("copy_out", "unshard"), ("copy_in", "reduce_grad")):
+            seconds[copy] = stream_s(work.device, 2 * sum(sizes) * wire[name], 2 * len(sizes))
+    return seconds
 
 
 def _transfer_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> float:
-    """A boundary to the next stage (the last stage: back to the one before)."""
+    """A boundary to the next stage (the last stage: back to the one before). Where the shard
+    group's collectives use the same network, a transfer beside them gets half of it."""
     ranks = plan.schedule.stage_rank
     if len(ranks) == 1:
         return 0.0
     other = stage + 1 if stage + 1 < len(ranks) else stage - 1
     size = float(work.tokens * work.shape.hidden * element_bytes(work.precision))
     tp = plan.layout.tp
+    if plan.layout.shard > 1:
+        shards_cross = group_of(cluster, plan.layout, "shard").nodes > 1
+        if shards_cross == crosses_nodes(cluster, plan.layout, ranks[stage], ranks[other]):
+            size *= 2
     split = tp if work.sequence_parallel or work.software.split_boundary else 1
     sent = transfer_s(cluster, plan.layout, ranks[stage], ranks[other], size / split)
     if split > 1 and not work.sequence_parallel:

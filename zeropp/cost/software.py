@@ -1,7 +1,8 @@
 """How a training program is written, as far as it changes a plan's price; sizes only.
 
-The suite's own contenders need nothing of this file. Published measurements were made with other
-programs; what they do is stated there, by rule, and handed to ``price_plan``.
+A plan names the runtime that it is for, and ``software_of`` says what that one does. Published
+measurements were made with other programs; what they do is stated there, by rule, and handed to
+``price_plan``.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 
 
 Program = Literal["megatron", "zeropp", "fsdp", "torch_pp"]
-
-_PROGRAMS: dict[str, Program] = {"zeropp": "zeropp", "fsdp": "fsdp", "torch_pp": "torch_pp"}
 
 
 @dataclass(frozen=True)
@@ -40,25 +39,32 @@ class Software:
     reduce_bytes: int = 4  # of a gradient on the wire, over the replicas
     zero1_group: int = 0  # ZeRO-1 inside groups of this many replicas; 0: over all, if at all
     fused_accumulation: bool = True  # dW adds into the gradient buffer inside its product
-    program: Program = "megatron"  # whose habits of keeping memory; see ``memory``
+    shard_copies: bool = False  # ZeRO-3 copies between parameters and the collectives' buffers
+    program: Program = "megatron"  # whose habits of keeping memory; see ``memory.py``
     zero1_all_reduces: bool = False  # ZeRO-1 that all-reduces gradients and then keeps its part
 
 
+_FSDP2_PROGRAMS: dict[str, Program] = {"fsdp": "fsdp", "torch_pp": "torch_pp"}
+
+
 def software_of(plan: Plan) -> Software:
-    """The suite's contenders.
+    """The program of a plan, by its runtime; raises ValueError on a published measurement's,
+    which its caller knows.
 
     fp32: one copy of everything. bf16 under FSDP2: fp32 shards are the masters, gradients are
-    reduced and kept in fp32. DeepSpeed's bf16 optimizer: bf16 parameters, fp32 accumulated
-    gradients, fp32 masters (``runtime/bf16_optimizer.py``), and its ZeRO-1 all-reduces gradients
+    reduced and kept in fp32; parameters are copied out of the gathered buffer and gradients into
+    the reduced one (``_fsdp_collectives.py``: ``foreach_all_gather_copy_out``, ``chunk_cat``).
+    DeepSpeed's bf16 optimizer: bf16 parameters, fp32 accumulated gradients, fp32 masters
+    (``runtime/bf16_optimizer.py``), and its ZeRO-1 all-reduces gradients
     (``PipelineEngine._bf16_reduce_grads``); its pipeline engine slices boundaries over TP ranks
     (``pipe_partitioned``) and its transfers stand in line with compute (``runtime/pipe/p2p.py``).
-    "3D, best known" has all that its public programs have: Megatron Core's distributed optimizer,
+    Megatron Core, for "3D, best known", has all that it publishes: the distributed optimizer,
     fused gradient accumulation, reductions beside the backward and parameter gathers beside the
     next forward, sliced boundaries, and tensor-parallel collectives sliced beside products, for
     which it needs sequence parallelism.
     """
     bf16 = plan.precision == "bf16"
-    if plan.contender == "best_3d":
+    if plan.runtime == "megatron_core":
         return Software(
             *((2, 4, 12) if bf16 else (4, 4, 8)),
             split_boundary=True,
@@ -66,7 +72,7 @@ def software_of(plan: Plan) -> Software:
             overlap_reduction=True,
             overlap_updated=True,
         )
-    if plan.contender.startswith("deepspeed"):
+    if plan.runtime == "deepspeed":
         return Software(
             *((2, 4, 12) if bf16 else (4, 4, 8)),
             split_boundary=True,
@@ -74,6 +80,7 @@ def software_of(plan: Plan) -> Software:
             zero1_all_reduces=bf16,
             fused_accumulation=False,
         )
-    return Software(
-        4, 4, 8, fused_accumulation=False, program=_PROGRAMS.get(plan.contender, "megatron")
-    )
+    if plan.runtime == "fsdp2":
+        program = _FSDP2_PROGRAMS.get(plan.contender, "zeropp")
+        return Software(4, 4, 8, fused_accumulation=False, shard_copies=True, program=program)
+    raise ValueError(f"runtime={plan.runtime!r}: its software must be given to price_plan")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.engine.engine import Engine, Piece
+from zeropp.engine.engine import Engine, EngineOptions, Piece
 from zeropp.model import build_piece, cross_entropy
 from zeropp.plan import Plan
 from zeropp.timeline import Span
@@ -49,10 +49,14 @@ def build_engine(
         boundary,
         optimizer,
         device,
-        precision=plan.precision,
-        recompute=plan.recompute,
-        tied=((0, "tokens.weight"), (last, "output.weight")) if shape.tied_embeddings else None,
-        dropout_seed=seed if shape.dropout else None,
+        EngineOptions(
+            plan.precision,
+            plan.recompute,
+            plan.replicate_every,
+            tied=((0, "tokens.weight"), (last, "output.weight")) if shape.tied_embeddings else None,
+            dropout_seed=seed if shape.dropout else None,
+            compile=plan.compile,
+        ),
     )
 
 

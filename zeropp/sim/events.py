@@ -4,9 +4,10 @@ Every rank's program is in order, so the times are the longest paths through the
 the messages between them. A rank has lanes that run beside each other, each in order: compute,
 the shard group's link (gathers and reductions, which share its bandwidth), and transfers (one
 lane a direction of the pipeline). An action of another lane starts no sooner than the compute
-actions before it have ended. With programs that
-hold no transfers (compute only) a message takes the sender's ``transfer`` from the producer's
-end. Inner loops work on integers: a step of 64 ranks has half a million actions.
+actions before it have ended; a gather's copy is done by the first compute action that uses it, a
+reduction's before it starts. With programs that hold no transfers (compute only) a message takes
+the sender's ``transfer`` from the producer's end. Inner loops work on integers: a step of 64
+ranks has half a million actions.
 """
 
 from __future__ import annotations
@@ -124,6 +125,7 @@ class _Loop:
         self._stall_gather = [0.0] * ranks
         self._stall_wait = [0.0] * ranks
         self._unsharded = [0.0] * self._stages
+        self._copy_out = [0.0] * self._stages  # still to be done before the stage's next use
         self._start: tuple[list[float], ...] = tuple([] for _ in range(ranks))
         self._end: tuple[list[float], ...] = tuple([] for _ in range(ranks))
         self._runnable = list(range(ranks - 1, -1, -1))
@@ -170,10 +172,13 @@ class _Loop:
         if op is Op.UNSHARD:
             start = max(self._shard_link[rank], self._compute[rank])
             self._shard_link[rank] = self._unsharded[stage] = start + self._costs[stage].unshard
+            self._copy_out[stage] = self._costs[stage].copy_out
             return start, self._shard_link[rank]
         if op is Op.RESHARD:
             return self._compute[rank], self._compute[rank]
         if op is Op.REDUCE_GRAD:
+            self._compute[rank] += self._costs[stage].copy_in
+            self._busy[rank] += self._costs[stage].copy_in
             start = max(self._shard_link[rank], self._compute[rank])
             self._shard_link[rank] = start + self._costs[stage].reduce_grad
             return start, self._shard_link[rank]
@@ -212,6 +217,8 @@ class _Loop:
         if op is not Op.BACKWARD_WEIGHT and self._unsharded[stage] > start:
             self._stall_gather[rank] += self._unsharded[stage] - start
             start = self._unsharded[stage]
+        duration += self._copy_out[stage]
+        self._copy_out[stage] = 0.0
         end = start + duration
         self._compute[rank] = end
         self._busy[rank] += duration

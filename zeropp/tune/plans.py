@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from zeropp.cost import balanced_cuts
+from zeropp.cost import PlanPrice, balanced_cuts
 from zeropp.plan import Plan, ReduceEvery
+from zeropp.planner import orders
 from zeropp.schedule import build, lower
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Schedule, loop_placement, v_placement
 from zeropp.shape import ModelShape
-from zeropp.tune.space import Candidate, Task
+from zeropp.tune.space import SPACES, Candidate, Task
 
 
 def sized_plan(task: Task, candidate: Candidate) -> Plan:
@@ -31,26 +32,27 @@ def sized_plan(task: Task, candidate: Candidate) -> Plan:
         microbatch_size=candidate.microbatch_size,
         schedule=Schedule(candidate.schedule, candidate.num_microbatches, unit, placement, ()),
         cuts=_cuts(task.shape, len(placement)),
+        runtime=SPACES[candidate.contender].runtime,
         precision=task.precision,
         recompute=candidate.recompute,
         reduce_every=candidate.reduce_every,
     )
 
 
-def with_programs(plan: Plan, candidate: Candidate) -> Plan:
-    """The whole plan, by the orders that the contenders' own planners choose."""
+def with_programs(plan: Plan, candidate: Candidate, price: PlanPrice) -> tuple[Plan, ...]:
+    """The whole plan, with each of the orders among which the contender's own planner chooses."""
     sizes = plan.schedule
+    if sizes.name == "zeropp":
+        return orders(plan, candidate.cap, price)
     schedule = _schedule(
         sizes.name,
         plan.layout.pp,
         sizes.num_stages // plan.layout.pp,
         sizes.num_microbatches,
-        candidate.unit or None,
-        candidate.cap or None,
         plan.gathers,
         plan.reduce_every,
     )
-    return replace(plan, schedule=schedule)
+    return (replace(plan, schedule=schedule),)
 
 
 @lru_cache(maxsize=128)
@@ -59,8 +61,6 @@ def _schedule(
     num_ranks: int,
     chunks: int,
     num_microbatches: int,
-    unit: int | None,
-    cap: int | None,
     gather: bool,
     reduce_every: ReduceEvery,
 ) -> Schedule:
@@ -71,12 +71,7 @@ def _schedule(
         schedule = Schedule(name, num_microbatches, 1, placement, (program,))
     else:
         schedule = build(
-            name,
-            num_ranks=num_ranks,
-            chunks=chunks,
-            num_microbatches=num_microbatches,
-            unit=unit,
-            activation_cap=cap,
+            name, num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches
         )
     return lower(schedule, gather=gather, reduce_every=reduce_every)
 

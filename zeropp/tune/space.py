@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from zeropp.cost.cluster import Cluster
 from zeropp.layout import Layout, Placement, divisors
-from zeropp.plan import Precision, Recompute, ReduceEvery
+from zeropp.plan import Precision, Recompute, ReduceEvery, Runtime
 from zeropp.shape import ModelShape
 
 _MICROBATCHES = (1, 2, 4, 8, 16)
@@ -35,6 +35,7 @@ class Space:
 
     name: str
     label: str
+    runtime: Runtime
     schedules: dict[str, tuple[int, ...]]
     tensor: bool = False  # has tensor parallelism
     sequence_parallel: bool = False
@@ -55,6 +56,7 @@ SPACES: dict[str, Space] = {
         Space(
             "deepspeed_3d",
             "3D, DeepSpeed",
+            "deepspeed",
             {"1f1b": (1,)},
             tensor=True,
             replicate_zero=(0, 1),
@@ -62,6 +64,7 @@ SPACES: dict[str, Space] = {
         Space(
             "best_3d",
             "3D, best known",
+            "megatron_core",
             {
                 "1f1b": (1,),
                 "interleaved_1f1b": (2, 3, 4, 6, 8),
@@ -77,6 +80,7 @@ SPACES: dict[str, Space] = {
         Space(
             "zeropp",
             "ZeroPP",
+            "fsdp2",
             {"zeropp": (1, 2, 3, 4, 6, 8)},
             shards=True,
             pipelines=(2, 0),  # with one pipeline rank it is FSDP
@@ -89,6 +93,7 @@ SPACES: dict[str, Space] = {
         Space(
             "fsdp",
             "FSDP",
+            "fsdp2",
             {"fsdp": (1,)},
             shards=True,
             pipelines=(1, 1),

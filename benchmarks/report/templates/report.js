@@ -1,16 +1,20 @@
 "use strict";
 
-// "1,234 [1,200, 1,260]" sorts by its first number, text by the alphabet, empty cells last.
+// "1,234 [1,200, 1,260]" sorts by its first number, text by the alphabet.
 function sortKey(text) {
   const match = /^[~+]?(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)/i.exec(text.trim());
   return match ? parseFloat(match[1].replaceAll(",", "")) : text.trim();
 }
 
-function compare(a, b) {
-  const numbers = typeof a === "number" && typeof b === "number";
-  if (numbers) return a - b;
-  if (typeof a !== typeof b) return typeof a === "number" ? -1 : 1;
-  return a.localeCompare(b);
+// Numbers, then words ("oom" in a column of times), then nothing: whichever way a column is sorted.
+function place(key) {
+  if (typeof key === "number") return 0;
+  return key === "" || key === "-" ? 2 : 1;
+}
+
+function compare(a, b, sign) {
+  if (place(a) !== place(b)) return place(a) - place(b);
+  return sign * (typeof a === "number" ? a - b : a.localeCompare(b));
 }
 
 function sortBy(header) {
@@ -21,7 +25,7 @@ function sortBy(header) {
   const sign = direction === "ascending" ? 1 : -1;
   const body = table.tBodies[0];
   const keyed = [...body.rows].map((row) => [sortKey(row.cells[header.cellIndex].textContent), row]);
-  keyed.sort((a, b) => sign * compare(a[0], b[0]));
+  keyed.sort((a, b) => compare(a[0], b[0], sign));
   body.append(...keyed.map(([, row]) => row));
 }
 
@@ -60,8 +64,8 @@ const sources = JSON.parse(document.getElementById("sources").textContent);
 document.addEventListener("click", (event) => {
   const source = event.target.closest("button.source");
   if (source) return showSource(source.dataset.record);
-  const header = event.target.closest("table.sortable th");
-  if (header && header.textContent) sortBy(header);
+  const button = event.target.closest("table.sortable th button");
+  if (button) sortBy(button.closest("th"));
 });
 for (const input of document.querySelectorAll(".filter")) {
   input.addEventListener("input", () => filterRows(input));

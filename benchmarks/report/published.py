@@ -1,0 +1,129 @@
+"""How far the simulator is from published measurements.
+
+Fed by the committed rows of ``python -m benchmarks.validate``: each is a number that a paper or a
+vendor printed, beside what the simulator says of the same configuration. Shown wherever a report
+holds simulated records, for it says how wrong those may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.report import style
+from benchmarks.report.picture import Picture
+from benchmarks.validate.report import FITTED
+
+VALIDATION = Path(__file__).parents[2] / "results" / "reference" / "validation" / "validation.csv"
+_ROLES = {"held out": style.COOL, "fitted": style.NEUTRAL}
+_WORDS = {
+    "speed": "speed: simulated over published - 1 [%] (above 0: the simulator is too fast)",
+    "memory": "memory: simulated over published - 1 [%]",
+}
+
+
+def published_distances(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a published number that was predicted: ``source``, ``role`` (fitted or held out),
+    ``quantity`` (speed or memory) and ``error``, simulated / published - 1; none where ``rows``
+    hold no simulated record."""
+    if rows.empty or "simulated" not in set(rows["evidence"]):
+        return pd.DataFrame()
+    table = pd.read_csv(VALIDATION, usecols=["source", "metric", "relative_error"])
+    table = table[table["relative_error"].notna()]
+    memory, duration = (
+        table["metric"].str.contains(words) for words in ("memory", "iteration_time|layer_")
+    )
+    error = table["relative_error"]
+    fitted = table["source"].str.contains("|".join(FITTED))
+    return pd.DataFrame(
+        {
+            "source": table["source"],
+            "role": np.where(fitted, "fitted", "held out"),
+            "quantity": np.where(memory, "memory", "speed"),
+            "error": np.where(duration, 1 / (1 + error) - 1, error),  # of the speed, not the time
+        }
+    )
+
+
+def published_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Median and 10th to 90th percentile of the distances by source, as text."""
+    distances = published_distances(rows)
+    if distances.empty:
+        return distances
+    lines = []
+    for (quantity, role, source), errors in _by_source(distances):
+        low, high = errors.quantile(0.1), errors.quantile(0.9)
+        lines.append(
+            {
+                "published by": source,
+                "constants": role,
+                "quantity": quantity,
+                "numbers": str(len(errors)),
+                "median distance": f"{errors.median():+.1%}",
+                "10th to 90th percentile": f"{low:+.1%} to {high:+.1%}",
+            }
+        )
+    return pd.DataFrame(lines, index=[""] * len(lines))  # no record is behind them
+
+
+def published_figure(rows: pd.DataFrame) -> Iterator[Picture]:
+    """Every distance as a dot, a line a source, a panel a quantity."""
+    distances = published_distances(rows)
+    if distances.empty:
+        return
+    yield Picture(
+        "Evidence",
+        "evidence_published",
+        "How far the simulator is from published measurements, by source: a dot a number, the bar "
+        "from the 10th to the 90th percentile, the tick the median. The simulator's constants were "
+        "fitted on the grey sources and never saw the blue ones.",
+        _panels(distances),
+    )
+
+
+def _by_source(distances: pd.DataFrame) -> Iterator[tuple[tuple[str, str, str], pd.Series]]:
+    keys = ["quantity", "role", "source"]
+    for (quantity, role, source), group in distances.groupby(keys, sort=True):
+        yield (str(quantity), str(role), str(source)), group["error"]
+
+
+def _panels(distances: pd.DataFrame) -> Figure:
+    lines = distances.groupby("quantity", sort=False)["source"].nunique()
+    figure, axes = style.panels(
+        len(lines),
+        columns=1,
+        width=9.0,
+        height=0.6 + 0.45 * float(lines.mean()),
+        heights=list(lines + 1.0),
+    )
+    for axis, quantity in zip(axes, lines.index, strict=True):
+        _sources(axis, distances[distances["quantity"] == quantity])
+        axis.set_xlabel(_WORDS[quantity])
+    return figure
+
+
+def _sources(axis: Axes, distances: pd.DataFrame) -> None:
+    scatter = np.random.default_rng(0)
+    names, most = [], 100.0  # a few wild ones are named in the text, not given the axis
+    for place, ((_, role, source), errors) in enumerate(_by_source(distances)):
+        per_cent, colour = 100 * errors.to_numpy(), _ROLES[role]
+        heights = place + scatter.uniform(-0.28, 0.28, len(per_cent))
+        axis.scatter(per_cent, heights, s=4, color=colour, alpha=0.35, linewidths=0)
+        low, middle, high = np.percentile(per_cent, [10, 50, 90])
+        axis.hlines(place, low, high, color=colour, linewidth=3)
+        axis.vlines(middle, place - 0.3, place + 0.3, color="black", linewidth=1.5)
+        beyond = int((np.abs(per_cent) > most).sum())
+        names.append(f"{source.split(' (')[0]} ({role})")
+        text = f"{middle:+.1f} %, n={len(per_cent)}" + (f", {beyond} beyond" if beyond else "")
+        axis.text(1.01, place, text, transform=axis.get_yaxis_transform(), va="center", fontsize=8)
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    reach = min(most, 1.05 * float(np.abs(100 * distances["error"]).max()))
+    axis.set_xlim(-reach, reach)
+    axis.set_ylim(len(names) - 0.4, -0.6)
+    axis.axvline(0, color="#333333", linewidth=0.8)
+    axis.grid(axis="x")

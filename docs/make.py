@@ -1,0 +1,115 @@
+"""Fill the tables of README and documentation, and draw their pictures: ``python -m docs.make``.
+
+Tables stand between ``<!-- table: KIND WHERE -->`` and ``<!-- end of table -->`` and come from the
+records in ``results/reference`` alone; a test holds the pages to them. The schedules drawn are the
+suite's own programs, priced by its event loop; no clock is involved.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
+from benchmarks.report import load_frame
+from benchmarks.report.bars import bars
+from benchmarks.report.frame import latest_ok
+from benchmarks.report.headline import headline_table
+from benchmarks.report.tables import to_markdown
+from benchmarks.report.timeline_figure import timeline_figure
+from benchmarks.verdict.tables import page_tables
+from zeropp.schedule import build, lower
+from zeropp.schedule.program import StageCost
+from zeropp.sim.events import run
+from zeropp.timeline import Timeline
+
+_DOCS = Path(__file__).parent
+_IMAGES = _DOCS / "images"
+_REFERENCE = _DOCS.parent / "results" / "reference"
+PAGES = (_DOCS.parent / "README.md", *sorted(_DOCS.glob("*.md")))
+_TABLE = re.compile(
+    r"(<!-- table: (\w+) (\S+) -->\n)(?:.*?\n)??(<!-- end of table -->)", flags=re.DOTALL
+)
+_RANKS, _MICROBATCHES = 4, 8
+
+
+def filled(text: str) -> str:
+    """A page with its tables as the records say."""
+    return _TABLE.sub(lambda m: f"{m[1]}{TABLES[m[2]](m[3])}\n{m[4]}", text)
+
+
+def _comparison(records: str) -> str:
+    """The headline table of a folder of records."""
+    frame, skipped = load_frame([_REFERENCE / records])
+    assert not skipped, skipped
+    return to_markdown(headline_table(latest_ok(frame))).strip()
+
+
+def _verdict(name: str) -> str:
+    return page_tables(pd.read_csv(_REFERENCE / "claim_33" / "verdict.csv"))[name]
+
+
+def _errors(kind: str) -> str:
+    """Errors of the simulator by source."""
+    lines = ["| source | role | rows | median | p90 |", "|---|---|---|---|---|"]
+    with (_REFERENCE / "validation" / "errors.csv").open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if row["kind"] == kind:
+                shares = [f"{float(row[name]):.1%}" for name in ("median", "p90")]
+                lines.append(
+                    "| " + " | ".join([row["source"], row["role"], row["rows"], *shares]) + " |"
+                )
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[str], str]] = {
+    "comparison": _comparison,
+    "verdict": _verdict,
+    "errors": _errors,
+}
+
+
+def step(name: str, words: str, chunks: int, gather: bool, unit: int | None = None) -> Timeline:
+    """One step of a schedule; a model chunk takes 1/chunks of a rank's share of the model."""
+    share = 2 / chunks  # in units of half a rank's forward, for every schedule the same work
+    cost = StageCost(share, share, share, transfer=0.05)
+    if gather:
+        cost = StageCost(share, share, share, unshard=0.6, reduce_grad=0.6, transfer=0.05)
+    costs = [cost] * (_RANKS * chunks)
+    compute = build(
+        name,
+        num_ranks=_RANKS,
+        chunks=chunks,
+        num_microbatches=_MICROBATCHES,
+        unit=unit,
+        costs=costs,
+    )
+    result = run(lower(compute, gather=gather), costs)
+    title = f"{words}: step {result.over_ideal:.2f} x ideal"
+    return Timeline(title, "simulated", result.spans())
+
+
+def main() -> None:
+    """Fill the pages' tables; draw README's throughput and the documentation's schedules."""
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
+    figure = timeline_figure(
+        [
+            step("1f1b", "1F1B, what DeepSpeed runs (no gathers)", 1, gather=False),
+            step("interleaved_1f1b", "interleaved 1F1B, V=2 (no gathers)", 2, gather=False),
+            step("zeropp", "ZeroPP, V=2, U=4, parameters sharded", 2, gather=True, unit=4),
+        ],
+        time_unit="half a rank's forward",
+    )
+    _IMAGES.mkdir(exist_ok=True)
+    throughput = next(bars(latest_ok(load_frame([_REFERENCE / "demo"])[0])))
+    throughput.figure.savefig(_IMAGES / "demo_throughput.png")
+    figure.savefig(_IMAGES / "schedules.png", dpi=130)
+    figure.savefig(_IMAGES / "schedules.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

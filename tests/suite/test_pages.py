@@ -1,0 +1,42 @@
+"""Every table of README and docs comes from committed records; links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.make import PAGES, filled
+
+
+def test_tables_are_where_numbers_are_quoted() -> None:
+    with_tables = {page.name for page in PAGES if "<!-- table: " in page.read_text()}
+    assert with_tables == {"README.md", "measured.md", "simulator.md", "verdict.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_what_the_records_say(page: Path) -> None:
+    assert filled(page.read_text()) == page.read_text(), "run: python -m docs.make"
+
+
+def test_a_changed_number_is_found() -> None:
+    readme = PAGES[0].read_text()
+    line = next(line for line in readme.splitlines() if line.startswith("| gpt_mini"))
+    assert filled(readme.replace(line, line.replace("gpt_mini", "gpt_mimi"))) == readme
+
+
+def test_overheads_are_what_the_record_says() -> None:
+    record = json.loads(Path("results/reference/engine_overhead.json").read_text())
+    ratios = [record["engine"]["engine_over_plain"]]
+    ratios += [record["split_backward"][0][f"{way}_over_full"] for way in ("store", "graph")]
+    for ratio in ratios:
+        number = f"| {ratio['median']:.3f} [{ratio['q1']:.3f}, {ratio['q3']:.3f}] |"
+        assert number in Path("docs/measured.md").read_text()
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+        assert [link for link in links if not (page.parent / link).exists()] == []

@@ -1,0 +1,45 @@
+"""What a sweep prints: one line a point, however narrow the place it is printed to."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks import progress
+from benchmarks.launch.points import Point, write_unstarted
+from benchmarks.spec import spec_from_mapping
+from tests.unit.test_spec import mapping
+
+POINT = Point(spec_from_mapping(mapping()), None, "global_batch=16: " + "too odd, " * 19 + "try 8")
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, runs_dir: Path, *, terminal: bool) -> str:
+    """Everything that a sweep of one point writes to a place of 80 columns."""
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=terminal, color_system=None)
+    monkeypatch.setattr(progress, "_CONSOLE", console)
+    progress.announce([POINT] * 3, [POINT], "simulate")
+    with progress.SweepProgress(1) as bar:
+        bar.update(POINT, "warmup 0: loss 5.5880, 0.41 s, and much more than fits on the line")
+        record = write_unstarted(POINT, runs_dir, "local", "failed", "no [such] luck " * 9)
+        bar.finished(record)
+    return out.getvalue()
+
+
+def test_a_log_has_one_line_a_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines = printed(monkeypatch, tmp_path, terminal=False).splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "infeasible", "failed"]
+    assert lines[1].endswith(POINT.reason)
+
+
+def test_the_bar_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", printed(monkeypatch, tmp_path, terminal=True))
+    bars = [
+        line for line in re.split(r"[\r\n]+", text) if "toy-zeropp-4gpu" in line and "/1 " in line
+    ]
+    assert bars
+    assert all("0:00:00" in line and len(line) == 80 and line.endswith("…") for line in bars)

@@ -1,0 +1,67 @@
+"""benchmarks.show: a grid for what can be shown, one line for what cannot."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import pytest
+from rich.console import Console
+
+from benchmarks.show import main, parse, show
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("", "benchmarks.show schedule"),
+        ("timetable", "benchmarks.show schedule"),
+        ("schedule forward=0", "forward=0: must be more than 0"),
+        ("schedule forward=nan", "forward=nan: must be more than 0"),
+        ("schedule backward_input=-1", "backward_input=-1: must be more than 0"),
+        ("schedule forward=1e-9", "backward_input=1: must be from 0 to 1e-07"),
+        ("schedule transfer=inf", "transfer=inf: must be from 0 to 100"),
+        ("schedule unshard=lots", "unshard=lots: needs a number"),
+        ("schedule ranks=0", "ranks=0: must be at least 1"),
+        ("schedule microbatches=2.5", "microbatches=2.5: needs a number"),
+        ("schedule prefetch=-1", "prefetch=-1: must be at least 0"),
+        ("schedule unit=-3", "unit=-3: must be at least 0"),
+        ("schedule cap=1 chunks=2", "activation_cap=1: a unit of 4"),
+        ("schedule reduce_every=day", "reduce_every=day: use unit or step"),
+        ("schedule name=magic", "known: gpipe, 1f1b"),
+        ("schedule name=zbv chunks=3", "chunks=3: zbv has two"),
+        ("schedule name=interleaved_1f1b chunks=2 microbatches=7", "7"),
+        ("schedule colour=blue", "colour=blue: unknown key"),
+        ("schedule out=/dev/null/here", "/dev/null/here"),
+    ],
+)
+def test_a_bad_request_is_one_line(
+    arguments: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.show", *arguments.split()])
+    assert main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+
+
+def test_help_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.show", "--help"])
+    assert main() == 0
+    assert "backward_weight" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("width", "row"), [(200, "rank 1   ·  1F0 1F1"), (80, "rank 1  ·FF")])
+def test_the_grid_fits_where_it_can(width: int, row: str) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    show(*parse(["name=1f1b", "ranks=4", "microbatches=8"]), console)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
+    assert lines[1].startswith(row)
+    assert max(map(len, lines)) <= width

@@ -1,0 +1,40 @@
+"""benchmarks.status: every point in one line, with what there is to say of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.launch.points import Point, write_unstarted
+from benchmarks.spec import spec_from_mapping
+from benchmarks.status import main
+from tests.unit.test_spec import mapping
+
+
+def printed(
+    runs_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.status", str(runs_dir)])
+    assert main() == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_line_a_point_and_only_columns_with_something_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_from_mapping(mapping())
+    reason = "contender.pp=3: " + "a long reason, " * 9
+    write_unstarted(Point(spec, None), tmp_path, "local", "infeasible", reason)
+    heading, row, counts = printed(tmp_path, monkeypatch, capsys)
+    assert heading.split() == ["point", "state", "detail"]
+    assert row.split()[:2] == [spec.spec_id, "infeasible"]
+    assert row.strip().endswith(reason.strip())
+    assert counts == "1 infeasible"
+
+
+def test_nothing_was_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert printed(tmp_path, monkeypatch, capsys) == [f"no points in {tmp_path}"]
