@@ -129,9 +129,11 @@ def head_forward(work: Work) -> float:
 
 def head_backward(work: Work) -> float:
     """Temporaries of the head's backward: torch's loss makes gradients of its logarithms and of its
-    input, both fp32; a fused one works in place and makes the logits' gradient alone."""
-    fused = work.software.program == "megatron"
-    return logits_bytes(work, element_bytes(work.precision) if fused else 2 * FP32)
+    input, both fp32, and cut by the vocabulary a third (``distributed/tensor/parallel/loss.py``); a
+    fused one works in place and makes the logits' gradient alone."""
+    if work.software.program == "megatron":
+        return logits_bytes(work, element_bytes(work.precision))
+    return logits_bytes(work, (3 if work.tp > 1 else 2) * FP32)
 
 
 def sequence_split(work: Work) -> int:

@@ -19,7 +19,7 @@ from zeropp.schedule.action import Op
 class Change(NamedTuple):
     """What has come to live on a rank, beside what is resident, at one action."""
 
-    index: int  # of the action in the program
+    place: int  # of the action in the program
     grew: bool  # it lives from the action's start on, else from its end on
     unsharded: int
     gradients: int  # those that are not resident
@@ -205,7 +205,7 @@ class _Rank:
 
     def _reduce(self, stage: int) -> Moment | None:
         memory = self._memory[stage]
-        stages = (stage,)
+        stages: tuple[int, ...] = (stage,)
         if stage in self._shared:  # reduced together, when the first is done
             stages = (0, self._last) if stage == 0 else ()
         self._add_made(stage)
