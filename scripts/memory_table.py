@@ -2,16 +2,16 @@
 code's.
 
 Every plan's first, middle and last pipeline rank is traced (``zeropp.engine.trace``) and priced.
-Needs no GPU and no peers; about a quarter of an hour on two cores. ``--price`` prices the rows that
-are there again and traces nothing.
+Needs no GPU and no peers; about a quarter of an hour on two cores. Plans that the file has are
+priced again but not traced again: delete it to trace all.
 
-    python scripts/memory_table.py [--price] [results/reference/memory/traced_vs_simulated.csv]
+    python scripts/memory_table.py [results/reference/memory/traced_vs_simulated.csv]
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -92,17 +92,11 @@ CASES = (
     Case("zeropp", "gpt_6_2b", "pp=4 shard=4 chunks=2 reduce_every=step activation_cap=6"),
     Case("zeropp", "gpt_6_2b", "pp=4 shard=4 replicate=2 replicate_zero=1 chunks=2"),
     Case("zeropp", "gpt_28_3b", "pp=8 shard=8 chunks=2 recompute=full", 2, 16),
-    Case("zeropp", "gpt_28_3b", "pp=4 shard=16 chunks=4 unit=8", 1, 16),
     Case("zeropp", "gpt_175b", "pp=16 shard=32 chunks=2 recompute=full", 1, 16),
-    Case("zeropp", "gpt_175b", "pp=8 shard=32 chunks=3", 1, 16),
-    Case("zeropp", "llama_8b", "pp=4 shard=8 chunks=2"),
     Case("zeropp", "llama_8b", "pp=4 shard=8 chunks=2 recompute=full"),
-    Case("zeropp", "llama_8b", "pp=2 shard=4 chunks=2 recompute=selective"),
     Case("zeropp", "llama_8b", "pp=8 chunks=2"),
     Case("zeropp", "llama_70b", "pp=8 shard=8 chunks=2 recompute=full", 1, 16),
-    Case("zeropp", "llama_70b", "pp=16 shard=8 chunks=1", 1, 16),
     Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=1f1b"),
-    Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=1f1b", precision="fp32"),
     Case("torch_pp", "gpt_1_5b", "pp=4 schedule=1f1b", precision="fp32"),
     Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=interleaved_1f1b chunks=4"),
     Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=looped_bfs chunks=2"),
@@ -114,10 +108,7 @@ CASES = (
     Case("torch_pp", "gpt_6_2b", "pp=4 tp=2 shard=2 schedule=interleaved_1f1b chunks=2"),
     Case("torch_pp", "gpt_6_2b", "pp=4 tp=4 schedule=1f1b sequence_parallel=true"),
     Case("torch_pp", "gpt_6_2b", "pp=4 tp=8 schedule=1f1b recompute=full", 2),
-    Case("torch_pp", "gpt_6_2b", "pp=2 tp=4 schedule=zbv chunks=2"),
-    Case("torch_pp", "gpt_28_3b", "pp=8 tp=4 shard=2 schedule=1f1b recompute=full", 1, 16),
     Case("torch_pp", "gpt_175b", "pp=16 tp=8 shard=4 schedule=1f1b recompute=full", 1, 16),
-    Case("torch_pp", "gpt_175b", "pp=16 shard=32 schedule=1f1b recompute=full", 1, 16),
     Case("torch_pp", "llama_8b", "pp=4 shard=8 schedule=interleaved_1f1b chunks=2"),
     Case("torch_pp", "llama_8b", "pp=4 tp=4 schedule=1f1b sequence_parallel=true"),
     Case("torch_pp", "llama_70b", "pp=8 tp=8 schedule=1f1b recompute=full", 1, 8),
@@ -125,12 +116,9 @@ CASES = (
     Case("fsdp", "gpt_1_5b", "shard=8", 1, 2),
     Case("fsdp", "gpt_1_5b", "shard=8 reduce_every=step", 1, 2),
     Case("fsdp", "gpt_1_5b", "shard=8", 4, 2, "fp32"),
-    Case("fsdp", "gpt_6_2b", "shard=32", 1, 2),
     Case("fsdp", "gpt_6_2b", "shard=32 recompute=selective", 2, 2),
     Case("fsdp", "gpt_6_2b", "shard=8 replicate=4 recompute=full", 4, 2),
-    Case("fsdp", "gpt_28_3b", "shard=32 recompute=full", 2, 1),
     Case("fsdp", "gpt_175b", "shard=64 recompute=full", 1, 1),
-    Case("fsdp", "llama_8b", "shard=8", 1, 2),
     Case("fsdp", "llama_8b", "shard=16 recompute=full", 2, 2),
     Case("fsdp", "llama_70b", "shard=64 recompute=selective", 1, 1),
 )
@@ -177,28 +165,35 @@ def _gib(prefix: str, memory: MemoryBytes) -> dict[str, str]:
     return {f"{prefix}_{kind}_gib": f"{size / 2**30:.4f}" for kind, size in kinds.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--price", action="store_true", help="trace nothing")
-    parser.add_argument("out", type=Path, nargs="?", default=OUT)
-    arguments = parser.parse_args()
-    traced: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    if arguments.price:
-        for row in csv.DictReader(arguments.out.open()):
-            traced[row["contender"] + row["model"] + row["plan"]].append(row)
-    rows: list[dict[str, Any]] = []
-    for number, case in enumerate(CASES, 1):
-        found = traced[case.contender + case.model + case.text] if arguments.price else trace(case)
-        for row in found:
-            rows.append(price(case, row))
-            words = [row[key] for key in ("contender", "model", "plan", "pipeline_rank")]
-            error = float(rows[-1]["relative_error"])
-            print(f"{number}/{len(CASES)}", *words, f"{error:+.1%}", flush=True)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("w", newline="") as file:
+def read(path: Path) -> dict[tuple[str, ...], list[dict[str, Any]]]:
+    """Traced rows of a file by plan; none where there is no file."""
+    traced: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    if path.exists():
+        for row in csv.DictReader(path.read_text().splitlines()):
+            traced[row["contender"], row["model"], row["plan"]].append(row)
+    return traced
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """All rows; called after every plan, so that an interrupted run has what it found."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def main() -> None:
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT
+    traced, rows = read(out), list[dict[str, Any]]()
+    for number, case in enumerate(CASES, 1):
+        key = (case.contender, case.model, case.text)
+        for row in traced.pop(key, None) or trace(case):
+            rows.append(price(case, row))
+            error = float(rows[-1]["relative_error"])
+            print(f"{number}/{len(CASES)}", *key, row["pipeline_rank"], f"{error:+.1%}", flush=True)
+        write(out, rows + [row for others in traced.values() for row in others])
+    write(out, rows)
 
 
 if __name__ == "__main__":
