@@ -65,10 +65,23 @@ def _errors(kind: str) -> str:
     return "\n".join(lines)
 
 
+def _traced(column: str) -> str:
+    """Simulated memory against traced, by a column of their table."""
+    frame = pd.read_csv(_REFERENCE / "memory" / "traced_vs_simulated.csv")
+    frame["error"] = frame["relative_error"].abs()
+    lines = [f"| {column} | plans | ranks | median | largest |", "|---|---|---|---|---|"]
+    for name, rows in frame.groupby(column, sort=False):
+        plans = len(rows[["model", "plan"]].drop_duplicates())
+        shares = f"{rows['error'].median():.1%} | {rows['error'].max():.1%}"
+        lines.append(f"| {name} | {plans} | {len(rows)} | {shares} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
     "verdict": _verdict,
     "errors": _errors,
+    "traced": _traced,
 }
 
 
