@@ -6,6 +6,11 @@ from benchmarks.record import RunRecord
 from benchmarks.spec import RunSpec, spec_from_mapping
 from zeropp.cost import model_flops_per_token
 
+UNMEASURED = (
+    "No measurement of PP x ZeRO-3 with gathers a unit (ZeroPP) has been published: its simulated "
+    "step is the sum of parts (kernels, pipeline, gathers) that are held against measurements."
+)
+
 
 def spec_of(record: RunRecord) -> RunSpec:
     """The spec that a record was made from."""

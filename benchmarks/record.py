@@ -111,18 +111,32 @@ def check_writable(field: str, directory: Path) -> None:
 def read_record(path: Path) -> RunRecord:
     """Read one record; raises RecordError that names the file where it is unreadable."""
     try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path}: not readable as JSON ({error})") from None
+        text = path.read_bytes()
+        record = _ADAPTER.validate_json(text)
+    except OSError as error:
+        raise RecordError(f"{path}: not readable ({error})") from None
+    except ValidationError as error:
+        raise RecordError(f"{path}: {_unreadable(text, error)}") from None
+    if record.schema_version != SCHEMA_VERSION:
+        raise RecordError(f"{path}: {_other_version(record.schema_version)}")
+    return record
+
+
+def _unreadable(text: bytes, error: ValidationError) -> str:
+    """Why a text is no record: not JSON, of another schema, or a field that is wrong."""
+    try:
+        document = json.loads(text)
+    except ValueError as cut:
+        return f"not readable as JSON ({cut})"
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version != SCHEMA_VERSION:
-        raise RecordError(f"{path}: schema version {version!r}, this suite reads {SCHEMA_VERSION}")
-    try:
-        return _ADAPTER.validate_python(document)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise RecordError(f"{path}: {where}: {first['msg']}") from None
+        return _other_version(version)
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+
+
+def _other_version(version: object) -> str:
+    return f"schema version {version!r}, this suite reads {SCHEMA_VERSION}"
 
 
 def find_records(roots: Iterable[Path]) -> Iterator[Path]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.report import load_frame
+from benchmarks.report.bars import bars
 from benchmarks.report.frame import latest_ok
 from benchmarks.report.headline import headline_table
 from benchmarks.report.tables import to_markdown
@@ -92,7 +93,7 @@ def step(name: str, words: str, chunks: int, gather: bool, unit: int | None = No
 
 
 def main() -> None:
-    """Fill the pages' tables; write ``docs/images/schedules.png`` and ``.svg``."""
+    """Fill the pages' tables; draw README's throughput and the documentation's schedules."""
     for page in PAGES:
         page.write_text(filled(page.read_text()))
     figure = timeline_figure(
@@ -104,6 +105,8 @@ def main() -> None:
         time_unit="half a rank's forward",
     )
     _IMAGES.mkdir(exist_ok=True)
+    throughput = next(bars(latest_ok(load_frame([_REFERENCE / "demo"])[0])))
+    throughput.figure.savefig(_IMAGES / "demo_throughput.png")
     figure.savefig(_IMAGES / "schedules.png", dpi=130)
     figure.savefig(_IMAGES / "schedules.svg", metadata={"Date": None})
 

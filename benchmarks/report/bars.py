@@ -84,7 +84,8 @@ def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: str) -> None:
         )
         texts = ["" if np.isnan(value) else format(value, form) for value in values]
         crowded = len(counts) * len(contenders) > 8
-        axis.bar_label(drawn, texts, padding=3, fontsize=8, rotation=90 if crowded else 0)
+        turn = 90 if crowded else 0  # inside the panel: no part of the figure's arrangement
+        axis.bar_label(drawn, texts, padding=3, fontsize=8, rotation=turn, in_layout=False)
     axis.set_xticks(np.arange(len(counts)), [str(count) for count in counts])
     axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axis.margins(y=0.22)

@@ -62,20 +62,14 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
         gib = np.array([kinds.get(kind, 0) / 2**30 for kinds in panel["memory_by_kind"]])
         if not gib.any():
             continue
-        drawn = axis.bar(
-            places, gib, 0.8, bottom, label=kind, color=colour, hatch=hatch, edgecolor="white"
-        )
+        axis.bar(places, gib, 0.8, bottom, label=kind, color=colour, hatch=hatch, edgecolor="white")
         bottom += gib
-    crowded = len(panel) > 6
-    texts = axis.bar_label(drawn, [f"{top:.3g}" for top in bottom], padding=2, fontsize=7.5)
-    for text in texts:  # readable where the limit's line crosses it
-        text.set(rotation=90 if crowded else 0, zorder=4)
-        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6})
     peaks = np.where(panel["evidence"] == "measured", panel["peak_gib"].astype(float), np.nan)
     if np.isfinite(peaks).any():
         axis.plot(places, peaks, "D", color="black", markersize=4, label="measured peak")
-    highest = max(bottom.max(), np.nan_to_num(peaks).max())
-    _limit(axis, float(panel["memory_limit_gib"].iloc[0]), highest)
+    highest = np.fmax(bottom, peaks)
+    _totals(axis, places, highest, [f"{top:.3g}" for top in bottom])
+    _limit(axis, float(panel["memory_limit_gib"].iloc[0]), highest.max())
     names = [f"{r.contender}, {r.num_gpus}" for r in panel.itertuples()]
     axis.set_xticks(places, names, fontsize=8, rotation=90 if len(names) > 4 else 0)
     for label, contender in zip(axis.get_xticklabels(), panel["contender"], strict=True):
@@ -83,6 +77,23 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
     axis.set_xlabel("contender, GPUs (ranks)")
     axis.margins(y=0.22)
     axis.set_ylim(bottom=0)
+
+
+def _totals(axis: Axes, places: np.ndarray, heights: np.ndarray, texts: list[str]) -> None:
+    """What the stacks add up to, above them and readable where the limit's line crosses it."""
+    for place, height, text in zip(places, heights, texts, strict=True):
+        number = axis.annotate(
+            text,
+            (place, height),
+            (0, 4),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=7.5,
+            rotation=90 if len(texts) > 6 else 0,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+        )
+        number.set_in_layout(False)
 
 
 def _limit(axis: Axes, limit: float, highest: float) -> None:

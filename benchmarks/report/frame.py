@@ -10,6 +10,7 @@ import pandas as pd
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.metrics import (
+    UNMEASURED,
     mfu,
     model_tflops_per_gpu,
     peak_memory_gib,
@@ -175,3 +176,9 @@ def _throughput(spec: RunSpec, record: RunRecord) -> dict[str, Any]:
         "model_tflops_per_gpu": model_tflops_per_gpu(spec, time.median),
         "mfu": mfu(spec, time.median),
     }
+
+
+def notes_of(rows: pd.DataFrame) -> list[str]:
+    """What must be said beside the numbers of these rows."""
+    simulated = (rows["evidence"] == "simulated") & rows["contender"].eq("ZeroPP")
+    return [UNMEASURED] if simulated.any() else []

@@ -42,15 +42,12 @@ def _curves(groups: list[pd.DataFrame]) -> Figure:
         panel = panel[panel["num_gpus"].isin(extremes)]
         lines = [row for _, row in panel.sort_values(["num_gpus", "contender"]).iterrows()]
         base = np.asarray(lines[0]["losses"])
-        ends = []
         for number, row in enumerate(lines):
             losses = np.asarray(row["losses"])
             look = style.line(row["contender"]) | {"markevery": (number % 4, 4), "markersize": 5}
             look["linewidth"] = 1 + 1.5 * (len(lines) - number) / len(lines)  # first lies widest
-            name = f"{row['contender']}, {row['num_gpus']} ranks"
             steps = np.arange(1, len(losses) + 1)
             upper.plot(steps, losses, alpha=0.8, **look)
-            ends.append((float(steps[-1]), float(losses[-1]), name, style.colour(row["contender"])))
             shared = min(len(base), len(losses))
             error = np.abs(losses[:shared] - base[:shared]) / base[:shared]
             if number:
@@ -60,7 +57,18 @@ def _curves(groups: list[pd.DataFrame]) -> Figure:
         lower.set_xlabel("step")
         for axis in (upper, lower):
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        style.label_ends(upper, ends)
+        style.label_ends(upper, _ends(lines))
     top[0].set_ylabel("loss [nats/token]")
     bottom[0].set_ylabel("relative distance\nfrom the first curve")
     return figure
+
+
+def _ends(lines: list[pd.Series]) -> list[tuple[float, float, str, str]]:
+    """One name a contender, with its rank counts, at the end of the first of its curves."""
+    ends = []
+    for contender in style.ordered(row["contender"] for row in lines):
+        mine = [row for row in lines if row["contender"] == contender]
+        counts = " and ".join(dict.fromkeys(str(row["num_gpus"]) for row in mine))
+        losses, name = mine[0]["losses"], f"{contender}, {counts} ranks"
+        ends.append((float(len(losses)), float(losses[-1]), name, style.colour(contender)))
+    return ends

@@ -18,6 +18,7 @@ import jinja2
 import pandas as pd
 
 from benchmarks.environment import git_state
+from benchmarks.report.frame import notes_of
 from benchmarks.report.picture import SavedPicture
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -74,6 +75,7 @@ def write_page(
                 for section in _SECTIONS
             ],
             summary=_summary(rows),
+            notes=notes_of(rows),
             skipped=skipped,
             commit=sha[:10] + (" with local changes" if dirty else ""),
             made=datetime.now(UTC).isoformat(timespec="seconds"),

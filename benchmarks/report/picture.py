@@ -38,8 +38,11 @@ def save(picture: Picture, out: Path) -> SavedPicture:
 
     The panels are arranged once: left to itself, matplotlib does it twice a file.
     """
-    picture.figure.draw_without_rendering()
-    picture.figure.set_layout_engine(None)
+    engine = picture.figure.get_layout_engine()
+    if engine is not None:
+        picture.figure.set_dpi(plt.rcParams["savefig.dpi"])  # letters' widths depend on it
+        engine.execute(picture.figure)
+        picture.figure.set_layout_engine(None)
     paths = (out / f"{picture.name}.png", out / f"{picture.name}.svg")
     for path in paths:
         metadata = {"Date": None} if path.suffix == ".svg" else {}

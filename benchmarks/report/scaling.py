@@ -19,7 +19,7 @@ from benchmarks.report.headline import REFERENCE
 from benchmarks.report.picture import Picture, by_evidence
 from benchmarks.report.tables import paired_speedups
 
-MAX_LINES = 24  # of a map; the table has all
+MAX_LINES = 16  # of a map; the table has all
 _SERIES = ["model", "seq", "precision"]
 _DIVERGING = LinearSegmentedColormap.from_list("speedup", [style.WARM, "#f7f7f7", style.COOL])
 
@@ -125,13 +125,14 @@ def _cell(row: pd.Series) -> str:
 
 
 def _map(rows: pd.DataFrame, contender: str) -> Figure:
-    lines = rows["model"] + ", batch " + rows["global_batch"].astype(str)
-    table = rows.assign(line=lines).drop_duplicates(["line", "num_gpus"], keep="last")
-    table = table[table["line"].isin(table["line"].unique()[:MAX_LINES])]
-    values = table.pivot(index="line", columns="num_gpus", values="speedup")
-    texts = table.assign(text=[_cell(row) for _, row in table.iterrows()]).pivot(
-        index="line", columns="num_gpus", values="text"
-    )
+    table = rows.sort_values(["model", "global_batch"], kind="stable")
+    table = table.assign(
+        line=table["model"] + ", batch " + table["global_batch"].astype(str),
+        text=[_cell(row) for _, row in table.iterrows()],
+    ).drop_duplicates(["line", "num_gpus"], keep="last")
+    lines = table["line"].unique()[:MAX_LINES]
+    grid = table.pivot(index="line", columns="num_gpus")
+    values, texts = grid["speedup"].loc[lines], grid["text"].loc[lines]
     size = (2.6 + 0.95 * values.shape[1], 1.2 + 0.48 * values.shape[0])
     figure, axis = plt.subplots(figsize=size, layout="constrained")
     reach = max(0.1, float(np.nanmax(np.abs(np.log2(values.to_numpy(dtype=float))))))
@@ -141,9 +142,10 @@ def _map(rows: pd.DataFrame, contender: str) -> Figure:
     for (i, j), value in np.ndenumerate(values.to_numpy(dtype=float)):
         if not np.isnan(value):
             ink = "white" if abs(np.log2(value)) > 0.6 * reach else "black"
-            axis.text(
-                j, i, str(texts.iloc[i, j]), ha="center", va="center", color=ink, fontsize=8.5
+            words = axis.text(
+                j, i, str(texts.to_numpy()[i, j]), ha="center", va="center", fontsize=8.5
             )
+            words.set(color=ink, in_layout=False)
     axis.set_xticks(range(values.shape[1]), [str(count) for count in values.columns])
     axis.set_yticks(range(values.shape[0]), list(values.index))
     axis.set_xlabel("GPUs (ranks)")

@@ -106,7 +106,7 @@ def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str, str]]) -> Non
     each other. Assumes a linear y axis whose limits are set."""
     low, high = axis.get_ylim()
     gap = 0.075 * (high - low)
-    ends = sorted(ends, key=lambda end: (round(end[1] / gap), end[2]))
+    ends = sorted(ends, key=lambda end: (round(8 * end[1] / gap), end[2]))
     places: list[float] = []
     for _, y, _, _ in ends:
         places.append(max(y, places[-1] + gap) if places else y)
@@ -133,6 +133,5 @@ def legend(figure: Figure, axes: Sequence[Axes]) -> None:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     if found:
-        figure.legend(
-            list(found.values()), list(found), loc="outside upper center", ncols=min(6, len(found))
-        )
+        columns = max(1, min(6, len(found), int(figure.get_figwidth() / 1.8)))  # 1.8 in an entry
+        figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=columns)

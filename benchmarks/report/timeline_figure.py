@@ -111,7 +111,8 @@ def _draw_compute(
     label = "" if action is None else str(action.microbatch)
     if label and inches > _LETTER_IN * len(label):
         middle = (span.start_s + width / 2, row + _BOX_HEIGHT / 2)
-        axis.annotate(label, middle, ha="center", va="center_baseline", fontsize=7)
+        number = axis.annotate(label, middle, ha="center", va="center_baseline", fontsize=7)
+        number.set_in_layout(False)
 
 
 def _shades(timeline: Timeline) -> dict[tuple[int, int], float]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks.report.bars import bars
 from benchmarks.report.breakdown import memory_breakdown
 from benchmarks.report.evidence import evidence_distance_figure
-from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.report.frame import latest_ok, load_frame, notes_of
 from benchmarks.report.headline import headline_table
 from benchmarks.report.losses import loss_curves
 from benchmarks.report.page import write_page
@@ -62,6 +62,8 @@ def write_report(roots: Sequence[Path], out: Path, console: Console | None = Non
     rows = latest_ok(frame)
     tables = comparison_tables(rows)
     print_tables({"comparison": headline_table(rows[:MAX_PRINTED])}, console)
+    for note in notes_of(rows):
+        console.print(note)
     if len(rows) > MAX_PRINTED:
         console.print(f"... {len(rows) - MAX_PRINTED} more rows are in the files")
     pictures = [save(picture, out) for figures in FIGURES for picture in figures(rows)]

@@ -12,14 +12,12 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.metrics import UNMEASURED
+
 CLAIM = 1.33
 TIE = 0.02
 BASELINES = {"deepspeed_3d": "3D, DeepSpeed", "best_3d": "3D, best known", "fsdp": "FSDP"}
 KEYS = ["model", "cluster", "num_gpus", "global_batch", "bandwidth", "mode"]
-NOTE = (
-    "All figures are simulated. No measurement of PP x ZeRO-3 with gathers a unit (ZeroPP) has "
-    "been published, so the price of its gathers could be held against parts only."
-)
 
 
 def judge(plans: pd.DataFrame) -> pd.DataFrame:
@@ -47,7 +45,7 @@ def judge(plans: pd.DataFrame) -> pd.DataFrame:
 def summary(verdicts: pd.DataFrame) -> str:
     """The verdict in Markdown: counts, then the cells of the comparison at its own bandwidth."""
     own = verdicts[verdicts.bandwidth == 1.0]
-    lines = ["# Verdict on the 33 % (simulated)", "", NOTE, ""]
+    lines = ["# Verdict on the 33 % (simulated)", "", UNMEASURED, ""]
     for mode in ("best", "equal"):
         mine = own[own["mode"] == mode]
         lines += [f"## Every contender at {'its best plan' if mode == 'best' else 'equal degrees'}"]

@@ -22,7 +22,7 @@ print(len(paths.files), len(paths.skipped), time.process_time(), own.ru_maxrss *
 
 
 def test_five_thousand_records(tmp_path: Path) -> None:
-    """Under 20 s on a quiet machine; here processor time, doubled, because machines are shared."""
+    """Processor time, because machines are shared; a few files among them are no records."""
     kinds = [
         make_record(c, m, n)
         for c in ("zeropp", "deepspeed_3d", "torch_pp", "fsdp")
@@ -41,6 +41,8 @@ def test_five_thousand_records(tmp_path: Path) -> None:
         folder = tmp_path / "runs" / f"{number:05}"
         folder.mkdir(parents=True)
         (folder / "record.json").write_text(json.dumps(document))
+    for number, text in enumerate((texts[0][:5000], "{}", '{"schema_version": 7}')):
+        (tmp_path / "runs" / f"{number:05}" / "record_other.json").write_text(text)
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(tmp_path / "runs"), str(tmp_path / "out")],
         capture_output=True,
@@ -50,6 +52,6 @@ def test_five_thousand_records(tmp_path: Path) -> None:
     )
     files, skipped, seconds, peak = map(float, done.stdout.split())
     assert files > 20
-    assert skipped == 0
-    assert seconds < 40
+    assert skipped == 3
+    assert seconds < 20
     assert peak < 2**30

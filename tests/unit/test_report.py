@@ -16,7 +16,7 @@ from benchmarks.report import load_frame, style, write_report
 from benchmarks.report.breakdown import memory_breakdown
 from benchmarks.report.compare import compare, write_comparison
 from benchmarks.report.evidence import evidence_distances
-from benchmarks.report.frame import best_configuration, latest_ok
+from benchmarks.report.frame import best_configuration, latest_ok, notes_of
 from benchmarks.report.headline import headline_table
 from benchmarks.report.published import (
     VALIDATION,
@@ -121,6 +121,14 @@ def test_rows_of_tables_name_their_records(tmp_path: Path) -> None:
     assert set(tables["evidence"].index) == {f"{other.record_id} {ours.record_id}"}
     assert set(tables["throughput"].index) == {r.record_id for r in (ours, base, other)}
     assert tables["published"].empty
+
+
+def test_a_simulated_zeropp_says_that_nobody_measured_it(tmp_path: Path) -> None:
+    measured = make_record()
+    simulated = make_record(provenance="simulated", attempt="simulate-1", step_s=[2.5])
+    assert notes_of(latest_ok(frame_of(measured, root=tmp_path / "measured"))) == []
+    (note,) = notes_of(latest_ok(frame_of(measured, simulated, root=tmp_path / "both")))
+    assert "No measurement" in note
 
 
 def test_published_distances_stand_beside_simulated_records(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Cluster:
     nics_per_node: int
     intra: Link
     inter: Link
-    direct_shares: tuple[float, ...] = ()  # no switch: share of the rate of a group of 1, 2, ...
+    group_shares: tuple[float, ...] = ()  # of the rate, by ranks of a group inside a node
     reduction_gain: float = 1.0  # in-switch reduction: all-reduce inside a node is this faster
 
     __pydantic_config__ = _STRICT

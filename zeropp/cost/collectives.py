@@ -52,8 +52,8 @@ def group(cluster: Cluster, size: int, stride: int, world: int) -> Group:
     local = max(1, min(size, per_node // stride))
     nodes = -(-size // local)
     inside = cluster.intra.rate
-    if cluster.direct_shares:
-        inside *= cluster.direct_shares[min(local, len(cluster.direct_shares)) - 1]
+    if cluster.group_shares:
+        inside *= cluster.group_shares[min(local, len(cluster.group_shares)) - 1]
     if nodes == 1:
         return Group(size, 1, inside)
     share = cluster.nics_per_node * cluster.inter.rate * local / per_node
