@@ -1,7 +1,7 @@
 """The suite's entry: Hydra composes the points, the launcher runs them, the report closes.
 
 Exit status: 0 where every point ended ``ok`` or ``infeasible`` as one of a sweep, 1 where one
-failed, 2 on bad input, before anything was started.
+failed, 2 on bad input, before anything was started, 130 where the user interrupted it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def main() -> int:
         configs = compose("config")
         if not configs:  # --help, --cfg: Hydra has answered
             return 0
+        _check_folders(configs[0])
         if "verdict" in configs[0]:  # an experiment that finds its points by itself
             return int(importlib.import_module("benchmarks.verdict").run(configs[0]))
         points = [plan_point(spec_of(config)) for config in configs]
@@ -46,6 +47,15 @@ def main() -> int:
     except SpecError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+def _check_folders(config: dict[str, Any]) -> None:
+    for field in ("runs_dir", "report_dir"):
+        if not isinstance(config[field], str) or not config[field]:
+            raise SpecError(f"{field}={config[field]!r}: must be a folder's path")
 
 
 def spec_of(config: dict[str, Any]) -> RunSpec:

@@ -1,11 +1,10 @@
-"""Look at a schedule: the grid in the terminal, the timeline as PNG, SVG and Perfetto JSON.
+"""Look at a schedule: the grid here, with out=DIR also a PNG, SVG and Perfetto JSON.
 
-    python -m benchmarks.show schedule name=zeropp ranks=4 chunks=2 microbatches=8 unit=4 out=DIR
+    python -m benchmarks.show schedule name=zeropp ranks=4 chunks=2 microbatches=8
 
-Sizes: ``name`` (of the generator), ``ranks``, ``chunks``, ``microbatches``, ``unit``, ``cap``,
-``prefetch``, ``keep``, ``reduce_every``. Durations, in any one unit: ``forward``,
-``backward_input``, ``backward_weight``, ``unshard``, ``reduce_grad``, ``transfer``. Without
-``out`` only the grid is printed.
+Sizes: name (of the generator), ranks, chunks, microbatches, unit, cap, prefetch,
+keep, reduce_every. Durations, in any one unit: forward, backward_input,
+backward_weight, unshard, reduce_grad, transfer.
 """
 
 from __future__ import annotations

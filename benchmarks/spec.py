@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -102,6 +104,40 @@ class RunSpec:
         return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
 
 
+_LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    (
+        "at least 1",
+        lambda value: value >= 1,
+        (
+            *("num_gpus", "global_batch", "microbatch_size", "measure.steps", "measure.timeout_s"),
+            *("model.layers", "model.hidden", "model.ffn", "model.vocab", "model.heads"),
+            *("model.kv_heads", "model.seq", "cluster.gpus_per_node", "cluster.nics_per_node"),
+            *("contender.tp", "contender.pp", "contender.shard", "contender.replicate"),
+            *("contender.chunks", "contender.unit", "contender.activation_cap"),
+        ),
+    ),
+    (
+        "at least 0",
+        lambda value: value >= 0,
+        (
+            *("measure.warmup_steps", "contender.prefetch", "seed", "data.seed"),
+            *("optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm", "tolerance"),
+        ),
+    ),
+    (
+        "more than 0",
+        lambda value: value > 0,
+        (
+            *("measure.gate_tolerance", "cluster.intra.bandwidth_gb_s"),
+            *("cluster.inter.bandwidth_gb_s", "cluster.intra.efficiency"),
+            *("cluster.inter.efficiency", "cluster.device.memory_gib"),
+            *("cluster.device.memory_bandwidth_gb_s", "cluster.device.memory_efficiency"),
+            *("cluster.device.matmul_bf16_tflops", "cluster.device.matmul_fp32_tflops"),
+        ),
+    ),
+    ("from 0 to less than 1", lambda value: 0 <= value < 1, ("model.dropout",)),
+)
+
 _adapter = lru_cache(TypeAdapter)  # takes milliseconds to make
 
 
@@ -118,7 +154,9 @@ def validated(kind: type[T], values: Any, prefix: str = "") -> T:
 def spec_from_mapping(values: Mapping[str, Any]) -> RunSpec:
     """Build and check a spec; raises SpecError with one line for the first thing wrong."""
     spec = validated(RunSpec, dict(values))
-    _check_ranges(spec)
+    check_ranges(spec)
+    _check_heads(spec.model)
+    _check_names(spec)
     return spec
 
 
@@ -161,33 +199,33 @@ def _path(location: tuple[int | str, ...], values: Any) -> list[str]:
     return path
 
 
-def _check_ranges(spec: RunSpec) -> None:
-    positive: dict[str, float] = {
-        "num_gpus": spec.num_gpus,
-        "global_batch": spec.global_batch,
-        "microbatch_size": spec.microbatch_size,
-        "measure.steps": spec.measure.steps,
-        "measure.timeout_s": spec.measure.timeout_s,
-        "model.layers": spec.model.layers,
-        "model.hidden": spec.model.hidden,
-        "model.ffn": spec.model.ffn,
-        "model.vocab": spec.model.vocab,
-        "model.heads": spec.model.heads,
-        "model.kv_heads": spec.model.kv_heads,
-        "model.seq": spec.model.seq,
-        "contender.tp": spec.contender.tp,
-        "contender.chunks": spec.contender.chunks,
-    }
-    for field in ("pp", "shard", "replicate", "unit", "activation_cap"):
-        value = getattr(spec.contender, field)
-        if value != "auto":
-            positive[f"contender.{field}"] = value
-    for name, value in positive.items():
-        if value < 1:
-            raise SpecError(f"{name}={value}: must be at least 1")
-    if spec.measure.warmup_steps < 0:
-        raise SpecError(f"measure.warmup_steps={spec.measure.warmup_steps}: must be at least 0")
-    shape = spec.model
+def check_ranges(spec: object) -> None:
+    """Refuse numbers that mean nothing, in whatever of ``_LIMITS`` a spec has; raises SpecError."""
+    for words, holds, paths in _LIMITS:
+        for path in paths:
+            value = _number_at(spec, path)
+            if value is not None and not math.isfinite(value):
+                raise SpecError(f"{path}={value}: must be finite")
+            if value is not None and not holds(value):
+                raise SpecError(f"{path}={value}: must be {words}")
+
+
+def _number_at(spec: object, path: str) -> float | None:
+    """The number at a dotted path; None where there is no such path, or no number."""
+    for name in path.split("."):
+        spec = getattr(spec, name, None)
+    return spec if isinstance(spec, int | float) else None
+
+
+def _check_names(spec: RunSpec) -> None:
+    for field, name in (("model.name", spec.model.name), ("cluster.name", spec.cluster.name)):
+        if not re.fullmatch(r"\w[\w.+-]*", name):
+            raise SpecError(
+                f"{field}={name!r}: folders and files are named by it (letters, digits, _ . + -)"
+            )
+
+
+def _check_heads(shape: ModelShape) -> None:
     if shape.hidden % shape.heads:
         raise SpecError(f"model.heads={shape.heads}: must divide model.hidden={shape.hidden}")
     if shape.heads % shape.kv_heads:

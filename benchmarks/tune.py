@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.compose import compose
 from benchmarks.metrics import UNMEASURED
 from benchmarks.progress import progress_line
-from benchmarks.spec import SpecError, check_priced, validated
+from benchmarks.spec import SpecError, check_priced, check_ranges, validated
 from zeropp.cost.cluster import Cluster
 from zeropp.plan import Precision
 from zeropp.shape import ModelShape
@@ -117,9 +117,7 @@ def tokens_per_s_per_gpu(task: Task, found: Evaluated) -> float:
 
 def _checked(values: object) -> TuneSpec:
     spec = validated(TuneSpec, values)
-    for name, size in (("num_gpus", spec.num_gpus), ("global_batch", spec.global_batch)):
-        if size < 1:
-            raise SpecError(f"{name}={size}: must be at least 1")
+    check_ranges(spec)
     unknown = [name for name in spec.contenders if name not in SPACES]
     if unknown:
         raise SpecError(f"contenders={unknown[0]!r}: must be among {', '.join(SPACES)}")

@@ -49,7 +49,6 @@ CONSTANTS = (
             ("memory_efficiency", 0.8, 0.1),
             ("attention_efficiency", 0.6, 0.3),
             ("kernel_us", 5.0, 0.3),
-            ("launch_us", 8.0, 0.3),
         )
     ),
     Constant("vtrain_a100", "launch_factor", 1.0, 1.0),

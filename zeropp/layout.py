@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 Axis = Literal["tp", "pp", "shard", "replicate"]
 Placement = Literal["dp_inner", "pp_inner"]
 
+_MOST_MICROBATCHES = 2**16
+
 
 class InfeasibleError(ValueError):
     """A well-formed configuration for which no plan exists; the message names field and way out."""
@@ -157,7 +159,13 @@ def microbatches_per_step(request: PlanRequest, layout: Layout) -> int:
             f"global_batch={request.global_batch}: must be a multiple of microbatch_size="
             f"{request.microbatch_size} x {layout.dp} data-parallel ranks (try {nearest})"
         )
-    return request.global_batch // slots
+    count = request.global_batch // slots
+    if count > _MOST_MICROBATCHES:
+        raise InfeasibleError(
+            f"global_batch={request.global_batch}: {count} microbatches a step and pipeline are "
+            f"more than can be planned (at most {_MOST_MICROBATCHES})"
+        )
+    return count
 
 
 def divisors(number: int) -> list[int]:

@@ -34,11 +34,14 @@ class Settings:
     chunks: int = 1  # model chunks a rank (V)
     unit: int | Auto = "auto"  # microbatches a scheduling unit (U), ZeroPP only
     activation_cap: int | Auto = "auto"  # live chunk-activations a rank; auto: U*V
+    activation_cap_gib: float | Auto = "auto"  # the same cap by its size, instead
     schedule: str = "auto"  # name of the generator where a contender has several
     sequence_parallel: bool = False
     recompute: Recompute = "none"
-    reduce_every: ReduceEvery = "unit"
+    reduce_every: ReduceEvery = "unit"  # gradients reduced over the shards
+    replicate_every: ReduceEvery = "step"  # and, at most as often, over the replicas
     prefetch: int = 1  # chunks gathered ahead of their use
+    keep: int = 0  # chunks that may stay gathered between uses
     placement: Placement = "dp_inner"
     compile: bool = False  # torch.compile each block
 
@@ -101,7 +104,9 @@ class Plan:
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     reduce_every: ReduceEvery = "unit"
+    replicate_every: ReduceEvery = "step"
     prefetch: int = 1
+    keep: int = 0
     compile: bool = False
     memory: tuple[MemoryBytes, ...] = ()  # predicted, one a pipeline rank; empty if not predicted
 

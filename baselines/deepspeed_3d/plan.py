@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baselines.refusals import refuse_knobs
 from baselines.tensor_parallel import check_tensor_parallel
-from zeropp.cost import balanced_cuts
-from zeropp.layout import InfeasibleError, microbatches_per_step, resolve_layout
+from zeropp.layout import microbatches_per_step, resolve_layout
 from zeropp.plan import Plan, PlanRequest
+from zeropp.planner import assemble
 from zeropp.schedule import build, validate
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Program, Schedule
@@ -29,18 +30,7 @@ def plan(request: PlanRequest) -> Plan:
     )
     schedule = with_deepspeed_exchanges(schedule)
     validate(schedule)
-    return Plan(
-        contender=request.settings.name,
-        shape=request.shape,
-        layout=layout,
-        microbatch_size=request.microbatch_size,
-        schedule=schedule,
-        cuts=balanced_cuts(request.shape, schedule.num_stages),
-        runtime="deepspeed",
-        precision=request.precision,
-        recompute=request.settings.recompute,
-        reduce_every="step",
-    )
+    return replace(assemble(request, layout, schedule), runtime="deepspeed", reduce_every="step")
 
 
 def with_deepspeed_exchanges(schedule: Schedule) -> Schedule:
@@ -106,14 +96,9 @@ def _refuse_what_deepspeed_lacks(request: PlanRequest) -> None:
             bf16 and settings.replicate_zero == 0,
             "it accumulates gradients of bf16 parameters in fp32 with ZeRO-1 only (use 1)",
         ),
-        "unit": (settings.unit != "auto", "it knows no scheduling units (use auto)"),
-        "activation_cap": (settings.activation_cap != "auto", "1F1B has no such cap (use auto)"),
         "sequence_parallel": (settings.sequence_parallel, "not in this baseline (use false)"),
         "recompute": (settings.recompute == "selective", "use none or full"),
         "placement": (settings.placement != "dp_inner", "DeepSpeed's order is dp_inner"),
         "compile": (settings.compile, "not supported by its pipeline engine (use false)"),
     }
-    for field, (refused, way_out) in refusals.items():
-        if refused:
-            value = getattr(settings, field)
-            raise InfeasibleError(f"contender.{field}={value}: deepspeed_3d: {way_out}")
+    refuse_knobs(settings, "deepspeed_3d", refusals)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zeropp.layout import InfeasibleError, microbatches_per_step, resolve_layout
+from baselines.refusals import refuse_knobs
+from zeropp.layout import microbatches_per_step, resolve_layout
 from zeropp.plan import Plan, PlanRequest, Settings
+from zeropp.planner import assemble
 from zeropp.schedule import lower, validate
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Schedule
@@ -26,19 +28,8 @@ def plan(request: PlanRequest) -> Plan:
         reduce_every=settings.reduce_every,
     )
     validate(schedule)
-    return Plan(
-        contender=settings.name,
-        shape=request.shape,
-        layout=replace(layout, chunks=schedule.num_stages),
-        microbatch_size=request.microbatch_size,
-        schedule=schedule,
-        cuts=tuple(range(schedule.num_stages + 1)),
-        runtime="fsdp2",
-        precision=request.precision,
-        recompute=settings.recompute,
-        reduce_every=settings.reduce_every,
-        compile=settings.compile,
-    )
+    layout = replace(layout, chunks=schedule.num_stages)
+    return assemble(request, layout, schedule, cuts=tuple(range(schedule.num_stages + 1)))
 
 
 def accumulation(num_stages: int, num_microbatches: int) -> Schedule:
@@ -68,12 +59,7 @@ def _refuse_what_fsdp_lacks(settings: Settings) -> None:
             "replicas hold whole optimizer states (use 0 and a larger contender.shard)",
         ),
         "schedule": (settings.schedule != "auto", "it has no pipeline (use auto)"),
-        "unit": (settings.unit != "auto", "it knows no scheduling units (use auto)"),
-        "activation_cap": (settings.activation_cap != "auto", "it has no such cap (use auto)"),
         "sequence_parallel": (settings.sequence_parallel, "it has no tensor parallelism"),
         "prefetch": (settings.prefetch != 1, "FSDP2 gathers one layer ahead by itself (use 1)"),
     }
-    for field, (refused, way_out) in refusals.items():
-        if refused:
-            value = getattr(settings, field)
-            raise InfeasibleError(f"contender.{field}={value}: fsdp: {way_out}")
+    refuse_knobs(settings, "fsdp", refusals)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baselines.refusals import refuse_knobs
 from baselines.tensor_parallel import check_tensor_parallel
 from baselines.torch_pp.dualpipev import dualpipev
-from zeropp.cost import balanced_cuts
 from zeropp.layout import InfeasibleError, Layout, microbatches_per_step, resolve_layout
 from zeropp.plan import Plan, PlanRequest
+from zeropp.planner import assemble
 from zeropp.schedule import build, lower, validate
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Program, Schedule, v_placement
@@ -40,19 +41,7 @@ def plan(request: PlanRequest) -> Plan:
             for program, order in zip(schedule.programs, compute.programs, strict=True)
         )
         schedule = replace(schedule, programs=tuple(programs))
-    return Plan(
-        contender=settings.name,
-        shape=request.shape,
-        layout=layout,
-        microbatch_size=request.microbatch_size,
-        schedule=schedule,
-        cuts=balanced_cuts(request.shape, schedule.num_stages),
-        runtime="fsdp2",
-        precision=request.precision,
-        recompute=settings.recompute,
-        reduce_every="step",
-        compile=settings.compile,
-    )
+    return replace(assemble(request, layout, schedule), reduce_every="step")
 
 
 def with_torch_gathers(program: Program, compute: Program) -> Program:
@@ -119,8 +108,6 @@ def _refuse_what_torch_lacks(request: PlanRequest) -> None:
             settings.chunks != chunks,
             f"{settings.schedule} has another number (use {chunks})",
         ),
-        "unit": (settings.unit != "auto", "torch knows no scheduling units (use auto)"),
-        "activation_cap": (settings.activation_cap != "auto", "torch has no such cap (use auto)"),
         "replicate_zero": (
             settings.replicate_zero != 0,
             "replicas hold whole optimizer states (use 0 and a larger contender.shard)",
@@ -135,10 +122,7 @@ def _refuse_what_torch_lacks(request: PlanRequest) -> None:
             f"torch cannot split a recomputed backward (use none, or one of {SCHEDULES[:3]})",
         ),
     }
-    for field, (refused, way_out) in refusals.items():
-        if refused:
-            value = getattr(settings, field)
-            raise InfeasibleError(f"contender.{field}={value}: torch_pp: {way_out}")
+    refuse_knobs(settings, "torch_pp", refusals)
 
 
 def _chunks_of(schedule: str, asked: int) -> int:

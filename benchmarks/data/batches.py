@@ -83,7 +83,7 @@ def check_data(spec: RunSpec) -> None:
     path = _resolve(spec.data.path)
     suffixes = (".bin", ".idx") if spec.data.kind == "megatron" else ("",)
     for suffix in suffixes:
-        file = path.with_name(path.name + suffix)
+        file = Path(f"{path}{suffix}")
         if not file.is_file():
             raise SpecError(f"data.path={spec.data.path!r}: no such file: {file}")
     try:

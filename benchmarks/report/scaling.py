@@ -144,7 +144,9 @@ def _map(rows: pd.DataFrame, contender: str) -> Figure:
     for (i, j), value in np.ndenumerate(values.to_numpy(dtype=float)):
         if not np.isnan(value):
             ink = "white" if abs(np.log2(value)) > 0.6 * reach else "black"
-            words = axis.text(j, i, str(texts.iloc[i, j]), ha="center", va="center", fontsize=8.5)
+            words = axis.text(
+                j, i, str(texts.to_numpy()[i, j]), ha="center", va="center", fontsize=8.5
+            )
             words.set(color=ink, in_layout=False)
     axis.set_xticks(range(values.shape[1]), [str(count) for count in values.columns])
     axis.set_yticks(range(values.shape[0]), list(values.index))

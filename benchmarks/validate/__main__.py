@@ -1,7 +1,6 @@
 """Hold the simulator against published measurements.
 
-``python -m benchmarks.validate [FILES...] [--cluster NAME] [--out DIR]``: without files, all of
-``results/published``. One simulator prices everything: ``zeropp.sim.simulate``.
+One simulator prices everything: zeropp.sim.simulate.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def outcome_of(row: dict[str, str], cluster: str | None) -> Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison; 0 when it ran, 2 where there is nothing to run it on."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.validate", description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path, help="CSV files of the published schema")
+    parser.add_argument("files", nargs="*", type=Path, help="CSV files (else results/published)")
     parser.add_argument("--cluster", help="price every row on this cluster of conf/cluster")
     parser.add_argument("--out", type=Path, help="folder for validation.csv and validation.png")
     options = parser.parse_args(arguments)

@@ -34,24 +34,24 @@ MEGATRON_CORE = replace(
     reduce_bytes=2,
     fused_accumulation=True,
 )
-DEEPSPEED = replace(MEGATRON_2021, reduce_bytes=2, launch_factor=2.9)
+DEEPSPEED = replace(MEGATRON_2021, reduce_bytes=2, launch_factor=2.56)
 FSDP = Software(
     parameter_bytes=4,
     gradient_bytes=4,
     optimizer_bytes=8,
     overlap_reduction=True,
-    attention_factor=0.66,
-    traffic_factor=2.14,
+    attention_factor=0.7,
+    traffic_factor=2.11,
 )
-TORCHTITAN = Software(4, 4, 8, overlap_reduction=True, shard_copies=True, traffic_factor=2.14)
+TORCHTITAN = Software(4, 4, 8, overlap_reduction=True, shard_copies=True, traffic_factor=2.11)
 INTERNEVO = replace(
     MEGATRON_CORE,
     gradient_bytes=2,
     optimizer_bytes=16,  # hybrid_zero_optim.py: a flat fp32 gradient beside master and moments
     fused_accumulation=False,
     overlap_tensor=False,  # configs/7B_sft.py: mode "mtp", without sequence parallelism
-    attention_factor=0.66,
-    traffic_factor=2.14,
+    attention_factor=0.7,
+    traffic_factor=2.11,
 )
 NANOTRON = replace(
     MEGATRON_CORE,
@@ -77,7 +77,7 @@ _BY_WORD = (
     ("megatron core", MEGATRON_CORE),
     ("2104.04473", MEGATRON_2021),
     ("2205.05198", replace(MEGATRON_2021, fused_accumulation=True)),
-    ("libai", replace(MEGATRON_2021, traffic_factor=1.56)),
+    ("libai", replace(MEGATRON_2021, traffic_factor=1.5)),
 )
 
 

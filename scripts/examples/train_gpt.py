@@ -6,7 +6,6 @@ torchrun --nproc-per-node 4 scripts/examples/train_gpt.py FILE --pp 2 --shard 2
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 import torch
@@ -27,10 +26,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--shard", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args(arguments)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
     if not dist.is_initialized():
         dist.init_process_group()
     text = torch.frombuffer(bytearray(options.text.read_bytes()), dtype=torch.uint8).long()

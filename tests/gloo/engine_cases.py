@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zeropp.cost.cluster import Cluster, Device, Link
-from zeropp.engine.engine import Engine, Piece
+from zeropp.engine.engine import Engine, EngineOptions, Piece
 from zeropp.engine.randomness import seed_piece
 from zeropp.model import build_model, build_piece
 from zeropp.plan import Plan, PlanRequest, Settings
@@ -39,6 +38,8 @@ class Case:
     batch: int = 8
     recompute: str = "none"
     reduce_every: str = "unit"
+    replicate_every: str = "step"
+    keep: int = 0
     tied: bool = False
     family: str = "gpt"
     dropout: float = 0.0
@@ -46,6 +47,7 @@ class Case:
     precision: str = "fp32"
     layers: int = 6
     cap: int | str = "auto"
+    compile: bool = False
 
     @property
     def world(self) -> int:
@@ -69,8 +71,11 @@ class Case:
             unit=self.unit,
             recompute=self.recompute,  # type: ignore[arg-type]
             reduce_every=self.reduce_every,  # type: ignore[arg-type]
+            replicate_every=self.replicate_every,  # type: ignore[arg-type]
+            keep=self.keep,
             placement=self.placement,  # type: ignore[arg-type]
             activation_cap=self.cap,  # type: ignore[arg-type]
+            compile=self.compile,
         )
         request = PlanRequest(
             self.shape,
@@ -97,7 +102,10 @@ def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def build_engine(
-    case: Case, dtype: torch.dtype, optimizer: OptimizerConfig = ADAMW, **options: Any
+    case: Case,
+    dtype: torch.dtype,
+    optimizer: OptimizerConfig = ADAMW,
+    lr_schedule: Callable[[int], float] | None = None,
 ) -> Engine:
     """This rank's engine of a case."""
     plan, shape = case.plan(), case.shape
@@ -121,11 +129,15 @@ def build_engine(
         boundary,
         optimizer,
         torch.device("cpu"),
-        precision=plan.precision,
-        recompute=plan.recompute,
-        tied=((0, "tokens.weight"), (last, "output.weight")) if case.tied else None,
-        dropout_seed=SEED if case.dropout else None,
-        **options,
+        EngineOptions(
+            plan.precision,
+            plan.recompute,
+            plan.replicate_every,
+            tied=((0, "tokens.weight"), (last, "output.weight")) if case.tied else None,
+            dropout_seed=SEED if case.dropout else None,
+            lr_schedule=lr_schedule,
+            compile=plan.compile,
+        ),
     )
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.record import read_record
 from benchmarks.run import main
 
 # arguments, what the line must say
 CASES = [
     ("global_batch=15", "global_batch=15: must be a multiple of"),
+    ("global_batch=100000000", "global_batch=100000000: 50000000 microbatches"),
     ("microbatch_size=3", "global_batch=16: must be a multiple of microbatch_size=3"),
     ("contender.pp=4 contender.chunks=16", "contender.pp=4: 4 x chunks=16 = 64 stages"),
     ("contender.pp=3", "contender.pp=3: the degrees"),
@@ -44,6 +46,9 @@ CASES = [
     ("num_gpus=4,3 launcher=slurm launcher.grace_s=long -m", "launcher.grace_s='long'"),
     ("contender.pp=all", "contender.pp='all': input should be a valid integer"),
     ("model=null", "must be a string"),
+    ("report_dir=null", "report_dir=None: must be a folder's path"),
+    ("data=text data.path=/", "data.path='/': no such file"),
+    ("model.name=a/b", "model.name='a/b': folders and files are named by it"),
     ("report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot be written to"),
     ("runs_dir=/dev/null/runs", "runs_dir=/dev/null/runs: cannot be written to"),
     ("experiment=claim_33 report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot"),
@@ -73,6 +78,22 @@ def test_bad_input_is_one_line_and_status_2(
     assert words in lines[0]
     assert printed.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interruption_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.launch.local._wait", interrupt)
+    monkeypatch.setattr("benchmarks.launch.local._start_ranks", lambda *_: [])
+    places = [f"runs_dir={tmp_path}/runs", f"report_dir={tmp_path}/report"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks.run", *places])
+    assert main() == 130
+    assert capsys.readouterr().err.splitlines()[-1].startswith("interrupted; ")
+    (record,) = (tmp_path / "runs").glob("*/*/record.json")
+    assert read_record(record).interrupted
 
 
 def test_a_dry_run_writes_nothing(

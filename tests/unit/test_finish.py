@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.events import EventWriter
 from benchmarks.launch.finish import Ending, finish_attempt, killed
+from benchmarks.launch.local import close_abandoned
 from benchmarks.launch.points import Point, freeze, records_of, still_to_run, write_unstarted
 from benchmarks.record import RecordError, read_record
 from benchmarks.spec import RunSpec, spec_from_mapping
@@ -105,6 +106,17 @@ def test_a_signalled_attempt_is_preempted(attempt: Path) -> None:
 def test_silence_is_a_failure(attempt: Path) -> None:
     write_rank(attempt, 0)
     assert finish_attempt(attempt).reason == "1 of 2 ranks ended without a word"
+
+
+def test_an_attempt_whose_launcher_died_is_closed(attempt: Path) -> None:
+    write_rank(attempt, 0, done=False)
+    other = attempt.parent / "local-2"  # its spec is of another version of the suite
+    other.mkdir()
+    for name in ("attempt.json", "spec.json"):
+        (other / name).write_text((attempt / name).read_text().replace('"seed"', '"sead"'))
+    close_abandoned(attempt.parents[1])
+    assert read_record(attempt / "record.json").reason == "the launcher was killed"
+    assert not (other / "record.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from zeropp.plan import Plan
 from zeropp.schedule import build, lower
 from zeropp.schedule.program import StageCost
 from zeropp.sim.simulate import simulate
-from zeropp.tune.search import plan_of
+from zeropp.tune.search import result_of
 from zeropp.tune.space import Candidate
 
 
@@ -36,7 +36,7 @@ def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:
 
 def one_f_one_b(pp: int, m: int) -> Plan:
     layout = Layout(pp=pp, replicate=64 // pp)
-    return plan_of(task(), Candidate("deepspeed_3d", layout, 1, m, "1f1b", "none"))
+    return result_of(task(), Candidate("deepspeed_3d", layout, 1, m, "1f1b", "none")).plan
 
 
 def test_1f1b_takes_m_plus_p_minus_1_slots() -> None:
@@ -74,7 +74,7 @@ def test_traced_durations_replace_the_models() -> None:
 def test_collectives_beside_compute_slow_it() -> None:
     layout = Layout(pp=2, shard=32, chunks=2)
     candidate = Candidate("zeropp", layout, 1, 8, "zeropp", "none", 2, 4, "unit")
-    plan = plan_of(task(), candidate)
+    plan = result_of(task(), candidate).plan
     cost = StageCost(1.0, 1.0, 1.0, unshard=0.01)
     plain = simulate(plan, task().cluster, price=flat_price(plan, cost))
     slowed = simulate(plan, task().cluster, price=flat_price(plan, cost, overlap_slowdown=0.5))
@@ -97,7 +97,7 @@ def test_memory_peak_counts_what_1f1b_keeps() -> None:
 def test_memory_curve_ends_where_it_began_and_peaks_at_the_peak(pp: int) -> None:
     layout = Layout(pp=pp, shard=64 // pp, chunks=2)
     candidate = Candidate("zeropp", layout, 1, 8, "zeropp", "none", pp, 2 * pp, "unit")
-    plan = plan_of(task(), candidate)
+    plan = result_of(task(), candidate).plan
     result = simulate(plan, task().cluster, price=flat_price(plan, StageCost(unshard=0.1)))
     for rank, peak in enumerate(result.memory):
         curve = result.memory_curve(rank)
@@ -129,5 +129,5 @@ def test_the_large_plan_is_simulated_in_two_seconds() -> None:
 def test_price_of_equal_plans_is_equal_whatever_their_programs() -> None:
     a = Candidate("zeropp", Layout(pp=4, shard=16, chunks=2), 1, 16, "zeropp", "none", 4, 8)
     b = replace(a, unit=8, cap=16, reduce_every="unit")
-    prices = [price_plan(plan_of(task(), c), task().cluster) for c in (a, b)]
+    prices = [price_plan(result_of(task(), c).plan, task().cluster) for c in (a, b)]
     assert prices[0] == prices[1]  # the tuner prices a family once

@@ -72,6 +72,12 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("model.heads", 5, "must divide model.hidden=64"),
         ("model.kv_heads", 3, "must divide model.heads=4"),
         ("measure.warmup_steps", -1, "at least 0"),
+        ("measure.timeout_s", float("nan"), "measure.timeout_s=nan: must be finite"),
+        ("measure.timeout_s", float("inf"), "measure.timeout_s=inf: must be finite"),
+        ("contender.prefetch", -1, "contender.prefetch=-1: must be at least 0"),
+        ("cluster.gpus_per_node", 0, "cluster.gpus_per_node=0: must be at least 1"),
+        ("cluster.intra.bandwidth_gb_s", 0, "must be more than 0"),
+        ("model.dropout", 1.0, "model.dropout=1.0: must be from 0 to less than 1"),
         ("data.kind", "csv", "'text', 'megatron' or 'synthetic'"),
     ],
 )

@@ -10,12 +10,9 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.simulated_task import task
-from zeropp.cost import price_plan
-from zeropp.sim.memory import peak_memory
-from zeropp.sim.simulate import simulate
 from zeropp.tune.bound import least_bytes, least_step_s, work_s
 from zeropp.tune.plans import sized_plan
-from zeropp.tune.search import OOM, plan_of, search
+from zeropp.tune.search import OOM, result_of, search
 from zeropp.tune.space import SPACES, Candidate, Task, families, members
 
 SMALL = replace(
@@ -33,11 +30,9 @@ def everything(name: str, what: Task) -> list[Candidate]:
 def test_bounds_hold_and_the_winner_is_the_best_of_all(name: str) -> None:
     best = float("inf")
     for candidate in everything(name, SMALL):
-        plan = plan_of(SMALL, candidate)
-        price = price_plan(plan, SMALL.cluster)
-        peak = max(memory.total for memory in peak_memory(plan, price))
+        result = result_of(SMALL, candidate)
+        price, peak, step = result.price, result.peak_bytes, result.step_s
         assert least_bytes(sized_plan(SMALL, candidate), price, candidate) <= peak, candidate
-        step = simulate(plan, SMALL.cluster, price=price).step_s
         assert least_step_s(sized_plan(SMALL, candidate), price) <= step * (1 + 1e-9), candidate
         assert work_s(SMALL, candidate) <= step * (1 + 1e-9), candidate
         if peak <= SMALL.cluster.device.usable_bytes:

@@ -67,12 +67,20 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     return StageMemory(
         parameters=int(parameters * software.parameter_bytes / layout.shard),
         optimizer=int(parameters * software.optimizer_bytes / state),
-        gradients=int(parameters * software.gradient_bytes / layout.shard),
+        gradients=int(parameters * software.gradient_bytes / _gradient_shards(plan)),
         unsharded=int(parameters * e) if plan.gathers else 0,
         unsharded_gradients=int(parameters * 4) if plan.gathers else 0,
         activations=int(blocks * kept),
         deferred=int(blocks * block_deferred(work)),
     )
+
+
+def _gradient_shards(plan: Plan) -> int:
+    """Ranks over which the gradients of a step are split: those that cross the replicas once a
+    unit under ZeRO-1 add up where they are updated."""
+    layout = plan.layout
+    rows = layout.replicate_zero and plan.replicate_every == "unit"
+    return layout.shard * (layout.replicate if rows else 1)
 
 
 def optimizer_shards(layout: Layout, software: Software) -> int:

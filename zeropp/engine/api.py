@@ -8,8 +8,10 @@ the targets. ``torch.distributed`` must be initialised; every rank calls with eq
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -17,12 +19,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeropp.cost import cut_by_weight
-from zeropp.engine.engine import Engine, Piece
+from zeropp.engine.engine import Engine, EngineOptions, Piece
 from zeropp.engine.interpreter import LossFunction
 from zeropp.engine.replicas import Name
 from zeropp.layout import InfeasibleError, Layout, Placement
-from zeropp.plan import Precision, Recompute, ReduceEvery
-from zeropp.schedule import build, lower, validate
+from zeropp.plan import Precision, Recompute, ReduceEvery, Settings
+from zeropp.planner import Sizes, programs
+from zeropp.schedule import validate
 from zeropp.schedule.program import Schedule
 from zeropp.training import OptimizerConfig, StepResult
 
@@ -55,6 +58,25 @@ class ParallelModel:
         self.engine.load(directory)
 
 
+class Knobs(TypedDict, total=False):
+    """Knobs of ``parallelize``: those of ``zeropp.plan.Settings``, degrees 1 by default."""
+
+    pp: int
+    shard: int
+    replicate: int
+    replicate_zero: Literal[0, 1]
+    chunks: int
+    unit: int
+    activation_cap: int
+    reduce_every: ReduceEvery
+    replicate_every: ReduceEvery
+    prefetch: int
+    keep: int
+    placement: Placement
+    recompute: Recompute
+    compile: bool
+
+
 def parallelize(
     layers: Sequence[Layer],
     loss_fn: LossFunction,
@@ -62,70 +84,112 @@ def parallelize(
     sample: Tensor,
     global_batch: int,
     optimizer: OptimizerConfig | None = None,
-    pp: int = 1,
-    shard: int = 1,
-    replicate: int = 1,
-    replicate_zero: Literal[0, 1] = 0,
-    chunks: int = 1,
-    unit: int | None = None,
-    activation_cap: int | None = None,
-    prefetch: int = 1,
-    reduce_every: ReduceEvery = "unit",
-    placement: Placement = "dp_inner",
     precision: Precision = "fp32",
-    recompute: Recompute = "none",
     weights: Sequence[int] | None = None,
     tied: tuple[Name, Name] | None = None,
+    device: torch.device | str = "cpu",
     lr_schedule: Callable[[int], float] | None = None,
     dropout_seed: int | None = None,
-    device: torch.device | str = "cpu",
+    **knobs: Unpack[Knobs],
 ) -> ParallelModel:
     """Cut layers into ``pp * chunks`` stages and build this rank's.
 
     ``layers`` are modules, or functions that make the same one at every call: they are made one at
-    a time to learn their sizes, and only this rank's are kept.
-    ``sample`` is one microbatch of inputs; its rows set the microbatch's size. ``unit``
-    (microbatches for which parameters are gathered once) is ``pp`` by default. ``weights`` are
-    the layers' relative costs, by default their numbers of parameters. ``tied`` names two
-    parameters as (layer, name). The last layer keeps its weight gradients undeferred: its output
-    is taken to be wide. Raises InfeasibleError where degrees, stages or batch do not fit.
+    a time to learn their sizes, and only this rank's are kept. ``sample`` is one microbatch of
+    inputs. ``weights`` are the layers' relative costs, by default their numbers of parameters.
+    ``tied`` names two parameters as (layer, name). The last layer's weight gradients are not put
+    off: its output is taken to be wide. Raises InfeasibleError where something does not fit.
     """
-    layout = Layout(pp, 1, shard, replicate, chunks, replicate_zero, placement=placement)
-    microbatches = _microbatches(layout, global_batch, sample.shape[0])
-    sharded = shard > 1 or precision == "bf16"
-    schedule = _schedule(
-        layout, microbatches, unit, activation_cap, sharded, prefetch, reduce_every
-    )
-    messages, sizes = _outputs(layers, sample, precision)
-    if len(layers) < schedule.num_stages:
-        raise InfeasibleError(
-            f"chunks={chunks}: {pp} x {chunks} stages, but there are {len(layers)} layers"
-        )
-    cuts = cut_by_weight(weights or sizes, schedule.num_stages)
+    settings = Settings("zeropp", **{"pp": 1, "replicate": 1, **knobs})  # type: ignore[arg-type]
+    stages = _cut(layers, settings, sample, global_batch, precision, weights)
     device = torch.device(device)
-
-    def boundary(stage: int) -> Tensor:
-        size, dtype = messages[cuts[stage] - 1]
-        return torch.empty(size, dtype=dtype, device=device)
-
-    rank = dist.get_rank()
+    options = EngineOptions(
+        precision,
+        settings.recompute,
+        settings.replicate_every,
+        tied,
+        lr_schedule,
+        dropout_seed,
+        settings.compile,
+    )
     engine = Engine(
-        _pieces(layers, schedule, cuts, layout.coordinates(rank)["pp"], device),
-        schedule,
-        layout,
+        stages.pieces(layers, device),
+        stages.schedule,
+        stages.layout,
         loss_fn,
-        boundary,
+        partial(stages.boundary, device=device),
         optimizer or OptimizerConfig(),
         device,
-        precision=precision,
-        recompute=recompute,
-        tied=tied,
-        lr_schedule=lr_schedule,
-        dropout_seed=dropout_seed,
+        options,
     )
-    rows = global_batch // layout.dp
-    first = rows * layout.dp_index(rank)
-    return ParallelModel(engine, sample.shape[0], slice(first, first + rows))
+    return ParallelModel(engine, sample.shape[0], stages.rows(global_batch))
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Layers cut into stages, and what passes between them."""
+
+    layout: Layout
+    schedule: Schedule
+    cuts: tuple[int, ...]
+    outputs: Sequence[tuple[torch.Size, torch.dtype]]  # of every layer
+
+    def boundary(self, stage: int, device: torch.device) -> Tensor:
+        """An empty tensor for the message into a stage."""
+        size, dtype = self.outputs[self.cuts[stage] - 1]
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def pieces(self, layers: Sequence[Layer], device: torch.device) -> list[Piece]:
+        """This rank's layers."""
+        pieces = []
+        for stage in self.schedule.stages_of(self.layout.coordinates(dist.get_rank())["pp"]):
+            for index in range(self.cuts[stage], self.cuts[stage + 1]):
+                layer = layers[index]
+                module = (layer if isinstance(layer, nn.Module) else layer()).to(device)
+                pieces.append(Piece(index, stage, module, 0 < index < len(layers) - 1))
+        return pieces
+
+    def rows(self, global_batch: int) -> slice:
+        """This rank's rows of a global batch."""
+        count = global_batch // self.layout.dp
+        first = count * self.layout.dp_index(dist.get_rank())
+        return slice(first, first + count)
+
+
+def _cut(
+    layers: Sequence[Layer],
+    settings: Settings,
+    sample: Tensor,
+    global_batch: int,
+    precision: Precision,
+    weights: Sequence[int] | None,
+) -> _Stages:
+    layout = Layout(
+        pp=int(settings.pp),
+        shard=int(settings.shard),
+        replicate=int(settings.replicate),
+        chunks=settings.chunks,
+        replicate_zero=settings.replicate_zero,
+        placement=settings.placement,
+    )
+    count = layout.pp * layout.chunks
+    if len(layers) < count:
+        raise InfeasibleError(
+            f"chunks={layout.chunks}: {layout.pp} x {layout.chunks} stages, but there are "
+            f"{len(layers)} layers"
+        )
+    microbatches = _microbatches(layout, global_batch, sample.shape[0])
+    unit = min(layout.pp if settings.unit == "auto" else settings.unit, microbatches)
+    cap = unit * layout.chunks if settings.activation_cap == "auto" else settings.activation_cap
+    sharded = layout.shard > 1 or precision == "bf16"
+    sizes = Sizes(layout.pp, layout.chunks, microbatches, unit, cap, sharded)
+    sizes = replace(
+        sizes, prefetch=settings.prefetch, keep=settings.keep, reduce_every=settings.reduce_every
+    )
+    (schedule,) = programs(sizes)
+    validate(schedule, activation_cap=cap)
+    outputs, parameters = _outputs(layers, sample, precision)
+    return _Stages(layout, schedule, cut_by_weight(weights or parameters, count), outputs)
 
 
 def _microbatches(layout: Layout, global_batch: int, microbatch_size: int) -> int:
@@ -143,30 +207,6 @@ def _microbatches(layout: Layout, global_batch: int, microbatch_size: int) -> in
     return global_batch // slots
 
 
-def _schedule(
-    layout: Layout,
-    microbatches: int,
-    unit: int | None,
-    activation_cap: int | None,
-    gather: bool,
-    prefetch: int,
-    reduce_every: ReduceEvery,
-) -> Schedule:
-    unit = min(unit or layout.pp, microbatches)
-    cap = activation_cap or unit * layout.chunks
-    schedule = build(
-        "zeropp",
-        num_ranks=layout.pp,
-        chunks=layout.chunks,
-        num_microbatches=microbatches,
-        unit=unit,
-        activation_cap=cap,
-    )
-    schedule = lower(schedule, gather=gather, prefetch=prefetch, reduce_every=reduce_every)
-    validate(schedule, activation_cap=cap)
-    return schedule
-
-
 def _outputs(
     layers: Sequence[Layer], sample: Tensor, precision: Precision
 ) -> tuple[list[tuple[torch.Size, torch.dtype]], list[int]]:
@@ -182,19 +222,3 @@ def _outputs(
         outputs.append((x.shape, torch.bfloat16 if bf16 else x.dtype))
         sizes.append(sum(parameter.numel() for parameter in module.parameters()))
     return outputs, sizes
-
-
-def _pieces(
-    layers: Sequence[Layer],
-    schedule: Schedule,
-    cuts: Sequence[int],
-    pp_rank: int,
-    device: torch.device,
-) -> list[Piece]:
-    pieces = []
-    for stage in schedule.stages_of(pp_rank):
-        for index in range(cuts[stage], cuts[stage + 1]):
-            layer = layers[index]
-            module = (layer if isinstance(layer, nn.Module) else layer()).to(device)
-            pieces.append(Piece(index, stage, module, 0 < index < len(layers) - 1))
-    return pieces

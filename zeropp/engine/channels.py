@@ -1,8 +1,10 @@
 """Point-to-point messages between pipeline ranks: sends never block, receives are posted early.
 
-Every ordered pair of neighbours has a process group of its own, so on CUDA a message that waits
-for its receiver holds up neither compute nor messages of other pairs. On one pair messages are
-matched by order; the schedule's passes put receives in the order of the sends.
+A pipeline has two process groups: one for messages to higher ranks, one for messages to lower ones.
+NCCL gives every two ranks of a group that exchange single messages a communicator and a stream of
+their own, so every ordered pair of neighbours has its own, and a message that waits for its
+receiver holds up neither compute nor messages of other pairs. On one pair messages are matched by
+order; the schedule's passes put receives in the order of the sends.
 """
 
 from __future__ import annotations
@@ -32,19 +34,18 @@ class Channels:
         self.device = device
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._global_ranks = layout.pipeline(dist.get_rank())
-        self._groups: dict[Pair, dist.ProcessGroup] = {}
         self._sends: list[_Pending] = []
-        pairs = sorted(pairs)
-        for pair in pairs:
-            group = new_group_in_each_pipeline(layout, pair)
-            if group is not None:
-                self._groups[pair] = group
-        for source, target in self._groups:
-            self._connect(source, target, device)
+        if layout.pp == 1:
+            return
+        self._up = new_group_in_each_pipeline(layout, range(layout.pp))
+        self._down = new_group_in_each_pipeline(layout, range(layout.pp))
+        for source, target in sorted(pairs):  # the same order everywhere: no rank waits in a ring
+            if self._rank in (source, target):
+                self._connect(source, target, device)
 
     def send(self, tensor: Tensor, target: int) -> None:
         """Start to send; the tensor is kept until ``drain``."""
-        group = self._groups[self._rank, target]
+        group = self._group(self._rank, target)
         work = dist.isend(tensor, self._global_ranks[target], group=group)
         assert work is not None
         self._sends.append(_Pending(tensor, work))
@@ -52,7 +53,7 @@ class Channels:
 
     def receive(self, tensor: Tensor, source: int) -> dist.Work:
         """Post a receive into ``tensor``; wait on the result before reading it."""
-        group = self._groups[source, self._rank]
+        group = self._group(source, self._rank)
         work = dist.irecv(tensor, self._global_ranks[source], group=group)
         assert work is not None
         return work
@@ -68,10 +69,13 @@ class Channels:
         while self._sends and self._sends[0].work.is_completed():
             self._sends.pop(0).work.wait()
 
+    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
+        return self._up if source < target else self._down
+
     def _connect(self, source: int, target: int, device: torch.device) -> None:
         """One message through a pair: NCCL connects on first use, and that would block ranks that
         first use their pairs in different orders."""
-        group = self._groups[source, target]
+        group = self._group(source, target)
         probe = torch.zeros(1, device=device)
         if self._rank == source:
             dist.send(probe, self._global_ranks[target], group=group)

@@ -33,9 +33,9 @@ class Chunk:
 
     Linear layers of ``deferrable`` pieces put off their weight gradients while the store is open.
     ``recompute`` full checkpoints each deferrable piece (a transformer block); selective keeps
-    the outputs of its matrix products and of attention and recomputes the rest. ``seed`` is
-    called with a piece's index in the chunk and the microbatch before every piece runs; None
-    where nothing is random.
+    the outputs of its matrix products and of attention and recomputes the rest. ``compiled``:
+    deferrable pieces run through torch.compile. ``seed`` is called with a piece's index in the
+    chunk and the microbatch before every piece runs; None where nothing is random.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Chunk:
         replicas: Replicas,
         deferrable: list[nn.Module],
         recompute: Recompute,
+        compiled: bool,
         seed: Callable[[int, int], None] | None,
     ) -> None:
         self.shards = shards
@@ -54,6 +55,9 @@ class Chunk:
         self._recompute = recompute
         self._live: dict[int, _Live] = {}
         defer_weight_grads(deferrable, self.store)
+        if compiled:
+            for piece in deferrable:
+                piece.compile()
 
     def forward(self, x: Tensor, microbatch: int) -> Tensor:
         """Run the pieces on one microbatch and keep what backward needs."""

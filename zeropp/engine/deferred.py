@@ -1,9 +1,12 @@
 """Weight gradients put off: linear layers whose backward gives dX now and dW later.
 
-``nn.Linear`` modules are taught on the instance, not in their class, so model code stays as it
-is. Backward keeps (x, dY), exactly what dW = dYᵀx needs; the parameters are not needed then,
+``nn.Linear`` modules are given a class of their own, one by one, so model code stays as it is.
+Backward keeps (x, dY), exactly what dW = dYᵀx needs; the parameters are not needed then,
 so a chunk may be released between its input gradients and its weight gradients. Norms, embeddings
 and biases are cheap and take their gradients at once.
+
+Under torch.compile a graph ends before every such layer and begins behind it: what a compiled
+backward is given may be overwritten when that ends, so (x, dY) must not come from inside one.
 """
 
 from __future__ import annotations
@@ -82,6 +85,17 @@ def _accumulate(parameter: Tensor, grad_rows: Tensor, x_rows: Tensor) -> None:
             parameter.grad.addmm_(grad_rows.t(), x_rows)
 
 
+class DeferredLinear(nn.Linear):
+    """A linear layer that gives its weight gradient to ``store``."""
+
+    store: WeightGradStore
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: Tensor) -> Tensor:
+        """As ``nn.Linear``."""
+        return _DeferredLinear.apply(x, self.weight, self.bias, self.store)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def defer_weight_grads(modules: Iterable[nn.Module], store: WeightGradStore) -> None:
     """Teach every plain ``nn.Linear`` below the modules to use the store.
 
@@ -91,11 +105,5 @@ def defer_weight_grads(modules: Iterable[nn.Module], store: WeightGradStore) -> 
     for root in modules:
         for module in root.modules():
             if type(module) is nn.Linear:
-                setattr(module, "forward", _bind(module, store))  # noqa: B010
-
-
-def _bind(module: nn.Linear, store: WeightGradStore) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        return _DeferredLinear.apply(x, module.weight, module.bias, store)  # type: ignore[no-any-return, no-untyped-call]
-
-    return forward
+                module.__class__ = DeferredLinear
+                setattr(module, "store", store)  # noqa: B010

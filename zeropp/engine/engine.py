@@ -21,9 +21,9 @@ from zeropp.engine.randomness import StepSeeds
 from zeropp.engine.replicas import Name, Replicas
 from zeropp.engine.sharding import ChunkShards, full, share_streams
 from zeropp.engine.tied import TiedWeights
-from zeropp.layout import Layout
+from zeropp.layout import InfeasibleError, Layout
 from zeropp.optimizer import build_optimizer
-from zeropp.plan import Precision, Recompute
+from zeropp.plan import Precision, Recompute, ReduceEvery
 from zeropp.schedule.program import Schedule
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
@@ -40,14 +40,38 @@ class Piece:
     deferrable: bool
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine may be told beside its part of a plan.
+
+    ``replicate_every``: gradients cross the replicas at every reduction, or at a step's last;
+    ``tied`` names two parameters as (piece, name) that are one in the model; ``lr_schedule`` gives
+    the factor on the learning rate from the number of steps done; ``dropout_seed`` is needed where
+    the model draws random numbers; ``compile``: each block runs through torch.compile. Raises
+    InfeasibleError for both of these: compiled code draws from a generator of its own.
+    """
+
+    precision: Precision = "fp32"
+    recompute: Recompute = "none"
+    replicate_every: ReduceEvery = "step"
+    tied: tuple[Name, Name] | None = None
+    lr_schedule: Callable[[int], float] | None = None
+    dropout_seed: int | None = None
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.compile and self.dropout_seed is not None:
+            raise InfeasibleError(
+                "compile=True: compiled blocks draw dropout from a generator of their own "
+                "(use compile=False, or no dropout)"
+            )
+
+
 class Engine:
     """Trains the pieces of one rank. Construction and every method are collective.
 
     ``schedule`` is lowered; ``boundary(stage)`` makes an empty tensor for the message into a
-    stage; ``tied`` names two parameters as (piece, name) that are one in the model;
-    ``lr_schedule`` gives the factor on the learning rate from the number of steps done;
-    ``dropout_seed`` is needed where the model draws random numbers; ``mesh`` is ``make_mesh``'s,
-    where it has to be made beforehand.
+    stage; ``mesh`` is ``make_mesh``'s, where it has to be made beforehand.
     """
 
     def __init__(
@@ -59,41 +83,31 @@ class Engine:
         boundary: Callable[[int], Tensor],
         optimizer: OptimizerConfig,
         device: torch.device,
-        *,
-        precision: Precision = "fp32",
-        recompute: Recompute = "none",
-        tied: tuple[Name, Name] | None = None,
-        lr_schedule: Callable[[int], float] | None = None,
-        dropout_seed: int | None = None,
+        options: EngineOptions | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
         self._layout, self._device = layout, device
+        self._options = options = options or EngineOptions()
         self._learning_rate, self._clip_norm = optimizer.lr, optimizer.clip_norm
-        self._lr_schedule = lr_schedule
         self.steps_done = 0
         rank = dist.get_rank()
         self._seeds: StepSeeds | None = None
-        if dropout_seed is not None:
+        if options.dropout_seed is not None:
             first = layout.dp_index(rank) * schedule.num_microbatches
-            self._seeds = StepSeeds(dropout_seed, first)
-        pp_rank = layout.coordinates(rank)["pp"]
+            self._seeds = StepSeeds(options.dropout_seed, first)
         mesh = mesh or make_mesh(layout, device)
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
         self.chunks = {
-            stage: self._make_chunk(stage, mesh, precision, recompute)
-            for stage in schedule.stages_of(pp_rank)
+            stage: self._make_chunk(stage, mesh)
+            for stage in schedule.stages_of(layout.coordinates(rank)["pp"])
         }
         share_streams(chunk.shards for chunk in self.chunks.values())
+        channels = Channels(_neighbours(schedule), layout, device)
         self.interpreter = Interpreter(
-            schedule.programs[pp_rank],
-            self.chunks,
-            schedule.stage_rank,
-            Channels(_neighbours(schedule), layout, device),
-            boundary,
-            loss_function,
+            schedule, self.chunks, channels, boundary, loss_function, options.replicate_every
         )
         self.owned = {n: p for c in self.chunks.values() for n, p in c.replicas.owned.items()}
-        self._tied = TiedWeights(tied, self.owned, schedule, layout)
+        self._tied = TiedWeights(options.tied, self.owned, schedule, layout)
         self._gather_rows()
         self.optimizer = build_optimizer(self.owned.values(), optimizer)
 
@@ -120,9 +134,9 @@ class Engine:
 
     def update(self) -> None:
         """The second half: the optimizer's step, and updated rows to all replicas."""
-        if self._lr_schedule is not None:
+        if self._options.lr_schedule is not None:
             for group in self.optimizer.param_groups:
-                group["lr"] = self._learning_rate * self._lr_schedule(self.steps_done)
+                group["lr"] = self._learning_rate * self._options.lr_schedule(self.steps_done)
         self.optimizer.step()
         self._gather_rows()
         self.steps_done += 1
@@ -170,13 +184,14 @@ class Engine:
         """Spans recorded since recording was switched on."""
         return list(self.interpreter.spans or [])
 
-    def _make_chunk(
-        self, stage: int, mesh: DeviceMesh, precision: Precision, recompute: Recompute
-    ) -> Chunk:
+    def _make_chunk(self, stage: int, mesh: DeviceMesh) -> Chunk:
+        options = self._options
         pieces = [piece for piece in self._pieces if piece.stage == stage]
-        sharded = self._layout.shard > 1 or precision == "bf16"
+        sharded = self._layout.shard > 1 or options.precision == "bf16"
         shards = ChunkShards(
-            [piece.module for piece in pieces], mesh["shard"] if sharded else None, precision
+            [piece.module for piece in pieces],
+            mesh["shard"] if sharded else None,
+            options.precision,
         )
         names = {
             (piece.index, name): parameter
@@ -187,7 +202,7 @@ class Engine:
         first, seeds = pieces[0].index, self._seeds
         seed = None if seeds is None else lambda piece, j: seeds.set(first + piece, j)
         deferrable = [piece.module for piece in pieces if piece.deferrable]
-        return Chunk(shards, replicas, deferrable, recompute, seed)
+        return Chunk(shards, replicas, deferrable, options.recompute, options.compile, seed)
 
     def _state(self) -> dict[str, Any]:
         owned = {

@@ -14,8 +14,9 @@ from torch.profiler import record_function
 
 from zeropp.engine.channels import Channels
 from zeropp.engine.chunk import Chunk
+from zeropp.plan import ReduceEvery
 from zeropp.schedule.action import Action, Op
-from zeropp.schedule.program import Program
+from zeropp.schedule.program import Schedule
 from zeropp.sim.events import LANES
 from zeropp.timeline import Span
 
@@ -36,31 +37,32 @@ class _Step:
 
 
 class Interpreter:
-    """Runs programs over the chunks of one rank.
+    """Runs one rank's program over its chunks.
 
-    ``chunks`` by stage; ``stage_rank`` says where the neighbours live; ``boundary`` makes an empty
-    tensor for the message into a stage.
+    ``chunks`` by stage; ``boundary`` makes an empty tensor for the message into a stage;
+    ``replicate_every``: gradients cross the replicas at every reduction, or at a step's last.
     """
 
     def __init__(
         self,
-        program: Program,
+        schedule: Schedule,
         chunks: dict[int, Chunk],
-        stage_rank: Sequence[int],
         channels: Channels,
         boundary: Callable[[int], Tensor],
         loss_function: LossFunction,
+        replicate_every: ReduceEvery,
     ) -> None:
-        self._program = program
         self._chunks = chunks
-        self._stage_rank = stage_rank
-        self._rank = next(stage_rank[stage] for stage in chunks)
+        self._stage_rank = schedule.stage_rank
+        self._rank = next(schedule.stage_rank[stage] for stage in chunks)
+        self._program = schedule.programs[self._rank]
         self._chunks_on_cuda = channels.device.type == "cuda"
-        self._last = len(stage_rank) - 1
+        self._last = schedule.num_stages - 1
         self._channels = channels
         self._boundary = boundary
         self._loss_function = loss_function
-        self._unreduced = Counter(a.stage for a in program if a.op is Op.REDUCE_GRAD)
+        self._replicate_every = replicate_every
+        self._unreduced = Counter(a.stage for a in self._program if a.op is Op.REDUCE_GRAD)
         self.counters: Counter[str] = Counter()
         self.spans: list[Span] | None = None
         self.on_action: Callable[[Action], None] | None = None  # called before every action
@@ -164,7 +166,7 @@ class Interpreter:
         self._reductions_left[action.stage] -= 1
         chunk = self._chunks[action.stage]
         chunk.shards.reduce()
-        if self._reductions_left[action.stage] == 0:
+        if self._replicate_every == "unit" or self._reductions_left[action.stage] == 0:
             chunk.replicas.start_reduce(chunk.shards)
 
     def _send(self, action: Action, step: _Step) -> None:

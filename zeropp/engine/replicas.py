@@ -44,7 +44,8 @@ class Replicas:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def start_reduce(self, shards: ChunkShards) -> None:
-        """Start to bring the chunk's gradients across the replicas, behind its reductions."""
+        """Start to bring the chunk's gradients across the replicas, behind its reductions; those
+        of one step add up."""
         if self._count == 1:
             return
         with self._beside_compute(shards):
@@ -55,12 +56,13 @@ class Replicas:
                 whole = torch.cat(
                     [_pack([rows[i] for rows in parts], slots) for i in range(self._count)]
                 )
-                self._buffer = whole.new_empty(sum(slots))
-                dist.reduce_scatter_tensor(self._buffer, whole, group=self._group)
+                reduced = whole.new_empty(sum(slots))
+                dist.reduce_scatter_tensor(reduced, whole, group=self._group)
             else:
-                self._buffer = torch.cat([gradient.flatten() for gradient in gradients])
-                dist.all_reduce(self._buffer, group=self._group)
-            self._buffer /= self._count
+                reduced = torch.cat([gradient.flatten() for gradient in gradients])
+                dist.all_reduce(reduced, group=self._group)
+            reduced /= self._count
+            self._buffer = reduced if self._buffer is None else self._buffer.add_(reduced)
             for parameter in self._parameters.values():
                 parameter.grad = None
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.engine.engine import Engine, Piece
+from zeropp.engine.engine import Engine, EngineOptions, Piece
 from zeropp.model import build_piece, cross_entropy
 from zeropp.plan import Plan
 from zeropp.timeline import Span
@@ -52,11 +52,15 @@ def build_engine(
         boundary,
         optimizer,
         device,
-        precision=plan.precision,
-        recompute=plan.recompute,
-        tied=((0, "tokens.weight"), (last, "output.weight")) if shape.tied_embeddings else None,
-        dropout_seed=seed if shape.dropout else None,
-        mesh=mesh,
+        EngineOptions(
+            plan.precision,
+            plan.recompute,
+            plan.replicate_every,
+            tied=((0, "tokens.weight"), (last, "output.weight")) if shape.tied_embeddings else None,
+            dropout_seed=seed if shape.dropout else None,
+            compile=plan.compile,
+        ),
+        mesh,
     )
 
 

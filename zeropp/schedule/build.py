@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeropp.schedule import generators, zero_bubble
-from zeropp.schedule.program import Schedule, StageCost, loop_placement, v_placement
+from zeropp.schedule.program import Program, Schedule, StageCost, loop_placement, v_placement
 from zeropp.schedule.zeropp import zeropp
 
 GENERATORS = (
@@ -47,18 +47,8 @@ def build(
     if name == "zeropp":
         cap = activation_cap or unit * chunks
         programs = zeropp(num_ranks, chunks, m, unit, cap, costs)
-    elif name == "1f1b":
-        programs = generators.one_f_one_b(num_ranks, m)
-    elif name == "interleaved_1f1b":
-        programs = generators.interleaved_1f1b(num_ranks, chunks, m)
-    elif name == "zb_h1":
-        programs = zero_bubble.zb_h1(num_ranks, m)
-    elif name == "interleaved_zb":
-        programs = zero_bubble.interleaved_zb(num_ranks, chunks, m)
-    elif name == "zbv":
-        programs = zero_bubble.zbv(num_ranks, m)
     else:
-        programs = generators.looped_bfs(num_ranks, chunks, m)
+        programs = _programs(name, num_ranks, chunks, m)
     return Schedule(
         name=name,
         num_microbatches=m,
@@ -66,3 +56,17 @@ def build(
         stage_rank=v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks),
         programs=programs,
     )
+
+
+def _programs(name: str, num_ranks: int, chunks: int, m: int) -> tuple[Program, ...]:
+    if name == "1f1b":
+        return generators.one_f_one_b(num_ranks, m)
+    if name == "interleaved_1f1b":
+        return generators.interleaved_1f1b(num_ranks, chunks, m)
+    if name == "zb_h1":
+        return zero_bubble.zb_h1(num_ranks, m)
+    if name == "interleaved_zb":
+        return zero_bubble.interleaved_zb(num_ranks, chunks, m)
+    if name == "zbv":
+        return zero_bubble.zbv(num_ranks, m)
+    return generators.looped_bfs(num_ranks, chunks, m)

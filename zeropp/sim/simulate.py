@@ -172,9 +172,22 @@ def compute_s(cost: StageCost) -> float:
 
 def _tail(plan: Plan, rank: int, events: EventResult, price: PlanPrice) -> Tail:
     """Reductions over replicas in the order in which the stages are done, then the optimizer."""
+    reduced = 0.0
+    for time, stage in _done(plan, rank, events):
+        reduced = max(reduced, time) + price.replica_s[stage]
+    updated = reduced + price.finish_s[rank]
+    return Tail(reduced, updated, updated + price.gather_updated_s[rank])
+
+
+def _done(plan: Plan, rank: int, events: EventResult) -> list[tuple[float, int]]:
+    """When gradients are ready to cross the replicas, and of which stage: at a stage's last
+    reduction or weight gradient, or at every reduction. Ascending."""
     program, ends = plan.schedule.programs[rank], events.end[rank]
+    if plan.replicate_every == "unit":
+        pairs = zip(program, ends, strict=True)
+        return sorted((end, a.stage) for a, end in pairs if a.op is Op.REDUCE_GRAD)
     left = set(plan.schedule.stages_of(rank))
-    done: list[tuple[float, int]] = []  # end of a stage's last reduction or weight gradient
+    done: list[tuple[float, int]] = []
     index = len(program)
     while left:
         index -= 1
@@ -182,11 +195,7 @@ def _tail(plan: Plan, rank: int, events: EventResult, price: PlanPrice) -> Tail:
         if action.stage in left and action.op in _COMPLETES:
             left.remove(action.stage)
             done.append((ends[index], action.stage))
-    reduced = 0.0
-    for time, stage in sorted(done):
-        reduced = max(reduced, time) + price.replica_s[stage]
-    updated = reduced + price.finish_s[rank]
-    return Tail(reduced, updated, updated + price.gather_updated_s[rank])
+    return sorted(done)
 
 
 _COMPLETES = frozenset({Op.REDUCE_GRAD, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})

@@ -82,8 +82,19 @@ def least_bytes(plan: Plan, price: PlanPrice, candidate: Candidate) -> int:
         fixed = sum(m.parameters + m.optimizer + m.gradients for m in memory)
         kept = _least_activations(plan, candidate, rank, [m.activations for m in memory])
         moving = max(m.unsharded for m in memory) + kept
+        moving = max(moving, _least_gradients(plan, [m.unsharded_gradients for m in memory]))
         worst = max(worst, fixed + price.workspace[rank] + moving)
     return worst
+
+
+def _least_gradients(plan: Plan, sizes: list[int]) -> int:
+    """Bytes of unsharded gradients that live together at least once; ``sizes``: by chunk. Weight
+    gradients come unit by unit, so what is reduced once a step is open in all chunks before the
+    first reduction; else one chunk's come while the copy of the chunk before is reduced."""
+    units = -(-plan.num_microbatches // plan.schedule.unit)
+    if plan.reduce_every == "step" and units > 1:
+        return sum(sizes)
+    return max(sizes) + (min(sizes) if units * len(sizes) > 1 else 0)
 
 
 def _least_activations(plan: Plan, candidate: Candidate, rank: int, sizes: list[int]) -> int:

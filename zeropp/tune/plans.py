@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from zeropp.cost import balanced_cuts
+from zeropp.cost import PlanPrice, balanced_cuts
 from zeropp.plan import Plan, ReduceEvery
+from zeropp.planner import orders
 from zeropp.schedule import build, lower
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Schedule, loop_placement, v_placement
@@ -38,20 +39,20 @@ def sized_plan(task: Task, candidate: Candidate) -> Plan:
     )
 
 
-def with_programs(plan: Plan, candidate: Candidate) -> Plan:
-    """The whole plan, by the orders that the contenders' own planners choose."""
+def with_programs(plan: Plan, candidate: Candidate, price: PlanPrice) -> tuple[Plan, ...]:
+    """The whole plan, with each of the orders among which the contender's own planner chooses."""
     sizes = plan.schedule
+    if sizes.name == "zeropp":
+        return orders(plan, candidate.cap, price)
     schedule = _schedule(
         sizes.name,
         plan.layout.pp,
         sizes.num_stages // plan.layout.pp,
         sizes.num_microbatches,
-        candidate.unit or None,
-        candidate.cap or None,
         plan.gathers,
         plan.reduce_every,
     )
-    return replace(plan, schedule=schedule)
+    return (replace(plan, schedule=schedule),)
 
 
 @lru_cache(maxsize=128)
@@ -60,8 +61,6 @@ def _schedule(
     num_ranks: int,
     chunks: int,
     num_microbatches: int,
-    unit: int | None,
-    cap: int | None,
     gather: bool,
     reduce_every: ReduceEvery,
 ) -> Schedule:
@@ -72,12 +71,7 @@ def _schedule(
         schedule = Schedule(name, num_microbatches, 1, placement, (program,))
     else:
         schedule = build(
-            name,
-            num_ranks=num_ranks,
-            chunks=chunks,
-            num_microbatches=num_microbatches,
-            unit=unit,
-            activation_cap=cap,
+            name, num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches
         )
     return lower(schedule, gather=gather, reduce_every=reduce_every)
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 from zeropp.cost import PlanPrice, price_plan
 from zeropp.plan import Plan
+from zeropp.planner import fastest
 from zeropp.sim.memory import peak_memory
-from zeropp.sim.simulate import SimResult, simulate
+from zeropp.sim.simulate import SimResult
 from zeropp.tune.bound import least_bytes, least_step_s, work_s
 from zeropp.tune.plans import sized_plan, with_programs
 from zeropp.tune.space import Candidate, Space, Task, families, members
@@ -137,22 +138,27 @@ def _children(
 
 
 def _evaluate(task: Task, entry: _Entry, outcome: Outcome) -> None:
-    plan, price = plan_of(task, entry.candidate), entry.price
+    price = entry.price
     assert price is not None
-    peak = max(memory.total for memory in peak_memory(plan, price))
-    if peak > task.cluster.device.usable_bytes:
+    plans = with_programs(sized_plan(task, entry.candidate), entry.candidate, price)
+    limit = task.cluster.device.usable_bytes
+    if all(_peak_bytes(plan, price) > limit for plan in plans):
         outcome.fallen[OOM] += 1
         return
     outcome.simulated += 1
-    result = simulate(plan, task.cluster, price=price)
-    outcome.offer(Evaluated(entry.candidate, result.step_s, peak, result.bubble))
+    result = fastest(plans, task.cluster, price)
+    if result.peak_bytes > limit:
+        outcome.fallen[OOM] += 1
+        return
+    outcome.offer(Evaluated(entry.candidate, result.step_s, result.peak_bytes, result.bubble))
+
+
+def _peak_bytes(plan: Plan, price: PlanPrice) -> int:
+    return max(memory.total for memory in peak_memory(plan, price))
 
 
 def result_of(task: Task, candidate: Candidate) -> SimResult:
-    """A configuration simulated in full."""
-    return simulate(plan_of(task, candidate), task.cluster)
-
-
-def plan_of(task: Task, candidate: Candidate) -> Plan:
-    """The whole plan of a configuration."""
-    return with_programs(sized_plan(task, candidate), candidate)
+    """A configuration simulated in full, in the order that its contender's planner chooses."""
+    plan = sized_plan(task, candidate)
+    price = price_plan(plan, task.cluster)
+    return fastest(with_programs(plan, candidate, price), task.cluster, price)

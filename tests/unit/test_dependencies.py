@@ -1,0 +1,49 @@
+"""Every package that is imported is declared in pyproject.toml, where it is needed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OWN = {"zeropp", "baselines", "benchmarks", "docs", "scripts", "tests"}
+RUN = ("zeropp", "baselines", "benchmarks")
+DEVELOP = ("tests", "scripts", "notebooks", "docs")
+
+
+def imported(folder: str) -> set[str]:
+    """Top-level names of all foreign packages that a folder's files import."""
+    found = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    return found - OWN - set(sys.stdlib_module_names)
+
+
+def names(requirements: list[str]) -> set[str]:
+    """Normalised names of requirements."""
+    return {re.split(r"[<>=\[]", line)[0].lower().replace("_", "-") for line in requirements}
+
+
+@pytest.mark.parametrize("folder", [*RUN, *DEVELOP])
+def test_what_is_imported_is_declared(folder: str) -> None:
+    declared = names(PROJECT["dependencies"])
+    if folder in DEVELOP:
+        declared |= names(
+            [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
+        )
+    installed = packages_distributions()
+    undeclared = {
+        name for name in imported(folder) if not names(installed.get(name, [name])) & declared
+    }
+    assert undeclared == set()
