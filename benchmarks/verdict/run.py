@@ -1,7 +1,7 @@
 """Search all cells on all cores, keep the rows, judge them, draw the maps.
 
-``plans.csv`` holds what was simulated and by which commit, a row a contender, cell and mode; every table, figure and
-sentence of the verdict is derived from it.
+``plans.csv`` holds what was simulated and by which commit, a row a contender, cell and mode; every
+table, figure and sentence of the verdict is derived from it.
 """
 
 from __future__ import annotations
