@@ -1,7 +1,7 @@
 """Search all cells on all cores, keep the rows, judge them, draw the maps.
 
-``plans.csv`` holds what was simulated, a row a contender, cell and mode; every table, figure and
-sentence of the verdict is derived from it.
+``plans.csv`` holds what was simulated and by which commit, a row a contender, cell and mode; every
+table, figure and sentence of the verdict is derived from it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
+from benchmarks.environment import git_state
 from benchmarks.progress import progress_line
 from benchmarks.record import check_writable, write_atomically
 from benchmarks.verdict.cells import Cell, rows_of
@@ -73,13 +74,15 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
         rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
     have = {tuple(row[name] for name in CELL) for row in rows}
     todo = [cell for cell in cells if cell.key not in have]
+    sha, dirty = git_state()
+    commit = sha[:12] + ("+changes" if dirty else "")
     with (
         multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool,
         progress_line() as bar,
     ):
         line = bar.add_task("cells", total=len(todo))
         for found in pool.imap_unordered(partial(rows_of, tolerance=spec.tolerance), todo):
-            rows += [asdict(row) for row in found]
+            rows += [asdict(row) | {"commit": commit} for row in found]
             table = pd.DataFrame(rows).sort_values([*CELL, "mode"], kind="stable")
             write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
             bar.advance(line)

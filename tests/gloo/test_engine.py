@@ -15,6 +15,7 @@ from torch import nn
 from tests.gloo.engine_cases import ADAMW, Case, Outcome, train, train_alone
 from tests.gloo.world import World
 from zeropp.engine.channels import Channels
+from zeropp.engine.engine import neighbours
 from zeropp.training import OptimizerConfig
 
 
@@ -122,12 +123,18 @@ def test_compiled_blocks_have_the_same_gradients(recompute: str, world: World) -
 
 
 def count_groups(case: Case) -> int:
-    """Process groups that this rank takes part in making for an engine, mesh aside."""
+    """Process groups that are made for an engine's messages."""
+    plan = case.plan()
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
-        Channels([(0, 1), (1, 0)], case.plan().layout, torch.device("cpu"))
+        Channels(neighbours(plan.schedule), plan.layout, torch.device("cpu"))
     return int(made.call_count)
 
 
-def test_process_groups_are_two_a_pipeline(world: World) -> None:
-    case = Case(pp=4, replicate=2, chunks=2, batch=8, layers=8)
-    assert world.run(count_groups, case, size=case.world) == [2 * 2] * case.world
+@pytest.mark.parametrize(
+    ("pp", "replicate", "groups"), [(2, 1, 2), (2, 3, 2), (3, 2, 6), (4, 2, 4)]
+)
+def test_few_process_groups_whatever_the_world(
+    pp: int, replicate: int, groups: int, world: World
+) -> None:
+    case = Case(pp=pp, replicate=replicate, chunks=2, batch=12 * replicate, layers=8)
+    assert world.run(count_groups, case, size=case.world) == [groups] * case.world

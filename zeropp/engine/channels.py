@@ -1,10 +1,11 @@
 """Point-to-point messages between pipeline ranks: sends never block, receives are posted early.
 
-A pipeline has two process groups: one for messages to higher ranks, one for messages to lower ones.
-NCCL gives every two ranks of a group that exchange single messages a communicator and a stream of
-their own, so every ordered pair of neighbours has its own, and a message that waits for its
-receiver holds up neither compute nor messages of other pairs. On one pair messages are matched by
-order; the schedule's passes put receives in the order of the sends.
+In a process group of NCCL all that a rank sends and receives may share one stream (it does where
+the job was initialised with a device). So in each group a rank exchanges messages with one other,
+in one direction: a message that waits for its receiver holds up neither compute nor messages of
+other pairs. Pairs that have no rank in common share a group, over all pipelines: two to six groups
+of the whole job do, however many ranks there are. On one pair messages are matched by order; the
+schedule's passes put receives in the order of the sends.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ class Channels:
         self.device = device
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._global_ranks = layout.pipeline(dist.get_rank())
+        self._groups: dict[Pair, dist.ProcessGroup] = {}
         self._sends: list[_Pending] = []
-        if layout.pp == 1:
-            return
-        self._up = new_group_in_each_pipeline(layout, range(layout.pp))
-        self._down = new_group_in_each_pipeline(layout, range(layout.pp))
-        for source, target in sorted(pairs):  # the same order everywhere: no rank waits in a ring
-            if self._rank in (source, target):
-                self._connect(source, target, device)
+        backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+        for apart in disjoint(pairs):
+            group = dist.new_group(backend=backends[device.type])
+            self._groups |= {pair: group for pair in apart if self._rank in pair}
+        for source, target in self._groups:
+            self._connect(source, target, device)
 
     def send(self, tensor: Tensor, target: int) -> None:
         """Start to send; the tensor is kept until ``drain``."""
-        group = self._group(self._rank, target)
+        group = self._groups[self._rank, target]
         work = dist.isend(tensor, self._global_ranks[target], group=group)
         assert work is not None
         self._sends.append(_Pending(tensor, work))
@@ -53,7 +54,7 @@ class Channels:
 
     def receive(self, tensor: Tensor, source: int) -> dist.Work:
         """Post a receive into ``tensor``; wait on the result before reading it."""
-        group = self._group(source, self._rank)
+        group = self._groups[source, self._rank]
         work = dist.irecv(tensor, self._global_ranks[source], group=group)
         assert work is not None
         return work
@@ -69,18 +70,27 @@ class Channels:
         while self._sends and self._sends[0].work.is_completed():
             self._sends.pop(0).work.wait()
 
-    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
-        return self._up if source < target else self._down
-
     def _connect(self, source: int, target: int, device: torch.device) -> None:
         """One message through a pair: NCCL connects on first use, and that would block ranks that
         first use their pairs in different orders."""
-        group = self._group(source, target)
+        group = self._groups[source, target]
         probe = torch.zeros(1, device=device)
         if self._rank == source:
             dist.send(probe, self._global_ranks[target], group=group)
         else:
             dist.recv(probe, self._global_ranks[source], group=group)
+
+
+def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """Pairs in as few lots as come of taking them in order, no rank twice in a lot."""
+    lots: list[list[Pair]] = []
+    for pair in sorted(pairs):
+        free = (lot for lot in lots if not any(set(pair) & set(other) for other in lot))
+        lot = next(free, None)
+        if lot is None:
+            lots.append(lot := [])
+        lot.append(pair)
+    return lots
 
 
 def new_group_in_each_pipeline(layout: Layout, members: Iterable[int]) -> dist.ProcessGroup | None:

@@ -102,7 +102,7 @@ class Engine:
             for stage in schedule.stages_of(layout.coordinates(rank)["pp"])
         }
         share_streams(chunk.shards for chunk in self.chunks.values())
-        channels = Channels(_neighbours(schedule), layout, device)
+        channels = Channels(neighbours(schedule), layout, device)
         self.interpreter = Interpreter(
             schedule, self.chunks, channels, boundary, loss_function, options.replicate_every
         )
@@ -251,7 +251,7 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
         return DeviceMesh(device.type, mesh, mesh_dim_names=("pp", "shard", "replicate"))
 
 
-def _neighbours(schedule: Schedule) -> set[tuple[int, int]]:
+def neighbours(schedule: Schedule) -> set[tuple[int, int]]:
     """Ordered pairs of ranks between which messages go."""
     pairs = set()
     for source, target in zip(schedule.stage_rank, schedule.stage_rank[1:], strict=False):
