@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -29,7 +30,8 @@ from zeropp.training import StepResult
 def world_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """All ranks, one named dimension an axis of the layout."""
     names, sizes = zip(*layout.axes, strict=True)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    with unset_fake_temporarily():  # a mesh reads numbers out of tensors, in a trace, too
+        return init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
 
 def data_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:

@@ -1,6 +1,6 @@
-"""Trace points: the engine's own code of a few ranks of a job, each alone, with fake tensors.
+"""Trace points: the contender's own code of a few ranks of a job, each alone, with fake tensors.
 
-A record of this launcher has provenance ``traced``: its memory is what the engine allocates, byte
+A record of this launcher has provenance ``traced``: its memory is what the code allocates, byte
 by byte; it has no step time, because nothing was computed.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contenders import CONTENDERS
 from benchmarks.environment import git_state
 from benchmarks.launch.points import (
     PROVENANCE,
@@ -20,25 +21,48 @@ from benchmarks.launch.points import (
     plan_summary,
 )
 from benchmarks.progress import SweepProgress
-from benchmarks.record import SCHEMA_VERSION, RunRecord
+from benchmarks.record import SCHEMA_VERSION, RunRecord, Status
 from benchmarks.spec import SpecError
+from zeropp.plan import Plan
+
+_TRACED = ("zeropp", "torch_pp", "fsdp")  # why not DeepSpeed: docs/simulator.md
 
 
 def check(points: Sequence[Point], options: dict[str, Any]) -> None:
-    """Refuse contenders whose code does not run under fake tensors."""
-    del options
+    """Refuse what does not run under fake tensors, and pipeline ranks that a plan lacks."""
+    ranks = options["pipeline_ranks"]
+    if not isinstance(ranks, list) or not ranks or not all(type(rank) is int for rank in ranks):
+        raise SpecError(
+            f"launcher.pipeline_ranks={ranks!r}: must be a list of pipeline ranks (try [0,-1])"
+        )
     for point in points:
-        if point.spec.contender.name != "zeropp":
-            raise SpecError(
-                f"contender.name={point.spec.contender.name!r}: launcher=trace runs zeropp alone "
-                "(use launcher=simulate for its formulas, launcher=local to measure)"
-            )
+        _check_contender(point)
+        pp = point.plan.layout.pp if point.plan is not None else max(map(abs, ranks)) + 1
+        for rank in ranks:
+            if not -pp <= rank < pp:
+                raise SpecError(
+                    f"launcher.pipeline_ranks={rank}: {point.spec.spec_id} has {pp} pipeline "
+                    f"ranks (try 0 to {pp - 1}, or -1 for the last)"
+                )
+
+
+def _check_contender(point: Point) -> None:
+    settings = point.spec.contender
+    if settings.name not in _TRACED:
+        raise SpecError(
+            f"contender.name={settings.name!r}: launcher=trace runs {', '.join(_TRACED)} "
+            "(use launcher=simulate for its formulas, launcher=local to measure)"
+        )
+    if settings.compile:
+        raise SpecError(
+            "contender.compile=true: launcher=trace has nothing to compile for (use false)"
+        )
 
 
 def launch(
     points: Sequence[Point], options: dict[str, Any], runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
-    """Trace every point, one pipeline rank after another."""
+    """Trace every point, as many of its pipeline ranks at a time as there are cores."""
     records = []
     for point in points:
         records.append(_trace_point(point, options["pipeline_ranks"], runs_dir, progress))
@@ -49,16 +73,16 @@ def launch(
 def _trace_point(
     point: Point, pipeline_ranks: Sequence[int], runs_dir: Path, progress: SweepProgress
 ) -> RunRecord:
-    from zeropp.engine.trace import trace_rank  # torch, which planning does without
-
     assert point.plan is not None  # infeasible points never reach a launcher
     spec, plan, started = point.spec, point.plan, now()
     directory = attempt_directory(spec, runs_dir, "trace")
-    pipeline = plan.layout.pipeline(0)
-    traces = []
-    for index in sorted({index % plan.layout.pp for index in pipeline_ranks}):
-        progress.update(point, f"tracing pipeline rank {index}")
-        traces.append(trace_rank(plan, pipeline[index], spec.optimizer))
+    chosen = sorted({rank % plan.layout.pp for rank in pipeline_ranks})
+    status: Status = "ok"
+    reason, predicted = "", {}
+    try:
+        predicted = _trace(point, plan, chosen, progress)
+    except Exception as error:  # whatever the contender's code raises is the point's end
+        status, reason = "failed", f"{type(error).__name__}: {str(error).strip()[:500]}"
     sha, dirty = git_state()
     record = RunRecord(
         schema_version=SCHEMA_VERSION,
@@ -66,20 +90,37 @@ def _trace_point(
         spec_id=spec.spec_id,
         spec=spec.to_dict(),
         provenance=PROVENANCE["trace"],
-        status="ok",
-        reason="",
+        status=status,
+        reason=reason,
         started_at=started,
         ended_at=now(),
         git_sha=sha,
         git_dirty=dirty,
         launcher="trace",
         plan=plan_summary(plan),
-        predicted={
-            "peak_bytes": max(trace.memory.total for trace in traces),
-            "memory": [asdict(trace.memory) for trace in traces],
-            "ranks": [trace.rank for trace in traces],
-            "trace_s": [trace.seconds for trace in traces],
-        },
+        predicted=predicted,
     )
     record.write(directory / "record.json")
     return record
+
+
+def _trace(
+    point: Point, plan: Plan, pipeline_ranks: Sequence[int], progress: SweepProgress
+) -> dict[str, Any]:
+    """What a record keeps of the traces of some pipeline ranks."""
+    from zeropp.engine.trace import Trace, trace_ranks  # torch, which planning does without
+
+    spec, pipeline = point.spec, plan.layout.pipeline(0)
+    ranks = [pipeline[index] for index in pipeline_ranks]
+    build = CONTENDERS[spec.contender.name].build
+    traces: list[Trace] = []
+    progress.update(point, f"tracing {len(ranks)} ranks")
+    for trace in trace_ranks(plan, ranks, spec.optimizer, build):
+        traces.append(trace)
+        progress.update(point, f"traced {len(traces)} of {len(ranks)} ranks")
+    return {
+        "peak_bytes": max(trace.memory.total for trace in traces),
+        "memory": [asdict(trace.memory) for trace in traces],
+        "ranks": ranks,
+        "trace_s": [trace.seconds for trace in traces],
+    }

@@ -83,7 +83,7 @@ def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: str) -> None:
             error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#333333"},
         )
         texts = ["" if np.isnan(value) else format(value, form) for value in values]
-        crowded = len(counts) * len(contenders) > 8
+        crowded = len(counts) * len(contenders) > 6
         turn = 90 if crowded else 0  # inside the panel: no part of the figure's arrangement
         axis.bar_label(drawn, texts, padding=3, fontsize=8, rotation=turn, in_layout=False)
     axis.set_xticks(np.arange(len(counts)), [str(count) for count in counts])

@@ -1,4 +1,4 @@
-"""Predicted memory by kind, stacked beside the device's limit and the measured peak."""
+"""Memory by kind, stacked beside the device's limit and the measured peak."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.report import style
 from benchmarks.report.bars import MAX_PANELS
-from benchmarks.report.frame import best_configuration
+from benchmarks.report.frame import CELL, best_configuration
 from benchmarks.report.picture import PANEL, Picture, by_evidence, panel_title
 
 # Paul Tol's "muted", with hatches, so that the stack is not mistaken for contenders.
@@ -26,16 +26,19 @@ _KINDS = {
 
 
 def memory_breakdown(rows: pd.DataFrame) -> Iterator[Picture]:
-    """Predicted bytes of the fullest rank by kind, for every record whose plan predicts them."""
-    best = best_configuration(rows)
+    """Bytes of the fullest rank by kind, wherever a plan predicts them or a trace counted them."""
+    traced = rows[(rows["evidence"] == "traced") & (rows["status"] == "ok")]
+    traced = traced.drop_duplicates([*CELL, "contender"], keep="last")  # no step to choose by
+    best = pd.concat([best_configuration(rows), traced])
     best = best[best["memory_by_kind"].map(len) > 0]
     for suffix, words, mine in by_evidence(best):
+        kind = "Traced" if mine["evidence"].iloc[0] == "traced" else "Predicted"
         yield Picture(
             "Memory",
             f"memory_by_kind_{suffix}",
-            f"Predicted memory of the fullest rank by kind for the configurations {words}; the "
-            "diamond is the peak that was measured (its kind is in the table), the dashed line "
-            "what the device has.",
+            f"{kind} memory of the fullest rank by kind and in all, for the configurations "
+            f"{words}; the diamond is the peak that was measured (its kind is in the table), the "
+            "dashed line what the device has.",
             _panels(mine),
         )
 

@@ -17,7 +17,13 @@ from rich.console import Console
 from benchmarks.report import style
 from benchmarks.report.frame import CELL, latest_ok, load_frame
 from benchmarks.report.picture import Picture, save
-from benchmarks.report.tables import print_tables, write_tables
+from benchmarks.report.tables import (
+    CELL_HEADS,
+    MAX_PRINTED,
+    print_tables,
+    wide_console,
+    write_tables,
+)
 from benchmarks.stats import Summary, ratio_of_medians
 
 LEAST_CHANGE = 0.02  # a smaller one is not worth a name, however narrow its interval
@@ -30,7 +36,7 @@ def write_comparison(
     before: Sequence[Path], after: Sequence[Path], out: Path, console: Console | None = None
 ) -> list[Path]:
     """Print and write the comparison table and its figure; empty where nothing is shared."""
-    console = console or Console()
+    console = console or wide_console()
     frames = []
     for roots in (before, after):
         frame, skipped = load_frame(roots)
@@ -43,8 +49,10 @@ def write_comparison(
         return []
     out.mkdir(parents=True, exist_ok=True)
     tables = {"comparison": comparison_table(changes)}
-    print_tables(tables, console)
-    counts = changes["verdict"].value_counts()
+    print_tables({"comparison": tables["comparison"][:MAX_PRINTED]}, console)
+    if len(changes) > MAX_PRINTED:
+        console.print(f"... {len(changes) - MAX_PRINTED} more rows are in the files")
+    counts = changes["verdict"].str.split(" (", regex=False).str[0].value_counts()
     console.print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
     paths = write_tables(tables, out)
     timed = changes[changes["ratio"].notna()]
@@ -103,15 +111,18 @@ def _verdict(ratio: Summary, *, measured: bool) -> str:
 
 
 def comparison_table(changes: pd.DataFrame) -> pd.DataFrame:
-    """The changes as text, largest first."""
+    """The changes as text: of status first, then the largest; what one set lacks last."""
     size = pd.Series(np.log(changes["ratio"].astype(float))).abs().fillna(np.inf)
+    size[changes["verdict"].str.startswith("only ")] = -1.0
     changes = changes.loc[size.sort_values(ascending=False, kind="stable").index]
-    table = changes[_SHOWN].astype(str)
-    table["throughput after / before"] = [
+    table = changes[_SHOWN].astype(str).rename(columns=CELL_HEADS)
+    table["throughput ratio"] = [
         f"{r['ratio']:.2f} [{r['low']:.2f}, {r['high']:.2f}]" if pd.notna(r["ratio"]) else "-"
         for _, r in changes.iterrows()
     ]
-    table["peak memory"] = ["-" if pd.isna(r) else f"{r:.2f}" for r in changes["memory_ratio"]]
+    table["peak memory ratio"] = [
+        "-" if pd.isna(r) else f"{r:.2f}" for r in changes["memory_ratio"]
+    ]
     table["verdict"] = changes["verdict"]
     return table
 

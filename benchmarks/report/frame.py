@@ -157,8 +157,9 @@ def best_configuration(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _fullest_rank(record: RunRecord) -> dict[str, int]:
-    """Predicted bytes by kind of the pipeline rank that needs most; empty where none is known."""
-    ranks: list[dict[str, int]] = record.plan.get("predicted_memory", [])
+    """Predicted or traced bytes by kind of the rank that needs most; empty where none is known."""
+    planned: list[dict[str, int]] = record.plan.get("predicted_memory", [])
+    ranks: list[dict[str, int]] = record.predicted.get("memory", planned)
     return max(ranks, key=lambda kinds: sum(kinds.values()), default={})
 
 

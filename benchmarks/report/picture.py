@@ -44,9 +44,9 @@ def save(picture: Picture, out: Path) -> SavedPicture:
         engine.execute(picture.figure)
         picture.figure.set_layout_engine(None)
     paths = (out / f"{picture.name}.png", out / f"{picture.name}.svg")
-    for path in paths:
-        metadata = {"Date": None} if path.suffix == ".svg" else {}
-        picture.figure.savefig(path, metadata=metadata)
+    png, svg = paths
+    picture.figure.savefig(png, pil_kwargs={"compress_level": 1})  # a tenth larger, much sooner
+    picture.figure.savefig(svg, metadata={"Date": None})  # the same file when it is made again
     plt.close(picture.figure)
     return SavedPicture(picture.section, picture.name, picture.caption, paths)
 

@@ -131,8 +131,10 @@ def _map(rows: pd.DataFrame, contender: str) -> Figure:
         text=[_cell(row) for _, row in table.iterrows()],
     ).drop_duplicates(["line", "num_gpus"], keep="last")
     lines = table["line"].unique()[:MAX_LINES]
-    grid = table.pivot(index="line", columns="num_gpus")
-    values, texts = grid["speedup"].loc[lines], grid["text"].loc[lines]
+    values, texts = (
+        table.pivot(index="line", columns="num_gpus", values=name).reindex(lines)
+        for name in ("speedup", "text")
+    )
     size = (2.6 + 0.95 * values.shape[1], 1.2 + 0.48 * values.shape[0])
     figure, axis = plt.subplots(figsize=size, layout="constrained")
     reach = max(0.1, float(np.nanmax(np.abs(np.log2(values.to_numpy(dtype=float))))))

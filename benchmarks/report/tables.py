@@ -16,7 +16,9 @@ from benchmarks.report.headline import REFERENCE
 from benchmarks.report.published import published_table
 from benchmarks.stats import paired_ratio, ratio_of_medians
 
-_CELL_HEADS = {
+MAX_PRINTED = 60  # rows in the terminal; the files have all
+_WIDTH = 118
+CELL_HEADS = {
     "model": "model",
     "cluster": "cluster",
     "num_gpus": "GPUs",
@@ -111,7 +113,7 @@ def evidence_table(rows: pd.DataFrame) -> pd.DataFrame:
     distances = evidence_distances(rows)
     if distances.empty:
         return distances
-    heads = {key: head for key, head in _CELL_HEADS.items() if key not in ("cluster", "evidence")}
+    heads = {key: head for key, head in CELL_HEADS.items() if key not in ("cluster", "evidence")}
     table = distances[list(heads)].rename(columns=heads)
     table["contender"], table["layout"] = distances["contender"], distances["layout"]
     table["quantity"] = distances["quantity"]
@@ -146,6 +148,11 @@ def to_markdown(table: pd.DataFrame) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def wide_console() -> Console:
+    """A console as wide as the tables: a narrower terminal wraps their lines, not their words."""
+    return Console(width=max(Console().width, _WIDTH))
+
+
 def print_tables(tables: dict[str, pd.DataFrame], console: Console) -> None:
     """Show the tables in the terminal."""
     for name, frame in tables.items():
@@ -161,7 +168,7 @@ def print_tables(tables: dict[str, pd.DataFrame], console: Console) -> None:
 
 
 def _heads(rows: pd.DataFrame) -> pd.DataFrame:
-    return rows[list(_CELL_HEADS)].rename(columns=_CELL_HEADS).astype(str)
+    return rows[list(CELL_HEADS)].rename(columns=CELL_HEADS).astype(str)
 
 
 def _pair(row: Mapping[Hashable, Any]) -> dict[str, Any]:

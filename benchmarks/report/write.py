@@ -19,10 +19,15 @@ from benchmarks.report.page import write_page
 from benchmarks.report.picture import Picture, save
 from benchmarks.report.published import published_figure
 from benchmarks.report.scaling import scaling_curves, speedup_maps
-from benchmarks.report.tables import comparison_tables, print_tables, write_tables
+from benchmarks.report.tables import (
+    MAX_PRINTED,
+    comparison_tables,
+    print_tables,
+    wide_console,
+    write_tables,
+)
 from benchmarks.report.timelines import step_timelines, write_traces
 
-MAX_PRINTED = 60  # rows in the terminal; the files have all
 FIGURES: tuple[Callable[[pd.DataFrame], Iterator[Picture]], ...] = (
     bars,
     speedup_maps,
@@ -43,15 +48,12 @@ class ReportPaths:
     skipped: list[str]
 
 
-_WIDTH = 118  # the comparison table's; a narrower terminal wraps its lines, not its words
-
-
 def write_report(roots: Sequence[Path], out: Path, console: Console | None = None) -> ReportPaths:
     """Write all tables, figures and the page of the records below ``roots`` into ``out``.
 
     Prints the headline table and the paths. Files that cannot be read are named and skipped.
     """
-    console = console or Console(width=max(Console().width, _WIDTH))
+    console = console or wide_console()
     frame, skipped = load_frame(roots)
     for line in skipped:
         console.print(f"skipped {line}", markup=False)

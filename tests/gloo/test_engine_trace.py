@@ -1,10 +1,20 @@
-"""One rank of a larger job, traced alone with fake tensors."""
+"""Ranks of a larger job, each traced alone with fake tensors, and the cost model held to them."""
 
 from __future__ import annotations
 
-from tests.gloo.engine_cases import ADAMW, Case
+from math import prod
+from typing import Any
+
+import pytest
+
+from benchmarks.contenders import CONTENDERS
+from tests.gloo.contender_case import request
+from tests.gloo.engine_cases import ADAMW, CLUSTER, Case
+from zeropp.cost import price_plan
 from zeropp.cost.flops import piece_parameters
-from zeropp.engine.trace import trace_rank
+from zeropp.engine.trace import trace_ranks
+from zeropp.engine.trainer import build
+from zeropp.sim.memory import peak_memory
 
 
 def test_resident_kinds_are_exact_and_activations_follow_the_cap() -> None:
@@ -13,9 +23,38 @@ def test_resident_kinds_are_exact_and_activations_follow_the_cap() -> None:
     stages = plan.schedule.stages_of(2)  # rank 16 is the first of eight shards
     pieces = [piece for stage in stages for piece in plan.pieces_of(stage)]
     shard_bytes = 4 * sum(piece_parameters(case.shape, piece) for piece in pieces) // 8
-    memory = trace_rank(plan, 16, ADAMW).memory
+    (trace,) = trace_ranks(plan, [16], ADAMW, build)
+    memory = trace.memory
     assert memory.parameters == shard_bytes  # every size divides by eight
     assert 2 * shard_bytes <= memory.optimizer < 2 * shard_bytes + 1024  # and the step counts
     assert memory.gradients >= shard_bytes
-    tight = trace_rank(Case(**{**vars(case), "cap": 5}).plan(), 16, ADAMW).memory
-    assert tight.activations < memory.activations
+    (tight,) = trace_ranks(Case(**{**vars(case), "cap": 5}).plan(), [16], ADAMW, build)
+    assert tight.memory.activations < memory.activations
+
+
+LLAMA = {"family": "llama", "kv_heads": 2}
+SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 256, "vocab": 2048}
+
+
+@pytest.mark.parametrize(
+    ("batch", "contender", "model"),
+    [
+        (32, {"name": "zeropp", "pp": 2, "shard": 8, "chunks": 2, "recompute": "full"}, LLAMA),
+        (32, {"name": "fsdp", "pp": 1, "shard": 16}, {"tied_embeddings": True}),
+        (16, {"name": "torch_pp", "pp": 2, "shard": 4, "schedule": "1f1b"}, LLAMA),
+    ],
+)
+def test_the_cost_model_is_within_five_percent_of_the_trace(
+    batch: int, contender: dict[str, Any], model: dict[str, Any]
+) -> None:
+    name = contender["name"]
+    num_gpus = prod(contender.get(degree, 1) for degree in ("pp", "tp", "shard"))
+    sizes = {**SIZES, **model}
+    asked = request(num_gpus, contender, global_batch=batch, model=sizes, precision="bf16")
+    plan = CONTENDERS[name].plan(asked)
+    simulated = peak_memory(plan, price_plan(plan, CLUSTER))
+    ends = sorted({0, plan.layout.pp - 1})
+    ranks = [plan.layout.pipeline(0)[index] for index in ends]
+    traces = trace_ranks(plan, ranks, ADAMW, CONTENDERS[name].build)
+    for index, trace in zip(ends, traces, strict=True):
+        assert simulated[index].total == pytest.approx(trace.memory.total, rel=0.05), index

@@ -84,7 +84,7 @@ def test_shards_shrink_what_is_resident(shard: int, shape: ModelShape) -> None:
 def test_recomputation_trades_activations_for_time() -> None:
     kept = price_plan(plan(), A100)
     again = price_plan(replace(plan(), recompute="full"), A100)
-    assert again.memory[0].activations < kept.memory[0].activations / 5
+    assert again.memory[0].activations < kept.memory[0].activations / 2  # the head keeps its part
     assert again.stages[0].backward_input > kept.stages[0].backward_input
     assert again.stages[0].forward == kept.stages[0].forward
 

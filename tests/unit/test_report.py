@@ -147,6 +147,19 @@ def test_published_distances_stand_beside_simulated_records(tmp_path: Path) -> N
     assert len(picture.figure.axes) == 2
 
 
+def test_traced_memory_is_broken_down_by_kind(tmp_path: Path) -> None:
+    ranks = [{"parameters": 2**20, "activations": 2**21}, {"parameters": 2**20, "activations": 0}]
+    traced = make_record(
+        provenance="traced",
+        attempt="trace-1",
+        fields={"step_s": [], "plan": {}, "predicted": {"peak_bytes": 3 * 2**20, "memory": ranks}},
+    )
+    (picture,) = memory_breakdown(latest_ok(frame_of(traced, root=tmp_path)))
+    assert picture.caption.startswith("Traced memory")
+    heights = [patch.get_height() * 2**10 for patch in picture.figure.axes[0].patches]
+    assert heights == [1.0, 2.0]
+
+
 def test_every_kind_of_evidence_has_its_timelines(tmp_path: Path) -> None:
     records = [make_record("zeropp", num_gpus=n) for n in (4, 8, 16, 32, 64)]
     records.append(make_record(provenance="simulated", attempt="simulate-1", step_s=[0.1]))

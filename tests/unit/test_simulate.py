@@ -19,9 +19,26 @@ from zeropp.tune.space import Candidate
 
 
 def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:
-    """Equal stages: 10 bytes of parameters each, 1 of activations, nothing else."""
+    """Equal stages: 10 bytes of parameters each, 3 of activations, no temporaries."""
     stages, ranks = plan.schedule.num_stages, plan.layout.pp
-    memory = StageMemory(10, 20, 10, 5, 7, 3, 2)
+    memory = StageMemory(
+        parameters=10,
+        optimizer=20,
+        gradients=10,
+        unsharded=5,
+        unsharded_gradients=7,
+        early_gradients=0,
+        fresh_gradients=0,
+        made_gradients=0,
+        reduction_step=7,
+        reduction_copy=7,
+        activations=3,
+        deferred=2,
+        boundary=0,
+        forward=3,
+        backward_input=3,
+        full_backward=3,
+    )
     price = PlanPrice(
         stages=(cost,) * stages,
         tp_s=(0.0,) * stages,
@@ -29,7 +46,6 @@ def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:
         finish_s=(0.0,) * ranks,
         gather_updated_s=(0.0,) * ranks,
         memory=(memory,) * stages,
-        workspace=(0,) * ranks,
     )
     return replace(price, **changes)  # type: ignore[arg-type]
 
@@ -86,7 +102,9 @@ def test_collectives_beside_compute_slow_it() -> None:
 
 def test_memory_peak_counts_what_1f1b_keeps() -> None:
     plan = one_f_one_b(4, 8)
-    result = simulate(plan, task().cluster, price=flat_price(plan, StageCost()))
+    price = flat_price(plan, StageCost())
+    memory = replace(price.memory[0], unsharded=0, reduction_step=0, reduction_copy=0)
+    result = simulate(plan, task().cluster, price=replace(price, memory=(memory,) * 4))
     # Rank r keeps P - r microbatches; at a backward the unsharded gradient (7) lives too.
     totals = [memory.total for memory in result.memory]
     assert totals == [40 + (4 - rank) * 3 + 7 for rank in range(4)]
@@ -104,7 +122,7 @@ def test_memory_curve_ends_where_it_began_and_peaks_at_the_peak(pp: int) -> None
         assert max(memory.total for _, memory in curve) == peak.total
         last = curve[-1][1]
         assert (last.activations, last.unsharded) == (0, 0)
-        assert last.gradients == 2 * 10 + 7  # the copy that the last reduction holds
+        assert (last.gradients, last.workspace) == (2 * 10, 7)  # the last reduction's copy
 
 
 def test_the_large_plan_is_simulated_in_two_seconds() -> None:

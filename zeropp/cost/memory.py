@@ -1,14 +1,27 @@
-"""Bytes of one stage on one rank: parameters, gradients, optimizer, activations.
+"""Bytes of one stage on one rank: parameters, gradients, optimizer, activations, temporaries.
 
-Activations follow arXiv 2205.05198 (eq. 1 to 4) with the saved tensors listed one by one, for
-fused attention too. Parameters, gradients and optimizer follow arXiv 1910.02054 (section 3.1)
-with the bytes that the program keeps.
+Parameters, gradients and optimizer follow arXiv 1910.02054 (section 3.1) with the bytes that the
+program keeps, activations ``zeropp.cost.activations``. What FSDP2 gathers, sums and copies follows
+``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`` and ``_fsdp_param_group.py`` (2.13),
+whose traces (``zeropp.engine.trace``) a test compares.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from zeropp.cost.activations import (
+    FP32,
+    block_backward,
+    block_deferred,
+    block_forward,
+    block_kept,
+    boundary_bytes,
+    head_backward,
+    head_deferred,
+    head_forward,
+    head_kept,
+)
 from zeropp.cost.blocks import Work
 from zeropp.cost.flops import piece_parameters
 from zeropp.cost.kernels import element_bytes
@@ -19,60 +32,125 @@ from zeropp.layout import Layout
 if TYPE_CHECKING:
     from zeropp.plan import Plan
 
-
-def block_activations(work: Work) -> float:
-    """What a block keeps of one microbatch from its forward to its backward, recomputation aside.
-
-    In units of tokens x hidden: the inputs of both norms and of both residual adds' dropouts are
-    split over TP by sequence parallelism alone; everything between is split by TP.
-    """
-    shape, software = work.shape, work.software
-    e, h, kv = element_bytes(work.precision), shape.hidden, shape.kv_heads * shape.head_dim
-    norms = 4 * h * e  # input and output of both norms
-    if work.software.dropout_masks:
-        norms += 2 * h
-    mlp = 2 if shape.family == "gpt" else 4
-    inner = (h + 2 * kv) * e + 2 * h * e + mlp * shape.ffn * e
-    if software.flash:
-        inner += 4 * shape.heads
-    elif work.recompute != "selective":
-        inner += shape.heads * shape.seq * (2 * e + 1 if software.dropout_masks else e)
-    return work.tokens * (norms / sequence_split(work) + inner / work.tp)
-
-
-def block_deferred(work: Work) -> float:
-    """x and dY of every linear layer of a block, one microbatch."""
-    shape, e = work.shape, element_bytes(work.precision)
-    h, kv = shape.hidden, shape.kv_heads * shape.head_dim
-    gates = 1 if shape.family == "gpt" else 2
-    inputs = 2 * h / sequence_split(work) + (h + shape.ffn) / work.tp
-    outputs = (h + 2 * kv + gates * shape.ffn) / work.tp + 2 * h
-    return work.tokens * e * (inputs + outputs)
-
-
-def sequence_split(work: Work) -> int:
-    """Ranks over which sequence parallelism splits what TP leaves whole."""
-    return work.tp if work.sequence_parallel else 1
+_HOOKED = ("fsdp", "torch_pp")  # they put ``fully_shard`` on a group of one rank, too
 
 
 def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     """Bytes of one stage on one of its ranks."""
     layout, software = plan.layout, work.software
     pieces = plan.pieces_of(stage)
-    parameters = sum(piece_parameters(plan.shape, i) for i in pieces) / layout.tp
-    blocks = sum(1 for i in pieces if 0 < i < plan.shape.num_pieces - 1)
-    e, state = element_bytes(plan.precision), optimizer_shards(layout, software)
-    boundary = work.tokens * plan.shape.hidden * e / sequence_split(work)
-    kept = block_activations(work) if plan.recompute != "full" else boundary
-    return StageMemory(
-        parameters=int(parameters * software.parameter_bytes / layout.shard),
-        optimizer=int(parameters * software.optimizer_bytes / state),
-        gradients=int(parameters * software.gradient_bytes / _gradient_shards(plan)),
-        unsharded=int(parameters * e) if plan.gathers else 0,
-        unsharded_gradients=int(parameters * 4) if plan.gathers else 0,
-        activations=int(blocks * kept),
-        deferred=int(blocks * block_deferred(work)),
+    sizes = [_parameters(plan, i) for i in pieces]
+    last = plan.shape.num_pieces - 1
+    ends = [size for i, size in zip(pieces, sizes, strict=True) if i in (0, last)]
+    whole, more = sum(sizes), _more_gradients(plan, pieces)
+    separate = plan.gathers or software.program in _HOOKED
+    summed = _summed_bytes(plan, work) * separate
+    # A microbatch's own gradients, until they are added to an fp32 sum: the engine adds when it has
+    # a chunk's, FSDP2's hooks piece by piece, the first piece last.
+    half = (
+        element_bytes(plan.precision) if separate and summed > element_bytes(plan.precision) else 0
     )
+    activations, later = _kept(work, len(sizes) - len(ends), head=last in pieces)
+    return StageMemory(
+        parameters=int(whole * software.parameter_bytes / layout.shard),
+        optimizer=int(whole * software.optimizer_bytes / optimizer_shards(layout, software)),
+        gradients=int(whole * software.gradient_bytes / _gradient_shards(plan)),
+        unsharded=int(whole * _gathered_bytes(plan, work, stage) * separate),
+        unsharded_gradients=int((whole + more) * summed),
+        early_gradients=int((sum(ends) + more) * summed),
+        fresh_gradients=int(half * (whole if software.program == "zeropp" else sizes[0] + more)),
+        made_gradients=int(half * whole * (software.program == "torch_pp")),
+        reduction_step=int(FP32 * max(sizes) * separate),
+        reduction_copy=int(FP32 * _copied(work, stage, sizes) * separate),
+        activations=int(activations),
+        deferred=int(later),
+        boundary=int(boundary_bytes(work)),
+        **_moments(work, len(sizes) - len(ends), last in pieces, activations, later),
+    )
+
+
+def _kept(work: Work, blocks: int, *, head: bool) -> tuple[float, float]:
+    """Bytes from a forward to its input gradient, and from there to its weight gradient. Torch's
+    pipeline stages keep their outputs, and with weight gradients the gradient of their input."""
+    runtime = work.software.program == "torch_pp"
+    output = 0.0 if head or not runtime else boundary_bytes(work)
+    activations = blocks * block_kept(work) + head * head_kept(work) + output
+    later = blocks * block_deferred(work) + head * head_deferred(work)
+    return activations, later + (boundary_bytes(work) if runtime else 0.0)
+
+
+def _moments(
+    work: Work, blocks: int, head: bool, activations: float, later: float
+) -> dict[str, int]:
+    """The stage's own bytes of a microbatch at the fullest moment of each of its passes.
+
+    A backward is fullest in the head, in the last block (the others still keep theirs) or in the
+    first (the others have deferred).
+    """
+    kept, deferred = block_kept(work), block_deferred(work)
+    in_block = block_forward(work) - kept if blocks else 0.0
+    in_head = head_forward(work) if head else 0.0
+    loss = activations + head * head_backward(work)
+    split, full = loss, loss
+    if blocks:
+        others = max(later - deferred, (blocks - 1) * kept)
+        split = max(split, others + block_backward(work, split=True))
+        full = max(full, (blocks - 1) * kept + block_backward(work, split=False))
+    return {
+        "forward": int(activations + max(in_block, in_head)),
+        "backward_input": int(max(split, later)),
+        "full_backward": int(full),
+    }
+
+
+def shares_ends(plan: Plan) -> bool:
+    """Embedding and head are one parameter on one rank, in FSDP2's root group."""
+    return plan.contender == "fsdp" and plan.shape.tied_embeddings
+
+
+def _parameters(plan: Plan, piece: int) -> float:
+    """Parameters of a piece on one rank before ZeRO; what both ends share is the first's."""
+    size = piece_parameters(plan.shape, piece)
+    if shares_ends(plan) and piece == plan.shape.num_pieces - 1:
+        size -= plan.shape.vocab * plan.shape.hidden
+    whole = 0  # learned positions are cut by sequence parallelism alone
+    if piece == 0 and plan.shape.family == "gpt" and not plan.layout.sequence_parallel:
+        whole = plan.shape.seq * plan.shape.hidden
+    return (size - whole) / plan.layout.tp + whole
+
+
+def _more_gradients(plan: Plan, pieces: range) -> float:
+    """Gradients beyond the stage's own parameters. Parameters that both ends share are the first
+    stage's, but their gradient comes with the last one's; DTensor's embedding makes the gradient
+    of the whole vocabulary on every TP rank (``embedding_dense_backward``)."""
+    vocabulary = plan.shape.vocab * plan.shape.hidden
+    if shares_ends(plan):
+        return vocabulary * ((plan.shape.num_pieces - 1 in pieces) - (0 in pieces))
+    if plan.contender == "torch_pp" and 0 in pieces:
+        return vocabulary * (1 - 1 / plan.layout.tp)
+    return 0.0
+
+
+def _gathered_bytes(plan: Plan, work: Work, stage: int) -> int:
+    """Bytes of a gathered parameter. FSDP2's own hooks hold two pieces: this one, and the buffer
+    that its gather or the next one's came in."""
+    ends = (0, plan.schedule.num_stages - 1)
+    buffers = 2 if work.software.program == "fsdp" and stage not in ends else 1
+    return buffers * element_bytes(plan.precision)
+
+
+def _summed_bytes(plan: Plan, work: Work) -> int:
+    """Bytes of a gradient that awaits its reduction: fp32 where microbatches are summed first."""
+    each = work.software.program == "fsdp" and plan.reduce_every == "unit"
+    return element_bytes(plan.precision) if each else FP32
+
+
+def _copied(work: Work, stage: int, sizes: list[float]) -> float:
+    """Parameters whose gradients a reduction still holds when it is done: the engine reduces a
+    chunk's pieces together, FSDP2's hooks hold one piece's and, after the first stage's, none."""
+    if work.software.program == "zeropp":
+        return sum(sizes)
+    return 0.0 if work.software.program == "fsdp" and stage == 0 else max(sizes)
 
 
 def _gradient_shards(plan: Plan) -> int:
@@ -93,16 +171,3 @@ def zero1_ranks(layout: Layout, software: Software) -> int:
     if software.zero1_group:
         return min(software.zero1_group, layout.replicate)
     return layout.replicate if layout.replicate_zero else 1
-
-
-def workspace_bytes(plan: Plan, work: Work, pipeline_rank: int) -> int:
-    """Temporaries at a rank's peak: logits and their fp32 copies where the head is, a block's
-    recomputed activations, and the gradient of the widest tensor."""
-    shape, e = plan.shape, element_bytes(plan.precision)
-    stages = plan.schedule.stages_of(pipeline_rank)
-    head = any(shape.num_pieces - 1 in plan.pieces_of(stage) for stage in stages)
-    vocab = shape.vocab / (plan.layout.tp if work.software.vocab_parallel else 1)
-    logits = work.tokens * vocab * (e + 4 + 4) if head else 0.0
-    again = block_activations(work) if plan.recompute == "full" else 0.0
-    gradient = 2 * work.tokens * max(shape.ffn / plan.layout.tp, shape.hidden) * e
-    return int(max(logits, again + gradient))

@@ -15,15 +15,25 @@ from zeropp.schedule.program import StageCost
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one stage on one rank; several stages of a rank add up."""
+    """Bytes of one stage on one rank; several stages of a rank add up. Gradients and activations
+    that come and go are those of one microbatch, except where gradients are summed."""
 
     parameters: int  # sharded, fp32 masters included; resident all the time
     optimizer: int  # resident all the time
-    gradients: int  # sharded (or whole, where nothing is sharded); resident all the time
+    gradients: int  # sharded (or whole, where nothing is sharded), for the optimizer
     unsharded: int  # gathered parameters, while gathered; 0 where nothing is sharded
     unsharded_gradients: int  # from a weight gradient to the reduction; 0 where never separate
-    activations: int  # one microbatch, from its forward to the end of its input gradient
-    deferred: int  # one microbatch, from its input gradient to its weight gradient (x and dY)
+    early_gradients: int  # the part of them that comes with the input gradient: embedding, head
+    fresh_gradients: int  # a microbatch's own, until they are added; 0 where they add in place
+    made_gradients: int  # a microbatch's own, where they wait for the stage's next backward
+    reduction_step: int  # what a reduction copies at a time
+    reduction_copy: int  # what it holds until the next one
+    activations: int  # from its forward to the end of its input gradient
+    deferred: int  # from its input gradient to its weight gradient (x and dY)
+    boundary: int  # a message into the stage
+    forward: int  # its own bytes at the fullest moment of a forward: activations and temporaries
+    backward_input: int  # likewise
+    full_backward: int  # likewise
 
 
 @dataclass(frozen=True)
@@ -41,5 +51,11 @@ class PlanPrice:
     finish_s: tuple[float, ...]  # a pipeline rank: optimizer step, tied embedding, host overhead
     gather_updated_s: tuple[float, ...]  # a pipeline rank: ZeRO-1's all-gather of parameters
     memory: tuple[StageMemory, ...]
-    workspace: tuple[int, ...]  # a pipeline rank: logits, temporaries, recomputed activations
+    shared_ends: bool = (
+        False  # the first and the last stage share a group: one gather, one reduction
+    )
+    gathers_ahead: bool = True  # else parameters take memory when they are used, not when gathered
+    torch_runtime: bool = False  # torch's pipelining: every message of a step has a buffer that
+    # lasts, outputs stay, and weight gradients stand beside their sum until the next backward
+    resident_gradients: bool = True  # else a step's gradients begin with its first reductions
     overlap_slowdown: float = 0.0  # compute takes this share longer while collectives run beside

@@ -23,7 +23,7 @@ from zeropp.cost.collectives import (
 )
 from zeropp.cost.flops import piece_parameters
 from zeropp.cost.kernels import element_bytes, stream_s
-from zeropp.cost.memory import optimizer_shards, stage_memory, workspace_bytes, zero1_ranks
+from zeropp.cost.memory import optimizer_shards, shares_ends, stage_memory, zero1_ranks
 from zeropp.cost.price import PlanPrice
 from zeropp.cost.software import Software, software_of
 from zeropp.schedule.program import StageCost
@@ -57,7 +57,10 @@ def price_plan(plan: Plan, cluster: Cluster, software: Software | None = None) -
         finish_s=tuple(_finish_s(plan, cluster, work, r) for r in ranks),
         gather_updated_s=tuple(_gather_updated_s(plan, cluster, work, r) for r in ranks),
         memory=tuple(stage_memory(plan, work, s) for s in stages),
-        workspace=tuple(workspace_bytes(plan, work, r) for r in ranks),
+        shared_ends=shares_ends(plan),
+        gathers_ahead=plan.layout.shard > 1 and plan.contender != "fsdp",
+        torch_runtime=software.program == "torch_pp",
+        resident_gradients=software.program == "megatron",
         overlap_slowdown=cluster.device.overlap_slowdown,
     )
 

@@ -8,10 +8,13 @@ measurements were made with other programs; what they do is stated there, by rul
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from zeropp.plan import Plan
+
+
+Program = Literal["megatron", "zeropp", "fsdp", "torch_pp"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,11 @@ class Software:
     zero1_group: int = 0  # ZeRO-1 inside groups of this many replicas; 0: over all, if at all
     fused_accumulation: bool = True  # dW adds into the gradient buffer inside its product
     shard_copies: bool = False  # ZeRO-3 copies between parameters and the collectives' buffers
+    program: Program = "megatron"  # whose habits of keeping memory; see ``memory.py``
     zero1_all_reduces: bool = False  # ZeRO-1 that all-reduces gradients and then keeps its part
+
+
+_FSDP2_PROGRAMS: dict[str, Program] = {"fsdp": "fsdp", "torch_pp": "torch_pp"}
 
 
 def software_of(plan: Plan) -> Software:
@@ -74,5 +81,6 @@ def software_of(plan: Plan) -> Software:
             fused_accumulation=False,
         )
     if plan.runtime == "fsdp2":
-        return Software(4, 4, 8, fused_accumulation=False, shard_copies=True)
+        program = _FSDP2_PROGRAMS.get(plan.contender, "zeropp")
+        return Software(4, 4, 8, fused_accumulation=False, shard_copies=True, program=program)
     raise ValueError(f"runtime={plan.runtime!r}: its software must be given to price_plan")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp.engine import checkpoint
@@ -71,7 +72,7 @@ class Engine:
     """Trains the pieces of one rank. Construction and every method are collective.
 
     ``schedule`` is lowered; ``boundary(stage)`` makes an empty tensor for the message into a
-    stage; ``mesh`` is ``make_mesh``'s, where it has to be made beforehand.
+    stage.
     """
 
     def __init__(
@@ -84,7 +85,6 @@ class Engine:
         optimizer: OptimizerConfig,
         device: torch.device,
         options: EngineOptions | None = None,
-        mesh: DeviceMesh | None = None,
     ) -> None:
         self._layout, self._device = layout, device
         self._options = options = options or EngineOptions()
@@ -95,7 +95,7 @@ class Engine:
         if options.dropout_seed is not None:
             first = layout.dp_index(rank) * schedule.num_microbatches
             self._seeds = StepSeeds(options.dropout_seed, first)
-        mesh = mesh or make_mesh(layout, device)
+        mesh = make_mesh(layout, device)
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
         self.chunks = {
             stage: self._make_chunk(stage, mesh)
@@ -240,15 +240,15 @@ class Engine:
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """All ranks on the axes pp, shard, replicate, whatever their numbering."""
-    ranks = torch.tensor(
-        [
-            layout.rank_at({"pp": p, "shard": s, "replicate": r, "tp": 0})
-            for p in range(layout.pp)
-            for s in range(layout.shard)
-            for r in range(layout.replicate)
-        ]
-    ).view(layout.pp, layout.shard, layout.replicate)
-    return DeviceMesh(device.type, ranks, mesh_dim_names=("pp", "shard", "replicate"))
+    ranks = [
+        layout.rank_at({"pp": p, "shard": s, "replicate": r, "tp": 0})
+        for p in range(layout.pp)
+        for s in range(layout.shard)
+        for r in range(layout.replicate)
+    ]
+    with unset_fake_temporarily():  # a mesh reads numbers out of tensors, in a trace, too
+        mesh = torch.tensor(ranks).view(layout.pp, layout.shard, layout.replicate)
+        return DeviceMesh(device.type, mesh, mesh_dim_names=("pp", "shard", "replicate"))
 
 
 def neighbours(schedule: Schedule) -> set[tuple[int, int]]:

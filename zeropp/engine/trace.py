@@ -1,42 +1,55 @@
-"""Memory of one rank of a large job, alone on any machine: the engine's own code, no data.
+"""Memory of one rank of a large job, alone on any machine: a contender's own code, no data.
 
-The rank runs two whole steps over torch's ``fake`` process group, with fake tensors: every
-allocation happens, none holds memory. Exact but for what an allocator rounds and a network
-library keeps. ``init_process_group`` must not have been called in this process.
+The rank builds its trainer and runs a whole step over torch's ``fake`` process group, with fake
+tensors: every allocation happens, none holds memory. Exact but for what an allocator rounds,
+a kernel allocates inside, and a network library keeps.
+
+Kinds are known only when the step is over, so allocations are written down and sorted afterwards.
+What the trainer is built with are parameters; what the optimizer's step leaves is its state, which
+every later step has from its beginning; what FSDP2 gathers is unsharded; what the optimizer or
+FSDP2's reduction takes are gradients. Of the rest, what outlives the pass that made it (a forward,
+or one run of autograd) is an activation. What does not is workspace, and so is what a reduction
+copies.
 """
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn import functional
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from zeropp.engine.engine import make_mesh
-from zeropp.engine.trainer import build_engine
-from zeropp.model import build_piece
 from zeropp.plan import MemoryBytes, Plan
-from zeropp.schedule.action import Action, Op
-from zeropp.training import OptimizerConfig
+from zeropp.training import OptimizerConfig, Trainer
 
 Kind = Literal["parameters", "unsharded", "gradients", "optimizer", "activations", "workspace"]
-
-_KINDS: dict[Op, Kind] = {
-    Op.UNSHARD: "unsharded",
-    Op.BACKWARD_WEIGHT: "gradients",
-    Op.REDUCE_GRAD: "gradients",
-}
+Build = Callable[[Plan, OptimizerConfig, torch.device, int], Trainer]
 
 
 @dataclass(frozen=True)
@@ -48,125 +61,256 @@ class Trace:
     seconds: float
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that live, by the ``kind`` that was set when they were allocated.
+@dataclass(eq=False)
+class _Allocation:
+    size: int
+    kind: Kind | None
+    first: int  # the pass that made it
+    last: int = -1  # the pass in which it was freed; -1: it lives
 
-    Storages that are resized are gathered parameters: FSDP2 empties and refills them.
+    def sorted_kind(self) -> Kind:
+        """What it turned out to be."""
+        return self.kind or ("workspace" if self.first == self.last else "activations")
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every storage that is allocated, freed or resized.
+
+    ``kind`` is that of what is allocated from now on; None: to be found out.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kind: Kind = "parameters"
-        self._live: Counter[Kind] = Counter()
-        self._entries: dict[int, tuple[Kind, int, Any]] = {}
-        self._resize = torch.UntypedStorage.resize_
-        self.reset_peak()
+        self.kind: Kind | None = None
+        self._live: dict[int, tuple[_Allocation, Any]] = {}
+        self._events: list[tuple[_Allocation, int]] = []
+        self._pass, self._graph_task = 0, -1
 
-    def reset_peak(self) -> None:
-        """Forget the peak that was seen."""
-        self._peak, self._at_peak = 0, Counter(self._live)
+    def begin_step(self) -> None:
+        """Forget what happened before; what lives, lives."""
+        self._events = [(allocation, allocation.size) for allocation, _ in self._live.values()]
 
-    def keep_only(self, tensors: Iterable[Tensor]) -> None:
-        """Count nothing but these tensors' storages from here on, and what is allocated later."""
-        kept = {tensor.untyped_storage()._cdata for tensor in tensors}
-        for key in set(self._entries) - kept:
-            kind, _, reference = self._entries[key]
-            self._live[kind] -= self._entries[key][1]
-            self._entries[key] = (kind, 0, reference)
+    def label(self, tensor: Tensor, kind: Kind) -> None:
+        """Say what a tensor's storage is."""
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        if entry is not None and entry[0].kind is None:
+            entry[0].kind = kind
 
     def peak(self) -> MemoryBytes:
-        """Bytes by kind at the highest total since ``reset_peak``."""
-        return MemoryBytes(**{str(kind): size for kind, size in self._at_peak.items()})
+        """Bytes by kind at the highest total since ``begin_step``, with the optimizer's state that
+        the step has left there from the beginning."""
+        state = {allocation for allocation, _ in self._live.values()}
+        state = {allocation for allocation in state if allocation.kind == "optimizer"}
+        moves = sorted(self._events, key=lambda move: move[0] not in state)
+        total = peak = at = 0
+        for index, (_, size) in enumerate(moves):
+            total += size
+            if total > peak:
+                peak, at = total, index
+        kinds: Counter[str] = Counter()
+        for allocation, size in moves[: at + 1]:
+            kinds[allocation.sorted_kind()] += size
+        return MemoryBytes(**kinds)
 
-    def __enter__(self) -> LiveBytes:
-        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            self._resize(storage, size)
-            self._forget(storage._cdata)
-            self._add(storage, "unsharded")
-            return storage
-
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        """Take note of a resized storage; FSDP2 empties and refills gathered parameters."""
+        self._forget(storage._cdata)
+        self._add(storage, "unsharded")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back with local tensors
+        if func is torch.ops.aten._local_scalar_dense.default:
+            # Fake tensors hold no numbers. Torch's pipeline stages vote 1: shapes are known.
+            return 0.0 if args[0].is_floating_point() else 1
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                if storage._cdata not in self._entries:
+                if storage._cdata not in self._live:
                     self._add(storage, self.kind)
+        if func is torch.ops.fsdp.all_gather_copy_in.default:
+            self.label(args[1], "unsharded")
+        elif func is torch.ops.fsdp.chunk_cat.default:
+            assert kwargs is not None
+            self.label(kwargs["out"], "workspace")
+        elif func is torch.ops.c10d._reduce_scatter_base_.default:
+            self.label(args[0], "gradients")
         return result
 
-    def _add(self, storage: torch.UntypedStorage, kind: Kind) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self._entries[key] = (kind, size, weakref.ref(storage, lambda _: self._forget(key)))
-        self._live[kind] += size
-        total = self._live.total()
-        if total > self._peak:
-            self._peak, self._at_peak = total, Counter(self._live)
+    def _add(self, storage: torch.UntypedStorage, kind: Kind | None) -> None:
+        key = storage._cdata
+        allocation = _Allocation(storage.nbytes(), kind, self._current_pass())
+        self._live[key] = allocation, weakref.ref(storage, lambda _: self._forget(key))
+        self._events.append((allocation, allocation.size))
 
     def _forget(self, key: int) -> None:
-        kind, size, _ = self._entries.pop(key, ("workspace", 0, None))
-        self._live[kind] -= size
+        if key in self._live:
+            allocation, _ = self._live.pop(key)
+            allocation.last = self._current_pass()
+            self._events.append((allocation, -allocation.size))
+
+    def _current_pass(self) -> int:
+        """Counts runs of autograd and what lies between them."""
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self._graph_task:
+            self._graph_task = graph_task
+            self._pass += 1
+        return self._pass
 
 
-def trace_rank(plan: Plan, rank: int, optimizer: OptimizerConfig) -> Trace:
-    """Run two steps of one rank of a plan with fake tensors; memory is that of the second."""
+def trace_ranks(
+    plan: Plan, ranks: Sequence[int], optimizer: OptimizerConfig, build: Build
+) -> Iterator[Trace]:
+    """Trace some ranks of a plan, as many at a time as there are cores, in the order given.
+
+    ``build`` makes the contender's trainer, as on a real rank. Each rank has a process of its own:
+    what torch remembers of one rank's meshes would be wrong on another.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    workers = min(len(ranks), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
+        one = partial(_trace_rank, plan, optimizer=optimizer, build=build)
+        yield from pool.map(one, ranks)
+
+
+def _trace_rank(plan: Plan, rank: int, optimizer: OptimizerConfig, build: Build) -> Trace:
     begin = time.perf_counter()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.layout.world)
     try:
-        mesh = make_mesh(plan.layout, torch.device("cpu"))  # reads numbers out of tensors
-        pieces = [build_piece(plan.shape, i, 0, "meta") for i in range(plan.shape.num_pieces)]
-        with FakeTensorMode(), LiveBytes() as live:
-            memory = _two_steps(plan, optimizer, mesh, pieces, live)
+        with FakeTensorMode(), Allocations() as allocations, _observed(allocations):
+            memory = _run_step(plan, optimizer, build, allocations)
     finally:
         dist.destroy_process_group()
     return Trace(rank, memory, time.perf_counter() - begin)
 
 
-def _two_steps(
-    plan: Plan,
-    optimizer: OptimizerConfig,
-    mesh: DeviceMesh,
-    pieces: list[nn.Module],
-    live: LiveBytes,
+def _run_step(
+    plan: Plan, optimizer: OptimizerConfig, build: Build, allocations: Allocations
 ) -> MemoryBytes:
-    engine = build_engine(
-        plan, optimizer, torch.device("cpu"), 0, lambda index: _allocate(pieces[index]), mesh
-    )
-    # Real parameters are freed once they are cut into shards (seen with weak references); fake
-    # ones are kept alive by the fake mode, so they are taken out of the count here.
-    live.keep_only(engine.owned.values())
-    live.kind = "activations"
-    size = (plan.microbatch_size, plan.shape.seq)
-    batch = [torch.zeros(size, dtype=torch.long) for _ in range(plan.num_microbatches)]
+    allocations.kind = "parameters"
+    trainer = build(plan, optimizer, torch.device("cpu"), 0)
+    gc.collect()  # whole parameters that were cut into shards hang in reference cycles
+    allocations.kind = None
+    size = (plan.num_microbatches * plan.microbatch_size, plan.shape.seq)
+    batch = torch.zeros(size, dtype=torch.long)
+    allocations.begin_step()
+    trainer.step(batch, batch)
+    return allocations.peak()
 
-    def label(action: Action) -> None:
-        live.kind = _KINDS.get(action.op, "activations")
 
-    engine.interpreter.on_action = label
-    for group in engine.optimizer.param_groups:
-        # The step without temporaries: the other kinds read numbers, which fake tensors lack.
-        # Its temporaries would come when activations are gone, so they do not make the peak.
+@contextmanager
+def _observed(allocations: Allocations) -> Iterator[None]:
+    """Let optimizers, FSDP2's gradients and resized storages tell what they are."""
+    with ExitStack() as undo:
+        for hook, register in (
+            (_before_update, register_optimizer_step_pre_hook),
+            (_after_update, register_optimizer_step_post_hook),
+        ):
+            handle = register(lambda o, *_, hook=hook: hook(allocations, o))
+            undo.callback(handle.remove)
+        for owner, name, wrapper in (
+            (DeviceMesh, "__init__", _untraced),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", _untraced),
+            (FakeWork, "is_completed", _always),
+            (functional, "rms_norm", _fused_rms_norm),
+            (torch.UntypedStorage, "resize_", _resize),
+            (FSDPParam, "init_all_gather_outputs", _gathered),
+            (FSDPParam, "to_accumulated_grad_if_needed", _gradient),
+            (FSDPParam, "accumulate_unsharded_grad_if_needed", _gradient),
+        ):
+            original = getattr(owner, name)
+            undo.callback(setattr, owner, name, original)
+            setattr(owner, name, wrapper(original, allocations))
+        yield
+
+
+def _before_update(allocations: Allocations, optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        # As on CUDA: the step without temporaries. The other kinds read numbers, too.
         group.update(fused=True, foreach=False)
-    for _ in range(2):
-        live.reset_peak()
-        engine.accumulate(batch, batch)
-        live.kind = "optimizer"
-        engine.update()
-    return live.peak()
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                allocations.label(parameter.grad, "gradients")
+    allocations.kind = "optimizer"
 
 
-def _allocate(piece: nn.Module) -> nn.Module:
-    """Give a piece on the meta device parameters that are allocated and hold nothing."""
-    for module in piece.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape))
-    return piece
+def _after_update(allocations: Allocations, optimizer: torch.optim.Optimizer) -> None:
+    del optimizer
+    allocations.kind = None
+
+
+def _untraced(original: Any, allocations: Allocations) -> Any:
+    """Run on numbers that are there: meshes, and shapes that DTensor finds out by trial."""
+    del allocations
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with _disable_current_modes():
+            return original(*arguments, **keywords)
+
+    return run
+
+
+def _always(original: Any, allocations: Allocations) -> Any:
+    """Messages have left as soon as they are sent, or they would be kept to the step's end."""
+    del original, allocations
+    return lambda work: True
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """What CUDA's ``_fused_rms_norm`` keeps and makes; on CPUs torch takes RMSNorm apart and keeps
+    each part in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _fused_rms_norm(original: Any, allocations: Allocations) -> Any:
+    del original, allocations
+
+    def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        del shape, eps
+        return _FusedRmsNorm.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+    return rms_norm
+
+
+def _resize(original: Any, allocations: Allocations) -> Any:
+    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        original(storage, size)
+        allocations.resize(storage)
+        return storage
+
+    return resize
+
+
+def _gathered(original: Any, allocations: Allocations) -> Any:
+    def allocate(parameter: FSDPParam, *arguments: Any) -> None:
+        original(parameter, *arguments)
+        for tensor in parameter.all_gather_outputs:
+            allocations.label(tensor, "unsharded")
+
+    return allocate
+
+
+def _gradient(original: Any, allocations: Allocations) -> Any:
+    def accumulate(parameter: FSDPParam) -> None:
+        grad = parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
+        if grad is not None:
+            allocations.label(grad, "gradients")
+        original(parameter)
+        if parameter.unsharded_accumulated_grad is not None:
+            allocations.label(parameter.unsharded_accumulated_grad, "gradients")
+
+    return accumulate

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
 from zeropp.engine.engine import Engine, EngineOptions, Piece
 from zeropp.model import build_piece, cross_entropy
@@ -26,14 +25,12 @@ def build_engine(
     optimizer: OptimizerConfig,
     device: torch.device,
     seed: int,
-    make_piece: Callable[[int], nn.Module],
-    mesh: DeviceMesh | None = None,
 ) -> Engine:
-    """The engine of this rank for a plan; ``make_piece`` makes a piece of the model by index."""
+    """The engine of this rank for a plan."""
     shape, layout = plan.shape, plan.layout
     last = shape.num_pieces - 1
     pieces = [
-        Piece(index, stage, make_piece(index), 0 < index < last)
+        Piece(index, stage, build_piece(shape, index, seed, device), 0 < index < last)
         for stage in plan.schedule.stages_of(layout.coordinates(dist.get_rank())["pp"])
         for index in plan.pieces_of(stage)
     ]
@@ -56,7 +53,6 @@ def build_engine(
             dropout_seed=seed if shape.dropout else None,
             compile=plan.compile,
         ),
-        mesh,
     )
 
 
@@ -67,9 +63,7 @@ class ZeroppTrainer:
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
     ) -> None:
         self._microbatch_size = plan.microbatch_size
-        self._engine = build_engine(
-            plan, optimizer, device, seed, lambda i: build_piece(plan.shape, i, seed, device)
-        )
+        self._engine = build_engine(plan, optimizer, device, seed)
 
     def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
         """See ``Trainer.step``."""

@@ -58,7 +58,7 @@ def build_piece(
         piece = kind(shape)
     if torch.device(device).type == "meta":
         return piece
-    piece.to_empty(device=device)
+    _allocate(piece, device)
     _initialise(piece, shape, seed * 100_003 + index)
     return piece
 
@@ -77,6 +77,14 @@ def build_model(shape: ModelShape, seed: int, device: torch.device | str = "cpu"
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean loss in nats a token, in fp32. ``logits``: [batch, seq, vocab]; ``targets``: int64."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _allocate(piece: nn.Module, device: torch.device | str) -> None:
+    """Give a piece on the meta device parameters on another (``to_empty`` refuses fake ones)."""
+    for module in piece.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device=device))
 
 
 @torch.no_grad()

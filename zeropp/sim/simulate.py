@@ -96,7 +96,7 @@ class SimResult:
         starts, ends = self.events.start[rank], self.events.end[rank]
         return [
             (
-                starts[change[0]] if change[1] else ends[change[0]],
+                starts[change.place] if change.grew else ends[change.place],
                 as_memory(self.plan, self.price, rank, change),
             )
             for change in walk(self.plan, self.price, rank)

@@ -74,16 +74,20 @@ def _link_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
 
 
 def least_bytes(plan: Plan, price: PlanPrice, candidate: Candidate) -> int:
-    """Bytes that the fullest rank holds at least at its peak."""
+    """Bytes that the fullest rank holds at least at its peak: in the forward that fills it, or when
+    the optimizer has all gradients."""
     schedule = plan.schedule
     worst = 0
     for rank in range(max(schedule.stage_rank) + 1):
         memory = [price.memory[s] for s in schedule.stages_of(rank)]
-        fixed = sum(m.parameters + m.optimizer + m.gradients for m in memory)
+        resident = sum(m.parameters + m.optimizer for m in memory)
+        gradients = sum(m.gradients for m in memory)
         kept = _least_activations(plan, candidate, rank, [m.activations for m in memory])
-        moving = max(m.unsharded for m in memory) + kept
-        moving = max(moving, _least_gradients(plan, [m.unsharded_gradients for m in memory]))
-        worst = max(worst, fixed + price.workspace[rank] + moving)
+        filled = kept + min(m.unsharded + m.forward - m.activations for m in memory)
+        filled = max(filled, _least_gradients(plan, [m.unsharded_gradients for m in memory]))
+        if price.resident_gradients:
+            filled += gradients
+        worst = max(worst, resident + max(filled, gradients))
     return worst
 
 

@@ -1,0 +1,141 @@
+"""Bytes of one microbatch's tensors in a block, in the head and between stages, on one rank.
+
+Saved tensors are listed one by one, after arXiv 2205.05198 (eq. 1 to 4), for fused attention and
+Llama, too. What plain torch programs (all but ``megatron``) keep and make besides was read off
+traces (``zeropp.engine.trace``), to which a test holds these formulas.
+"""
+
+from __future__ import annotations
+
+from zeropp.cost.blocks import Work
+from zeropp.cost.kernels import element_bytes
+
+FP32 = 4
+_SAVED = {"gpt": 2, "llama": 4}  # of the MLP: GELU and product; gate, its SiLU, up, their product
+_GATES = {"gpt": 1, "llama": 2}
+
+
+def boundary_bytes(work: Work) -> float:
+    """The tensor between two blocks."""
+    size = work.tokens * work.shape.hidden * element_bytes(work.precision)
+    return size / sequence_split(work)
+
+
+def block_saved(work: Work) -> float:
+    """What a block's backward needs of its forward.
+
+    In units of tokens x hidden: the inputs of both norms and the masks of both residual adds'
+    dropouts are split over TP by sequence parallelism alone, and so are the inputs of the products
+    where a program gathers them again for backward (DTensor does not); everything between is split
+    by TP.
+    """
+    shape, software = work.shape, work.software
+    e, h, kv = element_bytes(work.precision), shape.hidden, shape.kv_heads * shape.head_dim
+    split = sequence_split(work)
+    norms = (2 * h * e + 2 * h * software.dropout_masks) / split
+    products = 2 * h * e / (split if software.program == "megatron" else 1)
+    inner = (2 * h + 2 * kv + _SAVED[shape.family] * shape.ffn) * e
+    if software.flash:
+        inner += FP32 * shape.heads
+    elif work.recompute != "selective":
+        inner += shape.heads * shape.seq * (2 * e + 1 if software.dropout_masks else e)
+    rotations = 0
+    if software.program != "megatron" and shape.family == "llama":
+        inner += h * e  # rotated heads lie head by head, so attention's output is copied into rows
+        rotations = 4 * FP32 * shape.seq * shape.head_dim // 2  # sines, cosines; queries and keys
+    return work.tokens * (norms + products + inner / work.tp) + rotations
+
+
+def block_kept(work: Work) -> float:
+    """What a block keeps from its forward to its backward.
+
+    Selective recomputation drops unfused attention's scores (arXiv 2205.05198, section 5); torch's
+    keeps the outputs of products and attention (``zeropp/engine/recompute.py``) and drops the rest.
+    """
+    if work.recompute == "full":
+        return boundary_bytes(work)
+    if work.recompute == "none" or work.software.program == "megatron":
+        return block_saved(work)
+    shape, e = work.shape, element_bytes(work.precision)
+    h, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    split = (2 * h + 2 * kv + _GATES[shape.family] * shape.ffn) * e + FP32 * shape.heads
+    sums = 2 * h * e  # of the row-parallel products, whole on every TP rank
+    return boundary_bytes(work) + work.tokens * (split / work.tp + sums)
+
+
+def block_deferred(work: Work) -> float:
+    """What waits for a block's weight gradients: x and dY of every linear layer.
+
+    Torch's pipeline stages split the backward through the graph: nothing that was saved is freed,
+    and gradients are held at every parameter (``torch.distributed.pipelining._backward``).
+    """
+    shape, e = work.shape, element_bytes(work.precision)
+    h, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    outputs = (h + 2 * kv + _GATES[shape.family] * shape.ffn) / work.tp
+    if work.software.program == "torch_pp":
+        return block_saved(work) + work.tokens * e * (outputs + 4 * h)
+    inputs = 2 * h / sequence_split(work) + (h + shape.ffn) / work.tp
+    return work.tokens * e * (inputs + outputs + 2 * h)
+
+
+def block_forward(work: Work) -> float:
+    """A block's own bytes at the fullest moment of its forward: what it keeps, the output of its
+    last product and its own output; where it is recomputed, the MLP's tensors come and go."""
+    e, h = element_bytes(work.precision), work.shape.hidden
+    inside = _SAVED[work.shape.family] * work.shape.ffn / work.tp
+    if work.recompute == "none":
+        inside = 0.0
+    return block_kept(work) + work.tokens * e * (2 * h / sequence_split(work) + inside)
+
+
+def block_backward(work: Work, *, split: bool) -> float:
+    """A block's own bytes at the fullest moment of its backward: what its forward saved (or saves
+    again), the gradient of its output, and those inside the MLP's non-linearity. ``split``: the
+    input of the last product waits for its weight gradient, or nothing is freed at all."""
+    e, inside = element_bytes(work.precision), work.shape.ffn / work.tp
+    if split and work.software.program == "torch_pp":
+        return block_deferred(work) + work.tokens * e * inside
+    inside *= _GATES[work.shape.family] + split
+    return block_saved(work) + boundary_bytes(work) + work.tokens * e * inside
+
+
+def logits_bytes(work: Work, size: int) -> float:
+    """Logits of ``size`` bytes an element."""
+    split = work.tp if work.software.vocab_parallel else 1
+    return work.tokens * work.shape.vocab / split * size
+
+
+def head_kept(work: Work) -> float:
+    """Input and output of the final norm, and the loss's fp32 softmax; torch's pipeline stages keep
+    their outputs, so logits, too."""
+    kept = 2 * boundary_bytes(work) + logits_bytes(work, FP32)
+    if work.software.program == "torch_pp":
+        kept += logits_bytes(work, element_bytes(work.precision))
+    return kept
+
+
+def head_deferred(work: Work) -> float:
+    """The head's weight gradient waits in torch's pipeline stages alone."""
+    if work.software.program != "torch_pp":
+        return 0.0
+    return 2 * boundary_bytes(work) + logits_bytes(work, element_bytes(work.precision))
+
+
+def head_forward(work: Work) -> float:
+    """Temporaries of the head's forward: the logits and their fp32 copy."""
+    e = element_bytes(work.precision)
+    return logits_bytes(work, e + (FP32 if e < FP32 else 0))
+
+
+def head_backward(work: Work) -> float:
+    """Temporaries of the head's backward: torch's loss makes gradients of its logarithms and of its
+    input, both fp32, and cut by the vocabulary a third (``distributed/tensor/parallel/loss.py``); a
+    fused one works in place and makes the logits' gradient alone."""
+    if work.software.program == "megatron":
+        return logits_bytes(work, element_bytes(work.precision))
+    return logits_bytes(work, (3 if work.tp > 1 else 2) * FP32)
+
+
+def sequence_split(work: Work) -> int:
+    """Ranks over which sequence parallelism splits what TP leaves whole."""
+    return work.tp if work.sequence_parallel else 1
