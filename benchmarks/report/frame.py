@@ -20,6 +20,7 @@ from benchmarks.metrics import (
 from benchmarks.record import RecordError, RunRecord, find_records, read_record
 from benchmarks.spec import RunSpec, SpecError
 from benchmarks.stats import summarise
+from zeropp.plan import Settings
 
 # What makes two rows comparable: they differ in the contender alone.
 CELL = ["model", "cluster", "num_gpus", "global_batch", "seq", "precision", "evidence"]
@@ -87,6 +88,16 @@ def row_of(record: RunRecord) -> dict[str, Any]:
     return row
 
 
+_KNOBS = (
+    "activation_cap",
+    "activation_cap_gib",
+    "reduce_every",
+    "replicate_every",
+    "prefetch",
+    "keep",
+)
+
+
 def configuration_text(record: RunRecord, spec: RunSpec) -> str:
     """Degrees above 1 and the knobs that matter, in the field's short form.
 
@@ -107,6 +118,9 @@ def configuration_text(record: RunRecord, spec: RunSpec) -> str:
     if settings.recompute != "none":
         parts.append(f"recompute {settings.recompute}")
     parts += [word for word in ("sequence_parallel", "compile") if getattr(settings, word)]
+    plain = Settings(settings.name)  # what is set apart from it is another configuration
+    knobs = ((knob, getattr(settings, knob)) for knob in _KNOBS)
+    parts += [f"{knob} {value}" for knob, value in knobs if value != getattr(plain, knob)]
     return " ".join(parts) or "1 rank"
 
 

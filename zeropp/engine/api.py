@@ -103,15 +103,6 @@ def parallelize(
     settings = Settings("zeropp", **{"pp": 1, "replicate": 1, **knobs})  # type: ignore[arg-type]
     stages = _cut(layers, settings, sample, global_batch, precision, weights)
     device = torch.device(device)
-    options = EngineOptions(
-        precision,
-        settings.recompute,
-        settings.replicate_every,
-        tied,
-        lr_schedule,
-        dropout_seed,
-        settings.compile,
-    )
     engine = Engine(
         stages.pieces(layers, device),
         stages.schedule,
@@ -120,9 +111,27 @@ def parallelize(
         partial(stages.boundary, device=device),
         optimizer or OptimizerConfig(),
         device,
-        options,
+        _options(settings, precision, tied, lr_schedule, dropout_seed),
     )
     return ParallelModel(engine, sample.shape[0], stages.rows(global_batch))
+
+
+def _options(
+    settings: Settings,
+    precision: Precision,
+    tied: tuple[Name, Name] | None,
+    lr_schedule: Callable[[int], float] | None,
+    dropout_seed: int | None,
+) -> EngineOptions:
+    return EngineOptions(
+        precision,
+        settings.recompute,
+        settings.replicate_every,
+        tied,
+        lr_schedule,
+        dropout_seed,
+        settings.compile,
+    )
 
 
 @dataclass(frozen=True)

@@ -37,16 +37,12 @@ def build_engine(
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     size = (plan.microbatch_size, shape.seq, shape.hidden)
 
-    def boundary(stage: int) -> Tensor:
-        del stage  # every boundary of a transformer has the same shape
-        return torch.empty(size, dtype=dtype, device=device)
-
     return Engine(
         pieces,
         plan.schedule,
         layout,
         cross_entropy,
-        boundary,
+        lambda _: torch.empty(size, dtype=dtype, device=device),  # all boundaries are alike
         optimizer,
         device,
         EngineOptions(
