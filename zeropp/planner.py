@@ -118,9 +118,9 @@ def programs(sizes: Sizes, costs: tuple[StageCost, ...] | None = None) -> tuple[
     )
 
 
-def orders(plan: Plan, activation_cap: int, price: PlanPrice) -> tuple[Plan, ...]:
+def orders(plan: Plan, activation_cap: int, price: PlanPrice | None = None) -> tuple[Plan, ...]:
     """A ZeroPP plan of sizes alone with each of the programs to choose from, all of which keep
-    the cap (chunk-activations)."""
+    the cap (chunk-activations); without a price that for equal durations alone."""
     sizes = Sizes(
         plan.layout.pp,
         plan.layout.chunks,
@@ -133,7 +133,8 @@ def orders(plan: Plan, activation_cap: int, price: PlanPrice) -> tuple[Plan, ...
         plan.reduce_every,
     )
     # No order is planned with gathers and reductions, and without them more plans are alike.
-    costs = tuple(replace(cost, unshard=0.0, reduce_grad=0.0) for cost in price.stages)
+    none = {"unshard": 0.0, "reduce_grad": 0.0, "copy_out": 0.0, "copy_in": 0.0}
+    costs = tuple(replace(cost, **none) for cost in price.stages) if price else None
     return tuple(replace(plan, schedule=schedule) for schedule in programs(sizes, costs))
 
 

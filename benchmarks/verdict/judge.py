@@ -2,7 +2,7 @@
 
 The claim (arXiv 2402.03791, version 2): up to 33 % faster than 3D parallelism at comparable
 memory. A cell reproduces it where ZeroPP is at least 1.33 times as fast as the baseline; where
-it is faster by more than 2 % the direction holds, not the size; within 2 % it is a tie.
+it is faster by more than 6 % the direction holds, not the size; within 6 % it is a tie.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pandas as pd
 from benchmarks.metrics import UNMEASURED
 
 CLAIM = 1.33
-TIE = 0.02
+TIE = 0.06  # the simulator's median error of ratios
 BASELINES = {"deepspeed_3d": "3D, DeepSpeed", "best_3d": "3D, best known", "fsdp": "FSDP"}
 KEYS = ["model", "cluster", "num_gpus", "global_batch", "bandwidth", "mode"]
 
@@ -60,7 +60,7 @@ def _counts(speedups: pd.Series[float], label: str) -> str:
     return (
         f"Over {label}: {total} cells, median {speedups.median():.2f}, from {speedups.min():.2f} "
         f"to {speedups.max():.2f}; at least {CLAIM} in {(speedups >= CLAIM).sum()}, faster by "
-        f"more than 2 % in {(speedups > 1 + TIE).sum()}, slower by more than 2 % in "
+        f"more than {TIE:.0%} in {(speedups > 1 + TIE).sum()}, slower by more than {TIE:.0%} in "
         f"{(speedups < 1 - TIE).sum()}."
     )
 

@@ -13,9 +13,11 @@ from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
 from zeropp.cost import balanced_cuts, parameter_count, price_plan
+from zeropp.cost.blocks import Work, attention_backward_s, attention_s
 from zeropp.cost.cluster import Cluster
 from zeropp.cost.collectives import all_reduce_s, gather_s, group, transfer_s
 from zeropp.cost.kernels import matmul_s
+from zeropp.cost.software import Software
 from zeropp.layout import Layout
 from zeropp.plan import Plan
 from zeropp.schedule.program import Schedule, loop_placement
@@ -176,3 +178,49 @@ def test_a_plan_of_no_known_runtime_has_no_default_price() -> None:
     assert price_plan(known, A100) != price_plan(replace(known, runtime="deepspeed"), A100)
     with pytest.raises(ValueError, match="runtime='published'"):
         price_plan(replace(known, runtime="published"), A100)
+
+
+def test_one_shard_pays_for_the_copies_of_mixed_precision_alone() -> None:
+    (bf16,) = price_plan(plan(), A100).stages
+    assert min(bf16.unshard, bf16.copy_out) > 0  # a cast beside compute, a copy in line with it
+    assert bf16.reduce_grad == 0
+    assert bf16.copy_in > bf16.copy_out  # fp32 gradients, bf16 parameters
+    (fp32,) = price_plan(replace(plan(), precision="fp32"), A100).stages
+    assert (fp32.unshard, fp32.copy_out, fp32.copy_in) == (0, 0, 0)
+
+
+def test_gathers_and_copies_grow_as_they_must() -> None:
+    inside, outside = (price_plan(plan(shard=shard, pp=2), A100).stages[0] for shard in (8, 32))
+    assert outside.unshard > 1.5 * inside.unshard  # NICs are slower than NVLink
+    assert outside.copy_out == inside.copy_out
+
+
+def test_a_transfer_shares_the_network_with_gathers() -> None:
+    shared = price_plan(plan(pp=2, shard=4), A100).stages[0].transfer  # both inside a node
+    alone = price_plan(plan(pp=2, replicate=4), A100).stages[0].transfer
+    latency = A100.intra.latency_us * 1e-6
+    assert shared - latency == pytest.approx(2 * (alone - latency))
+
+
+def test_backward_of_attention() -> None:
+    fused = work(flash=True)
+    ramp = A100.device.kernel_us * 1e-6
+    assert attention_backward_s(fused) - ramp == pytest.approx(2.5 * (attention_s(fused) - ramp))
+    unfused = work(flash=False, dropout_masks=True)
+    assert attention_s(unfused) < attention_backward_s(unfused) < 2.5 * attention_s(unfused)
+    assert attention_s(unfused) > attention_s(work(flash=False)) > attention_s(fused)
+
+
+def test_deepspeed_pays_for_what_it_does_not_overlap() -> None:
+    mine = replace(plan(pp=2, replicate=8, replicate_zero=1), runtime="deepspeed")
+    deepspeed = price_plan(mine, A100)
+    best = price_plan(replace(mine, runtime="megatron_core"), A100)
+    assert deepspeed.replica_s[0] > 1.9 * best.replica_s[0]  # an all-reduce, in the open
+    assert deepspeed.stages[0].backward_weight > best.stages[0].backward_weight  # adds apart
+    assert deepspeed.stages[0].transfer == 0 < best.stages[0].transfer  # in line with compute
+    assert deepspeed.stages[0].forward > best.stages[0].forward
+
+
+def work(**software: bool) -> Work:
+    program = Software(2, 4, 12, **software)
+    return Work(GPT, A100.device, program, "bf16", "none", 2, 1, False)

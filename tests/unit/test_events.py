@@ -41,6 +41,26 @@ def test_a_gather_runs_beside_compute_and_only_the_rest_is_exposed() -> None:
     assert result.step_s == pytest.approx(6 + 1 + 2 + 2 + 1 + 1)
 
 
+def test_copies_stand_in_line_with_compute_and_weight_gradients_need_none() -> None:
+    """Copy-out by the first action that uses the parameters, copy-in before the reduction."""
+    words = "0UNSHARD 0F0 0I0 0RESHARD 0UNSHARD 0W0 0REDUCE_GRAD 0F1 0I1 0W1 0REDUCE_GRAD 0RESHARD"
+    cost = StageCost(unshard=0.5, copy_out=2.0, copy_in=3.0)
+    result = run_programs([program(words)], [0], [cost])
+    named = dict(zip(words.split(), zip(result.start[0], result.end[0], strict=True), strict=False))
+    assert named["0F0"] == (0.5, 3.5)
+    assert named["0W0"] == (4.5, 5.5)  # no copy, though the parameters came before it
+    assert named["0F1"] == (8.5, 11.5)  # after the copy-in of 3, with its own copy-out of 2
+    assert result.busy == (6 + 2 * 2 + 2 * 3,)
+
+
+def test_a_boundary_takes_as_long_either_way() -> None:
+    costs = [StageCost(transfer=0.25), StageCost(transfer=9.0)]
+    compute = build("1f1b", num_ranks=2, chunks=1, num_microbatches=1)
+    expected = 1 + 0.25 + 1 + 2 + 0.25 + 2  # there, turn round, and back
+    for schedule in (compute, lower(compute, gather=False)):
+        assert run(schedule, costs).step_s == pytest.approx(expected)
+
+
 def test_lowering_alone_adds_no_time_when_communication_is_free() -> None:
     compute = build("zeropp", num_ranks=4, chunks=2, num_microbatches=8)
     costs = [StageCost()] * 8

@@ -53,8 +53,10 @@ def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
 
 
 def test_nothing_fits_on_too_few_gpus() -> None:
-    tiny = replace(task(2, 4))
-    outcome = search(tiny, SPACES["zeropp"])
+    four = task(4, 8)
+    device = replace(four.cluster.device, memory_gib=32)
+    small = replace(four, cluster=replace(four.cluster, device=device))
+    outcome = search(small, SPACES["zeropp"])
     assert outcome.winner is None
     assert outcome.fallen[OOM] > 0
 

@@ -133,15 +133,17 @@ def _stage_cost(
         weight += held * piece.backward_weight
     transfer = _transfer_s(plan, cluster, work, stage)
     if work.software.blocking_transfers:
-        forward, input_, transfer = forward + transfer, input_ + transfer, 0.0
+        forward, transfer = forward + transfer, 0.0
+        input_ += _transfer_s(plan, cluster, work, stage - 1)
     return StageCost(
         forward, input_, weight, transfer=transfer, **_shard_s(plan, cluster, work, stage)
     )
 
 
 def _shard_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
-    """Gather and reduction of a stage, a collective a piece, and their copies on the device."""
-    if plan.layout.shard == 1:
+    """Gather and reduction of a stage, a collective a piece, and their copies on the device (on
+    one shard, where bf16 copies are made of fp32 masters, the copies alone)."""
+    if not plan.gathers:
         return {}
     among = group_of(cluster, plan.layout, "shard")
     sizes = [piece_parameters(plan.shape, i) / plan.layout.tp for i in plan.pieces_of(stage)]
@@ -151,18 +153,20 @@ def _shard_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> dict[str, 
         for name, bytes_ in wire.items()
     }
     if work.software.shard_copies:  # every byte is read once and written once
+        if plan.precision == "bf16":  # shards are cast first, on the gather's own stream
+            cast = (4 + 2) * sum(sizes) / plan.layout.shard
+            seconds["unshard"] += stream_s(work.device, cast, len(sizes))
         for copy, name in (("copy_out", "unshard"), ("copy_in", "reduce_grad")):
             seconds[copy] = stream_s(work.device, 2 * sum(sizes) * wire[name], 2 * len(sizes))
     return seconds
 
 
 def _transfer_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> float:
-    """A boundary to the next stage (the last stage: back to the one before). Where the shard
-    group's collectives use the same network, a transfer beside them gets half of it."""
-    ranks = plan.schedule.stage_rank
-    if len(ranks) == 1:
+    """A boundary between a stage and the next; before the first and after the last there is none.
+    Where the shard group's collectives use the same network, it gets half of it beside them."""
+    ranks, other = plan.schedule.stage_rank, stage + 1
+    if stage < 0 or other == len(ranks):
         return 0.0
-    other = stage + 1 if stage + 1 < len(ranks) else stage - 1
     size = float(work.tokens * work.shape.hidden * element_bytes(work.precision))
     tp = plan.layout.tp
     if plan.layout.shard > 1:

@@ -16,10 +16,10 @@ class StageCost:
     """Durations of one stage's actions, in seconds (or any one unit) for one microbatch.
 
     ``unshard``, ``reduce_grad`` and ``transfer`` are the durations of one gather, one
-    reduce-scatter and one boundary tensor to a neighbouring stage. ``copy_out`` and ``copy_in``
-    are what a gather and a reduction take of the compute lane, to move parameters out of, and
-    gradients into, the collective's buffer. Recomputation, where there is any, is part of
-    ``backward_input``.
+    reduce-scatter and one boundary tensor between a stage and the next, either way.
+    ``copy_out`` and ``copy_in`` are what a gather and a reduction take of the compute lane, to
+    move parameters out of, and gradients into, the collective's buffer. Recomputation, where
+    there is any, is part of ``backward_input``.
     """
 
     forward: float = 1.0

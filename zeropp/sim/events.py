@@ -6,7 +6,7 @@ the shard group's link (gathers and reductions, which share its bandwidth), and 
 lane a direction of the pipeline). An action of another lane starts no sooner than the compute
 actions before it have ended; a gather's copy is done by the first compute action that uses it, a
 reduction's before it starts. With programs that hold no transfers (compute only) a message takes
-the sender's ``transfer`` from the producer's end. Inner loops work on integers: a step of 64
+its boundary's ``transfer`` from the producer's end. Inner loops work on integers: a step of 64
 ranks has half a million actions.
 """
 
@@ -217,8 +217,9 @@ class _Loop:
         if op is not Op.BACKWARD_WEIGHT and self._unsharded[stage] > start:
             self._stall_gather[rank] += self._unsharded[stage] - start
             start = self._unsharded[stage]
-        duration += self._copy_out[stage]
-        self._copy_out[stage] = 0.0
+        if op is not Op.BACKWARD_WEIGHT:  # which needs no parameters
+            duration += self._copy_out[stage]
+            self._copy_out[stage] = 0.0
         end = start + duration
         self._compute[rank] = end
         self._busy[rank] += duration
@@ -242,13 +243,13 @@ class _Loop:
         if self._stage_rank[source] == self._stage_rank[target]:
             self._set(table, name, key, end)
         elif not self._lowered:
-            self._set(table, name, key, end + self._costs[source].transfer)
+            self._set(table, name, key, end + self._costs[min(source, target)].transfer)
 
     def _execute_send(self, rank: int, op: Op, stage: int, key: int) -> tuple[float, float]:
         forward = op is Op.SEND_F
         link = self._link_f if forward else self._link_b
         start = max(link[rank], self._compute[rank])
-        end = link[rank] = start + self._costs[stage].transfer
+        end = link[rank] = start + self._costs[stage if forward else stage - 1].transfer
         if forward:
             self._set(self._message_f, 2, key + self._microbatches, end)
         else:

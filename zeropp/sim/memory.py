@@ -34,11 +34,13 @@ class Change(NamedTuple):
 
 def peak_memory(plan: Plan, price: PlanPrice) -> tuple[MemoryBytes, ...]:
     """Bytes by kind at the peak of every pipeline rank."""
-    peaks = []
-    for rank in range(plan.schedule.num_ranks):
-        fullest = max(walk(plan, price, rank), key=lambda change: change.total)
-        peaks.append(as_memory(plan, price, rank, fullest))
-    return tuple(peaks)
+    return tuple(rank_peak(plan, price, rank) for rank in range(plan.schedule.num_ranks))
+
+
+def rank_peak(plan: Plan, price: PlanPrice, rank: int) -> MemoryBytes:
+    """Bytes by kind at the peak of one pipeline rank."""
+    fullest = max(walk(plan, price, rank), key=lambda change: change.total)
+    return as_memory(plan, price, rank, fullest)
 
 
 def as_memory(plan: Plan, price: PlanPrice, rank: int, change: Change) -> MemoryBytes:

@@ -52,7 +52,7 @@ def least_step_s(plan: Plan, price: PlanPrice) -> float:
         beside = _link_s(plan, price, stages)
         work = sum(compute_s(price.stages[s]) for s in stages) * m
         slowed = 1.0 + price.overlap_slowdown * min(1.0, beside / work)
-        work *= slowed
+        work = work * slowed + _copies_s(plan, price, stages)
         weights = (
             sum(price.stages[s].backward_weight for s in stages) * m * slowed if split else 0.0
         )
@@ -71,6 +71,14 @@ def _link_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
     reductions = units if plan.reduce_every == "unit" else 1
     reduced = sum(price.stages[s].reduce_grad for s in stages) * reductions
     return reduced + units * sum(price.stages[s].unshard for s in stages[1:-1])
+
+
+def _copies_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
+    """Seconds of compute for the copies of the same gathers and reductions."""
+    units = -(-plan.num_microbatches // plan.schedule.unit)
+    reductions = units if plan.reduce_every == "unit" else 1
+    copied = sum(price.stages[s].copy_in for s in stages) * reductions
+    return copied + units * sum(price.stages[s].copy_out for s in stages[1:-1])
 
 
 def least_bytes(plan: Plan, price: PlanPrice, candidate: Candidate) -> int:

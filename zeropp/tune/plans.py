@@ -39,8 +39,11 @@ def sized_plan(task: Task, candidate: Candidate) -> Plan:
     )
 
 
-def with_programs(plan: Plan, candidate: Candidate, price: PlanPrice) -> tuple[Plan, ...]:
-    """The whole plan, with each of the orders among which the contender's own planner chooses."""
+def with_programs(
+    plan: Plan, candidate: Candidate, price: PlanPrice | None = None
+) -> tuple[Plan, ...]:
+    """The whole plan, with each of the orders among which the contender's own planner chooses;
+    without a price, with the one that needs none."""
     sizes = plan.schedule
     if sizes.name == "zeropp":
         return orders(plan, candidate.cap, price)

@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from zeropp.cost import PlanPrice, price_plan
 from zeropp.plan import Plan
 from zeropp.planner import fastest
-from zeropp.sim.memory import peak_memory
-from zeropp.sim.simulate import SimResult
+from zeropp.sim.memory import rank_peak
+from zeropp.sim.simulate import SimResult, simulate
 from zeropp.tune.bound import least_bytes, least_step_s, work_s
 from zeropp.tune.plans import sized_plan, with_programs
 from zeropp.tune.space import Candidate, Space, Task, families, members
+
+_LARGEST_GAIN = 1.15  # an order planned with durations gained 11 % at most in 150 random plans
 
 OOM = "out of memory"
 SLOWER = "slower by its lower bound"
@@ -140,21 +142,28 @@ def _children(
 def _evaluate(task: Task, entry: _Entry, outcome: Outcome) -> None:
     price = entry.price
     assert price is not None
-    plans = with_programs(sized_plan(task, entry.candidate), entry.candidate, price)
+    plan = sized_plan(task, entry.candidate)
     limit = task.cluster.device.usable_bytes
-    if all(_peak_bytes(plan, price) > limit for plan in plans):
+    (simple,) = with_programs(plan, entry.candidate)
+    if not _fits(simple, price, limit):
         outcome.fallen[OOM] += 1
         return
     outcome.simulated += 1
-    result = fastest(plans, task.cluster, price)
+    result = simulate(simple, task.cluster, price=price)
+    if result.step_s >= outcome.to_beat * _LARGEST_GAIN:
+        return
+    others = with_programs(plan, entry.candidate, price)[1:]
+    if others:
+        result = min(result, fastest(others, task.cluster, price), key=lambda r: r.step_s)
     if result.peak_bytes > limit:
         outcome.fallen[OOM] += 1
         return
     outcome.offer(Evaluated(entry.candidate, result.step_s, result.peak_bytes, result.bubble))
 
 
-def _peak_bytes(plan: Plan, price: PlanPrice) -> int:
-    return max(memory.total for memory in peak_memory(plan, price))
+def _fits(plan: Plan, price: PlanPrice, limit: int) -> bool:
+    ranks = range(plan.schedule.num_ranks)
+    return all(rank_peak(plan, price, rank).total <= limit for rank in ranks)
 
 
 def result_of(task: Task, candidate: Candidate) -> SimResult:

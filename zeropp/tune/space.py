@@ -171,7 +171,8 @@ def _layouts(task: Task, space: Space, fallen: Counter[str]) -> Iterator[Layout]
                 fallen["more stages than layers"] += 1
                 continue
             rest = task.num_gpus // tp // pp
-            for shard in divisors(rest) if space.shards else [1]:
+            # One shard is no ZeRO-3: that is a zero-bubble pipeline beside plain data parallelism.
+            for shard in divisors(rest)[1:] if space.shards else [1]:
                 yield from _variants(space, Layout(pp, tp, shard, rest // shard), node)
 
 
