@@ -16,6 +16,16 @@ from zeropp.timeline import Provenance
 
 MODELS = {"gpt_tiny": (8, 64), "gpt_mini": (8, 128), "gpt_1_5b": (48, 1600)}
 LINK = {"bandwidth_gb_s": 5.0, "latency_us": 20.0}
+_SUCCESS: dict[str, Any] = {
+    "schema_version": SCHEMA_VERSION,
+    "status": "ok",
+    "reason": "",
+    "started_at": "2026-11-20T10:00:00+00:00",
+    "ended_at": "2026-11-20T10:01:00+00:00",
+    "git_sha": "0123456789abcdef",
+    "git_dirty": False,
+    "launcher": "local",
+}
 _SLOWER = {"zeropp": 1.0, "deepspeed_3d": 1.3, "torch_pp": 1.1, "fsdp": 1.2}
 
 
@@ -66,18 +76,10 @@ def make_record(
     steps = step_s or [base * (1 + noise * draw.random()) for _ in range(10)]
     peak = int(base * 2**28 / _SLOWER[contender])
     values: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
         "record_id": f"{spec.spec_id}/{attempt}",
         "spec_id": spec.spec_id,
         "spec": spec.to_dict(),
         "provenance": provenance,
-        "status": "ok",
-        "reason": "",
-        "started_at": "2026-11-20T10:00:00+00:00",
-        "ended_at": "2026-11-20T10:01:00+00:00",
-        "git_sha": "0123456789abcdef",
-        "git_dirty": False,
-        "launcher": "local",
         "plan": _plan(num_gpus, peak),
         "gate": GateResult(True, 1e-4, 1e-7, 1e-7, 1e-7, model),
         "losses": [5.5 * 0.9**i * (1 + 1e-7 * draw.random()) for i in range(12)],
@@ -85,7 +87,7 @@ def make_record(
         "ranks": [_rank(rank, steps, peak) for rank in range(num_gpus)],
         "spans": [list(row) for row in span_rows(contender)] if spans else [],
     }
-    return RunRecord(**(values | (fields or {})))
+    return RunRecord(**(_SUCCESS | values | (fields or {})))
 
 
 def _plan(num_gpus: int, peak: int) -> dict[str, Any]:
