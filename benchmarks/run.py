@@ -37,7 +37,8 @@ def main() -> int:
         configs = compose("config")
         if not configs:  # --help, --cfg: Hydra has answered
             return 0
-        _check_folders(configs[0])
+        for config in configs:
+            _check_run_keys(config)
         if "verdict" in configs[0]:  # an experiment that finds its points by itself
             return int(importlib.import_module("benchmarks.verdict").run(configs[0]))
         points = [plan_point(spec_of(config)) for config in configs]
@@ -52,7 +53,13 @@ def main() -> int:
         return 130
 
 
-def _check_folders(config: dict[str, Any]) -> None:
+def _check_run_keys(config: dict[str, Any]) -> None:
+    """Refuse what a command line has deleted or emptied of the keys that are not the spec's."""
+    for field in ("runs_dir", "report_dir", "rerun", "launcher"):
+        if field not in config:
+            raise SpecError(f"{field}: missing; it has no default")
+    if not isinstance(config["launcher"], dict) or "kind" not in config["launcher"]:
+        raise SpecError(f"launcher={config['launcher']!r}: must be one of {', '.join(PROVENANCE)}")
     for field in ("runs_dir", "report_dir"):
         if not isinstance(config[field], str) or not config[field]:
             raise SpecError(f"{field}={config[field]!r}: must be a folder's path")

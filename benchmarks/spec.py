@@ -114,6 +114,7 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
             *("model.kv_heads", "model.seq", "cluster.gpus_per_node", "cluster.nics_per_node"),
             *("contender.tp", "contender.pp", "contender.shard", "contender.replicate"),
             *("contender.chunks", "contender.unit", "contender.activation_cap"),
+            "cluster.device.units",
         ),
     ),
     (
@@ -122,6 +123,10 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         (
             *("measure.warmup_steps", "contender.prefetch", "seed", "data.seed"),
             *("optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm", "tolerance"),
+            *("cluster.device.overlap_slowdown", "cluster.device.reserved_gib"),
+            *("cluster.device.kernel_us", "cluster.device.launch_us"),
+            *("cluster.intra.latency_us", "cluster.inter.latency_us"),
+            *("cluster.intra.hop_us", "cluster.inter.hop_us"),
         ),
     ),
     (
@@ -133,6 +138,9 @@ _LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
             *("cluster.inter.efficiency", "cluster.device.memory_gib"),
             *("cluster.device.memory_bandwidth_gb_s", "cluster.device.memory_efficiency"),
             *("cluster.device.matmul_bf16_tflops", "cluster.device.matmul_fp32_tflops"),
+            *("cluster.device.peak_bf16_tflops", "cluster.device.peak_fp32_tflops"),
+            *("cluster.device.attention_efficiency", "cluster.reduction_gain"),
+            *("cluster.group_shares", "contender.activation_cap_gib"),
         ),
     ),
     ("from 0 to less than 1", lambda value: 0 <= value < 1, ("model.dropout",)),
@@ -155,7 +163,7 @@ def spec_from_mapping(values: Mapping[str, Any]) -> RunSpec:
     """Build and check a spec; raises SpecError with one line for the first thing wrong."""
     spec = validated(RunSpec, dict(values))
     check_ranges(spec)
-    _check_heads(spec.model)
+    check_heads(spec.model)
     _check_names(spec)
     return spec
 
@@ -203,18 +211,19 @@ def check_ranges(spec: object) -> None:
     """Refuse numbers that mean nothing, in whatever of ``_LIMITS`` a spec has; raises SpecError."""
     for words, holds, paths in _LIMITS:
         for path in paths:
-            value = _number_at(spec, path)
-            if value is not None and not math.isfinite(value):
-                raise SpecError(f"{path}={value}: must be finite")
-            if value is not None and not holds(value):
-                raise SpecError(f"{path}={value}: must be {words}")
+            for value in _numbers_at(spec, path):
+                if not math.isfinite(value):
+                    raise SpecError(f"{path}={value}: must be finite")
+                if not holds(value):
+                    raise SpecError(f"{path}={value}: must be {words}")
 
 
-def _number_at(spec: object, path: str) -> float | None:
-    """The number at a dotted path; None where there is no such path, or no number."""
+def _numbers_at(spec: object, path: str) -> list[float]:
+    """The numbers at a dotted path; none where there is no such path, or no number."""
     for name in path.split("."):
         spec = getattr(spec, name, None)
-    return spec if isinstance(spec, int | float) else None
+    values = spec if isinstance(spec, tuple) else (spec,)
+    return [value for value in values if isinstance(value, int | float)]
 
 
 def _check_names(spec: RunSpec) -> None:
@@ -225,7 +234,8 @@ def _check_names(spec: RunSpec) -> None:
             )
 
 
-def _check_heads(shape: ModelShape) -> None:
+def check_heads(shape: ModelShape) -> None:
+    """Refuse heads that do not divide what they share; raises SpecError."""
     if shape.hidden % shape.heads:
         raise SpecError(f"model.heads={shape.heads}: must divide model.hidden={shape.hidden}")
     if shape.heads % shape.kv_heads:

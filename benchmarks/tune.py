@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.compose import compose
 from benchmarks.metrics import UNMEASURED
 from benchmarks.progress import progress_line
-from benchmarks.spec import SpecError, check_priced, check_ranges, validated
+from benchmarks.spec import SpecError, check_heads, check_priced, check_ranges, validated
 from zeropp.cost.cluster import Cluster
 from zeropp.plan import Precision
 from zeropp.shape import ModelShape
@@ -118,6 +118,9 @@ def tokens_per_s_per_gpu(task: Task, found: Evaluated) -> float:
 def _checked(values: object) -> TuneSpec:
     spec = validated(TuneSpec, values)
     check_ranges(spec)
+    check_heads(spec.model)
+    if not spec.contenders:
+        raise SpecError(f"contenders=[]: must be some of {', '.join(SPACES)}")
     unknown = [name for name in spec.contenders if name not in SPACES]
     if unknown:
         raise SpecError(f"contenders={unknown[0]!r}: must be among {', '.join(SPACES)}")

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 Axis = Literal["tp", "pp", "shard", "replicate"]
 Placement = Literal["dp_inner", "pp_inner"]
 
-_MOST_MICROBATCHES = 2**16
+# Microbatches x stages. Planning takes half a minute there with two chunks a rank, and grows with
+# the square; the largest that was published has as many.
+_MOST_ACTIONS = 2**15
 
 
 class InfeasibleError(ValueError):
@@ -160,10 +162,12 @@ def microbatches_per_step(request: PlanRequest, layout: Layout) -> int:
             f"{request.microbatch_size} x {layout.dp} data-parallel ranks (try {nearest})"
         )
     count = request.global_batch // slots
-    if count > _MOST_MICROBATCHES:
+    stages = layout.pp * layout.chunks
+    if count * stages > _MOST_ACTIONS:
         raise InfeasibleError(
-            f"global_batch={request.global_batch}: {count} microbatches a step and pipeline are "
-            f"more than can be planned (at most {_MOST_MICROBATCHES})"
+            f"global_batch={request.global_batch}: {count} microbatches a step and pipeline x "
+            f"{stages} stages are more than can be planned (at most {_MOST_ACTIONS // stages} "
+            "microbatches; try a larger microbatch_size or fewer contender.chunks)"
         )
     return count
 

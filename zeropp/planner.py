@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING, Context
 from functools import lru_cache
 
 from zeropp.cost import PlanPrice, balanced_cuts, price_plan
@@ -145,11 +146,12 @@ def _activation_cap(settings: Settings, plan: Plan, price: PlanPrice) -> int:
     needs = f"a unit of {unit} microbatches in {chunks} chunks needs at least {smallest}"
     if settings.activation_cap_gib != "auto":
         gib = max(max(m.activations, m.deferred) for m in price.memory) / 2**30
-        cap = min(int(settings.activation_cap_gib / gib), plan.num_microbatches * chunks)
+        cap = min(int(settings.activation_cap_gib // gib), plan.num_microbatches * chunks)
         if cap < smallest:
+            enough = Context(prec=2, rounding=ROUND_CEILING).create_decimal(smallest * gib)
             raise InfeasibleError(
                 f"contender.activation_cap_gib={settings.activation_cap_gib}: holds {cap} "
-                f"chunk-activations, but {needs} (use {smallest * gib:.2g} or more)"
+                f"chunk-activations, but {needs} (use {enough:f} or more)"
             )
         return cap
     cap = unit * chunks if settings.activation_cap == "auto" else settings.activation_cap

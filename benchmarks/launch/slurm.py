@@ -139,12 +139,13 @@ def _too_large(point: Point) -> str:
     device = point.spec.cluster.device
     memory = simulate(point.plan, point.spec.cluster).memory
     peak_bytes, rank = max((m.total, rank) for rank, m in enumerate(memory))
-    if peak_bytes <= device.memory_gib * _GIB:
+    if peak_bytes <= device.usable_bytes:
         return ""
     return (
-        f"predicted peak of {peak_bytes / _GIB:.1f} GiB on pipeline rank {rank} is over "
-        f"cluster.device.memory_gib={device.memory_gib:g} (try more GPUs, a smaller "
-        "microbatch_size, or contender.recompute=full)"
+        f"predicted peak of {peak_bytes / _GIB:.1f} GiB on pipeline rank {rank} is over the "
+        f"{device.usable_bytes / _GIB:.1f} for tensors: cluster.device.memory_gib="
+        f"{device.memory_gib:g} less reserved_gib={device.reserved_gib:g} (try more GPUs, a "
+        "smaller microbatch_size, or contender.recompute=full)"
     )
 
 

@@ -39,8 +39,8 @@ _MEMORY = re.compile(r"\b(16|24|32|40|48|64|80|94|96|120|128|141|144|180|192)\s*
 def cluster_of(text: str) -> Cluster:
     """The cluster that a ``gpu`` text describes."""
     text = text.lower()
-    name = next((device for device in _DEVICES if device in text), None)
-    facts = next((device for device in _FACTS if device in text), None)
+    name = next((device for device in _DEVICES if _names(text, device)), None)
+    facts = next((device for device in _FACTS if _names(text, device)), None)
     if facts:
         cluster = _from_facts(facts)
     elif name:
@@ -48,6 +48,11 @@ def cluster_of(text: str) -> Cluster:
     else:
         cluster = _from_text(text)
     return _with_network(cluster, text)
+
+
+def _names(text: str, device: str) -> bool:
+    """Whether a text has the name as a word; a number of them may stand before it (8xH100)."""
+    return re.search(rf"(?:(?<![a-z0-9])|(?<=\dx)){device}(?!\d)", text) is not None
 
 
 def _as_stated(cluster: Cluster, text: str) -> Cluster:

@@ -73,3 +73,11 @@ def test_batch_must_divide() -> None:
     asked = request(4, global_batch=7, pp=2)
     with pytest.raises(InfeasibleError, match=r"global_batch=7: .* \(try 6 or 8\)"):
         microbatches_per_step(asked, resolve_layout(asked))
+
+
+def test_a_step_of_too_many_actions_is_refused() -> None:
+    asked = request(4, global_batch=2 * 2**13, pp=2, chunks=2)
+    assert microbatches_per_step(asked, resolve_layout(asked)) == 2**13
+    asked = request(4, global_batch=2 * 2**13 + 2, pp=2, chunks=2)
+    with pytest.raises(InfeasibleError, match=r"8193 microbatches .* x 4 stages .* most 8192 "):
+        microbatches_per_step(asked, resolve_layout(asked))

@@ -123,6 +123,24 @@ def test_a_cap_in_gib_holds_as_many_of_the_largest_chunk() -> None:
     assert plan_zeropp(by_size) == plan_zeropp(by_number)
 
 
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 2),
+    st.integers(1, 12),
+    st.integers(1, 8),
+    st.sampled_from(["none", "selective", "full"]),
+)
+@settings(max_examples=30, deadline=None)
+def test_a_suggested_cap_in_gib_is_accepted(
+    pp: int, chunks: int, microbatches: int, unit: int, recompute: str
+) -> None:
+    knobs = {"pp": pp, "chunks": chunks, "unit": unit, "recompute": recompute}
+    with pytest.raises(InfeasibleError, match=r"use [\d.]+ or more") as refusal:
+        plan_zeropp(request(microbatches=microbatches, activation_cap_gib=1e-6, **knobs))
+    suggested = float(str(refusal.value).split("(use ")[1].split()[0])
+    plan_zeropp(request(microbatches=microbatches, activation_cap_gib=suggested, **knobs))
+
+
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [

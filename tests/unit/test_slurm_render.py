@@ -143,7 +143,7 @@ def test_flags_say_what_the_map_says() -> None:
 
 def test_a_plan_that_cannot_fit_is_refused_before_the_queue(tmp_path: Path) -> None:
     values = mapping()
-    values["cluster"]["device"]["memory_gib"] = 0.001
+    values["cluster"]["device"]["reserved_gib"] = 15.999  # of 16
     points, settings = [plan_point(spec_from_mapping(values))], options(report_dir="report")
     with SweepProgress(1) as progress:
         assert launch(points, asdict(replace(settings, dry_run=True)), tmp_path, progress) == []
@@ -151,7 +151,7 @@ def test_a_plan_that_cannot_fit_is_refused_before_the_queue(tmp_path: Path) -> N
         (record,) = launch(points, asdict(settings), tmp_path, progress)
     assert record.status == "infeasible"
     assert "predicted peak of " in record.reason
-    assert "is over cluster.device.memory_gib=0.001" in record.reason
+    assert "is over the 0.0 for tensors: cluster.device.memory_gib=16 less" in record.reason
     assert not (tmp_path / "slurm").exists()
 
 

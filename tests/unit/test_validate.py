@@ -104,6 +104,26 @@ def test_clusters_are_read_from_text(text: str, nics: int, gigabytes: float, mem
     assert made.device.memory_gib == memory
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("8xH100", "h100"),
+        ("H100-80GB", "h100"),
+        ("DGX-A100", "a100"),
+        ("A100", "a100"),
+        ("72x GB200", "gb200"),
+        ("GH200 96GB, 990 TFLOP/s, 4 TB/s", "stated"),
+    ],
+)
+def test_a_device_is_named_by_a_word(text: str, name: str) -> None:
+    assert cluster_of(text).device.name == name
+
+
+def test_a_gh200_is_not_a_h200() -> None:
+    with pytest.raises(UnpredictableError, match="no device preset"):
+        cluster_of("GH200 96GB")
+
+
 def test_devices_are_what_the_text_states() -> None:
     plain, small = cluster_of("H100-80GB SXM"), cluster_of("H100 96GB HBM2e 500W")
     assert small.device.memory_bandwidth_gb_s == 2400
