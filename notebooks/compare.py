@@ -57,7 +57,8 @@ def show(pictures):
 
 # %% [markdown]
 # ## The comparison
-# Ranges are 95 % bootstrap intervals of medians; `~` marks a timing whose spread is too large.
+# Ranges are 95 % bootstrap intervals of medians; `~` marks a speed-up that its samples
+# do not settle.
 
 # %%
 headline_table(rows)

@@ -9,20 +9,28 @@ import argparse
 import sys
 from pathlib import Path
 
+from benchmarks.record import check_writable
 from benchmarks.report.compare import write_comparison
 from benchmarks.report.write import write_report
+from benchmarks.spec import SpecError
 
 
 def main() -> int:
-    """Command line; exit status 1 where there was nothing to report, 2 on a path that is none."""
-    parser = argparse.ArgumentParser(prog="benchmarks.report", description=__doc__)
+    """Command line; exit status 1 where there was nothing to report, 2 on a path that is none or
+    that cannot be written to."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report",
+        description="Tables, figures and a page of records, or what changed between two sets.",
+    )
     parser.add_argument(
         "runs", nargs="*", type=Path, help="records or directories (default: results/runs)"
     )
     parser.add_argument(
         "--compare", nargs=2, type=Path, metavar=("A", "B"), help="two sets of runs: before, after"
     )
-    parser.add_argument("--out", type=Path, default=Path("results/reports/latest"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("results/reports/latest"), help="folder (%(default)s)"
+    )
     arguments = parser.parse_args()
     if arguments.compare and arguments.runs:
         parser.error("--compare takes both sets itself: give no RUNS beside it")
@@ -30,6 +38,11 @@ def main() -> int:
         if not path.exists():
             print(f"error: {path}: no such file or directory", file=sys.stderr)
             return 2
+    try:
+        check_writable("--out", arguments.out)
+    except SpecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if arguments.compare:
         before, after = arguments.compare
         return 0 if write_comparison([before], [after], arguments.out) else 1

@@ -101,7 +101,8 @@ _KNOBS = (
 def configuration_text(record: RunRecord, spec: RunSpec) -> str:
     """Degrees above 1 and the knobs that matter, in the field's short form.
 
-    For example ``PP2 V2 ZeRO-3x2 U4``. Where there is no plan (infeasible), from what was asked.
+    For example ``PP2 V2 ZeRO-3x2 U4``. Where there is no plan (infeasible), from what was asked:
+    ``auto`` where every degree was left open.
     """
     settings, plan = spec.contender, record.plan
     degrees = plan.get("layout") or {k: v for k, v in vars(settings).items() if v != "auto"}
@@ -121,7 +122,7 @@ def configuration_text(record: RunRecord, spec: RunSpec) -> str:
     plain = Settings(settings.name)  # what is set apart from it is another configuration
     knobs = ((knob, getattr(settings, knob)) for knob in _KNOBS)
     parts += [f"{knob} {value}" for knob, value in knobs if value != getattr(plain, knob)]
-    return " ".join(parts) or "1 rank"
+    return " ".join(parts) or ("1 rank" if spec.num_gpus == 1 else "auto")
 
 
 def source_of(record: RunRecord) -> dict[str, Any]:

@@ -62,18 +62,7 @@ def write_page(
     path = out / "report.html"
     path.write_text(
         environment.get_template("report.html.j2").render(
-            sections=[
-                {
-                    "name": section,
-                    "tables": [
-                        _table(name, tables[name])
-                        for name, of in _TABLES.items()
-                        if of == section and not tables[name].empty
-                    ],
-                    "pictures": [_image(p) for p in pictures if p.section == section],
-                }
-                for section in _SECTIONS
-            ],
+            sections=[_section(name, tables, pictures) for name in _SECTIONS],
             summary=_summary(rows),
             notes=notes_of(rows),
             skipped=skipped,
@@ -83,6 +72,21 @@ def write_page(
         )
     )
     return path
+
+
+def _section(
+    section: str, tables: dict[str, pd.DataFrame], pictures: Sequence[SavedPicture]
+) -> dict[str, Any]:
+    """What the template shows below one heading; tables without rows are left out."""
+    return {
+        "name": section,
+        "tables": [
+            _table(name, tables[name])
+            for name, of in _TABLES.items()
+            if of == section and not tables[name].empty
+        ],
+        "pictures": [_image(picture) for picture in pictures if picture.section == section],
+    }
 
 
 def _table(name: str, table: pd.DataFrame) -> _Table:

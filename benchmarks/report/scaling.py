@@ -116,19 +116,11 @@ def _doubts(rows: pd.DataFrame) -> str:
     )
 
 
-def _cell(row: pd.Series) -> str:
-    """Ratio, ~ where it is unsure, and, of measured ones, the interval: never a single reading."""
-    text = f"{'~' if row['unsure'] else ''}{row['speedup']:.2f}"
-    if row["evidence"] != "measured":
-        return text
-    return f"{text}\n[{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
-
-
 def _map(rows: pd.DataFrame, contender: str) -> Figure:
     table = rows.sort_values(["model", "global_batch"], kind="stable")
     table = table.assign(
         line=table["model"] + ", batch " + table["global_batch"].astype(str),
-        text=[_cell(row) for _, row in table.iterrows()],
+        text=table["speedup_text"].str.replace(" ", "\n"),  # the interval below the ratio
     ).drop_duplicates(["line", "num_gpus"], keep="last")
     lines = table["line"].unique()[:MAX_LINES]
     values, texts = (

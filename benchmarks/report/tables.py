@@ -12,7 +12,7 @@ from rich.table import Table
 
 from benchmarks.report.evidence import evidence_distances
 from benchmarks.report.frame import CELL, best_configuration
-from benchmarks.report.headline import REFERENCE
+from benchmarks.report.headline import REFERENCE, doubts, ratio_text
 from benchmarks.report.published import published_table
 from benchmarks.stats import paired_ratio, ratio_of_medians
 
@@ -78,10 +78,7 @@ def speedup_table(rows: pd.DataFrame) -> pd.DataFrame:
     table = _heads(pairs)
     table["contender"] = pairs["contender"]
     table["against"] = REFERENCE
-    table["speed-up"] = [
-        f"{'~' if pair['unsure'] else ''}{_interval(pair, 'speedup', 2)}"
-        for _, pair in pairs.iterrows()
-    ]
+    table["speed-up"] = pairs["speedup_text"]
     table["peak memory ratio"] = _numbers(pairs, "memory_ratio", ".2f")
     table["note"] = pairs["note"]
     means = [
@@ -94,8 +91,8 @@ def speedup_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def paired_speedups(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a cell and contender but DeepSpeed 3D: ``speedup`` with its interval (ratio of
-    median step times), ``memory_ratio``, and ``unsure`` where the samples do not settle it."""
+    """One row a cell and contender but DeepSpeed 3D: ``speedup`` (ratio of median step times), the
+    same with its interval as text, ``memory_ratio``, and ``unsure`` where there are ``doubts``."""
     best = best_configuration(rows)
     if best.empty:
         return best
@@ -175,16 +172,11 @@ def _pair(row: Mapping[Hashable, Any]) -> dict[str, Any]:
     """Speed-up of one merged row, in which the reference's columns end in ``_base``."""
     ratio = ratio_of_medians(row["samples_step_s_base"], row["samples_step_s"])
     measured = row["evidence"] == "measured"
-    notes = []
-    if measured and ratio.unstable:
-        notes.append(f"unstable: spread {ratio.spread:.0%}, n={ratio.count}")
-    if measured and ratio.low <= 1.0 <= ratio.high:
-        notes.append("interval includes 1: no difference shown")
+    notes = doubts(ratio) if measured else []
     comparable = row["memory_kind"] == row["memory_kind_base"] and pd.notna(row["peak_gib_base"])
     return {
         "speedup": ratio.median,
-        "speedup_low": ratio.low,
-        "speedup_high": ratio.high,
+        "speedup_text": ratio_text(ratio, measured=measured),
         "memory_ratio": row["peak_gib"] / row["peak_gib_base"] if comparable else None,
         "unsure": bool(notes),
         "note": "; ".join(notes),
@@ -231,10 +223,11 @@ def _note(row: pd.Series) -> str:
 
 def _latex(table: pd.DataFrame) -> str:
     """A booktabs tabular; cells are escaped by hand because pandas' writer needs jinja's style."""
-    special = {c: f"\\{c}" for c in "&%$#_{}"} | {"~": r"\textasciitilde{}"}
+    special = {c: f"\\{c}" for c in "&%$#_{}"} | {"~": r"\textasciitilde{}", "\\": "/"}
+    escapes = str.maketrans(special)
 
     def escape(value: object) -> str:
-        return "".join(special.get(c, c) for c in str(value).replace("\\", "/"))
+        return str(value).translate(escapes)
 
     body = [" & ".join(map(escape, row)) + r" \\" for row in table.to_numpy()]
     return "\n".join(

@@ -15,12 +15,17 @@ from pathlib import Path
 OK, RAISES, TAKES_MEMORY, GOES_ON = range(4)
 _TAKEN_BYTES = 600 * 2**20
 _STEPS, _ENDLESS = 3, 10_000
+_WAIT_S = 30.0
 
 
 def wait_for_the_others(directory: Path) -> None:
-    """Return when every rank has stepped: real ones go in step, by their collectives."""
+    """Return when every rank has stepped: real ones go in step, by their collectives. Raises
+    TimeoutError where one does not in time."""
+    deadline = time.monotonic() + _WAIT_S
     others = [directory / f"rank_{rank:03d}.jsonl" for rank in range(int(os.environ["WORLD_SIZE"]))]
     while not all(f.exists() and f.read_text().count('"step"') == _STEPS for f in others):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not every rank has stepped within {_WAIT_S:g} s")
         time.sleep(0.05)
 
 

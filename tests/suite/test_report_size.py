@@ -22,7 +22,9 @@ print(len(paths.files), len(paths.skipped), time.process_time(), own.ru_maxrss *
 
 
 def test_five_thousand_records(tmp_path: Path) -> None:
-    """Processor time, because machines are shared; a few files among them are no records."""
+    """The aim is 20 s by the clock on a quiet machine. Held is processor time, which others cannot
+    take, but which grows where they share the caches: hence twice that. A few files are no records.
+    """
     kinds = [
         make_record(c, m, n)
         for c in ("zeropp", "deepspeed_3d", "torch_pp", "fsdp")
@@ -53,5 +55,5 @@ def test_five_thousand_records(tmp_path: Path) -> None:
     files, skipped, seconds, peak = map(float, done.stdout.split())
     assert files > 20
     assert skipped == 3
-    assert seconds < 20
+    assert seconds < 40
     assert peak < 2**30

@@ -16,6 +16,16 @@ from zeropp.timeline import Provenance
 
 MODELS = {"gpt_tiny": (8, 64), "gpt_mini": (8, 128), "gpt_1_5b": (48, 1600)}
 LINK = {"bandwidth_gb_s": 5.0, "latency_us": 20.0}
+_SUCCESS: dict[str, Any] = {
+    "schema_version": SCHEMA_VERSION,
+    "status": "ok",
+    "reason": "",
+    "started_at": "2026-11-20T10:00:00+00:00",
+    "ended_at": "2026-11-20T10:01:00+00:00",
+    "git_sha": "0123456789abcdef",
+    "git_dirty": False,
+    "launcher": "local",
+}
 _SLOWER = {"zeropp": 1.0, "deepspeed_3d": 1.3, "torch_pp": 1.1, "fsdp": 1.2}
 
 
@@ -65,43 +75,39 @@ def make_record(
     base = 0.4 * spec.model.hidden / num_gpus**0.9 * _SLOWER[contender] / 64
     steps = step_s or [base * (1 + noise * draw.random()) for _ in range(10)]
     peak = int(base * 2**28 / _SLOWER[contender])
-    layout = {"pp": 2, "tp": 1, "shard": num_gpus // 2, "replicate": 1, "chunks": 2}
     values: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
         "record_id": f"{spec.spec_id}/{attempt}",
         "spec_id": spec.spec_id,
         "spec": spec.to_dict(),
         "provenance": provenance,
-        "status": "ok",
-        "reason": "",
-        "started_at": "2026-11-20T10:00:00+00:00",
-        "ended_at": "2026-11-20T10:01:00+00:00",
-        "git_sha": "0123456789abcdef",
-        "git_dirty": False,
-        "launcher": "local",
-        "plan": {
-            "layout": layout,
-            "num_microbatches": 4,
-            "unit": 2,
-            "predicted_memory": [{"parameters": peak // 3, "activations": peak // 2}] * 2,
-        },
+        "plan": _plan(num_gpus, peak),
         "gate": GateResult(True, 1e-4, 1e-7, 1e-7, 1e-7, model),
         "losses": [5.5 * 0.9**i * (1 + 1e-7 * draw.random()) for i in range(12)],
         "step_s": steps,
-        "ranks": [
-            RankRecord(
-                rank=rank,
-                pp_rank=rank % 2,
-                environment={"host": "node0", "device": "cpu", "versions": {"torch": "2.13.0"}},
-                step_s=steps,
-                counters={},
-                peak_rss_bytes=peak,
-            )
-            for rank in range(num_gpus)
-        ],
+        "ranks": [_rank(rank, steps, peak) for rank in range(num_gpus)],
         "spans": [list(row) for row in span_rows(contender)] if spans else [],
     }
-    return RunRecord(**(values | (fields or {})))
+    return RunRecord(**(_SUCCESS | values | (fields or {})))
+
+
+def _plan(num_gpus: int, peak: int) -> dict[str, Any]:
+    return {
+        "layout": {"pp": 2, "tp": 1, "shard": num_gpus // 2, "replicate": 1, "chunks": 2},
+        "num_microbatches": 4,
+        "unit": 2,
+        "predicted_memory": [{"parameters": peak // 3, "activations": peak // 2}] * 2,
+    }
+
+
+def _rank(rank: int, step_s: list[float], peak: int) -> RankRecord:
+    return RankRecord(
+        rank=rank,
+        pp_rank=rank % 2,
+        environment={"host": "node0", "device": "cpu", "versions": {"torch": "2.13.0"}},
+        step_s=step_s,
+        counters={},
+        peak_rss_bytes=peak,
+    )
 
 
 def write_records(records: list[RunRecord], root: Path) -> Path:

@@ -71,6 +71,29 @@ def test_latest_success_wins_and_failures_stay(tmp_path: Path) -> None:
     assert "oom" in set(headline_table(rows)["tokens/s/rank"])
 
 
+def test_the_reference_is_the_fastest_and_sure_of_itself(tmp_path: Path) -> None:
+    slow = {"plan": {"layout": {"pp": 4}}, "started_at": "2026-11-21"}
+    base = make_record("deepspeed_3d", step_s=[1.0, 2.0, 0.5, 1.5, 3.0])
+    later = make_record("deepspeed_3d", step_s=[2.5] * 6, attempt="local-2", fields=slow)
+    ours = make_record("zeropp", step_s=[0.75] * 6)
+    shown = headline_table(latest_ok(frame_of(base, later, ours, root=tmp_path)))
+    first, second, third = shown["speed-up"]  # the contenders by name, the later layout first
+    assert {first, second} == {"1.00", "~0.60 [0.20, 1.20]"}
+    assert third.startswith("~2.00 [")
+
+
+def test_what_never_had_a_plan_is_named_by_what_was_asked(tmp_path: Path) -> None:
+    nothing = failed("infeasible", "does not fit") | {"plan": {}}
+    rows = latest_ok(
+        frame_of(
+            make_record("fsdp", fields=nothing),
+            make_record("zeropp", fields=nothing),
+            root=tmp_path,
+        )
+    )
+    assert set(headline_table(rows)["contender"]) == {"FSDP2: auto", "ZeroPP: auto"}
+
+
 def test_kinds_of_evidence_are_never_paired(tmp_path: Path) -> None:
     measured = make_record("zeropp")
     simulated = make_record("deepspeed_3d", provenance="simulated", attempt="simulate-1")
@@ -109,6 +132,7 @@ def test_a_speedup_shows_its_doubts_at_the_number(tmp_path: Path) -> None:
     assert all("[" in text for text in texts)
     shown = headline_table(rows).set_index(["ranks", "contender"])["speed-up"]
     assert shown[16, "ZeroPP: PP2 V2 ZeRO-3x8 U2"] == "~2.00 [2.00, 2.00]"
+    assert list(shown[8]) == ["1.00", speedups[1]]
 
 
 def test_rows_of_tables_name_their_records(tmp_path: Path) -> None:
@@ -343,13 +367,20 @@ def test_best_configuration_of_nothing_is_nothing() -> None:
     assert best_configuration(pd.DataFrame()).empty
 
 
-def test_command_line_refuses_a_path_that_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("nowhere", "nowhere: no such file or directory"), ("file", "--out={}: cannot be written to")],
+)
+def test_command_line_refuses_a_path_that_is_none(tmp_path: Path, name: str, reason: str) -> None:
+    (tmp_path / "file").touch()
+    path = str(tmp_path / name)
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.report", str(tmp_path / "nowhere")],
+        [sys.executable, "-m", "benchmarks.report", path, "--out", path],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert done.returncode == 2
-    assert "nowhere: no such file or directory" in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert reason.format(path) in line
