@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypedDict, Unpack
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zeropp.cost import cut_by_weight
 from zeropp.engine.engine import Engine, EngineOptions, Piece
 from zeropp.engine.interpreter import LossFunction
+from zeropp.engine.knobs import Knobs, check_knobs
 from zeropp.engine.replicas import Name
-from zeropp.layout import InfeasibleError, Layout, Placement
-from zeropp.plan import Precision, Recompute, ReduceEvery, Settings
+from zeropp.layout import InfeasibleError, Layout
+from zeropp.plan import Precision, Settings
 from zeropp.planner import Sizes, programs
 from zeropp.schedule import validate
 from zeropp.schedule.program import Schedule
+from zeropp.schedule.zeropp import smallest_cap
 from zeropp.training import OptimizerConfig, StepResult
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -58,25 +60,6 @@ class ParallelModel:
         self.engine.load(directory)
 
 
-class Knobs(TypedDict, total=False):
-    """Knobs of ``parallelize``: those of ``zeropp.plan.Settings``, degrees 1 by default."""
-
-    pp: int
-    shard: int
-    replicate: int
-    replicate_zero: Literal[0, 1]
-    chunks: int
-    unit: int
-    activation_cap: int
-    reduce_every: ReduceEvery
-    replicate_every: ReduceEvery
-    prefetch: int
-    keep: int
-    placement: Placement
-    recompute: Recompute
-    compile: bool
-
-
 def parallelize(
     layers: Sequence[Layer],
     loss_fn: LossFunction,
@@ -100,6 +83,7 @@ def parallelize(
     ``tied`` names two parameters as (layer, name). The last layer's weight gradients are not put
     off: its output is taken to be wide. Raises InfeasibleError where something does not fit.
     """
+    check_knobs(knobs)
     settings = Settings("zeropp", **{"pp": 1, "replicate": 1, **knobs})  # type: ignore[arg-type]
     stages = _cut(layers, settings, sample, global_batch, precision, weights)
     device = torch.device(device)
@@ -188,8 +172,22 @@ def _cut(
             f"{len(layers)} layers"
         )
     microbatches = _microbatches(layout, global_batch, sample.shape[0])
+    schedule = _schedule(layout, settings, microbatches, precision)
+    outputs, parameters = _outputs(layers, sample, precision)
+    return _Stages(layout, schedule, cut_by_weight(weights or parameters, count), outputs)
+
+
+def _schedule(
+    layout: Layout, settings: Settings, microbatches: int, precision: Precision
+) -> Schedule:
     unit = min(layout.pp if settings.unit == "auto" else settings.unit, microbatches)
     cap = unit * layout.chunks if settings.activation_cap == "auto" else settings.activation_cap
+    smallest = smallest_cap(layout.chunks, microbatches, unit)
+    if cap < smallest:
+        raise InfeasibleError(
+            f"activation_cap={cap}: a unit of {unit} microbatches in {layout.chunks} chunks needs "
+            f"at least {smallest} (or a smaller unit)"
+        )
     sharded = layout.shard > 1 or precision == "bf16"
     sizes = Sizes(layout.pp, layout.chunks, microbatches, unit, cap, sharded)
     sizes = replace(
@@ -197,8 +195,7 @@ def _cut(
     )
     (schedule,) = programs(sizes)
     validate(schedule, activation_cap=cap)
-    outputs, parameters = _outputs(layers, sample, precision)
-    return _Stages(layout, schedule, cut_by_weight(weights or parameters, count), outputs)
+    return schedule
 
 
 def _microbatches(layout: Layout, global_batch: int, microbatch_size: int) -> int:
@@ -208,7 +205,7 @@ def _microbatches(layout: Layout, global_batch: int, microbatch_size: int) -> in
             f"{layout.world}: must be the number of ranks, {dist.get_world_size()}"
         )
     slots = layout.dp * microbatch_size
-    if global_batch % slots:
+    if global_batch < 1 or global_batch % slots:
         raise InfeasibleError(
             f"global_batch={global_batch}: must be a multiple of {slots}, the sample's "
             f"{microbatch_size} rows x {layout.dp} data-parallel ranks"
