@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 Axis = Literal["tp", "pp", "shard", "replicate"]
 Placement = Literal["dp_inner", "pp_inner"]
 
-# Microbatches x stages. Planning takes half a minute there with two chunks a rank, and grows with
-# the square; the largest that was published has as many.
-_MOST_ACTIONS = 2**15
+# Microbatches x stages: twice those of 64 ranks with 4 chunks and 512 microbatches. Planning takes
+# minutes there; beyond, it only looks as if it did nothing.
+_MOST_ACTIONS = 2**18
 
 
 class InfeasibleError(ValueError):

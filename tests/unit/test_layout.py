@@ -76,8 +76,8 @@ def test_batch_must_divide() -> None:
 
 
 def test_a_step_of_too_many_actions_is_refused() -> None:
-    asked = request(4, global_batch=2 * 2**13, pp=2, chunks=2)
-    assert microbatches_per_step(asked, resolve_layout(asked)) == 2**13
-    asked = request(4, global_batch=2 * 2**13 + 2, pp=2, chunks=2)
-    with pytest.raises(InfeasibleError, match=r"8193 microbatches .* x 4 stages .* most 8192 "):
+    asked = request(4, global_batch=2 * 2**16, pp=2, chunks=2)
+    assert microbatches_per_step(asked, resolve_layout(asked)) == 2**16
+    asked = request(4, global_batch=2 * 2**16 + 2, pp=2, chunks=2)
+    with pytest.raises(InfeasibleError, match=r"65537 microbatches .* x 4 stages .* most 65536 "):
         microbatches_per_step(asked, resolve_layout(asked))
