@@ -4,8 +4,8 @@ Families of configurations (all but unit, cap and point of reduction) wait in a 
 bound of their step. The lowest is taken: first priced, then opened into its members, then
 simulated; the search ends when no bound in the queue is below the winner. So the winner is the
 best there is; the runner-up is the best of other degrees among those that were simulated. What
-lacks memory falls before it has a schedule where its least bytes are too many, else by the peak
-of its programs.
+lacks memory falls before it has a schedule where its least bytes are too many or a lower activation
+cap has been too much, else by the peak of its programs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zeropp.cost import PlanPrice, price_plan
 from zeropp.plan import Plan
@@ -60,6 +60,7 @@ class Outcome:
     runner_up: Evaluated | None = None
     fallen: Counter[str] = field(default_factory=Counter)
     simulated: int = 0
+    too_large: set[Candidate] = field(default_factory=set)  # whatever their cap beyond the tried
 
     def offer(self, new: Evaluated) -> None:
         """Keep the best, and the best of other degrees."""
@@ -142,11 +143,16 @@ def _children(
 def _evaluate(task: Task, entry: _Entry, outcome: Outcome) -> None:
     price = entry.price
     assert price is not None
+    uncapped = replace(entry.candidate, cap=0)
+    if uncapped in outcome.too_large:  # members come with the smallest cap first
+        outcome.fallen[OOM] += 1
+        return
     plan = sized_plan(task, entry.candidate)
     limit = task.cluster.device.usable_bytes
     (simple,) = with_programs(plan, entry.candidate)
     if not _fits(simple, price, limit):
         outcome.fallen[OOM] += 1
+        outcome.too_large.add(uncapped)
         return
     outcome.simulated += 1
     result = simulate(simple, task.cluster, price=price)
