@@ -128,24 +128,40 @@ def write_unstarted(
 ) -> RunRecord:
     """Record a point that no rank was started for."""
     directory = attempt_directory(point.spec, runs_dir, launcher)
+    record = launcher_record(
+        point.spec, directory.name, launcher, status, reason, now(), interrupted=interrupted
+    )
+    record.write(directory / "record.json")
+    return record
+
+
+def launcher_record(
+    spec: RunSpec,
+    attempt: str,
+    launcher: str,
+    status: Status,
+    reason: str,
+    started_at: str,
+    **more: Any,
+) -> RunRecord:
+    """The record of an attempt without ranks of its own, ended now; ``more`` are fields of
+    RunRecord."""
     sha, dirty = git_state()
-    record = RunRecord(
+    return RunRecord(
         schema_version=SCHEMA_VERSION,
-        record_id=f"{point.spec.spec_id}/{directory.name}",
-        spec_id=point.spec.spec_id,
-        spec=point.spec.to_dict(),
+        record_id=f"{spec.spec_id}/{attempt}",
+        spec_id=spec.spec_id,
+        spec=spec.to_dict(),
         provenance=PROVENANCE[launcher],
         status=status,
         reason=reason,
-        interrupted=interrupted,
-        started_at=now(),
+        started_at=started_at,
         ended_at=now(),
         git_sha=sha,
         git_dirty=dirty,
         launcher=launcher,
+        **more,
     )
-    record.write(directory / "record.json")
-    return record
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:

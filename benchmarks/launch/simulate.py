@@ -11,16 +11,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import git_state
 from benchmarks.launch.points import (
-    PROVENANCE,
     Point,
     attempt_directory,
+    launcher_record,
     now,
     plan_summary,
 )
 from benchmarks.progress import SweepProgress
-from benchmarks.record import SCHEMA_VERSION, RunRecord, Status
+from benchmarks.record import RunRecord, Status
 from benchmarks.spec import RunSpec, check_priced
 from zeropp.plan import Plan
 from zeropp.sim.simulate import SimResult, simulate
@@ -62,20 +61,13 @@ def simulated_record(
     peak, held = result.peak_bytes / 2**30, limit / 2**30
     over = f"predicted peak {peak:.1f} GiB, the device has {held:.1f} for tensors"
     reason = "" if status == "ok" else over
-    sha, dirty = git_state()
-    return RunRecord(
-        schema_version=SCHEMA_VERSION,
-        record_id=f"{spec.spec_id}/{attempt}",
-        spec_id=spec.spec_id,
-        spec=spec.to_dict(),
-        provenance=PROVENANCE["simulate"],
-        status=status,
-        reason=reason,
-        started_at=started,
-        ended_at=now(),
-        git_sha=sha,
-        git_dirty=dirty,
-        launcher="simulate",
+    return launcher_record(
+        spec,
+        attempt,
+        "simulate",
+        status,
+        reason,
+        started,
         plan=plan_summary(replace(plan, memory=result.memory)),
         step_s=[result.step_s] if status == "ok" else [],
         spans=_spans(result),

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import CONTENDERS
-from benchmarks.environment import git_state
 from benchmarks.launch.points import (
-    PROVENANCE,
     Point,
     attempt_directory,
+    launcher_record,
     now,
     plan_summary,
 )
 from benchmarks.progress import SweepProgress
-from benchmarks.record import SCHEMA_VERSION, RunRecord, Status
+from benchmarks.record import RunRecord, Status
 from benchmarks.spec import SpecError
 from zeropp.plan import Plan
 
@@ -83,20 +82,13 @@ def _trace_point(
         predicted = _trace(point, plan, chosen, progress)
     except Exception as error:  # whatever the contender's code raises is the point's end
         status, reason = "failed", f"{type(error).__name__}: {str(error).strip()[:500]}"
-    sha, dirty = git_state()
-    record = RunRecord(
-        schema_version=SCHEMA_VERSION,
-        record_id=f"{spec.spec_id}/{directory.name}",
-        spec_id=spec.spec_id,
-        spec=spec.to_dict(),
-        provenance=PROVENANCE["trace"],
-        status=status,
-        reason=reason,
-        started_at=started,
-        ended_at=now(),
-        git_sha=sha,
-        git_dirty=dirty,
-        launcher="trace",
+    record = launcher_record(
+        spec,
+        directory.name,
+        "trace",
+        status,
+        reason,
+        started,
         plan=plan_summary(plan),
         predicted=predicted,
     )

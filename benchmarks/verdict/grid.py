@@ -18,28 +18,29 @@ _STRICT = {"extra": "forbid"}
 
 
 @dataclass(frozen=True)
-class MapSpec:
-    """GPU count x batch for one model on one cluster."""
+class _BatchMap:
+    """Something x batch for one model on one cluster."""
 
     model: str
     cluster: str
-    num_gpus: list[int]
     sequences_per_gpu: list[int]
 
     __pydantic_config__ = _STRICT
 
 
 @dataclass(frozen=True)
-class BandwidthSpec:
-    """Inter-node bandwidth x batch for one model on one cluster."""
+class MapSpec(_BatchMap):
+    """GPU count x batch."""
 
-    model: str
-    cluster: str
+    num_gpus: list[int]
+
+
+@dataclass(frozen=True)
+class BandwidthSpec(_BatchMap):
+    """Inter-node bandwidth x batch."""
+
     num_gpus: int
-    sequences_per_gpu: list[int]
     factors: list[float]
-
-    __pydantic_config__ = _STRICT
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zeropp.schedule import generators, zero_bubble
 from zeropp.schedule.program import Program, Schedule, StageCost, loop_placement, v_placement
-from zeropp.schedule.zeropp import zeropp
+from zeropp.schedule.zeropp import candidates, cheapest
 
 GENERATORS = (
     "gpipe",
@@ -46,15 +46,13 @@ def build(
     unit = min(unit or num_ranks, m)
     if name == "zeropp":
         cap = activation_cap or unit * chunks
-        programs = zeropp(num_ranks, chunks, m, unit, cap, costs)
-    else:
-        programs = _programs(name, num_ranks, chunks, m)
+        return cheapest(candidates(num_ranks, chunks, m, unit, cap, costs), costs)
     return Schedule(
         name=name,
         num_microbatches=m,
-        unit=unit if name == "zeropp" else m,
+        unit=m,
         stage_rank=v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks),
-        programs=programs,
+        programs=_programs(name, num_ranks, chunks, m),
     )
 
 

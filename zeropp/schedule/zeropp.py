@@ -50,27 +50,6 @@ def smallest_cap(chunks: int, num_microbatches: int, unit: int) -> int:
     return (chunks - 1) * min(unit, num_microbatches) + 1
 
 
-def zeropp(
-    num_ranks: int,
-    chunks: int,
-    num_microbatches: int,
-    unit: int,
-    activation_cap: int,
-    costs: Sequence[StageCost] | None,
-) -> tuple[Program, ...]:
-    """Programs under a cap of live chunk-activations a rank.
-
-    With ``costs``, the one of ``candidates`` that the event loop prices lowest on these costs,
-    gathers and reductions included: it is never worse than the equal-cost order. Raises
-    ValueError where the cap is too small for a unit.
-    """
-    orders = candidates(num_ranks, chunks, num_microbatches, unit, activation_cap, costs)
-    if len(orders) == 1 or costs is None:
-        return orders[0].programs
-    gather = any(cost.unshard for cost in costs)
-    return min(orders, key=lambda o: events.run(lower(o, gather=gather), costs).step_s).programs
-
-
 def candidates(
     num_ranks: int,
     chunks: int,
@@ -80,7 +59,8 @@ def candidates(
     costs: Sequence[StageCost] | None,
 ) -> tuple[Schedule, ...]:
     """Compute-only schedules to choose from: the order for equal durations, and with ``costs`` the
-    best of several that are planned with them, gathers and reductions aside."""
+    best of several that are planned with them, gathers and reductions aside. All keep the cap of
+    live chunk-activations a rank; raises ValueError where it is too small for a unit."""
     smallest = smallest_cap(chunks, num_microbatches, unit)
     if activation_cap < smallest:
         raise ValueError(
@@ -97,6 +77,15 @@ def candidates(
         Schedule("zeropp", num_microbatches, unit, orders.stage_rank, programs)
         for programs in dict.fromkeys(found)
     )
+
+
+def cheapest(orders: Sequence[Schedule], costs: Sequence[StageCost] | None) -> Schedule:
+    """The one of ``candidates`` that the event loop prices lowest on these costs, gathers and
+    reductions included: never worse than the equal-cost order, which is the first."""
+    if len(orders) == 1 or costs is None:
+        return orders[0]
+    gather = any(cost.unshard for cost in costs)
+    return min(orders, key=lambda order: events.run(lower(order, gather=gather), costs).step_s)
 
 
 def _equal_cost_plan(orders: Orders, caps: Sequence[int]) -> tuple[Program, ...]:
