@@ -228,22 +228,26 @@ class TorchPipelineTrainer:
             index,
             last + 1,
             self._device,
-            input_args=self._boundary(first=index == 0),
-            output_args=self._boundary(first=False),
+            input_args=self._boundary(index),
+            output_args=self._boundary(index + 1),
             group=self._mesh.get_group("pp"),
         )
         stage.observer, stage.clock = self._observe, self._clock
         return stage
 
-    def _boundary(self, *, first: bool) -> Tensor:
-        """Shape and type of what enters a stage or leaves it. Torch sends no last stage's output,
-        so what is said of that does not matter."""
+    def _boundary(self, stage: int) -> Tensor:
+        """Shape and type of what enters a stage; behind the last one, of the logits."""
         plan, shape = self._plan, self._plan.shape
-        if first:
+        if stage == 0:
             return torch.empty(plan.microbatch_size, shape.seq, dtype=torch.int64, device="meta")
-        seq = shape.seq // (plan.layout.tp if plan.layout.sequence_parallel else 1)
+        seq, width = (
+            shape.seq // (plan.layout.tp if plan.layout.sequence_parallel else 1),
+            shape.hidden,
+        )
+        if stage == plan.schedule.num_stages:
+            seq, width = shape.seq, shape.vocab
         dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-        size = (plan.microbatch_size, seq, shape.hidden)
+        size = (plan.microbatch_size, seq, width)
         return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
 
     def _loss_context(self) -> AbstractContextManager[Any]:

@@ -5,14 +5,15 @@ the piece inside, so FSDP2's forward and backward hooks never run: gathering, re
 reducing happen exactly where the program says. State dicts, mixed precision and checkpoints
 remain torch's own.
 
-This is the one file of the library that touches private parts of FSDP2 (seen with torch 2.13): the
-parameter groups' ``post_backward`` (torch's own pipeline stages call it likewise, in
+This is the one file of the engine that touches private parts of FSDP2 (seen with torch 2.11 and
+2.13): the parameter groups' ``post_backward`` (torch's own pipeline stages call it likewise, in
 ``perform_reduce_grad``), their gradient accumulators, and the root's final callback.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,14 @@ class Shard(nn.Module):
         self.piece = piece
 
 
+class _Root(nn.Module):
+    """Holds a chunk's shards together; has no parameters of its own."""
+
+    def __init__(self, shards: Iterable[Any]) -> None:
+        super().__init__()
+        self.shards = nn.ModuleList(shards)
+
+
 class ChunkShards:
     """The shards of one chunk: gather, release, reduce.
 
@@ -44,23 +53,23 @@ class ChunkShards:
     ) -> None:
         self.pieces = pieces
         self._shards: list[FSDPModule] = []
+        self._root: FSDPModule | None = None
         self._handles: list[Any] = []
         if mesh is None:
             return
         policy = MixedPrecisionPolicy()
         if precision == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for piece in pieces:
-            shard = fully_shard(
-                Shard(piece), mesh=mesh, mp_policy=policy, reshard_after_forward=False
-            )
-            assert isinstance(shard, FSDPModule)
-            # The pieces of a chunk are reduced together: none waits for the one before.
-            if hasattr(shard, "set_reduce_scatter_max_input_buffers"):  # absent in older torch
-                shard.set_reduce_scatter_max_input_buffers(len(pieces))
-            shard._get_fsdp_state()._lazy_init()
-            shard.set_reshard_after_backward(False)
-            self._shards.append(shard)
+        wrap = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self._shards = [wrap(Shard(piece)) for piece in pieces]
+        # Every root takes four streams from torch's pool of 32, which NCCL's come from, too: with a
+        # root a piece a message that waits for its sender could share one with what must not wait.
+        self._root = wrap(_Root(self._shards))
+        # The pieces of a chunk are reduced together: none waits for the one before.
+        if hasattr(self._root, "set_reduce_scatter_max_input_buffers"):  # absent in older torch
+            self._root.set_reduce_scatter_max_input_buffers(len(pieces))
+        self._root.set_reshard_after_backward(False)
+        self._root._get_fsdp_state()._lazy_init()
 
     def unshard(self) -> None:
         """Start to gather the parameters; ``wait`` before they are used."""
@@ -93,13 +102,13 @@ class ChunkShards:
 
     def finish(self) -> None:
         """Make the current stream wait for the reductions, and free their buffers."""
-        for shard in self._shards:
-            shard._get_fsdp_state()._root_post_backward_final_callback()
+        if self._root is not None:
+            self._root._get_fsdp_state()._root_post_backward_final_callback()
 
     def follow_reductions(self, stream: torch.cuda.Stream) -> None:
         """Make a stream wait for the reductions that were started."""
-        for shard in self._shards[:1]:  # they share one stream
-            stream.wait_stream(shard._get_fsdp_state()._comm_ctx.reduce_scatter_stream)
+        if self._root is not None:
+            stream.wait_stream(self._root._get_fsdp_state()._comm_ctx.reduce_scatter_stream)
 
     def named_parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """(index of the piece in the chunk, name, parameter), sharded where there are shards."""
@@ -128,6 +137,9 @@ class ChunkShards:
                 total += grad.nbytes if grad is not None else 0
         return total
 
+    def _fsdp_modules(self) -> list[FSDPModule]:
+        return [] if self._root is None else [self._root, *self._shards]
+
     def _fsdp_parameters(self) -> Iterator[Any]:
         for shard in self._shards:
             for group in _groups(shard):
@@ -137,7 +149,7 @@ class ChunkShards:
 def share_streams(chunks: Iterable[ChunkShards]) -> None:
     """One set of streams for all chunks of a rank. It bounds memory, too: a reduction's buffer is
     given back when the next chunk is reduced, not at the end of the step."""
-    share_comm_ctx([shard for chunk in chunks for shard in chunk._shards])
+    share_comm_ctx([module for chunk in chunks for module in chunk._fsdp_modules()])
 
 
 def reduction_buffer_bytes(chunks: Iterable[ChunkShards]) -> int:
@@ -147,11 +159,8 @@ def reduction_buffer_bytes(chunks: Iterable[ChunkShards]) -> int:
         for chunk in chunks
         for context in (shard._get_fsdp_state()._comm_ctx for shard in chunk._shards)
     }
-    return sum(
-        state.reduce_scatter_input.nbytes
-        for context in contexts.values()
-        for state in context.reduce_scatter_states
-    )
+    reductions = [state for context in contexts.values() for state in _reductions(context)]
+    return sum(state.reduce_scatter_input.nbytes for state in reductions)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -168,4 +177,10 @@ def _groups(shard: FSDPModule) -> list[Any]:
     state = shard._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group]  # torch 2.11 has one group a state
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11: at most one
+
+
+def _reductions(context: Any) -> list[Any]:
+    if hasattr(context, "reduce_scatter_states"):
+        return list(context.reduce_scatter_states)
+    return [context.reduce_scatter_state] if context.reduce_scatter_state else []  # torch 2.11
