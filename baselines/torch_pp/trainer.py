@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -125,6 +126,11 @@ class _Stage(PipelineStage):
         start = self.clock()
         super().perform_reduce_grad(grad_scale_factor)
         self.observer(Op.REDUCE_GRAD, self.stage_index, None, start)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Torch 2.11 lets the rank at the turn of a V greet itself, which gloo cannot."""
+        greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
 
 
 class TorchPipelineTrainer:
