@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from zeropp.plan import Precision
 
@@ -96,9 +97,7 @@ class ChunkShards:
 
     def reduce(self) -> None:
         """Reduce-scatter the accumulated gradients (mean) into the sharded ones and free them."""
-        for shard in self._shards:
-            for group in _groups(shard):
-                group.post_backward()
+        _reduce_together([group for shard in self._shards for group in _groups(shard)])
 
     def finish(self) -> None:
         """Make the current stream wait for the reductions, and free their buffers."""
@@ -159,8 +158,10 @@ def reduction_buffer_bytes(chunks: Iterable[ChunkShards]) -> int:
         for chunk in chunks
         for context in (shard._get_fsdp_state()._comm_ctx for shard in chunk._shards)
     }
-    reductions = [state for context in contexts.values() for state in _reductions(context)]
-    return sum(state.reduce_scatter_input.nbytes for state in reductions)
+    reductions = [state for context in contexts.values() for state in _in_flight(context)]
+    return sum(
+        buffer.nbytes for buffer in tree_leaves([r.reduce_scatter_input for r in reductions])
+    )
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -180,7 +181,33 @@ def _groups(shard: FSDPModule) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11: at most one
 
 
-def _reductions(context: Any) -> list[Any]:
+def _reduce_together(groups: list[Any]) -> None:
+    """Reduce a chunk's groups, none waiting for the one before.
+
+    Torch 2.13 is told so (``set_reduce_scatter_max_input_buffers``). Older ones make every group
+    wait for what its context says is in flight: they are shown the chunk before alone, and then all
+    of this one as one reduction. All run on one stream, so the last one's event stands for all.
+    """
+    held: list[Any] = []
+    for group in groups:
+        group.post_backward()
+        if not hasattr(group.comm_ctx, "reduce_scatter_max_input_buffers"):
+            held += _in_flight(group.comm_ctx)
+            _set_in_flight(group.comm_ctx, [])
+    if held:
+        buffers = [reduction.reduce_scatter_input for reduction in held]
+        whole = held[-1]._replace(reduce_scatter_input=buffers)
+        _set_in_flight(groups[-1].comm_ctx, [whole])
+
+
+def _in_flight(context: Any) -> list[Any]:
     if hasattr(context, "reduce_scatter_states"):
         return list(context.reduce_scatter_states)
     return [context.reduce_scatter_state] if context.reduce_scatter_state else []  # torch 2.11
+
+
+def _set_in_flight(context: Any, states: list[Any]) -> None:
+    if hasattr(context, "reduce_scatter_states"):
+        context.reduce_scatter_states = states
+    else:
+        context.reduce_scatter_state = states[-1] if states else None
