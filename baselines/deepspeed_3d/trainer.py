@@ -26,7 +26,7 @@ from baselines.deepspeed_3d.tensor_parallel import (
     whole_parameter,
 )
 from zeropp.model import build_piece
-from zeropp.optimizer import build_optimizer
+from zeropp.optimizer import build_optimizer, square_norm
 from zeropp.plan import Plan
 from zeropp.schedule.action import Action, Op
 from zeropp.sim.events import LANES
@@ -193,14 +193,13 @@ class DeepSpeedTrainer:
     def _local_square_norm(self) -> Tensor:
         """This rank's part of the squared gradient norm, so that the sum over ranks is right:
         what a parameter's copies hold alike is divided by their number."""
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        parts = []
         for parameter, gradient, copies in self._gradients():
             if parameter.ds_pipe_replicated:  # type: ignore[attr-defined]  # a tied copy; the first stage counts it
                 continue
-            if not hasattr(parameter, "cut_dim"):
-                copies *= self._plan.layout.tp
-            total += gradient.float().square().sum(dtype=torch.float64) / copies
-        return total
+            whole = not hasattr(parameter, "cut_dim")
+            parts.append((gradient, copies * self._plan.layout.tp if whole else copies))
+        return square_norm(parts, self._device)
 
     def _gradients(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         """(parameter, reduced gradient or this rank's part of it, data-parallel copies of it)."""

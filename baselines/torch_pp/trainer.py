@@ -164,7 +164,7 @@ class TorchPipelineTrainer:
         plan = self._plan
         self._optimizer.zero_grad()
         losses: list[Tensor] = []
-        first = (inputs,) if 0 in self._chunks else ()
+        first = (inputs.contiguous(),) if 0 in self._chunks else ()  # torch 2.11 compares strides
         last = plan.schedule.num_stages - 1 in self._chunks
         self._begin = time.perf_counter()
         with self._loss_context():
