@@ -38,11 +38,12 @@ def square_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> 
     ``parts``: (local gradient, number of ranks that hold the same). All contenders take it so, with
     a kernel for many gradients: one of their own each would cost whoever has it a launch a tensor.
     """
-    alike: defaultdict[float, list[Tensor]] = defaultdict(list)
+    alike: defaultdict[tuple[float, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient, copies in parts:
-        alike[copies].append(gradient)
+        alike[copies, gradient.dtype].append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, gradients in alike.items():
-        norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
+    for (copies, dtype), gradients in alike.items():
+        least = torch.promote_types(dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(gradients, dtype=least))
         total += norms.double().square().sum() / copies
     return total
