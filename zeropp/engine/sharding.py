@@ -5,9 +5,10 @@ the piece inside, so FSDP2's forward and backward hooks never run: gathering, re
 reducing happen exactly where the program says. State dicts, mixed precision and checkpoints
 remain torch's own.
 
-This is the one file of the engine that touches private parts of FSDP2 (seen with torch 2.11 and
-2.13): the parameter groups' ``post_backward`` (torch's own pipeline stages call it likewise, in
-``perform_reduce_grad``), their gradient accumulators, and the root's final callback.
+This is the one file of the engine that touches private parts of FSDP2 (seen with torch 2.11, 2.12
+and 2.13): the parameter groups' ``post_backward`` (torch's own pipeline stages call it likewise, in
+``perform_reduce_grad``), their gradient accumulators, what their context holds of reductions in
+flight, and the root's final callback.
 """
 
 from __future__ import annotations
@@ -66,9 +67,6 @@ class ChunkShards:
         # Every root takes four streams from torch's pool of 32, which NCCL's come from, too: with a
         # root a piece a message that waits for its sender could share one with what must not wait.
         self._root = wrap(_Root(self._shards))
-        # The pieces of a chunk are reduced together: none waits for the one before.
-        if hasattr(self._root, "set_reduce_scatter_max_input_buffers"):  # absent in older torch
-            self._root.set_reduce_scatter_max_input_buffers(len(pieces))
         self._root.set_reshard_after_backward(False)
         self._root._get_fsdp_state()._lazy_init()
 
@@ -184,16 +182,15 @@ def _groups(shard: FSDPModule) -> list[Any]:
 def _reduce_together(groups: list[Any]) -> None:
     """Reduce a chunk's groups, none waiting for the one before.
 
-    Torch 2.13 is told so (``set_reduce_scatter_max_input_buffers``). Older ones make every group
-    wait for what its context says is in flight: they are shown the chunk before alone, and then all
-    of this one as one reduction. All run on one stream, so the last one's event stands for all.
+    FSDP2 makes compute wait for what its context says is in flight before it starts a reduction. So
+    the first group finds there the chunk before, and the others nothing; then all of this chunk are
+    put there as one. They run on one stream, so the last one's event stands for all.
     """
     held: list[Any] = []
     for group in groups:
         group.post_backward()
-        if not hasattr(group.comm_ctx, "reduce_scatter_max_input_buffers"):
-            held += _in_flight(group.comm_ctx)
-            _set_in_flight(group.comm_ctx, [])
+        held += _in_flight(group.comm_ctx)
+        _set_in_flight(group.comm_ctx, [])
     if held:
         buffers = [reduction.reduce_scatter_input for reduction in held]
         whole = held[-1]._replace(reduce_scatter_input=buffers)
