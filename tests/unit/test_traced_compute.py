@@ -15,11 +15,15 @@ from benchmarks.launch.points import Point, attempt_directory, freeze, plan_poin
 from benchmarks.launch.traced_compute import traced_stages
 from benchmarks.progress import SweepProgress
 from benchmarks.record import RunRecord
+from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.report.lone import lone_table
 from benchmarks.spec import SpecError, spec_from_mapping
 from tests.unit.test_spec import changed
 from zeropp.cost import price_plan
 
 OPTIONS = {"kind": "simulate", "compute": "traced"}
+KERNELS = {"step_s": 2.0, "compute_s": 1.2, "kernels_s": 1.0, "host_bound_s": 0.1}
+KERNELS |= {"gather_s": 0.4, "gather_beside_compute_s": 0.3}
 OF_BLOCK = {"F": 1.0, "I": 2.0, "W": 0.5}
 
 
@@ -39,7 +43,7 @@ def write_trace(point: Point, runs_dir: Path, compute_s: Mapping[str, float]) ->
     events.write("memory", peak_allocated_bytes=2**30, peak_reserved_bytes=2**31)
     events.write("counters", unshard=1)
     events.write("compute", seconds=dict(compute_s))
-    events.write("kernels")
+    events.write("kernels", **KERNELS)
     events.write("done")
     return finish_attempt(directory, num_ranks=1)
 
@@ -55,6 +59,16 @@ def test_a_lone_ranks_record_has_no_step_time(tmp_path: Path) -> None:
     assert record.ranks[0].peak_allocated_bytes == 2**30
     assert record.predicted["compute_s"] == COMPUTE
     assert record.predicted["lone_step_s"] == [[0.5]]
+
+
+def test_a_lone_rank_has_a_line_in_the_report(tmp_path: Path) -> None:
+    write_trace(ZEROPP, tmp_path, COMPUTE)
+    frame, _ = load_frame([tmp_path])
+    assert list(frame["evidence"]) == ["traced with real tensors"]
+    (line,) = lone_table(latest_ok(frame)).to_dict("records")
+    assert line["compute over kernels"] == "1.200"
+    assert (line["host-bound"], line["gathers beside compute"]) == ("5.0%", "75%")
+    assert (line["allocated [GiB]"], line["reserved [GiB]"]) == ("1.00", "2.00")
 
 
 def test_stages_take_the_times_of_their_likes() -> None:
