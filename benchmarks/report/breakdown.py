@@ -100,7 +100,10 @@ def _totals(axis: Axes, places: np.ndarray, heights: np.ndarray, texts: list[str
 
 
 def _limit(axis: Axes, limit: float, highest: float) -> None:
-    """A line at what the device has; far above the ``highest`` bar it would flatten them all."""
+    """A line at what the device has; far above the ``highest`` bar it would flatten them all.
+    A record of another version of the suite may not say (NaN)."""
+    if np.isnan(limit):
+        return
     if limit < 3 * highest:
         axis.axhline(limit, color="black", linestyle="--", linewidth=1)
         axis.annotate(
