@@ -84,7 +84,8 @@ def row_of(record: RunRecord) -> dict[str, Any]:
         "losses": record.losses,
         "data_seed": f"{spec.data} {spec.seed}",
         "has_spans": bool(record.spans),
-        "memory_by_kind": _fullest_rank(record),
+        "memory_by_kind": _fullest(record.predicted.get("memory", _planned(record))),
+        "predicted_gib": sum(_fullest(_planned(record)).values()) / 2**30 or None,
         "memory_limit_gib": spec.cluster.device.memory_gib,
         "source": source_of(record),
     }
@@ -172,10 +173,15 @@ def best_configuration(rows: pd.DataFrame) -> pd.DataFrame:
     return kept.sort_values([*CELL, "contender"], ignore_index=True)
 
 
-def _fullest_rank(record: RunRecord) -> dict[str, int]:
-    """Predicted or traced bytes by kind of the rank that needs most; empty where none is known."""
+def _planned(record: RunRecord) -> list[dict[str, int]]:
+    """Bytes by kind that the cost model predicts for the plan, a pipeline rank each; empty where
+    an older version of the suite did not ask it."""
     planned: list[dict[str, int]] = record.plan.get("predicted_memory", [])
-    ranks: list[dict[str, int]] = record.predicted.get("memory", planned)
+    return planned
+
+
+def _fullest(ranks: list[dict[str, int]]) -> dict[str, int]:
+    """Bytes by kind of the rank that needs most; empty where none is known."""
     return max(ranks, key=lambda kinds: sum(kinds.values()), default={})
 
 
