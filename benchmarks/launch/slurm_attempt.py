@@ -92,8 +92,13 @@ def _first_kill(directory: Path) -> Ending | None:
 
 def main() -> int:
     """Command line for the script; the exit status becomes the job's."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.launch.slurm_attempt",
+        description="Record an attempt from inside its Slurm job: what its ranks wrote, and why it "
+        "ended where they cannot say. The last line of the scripts of launcher=slurm.",
+        epilog="example: python -m benchmarks.launch.slurm_attempt DIR --exit-code 0",
+    )
+    parser.add_argument("directory", type=Path, help="the attempt's, below results/runs")
     parser.add_argument("--exit-code", type=int, required=True, help="srun's")
     parser.add_argument("--caught", default="", help="the signal that the script caught")
     arguments = parser.parse_args()
