@@ -27,7 +27,7 @@ _KINDS = {
 
 def memory_breakdown(rows: pd.DataFrame) -> Iterator[Picture]:
     """Bytes of the fullest rank by kind, wherever a plan predicts them or a trace counted them."""
-    traced = rows[(rows["evidence"] == "traced") & (rows["status"] == "ok")]
+    traced = rows[rows["evidence"].str.startswith("traced") & (rows["status"] == "ok")]
     traced = traced.drop_duplicates([*CELL, "contender"], keep="last")  # no step to choose by
     best = pd.concat([best_configuration(rows), traced])
     best = best[best["memory_by_kind"].map(len) > 0]
@@ -43,12 +43,11 @@ def memory_breakdown(rows: pd.DataFrame) -> Iterator[Picture]:
 
 
 def _diamond(rows: pd.DataFrame) -> str:
-    """What the measured peaks beside the predicted stacks are."""
-    if rows["evidence"].iloc[0] != "measured":
-        return ""
-    kinds = " or ".join(sorted(set(rows["memory_kind"].dropna())))
+    """What the measured peaks beside the predicted stacks are, where there are any."""
+    kinds = " or ".join(sorted(set(rows["memory_kind"].dropna()) - {"predicted"}))
     pages = " Resident memory is pages of the whole process, so more than its tensors."
-    return f" The diamond is the measured peak ({kinds})." + pages * ("resident" in kinds)
+    words = f" The diamond is the measured peak ({kinds})."
+    return (words + pages * ("resident" in kinds)) if kinds else ""
 
 
 def _panels(rows: pd.DataFrame) -> Figure:
@@ -76,7 +75,8 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
         word = "gathered parameters" if kind == "unsharded" else kind
         axis.bar(places, gib, 0.8, bottom, label=word, color=colour, hatch=hatch, edgecolor="white")
         bottom += gib
-    peaks = np.where(panel["evidence"] == "measured", panel["peak_gib"].astype(float), np.nan)
+    measured = panel["memory_kind"] != "predicted"
+    peaks = np.where(measured, panel["peak_gib"].astype(float), np.nan)
     if np.isfinite(peaks).any():
         axis.plot(places, peaks, "D", color="black", markersize=4, label="measured peak")
     highest = np.fmax(bottom, peaks)

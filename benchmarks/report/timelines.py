@@ -58,7 +58,8 @@ def write_traces(rows: pd.DataFrame, out: Path) -> list[Path]:
     """Chrome traces for ui.perfetto.dev of the best configurations that kept spans."""
     paths = []
     for _, row in _with_spans(rows)[:MAX_TRACES].iterrows():
-        path = out / "traces" / f"{row['spec_id']}_{row['evidence']}.json"
+        evidence = row["evidence"].replace(" ", "_")
+        path = out / "traces" / f"{row['spec_id']}_{evidence}.json"
         path.parent.mkdir(exist_ok=True)
         timeline_of(row).write_chrome(path)
         paths.append(path)
