@@ -13,9 +13,10 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,6 @@ from benchmarks.memory import MemoryMeter
 from benchmarks.spec import RunSpec
 from zeropp.schedule.action import parse_action
 from zeropp.timeline import Span
-
-_YES = 1  # torch's pipeline stages ask their neighbours whether they know the shapes
 
 
 def measure_lone_rank(spec: RunSpec, events: EventWriter, trace_file: Path) -> None:
@@ -61,7 +60,7 @@ def measure_lone_rank(spec: RunSpec, events: EventWriter, trace_file: Path) -> N
         _synchronise(device)
         return time.perf_counter() - start
 
-    with _messages_hold_numbers():
+    with _messages_hold_numbers(partial(contender.fill_integers, plan)):
         meter = MemoryMeter(device)
         trainer = contender.build(plan, spec.optimizer, device, spec.seed)
         for _ in range(spec.measure.warmup_steps):
@@ -113,14 +112,14 @@ def _open_fake_world(spec: RunSpec) -> torch.device:
 
 
 @contextmanager
-def _messages_hold_numbers() -> Iterator[None]:
+def _messages_hold_numbers(fill_integers: Callable[[Tensor], None]) -> Iterator[None]:
     """Let receives fill their tensors; the fake group leaves in them what memory held before."""
     originals = {name: getattr(distributed_c10d, name) for name in ("recv", "irecv")}
 
     def filling(original: Any) -> Any:
         def receive(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
             with torch.no_grad():
-                tensor.normal_() if tensor.is_floating_point() else tensor.fill_(_YES)
+                tensor.normal_() if tensor.is_floating_point() else fill_integers(tensor)
             return original(tensor, *arguments, **keywords)
 
         return receive
