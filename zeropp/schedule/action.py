@@ -33,21 +33,21 @@ class Op(StrEnum):
     @property
     def is_compute(self) -> bool:
         """True for actions that occupy the compute stream."""
-        return self in _COMPUTE
+        return self in COMPUTE
 
     @property
     def is_transfer(self) -> bool:
         """True for point-to-point sends and receives."""
-        return self in _TRANSFER
+        return self in TRANSFER
 
     @property
     def has_microbatch(self) -> bool:
         """True where the action names a microbatch (all but UNSHARD, RESHARD, REDUCE_GRAD)."""
-        return self in _COMPUTE or self in _TRANSFER
+        return self in COMPUTE or self in TRANSFER
 
 
-_COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
-_TRANSFER = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
+TRANSFER = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 
 NEEDS_PARAMETERS = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.FULL_BACKWARD})
 MAKES_GRADIENTS = frozenset({Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})

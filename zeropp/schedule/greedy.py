@@ -89,9 +89,6 @@ def list_schedule(orders: Orders, costs: Sequence[StageCost], cap: int, policy: 
 class _Rank:
     """State of one rank while time runs: how far it is in each of its orders."""
 
-    __slots__ = ("backward", "backwards", "forward", "forward_turn", "forwards", "free_at")
-    __slots__ += ("kinds", "weights")
-
     def __init__(self, forward: Sequence[Slot], backward: Sequence[Slot]) -> None:
         self.forward, self.backward = (*forward, _END), (*backward, _END)
         self.forwards = self.backwards = self.weights = 0  # done so far

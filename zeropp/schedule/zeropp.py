@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zeropp.schedule.action import collector_paused
 from zeropp.schedule.greedy import Orders, Planned, Policy, Slot, list_schedule
 from zeropp.schedule.program import Schedule, StageCost, loop_placement
 
@@ -40,6 +41,7 @@ def smallest_cap(chunks: int, num_microbatches: int, unit: int) -> int:
     return (chunks - 1) * min(unit, num_microbatches) + 1
 
 
+@collector_paused()
 def candidates(
     num_ranks: int,
     chunks: int,
