@@ -26,11 +26,11 @@ _END = (-1, -1)  # stands behind the last slot of an order, and is never ready
 class Policy:
     """How a rank chooses. No policy is best for all sizes, so a planner tries several.
 
-    ``alternate``: where both could start, take a forward after an input gradient and the reverse
-    (else always the input gradient); a forward in its turn that only the cap holds up gets its
-    room by a weight gradient, or a rank with many input gradients at hand would hold up the next
-    unit on all ranks behind it. ``patience``: put off a weight gradient if work from another rank
-    is due within this share of its duration; 0 starts it at once.
+    ``alternate``: an input gradient is followed by a forward, where there is one that can start;
+    if the cap forbids it, first by a weight gradient that makes room for it. So the next unit gets
+    through while this one's input gradients are at hand (which else go first, always).
+    ``patience``: put off a weight gradient if work from another rank is due within this share of
+    its duration; 0 starts it at once.
     """
 
     alternate: bool = False
@@ -106,11 +106,12 @@ class _Run:
         self._last = len(orders.stage_rank) - 1
         pairs = zip(orders.forward, orders.backward, strict=True)
         self._ranks = [_Rank(forward, backward) for forward, backward in pairs]
-        # Time at which the input of a slot is there; absent while it is unknown.
-        self._forward_ready = {
-            slot: 0.0 for slot in orders.forward[orders.stage_rank[0]] if slot[0] == 0
-        }
-        self._backward_ready: dict[Slot, float] = {}
+        # Time at which an input is there, by stage and microbatch; the last row is that of _END.
+        count = 1 + max((j for _, j in orders.forward[0]), default=0)
+        rows = len(orders.stage_rank) + 1
+        self._forward_ready = [[_NEVER] * count for _ in range(rows)]
+        self._backward_ready = [[_NEVER] * count for _ in range(rows)]
+        self._forward_ready[0] = [0.0] * count
         self._events = [(0.0, rank) for rank in range(len(self._ranks))]  # a heap
 
     def result(self) -> Planned:
@@ -129,14 +130,16 @@ class _Run:
         return Planned(self._orders, kinds, max(state.free_at for state in self._ranks))
 
     def _choose(self, rank: int, state: _Rank, time: float) -> None:
-        backward = self._backward_ready.get(state.backward[state.backwards], _NEVER)
-        forward = self._forward_ready.get(state.forward[state.forwards], _NEVER)
+        stage, microbatch = state.backward[state.backwards]
+        backward = self._backward_ready[stage][microbatch]
+        stage, microbatch = state.forward[state.forwards]
+        forward = self._forward_ready[stage][microbatch]
         waits = state.weights < state.backwards  # a weight gradient does
         if state.forwards - state.weights >= self._cap:
-            if state.forward_turn and forward <= time and waits:
+            forward = _NEVER
+            if state.forward_turn and waits and stage >= 0:
                 self._run_weight(rank, state, time)
                 return
-            forward = _NEVER
         if backward <= time and not (state.forward_turn and forward <= time):
             self._run_backward(rank, state, time)
         elif forward <= time:
@@ -152,7 +155,7 @@ class _Run:
         state.forward_turn = False
         self._occupy(rank, state, Op.FORWARD, time + self._costs[stage].forward)
         if stage == self._last:
-            self._backward_ready[stage, microbatch] = state.free_at
+            self._backward_ready[stage][microbatch] = state.free_at
         else:
             self._send(self._forward_ready, state, stage, stage + 1, microbatch)
 
@@ -175,7 +178,12 @@ class _Run:
         heapq.heappush(self._events, (end, rank))
 
     def _send(
-        self, ready: dict[Slot, float], sender: _Rank, source: int, target: int, microbatch: int
+        self,
+        ready: list[list[float]],
+        sender: _Rank,
+        source: int,
+        target: int,
+        microbatch: int,
     ) -> None:
         """Say when a slot's input will be there; a rank that is busy until then looks anyway."""
         rank = self._stage_rank[target]
@@ -183,6 +191,6 @@ class _Run:
         arrival = sender.free_at
         if receiver is not sender:
             arrival += self._costs[min(source, target)].transfer
-        ready[target, microbatch] = arrival
+        ready[target][microbatch] = arrival
         if arrival > receiver.free_at:
             heapq.heappush(self._events, (arrival, rank))

@@ -150,7 +150,7 @@ def _add_transfers(programs: Sequence[Program], compute: Schedule) -> tuple[Prog
     send until its receive is posted cannot deadlock, whatever the durations are.
     """
     end = events.run(compute, [StageCost()] * compute.num_stages).end
-    places = _input_places(compute)
+    places = _use_places(compute)
     routes = _routes(compute.stage_rank)
     sends: list[list[Action | None]] = [[None] * len(program) for program in compute.programs]
     receives: list[list[tuple[int, Action]]] = [[] for _ in programs]
@@ -158,13 +158,13 @@ def _add_transfers(programs: Sequence[Program], compute: Schedule) -> tuple[Prog
         channels: dict[int, list[tuple[int, Action]]] = defaultdict(list)
         for index, (stage, op, microbatch) in enumerate(program):
             route = routes.get((stage, op))
-            if route is None:
+            if route is None or microbatch is None:
                 continue
             sends[rank][index] = Action(stage, route.send, microbatch)
-            receive = Action(route.stage, route.receive, microbatch)
             running = bisect_left(end[route.rank], end[rank][index])
-            place = min(running, max(places[receive] - 1, 0))
-            channels[route.rank].append((place, receive))
+            needed = places[route.receive][route.stage][microbatch]
+            receive = Action(route.stage, route.receive, microbatch)
+            channels[route.rank].append((min(running, max(needed - 1, 0)), receive))
         for target, channel in channels.items():
             receives[target] += _in_order(channel)
     return tuple(map(_insert_transfers, programs, sends, receives))
@@ -190,15 +190,16 @@ def _routes(stage_rank: Sequence[int]) -> dict[tuple[int, Op], _Route]:
     return routes
 
 
-def _input_places(compute: Schedule) -> dict[Action, int]:
-    """For every receive that a rank may post, the place of the action that needs it."""
-    receive = dict.fromkeys(NEEDS_PARAMETERS, Op.RECV_B) | {Op.FORWARD: Op.RECV_F}
-    return {
-        Action(stage, receive[op], microbatch): place
-        for program in compute.programs
-        for place, (stage, op, microbatch) in enumerate(program)
-        if op in receive
-    }
+def _use_places(compute: Schedule) -> dict[Op, list[list[int]]]:
+    """By the receive that brings the input, stage and microbatch: the place of the action that
+    needs it."""
+    rows = range(compute.num_stages)
+    forward, backward = ([[0] * compute.num_microbatches for _ in rows] for _ in "FB")
+    for program in compute.programs:
+        for place, (stage, op, microbatch) in enumerate(program):
+            if op in NEEDS_PARAMETERS and microbatch is not None:
+                (forward if op is Op.FORWARD else backward)[stage][microbatch] = place
+    return {Op.RECV_F: forward, Op.RECV_B: backward}
 
 
 def _in_order(receives: list[tuple[int, Action]]) -> Iterator[tuple[int, Action]]:
