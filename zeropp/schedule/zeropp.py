@@ -11,6 +11,7 @@ ideal, whether U divides m or not (a test holds it).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 from zeropp.schedule.action import collector_paused
 from zeropp.schedule.greedy import Orders, Planned, Policy, Slot, list_schedule
@@ -21,19 +22,29 @@ _EQUAL_COST_POLICIES = (Policy(), Policy(alternate=True))
 _POLICIES = tuple(Policy(alternate=True, patience=patience) for patience in (0.0, 0.25, 0.5))
 
 
-def unit_orders(num_ranks: int, chunks: int, num_microbatches: int, unit: int) -> Orders:
-    """Forward and input-gradient order of every rank; what is left over of the microbatches makes
-    a short last unit."""
-    units = [
+def unit_orders(
+    num_ranks: int, chunks: int, num_microbatches: int, unit: int
+) -> tuple[Orders, ...]:
+    """Forward and input-gradient orders of all ranks, to choose from. What is left over of the
+    microbatches makes a short unit: the last one, or the last but one, where whole units on both
+    sides fill what it leaves; which is better depends on durations and cap."""
+    in_turn = [
         range(first, min(first + unit, num_microbatches))
         for first in range(0, num_microbatches, unit)
     ]
-    forward, backward = [], []
-    for rank in range(num_ranks):
-        stages = [chunk * num_ranks + rank for chunk in range(chunks)]
-        forward.append(_breadth_first(stages, units))
-        backward.append(_breadth_first(stages[::-1], units))
-    return Orders(loop_placement(num_ranks, chunks), tuple(forward), tuple(backward))
+    sequences = [in_turn]
+    if num_microbatches % unit and len(in_turn) > 2:
+        sequences.append([*in_turn[:-2], in_turn[-1], in_turn[-2]])
+    return tuple(_orders_of(num_ranks, chunks, units) for units in sequences)
+
+
+def _orders_of(num_ranks: int, chunks: int, units: Sequence[range]) -> Orders:
+    stages = [range(rank, num_ranks * chunks, num_ranks) for rank in range(num_ranks)]
+    return Orders(
+        loop_placement(num_ranks, chunks),
+        tuple(_breadth_first(mine, units) for mine in stages),
+        tuple(_breadth_first(mine[::-1], units) for mine in stages),
+    )
 
 
 def smallest_cap(chunks: int, num_microbatches: int, unit: int) -> int:
@@ -63,27 +74,30 @@ def candidates(
     orders = unit_orders(num_ranks, chunks, num_microbatches, unit)
     found = [_equal_cost_plan(orders, activation_cap)]
     if costs is not None and set(costs) != {StageCost()}:
-        plans = (list_schedule(orders, costs, activation_cap, policy) for policy in _POLICIES)
+        plans = (
+            list_schedule(order, costs, activation_cap, policy)
+            for order, policy in product(orders, _POLICIES)
+        )
         best = min(plans, key=lambda plan: plan.step_s)
-        if best.kinds != found[0].kinds:
+        if (best.orders, best.kinds) != (found[0].orders, found[0].kinds):
             found.append(best)
     return tuple(
-        Schedule("zeropp", num_microbatches, unit, orders.stage_rank, plan.programs())
+        Schedule("zeropp", num_microbatches, unit, plan.orders.stage_rank, plan.programs())
         for plan in found
     )
 
 
-def _equal_cost_plan(orders: Orders, cap: int) -> Planned:
+def _equal_cost_plan(orders: Sequence[Orders], cap: int) -> Planned:
     """The order for equal durations; the next policy is tried where a rank stands still longer
     than the first microbatch needs to come to it."""
-    ones = [StageCost()] * len(orders.stage_rank)
-    bound = len(orders.forward) - 1 + 3 * len(orders.forward[0])
-    best = list_schedule(orders, ones, cap, _EQUAL_COST_POLICIES[0])
-    for policy in _EQUAL_COST_POLICIES[1:]:
-        if best.step_s <= bound:
+    num_ranks, stages = len(orders[0].forward), len(orders[0].stage_rank)
+    bound = num_ranks - 1 + 3 * len(orders[0].forward[0])
+    tried = []
+    for order, policy in product(orders, _EQUAL_COST_POLICIES):
+        tried.append(list_schedule(order, [StageCost()] * stages, cap, policy))
+        if tried[-1].step_s <= bound:
             break
-        best = min(best, list_schedule(orders, ones, cap, policy), key=lambda plan: plan.step_s)
-    return best
+    return min(tried, key=lambda plan: plan.step_s)
 
 
 def _breadth_first(stages: Sequence[int], units: Sequence[range]) -> tuple[Slot, ...]:
