@@ -179,6 +179,12 @@ def test_action_round_trips(stage: int, op: Op, microbatch: int) -> None:
     assert parse_action(str(action)) == action
 
 
+@pytest.mark.parametrize("text", ["0F", "0UNSHARD3", "F3", "0X1", "0SEND1", ""])
+def test_what_is_no_action_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not an action"):
+        parse_action(text)
+
+
 @given(any_schedule())
 @settings(max_examples=80, deadline=None)
 def test_no_deadlock_even_if_a_send_blocks_until_its_receive_is_posted(schedule: Schedule) -> None:

@@ -52,9 +52,9 @@ class DeadlockError(ValueError):
 class EventResult:
     """Outcome of one run. Times in the unit of the costs.
 
-    ``start[r][i]`` and ``end[r][i]`` belong to action ``i`` of rank ``r``; a receive starts and
-    ends when its message is there. ``exposed_gather[r]`` is the time that the
-    compute lane stood still for parameters, ``exposed_wait[r]`` for messages.
+    ``start[r][i]`` and ``end[r][i]`` belong to action ``i`` of rank ``r``; a receive and a release
+    take no time. ``exposed_gather[r]`` is the time that the compute lane stood still for
+    parameters, ``exposed_wait[r]`` for messages.
     """
 
     programs: tuple[Program, ...]
