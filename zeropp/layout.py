@@ -13,7 +13,7 @@ Axis = Literal["tp", "pp", "shard", "replicate"]
 Placement = Literal["dp_inner", "pp_inner"]
 
 # Microbatches x stages: twice those of 64 ranks with 4 chunks and 512 microbatches. Planning takes
-# minutes there; beyond, it only looks as if it did nothing.
+# some 20 s there; far beyond, it would only look as if it did nothing.
 _MOST_ACTIONS = 2**18
 
 
@@ -163,13 +163,18 @@ def microbatches_per_step(request: PlanRequest, layout: Layout) -> int:
         )
     count = request.global_batch // slots
     stages = layout.pp * layout.chunks
-    if count * stages > _MOST_ACTIONS:
+    if count > most_microbatches(stages):
         raise InfeasibleError(
             f"global_batch={request.global_batch}: {count} microbatches a step and pipeline x "
-            f"{stages} stages are more than can be planned (at most {_MOST_ACTIONS // stages} "
-            "microbatches; try a larger microbatch_size or fewer contender.chunks)"
+            f"{stages} stages are more than can be planned (at most {most_microbatches(stages)} "
+            "microbatches; try a larger microbatch_size)"
         )
     return count
+
+
+def most_microbatches(stages: int) -> int:
+    """How many microbatches a step and pipeline of so many stages may have, to be planned."""
+    return _MOST_ACTIONS // stages
 
 
 def divisors(number: int) -> list[int]:

@@ -22,13 +22,13 @@ def plan(request: PlanRequest) -> Plan:
     settings = request.settings
     _refuse_what_fsdp_lacks(settings)
     layout = resolve_layout(replace(request, settings=replace(settings, pp=1)))
+    layout = replace(layout, chunks=request.shape.num_pieces)
     schedule = lower(
-        accumulation(request.shape.num_pieces, microbatches_per_step(request, layout)),
+        accumulation(layout.chunks, microbatches_per_step(request, layout)),
         gather=layout.shard > 1,
         reduce_every=settings.reduce_every,
     )
     validate(schedule)
-    layout = replace(layout, chunks=schedule.num_stages)
     return assemble(request, layout, schedule, cuts=tuple(range(schedule.num_stages + 1)))
 
 

@@ -99,13 +99,12 @@ def test_zeropp_meets_its_bound_within_1f1b_memory(ranks: int, chunks: int, unit
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_zeropp_meets_its_bound_with_a_short_unit(data: st.DataObject) -> None:
-    ranks, chunks = data.draw(st.integers(2, 12)), data.draw(st.integers(1, 4))
+    ranks, chunks = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 4))
     unit = data.draw(st.integers(ranks, 2 * ranks))
-    m = unit * data.draw(st.integers(2, 4)) + data.draw(st.integers(1, unit - 1))
+    m = unit * data.draw(st.integers(1, 4)) + data.draw(st.integers(0, unit - 1))
     schedule = build("zeropp", num_ranks=ranks, chunks=chunks, num_microbatches=m, unit=unit)
     result = run(schedule, [StageCost()] * schedule.num_stages)
-    slots_over = 2 if chunks == 2 else 0  # a few sizes miss the bound by so much
-    assert result.step_s <= 3 * m * chunks + ranks - 1 + slots_over + 1e-9
+    assert result.step_s <= 3 * m * chunks + ranks - 1
     cap = unit * chunks
     assert max(max(live_activations(schedule, r)) for r in range(ranks)) <= cap
 
@@ -178,6 +177,12 @@ def test_text_and_csv_round_trip() -> None:
 def test_action_round_trips(stage: int, op: Op, microbatch: int) -> None:
     action = Action(stage, op, microbatch if op.has_microbatch else None)
     assert parse_action(str(action)) == action
+
+
+@pytest.mark.parametrize("text", ["0F", "0UNSHARD3", "F3", "0X1", "0SEND1", ""])
+def test_what_is_no_action_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not an action"):
+        parse_action(text)
 
 
 @given(any_schedule())

@@ -52,6 +52,14 @@ def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
     assert outcome.fallen[OOM] > 0
 
 
+def test_what_no_planner_would_plan_is_not_tried() -> None:
+    fallen: Counter[str] = Counter()
+    many = task(8, 8 * 2**18)
+    found = [*families(many, SPACES["zeropp"], fallen)]
+    assert fallen["more microbatches than can be planned"] > 0
+    assert all(f.num_microbatches * f.layout.pp * f.layout.chunks <= 2**18 for f in found)
+
+
 def test_nothing_fits_on_too_few_gpus() -> None:
     four = task(4, 8)
     device = replace(four.cluster.device, memory_gib=32)

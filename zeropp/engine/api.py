@@ -23,7 +23,7 @@ from zeropp.engine.engine import Engine, EngineOptions, Piece
 from zeropp.engine.interpreter import LossFunction
 from zeropp.engine.knobs import Knobs, check_knobs
 from zeropp.engine.replicas import Name
-from zeropp.layout import InfeasibleError, Layout
+from zeropp.layout import InfeasibleError, Layout, most_microbatches
 from zeropp.plan import Precision, Settings
 from zeropp.planner import Sizes, programs
 from zeropp.schedule import validate
@@ -209,6 +209,12 @@ def _microbatches(layout: Layout, global_batch: int, microbatch_size: int) -> in
         raise InfeasibleError(
             f"global_batch={global_batch}: must be a multiple of {slots}, the sample's "
             f"{microbatch_size} rows x {layout.dp} data-parallel ranks"
+        )
+    most = most_microbatches(layout.pp * layout.chunks)
+    if global_batch // slots > most:
+        raise InfeasibleError(
+            f"global_batch={global_batch}: must be at most {most * slots}, for {most} microbatches "
+            "that can be planned (or take a larger microbatch)"
         )
     return global_batch // slots
 

@@ -7,9 +7,12 @@ torch's own runtime and compared.
 
 from __future__ import annotations
 
+import gc
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Op(StrEnum):
@@ -30,21 +33,21 @@ class Op(StrEnum):
     @property
     def is_compute(self) -> bool:
         """True for actions that occupy the compute stream."""
-        return self in _COMPUTE
+        return self in COMPUTE
 
     @property
     def is_transfer(self) -> bool:
         """True for point-to-point sends and receives."""
-        return self in _TRANSFER
+        return self in TRANSFER
 
     @property
     def has_microbatch(self) -> bool:
         """True where the action names a microbatch (all but UNSHARD, RESHARD, REDUCE_GRAD)."""
-        return self in _COMPUTE or self in _TRANSFER
+        return self in COMPUTE or self in TRANSFER
 
 
-_COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
-_TRANSFER = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
+TRANSFER = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 
 NEEDS_PARAMETERS = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.FULL_BACKWARD})
 MAKES_GRADIENTS = frozenset({Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
@@ -53,25 +56,33 @@ MAKES_GRADIENTS = frozenset({Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
 _PATTERN = re.compile(r"(\d+)(" + "|".join(sorted(map(str, Op), key=len, reverse=True)) + r")(\d*)")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
+class Action(NamedTuple):
     """One step of one rank's program.
 
     ``stage`` is the global stage index, 0 to P*V-1; ``microbatch`` is None exactly for the
-    actions that concern a stage's parameters as a whole.
+    actions that concern a stage's parameters as a whole. A tuple, because a step of 64 ranks has
+    a million of them.
     """
 
     stage: int
     op: Op
     microbatch: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.op.has_microbatch != (self.microbatch is not None):
-            need = "needs a" if self.op.has_microbatch else "takes no"
-            raise ValueError(f"{self.op.name} of stage {self.stage} {need} microbatch")
-
     def __str__(self) -> str:
         return f"{self.stage}{self.op}{'' if self.microbatch is None else self.microbatch}"
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """While many actions are made: no cycle holds any, and the garbage collector, which goes
+    through all of them again and again, would take most of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def parse_action(text: str) -> Action:
@@ -80,4 +91,7 @@ def parse_action(text: str) -> Action:
     if match is None:
         raise ValueError(f"not an action: {text!r} (examples: 0F3, 2I1, 1UNSHARD, 0SEND_F3)")
     stage, op, microbatch = match.groups()
+    if Op(op).has_microbatch != bool(microbatch):
+        need = "needs a" if Op(op).has_microbatch else "takes no"
+        raise ValueError(f"not an action: {text!r} ({op} {need} microbatch)")
     return Action(int(stage), Op(op), int(microbatch) if microbatch else None)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeropp.schedule import generators, zero_bubble
+from zeropp.schedule.action import collector_paused
+from zeropp.schedule.passes import lower
 from zeropp.schedule.program import Program, Schedule, StageCost, loop_placement, v_placement
-from zeropp.schedule.zeropp import candidates, cheapest
+from zeropp.schedule.zeropp import candidates
+from zeropp.sim import events
 
 GENERATORS = (
     "gpipe",
@@ -20,6 +23,7 @@ GENERATORS = (
 )
 
 
+@collector_paused()
 def build(
     name: str,
     *,
@@ -46,7 +50,7 @@ def build(
     unit = min(unit or num_ranks, m)
     if name == "zeropp":
         cap = activation_cap or unit * chunks
-        return cheapest(candidates(num_ranks, chunks, m, unit, cap, costs), costs)
+        return _cheapest(candidates(num_ranks, chunks, m, unit, cap, costs), costs)
     return Schedule(
         name=name,
         num_microbatches=m,
@@ -54,6 +58,15 @@ def build(
         stage_rank=v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks),
         programs=_programs(name, num_ranks, chunks, m),
     )
+
+
+def _cheapest(orders: Sequence[Schedule], costs: Sequence[StageCost] | None) -> Schedule:
+    """The order that the event loop prices lowest on these costs, gathers and reductions included;
+    the first of equals, which is the order for equal durations."""
+    if len(orders) == 1 or costs is None:
+        return orders[0]
+    gather = any(cost.unshard for cost in costs)
+    return min(orders, key=lambda order: events.run(lower(order, gather=gather), costs).step_s)
 
 
 def _programs(name: str, num_ranks: int, chunks: int, m: int) -> tuple[Program, ...]:

@@ -1,4 +1,4 @@
-"""A list scheduler for split-backward pipelines: ZeroPP's generator and the zero-bubble ones.
+"""ZeroPP's list scheduler: orders of forwards and input gradients in, programs out.
 
 Every rank has a fixed order of forwards and of input gradients; weight gradients queue up in the
 order in which the input gradients made them possible. Time runs; whenever a rank is free it takes
@@ -10,25 +10,27 @@ the cap bounds both the microbatches in flight and the weight gradients put off.
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Program, StageCost
 
-_ARRIVAL, _WAKE = 0, 1  # at equal times a message arrives before a rank looks for it
-
 Slot = tuple[int, int]  # stage, microbatch
+
+_NEVER = float("inf")
+_END = (-1, -1)  # stands behind the last slot of an order, and is never ready
 
 
 @dataclass(frozen=True)
 class Policy:
     """How a rank chooses. No policy is best for all sizes, so a planner tries several.
 
-    ``alternate``: where both could start, take a forward after an input gradient and the reverse
-    (else always the input gradient). ``patience``: put off a weight gradient if work from another
-    rank is due within this share of its duration; 0 starts it at once.
+    ``alternate``: an input gradient is followed by a forward, where there is one that can start;
+    if the cap forbids it, first by a weight gradient that makes room for it. So the next unit gets
+    through while this one's input gradients are at hand (which else go first, always).
+    ``patience``: put off a weight gradient if work from another rank is due within this share of
+    its duration; 0 starts it at once.
     """
 
     alternate: bool = False
@@ -46,138 +48,149 @@ class Orders:
 
 @dataclass(frozen=True)
 class Planned:
-    """Programs of all ranks, and when the last rank ends on the costs planned with."""
+    """What the ranks take up one after the other, by kind, and when the last rank ends on the
+    costs planned with."""
 
-    programs: tuple[Program, ...]
+    orders: Orders
+    kinds: tuple[Sequence[Op], ...]
     step_s: float
 
+    def programs(self) -> tuple[Program, ...]:
+        """One program a rank."""
+        return tuple(
+            tuple(_merge(forward, backward, kinds))
+            for forward, backward, kinds in zip(
+                self.orders.forward, self.orders.backward, self.kinds, strict=True
+            )
+        )
 
-def list_schedule(
-    orders: Orders, costs: Sequence[StageCost], caps: Sequence[int], policy: Policy
-) -> Planned:
-    """Programs of all ranks for one cap (live chunk-activations) a rank.
 
-    Raises ValueError where a cap is too small for the orders ever to finish.
+def _merge(
+    forward: Sequence[Slot], backward: Sequence[Slot], kinds: Sequence[Op]
+) -> Iterator[Action]:
+    slots = {
+        Op.FORWARD: iter(forward),
+        Op.BACKWARD_INPUT: iter(backward),
+        Op.BACKWARD_WEIGHT: iter(backward),
+    }
+    for op in kinds:
+        stage, microbatch = next(slots[op])
+        yield Action(stage, op, microbatch)
+
+
+def list_schedule(orders: Orders, costs: Sequence[StageCost], cap: int, policy: Policy) -> Planned:
+    """An order of every rank's work with at most ``cap`` live chunk-activations a rank.
+
+    Raises ValueError where the cap is too small for the orders ever to finish.
     """
-    return _Run(orders, costs, caps, policy).result()
+    return _Run(orders, costs, cap, policy).result()
 
 
 class _Rank:
-    """State of one rank while time runs."""
+    """State of one rank while time runs: how far it is in each of its orders."""
 
-    def __init__(self, forward: Sequence[Slot], backward: Sequence[Slot], cap: int) -> None:
-        self.forward, self.backward = deque(forward), deque(backward)
-        self.weight: deque[Slot] = deque()
-        self.cap = cap
-        self.live = 0
-        self.free_at = 0.0
+    def __init__(self, forward: Sequence[Slot], backward: Sequence[Slot]) -> None:
+        self.forward, self.backward = (*forward, _END), (*backward, _END)
+        self.forwards = self.backwards = self.weights = 0  # done so far
         self.forward_turn = False
-        self.program: list[Action] = []
+        self.free_at = 0.0
+        self.kinds: list[Op] = []
 
 
 class _Run:
     def __init__(
-        self, orders: Orders, costs: Sequence[StageCost], caps: Sequence[int], policy: Policy
+        self, orders: Orders, costs: Sequence[StageCost], cap: int, policy: Policy
     ) -> None:
-        self._costs, self._policy = costs, policy
+        self._orders, self._costs, self._cap, self._policy = orders, costs, cap, policy
         self._stage_rank = orders.stage_rank
         self._last = len(orders.stage_rank) - 1
-        self._ranks = [
-            _Rank(forward, backward, cap)
-            for forward, backward, cap in zip(orders.forward, orders.backward, caps, strict=True)
-        ]
-        # Time at which the input of (stage, microbatch) is there; absent while it is unknown.
-        self._forward_ready = {
-            (0, j): 0.0 for s, j in orders.forward[orders.stage_rank[0]] if s == 0
-        }
-        self._backward_ready: dict[Slot, float] = {}
-        self._events: list[tuple[float, int, int]] = []
+        pairs = zip(orders.forward, orders.backward, strict=True)
+        self._ranks = [_Rank(forward, backward) for forward, backward in pairs]
+        # Time at which an input is there, by stage and microbatch; the last row is that of _END.
+        count = 1 + max((j for _, j in orders.forward[0]), default=0)
+        rows = len(orders.stage_rank) + 1
+        self._forward_ready = [[_NEVER] * count for _ in range(rows)]
+        self._backward_ready = [[_NEVER] * count for _ in range(rows)]
+        self._forward_ready[0] = [0.0] * count
+        self._events = [(0.0, rank) for rank in range(len(self._ranks))]  # a heap
 
     def result(self) -> Planned:
-        for rank in range(len(self._ranks)):
-            heapq.heappush(self._events, (0.0, _WAKE, rank))
         while self._events:
-            time, _, rank = heapq.heappop(self._events)
-            if self._ranks[rank].free_at <= time:
-                self._choose(rank, time)
+            time, rank = heapq.heappop(self._events)
+            state = self._ranks[rank]
+            if state.free_at <= time:
+                self._choose(rank, state, time)
         for rank, state in enumerate(self._ranks):
-            if state.forward or state.backward or state.weight:
+            if state.weights < len(state.backward) - 1:
                 raise ValueError(
-                    f"activation_cap={state.cap} of pipeline rank {rank} is too small: "
-                    f"{len(state.forward)} forwards can never start"
+                    f"activation_cap={self._cap} of pipeline rank {rank} is too small: "
+                    f"{len(state.forward) - 1 - state.forwards} forwards can never start"
                 )
-        programs = tuple(tuple(state.program) for state in self._ranks)
-        return Planned(programs, max(state.free_at for state in self._ranks))
+        kinds = tuple(state.kinds for state in self._ranks)
+        return Planned(self._orders, kinds, max(state.free_at for state in self._ranks))
 
-    def _choose(self, rank: int, time: float) -> None:
-        state = self._ranks[rank]
-        backward, forward = self._due(state)
+    def _choose(self, rank: int, state: _Rank, time: float) -> None:
+        stage, microbatch = state.backward[state.backwards]
+        backward = self._backward_ready[stage][microbatch]
+        stage, microbatch = state.forward[state.forwards]
+        forward = self._forward_ready[stage][microbatch]
+        waits = state.weights < state.backwards  # a weight gradient does
+        if state.forwards - state.weights >= self._cap:
+            forward = _NEVER
+            if state.forward_turn and waits and stage >= 0:
+                self._run_weight(rank, state, time)
+                return
         if backward <= time and not (state.forward_turn and forward <= time):
-            self._run_backward(rank, time)
+            self._run_backward(rank, state, time)
         elif forward <= time:
-            self._run_forward(rank, time)
-        elif state.weight:
-            duration = self._costs[state.weight[0][0]].backward_weight
+            self._run_forward(rank, state, time)
+        elif waits:
+            duration = self._costs[state.backward[state.weights][0]].backward_weight
             if min(backward, forward) - time > self._policy.patience * duration:
-                self._run_weight(rank, time)
+                self._run_weight(rank, state, time)
 
-    def _due(self, state: _Rank) -> tuple[float, float]:
-        """When the next input gradient and the next forward can start; infinite if unknown."""
-        backward = forward = _NEVER
-        if state.backward:
-            backward = self._backward_ready.get(state.backward[0], _NEVER)
-        if state.forward and state.live < state.cap:
-            forward = self._forward_ready.get(state.forward[0], _NEVER)
-        return backward, forward
-
-    def _run_forward(self, rank: int, time: float) -> None:
-        state = self._ranks[rank]
-        stage, microbatch = state.forward.popleft()
-        state.live += 1
+    def _run_forward(self, rank: int, state: _Rank, time: float) -> None:
+        stage, microbatch = state.forward[state.forwards]
+        state.forwards += 1
         state.forward_turn = False
-        end = self._occupy(rank, time, stage, Op.FORWARD, microbatch, self._costs[stage].forward)
+        self._occupy(rank, state, Op.FORWARD, time + self._costs[stage].forward)
         if stage == self._last:
-            self._announce(self._backward_ready, (stage, microbatch), end, rank)
+            self._backward_ready[stage][microbatch] = state.free_at
         else:
-            self._send(self._forward_ready, stage, stage + 1, microbatch, end)
+            self._send(self._forward_ready, state, stage, stage + 1, microbatch)
 
-    def _run_backward(self, rank: int, time: float) -> None:
-        state = self._ranks[rank]
-        stage, microbatch = state.backward.popleft()
+    def _run_backward(self, rank: int, state: _Rank, time: float) -> None:
+        stage, microbatch = state.backward[state.backwards]
+        state.backwards += 1
         state.forward_turn = self._policy.alternate
-        duration = self._costs[stage].backward_input
-        end = self._occupy(rank, time, stage, Op.BACKWARD_INPUT, microbatch, duration)
-        state.weight.append((stage, microbatch))
+        self._occupy(rank, state, Op.BACKWARD_INPUT, time + self._costs[stage].backward_input)
         if stage > 0:
-            self._send(self._backward_ready, stage, stage - 1, microbatch, end)
+            self._send(self._backward_ready, state, stage, stage - 1, microbatch)
 
-    def _run_weight(self, rank: int, time: float) -> None:
-        state = self._ranks[rank]
-        stage, microbatch = state.weight.popleft()
-        state.live -= 1
-        duration = self._costs[stage].backward_weight
-        self._occupy(rank, time, stage, Op.BACKWARD_WEIGHT, microbatch, duration)
+    def _run_weight(self, rank: int, state: _Rank, time: float) -> None:
+        stage, _ = state.backward[state.weights]
+        state.weights += 1
+        self._occupy(rank, state, Op.BACKWARD_WEIGHT, time + self._costs[stage].backward_weight)
 
-    def _occupy(
-        self, rank: int, time: float, stage: int, op: Op, microbatch: int, duration: float
-    ) -> float:
-        state = self._ranks[rank]
-        state.program.append(Action(stage, op, microbatch))
-        state.free_at = time + duration
-        heapq.heappush(self._events, (state.free_at, _WAKE, rank))
-        return state.free_at
+    def _occupy(self, rank: int, state: _Rank, op: Op, end: float) -> None:
+        state.kinds.append(op)
+        state.free_at = end
+        heapq.heappush(self._events, (end, rank))
 
     def _send(
-        self, ready: dict[Slot, float], source: int, target: int, microbatch: int, end: float
+        self,
+        ready: list[list[float]],
+        sender: _Rank,
+        source: int,
+        target: int,
+        microbatch: int,
     ) -> None:
+        """Say when a slot's input will be there; a rank that is busy until then looks anyway."""
         rank = self._stage_rank[target]
-        local = rank == self._stage_rank[source]
-        arrival = end if local else end + self._costs[source].transfer
-        self._announce(ready, (target, microbatch), arrival, rank)
-
-    def _announce(self, ready: dict[Slot, float], slot: Slot, time: float, rank: int) -> None:
-        ready[slot] = time
-        heapq.heappush(self._events, (time, _ARRIVAL, rank))
-
-
-_NEVER = float("inf")
+        receiver = self._ranks[rank]
+        arrival = sender.free_at
+        if receiver is not sender:
+            arrival += self._costs[min(source, target)].transfer
+        ready[target][microbatch] = arrival
+        if arrival > receiver.free_at:
+            heapq.heappush(self._events, (arrival, rank))

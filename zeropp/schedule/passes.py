@@ -8,18 +8,28 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from itertools import accumulate, pairwise
+from operator import itemgetter
+from typing import Literal, NamedTuple
 
-from zeropp.schedule.action import MAKES_GRADIENTS, NEEDS_PARAMETERS, Action, Op
+from zeropp.schedule.action import (
+    COMPUTE,
+    MAKES_GRADIENTS,
+    NEEDS_PARAMETERS,
+    Action,
+    Op,
+    collector_paused,
+)
 from zeropp.schedule.program import Program, Schedule, StageCost
 from zeropp.sim import events
 
 ReduceEvery = Literal["unit", "step"]
 
 
+@collector_paused()
 def lower(
     schedule: Schedule,
     *,
@@ -139,56 +149,64 @@ def _add_transfers(programs: Sequence[Program], compute: Schedule) -> tuple[Prog
     actions in which every receive is posted before its send: even a transport that blocks each
     send until its receive is posted cannot deadlock, whatever the durations are.
     """
-    result = events.run(compute, [StageCost()] * compute.num_stages)
-    place = {
-        (action.stage, action.op is Op.FORWARD, action.microbatch): index
-        for program in compute.programs
-        for index, action in enumerate(program)
-        if action.op in NEEDS_PARAMETERS
-    }
-    before: list[dict[int, list[Action]]] = [defaultdict(list) for _ in programs]
-    after: list[dict[int, list[Action]]] = [defaultdict(list) for _ in programs]
+    end = events.run(compute, [StageCost()] * compute.num_stages).end
+    places = _use_places(compute)
+    routes = _routes(compute.stage_rank)
+    sends: list[list[Action | None]] = [[None] * len(program) for program in compute.programs]
+    receives: list[list[tuple[int, Action]]] = [[] for _ in programs]
     for rank, program in enumerate(compute.programs):
         channels: dict[int, list[tuple[int, Action]]] = defaultdict(list)
-        for index, action in enumerate(program):
-            messages = _messages_of(action, compute.stage_rank)
-            if messages is None:
+        for index, (stage, op, microbatch) in enumerate(program):
+            route = routes.get((stage, op))
+            if route is None or microbatch is None:
                 continue
-            send, receive = messages
-            after[rank][index].append(send)
-            target = compute.stage_rank[receive.stage]
-            consumer = place[receive.stage, receive.op is Op.RECV_F, receive.microbatch]
-            running = bisect_left(result.end[target], result.end[rank][index])
-            channels[target].append((min(running, max(consumer - 1, 0)), receive))
-        for target, receives in channels.items():
-            _post_in_order(receives, before[target])
-    return tuple(
-        _insert_at_compute(program, before[rank], after[rank])
-        for rank, program in enumerate(programs)
-    )
+            sends[rank][index] = Action(stage, route.send, microbatch)
+            running = bisect_left(end[route.rank], end[rank][index])
+            needed = places[route.receive][route.stage][microbatch]
+            receive = Action(route.stage, route.receive, microbatch)
+            channels[route.rank].append((min(running, max(needed - 1, 0)), receive))
+        for target, channel in channels.items():
+            receives[target] += _in_order(channel)
+    return tuple(map(_insert_transfers, programs, sends, receives))
 
 
-def _post_in_order(receives: list[tuple[int, Action]], before: dict[int, list[Action]]) -> None:
-    """Add one channel's receives to a rank, none later than any that was sent after it."""
+class _Route(NamedTuple):
+    """Where a compute action's output goes: to ``stage`` on ``rank``."""
+
+    send: Op
+    receive: Op
+    stage: int
+    rank: int
+
+
+def _routes(stage_rank: Sequence[int]) -> dict[tuple[int, Op], _Route]:
+    """By stage and operation, where the output leaves the rank."""
+    routes = {}
+    for stage, (here, there) in enumerate(pairwise(stage_rank)):
+        if here != there:
+            routes[stage, Op.FORWARD] = _Route(Op.SEND_F, Op.RECV_F, stage + 1, there)
+            back = _Route(Op.SEND_B, Op.RECV_B, stage, here)
+            routes[stage + 1, Op.BACKWARD_INPUT] = routes[stage + 1, Op.FULL_BACKWARD] = back
+    return routes
+
+
+def _use_places(compute: Schedule) -> dict[Op, list[list[int]]]:
+    """By the receive that brings the input, stage and microbatch: the place of the action that
+    needs it."""
+    rows = range(compute.num_stages)
+    forward, backward = ([[0] * compute.num_microbatches for _ in rows] for _ in "FB")
+    for program in compute.programs:
+        for place, (stage, op, microbatch) in enumerate(program):
+            if op in NEEDS_PARAMETERS and microbatch is not None:
+                (forward if op is Op.FORWARD else backward)[stage][microbatch] = place
+    return {Op.RECV_F: forward, Op.RECV_B: backward}
+
+
+def _in_order(receives: list[tuple[int, Action]]) -> Iterator[tuple[int, Action]]:
+    """One channel's receives with their places, none later than any that was sent after it."""
     places = [place for place, _ in receives]
-    for number in range(len(places) - 2, -1, -1):
-        places[number] = min(places[number], places[number + 1])
-    for place, (_, receive) in zip(places, receives, strict=True):
-        before[place].append(receive)
-
-
-def _messages_of(action: Action, stage_rank: Sequence[int]) -> tuple[Action, Action] | None:
-    """The send and the receive that follow a compute action, if its output leaves the rank."""
-    stage = action.stage
-    if action.op is Op.FORWARD and stage + 1 < len(stage_rank):
-        ops, target = (Op.SEND_F, Op.RECV_F), stage + 1
-    elif action.op in (Op.BACKWARD_INPUT, Op.FULL_BACKWARD) and stage > 0:
-        ops, target = (Op.SEND_B, Op.RECV_B), stage - 1
-    else:
-        return None
-    if stage_rank[target] == stage_rank[stage]:
-        return None
-    return Action(stage, ops[0], action.microbatch), Action(target, ops[1], action.microbatch)
+    earliest = [*accumulate(reversed(places), min)][::-1]
+    return ((place, receive) for place, (_, receive) in zip(earliest, receives, strict=True))
 
 
 def _insert(
@@ -202,19 +220,25 @@ def _insert(
     return tuple(out)
 
 
-def _insert_at_compute(
-    program: Program, before: dict[int, list[Action]], after: dict[int, list[Action]]
+def _insert_transfers(
+    program: Program, sends: Sequence[Action | None], receives: list[tuple[int, Action]]
 ) -> Program:
-    """As ``_insert``, with places that count compute actions only."""
+    """Receives before the compute action at their place, sends behind theirs; places count compute
+    actions only."""
+    receives.sort(key=itemgetter(0))
     out: list[Action] = []
-    index = 0
+    index = posted = 0
     for action in program:
-        if not action.op.is_compute:
+        if action.op not in COMPUTE:
             out.append(action)
             continue
-        out += before.get(index, ())
+        while posted < len(receives) and receives[posted][0] <= index:
+            out.append(receives[posted][1])
+            posted += 1
         out.append(action)
-        out += after.get(index, ())
+        send = sends[index]
+        if send is not None:
+            out.append(send)
         index += 1
     return tuple(out)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
-from zeropp.schedule.action import MAKES_GRADIENTS, NEEDS_PARAMETERS, Op
+from zeropp.schedule.action import COMPUTE, MAKES_GRADIENTS, NEEDS_PARAMETERS, Op
 from zeropp.schedule.program import Schedule, StageCost
 from zeropp.sim import events
 
 _COLUMNS = 12  # shown on each side of the bad cell
+
+_PARTS = {op: (op,) for op in COMPUTE} | {Op.FULL_BACKWARD: (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}
 
 
 class ScheduleError(ValueError):
@@ -58,33 +61,37 @@ def resident_chunks(schedule: Schedule, rank: int) -> list[int]:
 
 
 def _check_each_action_once(schedule: Schedule) -> None:
-    seen: Counter[tuple[int, str, int]] = Counter()
+    seen: set[tuple[int, Op, int | None]] = set()
     for rank, program in enumerate(schedule.programs):
         for index, action in enumerate(program):
-            if schedule.stage_rank[action.stage] != rank:
-                owner = schedule.stage_rank[action.stage]
+            stage, op, microbatch = action
+            if schedule.stage_rank[stage] != rank:
+                owner = schedule.stage_rank[stage]
                 raise _error(schedule, rank, index, f"{action} belongs to rank {owner}")
-            if not action.op.is_compute or action.microbatch is None:
+            if op not in COMPUTE:
                 continue
-            for kind in "IW" if action.op is Op.FULL_BACKWARD else str(action.op):
-                key = (action.stage, kind, action.microbatch)
-                seen[key] += 1
-                if seen[key] > 1 or action.microbatch >= schedule.num_microbatches:
+            for part in _PARTS[op]:
+                done = (stage, part, microbatch)
+                if done in seen or microbatch not in range(schedule.num_microbatches):
                     raise _error(schedule, rank, index, f"{action} stands once too often")
-    for stage, rank in enumerate(schedule.stage_rank):
-        for kind in "FIW":
-            for microbatch in range(schedule.num_microbatches):
-                if not seen[stage, kind, microbatch]:
-                    end = len(schedule.programs[rank]) - 1
-                    raise _error(schedule, rank, end, f"{stage}{kind}{microbatch} is missing")
+                seen.add(done)
+    parts = (Op.FORWARD, *_PARTS[Op.FULL_BACKWARD])
+    for stage, part, microbatch in product(
+        range(schedule.num_stages), parts, range(schedule.num_microbatches)
+    ):
+        if (stage, part, microbatch) not in seen:
+            rank = schedule.stage_rank[stage]
+            end = len(schedule.programs[rank]) - 1
+            raise _error(schedule, rank, end, f"{stage}{part}{microbatch} is missing")
 
 
 def _check_cap(schedule: Schedule, cap: int) -> None:
     for rank in range(schedule.num_ranks):
-        for index, live in enumerate(live_activations(schedule, rank)):
-            if live > cap:
-                why = f"{live} live chunk-activations, allowed are {cap}"
-                raise _error(schedule, rank, index, why)
+        counts = live_activations(schedule, rank)
+        if max(counts) > cap:
+            index = next(i for i, live in enumerate(counts) if live > cap)
+            why = f"{counts[index]} live chunk-activations, allowed are {cap}"
+            raise _error(schedule, rank, index, why)
 
 
 def _check_gathers(schedule: Schedule) -> None:

@@ -6,21 +6,24 @@ the shard group's link (gathers and reductions, which share its bandwidth), and 
 lane a direction of the pipeline). An action of another lane starts no sooner than the compute
 actions before it have ended; a gather's copy is done by the first compute action that uses it, a
 reduction's before it starts. With programs that hold no transfers (compute only) a message takes
-its boundary's ``transfer`` from the producer's end. Inner loops work on integers: a step of 64
-ranks has half a million actions.
+its boundary's ``transfer`` from the producer's end. Inner loops work on numbers: a step of 64
+ranks has a million actions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from zeropp.schedule.action import Action, Op
+from zeropp.schedule.action import TRANSFER, Op
 from zeropp.schedule.program import Program, Schedule, StageCost
 from zeropp.timeline import Lane, Span
 
 _UNKNOWN = -1.0
 _POSTED = -2.0  # receive posted, message not yet sent
+
+_Times = tuple[float, float]
+_Handler = Callable[[int, int, int], _Times | None]
 
 LANES: dict[Op, Lane] = {
     Op.FORWARD: "compute",
@@ -49,9 +52,9 @@ class DeadlockError(ValueError):
 class EventResult:
     """Outcome of one run. Times in the unit of the costs.
 
-    ``start[r][i]`` and ``end[r][i]`` belong to action ``i`` of rank ``r``; a receive starts and
-    ends when its message is there. ``exposed_gather[r]`` is the time that the
-    compute lane stood still for parameters, ``exposed_wait[r]`` for messages.
+    ``start[r][i]`` and ``end[r][i]`` belong to action ``i`` of rank ``r``; a receive and a release
+    take no time. ``exposed_gather[r]`` is the time that the compute lane stood still for
+    parameters, ``exposed_wait[r]`` for messages.
     """
 
     programs: tuple[Program, ...]
@@ -95,44 +98,40 @@ def run_programs(
 
 
 class _Loop:
+    """State of a run. Tables of times are by stage and microbatch: ``stage * M + microbatch``."""
+
     def __init__(
         self, programs: Sequence[Program], stage_rank: Sequence[int], costs: Sequence[StageCost]
     ) -> None:
-        self._programs = tuple(programs)
-        self._stage_rank = stage_rank
-        self._costs = costs
-        self._lowered = any(a.op.is_transfer for program in programs for a in program)
-        self._stages = len(stage_rank)
-        self._microbatches = 1 + max(
-            (a.microbatch or 0 for program in programs for a in program), default=0
-        )
-        size = self._stages * self._microbatches
-        # Times at which inputs are at hand, and at which messages arrive, by stage and microbatch.
-        self._ready_f = [_UNKNOWN] * size
-        self._ready_b = [_UNKNOWN] * size
-        self._message_f = [_UNKNOWN] * size
-        self._message_b = [_UNKNOWN] * size
+        self._programs, self._costs = tuple(programs), costs
+        ranks, stages = len(self._programs), len(stage_rank)
+        numbers = (action.microbatch or 0 for program in programs for action in program)
+        self._microbatches = 1 + max(numbers, default=0)
+        self._last = stages - 1
+        size = stages * self._microbatches
+        # When inputs are at hand, and when messages came whose receive is not posted yet.
+        self._ready_f, self._ready_b = [_UNKNOWN] * size, [_UNKNOWN] * size
         self._ready_f[: self._microbatches] = [0.0] * self._microbatches
+        self._message_f, self._message_b = [_UNKNOWN] * size, [_UNKNOWN] * size
+        self._waiting_f: dict[int, int] = {}  # input -> rank that waits for it
+        self._waiting_b: dict[int, int] = {}
         self._done_i = [False] * size
-        self._waiting: dict[tuple[int, int], int] = {}  # (table, key) -> rank
-        ranks = len(self._programs)
+        self._hop = _hops(self._programs, stage_rank, costs)
         self._position = [0] * ranks
-        self._compute = [0.0] * ranks
-        self._shard_link = [0.0] * ranks
-        self._link_f = [0.0] * ranks
-        self._link_b = [0.0] * ranks
+        self._compute, self._shard_link = [0.0] * ranks, [0.0] * ranks
+        self._link_f, self._link_b = [0.0] * ranks, [0.0] * ranks
         self._busy = [0.0] * ranks
-        self._stall_gather = [0.0] * ranks
-        self._stall_wait = [0.0] * ranks
-        self._unsharded = [0.0] * self._stages
-        self._copy_out = [0.0] * self._stages  # still to be done before the stage's next use
+        self._stall_gather, self._stall_wait = [0.0] * ranks, [0.0] * ranks
+        self._unsharded = [0.0] * stages
+        self._copy_out = [0.0] * stages  # still to be done before the stage's next use
         self._start: tuple[list[float], ...] = tuple([] for _ in range(ranks))
         self._end: tuple[list[float], ...] = tuple([] for _ in range(ranks))
         self._runnable = list(range(ranks - 1, -1, -1))
 
     def result(self) -> EventResult:
+        handlers = self._handlers()
         while self._runnable:
-            self._advance(self._runnable.pop())
+            self._advance(self._runnable.pop(), handlers)
         stuck = tuple(self._position)
         if any(stuck[r] < len(p) for r, p in enumerate(self._programs)):
             where = ", ".join(
@@ -152,130 +151,161 @@ class _Loop:
             step_s=max(max(lane, default=0.0) for lane in lanes),
         )
 
-    def _advance(self, rank: int) -> None:
+    def _handlers(self) -> dict[Op, _Handler]:
+        """For each kind of action what takes its rank, stage and key and gives its start and end,
+        or None where it waits for what is not yet known."""
+        return {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.FULL_BACKWARD: self._full_backward,
+            Op.UNSHARD: self._unshard,
+            Op.RESHARD: self._reshard,
+            Op.REDUCE_GRAD: self._reduce,
+            Op.SEND_F: self._send_f,
+            Op.SEND_B: self._send_b,
+            Op.RECV_F: self._receive_f,
+            Op.RECV_B: self._receive_b,
+        }
+
+    def _advance(self, rank: int, handlers: dict[Op, _Handler]) -> None:
         """Run a rank until its program ends or it waits for another rank."""
-        program = self._programs[rank]
+        program, microbatches = self._programs[rank], self._microbatches
         starts, ends = self._start[rank], self._end[rank]
-        i = self._position[rank]
-        while i < len(program):
-            span = self._execute(rank, program[i])
+        for i in range(self._position[rank], len(program)):
+            stage, op, microbatch = program[i]
+            span = handlers[op](rank, stage, stage * microbatches + (microbatch or 0))
             if span is None:
                 break
             starts.append(span[0])
             ends.append(span[1])
-            i += 1
-        self._position[rank] = i
+        self._position[rank] = len(starts)
 
-    def _execute(self, rank: int, action: Action) -> tuple[float, float] | None:
-        """Start and end of one action; None where it waits for what is not yet known."""
-        op, stage = action.op, action.stage
-        if op is Op.UNSHARD:
-            start = max(self._shard_link[rank], self._compute[rank])
-            self._shard_link[rank] = self._unsharded[stage] = start + self._costs[stage].unshard
-            self._copy_out[stage] = self._costs[stage].copy_out
-            return start, self._shard_link[rank]
-        if op is Op.RESHARD:
-            return self._compute[rank], self._compute[rank]
-        if op is Op.REDUCE_GRAD:
-            self._compute[rank] += self._costs[stage].copy_in
-            self._busy[rank] += self._costs[stage].copy_in
-            start = max(self._shard_link[rank], self._compute[rank])
-            self._shard_link[rank] = start + self._costs[stage].reduce_grad
-            return start, self._shard_link[rank]
-        assert action.microbatch is not None
-        key = stage * self._microbatches + action.microbatch
-        if op.is_compute:
-            return self._execute_compute(rank, action, key)
-        if op is Op.SEND_F or op is Op.SEND_B:
-            return self._execute_send(rank, op, stage, key)
-        return self._execute_receive(rank, op, key)
-
-    def _execute_compute(self, rank: int, action: Action, key: int) -> tuple[float, float] | None:
-        op, stage = action.op, action.stage
-        cost = self._costs[stage]
-        before = self._compute[rank]
-        if op is Op.BACKWARD_WEIGHT:
-            if not self._done_i[key]:
-                self._waiting[4, key] = rank
-                return None
-            ready, duration = before, cost.backward_weight
-        elif op is Op.FORWARD:
-            ready, duration = self._ready_f[key], cost.forward
-            if ready < 0.0:
-                self._waiting[0, key] = rank
-                return None
+    def _forward(self, rank: int, stage: int, key: int) -> _Times | None:
+        ready = self._ready_f[key]
+        if ready < 0.0:
+            self._waiting_f[key] = rank
+            return None
+        times = self._use(rank, stage, ready, self._costs[stage].forward)
+        if stage == self._last:
+            self._arrive(self._ready_b, self._waiting_b, key, times[1])
         else:
-            ready = self._ready_b[key]
-            if ready < 0.0:
-                self._waiting[1, key] = rank
-                return None
-            duration = cost.backward_input
-            if op is Op.FULL_BACKWARD:
-                duration += cost.backward_weight
-        start = max(before, ready)
-        self._stall_wait[rank] += start - before
-        if op is not Op.BACKWARD_WEIGHT and self._unsharded[stage] > start:
+            hop = self._hop[stage]
+            if hop is not None:
+                key += self._microbatches
+                self._arrive(self._ready_f, self._waiting_f, key, times[1] + hop)
+        return times
+
+    def _backward_input(self, rank: int, stage: int, key: int) -> _Times | None:
+        return self._backward(rank, stage, key, self._costs[stage].backward_input)
+
+    def _full_backward(self, rank: int, stage: int, key: int) -> _Times | None:
+        cost = self._costs[stage]
+        return self._backward(rank, stage, key, cost.backward_input + cost.backward_weight)
+
+    def _backward(self, rank: int, stage: int, key: int, duration: float) -> _Times | None:
+        ready = self._ready_b[key]
+        if ready < 0.0:
+            self._waiting_b[key] = rank
+            return None
+        times = self._use(rank, stage, ready, duration)
+        self._done_i[key] = True
+        if stage > 0:
+            hop = self._hop[stage - 1]
+            if hop is not None:
+                key -= self._microbatches
+                self._arrive(self._ready_b, self._waiting_b, key, times[1] + hop)
+        return times
+
+    def _backward_weight(self, rank: int, stage: int, key: int) -> _Times | None:
+        if not self._done_i[key]:
+            return None  # nor ever: its own rank would have to do it first
+        start = self._compute[rank]
+        duration = self._costs[stage].backward_weight
+        end = self._compute[rank] = start + duration
+        self._busy[rank] += duration
+        return start, end
+
+    def _use(self, rank: int, stage: int, ready: float, duration: float) -> _Times:
+        """Compute that needs an input and the gathered parameters."""
+        start = self._compute[rank]
+        if ready > start:
+            self._stall_wait[rank] += ready - start
+            start = ready
+        if self._unsharded[stage] > start:
             self._stall_gather[rank] += self._unsharded[stage] - start
             start = self._unsharded[stage]
-        if op is not Op.BACKWARD_WEIGHT:  # which needs no parameters
-            duration += self._copy_out[stage]
-            self._copy_out[stage] = 0.0
-        end = start + duration
-        self._compute[rank] = end
+        duration += self._copy_out[stage]
+        self._copy_out[stage] = 0.0
+        end = self._compute[rank] = start + duration
         self._busy[rank] += duration
-        self._produce(op, stage, key, end)
         return start, end
 
-    def _produce(self, op: Op, stage: int, key: int, end: float) -> None:
-        if op is Op.FORWARD:
-            if stage == self._stages - 1:
-                self._set(self._ready_b, 1, key, end)
-            else:
-                self._pass_on(self._ready_f, 0, stage, stage + 1, key + self._microbatches, end)
-        elif op is not Op.BACKWARD_WEIGHT:
-            self._done_i[key] = True
-            if stage > 0:
-                self._pass_on(self._ready_b, 1, stage, stage - 1, key - self._microbatches, end)
+    def _arrive(self, ready: list[float], waiting: dict[int, int], key: int, time: float) -> None:
+        """An input is at hand: wake the rank that waits for it."""
+        ready[key] = time
+        rank = waiting.pop(key, None)
+        if rank is not None:
+            self._runnable.append(rank)
 
-    def _pass_on(
-        self, table: list[float], name: int, source: int, target: int, key: int, end: float
-    ) -> None:
-        if self._stage_rank[source] == self._stage_rank[target]:
-            self._set(table, name, key, end)
-        elif not self._lowered:
-            self._set(table, name, key, end + self._costs[min(source, target)].transfer)
+    def _unshard(self, rank: int, stage: int, _: int) -> _Times:
+        start = max(self._shard_link[rank], self._compute[rank])
+        end = start + self._costs[stage].unshard
+        self._shard_link[rank] = self._unsharded[stage] = end
+        self._copy_out[stage] = self._costs[stage].copy_out
+        return start, end
 
-    def _execute_send(self, rank: int, op: Op, stage: int, key: int) -> tuple[float, float]:
-        forward = op is Op.SEND_F
-        link = self._link_f if forward else self._link_b
-        start = max(link[rank], self._compute[rank])
-        end = link[rank] = start + self._costs[stage if forward else stage - 1].transfer
-        if forward:
-            self._set(self._message_f, 2, key + self._microbatches, end)
+    def _reshard(self, rank: int, _stage: int, _: int) -> _Times:
+        return self._compute[rank], self._compute[rank]
+
+    def _reduce(self, rank: int, stage: int, _: int) -> _Times:
+        self._compute[rank] += self._costs[stage].copy_in
+        self._busy[rank] += self._costs[stage].copy_in
+        start = max(self._shard_link[rank], self._compute[rank])
+        end = self._shard_link[rank] = start + self._costs[stage].reduce_grad
+        return start, end
+
+    def _send_f(self, rank: int, stage: int, key: int) -> _Times:
+        start = max(self._link_f[rank], self._compute[rank])
+        end = self._link_f[rank] = start + self._costs[stage].transfer
+        key += self._microbatches
+        if self._ready_f[key] == _POSTED:
+            self._arrive(self._ready_f, self._waiting_f, key, end)
         else:
-            self._set(self._message_b, 3, key - self._microbatches, end)
+            self._message_f[key] = end
         return start, end
 
-    def _execute_receive(self, rank: int, op: Op, key: int) -> tuple[float, float]:
-        """Post a receive: it never blocks, the compute action that needs it does."""
-        forward = op is Op.RECV_F
-        message = (self._message_f if forward else self._message_b)[key]
-        ready = self._ready_f if forward else self._ready_b
+    def _send_b(self, rank: int, stage: int, key: int) -> _Times:
+        start = max(self._link_b[rank], self._compute[rank])
+        end = self._link_b[rank] = start + self._costs[stage - 1].transfer
+        key -= self._microbatches
+        if self._ready_b[key] == _POSTED:
+            self._arrive(self._ready_b, self._waiting_b, key, end)
+        else:
+            self._message_b[key] = end
+        return start, end
+
+    def _receive_f(self, rank: int, _: int, key: int) -> _Times:
+        return self._post(rank, self._ready_f, self._message_f[key], key)
+
+    def _receive_b(self, rank: int, _: int, key: int) -> _Times:
+        return self._post(rank, self._ready_b, self._message_b[key], key)
+
+    def _post(self, rank: int, ready: list[float], message: float, key: int) -> _Times:
+        """A receive never blocks, the compute action that needs it does."""
         if message < 0.0:
             ready[key] = _POSTED
             return self._compute[rank], self._compute[rank]
         ready[key] = message
         return message, message
 
-    def _set(self, table: list[float], name: int, key: int, time: float) -> None:
-        """Write a time and wake the rank that waits for it."""
-        table[key] = time
-        if name >= 2:  # a message: hand it over if its receive is posted
-            ready = self._ready_f if name == 2 else self._ready_b
-            if ready[key] != _POSTED:
-                return
-            ready[key] = time
-            name -= 2
-        rank = self._waiting.pop((name, key), None)
-        if rank is not None:
-            self._runnable.append(rank)
+
+def _hops(
+    programs: Sequence[Program], stage_rank: Sequence[int], costs: Sequence[StageCost]
+) -> list[float | None]:
+    """What passes between each stage's output and the next one's input at hand, either way; None
+    where programs hold transfers for it."""
+    lowered = any(action.op in TRANSFER for program in programs for action in program)
+    remote = [None if lowered else cost.transfer for cost in costs]
+    pairs = zip(remote, stage_rank, stage_rank[1:], strict=False)
+    return [0.0 if rank == following else hop for hop, rank, following in pairs]

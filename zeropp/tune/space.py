@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zeropp.cost.cluster import Cluster
-from zeropp.layout import Layout, Placement, divisors
+from zeropp.layout import Layout, Placement, divisors, most_microbatches
 from zeropp.plan import Precision, Recompute, ReduceEvery, Runtime
 from zeropp.shape import ModelShape
 
@@ -202,6 +202,9 @@ def _refuse(task: Task, layout: Layout, schedule: str, chunks: int, m: int) -> s
         return "no pipeline to schedule"
     if layout.pp * chunks > task.shape.layers:
         return "more stages than layers"
+    stages = task.shape.num_pieces if schedule == "fsdp" else layout.pp * chunks
+    if m > most_microbatches(stages):
+        return "more microbatches than can be planned"
     if schedule in ("interleaved_1f1b", "interleaved_zb") and m % layout.pp:
         return "microbatches do not divide into groups of pp"
     return ""
