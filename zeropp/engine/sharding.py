@@ -71,15 +71,17 @@ class ChunkShards:
         self._root._get_fsdp_state()._lazy_init()
 
     def unshard(self) -> None:
-        """Start to gather the parameters, once compute so far is done; ``wait`` before use."""
-        for shard in self._shards:
-            # Asked for by hand, FSDP2 gathers from the current stream: casts and copies of shards
-            # would stand in compute's way.
-            context = shard._get_fsdp_state()._comm_ctx
-            streams, stream = context.device_handle, context.all_gather_stream
-            stream.wait_stream(streams.current_stream())
-            with streams.stream(stream):
-                self._handles.append(shard.unshard(async_op=True))
+        """Start to gather the parameters, once compute so far is done; ``wait`` before use.
+
+        Asked for by hand, FSDP2 gathers from the current stream; casts and copies of shards would
+        stand in compute's way there.
+        """
+        if self._root is None:
+            return
+        context = self._root._get_fsdp_state()._comm_ctx
+        context.all_gather_stream.wait_stream(context.device_handle.current_stream())
+        with context.device_handle.stream(context.all_gather_stream):
+            self._handles = [shard.unshard(async_op=True) for shard in self._shards]
 
     def wait(self) -> None:
         """Make the current stream wait for the gather that was started."""
