@@ -136,6 +136,9 @@ def _open_world(spec: RunSpec) -> torch.device:
     else:
         # A kernel that is loaded on first use would wait for receives that are posted early.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        # Of 8 hardware queues, CUDA's default, two streams could share one, and a send stand behind
+        # a receive that waits for its sender.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group(

@@ -312,8 +312,8 @@ def _resize(original: Any, allocations: Allocations) -> Any:
 
 
 def _gathered(original: Any, allocations: Allocations) -> Any:
-    def allocate(parameter: FSDPParam, *arguments: Any) -> None:
-        original(parameter, *arguments)
+    def allocate(parameter: FSDPParam, *arguments: Any, **keywords: Any) -> None:
+        original(parameter, *arguments, **keywords)
         for tensor in parameter.all_gather_outputs:
             allocations.label(tensor, "unsharded")
 
