@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from zeropp.engine.recompute import run_recomputed
 from zeropp.engine.sharding import local
 from zeropp.layout import Layout
+from zeropp.optimizer import square_norm
 from zeropp.plan import Plan, Precision
 from zeropp.training import StepResult
 
@@ -106,18 +107,14 @@ def finish_step(
     held = [(p, p.grad) for p in parameters if p.grad is not None]
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     totals[0] = loss
-    for parameter, gradient in held:
-        if parameter is copy:
-            continue
-        square = local(gradient).float().square().sum(dtype=torch.float64)
-        totals[1] += square / _copies(gradient, layout)
+    counted = [gradient for parameter, gradient in held if parameter is not copy]
+    totals[1] = square_norm(((local(g), _copies(g, layout)) for g in counted), device)
     dist.all_reduce(totals)
-    mean_loss, square_norm = totals.tolist()
-    result = StepResult(mean_loss, math.sqrt(square_norm))
+    mean_loss, square = totals.tolist()
+    result = StepResult(mean_loss, math.sqrt(square))
     if clip_norm and result.grad_norm > clip_norm:
         scale = clip_norm / (result.grad_norm + 1e-6)  # as torch's clip_grad_norm_
-        for _, gradient in held:
-            local(gradient).mul_(scale)
+        torch._foreach_mul_([local(gradient) for _, gradient in held], scale)
     return result
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeropp.training import OptimizerConfig
 
@@ -29,3 +30,20 @@ def build_optimizer(
         weight_decay=config.weight_decay,
         fused=all(parameter.is_cuda for parameter in parameters) or None,
     )
+
+
+def square_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> Tensor:
+    """This rank's share of the squared gradient norm, fp64: summed over all ranks it is the whole.
+
+    ``parts``: (local gradient, number of ranks that hold the same). All contenders take it so, with
+    a kernel for many gradients: one of their own each would cost whoever has it a launch a tensor.
+    """
+    alike: defaultdict[tuple[float, torch.dtype], list[Tensor]] = defaultdict(list)
+    for gradient, copies in parts:
+        alike[copies, gradient.dtype].append(gradient)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for (copies, dtype), gradients in alike.items():
+        least = torch.promote_types(dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(gradients, dtype=least))
+        total += norms.double().square().sum() / copies
+    return total

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -17,6 +18,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from baselines.deepspeed_3d.tensor_parallel import (
@@ -26,7 +28,7 @@ from baselines.deepspeed_3d.tensor_parallel import (
     whole_parameter,
 )
 from zeropp.model import build_piece
-from zeropp.optimizer import build_optimizer
+from zeropp.optimizer import build_optimizer, square_norm
 from zeropp.plan import Plan
 from zeropp.schedule.action import Action, Op
 from zeropp.sim.events import LANES
@@ -148,27 +150,29 @@ class DeepSpeedTrainer:
         return list(self._spans or [])
 
     def _observed(self, kind: type, run: Callable[..., None]) -> Callable[..., None]:
-        """DeepSpeed's handler of an instruction, with a look at the clock and at the gradients."""
+        """DeepSpeed's handler of an instruction, as an action that is observed where it is one."""
         trainer = self
         op = OPS.get(kind)
 
         def observed(engine: Any, **arguments: Any) -> None:
             if kind is instructions.OptimizerStep:
                 trainer._clip()
-            start = trainer._clock()
-            MethodType(run, engine)(**arguments)
-            if op is not None:
-                trainer._observe(op, start)
+            with nullcontext() if op is None else trainer._action(op):
+                MethodType(run, engine)(**arguments)
 
         return observed
 
-    def _observe(self, op: Op, start: float) -> None:
-        self._counters[op.name.lower()] += 1
+    @contextmanager
+    def _action(self, op: Op) -> Iterator[None]:
+        """A range of the profiler, a count, and a span while spans are recorded."""
         stage = self._engine.stage_id
-        microbatch = self._passes[op] if op.has_microbatch else None
+        action = str(Action(stage, op, self._passes[op] if op.has_microbatch else None))
+        start = self._clock()
+        with record_function(action):
+            yield
         self._passes[op] += 1
+        self._counters[op.name.lower()] += 1
         if self._spans is not None:
-            action = str(Action(stage, op, microbatch))
             self._spans.append(Span(stage, LANES[op], action, start, self._clock()))
 
     def _clock(self) -> float:
@@ -193,14 +197,13 @@ class DeepSpeedTrainer:
     def _local_square_norm(self) -> Tensor:
         """This rank's part of the squared gradient norm, so that the sum over ranks is right:
         what a parameter's copies hold alike is divided by their number."""
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        parts = []
         for parameter, gradient, copies in self._gradients():
             if parameter.ds_pipe_replicated:  # type: ignore[attr-defined]  # a tied copy; the first stage counts it
                 continue
-            if not hasattr(parameter, "cut_dim"):
-                copies *= self._plan.layout.tp
-            total += gradient.float().square().sum(dtype=torch.float64) / copies
-        return total
+            whole = not hasattr(parameter, "cut_dim")
+            parts.append((gradient, copies * self._plan.layout.tp if whole else copies))
+        return square_norm(parts, self._device)
 
     def _gradients(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         """(parameter, reduced gradient or this rank's part of it, data-parallel copies of it)."""

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -126,6 +127,11 @@ class _Stage(PipelineStage):
         super().perform_reduce_grad(grad_scale_factor)
         self.observer(Op.REDUCE_GRAD, self.stage_index, None, start)
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Torch 2.11 lets the rank at the turn of a V greet itself, which gloo cannot."""
+        greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
+
 
 class TorchPipelineTrainer:
     """A ``zeropp.training.Trainer`` over torch's pipeline runtime."""
@@ -158,7 +164,7 @@ class TorchPipelineTrainer:
         plan = self._plan
         self._optimizer.zero_grad()
         losses: list[Tensor] = []
-        first = (inputs,) if 0 in self._chunks else ()
+        first = (inputs.contiguous(),) if 0 in self._chunks else ()  # torch 2.11 compares strides
         last = plan.schedule.num_stages - 1 in self._chunks
         self._begin = time.perf_counter()
         with self._loss_context():
@@ -228,22 +234,26 @@ class TorchPipelineTrainer:
             index,
             last + 1,
             self._device,
-            input_args=self._boundary(first=index == 0),
-            output_args=self._boundary(first=False),
+            input_args=self._boundary(index),
+            output_args=self._boundary(index + 1),
             group=self._mesh.get_group("pp"),
         )
         stage.observer, stage.clock = self._observe, self._clock
         return stage
 
-    def _boundary(self, *, first: bool) -> Tensor:
-        """Shape and type of what enters a stage or leaves it. Torch sends no last stage's output,
-        so what is said of that does not matter."""
+    def _boundary(self, stage: int) -> Tensor:
+        """Shape and type of what enters a stage; behind the last one, of the logits."""
         plan, shape = self._plan, self._plan.shape
-        if first:
+        if stage == 0:
             return torch.empty(plan.microbatch_size, shape.seq, dtype=torch.int64, device="meta")
-        seq = shape.seq // (plan.layout.tp if plan.layout.sequence_parallel else 1)
+        seq, width = (
+            shape.seq // (plan.layout.tp if plan.layout.sequence_parallel else 1),
+            shape.hidden,
+        )
+        if stage == plan.schedule.num_stages:
+            seq, width = shape.seq, shape.vocab
         dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-        size = (plan.microbatch_size, seq, shape.hidden)
+        size = (plan.microbatch_size, seq, width)
         return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
 
     def _loss_context(self) -> AbstractContextManager[Any]:

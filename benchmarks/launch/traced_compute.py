@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from benchmarks.launch.points import Point, records_of
 from benchmarks.record import RunRecord
@@ -30,7 +32,7 @@ def traced_record(point: Point, runs_dir: Path) -> RunRecord:
             "compute times (run it with launcher=trace launcher.tensors=real)"
         )
     if point.plan is not None:
-        _by_likeness(point.plan, found[-1].predicted["compute_s"])
+        _by_stage(point.plan, found[-1].predicted["compute_s"])
     return found[-1]
 
 
@@ -39,15 +41,12 @@ def traced_stages(
 ) -> tuple[StageCost, ...]:
     """Stage costs with traced compute; collectives and transfers stay the cost model's.
 
-    ``compute_s``: seconds by stage and action (``3F``), of some stages; the others take those of
-    a stage with the same pieces. A full backward is split as the model splits it. Tensor-parallel
+    ``compute_s``: seconds by stage and action (``3F``), of some stages; the others take the median
+    of stages with the same pieces. A full backward is split as the model splits it. Tensor-parallel
     collectives are added: a lone rank's take no time. Raises SpecError on a stage without a like.
     """
-    likes = _by_likeness(plan, compute_s)
-    return tuple(
-        _replaced(cost, likes[_like(plan, stage)], price.tp_s[stage])
-        for stage, cost in enumerate(price.stages)
-    )
+    traced = _by_stage(plan, compute_s)
+    return tuple(map(_replaced, price.stages, traced, price.tp_s))
 
 
 def _replaced(cost: StageCost, traced: Mapping[str, float], tp_s: tuple[float, float]) -> StageCost:
@@ -66,17 +65,25 @@ def _replaced(cost: StageCost, traced: Mapping[str, float], tp_s: tuple[float, f
     return replace(cost, **durations)
 
 
-def _by_likeness(plan: Plan, compute_s: Mapping[str, float]) -> dict[Like, dict[str, float]]:
-    likes: dict[Like, dict[str, float]] = {}
+def _by_stage(plan: Plan, compute_s: Mapping[str, float]) -> list[dict[str, float]]:
+    """Seconds of every stage's actions, by action."""
+    own: dict[int, dict[str, float]] = defaultdict(dict)
+    likes: dict[Like, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for name, seconds in compute_s.items():
-        likes.setdefault(_like(plan, int(name[:-1])), {})[name[-1]] = seconds
+        stage, action = int(name[:-1]), name[-1]
+        own[stage][action] = seconds
+        likes[_like(plan, stage)][action].append(seconds)
+    traced = []
     for stage, rank in enumerate(plan.schedule.stage_rank):
-        if _like(plan, stage) not in likes:
+        like = likes[_like(plan, stage)]
+        if not like:
             raise SpecError(
                 f"launcher.compute=traced: no traced rank holds a stage like stage {stage} "
                 f"(trace it with launcher.pipeline_ranks=[0,{rank},-1])"
             )
-    return likes
+        medians = {action: median(seconds) for action, seconds in like.items()}
+        traced.append(own.get(stage, medians))
+    return traced
 
 
 def _like(plan: Plan, stage: int) -> Like:

@@ -60,10 +60,10 @@ def request(
 
 
 def batch(shape: ModelShape, rows: int, step: int) -> tuple[Tensor, Tensor]:
-    """Random tokens and their successors: int64 [rows, seq]."""
+    """Random tokens and their successors: int64 [rows, seq], views as the suite's data are."""
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(shape.vocab, (rows, shape.seq + 1), generator=generator)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def train(builder: str, plan: Plan, optimizer: OptimizerConfig, steps: int) -> Outcome:

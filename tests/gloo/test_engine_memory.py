@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
+import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
 from tests.gloo.engine_cases import Case, build_engine, local_microbatches
 from tests.gloo.world import World
@@ -23,6 +26,7 @@ class Peaks:
 
     unsharded: int
     gradients: int
+    reducing: int  # what its reductions keep
     chunk: int
     resident: int  # chunks that its program holds gathered at once
     unshards: int
@@ -32,12 +36,14 @@ def measure(case: Case) -> Peaks:
     engine = build_engine(case, torch.float32)
     shards = [chunk.shards for chunk in engine.chunks.values()]
     sizes = [sum(p.numel() * 4 for _, _, p in s.named_parameters()) for s in shards]
-    peaks = Peaks(0, 0, max(sizes), _resident(engine), 0)
+    peaks = Peaks(0, 0, 0, max(sizes), _resident(engine), 0)
 
     def look() -> None:
         peaks.unsharded = max(peaks.unsharded, sum(s.unsharded_bytes() for s in shards))
-        waiting = sum(s.unsharded_grad_bytes() for s in shards) + reduction_buffer_bytes(shards)
-        peaks.gradients = max(peaks.gradients, waiting)
+        reducing = reduction_buffer_bytes(shards)
+        peaks.reducing = max(peaks.reducing, reducing)
+        waiting = sum(s.unsharded_grad_bytes() for s in shards)
+        peaks.gradients = max(peaks.gradients, waiting + reducing)
 
     _after_every_action(engine, look)
     engine.step(*local_microbatches(case, 0))
@@ -75,6 +81,23 @@ def test_unsharded_bytes_are_those_of_the_resident_chunks(world: World) -> None:
         assert 0 < peaks.gradients <= (peaks.resident + PREFETCH) * peaks.chunk
         units = CASE.batch // CASE.shard // CASE.unit
         assert peaks.unshards <= 2 * CASE.chunks * units
+
+
+def test_a_chunk_is_reduced_at_once_and_waits_for_the_chunk_before(world: World) -> None:
+    for peaks in world.run(measure, CASE, size=CASE.world):
+        assert peaks.reducing == pytest.approx(peaks.chunk, rel=0.01)  # rows are padded
+
+
+def count_stream_sets(case: Case) -> int:
+    """How many sets of FSDP2's streams an engine asks for."""
+    with patch.object(FSDPCommContext, "lazy_init", autospec=True) as made:
+        build_engine(case, torch.float32)
+    return made.call_count
+
+
+def test_a_chunk_takes_one_set_of_streams_whatever_its_layers(world: World) -> None:
+    case = replace(CASE, chunks=2)
+    assert world.run(count_stream_sets, case, size=case.world) == [2] * case.world
 
 
 def test_unsharded_gradients_stay_bounded_as_microbatches_grow(world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.unit.test_spec import changed
 CONTENDERS: dict[str, dict[str, Any]] = {
     "zeropp": {"pp": 4, "shard": 8, "chunks": 2},
     "torch_pp": {"pp": 4, "tp": 2, "shard": 8, "schedule": "interleaved_1f1b", "chunks": 2},
+    "deepspeed_3d": {"pp": 2, "tp": 2, "replicate_zero": 1},
     "fsdp": {"shard": 8},
 }
 OPTIONS = {"kind": "trace", "tensors": "real", "pipeline_ranks": [0, -1]}
@@ -42,16 +44,18 @@ def test_lone_ranks_compute_what_the_simulator_takes(name: str, tmp_path: Path) 
     assert {int(action[:-1]) for action in compute} == stages
     assert all(seconds > 0 for seconds in compute.values())
     for rank in record.ranks:
-        assert rank.counters["unshard"] > 0
+        assert name == "deepspeed_3d" or rank.counters["unshard"] > 0
         assert rank.peak_rss_bytes
         path = tmp_path / record.record_id / f"rank_{rank.rank:03d}.trace.json.gz"
         with gzip.open(path, "rt") as file:
-            assert "traceEvents" in json.load(file)
+            names = {event.get("name", "") for event in json.load(file)["traceEvents"]}
+        assert name == "fsdp" or any(re.fullmatch(r"(PP:)?\d+F\d+", action) for action in names)
     priced = {"kind": "simulate", "compute": "traced", "traced_runs": str(tmp_path)}
     simulate.check([point], priced)
     with SweepProgress(1) as progress:
         (simulated,) = simulate.launch([point], priced, tmp_path, progress)
-    assert simulated.step_s[0] > sum(compute.values())
+    on_the_way = [seconds for action, seconds in compute.items() if not action.endswith("W")]
+    assert simulated.step_s[0] > sum(on_the_way)  # of one microbatch, there and back
 
 
 def test_a_gpu_that_is_not_here_is_refused() -> None:

@@ -23,7 +23,7 @@ from zeropp.engine.replicas import Name, Replicas
 from zeropp.engine.sharding import ChunkShards, full, share_streams
 from zeropp.engine.tied import TiedWeights
 from zeropp.layout import InfeasibleError, Layout
-from zeropp.optimizer import build_optimizer
+from zeropp.optimizer import build_optimizer, square_norm
 from zeropp.plan import Precision, Recompute, ReduceEvery
 from zeropp.schedule.program import Schedule
 from zeropp.timeline import Span
@@ -229,13 +229,11 @@ class Engine:
         if losses:
             totals[0] = torch.stack(list(losses)).sum() / self._layout.dp
         gradients = self._gradients(name for name in self.owned if name != self._tied.copy)
-        if gradients:
-            norms = torch.stack(torch._foreach_norm(gradients))
-            copies = 1 if self._layout.replicate_zero else self._layout.replicate
-            totals[1] = norms.double().square().sum() / copies
+        copies = 1 if self._layout.replicate_zero else self._layout.replicate
+        totals[1] = square_norm(((gradient, copies) for gradient in gradients), self._device)
         dist.all_reduce(totals)
-        loss, square_norm = totals.tolist()
-        return StepResult(loss, math.sqrt(square_norm))
+        loss, square = totals.tolist()
+        return StepResult(loss, math.sqrt(square))
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:

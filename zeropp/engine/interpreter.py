@@ -56,7 +56,7 @@ class Interpreter:
         self._stage_rank = schedule.stage_rank
         self._rank = next(schedule.stage_rank[stage] for stage in chunks)
         self._program = schedule.programs[self._rank]
-        self._chunks_on_cuda = channels.device.type == "cuda"
+        self._on_cuda = channels.device.type == "cuda"
         self._last = schedule.num_stages - 1
         self._channels = channels
         self._boundary = boundary
@@ -110,7 +110,7 @@ class Interpreter:
         """
         if self.spans is None:
             return 0.0
-        if self._chunks_on_cuda:
+        if self._on_cuda:
             torch.cuda.current_stream().synchronize()
         return time.perf_counter() - begin
 

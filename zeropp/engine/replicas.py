@@ -40,7 +40,7 @@ class Replicas:
         self.owned = {name: self._own(p) for name, p in self._parameters.items()}
         self._buffer: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
-        if mesh.device_type == "cuda":
+        if mesh.device_type == "cuda" and self._count > 1:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def start_reduce(self, shards: ChunkShards) -> None:

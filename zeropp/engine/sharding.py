@@ -5,14 +5,16 @@ the piece inside, so FSDP2's forward and backward hooks never run: gathering, re
 reducing happen exactly where the program says. State dicts, mixed precision and checkpoints
 remain torch's own.
 
-This is the one file of the library that touches private parts of FSDP2 (seen with torch 2.13): the
-parameter groups' ``post_backward`` (torch's own pipeline stages call it likewise, in
-``perform_reduce_grad``), their gradient accumulators, and the root's final callback.
+This is the one file of the engine that touches private parts of FSDP2 (seen with torch 2.11, 2.12
+and 2.13): the parameter groups' ``post_backward`` (torch's own pipeline stages call it likewise, in
+``perform_reduce_grad``), their gradient accumulators, what their context holds of reductions in
+flight, and the root's final callback.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from zeropp.plan import Precision
 
@@ -30,6 +33,14 @@ class Shard(nn.Module):
     def __init__(self, piece: nn.Module) -> None:
         super().__init__()
         self.piece = piece
+
+
+class _Root(nn.Module):
+    """Holds a chunk's shards together; has no parameters of its own."""
+
+    def __init__(self, shards: Iterable[Any]) -> None:
+        super().__init__()
+        self.shards = nn.ModuleList(shards)
 
 
 class ChunkShards:
@@ -44,23 +55,20 @@ class ChunkShards:
     ) -> None:
         self.pieces = pieces
         self._shards: list[FSDPModule] = []
+        self._root: FSDPModule | None = None
         self._handles: list[Any] = []
         if mesh is None:
             return
         policy = MixedPrecisionPolicy()
         if precision == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for piece in pieces:
-            shard = fully_shard(
-                Shard(piece), mesh=mesh, mp_policy=policy, reshard_after_forward=False
-            )
-            assert isinstance(shard, FSDPModule)
-            # The pieces of a chunk are reduced together: none waits for the one before.
-            if hasattr(shard, "set_reduce_scatter_max_input_buffers"):  # absent in older torch
-                shard.set_reduce_scatter_max_input_buffers(len(pieces))
-            shard._get_fsdp_state()._lazy_init()
-            shard.set_reshard_after_backward(False)
-            self._shards.append(shard)
+        wrap = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self._shards = [wrap(Shard(piece)) for piece in pieces]
+        # Every root takes four streams from torch's pool of 32, which NCCL's come from, too: with a
+        # root a piece a message that waits for its sender could share one with what must not wait.
+        self._root = wrap(_Root(self._shards))
+        self._root.set_reshard_after_backward(False)
+        self._root._get_fsdp_state()._lazy_init()
 
     def unshard(self) -> None:
         """Start to gather the parameters, once compute so far is done; ``wait`` before use."""
@@ -94,19 +102,17 @@ class ChunkShards:
 
     def reduce(self) -> None:
         """Reduce-scatter the accumulated gradients (mean) into the sharded ones and free them."""
-        for shard in self._shards:
-            for group in _groups(shard):
-                group.post_backward()
+        _reduce_together([group for shard in self._shards for group in _groups(shard)])
 
     def finish(self) -> None:
         """Make the current stream wait for the reductions, and free their buffers."""
-        for shard in self._shards:
-            shard._get_fsdp_state()._root_post_backward_final_callback()
+        if self._root is not None:
+            self._root._get_fsdp_state()._root_post_backward_final_callback()
 
     def follow_reductions(self, stream: torch.cuda.Stream) -> None:
         """Make a stream wait for the reductions that were started."""
-        for shard in self._shards[:1]:  # they share one stream
-            stream.wait_stream(shard._get_fsdp_state()._comm_ctx.reduce_scatter_stream)
+        if self._root is not None:
+            stream.wait_stream(self._root._get_fsdp_state()._comm_ctx.reduce_scatter_stream)
 
     def named_parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """(index of the piece in the chunk, name, parameter), sharded where there are shards."""
@@ -135,6 +141,9 @@ class ChunkShards:
                 total += grad.nbytes if grad is not None else 0
         return total
 
+    def _fsdp_modules(self) -> list[FSDPModule]:
+        return [] if self._root is None else [self._root, *self._shards]
+
     def _fsdp_parameters(self) -> Iterator[Any]:
         for shard in self._shards:
             for group in _groups(shard):
@@ -144,7 +153,7 @@ class ChunkShards:
 def share_streams(chunks: Iterable[ChunkShards]) -> None:
     """One set of streams for all chunks of a rank. It bounds memory, too: a reduction's buffer is
     given back when the next chunk is reduced, not at the end of the step."""
-    share_comm_ctx([shard for chunk in chunks for shard in chunk._shards])
+    share_comm_ctx([module for chunk in chunks for module in chunk._fsdp_modules()])
 
 
 def reduction_buffer_bytes(chunks: Iterable[ChunkShards]) -> int:
@@ -154,10 +163,9 @@ def reduction_buffer_bytes(chunks: Iterable[ChunkShards]) -> int:
         for chunk in chunks
         for context in (shard._get_fsdp_state()._comm_ctx for shard in chunk._shards)
     }
+    reductions = [state for context in contexts.values() for state in _in_flight(context)]
     return sum(
-        state.reduce_scatter_input.nbytes
-        for context in contexts.values()
-        for state in context.reduce_scatter_states
+        buffer.nbytes for buffer in tree_leaves([r.reduce_scatter_input for r in reductions])
     )
 
 
@@ -175,4 +183,35 @@ def _groups(shard: FSDPModule) -> list[Any]:
     state = shard._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group]  # torch 2.11 has one group a state
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11: at most one
+
+
+def _reduce_together(groups: list[Any]) -> None:
+    """Reduce a chunk's groups, none waiting for the one before.
+
+    FSDP2 makes compute wait for what its context says is in flight before it starts a reduction. So
+    the first group finds there the chunk before, and the others nothing; then all of this chunk are
+    put there as one. They run on one stream, so the last one's event stands for all.
+    """
+    held: list[Any] = []
+    for group in groups:
+        group.post_backward()
+        held += _in_flight(group.comm_ctx)
+        _set_in_flight(group.comm_ctx, [])
+    if held:
+        buffers = [reduction.reduce_scatter_input for reduction in held]
+        whole = held[-1]._replace(reduce_scatter_input=buffers)
+        _set_in_flight(groups[-1].comm_ctx, [whole])
+
+
+def _in_flight(context: Any) -> list[Any]:
+    if hasattr(context, "reduce_scatter_states"):
+        return list(context.reduce_scatter_states)
+    return [context.reduce_scatter_state] if context.reduce_scatter_state else []  # torch 2.11
+
+
+def _set_in_flight(context: Any, states: list[Any]) -> None:
+    if hasattr(context, "reduce_scatter_states"):
+        context.reduce_scatter_states = states
+    else:
+        context.reduce_scatter_state = states[-1] if states else None

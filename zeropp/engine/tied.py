@@ -21,8 +21,8 @@ from zeropp.schedule.program import Schedule
 class TiedWeights:
     """Keeps (original, copy) equal; does nothing where ``tied`` is None.
 
-    ``parameters`` are those that this rank updates. ``copy`` is the second name: norms and state
-    skip it.
+    ``parameters`` are those that this rank updates. ``copy`` is the second name: norms and whole
+    parameters skip it.
     """
 
     def __init__(
