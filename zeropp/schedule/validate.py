@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
-from zeropp.schedule.action import COMPUTE, MAKES_GRADIENTS, NEEDS_PARAMETERS, Op
+from zeropp.schedule.action import (
+    COMPUTE,
+    MAKES_GRADIENTS,
+    NEEDS_PARAMETERS,
+    Op,
+    collector_paused,
+)
 from zeropp.schedule.program import Schedule, StageCost
 from zeropp.sim import events
 
@@ -18,6 +24,7 @@ class ScheduleError(ValueError):
     """A program that must not be run; the message ends with the grid, the bad cell in [[ ]]."""
 
 
+@collector_paused()
 def validate(schedule: Schedule, *, activation_cap: int | None = None) -> None:
     """Check a schedule, compute-only or lowered; raises ScheduleError.
 
