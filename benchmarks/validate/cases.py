@@ -4,8 +4,8 @@ Blank degrees are 1, data parallelism is what remains of the GPUs. Blank microba
 pipeline, else the data-parallel rank's batch, at most 4. Blank global batch: the notes' gradient
 accumulation, else eight microbatches a pipeline stage (one without a pipeline), times data
 parallelism. Blank chunks of an interleaved schedule: the most up to 4 that divide the layers of a
-rank. Layers are spread evenly, embedding and head at the ends; where they do not divide, the
-cut balances FLOPs. ZeRO-3 without a pipeline gathers every block for every pass (FSDP).
+rank, else the fewest above 1; of the zero-bubble papers', one a layer. Blank schedule: what the
+program does by itself. Layers are spread evenly (``even_cuts``). ZeRO-3 without a pipeline gathers every block for every pass (FSDP).
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from functools import lru_cache
 
 from benchmarks.compose import preset
 from benchmarks.validate.clusters import cluster_of
-from benchmarks.validate.programs import program_of, splits_sequences
+from benchmarks.validate.programs import (
+    interleaves,
+    one_layer_chunks,
+    program_of,
+    splits_sequences,
+)
 from benchmarks.validate.rows import Row, UnpredictableError, number, recompute_text, shape_of
 from zeropp.cost import balanced_cuts
 from zeropp.cost.cluster import Cluster
@@ -56,6 +61,7 @@ def case_of(row: Row, cluster_name: str | None = None) -> Case:
     named = preset("cluster", cluster_name, Cluster) if cluster_name else None
     cluster = named or cluster_of(row.get("gpu", ""))
     schedule = schedule_of(row)
+    _refuse_offload(row)
     layout = _layout(row, shape, cluster, schedule)
     microbatch, count = _batch(row, layout)
     if shape.layers * count > _MOST_BLOCKS:
@@ -74,6 +80,17 @@ def case_of(row: Row, cluster_name: str | None = None) -> Case:
         recompute=_recompute(row),
         precision=_precision(row),
     )
+
+
+def _refuse_offload(row: Row) -> None:
+    """Nothing here prices parameters or optimizer steps on the host."""
+    for field in ("zero_stage", "schedule", "recompute", "notes", "table"):
+        text = row.get(field, "").lower()
+        if re.search(
+            r"(?<!no )(?<!without )\b(?:cpu[- ]?|nvme[- ]?)?offload(?!\w*[ =:]*(?:none|no|off|false)\b)",
+            text,
+        ):
+            raise UnpredictableError(f"{field}={row[field]!r}: no price for offloading to the host")
 
 
 def schedule_of(row: Row) -> str:
@@ -95,7 +112,9 @@ def schedule_of(row: Row) -> str:
     if found == "":
         raise UnpredictableError(f"schedule={row['schedule']!r}: no generator")
     if found is None:
-        found = "interleaved_1f1b" if (number(row, "vp") or 1) > 1 else "1f1b"
+        alone = not text.strip() and interleaves(row)
+        chunks = number(row, "vp") or (2 if alone else 1)
+        found = "interleaved_1f1b" if chunks > 1 else "1f1b"
     return found if (number(row, "pp") or 1) > 1 else "1f1b"
 
 
@@ -125,13 +144,16 @@ def _layout(row: Row, shape: ModelShape, cluster: Cluster, schedule: str) -> Lay
 def _chunks(row: Row, shape: ModelShape, pp: int, schedule: str) -> int:
     if schedule == "zbv":
         return 2
-    chunks = number(row, "vp")
     if pp == 1 or schedule in ("1f1b", "gpipe", "zb_h1", "zb_cap"):
         return 1
-    if chunks is None:
-        fits = [v for v in divisors(max(1, shape.layers // pp)) if v <= 4]
-        chunks = max(fits)
-    return chunks
+    stated = number(row, "vp")
+    if stated is not None:
+        return stated
+    pieces = shape.layers if shape.layers % pp == 0 else shape.num_pieces
+    fits = divisors(max(1, pieces // pp))
+    if one_layer_chunks(row):
+        return fits[-1]
+    return max([v for v in fits if 1 < v <= 4] or fits[1:2] or [1])
 
 
 def _batch(row: Row, layout: Layout) -> tuple[int, int]:
@@ -156,7 +178,9 @@ def _zero_stage(row: Row) -> int:
     if match:
         return int(match.group())
     words = f"{row.get('schedule', '')} {text}".lower()
-    return 3 if "full_shard" in words or "fsdp" in words else 0
+    if re.search(r"full_shard|fsdp|fully_shard|zero-?3", words):
+        return 3
+    return 1 if program_of(row).overlap_updated else 0
 
 
 def _recompute(row: Row) -> Recompute:
@@ -170,8 +194,9 @@ def _recompute(row: Row) -> Recompute:
 
 def _precision(row: Row) -> Precision:
     text = row.get("dtype", "").lower()
-    if "fp8" in text or "float8" in text:
-        raise UnpredictableError(f"dtype={row['dtype']}: no rate for 8-bit products")
+    for field in ("dtype", "schedule", "table"):
+        if re.search(r"(?<!no )\b(?:amp_)?(?:fp8|float8|mxfp8|int8)", row.get(field, "").lower()):
+            raise UnpredictableError(f"{field}={row[field]!r}: no rate for 8-bit products")
     return "fp32" if re.search(r"\b(fp32|float32|tf32)\b", text) and "mixed" not in text else "bf16"
 
 
@@ -227,8 +252,12 @@ def _fsdp_schedule(shape: ModelShape, count: int) -> tuple[Schedule, tuple[int, 
 
 
 def even_cuts(shape: ModelShape, stages: int) -> tuple[int, ...]:
-    """Equal blocks a stage, embedding with the first and head with the last; else balanced."""
-    if stages == 1 or shape.layers % stages:
-        return balanced_cuts(shape, stages)
-    each = shape.layers // stages
-    return (0, *(1 + each * s for s in range(1, stages)), shape.num_pieces)
+    """Equal blocks a stage, embedding with the first and head with the last; where the blocks do
+    not divide but do with both ends counted as one each, so (BLOOM, Llama 3 and arXiv 2401.10241
+    chose their depths for it); else balanced by FLOPs."""
+    if shape.layers % stages == 0:
+        each = shape.layers // stages
+        return (0, *(1 + each * s for s in range(1, stages)), shape.num_pieces)
+    if shape.num_pieces % stages == 0:
+        return tuple(range(0, shape.num_pieces + 1, shape.num_pieces // stages))
+    return balanced_cuts(shape, stages)

@@ -28,8 +28,9 @@ MEGATRON_CORE = replace(
     MEGATRON_2021,
     flash=True,
     dropout_masks=False,
-    overlap_reduction=True,
-    overlap_tensor=True,  # Megatron-Core's README: data, tensor and pipeline traffic overlapped
+    overlap_reduction=True,  # Megatron-Core's README: data, tensor and pipeline traffic overlapped
+    overlap_updated=True,
+    overlap_tensor=True,
     blocking_transfers=False,
     reduce_bytes=2,
     fused_accumulation=True,
@@ -49,6 +50,7 @@ INTERNEVO = replace(
     gradient_bytes=2,
     optimizer_bytes=16,  # hybrid_zero_optim.py: a flat fp32 gradient beside master and moments
     fused_accumulation=False,
+    overlap_updated=False,
     overlap_tensor=False,  # configs/7B_sft.py: mode "mtp", without sequence parallelism
     attention_factor=0.7,
     traffic_factor=2.11,
@@ -60,6 +62,12 @@ NANOTRON = replace(
     overlap_tensor=False,
     fused_accumulation=False,
 )
+# arXiv 2401.10241 ran Megatron-LM's own kernels (``examples/pretrain_zbh1.sh``: no flash
+# attention), 2405.15362 added flash attention and the distributed optimizer
+# (``examples/pretrain_zero_bubble.sh``); both fp16, sends beside compute, and optimizer steps that
+# no rank waits for (section 4 of the first).
+ZERO_BUBBLE = replace(MEGATRON_2021, fused_accumulation=True, blocking_transfers=False)
+CONTROLLABLE_MEMORY = replace(ZERO_BUBBLE, flash=True)
 
 _BY_WORD = (
     ("vtrain", DEEPSPEED),
@@ -71,8 +79,11 @@ _BY_WORD = (
     ("fsdp2", TORCHTITAN),
     ("fully_shard", TORCHTITAN),
     ("fsdp", FSDP),
-    ("zero bubble", replace(MEGATRON_CORE, overlap_reduction=False, overlap_tensor=False)),
-    ("zero-bubble", replace(MEGATRON_CORE, overlap_reduction=False, overlap_tensor=False)),
+    ("zero bubble", ZERO_BUBBLE),
+    ("zero-bubble", ZERO_BUBBLE),
+    ("2401.10241", ZERO_BUBBLE),
+    ("controllable memory", CONTROLLABLE_MEMORY),
+    ("2405.15362", CONTROLLABLE_MEMORY),
     ("megatron-core", MEGATRON_CORE),
     ("megatron core", MEGATRON_CORE),
     ("2104.04473", MEGATRON_2021),
@@ -91,6 +102,18 @@ def splits_sequences(row: Row) -> bool:
     return program_of(row).overlap_tensor or nanotron is not None
 
 
+def one_layer_chunks(row: Row) -> bool:
+    """Whether a program interleaves single layers (``--num-layers-per-virtual-pipeline-stage 1``
+    in ``examples/pretrain_zero_bubble.sh``)."""
+    return re.search("zero[ -]bubble|2401.10241|2405.15362", _text(row)) is not None
+
+
+def interleaves(row: Row) -> bool:
+    """Whether a program interleaves where a row names no schedule: Megatron-Core's pipeline
+    traffic is overlapped in the interleaved schedule alone (``megatron/training/arguments.py``)."""
+    return program_of(row) == MEGATRON_CORE
+
+
 def program_of(row: Row) -> Software:
     """The program that made a row."""
     text = _text(row)
@@ -107,3 +130,17 @@ def program_of(row: Row) -> Software:
         found = replace(found, reduce_bytes=2)
     group = re.search(r"shard group (\d+)", row.get("zero_stage", ""))
     return replace(found, zero1_group=int(group.group(1))) if group else found
+
+
+def counts_recomputation(row: Row) -> bool:
+    """Whether a row's FLOP/s counts what recomputation runs again: where the metric or a note says
+    so; else in Megatron-LM until 2022 and Megatron-DeepSpeed, whose formula has a factor of 4/3
+    (arXiv 2104.04473, eq. 3; ``checkpoint_activations_factor``)."""
+    metric, notes = row.get("metric", "").lower(), row.get("notes", "").lower()
+    if metric.startswith(("hw", "hfu", "pct", "aggregate", "hardware")):
+        return True
+    if "mfu" in metric or "model" in metric:
+        return False
+    if re.search(r"(?:count|includ)\w* (?:full-?)?(?:re-?comput|checkpoint|activation)", notes):
+        return True
+    return not program_of(row).fused_accumulation and program_of(row).dropout_masks

@@ -86,17 +86,6 @@ def number(row: Row, field: str) -> int | None:
     return int(float(match.group()))
 
 
-def measured(row: Row) -> float | None:
-    """The row's value; None where the run ended out of memory. Raises where it is neither."""
-    text = row.get("value", "").strip().replace(",", "")
-    if "oom" in f"{text} {row.get('metric', '')} {row.get('unit', '')}".lower():
-        return None
-    match = re.match(r"[~≈<>]?\s*([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)", text)
-    if not match:
-        raise UnpredictableError(f"value={text!r} is not a number")
-    return float(match.group(1))
-
-
 def shape_of(row: Row) -> ModelShape:
     """The model. Blank sizes: a known model of that name; else GPT-3's proportions (ffn 4 hidden,
     heads of 128), 50,304 tokens of vocabulary (BERT 30,592, Llama 32,000), sequences of 2,048
