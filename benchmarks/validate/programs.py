@@ -59,14 +59,18 @@ NANOTRON = replace(
     MEGATRON_CORE,
     reduce_bytes=4,
     overlap_reduction=False,
+    overlap_updated=False,
     overlap_tensor=False,
     fused_accumulation=False,
 )
+
 # arXiv 2401.10241 ran Megatron-LM's own kernels (``examples/pretrain_zbh1.sh``: no flash
 # attention), 2405.15362 added flash attention and the distributed optimizer
 # (``examples/pretrain_zero_bubble.sh``); both fp16, sends beside compute, and optimizer steps that
 # no rank waits for (section 4 of the first).
-ZERO_BUBBLE = replace(MEGATRON_2021, fused_accumulation=True, blocking_transfers=False)
+ZERO_BUBBLE = replace(
+    MEGATRON_2021, fused_accumulation=True, blocking_transfers=False, post_validation=True
+)
 CONTROLLABLE_MEMORY = replace(ZERO_BUBBLE, flash=True)
 
 _BY_WORD = (

@@ -60,6 +60,7 @@ def price_plan(plan: Plan, cluster: Cluster, software: Software | None = None) -
         shared_ends=shares_ends(plan),
         gathers_ahead=plan.layout.shard > 1 and plan.contender != "fsdp",
         torch_runtime=software.program == "torch_pp",
+        steps_overlap=software.post_validation,
         resident_gradients=software.program == "megatron",
         overlap_slowdown=cluster.device.overlap_slowdown,
     )

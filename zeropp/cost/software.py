@@ -41,6 +41,7 @@ class Software:
     fused_accumulation: bool = True  # dW adds into the gradient buffer inside its product
     shard_copies: bool = False  # ZeRO-3 copies between parameters and the collectives' buffers
     program: Program = "megatron"  # whose habits of keeping memory; see ``memory.py``
+    post_validation: bool = False  # no rank waits for the others' gradients before it updates
     zero1_all_reduces: bool = False  # ZeRO-1 that all-reduces gradients and then keeps its part
 
 

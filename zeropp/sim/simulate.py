@@ -47,8 +47,18 @@ class SimResult:
 
     @property
     def step_s(self) -> float:
-        """Seconds of one optimizer step."""
+        """Seconds of one optimizer step: from its first action to its last; where steps overlap,
+        from a rank's first pass to its last action, for the ranks keep their distances (arXiv
+        2401.10241, section 4)."""
+        if self.price.steps_overlap:
+            ranks = range(len(self.tails))
+            return max(self.tails[rank].end_s - self._first_pass_s(rank) for rank in ranks)
         return max(self.events.step_s, max(tail.end_s for tail in self.tails))
+
+    def _first_pass_s(self, rank: int) -> float:
+        """When the rank's first forward starts."""
+        starts = zip(self.plan.schedule.programs[rank], self.events.start[rank], strict=True)
+        return min(start for action, start in starts if action.op.is_compute)
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
