@@ -43,8 +43,16 @@ FSDP = Software(
     overlap_reduction=True,
     attention_factor=0.7,
     traffic_factor=2.11,
+    selective="half",
 )
-TORCHTITAN = Software(4, 4, 8, overlap_reduction=True, shard_copies=True, traffic_factor=2.11)
+TORCHTITAN = Software(
+    *(4, 4, 8),
+    overlap_reduction=True,
+    shard_copies=True,
+    traffic_factor=2.11,
+    program="fsdp",
+    selective="half",
+)
 INTERNEVO = replace(
     MEGATRON_CORE,
     gradient_bytes=2,

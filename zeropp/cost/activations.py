@@ -49,13 +49,14 @@ def block_saved(work: Work) -> float:
 def block_kept(work: Work) -> float:
     """What a block keeps from its forward to its backward.
 
-    Selective recomputation drops unfused attention's scores (arXiv 2205.05198, section 5); torch's
-    keeps the outputs of products and attention (``zeropp/engine/recompute.py``) and drops the rest.
+    What selective recomputation drops is its program's (``Software.selective``).
     """
     if work.recompute == "full":
         return boundary_bytes(work)
-    if work.recompute == "none" or work.software.program == "megatron":
+    if work.recompute == "none" or work.software.selective == "scores":
         return block_saved(work)
+    if work.software.selective == "half":
+        return (boundary_bytes(work) + block_saved(work)) / 2
     shape, e = work.shape, element_bytes(work.precision)
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
     split = (2 * h + 2 * kv + _GATES[shape.family] * shape.ffn) * e + FP32 * shape.heads

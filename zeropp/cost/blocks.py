@@ -91,7 +91,11 @@ def _block(work: Work, forward_tp: float, backward_tp: float) -> PassTimes:
     elementwise = stream_s(device, block_traffic(work), kernels=12)
     host = _host(work)
     forward = max(sum(products) + core + elementwise + forward_tp, host)
-    again = {"none": 0.0, "selective": 0.0 if work.software.flash else core, "full": forward}
+    again = {"none": 0.0, "selective": 0.0, "full": forward}
+    if work.recompute == "selective":
+        scores = 0.0 if work.software.flash else core
+        parts = {"scores": scores, "elementwise": elementwise, "half": forward / 2}
+        again["selective"] = parts[work.software.selective]
     core_backward = attention_backward_s(work)
     parameters = piece_parameters(work.shape, 1) / work.tp
     weight = sum(weights) + stream_s(device, accumulation_bytes(work) * parameters, kernels=4)

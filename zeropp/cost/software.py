@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 
 Program = Literal["megatron", "zeropp", "fsdp", "torch_pp"]
+# What selective recomputation makes again: unfused attention's scores (arXiv 2205.05198, section
+# 5); all but the outputs of products and attention (``zeropp/engine/recompute.py``); or half of a
+# block (every second product or block: torchtitan's ``selective_ac_option``, fms-fsdp's
+# ``selective_checkpointing``).
+Selective = Literal["scores", "elementwise", "half"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Software:
     shard_copies: bool = False  # ZeRO-3 copies between parameters and the collectives' buffers
     program: Program = "megatron"  # whose habits of keeping memory; see ``memory.py``
     post_validation: bool = False  # no rank waits for the others' gradients before it updates
+    selective: Selective = "scores"
     zero1_all_reduces: bool = False  # ZeRO-1 that all-reduces gradients and then keeps its part
 
 
@@ -83,5 +89,11 @@ def software_of(plan: Plan) -> Software:
         )
     if plan.runtime == "fsdp2":
         program = _FSDP2_PROGRAMS.get(plan.contender, "zeropp")
-        return Software(4, 4, 8, fused_accumulation=False, shard_copies=True, program=program)
+        return Software(
+            *(4, 4, 8),
+            fused_accumulation=False,
+            shard_copies=True,
+            program=program,
+            selective="elementwise",
+        )
     raise ValueError(f"runtime={plan.runtime!r}: its software must be given to price_plan")
