@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from benchmarks.validate.cases import Case, case_of, plan_of
-from benchmarks.validate.programs import counts_recomputation
+from benchmarks.validate.programs import counts_recomputation, prints_gib, reserved_share
 from benchmarks.validate.quantities import Reading, reading_of
 from benchmarks.validate.rows import Row, UnpredictableError
 from zeropp.cost import model_flops_per_token, price_plan
@@ -53,7 +53,7 @@ def predict_case(row: Row, case: Case) -> Prediction:
             "oom", float("nan"), "fits" if fits else "OOM", float(fits is reading.ran_out), fits
         )
     if "mem" in metric or reading.unit.partition("/")[0] in _MEMORY:
-        return _compared(_memory(case, result, metric, reading.unit), reading, "memory", fits)
+        return _compared(_memory(row, case, result, reading.unit), reading, "memory", fits)
     return _compared(_throughput(row, case, result, reading), reading, "throughput", fits)
 
 
@@ -132,11 +132,11 @@ def _flops_per_token(row: Row, case: Case) -> float:
     return model + shape.layers * again[case.recompute]
 
 
-def _memory(case: Case, result: SimResult, metric: str, unit: str) -> float:
+def _memory(row: Row, case: Case, result: SimResult, unit: str) -> float:
     """Memory of the fullest rank, or of the kind that the metric names (first pipeline rank)."""
-    first = result.memory[0]
-    found = float(result.peak_bytes)
-    if "act" in metric:
+    metric, first = row.get("metric", "").lower(), result.memory[0]
+    found = reserved_share(row) * result.peak_bytes
+    if re.search(r"act(?:iv|_|\b)", metric):
         found = float(first.activations)
     elif "param" in metric or "optim" in metric:
         found = float(first.parameters + first.gradients + first.optimizer)
@@ -144,7 +144,8 @@ def _memory(case: Case, result: SimResult, metric: str, unit: str) -> float:
         found = float(first.total)
     if unit.startswith("%"):
         return 100 * found / (case.cluster.device.memory_gib * 2**30)
-    return found / _scale(unit.removesuffix("/gpu"), _MEMORY)
+    unit = unit.removesuffix("/gpu")
+    return found / _scale("gib" if unit == "gb" and prints_gib(row) else unit, _MEMORY)
 
 
 def _layer(case: Case, metric: str) -> float:
