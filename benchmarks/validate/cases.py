@@ -17,6 +17,7 @@ from functools import lru_cache
 from benchmarks.compose import preset
 from benchmarks.validate.clusters import cluster_of
 from benchmarks.validate.programs import (
+    balances,
     interleaves,
     one_layer_chunks,
     program_of,
@@ -50,6 +51,7 @@ class Case:
     num_microbatches: int
     recompute: Recompute
     precision: Precision
+    balanced: bool = False  # stages are cut by FLOPs, not by blocks
 
 
 def case_of(row: Row, cluster_name: str | None = None) -> Case:
@@ -79,6 +81,7 @@ def case_of(row: Row, cluster_name: str | None = None) -> Case:
         num_microbatches=count,
         recompute=_recompute(row),
         precision=_precision(row),
+        balanced=balances(row),
     )
 
 
@@ -209,7 +212,8 @@ def plan_of(case: Case) -> Plan:
             schedule, cuts = _fsdp_schedule(case.shape, case.num_microbatches)
         else:
             schedule = _pipeline_schedule(case)
-            cuts = even_cuts(case.shape, schedule.num_stages)
+            cut = balanced_cuts if case.balanced else even_cuts
+            cuts = cut(case.shape, schedule.num_stages)
     except ValueError as error:
         raise UnpredictableError(str(error)) from error
     return Plan(
@@ -254,10 +258,10 @@ def _fsdp_schedule(shape: ModelShape, count: int) -> tuple[Schedule, tuple[int, 
 def even_cuts(shape: ModelShape, stages: int) -> tuple[int, ...]:
     """Equal blocks a stage, embedding with the first and head with the last; where the blocks do
     not divide but do with both ends counted as one each, so (BLOOM, Llama 3 and arXiv 2401.10241
-    chose their depths for it); else balanced by FLOPs."""
-    if shape.layers % stages == 0:
-        each = shape.layers // stages
-        return (0, *(1 + each * s for s in range(1, stages)), shape.num_pieces)
-    if shape.num_pieces % stages == 0:
+    chose their depths for it); else the last stages have one more (InternEvo's
+    ``partition_uniform``)."""
+    if shape.layers % stages and shape.num_pieces % stages == 0:
         return tuple(range(0, shape.num_pieces + 1, shape.num_pieces // stages))
-    return balanced_cuts(shape, stages)
+    each, more = divmod(shape.layers, stages)
+    first = [1 + each * s + max(0, s - (stages - more)) for s in range(1, stages)]
+    return (0, *first, shape.num_pieces)

@@ -123,6 +123,11 @@ def one_layer_chunks(row: Row) -> bool:
     return re.search("zero[ -]bubble|2401.10241|2405.15362", _text(row)) is not None
 
 
+def balances(row: Row) -> bool:
+    """Whether a program cuts stages by what they compute (nanotron's ``get_block_compute_costs``)."""
+    return re.search("nanotron|ultra-scale", _text(row)) is not None
+
+
 def interleaves(row: Row) -> bool:
     """Whether a program interleaves where a row names no schedule: Megatron-Core's pipeline
     traffic is overlapped in the interleaved schedule alone (``megatron/training/arguments.py``)."""
