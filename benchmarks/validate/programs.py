@@ -61,6 +61,7 @@ INTERNEVO = replace(
     # two temporaries of torch 1.13's ``AdamW`` on it (``exp_avg_sq.sqrt() / ...``).
     optimizer_bytes=12 + 2 + 4 + 8,
     fused_accumulation=False,
+    updated="broadcasts",  # hybrid_zero_optim.py, ``broadcast_params``
     overlap_updated=False,
     overlap_tensor=False,  # configs/7B_sft.py: mode "mtp", without sequence parallelism
     attention_factor=0.7,
@@ -70,6 +71,7 @@ NANOTRON = replace(
     MEGATRON_CORE,
     reduce_bytes=4,
     overlap_reduction=False,
+    updated="slices",  # ``distributed.py``, ``all_gather_coalesced``
     overlap_updated=False,
     overlap_tensor=False,
     fused_accumulation=False,

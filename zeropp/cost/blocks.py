@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zeropp.plan import Precision, Recompute
 
 KERNELS = {"gpt": 40, "llama": 50}  # launches of one block's forward
+TENSORS = {"gpt": 12, "llama": 6}  # parameters of one block: biases; none, and fused products
 TENSOR_KERNELS = 8  # more of them under tensor parallelism
 
 

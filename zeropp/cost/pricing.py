@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zeropp.cost.blocks import PieceTimes, Work, piece_times
+from zeropp.cost.blocks import TENSORS, PieceTimes, Work, piece_times
 from zeropp.cost.cluster import Cluster
 from zeropp.cost.collectives import (
     Group,
@@ -207,6 +207,12 @@ def _gather_updated_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: i
     stages = plan.schedule.stages_of(pipeline_rank)
     size = sum(stage_parameters(plan, s) for s in stages) * element_bytes(plan.precision)
     seconds = gather_s(cluster, among, size / plan.layout.shard)
+    if work.software.updated == "broadcasts":  # each goes round the whole ring by itself
+        seconds += (ranks - 1) * gather_s(cluster, among, 0.0)
+    elif work.software.updated == "slices":
+        pieces = sum(len(plan.pieces_of(s)) for s in stages)
+        copies = TENSORS[plan.shape.family] * pieces * ranks
+        seconds += copies * cluster.device.launch_us * work.software.launch_factor * 1e-6
     if work.software.overlap_updated:  # all but the first piece's behind the next forward
         seconds /= sum(len(plan.pieces_of(s)) for s in stages)
     return seconds

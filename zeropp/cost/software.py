@@ -20,6 +20,10 @@ Program = Literal["megatron", "zeropp", "fsdp", "torch_pp"]
 # block (every second product or block: torchtitan's ``selective_ac_option``, fms-fsdp's
 # ``selective_checkpointing``).
 Selective = Literal["scores", "elementwise", "half"]
+# How ZeRO-1 hands updated parameters on: one all-gather; a broadcast of every rank's share, one
+# after the other; or an all-gather into a buffer, from which each rank's slice of each tensor is
+# copied by itself.
+Updated = Literal["gather", "broadcasts", "slices"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Software:
     blocking_transfers: bool = False  # both ends of a transfer stand still meanwhile
     overlap_tensor: bool = False  # tensor-parallel collectives beside products, slice by slice
     overlap_reduction: bool = False  # gradients reduced beside the last backward
+    updated: Updated = "gather"
     overlap_updated: bool = False  # ZeRO-1's updated parameters gathered beside the next forward
     attention_factor: float = 1.0  # fused attention's rate over the device's (FlashAttention-2)
     traffic_factor: float = 1.0  # element-wise traffic over that of kernels fused per layer
