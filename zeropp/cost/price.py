@@ -59,4 +59,5 @@ class PlanPrice:
     # lasts, outputs stay, and weight gradients stand beside their sum until the next backward
     steps_overlap: bool = False  # a rank begins its next step when its own is done
     resident_gradients: bool = True  # else a step's gradients begin with its first reductions
+    stragglers: float = 1.0  # factor on compute: a step waits for its slowest node
     overlap_slowdown: float = 0.0  # compute takes this share longer while collectives run beside
