@@ -2,7 +2,8 @@
 
 A line is flushed as it is written, so whatever was measured survives any kill. Events are
 ``environment``, ``gate``, ``warmup``, ``step``, ``memory``, ``counters``, ``spans``, ``done``,
-and the ends ``error``, ``oom`` and ``signal``.
+and the ends ``error``, ``oom`` and ``signal``; of a rank without its peers ``lone_warmup``,
+``lone_step``, ``compute`` and ``kernels``.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from benchmarks.launch.points import Point
+from benchmarks.metrics import peak_memory_gib
 from benchmarks.record import RunRecord
 
 _CONSOLE = Console(stderr=True)
@@ -90,6 +91,10 @@ def _outcome(record: RunRecord) -> str:
         words.append(f"{statistics.median(record.step_s):.3f} s/step")
     if record.losses:
         words.append(f"loss {record.losses[-1]:.4f}")
-    if "peak_bytes" in record.predicted:
-        words.append(f"{record.predicted['peak_bytes'] / 2**30:.2f} GiB")
+    peak = peak_memory_gib(record)
+    if peak is not None:
+        words.append(f"{peak[0]:.2f} GiB")
+    kernels = [sums["compute_over_kernels"] for sums in record.predicted.get("kernels", ()) if sums]
+    if kernels:
+        words.append(f"compute over its kernels {max(kernels):.3f}")
     return ", ".join(words)

@@ -70,6 +70,7 @@ class RunRecord:
     git_sha: str
     git_dirty: bool
     launcher: str
+    variant: str = ""  # traced with "real tensors", simulated with "traced compute"
     interrupted: bool = False  # ended from outside (signal, lost node): counts as missing
     plan: dict[str, Any] = field(default_factory=dict)  # layout, cuts, schedule, predicted memory
     gate: GateResult | None = None
@@ -78,7 +79,7 @@ class RunRecord:
     step_s: list[float] = field(default_factory=list)  # slowest rank, each timed step
     ranks: list[RankRecord] = field(default_factory=list)
     spans: list[list[Any]] = field(default_factory=list)  # Timeline.to_rows of one step
-    predicted: dict[str, Any] = field(default_factory=dict)  # simulated: what the model says
+    predicted: dict[str, Any] = field(default_factory=dict)  # simulated or traced: what was found
     slurm: dict[str, Any] = field(default_factory=dict)  # job id, nodes, state; empty elsewhere
 
     def write(self, path: Path) -> None:

@@ -20,6 +20,7 @@ from benchmarks.launch.points import (
     Rerun,
     plan_point,
     still_to_run,
+    variant_of,
     write_unstarted,
 )
 from benchmarks.progress import SweepProgress, announce
@@ -82,6 +83,7 @@ def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
         raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
     groups = _by_launcher(points, configs)
     for options, group in groups:
+        variant_of(options)
         _launcher(options).check(group, options)
     dry_run = any(options.get("dry_run") for options, _ in groups)  # then nothing is written
     if not dry_run:
@@ -90,7 +92,7 @@ def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
     records: list[RunRecord] = []
     for options, group in groups:
         kind = options["kind"]
-        todo = still_to_run(group, runs_dir, PROVENANCE[kind], rerun)
+        todo = still_to_run(group, runs_dir, PROVENANCE[kind], variant_of(options), rerun)
         announce(group, todo, kind)
         feasible = [point for point in todo if point.plan is not None]
         if not dry_run:

@@ -1,8 +1,8 @@
 """One rank of one attempt: gate, warm-up, timed steps, one recorded step.
 
 Fed by a frozen spec and the usual variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-MASTER_PORT); writes ``rank_NNN.jsonl`` into the attempt's directory and nothing else. Knows
-neither Hydra nor Slurm.
+MASTER_PORT); writes ``rank_NNN.jsonl`` into the attempt's directory, and a profiler's trace where
+the rank runs alone. Knows neither Hydra nor Slurm.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks.data.local import local_batch
 from benchmarks.environment import capture_environment
 from benchmarks.events import EventWriter
 from benchmarks.gate import run_gate
+from benchmarks.lone_rank import measure_lone_rank
 from benchmarks.memory import MemoryMeter
 from benchmarks.spec import RunSpec, load_spec
 from zeropp.plan import Plan
@@ -42,12 +43,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("spec", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="the attempt's directory")
+    parser.add_argument("--lone", action="store_true", help="one rank without its peers")
     arguments = parser.parse_args()
-    events = EventWriter(arguments.out, int(os.environ["RANK"]))
+    rank = int(os.environ["RANK"])
+    events = EventWriter(arguments.out, rank)
     _leave_on_signal(events)
     _die_with_launcher()
     try:
-        return _run(load_spec(arguments.spec), events)
+        spec = load_spec(arguments.spec)
+        if arguments.lone:
+            measure_lone_rank(spec, events, arguments.out / f"rank_{rank:03d}.trace.json.gz")
+            return 0
+        return _run(spec, events)
     except Exception as error:
         kind = "oom" if _is_out_of_memory(error) else "error"
         events.write(kind, type=type(error).__name__, message=str(error).strip()[:2000])

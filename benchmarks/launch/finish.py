@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.events import read_events
 from benchmarks.launch.points import now
 from benchmarks.record import SCHEMA_VERSION, GateResult, RankRecord, RunRecord, Status
-from benchmarks.spec import RunSpec, load_spec
+from benchmarks.spec import load_spec
 from zeropp.layout import Layout
 
 Events = list[dict[str, Any]]
@@ -39,11 +39,12 @@ def finish_attempt(
     *,
     ending: Ending | None = None,
     slurm: Mapping[str, Any] | None = None,
+    num_ranks: int | None = None,
 ) -> RunRecord:
     """Write ``record.json`` and return it.
 
     ``ending`` is what the launcher saw and the ranks could not write (a signal, a time limit);
-    where it is None the events decide.
+    where it is None the events decide. ``num_ranks``: how many were started, where not all.
     """
     spec = load_spec(directory / "spec.json")
     header = json.loads((directory / "attempt.json").read_text())
@@ -51,7 +52,7 @@ def finish_attempt(
         int(path.stem.removeprefix("rank_")): read_events(path)
         for path in sorted(directory.glob("rank_*.jsonl"))
     }
-    ending = ending or _ending_by_events(spec, ranks)
+    ending = ending or _ending_by_events(num_ranks or spec.num_gpus, ranks)
     record = RunRecord(
         schema_version=SCHEMA_VERSION,
         record_id=f"{spec.spec_id}/{directory.name}",
@@ -67,6 +68,7 @@ def finish_attempt(
         step_s=_slowest(ranks, "step"),
         ranks=[_rank_record(rank, events, header) for rank, events in ranks.items()],
         spans=_spans(ranks),
+        predicted=_alone(ranks),
         slurm=dict(slurm or {}),
         **header,
     )
@@ -80,7 +82,7 @@ def killed(rank: int, number: int) -> Ending:
     return Ending("failed", f"rank {rank} was killed by signal {number} ({name})", interrupted=True)
 
 
-def _ending_by_events(spec: RunSpec, ranks: Mapping[int, Events]) -> Ending:
+def _ending_by_events(num_ranks: int, ranks: Mapping[int, Events]) -> Ending:
     ends = [
         (event["time"], rank, event)
         for rank, events in ranks.items()
@@ -101,9 +103,9 @@ def _ending_by_events(spec: RunSpec, ranks: Mapping[int, Events]) -> Ending:
         text = f"rank {rank}: {event['type']}: {event['message'].splitlines()[0]}"
         return Ending("oom" if event["event"] == "oom" else "failed", text)
     finished = sum(bool(_of_kind(events, "done")) for events in ranks.values())
-    if finished == spec.num_gpus:
+    if finished == num_ranks:
         return Ending("ok")
-    silent = f"{spec.num_gpus - finished} of {spec.num_gpus} ranks ended without a word"
+    silent = f"{num_ranks - finished} of {num_ranks} ranks ended without a word"
     return Ending("failed", silent, interrupted=True)
 
 
@@ -112,11 +114,8 @@ def _of_kind(events: Events, *kinds: str) -> Events:
 
 
 def _gate(ranks: Mapping[int, Events]) -> GateResult | None:
-    found = _of_kind(ranks.get(0, []), "gate")
-    if not found:
-        return None
-    fields = {k: v for k, v in found[0].items() if k not in ("event", "time")}
-    return GateResult(**fields)
+    found = _fields(ranks.get(0, []), "gate")
+    return GateResult(**found) if found else None
 
 
 def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:
@@ -130,19 +129,36 @@ def _spans(ranks: Mapping[int, Events]) -> list[list[Any]]:
     return [row for event in found for row in event["rows"]]
 
 
-def _rank_record(rank: int, events: Events, header: Mapping[str, Any]) -> RankRecord:
-    def fields(kind: str) -> dict[str, Any]:
-        found = _of_kind(events, kind)
-        return {k: v for k, v in found[-1].items() if k not in ("event", "time")} if found else {}
+def _alone(ranks: Mapping[int, Events]) -> dict[str, Any]:
+    """What ranks without peers did: seconds of each stage's compute actions and of whole steps,
+    sums over kernels. Empty where ranks had their peers."""
+    found = {rank: events for rank, events in ranks.items() if _of_kind(events, "compute")}
+    if not found:
+        return {}
+    compute = [_of_kind(events, "compute")[-1]["seconds"] for events in found.values()]
+    return {
+        "ranks": list(found),
+        "compute_s": {name: s for of_rank in compute for name, s in of_rank.items()},
+        "lone_step_s": [[e["seconds"] for e in _of_kind(v, "lone_step")] for v in found.values()],
+        "kernels": [_fields(events, "kernels") for events in found.values()],
+    }
 
+
+def _fields(events: Events, kind: str) -> dict[str, Any]:
+    """The last event of a kind without its kind and time."""
+    found = _of_kind(events, kind)
+    return {k: v for k, v in found[-1].items() if k not in ("event", "time")} if found else {}
+
+
+def _rank_record(rank: int, events: Events, header: Mapping[str, Any]) -> RankRecord:
     layout = header["plan"].get("layout")
     return RankRecord(
         rank=rank,
         pp_rank=Layout(**layout).coordinates(rank)["pp"] if layout else 0,
-        environment=fields("environment"),
+        environment=_fields(events, "environment"),
         step_s=[e["seconds"] for e in _of_kind(events, "step")],
-        counters=fields("counters"),
-        **fields("memory"),
+        counters=_fields(events, "counters"),
+        **_fields(events, "memory"),
     )
 
 

@@ -35,6 +35,12 @@ PROVENANCE: dict[str, Provenance] = {
     "simulate": "simulated",
 }
 
+# Launchers that can do another thing under the same provenance: option and what it is called.
+_VARIANTS = {
+    "trace": ("tensors", {"fake": "", "real": "real tensors"}),
+    "simulate": ("compute", {"model": "", "traced": "traced compute"}),
+}
+
 
 @dataclass(frozen=True)
 class Point:
@@ -60,20 +66,44 @@ def plan_point(spec: RunSpec) -> Point:
         return Point(spec, None, str(error))
 
 
+def variant_of(options: dict[str, Any]) -> str:
+    """What a launcher's options make of it (see ``RunRecord.variant``); raises SpecError."""
+    kind = options["kind"]
+    if kind not in _VARIANTS:
+        return ""
+    option, names = _VARIANTS[kind]
+    if options.get(option) not in names:
+        raise SpecError(
+            f"launcher.{option}={options.get(option)!r}: must be one of {', '.join(names)}"
+        )
+    return names[options[option]]
+
+
 def still_to_run(
-    points: Iterable[Point], runs_dir: Path, provenance: Provenance, rerun: Rerun
+    points: Iterable[Point], runs_dir: Path, provenance: Provenance, variant: str, rerun: Rerun
 ) -> list[Point]:
-    """Points whose records of this provenance do not settle them yet.
+    """Points whose records of this provenance and variant do not settle them yet.
 
     A success settles a point, and so does an end of its own making (out of memory, an error);
     one that was interrupted from outside does not. ``failed`` also takes points without a
     success, ``all`` takes every point.
     """
-    return [p for p in points if rerun == "all" or not _is_settled(p, runs_dir, provenance, rerun)]
+    return [
+        point
+        for point in points
+        if rerun == "all"
+        or not _is_settled(_attempts(point.spec, runs_dir, provenance, variant), rerun)
+    ]
 
 
-def _is_settled(point: Point, runs_dir: Path, provenance: Provenance, rerun: Rerun) -> bool:
-    records = [r for r in records_of(point.spec, runs_dir) if r.provenance == provenance]
+def _attempts(
+    spec: RunSpec, runs_dir: Path, provenance: Provenance, variant: str
+) -> list[RunRecord]:
+    asked = provenance, variant
+    return [r for r in records_of(spec, runs_dir) if (r.provenance, r.variant) == asked]
+
+
+def _is_settled(records: list[RunRecord], rerun: Rerun) -> bool:
     if any(record.status == "ok" for record in records):
         return True
     return rerun == "missing" and any(not record.interrupted for record in records)
@@ -102,12 +132,13 @@ def attempt_directory(spec: RunSpec, runs_dir: Path, launcher: str) -> Path:
             path = base.with_name(f"{base.name}-{number}")
 
 
-def freeze(point: Point, directory: Path, launcher: str) -> None:
+def freeze(point: Point, directory: Path, launcher: str, variant: str = "") -> None:
     """Write what ranks and the finishing step read: spec, plan, and where it came from."""
     sha, dirty = git_state()
     header = {
         "launcher": launcher,
         "provenance": PROVENANCE[launcher],
+        "variant": variant,
         "started_at": now(),
         "git_sha": sha,
         "git_dirty": dirty,

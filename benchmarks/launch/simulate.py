@@ -17,10 +17,13 @@ from benchmarks.launch.points import (
     launcher_record,
     now,
     plan_summary,
+    variant_of,
 )
+from benchmarks.launch.traced_compute import traced_record, traced_stages
 from benchmarks.progress import SweepProgress
 from benchmarks.record import RunRecord, Status
 from benchmarks.spec import RunSpec, check_priced
+from zeropp.cost import price_plan
 from zeropp.plan import Plan
 from zeropp.sim.simulate import SimResult, simulate
 
@@ -28,34 +31,49 @@ _SPANS = 20_000  # a record keeps a timeline of at most so many
 
 
 def check(points: Sequence[Point], options: dict[str, Any]) -> None:
-    """Refuse a device whose peak is not known for the precision."""
-    del options
+    """Refuse a device whose peak is not known for the precision, and points whose compute is to
+    be traced and is not."""
     for point in points:
         check_priced(point.spec.cluster, point.spec.precision)
+        if options["compute"] == "traced":
+            traced_record(point, Path(options["traced_runs"]))
 
 
 def launch(
     points: Sequence[Point], options: dict[str, Any], runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Price every point and write its record."""
-    del options
     records = []
     for point in points:
         progress.update(point, "simulating")
-        directory = attempt_directory(point.spec, runs_dir, "simulate")
+        directory, started = attempt_directory(point.spec, runs_dir, "simulate"), now()
         assert point.plan is not None  # infeasible points never reach a launcher
-        records.append(simulated_record(point.spec, point.plan, directory.name))
-        records[-1].write(directory / "record.json")
-        progress.finished(records[-1])
+        source = None
+        if options["compute"] == "traced":
+            source = traced_record(point, Path(options["traced_runs"]))
+        result = _simulate(point.spec, point.plan, source)
+        record = simulated_record(point.spec, point.plan, directory.name, started, result)
+        if source is not None:
+            predicted = {**record.predicted, "compute_from": source.record_id}
+            record = replace(record, variant=variant_of(options), predicted=predicted)
+        record.write(directory / "record.json")
+        records.append(record)
+        progress.finished(record)
     return records
 
 
+def _simulate(spec: RunSpec, plan: Plan, traced: RunRecord | None) -> SimResult:
+    if traced is None:
+        return simulate(plan, spec.cluster)
+    price = price_plan(plan, spec.cluster)
+    costs = traced_stages(plan, price, traced.predicted["compute_s"])
+    return simulate(plan, spec.cluster, price=price, costs=costs)
+
+
 def simulated_record(
-    spec: RunSpec, plan: Plan, attempt: str, result: SimResult | None = None
+    spec: RunSpec, plan: Plan, attempt: str, started_at: str, result: SimResult
 ) -> RunRecord:
-    """The record of a plan; ``result`` saves the simulation where the caller has done it."""
-    started = now()
-    result = result or simulate(plan, spec.cluster)
+    """The record of a simulated plan."""
     limit = spec.cluster.device.usable_bytes
     status: Status = "ok" if result.peak_bytes <= limit else "oom"
     peak, held = result.peak_bytes / 2**30, limit / 2**30
@@ -67,7 +85,7 @@ def simulated_record(
         "simulate",
         status,
         reason,
-        started,
+        started_at,
         plan=plan_summary(replace(plan, memory=result.memory)),
         step_s=[result.step_s] if status == "ok" else [],
         spans=_spans(result),

@@ -1,7 +1,9 @@
-"""Trace points: the contender's own code of a few ranks of a job, each alone, with fake tensors.
+"""Trace points: the contender's own code of a few ranks of a job, each without its peers.
 
-A record of this launcher has provenance ``traced``: its memory is what the code allocates, byte
-by byte; it has no step time, because nothing was computed.
+A record of this launcher has provenance ``traced``. With fake tensors its memory is what the code
+allocates, byte by byte, and no time is known. With real tensors it has the allocator's peaks, the
+durations of compute actions, and a profiler's trace of every rank beside the record. Neither has
+a step time: without peers there is no network and no wait.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from benchmarks.launch.points import (
     launcher_record,
     now,
     plan_summary,
+    variant_of,
 )
+from benchmarks.launch.processes import is_here, run_attempt
 from benchmarks.progress import SweepProgress
 from benchmarks.record import RunRecord, Status
 from benchmarks.spec import SpecError
@@ -28,7 +32,7 @@ _TRACED = ("zeropp", "torch_pp", "fsdp")  # why not DeepSpeed: docs/simulator.md
 
 
 def check(points: Sequence[Point], options: dict[str, Any]) -> None:
-    """Refuse what does not run under fake tensors, and pipeline ranks that a plan lacks."""
+    """Refuse what does not run without peers, and pipeline ranks that a plan lacks."""
     ranks = options["pipeline_ranks"]
     if not isinstance(ranks, list) or not ranks or not all(type(rank) is int for rank in ranks):
         raise SpecError(
@@ -36,6 +40,7 @@ def check(points: Sequence[Point], options: dict[str, Any]) -> None:
         )
     for point in points:
         _check_contender(point)
+        (_check_real if options["tensors"] == "real" else _check_fake)(point)
         pp = point.plan.layout.pp if point.plan is not None else max(map(abs, ranks)) + 1
         for rank in ranks:
             if not -pp <= rank < pp:
@@ -52,34 +57,56 @@ def _check_contender(point: Point) -> None:
             f"contender.name={settings.name!r}: launcher=trace runs {', '.join(_TRACED)} "
             "(use launcher=simulate for its formulas, launcher=local to measure)"
         )
-    if settings.compile:
+
+
+def _check_fake(point: Point) -> None:
+    if point.spec.contender.compile:
         raise SpecError(
-            "contender.compile=true: launcher=trace has nothing to compile for (use false)"
+            "contender.compile=true: launcher=trace has nothing to compile for with fake tensors "
+            "(use false, or launcher.tensors=real)"
+        )
+
+
+def _check_real(point: Point) -> None:
+    cluster = point.spec.cluster
+    if not is_here(cluster.device):
+        raise SpecError(
+            f"cluster={cluster.name}: launcher.tensors=real needs that GPU here and none is found "
+            "(use launcher.tensors=fake, or cluster=cpu_gloo)"
         )
 
 
 def launch(
     points: Sequence[Point], options: dict[str, Any], runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
-    """Trace every point, as many of its pipeline ranks at a time as there are cores."""
+    """Trace every point: fake ranks as many at a time as there are cores, real ones in turn."""
     records = []
     for point in points:
-        records.append(_trace_point(point, options["pipeline_ranks"], runs_dir, progress))
+        assert point.plan is not None  # infeasible points never reach a launcher
+        pipeline = point.plan.layout.pipeline(0)
+        ranks = [
+            pipeline[index]
+            for index in sorted({r % len(pipeline) for r in options["pipeline_ranks"]})
+        ]
+        if variant := variant_of(options):
+            lone = [[rank] for rank in ranks]
+            more: dict[str, Any] = {"variant": variant, "arguments": ["--lone"]}
+            records.append(run_attempt(point, "trace", lone, runs_dir, progress, **more))
+        else:
+            records.append(_trace_fake(point, point.plan, ranks, runs_dir, progress))
         progress.finished(records[-1])
     return records
 
 
-def _trace_point(
-    point: Point, pipeline_ranks: Sequence[int], runs_dir: Path, progress: SweepProgress
+def _trace_fake(
+    point: Point, plan: Plan, ranks: Sequence[int], runs_dir: Path, progress: SweepProgress
 ) -> RunRecord:
-    assert point.plan is not None  # infeasible points never reach a launcher
-    spec, plan, started = point.spec, point.plan, now()
+    spec, started = point.spec, now()
     directory = attempt_directory(spec, runs_dir, "trace")
-    chosen = sorted({rank % plan.layout.pp for rank in pipeline_ranks})
     status: Status = "ok"
     reason, predicted = "", {}
     try:
-        predicted = _trace(point, plan, chosen, progress)
+        predicted = _trace(point, plan, ranks, progress)
     except Exception as error:  # whatever the contender's code raises is the point's end
         status, reason = "failed", f"{type(error).__name__}: {str(error).strip()[:500]}"
     record = launcher_record(
@@ -97,13 +124,12 @@ def _trace_point(
 
 
 def _trace(
-    point: Point, plan: Plan, pipeline_ranks: Sequence[int], progress: SweepProgress
+    point: Point, plan: Plan, ranks: Sequence[int], progress: SweepProgress
 ) -> dict[str, Any]:
-    """What a record keeps of the traces of some pipeline ranks."""
+    """What a record keeps of the traces of some ranks with fake tensors."""
     from zeropp.engine.trace import Trace, trace_ranks  # torch, which planning does without
 
-    spec, pipeline = point.spec, plan.layout.pipeline(0)
-    ranks = [pipeline[index] for index in pipeline_ranks]
+    spec = point.spec
     build = CONTENDERS[spec.contender.name].build
     traces: list[Trace] = []
     progress.update(point, f"tracing {len(ranks)} ranks")

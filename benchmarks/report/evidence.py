@@ -12,7 +12,14 @@ from benchmarks.report import style
 from benchmarks.report.frame import CELL
 from benchmarks.report.picture import Picture
 
-_TRUST = ["measured", "traced", "published", "simulated"]  # the first at hand is the reference
+_TRUST = [  # the first at hand is the reference
+    "measured",
+    "traced with real tensors",
+    "traced",
+    "published",
+    "simulated with traced compute",
+    "simulated",
+]
 _QUANTITIES = {"step_s": "step [s]", "peak_gib": "peak memory [GiB]"}
 _SAME = [key for key in CELL if key != "evidence"]
 MAX_LINES = 40
@@ -52,7 +59,7 @@ def _distance(reference: pd.Series, other: pd.Series, quantity: str) -> dict[str
 
 
 def _kind(row: pd.Series, quantity: str) -> str:
-    memory = quantity == "peak_gib" and row["evidence"] == "measured"
+    memory = quantity == "peak_gib" and row["memory_kind"] != "predicted"
     return f"{row['evidence']} ({row['memory_kind']})" if memory else str(row["evidence"])
 
 

@@ -64,7 +64,7 @@ def row_of(record: RunRecord) -> dict[str, Any]:
         "global_batch": spec.global_batch,
         "seq": spec.model.seq,
         "precision": spec.precision,
-        "evidence": record.provenance,
+        "evidence": evidence_of(record),
         "contender": contender.label if contender else spec.contender.name,
         "layout": configuration_text(record, spec),
         "status": record.status,
@@ -78,6 +78,7 @@ def row_of(record: RunRecord) -> dict[str, Any]:
         "losses": record.losses,
         "data_seed": f"{spec.data.kind}:{spec.data.path}:{spec.data.seed}:{spec.seed}",
         "has_spans": bool(record.spans),
+        "is_lone": "lone_step_s" in record.predicted,
         "memory_by_kind": _fullest_rank(record),
         "memory_limit_gib": spec.cluster.device.memory_gib,
         "source": source_of(record),
@@ -125,12 +126,17 @@ def configuration_text(record: RunRecord, spec: RunSpec) -> str:
     return " ".join(parts) or ("1 rank" if spec.num_gpus == 1 else "auto")
 
 
+def evidence_of(record: RunRecord) -> str:
+    """What kind of number a record holds, e.g. ``simulated with traced compute``."""
+    return " with ".join(filter(None, (record.provenance, record.variant)))
+
+
 def source_of(record: RunRecord) -> dict[str, Any]:
     """Where a number comes from: commit, machine, versions, what was asked for and checked."""
     first = record.ranks[0].environment if record.ranks else {}
     return {
         "record": record.record_id,
-        "evidence": record.provenance,
+        "evidence": evidence_of(record),
         "status": f"{record.status} {record.reason}".strip(),
         "started": record.started_at,
         "ended": record.ended_at,
@@ -196,5 +202,5 @@ def _throughput(spec: RunSpec, record: RunRecord) -> dict[str, Any]:
 
 def notes_of(rows: pd.DataFrame) -> list[str]:
     """What must be said beside the numbers of these rows."""
-    simulated = (rows["evidence"] == "simulated") & rows["contender"].eq("ZeroPP")
+    simulated = rows["evidence"].str.startswith("simulated") & rows["contender"].eq("ZeroPP")
     return [UNMEASURED] if simulated.any() else []

@@ -26,6 +26,7 @@ _SECTIONS = ("Throughput", "Speed-up", "Scaling", "Memory", "Timelines", "Loss",
 _TABLES = {
     "throughput": "Throughput",
     "memory": "Memory",
+    "lone_ranks": "Memory",
     "speedup": "Speed-up",
     "evidence": "Evidence",
     "published": "Evidence",

@@ -59,7 +59,7 @@ def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     if rows.empty:  # no point has succeeded yet: the table has no columns either
         return
     for (evidence, cluster), mine in rows.groupby(["evidence", "cluster"], sort=True):
-        yield f"{evidence}_{cluster}", f"{evidence} on {cluster}", mine
+        yield f"{evidence}_{cluster}".replace(" ", "_"), f"{evidence} on {cluster}", mine
 
 
 def panel_title(panel: pd.DataFrame) -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 from benchmarks.report.evidence import evidence_distances
 from benchmarks.report.frame import CELL, best_configuration
 from benchmarks.report.headline import REFERENCE, doubts, ratio_text
+from benchmarks.report.lone import lone_table
 from benchmarks.report.published import published_table
 from benchmarks.stats import paired_ratio, ratio_of_medians
 
@@ -36,6 +37,7 @@ def comparison_tables(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
         "speedup": speedup_table(rows),
         "evidence": evidence_table(rows),
         "published": published_table(rows),
+        "lone_ranks": lone_table(rows),
     }
 
 

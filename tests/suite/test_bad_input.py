@@ -57,6 +57,15 @@ CASES = [
     ("data=text data.path=/", "data.path='/': no such file"),
     ("model.name=a/b", "model.name='a/b': folders and files are named by it"),
     ("report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot be written to"),
+    ("launcher=trace launcher.tensors=both", "launcher.tensors='both': must be one of fake, real"),
+    (
+        "launcher=simulate launcher.compute=no",
+        "launcher.compute='no': must be one of model, traced",
+    ),
+    (
+        "launcher=simulate launcher.compute=traced cluster=a100 data=synthetic",
+        "launcher.compute=traced: ",
+    ),
     ("runs_dir=/dev/null/runs", "runs_dir=/dev/null/runs: cannot be written to"),
     ("experiment=claim_33 report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot"),
 ]
@@ -76,7 +85,7 @@ def test_bad_input_is_one_line_and_status_2(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("benchmarks.launch.local._start_ranks", refuse)
+    monkeypatch.setattr("benchmarks.launch.processes._start", refuse)
     monkeypatch.setattr(sys, "argv", ["benchmarks.run", f"runs_dir={tmp_path}", *arguments.split()])
     assert main() == 2
     printed = capsys.readouterr()
@@ -93,8 +102,8 @@ def test_an_interruption_is_one_line(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("benchmarks.launch.local._wait", interrupt)
-    monkeypatch.setattr("benchmarks.launch.local._start_ranks", lambda *_: [])
+    monkeypatch.setattr("benchmarks.launch.processes._wait", interrupt)
+    monkeypatch.setattr("benchmarks.launch.processes._start", lambda *_: {})
     places = [f"runs_dir={tmp_path}/runs", f"report_dir={tmp_path}/report"]
     monkeypatch.setattr(sys, "argv", ["benchmarks.run", *places])
     assert main() == 130

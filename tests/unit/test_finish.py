@@ -133,10 +133,10 @@ def test_which_points_run_again(
 ) -> None:
     finish_attempt(attempt, ending=ending)
     runs_dir, points = attempt.parents[1], [Point(spec, None, "")]
-    assert bool(still_to_run(points, runs_dir, "measured", "missing")) == missing
-    assert bool(still_to_run(points, runs_dir, "measured", "failed")) == failed
-    assert still_to_run(points, runs_dir, "measured", "all") == points
-    assert still_to_run(points, runs_dir, "simulated", "missing") == points
+    assert bool(still_to_run(points, runs_dir, "measured", "", "missing")) == missing
+    assert bool(still_to_run(points, runs_dir, "measured", "", "failed")) == failed
+    assert still_to_run(points, runs_dir, "measured", "", "all") == points
+    assert still_to_run(points, runs_dir, "simulated", "", "missing") == points
 
 
 def test_unreadable_records_are_named_and_skipped(attempt: Path, spec: RunSpec) -> None:

@@ -41,7 +41,7 @@ def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:
     )
     price = PlanPrice(
         stages=(cost,) * stages,
-        tp_s=(0.0,) * stages,
+        tp_s=((0.0, 0.0),) * stages,
         replica_s=(0.0,) * stages,
         finish_s=(0.0,) * ranks,
         gather_updated_s=(0.0,) * ranks,

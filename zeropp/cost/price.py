@@ -40,13 +40,13 @@ class StageMemory:
 class PlanPrice:
     """Price of a plan: one entry a stage, except where a line says a pipeline rank.
 
-    ``tp_s``: exposed tensor-parallel collectives of one microbatch's forward and backward, which
-    ``stages`` include. ``replica_s``: the reduction over replicas, once a step after the last
+    ``tp_s``: exposed tensor-parallel collectives of one microbatch's forward, and of its backward,
+    which ``stages`` include. ``replica_s``: the reduction over replicas, once a step after the last
     weight gradient (all-reduce, or reduce-scatter under ZeRO-1).
     """
 
     stages: tuple[StageCost, ...]
-    tp_s: tuple[float, ...]
+    tp_s: tuple[tuple[float, float], ...]
     replica_s: tuple[float, ...]
     finish_s: tuple[float, ...]  # a pipeline rank: optimizer step, tied embedding, host overhead
     gather_updated_s: tuple[float, ...]  # a pipeline rank: ZeRO-1's all-gather of parameters

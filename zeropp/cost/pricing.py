@@ -118,10 +118,11 @@ def tensor_times(plan: Plan, cluster: Cluster, work: Work) -> TensorTimes:
     return TensorTimes(one, 2 * one, 2 * one + more, again)
 
 
-def _stage_tensor_s(plan: Plan, stage: int, tensor: TensorTimes) -> float:
-    """Embedding and head add one each way."""
+def _stage_tensor_s(plan: Plan, stage: int, tensor: TensorTimes) -> tuple[float, float]:
+    """Forward and backward; embedding and head add one each way."""
     blocks, ends = _kinds(plan, stage)
-    return blocks * (tensor.forward + tensor.backward + tensor.again) + 2 * ends * tensor.one
+    backward = blocks * (tensor.backward + tensor.again)
+    return blocks * tensor.forward + ends * tensor.one, backward + ends * tensor.one
 
 
 def _kinds(plan: Plan, stage: int) -> tuple[int, int]:

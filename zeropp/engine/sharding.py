@@ -63,8 +63,15 @@ class ChunkShards:
             self._shards.append(shard)
 
     def unshard(self) -> None:
-        """Start to gather the parameters; ``wait`` before they are used."""
-        self._handles = [shard.unshard(async_op=True) for shard in self._shards]
+        """Start to gather the parameters, once compute so far is done; ``wait`` before use."""
+        for shard in self._shards:
+            # Asked for by hand, FSDP2 gathers from the current stream: casts and copies of shards
+            # would stand in compute's way.
+            context = shard._get_fsdp_state()._comm_ctx
+            streams, stream = context.device_handle, context.all_gather_stream
+            stream.wait_stream(streams.current_stream())
+            with streams.stream(stream):
+                self._handles.append(shard.unshard(async_op=True))
 
     def wait(self) -> None:
         """Make the current stream wait for the gather that was started."""

@@ -82,7 +82,7 @@ class SimResult:
         price = self.price
         busiest = max(range(len(self.tails)), key=lambda r: self.events.busy[r])
         stages = self.plan.schedule.stages_of(busiest)
-        tensor = sum(price.tp_s[s] for s in stages) * self.plan.num_microbatches
+        tensor = sum(sum(price.tp_s[s]) for s in stages) * self.plan.num_microbatches
         no_replicas = (0.0,) * len(price.replica_s)
         return {
             "gather": self._saved(_without(price, "unshard")),

@@ -1,0 +1,158 @@
+"""What a GPU did in one step, from the trace that torch's profiler writes (Chrome format).
+
+Every action of a program is a profiler range on the host. A kernel belongs to the action in whose
+range it was launched, from whatever thread: autograd launches backward kernels from its own, while
+the range's thread waits. Times are in seconds from the first kernel.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from zeropp.schedule.action import Action, Op, parse_action
+
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_TORCH_PIPELINE = "PP:"  # torch.distributed.pipelining's ranges are named PP:0F1
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel, copy or fill on a stream; ``launched_s`` is when the host was done launching."""
+
+    stream: int
+    launched_s: float
+    start_s: float
+    end_s: float
+    action: Action
+
+
+@dataclass(frozen=True)
+class StepKernels:
+    """Sums over one step, in seconds.
+
+    ``compute_s``: compute actions on the compute stream, each from its first kernel's start to its
+    last one's end; ``kernels_s``: those kernels alone. ``host_bound_s``: time in which the compute
+    stream stood still because its next kernel had not been launched. ``gather_s``: time in which
+    gathers ran on other streams; ``gather_beside_compute_s``: the part of it in which a kernel ran
+    on the compute stream, too.
+    """
+
+    step_s: float
+    compute_s: float
+    kernels_s: float
+    host_bound_s: float
+    gather_s: float
+    gather_beside_compute_s: float
+
+    @property
+    def compute_over_kernels(self) -> float:
+        """Compute time over the sum of its kernels: 1 where kernels follow without a gap."""
+        return self.compute_s / self.kernels_s
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The events of a compressed trace file."""
+    with gzip.open(path, "rt") as file:
+        return list(json.load(file)["traceEvents"])
+
+
+def kernels_of(events: Iterable[dict[str, Any]]) -> list[Kernel]:
+    """Kernels that a program's actions launched, in the order of their starts."""
+    whole = [event for event in events if event.get("ph") == "X"]
+    ranges = sorted(_ranges(whole), key=lambda found: found[0])
+    begins = [begin for begin, _, _ in ranges]
+    launches = {
+        event["args"]["correlation"]: event
+        for event in whole
+        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
+    }
+    kernels = []
+    for event in whole:
+        if event.get("cat") not in _ON_DEVICE:
+            continue
+        launch = launches.get(event["args"].get("correlation"))
+        place = bisect_right(begins, launch["ts"]) - 1 if launch is not None else -1
+        if launch is None or place < 0 or launch["ts"] > ranges[place][1]:
+            continue  # launched outside of any action
+        start, launched = event["ts"], launch["ts"] + launch["dur"]
+        end, action = start + event["dur"], ranges[place][2]
+        stream = event["args"]["stream"]
+        kernels.append(Kernel(stream, launched / 1e6, start / 1e6, end / 1e6, action))
+    return sorted(kernels, key=lambda kernel: kernel.start_s)
+
+
+def _ranges(events: Iterable[dict[str, Any]]) -> Iterable[tuple[float, float, Action]]:
+    for event in events:
+        if event.get("cat") == "user_annotation":
+            try:
+                action = parse_action(event["name"].removeprefix(_TORCH_PIPELINE))
+            except ValueError:
+                continue  # a range of somebody else
+            yield event["ts"], event["ts"] + event["dur"], action
+
+
+def summarise_kernels(kernels: Sequence[Kernel]) -> StepKernels | None:
+    """Sums over one step; None where no action launched a kernel (a step on a CPU)."""
+    compute = [kernel for kernel in kernels if kernel.action.op.is_compute]
+    if not compute:
+        return None
+    stream = _busiest_stream(compute)
+    mine = [kernel for kernel in kernels if kernel.stream == stream]
+    gathers = _union(
+        (k.start_s, k.end_s) for k in kernels if k.action.op is Op.UNSHARD and k.stream != stream
+    )
+    busy = _union((kernel.start_s, kernel.end_s) for kernel in mine)
+    compute = [kernel for kernel in compute if kernel.stream == stream]
+    return StepKernels(
+        step_s=max(k.end_s for k in mine) - mine[0].start_s,
+        compute_s=_extents(compute),
+        kernels_s=sum(k.end_s - k.start_s for k in compute),
+        host_bound_s=sum(_host_bound(before, after) for before, after in pairwise(mine)),
+        gather_s=_length(gathers),
+        gather_beside_compute_s=_length(gathers) + _length(busy) - _length(_union(gathers + busy)),
+    )
+
+
+def _busiest_stream(kernels: Iterable[Kernel]) -> int:
+    totals: dict[int, float] = {}
+    for kernel in kernels:
+        totals[kernel.stream] = totals.get(kernel.stream, 0.0) + kernel.end_s - kernel.start_s
+    return max(totals, key=lambda stream: totals[stream])
+
+
+def _extents(kernels: Iterable[Kernel]) -> float:
+    """Sum over actions of the time from the first kernel's start to the last one's end."""
+    extents: dict[Action, Interval] = {}
+    for kernel in kernels:
+        start, end = extents.get(kernel.action, (kernel.start_s, kernel.end_s))
+        extents[kernel.action] = min(start, kernel.start_s), max(end, kernel.end_s)
+    return sum(end - start for start, end in extents.values())
+
+
+def _host_bound(before: Kernel, after: Kernel) -> float:
+    """Time between two kernels of a stream for which the host's launching is to blame."""
+    return max(0.0, min(after.launched_s, after.start_s) - before.end_s)
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)

@@ -1,0 +1,175 @@
+"""Ranks as processes of this machine: started, watched, and never left behind.
+
+Ranks are started directly and not through torchrun, so that the record can name the rank and the
+signal that ended it. Each rank is its own process group; whatever happens, none is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.events import rank_file, read_events
+from benchmarks.launch.finish import Ending, finish_attempt, killed
+from benchmarks.launch.points import Point, attempt_directory, freeze
+from benchmarks.progress import SweepProgress
+from benchmarks.record import RunRecord
+from benchmarks.spec import RunSpec
+from zeropp.cost.cluster import Device
+
+_POLL_S = 0.2
+_GRACE_S = 5.0  # for the other ranks to say what they saw, once one has ended badly
+
+Process = subprocess.Popen[bytes]
+Processes = Mapping[int, Process]  # by rank
+
+
+def is_here(device: Device) -> bool:
+    """This machine has such a device, as far as the kind goes."""
+    return device.name == "cpu" or Path("/dev/nvidia0").exists()
+
+
+def run_attempt(
+    point: Point,
+    launcher: str,
+    worlds: Sequence[Sequence[int]],
+    runs_dir: Path,
+    progress: SweepProgress,
+    *,
+    variant: str = "",
+    arguments: Sequence[str] = (),
+) -> RunRecord:
+    """One attempt at a point, finished whatever happens.
+
+    ``worlds``: ranks that run at the same time, one such lot after the other; ``variant``: see
+    ``RunRecord``; ``arguments`` are the worker's own.
+    """
+    directory = attempt_directory(point.spec, runs_dir, launcher)
+    freeze(point, directory, launcher, variant)
+    (directory / "launcher.pid").write_text(str(os.getpid()))
+    num_ranks = sum(map(len, worlds))
+    try:
+        for ranks in worlds:
+            ending = _run_ranks(point, directory, ranks, progress, arguments)
+            if ending is not None:
+                break
+    except BaseException:
+        ending = Ending("failed", "interrupted by the user", interrupted=True)
+        finish_attempt(directory, ending=ending, num_ranks=num_ranks)
+        raise
+    return finish_attempt(directory, ending=ending, num_ranks=num_ranks)
+
+
+def _run_ranks(
+    point: Point,
+    directory: Path,
+    ranks: Sequence[int],
+    progress: SweepProgress,
+    arguments: Sequence[str],
+) -> Ending | None:
+    """Some ranks of a point's job at the same time, to their end or the time limit.
+
+    Gives what the launcher saw of an ending and the ranks could not write; None where their events
+    tell.
+    """
+    processes = _start(point.spec, directory, ranks, arguments)
+    try:
+        return _wait(point, processes, directory, progress)
+    finally:
+        _kill(processes)
+
+
+def _start(
+    spec: RunSpec, directory: Path, ranks: Sequence[int], arguments: Sequence[str]
+) -> Processes:
+    common = os.environ | {
+        "WORLD_SIZE": str(spec.num_gpus),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "SUITE_LAUNCHER_PID": str(os.getpid()),
+    }
+    common.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(ranks))))
+    command = [sys.executable, "-m", "benchmarks.worker", str(directory / "spec.json")]
+    processes = {}
+    for place, rank in enumerate(ranks):
+        with (directory / f"rank_{rank:03d}.log").open("wb") as log:
+            processes[rank] = subprocess.Popen(
+                [*command, "--out", str(directory), *arguments],
+                env=common | {"RANK": str(rank), "LOCAL_RANK": str(place)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    return processes
+
+
+def _wait(
+    point: Point, processes: Processes, directory: Path, progress: SweepProgress
+) -> Ending | None:
+    """Wait for all ranks, for the first bad end, or for the time limit."""
+    limit_s = point.spec.measure.timeout_s
+    deadline = time.monotonic() + limit_s
+    while any(process.poll() is None for process in processes.values()):
+        if any(process.returncode for process in processes.values()):
+            _wait_all(processes, _GRACE_S)
+            break
+        if time.monotonic() > deadline:
+            return Ending("timeout", f"not finished after measure.timeout_s={limit_s:g}")
+        progress.update(point, _stage_of(directory, min(processes)))
+        time.sleep(_POLL_S)
+    for rank, process in processes.items():
+        if (process.returncode or 0) < 0 and not _has_finished(directory, rank):
+            return killed(rank, -process.returncode)
+    return None
+
+
+def _has_finished(directory: Path, rank: int) -> bool:
+    """The rank measured everything; how its process then went down changes nothing."""
+    events = read_events(rank_file(directory, rank))
+    return bool(events) and events[-1]["event"] == "done"
+
+
+def _stage_of(directory: Path, rank: int) -> str:
+    """What a rank did last, for the progress line."""
+    events = read_events(rank_file(directory, rank))
+    if not events:
+        return "starting ranks"
+    last = events[-1]
+    if "index" in last:
+        loss = f"loss {last['loss']:.4f}, " if "loss" in last else ""
+        return f"{last['event']} {last['index']}: {loss}{last['seconds']:.2f} s"
+    words = {
+        "environment": "checking against one process",
+        "gate": "building",
+        "counters": "recording a step",
+    }
+    return words.get(last["event"], str(last["event"]))
+
+
+def _wait_all(processes: Processes, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(p.poll() is None for p in processes.values()) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _kill(processes: Processes) -> None:
+    for process in processes.values():
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    for process in processes.values():
+        process.wait(timeout=30)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,61 @@
+"""Ranks of a 64-rank job, each alone with real tensors, through the launcher to the simulator."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.launch import simulate, trace
+from benchmarks.launch.points import plan_point
+from benchmarks.progress import SweepProgress
+from benchmarks.spec import SpecError, spec_from_mapping
+from tests.unit.test_spec import changed
+
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "zeropp": {"pp": 4, "shard": 8, "chunks": 2},
+    "torch_pp": {"pp": 4, "tp": 2, "shard": 8, "schedule": "interleaved_1f1b", "chunks": 2},
+    "fsdp": {"shard": 8},
+}
+OPTIONS = {"kind": "trace", "tensors": "real", "pipeline_ranks": [0, -1]}
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_lone_ranks_compute_what_the_simulator_takes(name: str, tmp_path: Path) -> None:
+    values = changed("cluster.device.peak_fp32_tflops", 0.1)
+    values["model"] |= {"layers": 8, "hidden": 128, "ffn": 512}
+    values |= {"contender": {"name": name, **CONTENDERS[name]}, "num_gpus": 64, "global_batch": 64}
+    values["measure"] = {"warmup_steps": 1, "steps": 1, "timeout_s": 120}
+    point = plan_point(spec_from_mapping(values))
+    assert point.plan is not None
+    trace.check([point], OPTIONS)
+    with SweepProgress(1) as progress:
+        (record,) = trace.launch([point], OPTIONS, tmp_path, progress)
+    assert (record.status, record.reason) == ("ok", "")
+    assert (record.step_s, record.losses) == ([], [])
+    schedule = point.plan.schedule
+    stages = {stage for rank in record.ranks for stage in schedule.stages_of(rank.pp_rank)}
+    compute = record.predicted["compute_s"]
+    assert {int(action[:-1]) for action in compute} == stages
+    assert all(seconds > 0 for seconds in compute.values())
+    for rank in record.ranks:
+        assert rank.counters["unshard"] > 0
+        assert rank.peak_rss_bytes
+        path = tmp_path / record.record_id / f"rank_{rank.rank:03d}.trace.json.gz"
+        with gzip.open(path, "rt") as file:
+            assert "traceEvents" in json.load(file)
+    priced = {"kind": "simulate", "compute": "traced", "traced_runs": str(tmp_path)}
+    simulate.check([point], priced)
+    with SweepProgress(1) as progress:
+        (simulated,) = simulate.launch([point], priced, tmp_path, progress)
+    assert simulated.step_s[0] > sum(compute.values())
+
+
+def test_a_gpu_that_is_not_here_is_refused() -> None:
+    point = plan_point(spec_from_mapping(changed("cluster.device.name", "A100")))
+    if not Path("/dev/nvidia0").exists():
+        with pytest.raises(SpecError, match=r"launcher\.tensors=real needs that GPU"):
+            trace.check([point], OPTIONS)

@@ -1,0 +1,117 @@
+"""Compute times of lone ranks in the simulator, through records and the launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.events import EventWriter
+from benchmarks.launch import simulate as launcher
+from benchmarks.launch.finish import finish_attempt
+from benchmarks.launch.points import Point, attempt_directory, freeze, plan_point, still_to_run
+from benchmarks.launch.traced_compute import traced_stages
+from benchmarks.progress import SweepProgress
+from benchmarks.record import RunRecord
+from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.report.lone import lone_table
+from benchmarks.spec import SpecError, spec_from_mapping
+from tests.unit.test_spec import changed
+from zeropp.cost import price_plan
+
+OPTIONS = {"kind": "simulate", "compute": "traced"}
+KERNELS = {"step_s": 2.0, "compute_s": 1.2, "kernels_s": 1.0, "host_bound_s": 0.1}
+KERNELS |= {"gather_s": 0.4, "gather_beside_compute_s": 0.3}
+OF_BLOCK = {"F": 1.0, "I": 2.0, "W": 0.5}
+
+
+def point_of(contender: Mapping[str, Any]) -> Point:
+    values = changed("cluster.device.peak_fp32_tflops", 0.1) | {"contender": dict(contender)}
+    values["model"]["layers"] = 8
+    return plan_point(spec_from_mapping(values))
+
+
+def write_trace(point: Point, runs_dir: Path, compute_s: Mapping[str, float]) -> RunRecord:
+    """What launcher=trace with real tensors leaves of one rank."""
+    directory = attempt_directory(point.spec, runs_dir, "trace")
+    freeze(point, directory, "trace", "real tensors")
+    events = EventWriter(directory, 0)
+    events.write("environment", host="here")
+    events.write("lone_step", index=0, seconds=0.5)
+    events.write("memory", peak_allocated_bytes=2**30, peak_reserved_bytes=2**31)
+    events.write("counters", unshard=1)
+    events.write("compute", seconds=dict(compute_s))
+    events.write("kernels", **KERNELS)
+    events.write("done")
+    return finish_attempt(directory, num_ranks=1)
+
+
+ZEROPP = point_of({"name": "zeropp", "pp": 4, "chunks": 2, "unit": 2})
+COMPUTE = {f"{stage}{op}": (1 + stage) * s for stage in (0, 4, 7) for op, s in OF_BLOCK.items()}
+
+
+def test_a_lone_ranks_record_has_no_step_time(tmp_path: Path) -> None:
+    record = write_trace(ZEROPP, tmp_path, COMPUTE)
+    assert (record.status, record.variant) == ("ok", "real tensors")
+    assert record.step_s == record.losses == []
+    assert record.ranks[0].peak_allocated_bytes == 2**30
+    assert record.predicted["compute_s"] == COMPUTE
+    assert record.predicted["lone_step_s"] == [[0.5]]
+
+
+def test_a_lone_rank_has_a_line_in_the_report(tmp_path: Path) -> None:
+    write_trace(ZEROPP, tmp_path, COMPUTE)
+    frame, _ = load_frame([tmp_path])
+    assert list(frame["evidence"]) == ["traced with real tensors"]
+    (line,) = lone_table(latest_ok(frame)).to_dict("records")
+    assert line["compute over kernels"] == "1.200"
+    assert (line["host-bound"], line["gathers beside compute"]) == ("5.0%", "75%")
+    assert (line["allocated [GiB]"], line["reserved [GiB]"]) == ("1.00", "2.00")
+
+
+def test_stages_take_the_times_of_their_likes() -> None:
+    assert ZEROPP.plan is not None
+    price = price_plan(ZEROPP.plan, ZEROPP.spec.cluster)
+    stages = traced_stages(ZEROPP.plan, price, COMPUTE)
+    assert [stage.forward for stage in stages] == [1.0, *[5.0] * 6, 8.0]  # middle ones as stage 4
+    assert stages[3].backward_weight == 2.5
+    assert [s.transfer for s in stages] == [s.transfer for s in price.stages]
+
+
+def test_full_backwards_are_split_and_tensor_parallelism_is_added() -> None:
+    point = point_of({"name": "torch_pp", "pp": 2, "tp": 2, "schedule": "1f1b"})
+    assert point.plan is not None
+    price = price_plan(point.plan, point.spec.cluster)
+    stages = traced_stages(point.plan, price, {"0F": 1.0, "0B": 3.0, "1F": 1.0, "1B": 4.0})
+    for traced, cost, (forward_s, _) in zip(stages, price.stages, price.tp_s, strict=True):
+        assert forward_s > 0
+        assert traced.forward == 1.0 + forward_s
+        ratio = cost.backward_input / cost.backward_weight
+        assert traced.backward_input / traced.backward_weight == pytest.approx(ratio)
+    whole = stages[1].backward_input + stages[1].backward_weight
+    assert whole == pytest.approx(4.0 + price.tp_s[1][1])
+
+
+def test_the_launcher_prices_with_traced_compute(tmp_path: Path) -> None:
+    options = OPTIONS | {"traced_runs": str(tmp_path)}
+    with pytest.raises(SpecError, match=r"launcher\.tensors=real"):
+        launcher.check([ZEROPP], options)
+    source = write_trace(ZEROPP, tmp_path, COMPUTE)
+    launcher.check([ZEROPP], options)
+    with SweepProgress(2) as progress:
+        (plain,) = launcher.launch([ZEROPP], {"compute": "model"}, tmp_path, progress)
+        (record,) = launcher.launch([ZEROPP], options, tmp_path, progress)
+    assert record.predicted["compute_from"] == source.record_id
+    assert record.predicted["memory"] == plain.predicted["memory"]
+    assert record.step_s[0] > max(COMPUTE.values()) > plain.step_s[0]
+    assert not still_to_run([ZEROPP], tmp_path, "simulated", "traced compute", "missing")
+    assert not still_to_run([ZEROPP], tmp_path, "traced", "real tensors", "missing")
+    assert still_to_run([ZEROPP], tmp_path, "traced", "", "missing") == [ZEROPP]
+
+
+def test_a_stage_without_a_like_is_named(tmp_path: Path) -> None:
+    write_trace(ZEROPP, tmp_path, {"0F": 1.0, "7F": 1.0})
+    with pytest.raises(SpecError, match=r"like stage 1 .*pipeline_ranks=\[0,1,-1\]"):
+        launcher.check([ZEROPP], OPTIONS | {"traced_runs": str(tmp_path)})
