@@ -5,7 +5,8 @@ pipeline, else the data-parallel rank's batch, at most 4. Blank global batch: th
 accumulation, else eight microbatches a pipeline stage (one without a pipeline), times data
 parallelism. Blank chunks of an interleaved schedule: the most up to 4 that divide the layers of a
 rank, else the fewest above 1; of the zero-bubble papers', one a layer. Blank schedule: what the
-program does by itself. Layers are spread evenly (``even_cuts``). ZeRO-3 without a pipeline gathers every block for every pass (FSDP).
+program does by itself. Layers are spread evenly (``even_cuts``). ZeRO-3 without a pipeline gathers
+every block for every pass (FSDP).
 """
 
 from __future__ import annotations
@@ -85,14 +86,15 @@ def case_of(row: Row, cluster_name: str | None = None) -> Case:
     )
 
 
+_OFFLOAD = re.compile(
+    r"(?<!no )(?<!without )\b(?:cpu|nvme)?[- ]?offload(?!\w*[ =:]*(?:none|no|off|false)\b)"
+)
+
+
 def _refuse_offload(row: Row) -> None:
     """Nothing here prices parameters or optimizer steps on the host."""
     for field in ("zero_stage", "schedule", "recompute", "notes", "table"):
-        text = row.get(field, "").lower()
-        if re.search(
-            r"(?<!no )(?<!without )\b(?:cpu[- ]?|nvme[- ]?)?offload(?!\w*[ =:]*(?:none|no|off|false)\b)",
-            text,
-        ):
+        if _OFFLOAD.search(row.get(field, "").lower()):
             raise UnpredictableError(f"{field}={row[field]!r}: no price for offloading to the host")
 
 
@@ -101,9 +103,9 @@ def schedule_of(row: Row) -> str:
     (zero bubble with twice the activations of 1F1B, arXiv 2401.10241's ZB-H2 and ZB-2p)."""
     text = row.get("schedule", "").lower()
     rules = (
-        (r"dualpipe|chimera|pipedream", ""),
-        (r"zb-?v|v-?half|v-?min", "zbv"),
-        (r"zb-?h2|zb-?2p", "zb_cap"),
+        (r"dualpipe|chimera|pipedream|hanayo|bitpipe|v-?half|v-?min|seq1f1b|slimpipe", ""),
+        (r"zb-?v|v-?zb|zero.?bubble.?v", "zbv"),
+        (r"zb-?(?:h2|2p)", "zb_cap"),
         (r"zb|zero.?bubble", "zb_h1"),
         (r"interleaved_overlap", "1f1b"),
         (r"bfs|breadth|looped", "looped_bfs"),

@@ -31,7 +31,7 @@ _LINKS_A_NODE = re.compile(
     r"\s*\(?(\d+)\s*(?:gb?(?:ps|it|/s)?|/node|\b)"
 )
 _GPUS_A_NODE = re.compile(
-    r"(?<![\w.])([1-9]|1[0-6])\s*(?:x\s*)?(?:gpus?|[avhb]\d00s?|gpus? each)?\s*(?:/|per |a |each )\s*node"
+    r"(?<![\w.])([1-9]|1[0-6])\s*(?:x\s*)?(?:gpus?|[avhb]\d00s?)?\s*(?:/|per |a |each )\s*node"
 )
 LINK_RATES = (25, 50, 100, 200, 400, 800)  # Gb/s; other numbers are memory sizes
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|gb|tb/s|tbps)")

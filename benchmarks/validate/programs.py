@@ -126,7 +126,7 @@ def one_layer_chunks(row: Row) -> bool:
 
 
 def balances(row: Row) -> bool:
-    """Whether a program cuts stages by what they compute (nanotron's ``get_block_compute_costs``)."""
+    """Whether a program cuts stages by FLOPs (nanotron's ``get_block_compute_costs``)."""
     return re.search("nanotron|ultra-scale", _text(row)) is not None
 
 

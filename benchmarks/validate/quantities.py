@@ -46,8 +46,10 @@ def reading_of(row: Row) -> Reading:
         raise UnpredictableError(f"value={row.get('value', '')!r}: nothing was measured")
     if not found or re.match(r"-|–|to\b", found[2] or ""):
         raise UnpredictableError(f"value={row.get('value', '')!r} is not a number")
-    scale = 1e3 if found[2] == "k" else 1.0
-    return Reading(float(found[1]) * scale, _unit(unit or (found[2] or ""), metric))
+    after = found[2] or ""
+    thousands = after == "k"
+    number = float(found[1]) * (1e3 if thousands else 1.0)
+    return Reading(number, _unit(unit or ("" if thousands else after), metric))
 
 
 def _status(text: str, metric: str, unit: str, notes: str) -> bool | None:
