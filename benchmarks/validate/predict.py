@@ -20,6 +20,7 @@ from zeropp.cost.flops import block_forward_flops
 from zeropp.sim.simulate import SimResult, simulate
 
 _TIME = {"ms": 1e3, "s": 1.0, "us": 1e6, "µs": 1e6, "min": 1 / 60, "h": 1 / 3600}
+_PART = re.compile(r"act(?:iv|_|\b)|param|optim")
 _MEMORY = {"gb": 1e9, "gib": 2**30, "mb": 1e6, "mib": 2**20}
 
 
@@ -53,7 +54,9 @@ def predict_case(row: Row, case: Case) -> Prediction:
             "oom", float("nan"), "fits" if fits else "OOM", float(fits is reading.ran_out), fits
         )
     if "mem" in metric or reading.unit.partition("/")[0] in _MEMORY:
-        return _compared(_memory(row, case, result, reading.unit), reading, "memory", fits)
+        part = _PART.search(metric) is not None  # of what a formula gives, not of a run
+        value = _memory(row, case, result, reading.unit)
+        return _compared(value, reading, "memory", fits or part)
     return _compared(_throughput(row, case, result, reading), reading, "throughput", fits)
 
 

@@ -45,6 +45,7 @@ FSDP = Software(
     traffic_factor=2.11,
     selective="half",
 )
+MOSAIC = replace(FSDP, fused_loss=True)  # llm-foundry's ``loss_fn: fused_crossent``
 TORCHTITAN = Software(
     *(4, 4, 8),
     overlap_reduction=True,
@@ -63,6 +64,7 @@ INTERNEVO = replace(
     fused_accumulation=False,
     updated="broadcasts",  # hybrid_zero_optim.py, ``broadcast_params``
     overlap_updated=False,
+    fused_loss=True,  # ``FlashGPTLMLoss``
     overlap_tensor=False,  # configs/7B_sft.py: mode "mtp", without sequence parallelism
     attention_factor=0.7,
     traffic_factor=2.11,
@@ -92,6 +94,7 @@ _BY_WORD = (
     ("internevo", INTERNEVO),
     ("nanotron", NANOTRON),
     ("ultra-scale", NANOTRON),
+    ("llm-foundry", MOSAIC),
     ("torchtitan", TORCHTITAN),
     ("fsdp2", TORCHTITAN),
     ("fully_shard", TORCHTITAN),
@@ -115,8 +118,9 @@ def _text(row: Row) -> str:
 
 def splits_sequences(row: Row) -> bool:
     """Whether the program of a row uses sequence parallelism with TP unless the row says no."""
-    nanotron = re.search("nanotron|ultra-scale", _text(row))  # tp_mode REDUCE_SCATTER
-    return program_of(row).overlap_tensor or nanotron is not None
+    # nanotron's tp_mode REDUCE_SCATTER; torchtitan's plan of every Llama (``parallelize.py``)
+    always = re.search("nanotron|ultra-scale|torchtitan", _text(row))
+    return program_of(row).overlap_tensor or always is not None
 
 
 def one_layer_chunks(row: Row) -> bool:
@@ -146,6 +150,8 @@ def program_of(row: Row) -> Software:
         found = replace(found, flash=True)
     if "compile" in text:
         found = replace(found, traffic_factor=1.0)  # element-wise chains become one kernel
+    if re.search(r"async[ -]?(?:tp|tensor)", text):
+        found = replace(found, overlap_tensor=True)
     if "no overlap of gradient" in text:
         found = replace(found, overlap_reduction=False)
     if "mp_mode pure" in text:

@@ -107,9 +107,10 @@ def logits_bytes(work: Work, size: int) -> float:
 
 
 def head_kept(work: Work) -> float:
-    """Input and output of the final norm, and the loss's fp32 softmax; torch's pipeline stages keep
-    their outputs, so logits, too."""
-    kept = 2 * boundary_bytes(work) + logits_bytes(work, FP32)
+    """Input and output of the final norm, and the loss's fp32 softmax, or the logits where it is
+    fused; torch's pipeline stages keep their outputs, so logits, too."""
+    size = element_bytes(work.precision) if work.software.fused_loss else FP32
+    kept = 2 * boundary_bytes(work) + logits_bytes(work, size)
     if work.software.program == "torch_pp":
         kept += logits_bytes(work, element_bytes(work.precision))
     return kept
@@ -123,8 +124,10 @@ def head_deferred(work: Work) -> float:
 
 
 def head_forward(work: Work) -> float:
-    """Temporaries of the head's forward: the logits and their fp32 copy."""
+    """Temporaries of the head's forward: the logits and their fp32 copy, where one is made."""
     e = element_bytes(work.precision)
+    if work.software.fused_loss:
+        return 0.0
     return logits_bytes(work, e + (FP32 if e < FP32 else 0))
 
 

@@ -35,6 +35,7 @@ class Software:
     optimizer_bytes: int  # master weights (if they are not the parameters) and Adam's moments
     flash: bool = True  # attention in one kernel, scores never in memory
     dropout_masks: bool = False  # dropout is on: masks are written, read and kept
+    fused_loss: bool = False  # keeps 16-bit logits alone, no fp32 copy (flash-attention's loss)
     vocab_parallel: bool = True  # under TP the logits and their loss are split
     split_boundary: bool = False  # TP ranks send a slice of a boundary and gather it (SC21, 4.1)
     blocking_transfers: bool = False  # both ends of a transfer stand still meanwhile
