@@ -18,11 +18,12 @@ from functools import lru_cache
 from benchmarks.compose import preset
 from benchmarks.validate.clusters import cluster_of
 from benchmarks.validate.programs import (
-    balances,
+    Spread,
     interleaves,
     one_layer_chunks,
     program_of,
     splits_sequences,
+    spread_of,
 )
 from benchmarks.validate.rows import Row, UnpredictableError, number, recompute_text, shape_of
 from zeropp.cost import balanced_cuts
@@ -52,7 +53,7 @@ class Case:
     num_microbatches: int
     recompute: Recompute
     precision: Precision
-    balanced: bool = False  # stages are cut by FLOPs, not by blocks
+    spread: Spread
 
 
 def case_of(row: Row, cluster_name: str | None = None) -> Case:
@@ -66,7 +67,7 @@ def case_of(row: Row, cluster_name: str | None = None) -> Case:
     schedule = schedule_of(row)
     _refuse_offload(row)
     layout = _layout(row, shape, cluster, schedule)
-    microbatch, count = _batch(row, layout)
+    microbatch, count = _batch(row, layout, shape.seq)
     if shape.layers * count > _MOST_BLOCKS:
         raise UnpredictableError(f"{shape.layers} layers x {count} microbatches: too many")
     if schedule == "interleaved_1f1b" and count % layout.pp:
@@ -82,7 +83,7 @@ def case_of(row: Row, cluster_name: str | None = None) -> Case:
         num_microbatches=count,
         recompute=_recompute(row),
         precision=_precision(row),
-        balanced=balances(row),
+        spread=spread_of(row),
     )
 
 
@@ -161,9 +162,11 @@ def _chunks(row: Row, shape: ModelShape, pp: int, schedule: str) -> int:
     return max([v for v in fits if 1 < v <= 4] or fits[1:2] or [1])
 
 
-def _batch(row: Row, layout: Layout) -> tuple[int, int]:
-    """(microbatch, microbatches a step)."""
+def _batch(row: Row, layout: Layout, seq: int) -> tuple[int, int]:
+    """(microbatch, microbatches a step); a global batch in tokens is divided by the sequence."""
     total, size = number(row, "global_batch"), number(row, "micro_batch")
+    if total is not None and "tok" in row.get("global_batch", "").lower():
+        total = max(1, round(total / seq))
     if size is None:
         size = 1 if layout.pp > 1 or total is None else max(1, min(4, total // layout.dp))
     steps = re.search(r"(?:grad_accum|gas|micro_num)\D{0,3}(\d+)", row.get("notes", "").lower())
@@ -214,8 +217,7 @@ def plan_of(case: Case) -> Plan:
             schedule, cuts = _fsdp_schedule(case.shape, case.num_microbatches)
         else:
             schedule = _pipeline_schedule(case)
-            cut = balanced_cuts if case.balanced else even_cuts
-            cuts = cut(case.shape, schedule.num_stages)
+            cuts = _cuts(case, schedule.num_stages)
     except ValueError as error:
         raise UnpredictableError(str(error)) from error
     return Plan(
@@ -229,6 +231,12 @@ def plan_of(case: Case) -> Plan:
         precision=case.precision,
         recompute=case.recompute,
     )
+
+
+def _cuts(case: Case, stages: int) -> tuple[int, ...]:
+    if case.spread == "flops":
+        return balanced_cuts(case.shape, stages)
+    return even_cuts(case.shape, stages, blocks=case.spread == "blocks")
 
 
 def _pipeline_schedule(case: Case) -> Schedule:
@@ -257,13 +265,11 @@ def _fsdp_schedule(shape: ModelShape, count: int) -> tuple[Schedule, tuple[int, 
     return lower(bare, gather=True, reduce_every="unit"), (*stages, shape.num_pieces)
 
 
-def even_cuts(shape: ModelShape, stages: int) -> tuple[int, ...]:
-    """Equal blocks a stage, embedding with the first and head with the last; where the blocks do
-    not divide but do with both ends counted as one each, so (BLOOM, Llama 3 and arXiv 2401.10241
-    chose their depths for it); else the last stages have one more (InternEvo's
-    ``partition_uniform``)."""
-    if shape.layers % stages and shape.num_pieces % stages == 0:
-        return tuple(range(0, shape.num_pieces + 1, shape.num_pieces // stages))
-    each, more = divmod(shape.layers, stages)
-    first = [1 + each * s + max(0, s - (stages - more)) for s in range(1, stages)]
-    return (0, *first, shape.num_pieces)
+def even_cuts(shape: ModelShape, stages: int, *, blocks: bool = False) -> tuple[int, ...]:
+    """Equal blocks a stage, embedding with the first and head with the last. Where the blocks do
+    not divide, both ends count as one each (BLOOM, Llama 3 and arXiv 2401.10241 chose their depths
+    for it), unless ``blocks`` alone are spread; the last stages have what is left over."""
+    first = 1 if blocks or shape.layers % stages == 0 else 0
+    each, more = divmod(shape.num_pieces - 2 * first, stages)
+    inner = (first + each * s + max(0, s - (stages - more)) for s in range(1, stages))
+    return (0, *inner, shape.num_pieces)

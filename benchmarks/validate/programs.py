@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Literal
 
 from benchmarks.validate.rows import Row
 from zeropp.cost.software import Software
+
+Spread = Literal["pieces", "blocks", "flops"]
 
 MEGATRON_2021 = Software(
     parameter_bytes=2,
@@ -129,9 +132,14 @@ def one_layer_chunks(row: Row) -> bool:
     return re.search("zero[ -]bubble|2401.10241|2405.15362", _text(row)) is not None
 
 
-def balances(row: Row) -> bool:
-    """Whether a program cuts stages by FLOPs (nanotron's ``get_block_compute_costs``)."""
-    return re.search("nanotron|ultra-scale", _text(row)) is not None
+def spread_of(row: Row) -> Spread:
+    """What a program spreads evenly over stages: FLOPs (nanotron's ``get_block_compute_costs``),
+    blocks (InternEvo's ``partition_uniform``), else blocks and ends (BLOOM's
+    ``type:transformer|embedding``)."""
+    text = _text(row)
+    if re.search("nanotron|ultra-scale", text):
+        return "flops"
+    return "blocks" if "internevo" in text else "pieces"
 
 
 def interleaves(row: Row) -> bool:

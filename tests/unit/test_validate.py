@@ -73,6 +73,11 @@ def test_thousands_are_read_from_the_value() -> None:
     assert few.relative_error == pytest.approx(many.relative_error)
 
 
+def test_sizes_are_read_as_papers_write_them() -> None:
+    plain = value(seq="8192", global_batch="512", n_gpus="16", dp="4")
+    assert value(seq="8k", global_batch="4.2M tokens", n_gpus="2 x 8", dp="4") == plain
+
+
 def test_plain_flops_count_recomputation_where_the_program_does() -> None:
     row = {"metric": "tflops", "unit": "TFLOPS", "recompute": "full"}
     plain, model = value(**row), value(**{**row, "metric": "model_tflops"})
@@ -169,7 +174,8 @@ def test_layers_that_do_not_divide_are_cut_as_programs_cut_them() -> None:
     assert even_cuts(shape, 2) == (0, 16, 32)  # they divide
     assert even_cuts(shape, 8) == (0, 4, 8, 12, 16, 20, 24, 28, 32)  # with both ends they do
     assert even_cuts(shape, 4) == (0, 8, 16, 24, 32)
-    assert even_cuts(shape, 7) == (0, 5, 9, 13, 17, 21, 26, 32)  # the last have one more
+    assert even_cuts(shape, 7) == (0, 4, 8, 12, 17, 22, 27, 32)  # the last have one more
+    assert even_cuts(shape, 7, blocks=True) == (0, 5, 9, 13, 17, 21, 26, 32)
 
 
 def test_what_an_allocator_reserves_is_more_than_tensors_take() -> None:
