@@ -6,8 +6,11 @@ Whatever is wrong with either is a SpecError of one line.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from contextlib import redirect_stderr
 from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,13 +34,22 @@ def compose(config_name: str) -> list[dict[str, Any]]:
     composed: list[DictConfig] = []
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise, so that the error can be one line
     collect = hydra.main(version_base="1.3", config_path=str(_CONF), config_name=config_name)
-    with tempfile.TemporaryDirectory() as scratch:  # Hydra writes its own notes of a sweep there
+    sys.argv[1:] = _flags_first(sys.argv[1:])
+    with (
+        tempfile.TemporaryDirectory() as scratch,  # Hydra writes its own notes of a sweep there
+        redirect_stderr(StringIO()) as usage,
+    ):
         OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
         try:
             collect(composed.append)()
             return [_plain(config) for config in composed]
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise SpecError(_one_line(error)) from None
+        except SystemExit as end:
+            if not end.code:  # --version
+                raise
+            why = usage.getvalue().strip().rpartition("error: ")[2]
+            raise SpecError(f"{why} (see --help)") from None
 
 
 @lru_cache
@@ -48,6 +60,12 @@ def preset(group: str, name: str, kind: type) -> Any:
         known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
         raise SpecError(f"{group}={name!r}: no such preset (known: {known})")
     return validated(kind, OmegaConf.to_container(OmegaConf.load(path)), group)
+
+
+def _flags_first(words: list[str]) -> list[str]:
+    """The words with all overrides behind the flags, since Hydra takes no flag between them."""
+    overrides = [w for w in words if w[:1] in ("+", "~") or ("=" in w and not w.startswith("-"))]
+    return [word for word in words if word not in overrides] + overrides
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

@@ -15,16 +15,20 @@ from zeropp.training import OptimizerConfig, Trainer
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to train: ``planner`` and ``builder`` are ``module:function``."""
+    """One way to train: ``planner``, ``builder`` and ``filler`` are ``module:function``."""
 
     name: str
     label: str  # in tables and figures
     planner: str
     builder: str
+    filler: str = (
+        ""  # writes the integers that a lone rank's peers would send, where they are not 1
+    )
 
     def plan(self, request: PlanRequest) -> Plan:
         """The plan for a request; raises InfeasibleError where there is none."""
@@ -35,6 +39,14 @@ class Contender:
     ) -> Trainer:
         """Build this rank's trainer; collective, after torch.distributed is initialised."""
         return cast("Trainer", _load(self.builder)(plan, optimizer, device, seed))
+
+    def fill_integers(self, plan: Plan, message: Tensor) -> None:
+        """Write into a message of integers what a peer would have sent. The usual one is a yes:
+        torch's pipeline stages ask their neighbours whether they know the shapes."""
+        if self.filler:
+            _load(self.filler)(plan, message)
+        else:
+            message.fill_(1)
 
 
 def _load(path: str) -> Callable[..., Any]:
@@ -51,6 +63,7 @@ CONTENDERS: dict[str, Contender] = {
             "DeepSpeed 3D",
             "baselines.deepspeed_3d.plan:plan",
             "baselines.deepspeed_3d.trainer:build",
+            "baselines.deepspeed_3d.messages:fill",
         ),
         Contender(
             "torch_pp",

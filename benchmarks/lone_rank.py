@@ -1,10 +1,8 @@
 """One rank of a large job, alone, with real tensors: its memory, its compute and its kernels.
 
-The rank runs the contender's own code over torch's ``fake`` process group, which answers at once:
-a gather copies this rank's shard into every place (on the gather's own stream), a reduction hands
-back this rank's part, and messages of other pipeline ranks are filled with random numbers, because
-products of zeros are faster. So parameters, activations, kernels and launches are those of the
-job; the network and the wait for peers are not there, and losses mean nothing.
+The rank runs the contender's own code in a ``fake_world``. So parameters, activations, kernels and
+launches are those of the job; the network and the wait for peers are not there, and losses mean
+nothing.
 """
 
 from __future__ import annotations
@@ -13,18 +11,14 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.data import open_batches
@@ -34,10 +28,9 @@ from benchmarks.events import EventWriter
 from benchmarks.kernels import kernels_of, read_trace, summarise_kernels
 from benchmarks.memory import MemoryMeter
 from benchmarks.spec import RunSpec
+from zeropp.engine.fake_world import fake_world
 from zeropp.schedule.action import parse_action
 from zeropp.timeline import Span
-
-_YES = 1  # torch's pipeline stages ask their neighbours whether they know the shapes
 
 
 def measure_lone_rank(spec: RunSpec, events: EventWriter, trace_file: Path) -> None:
@@ -45,8 +38,9 @@ def measure_lone_rank(spec: RunSpec, events: EventWriter, trace_file: Path) -> N
 
     ``trace_file`` (.json.gz) takes the profiler's trace of one step.
     """
-    device = _open_fake_world(spec)
-    events.write("environment", **capture_environment())
+    device = torch.device("cpu" if spec.cluster.device.name == "cpu" else "cuda:0")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     contender, batches = CONTENDERS[spec.contender.name], open_batches(spec)
     plan = contender.plan(spec.request)
     index = 0
@@ -61,7 +55,9 @@ def measure_lone_rank(spec: RunSpec, events: EventWriter, trace_file: Path) -> N
         _synchronise(device)
         return time.perf_counter() - start
 
-    with _messages_hold_numbers():
+    rank, fill_integers = int(os.environ["RANK"]), partial(contender.fill_integers, plan)
+    with fake_world(rank, spec.num_gpus, fill_integers):
+        events.write("environment", **capture_environment())
         meter = MemoryMeter(device)
         trainer = contender.build(plan, spec.optimizer, device, spec.seed)
         for _ in range(spec.measure.warmup_steps):
@@ -101,41 +97,6 @@ def _profile(step: Any, device: torch.device, trace_file: Path) -> dict[str, Any
     if sums is None:
         return {}
     return asdict(sums) | {"compute_over_kernels": sums.compute_over_kernels}
-
-
-def _open_fake_world(spec: RunSpec) -> torch.device:
-    rank = int(os.environ["RANK"])
-    device = torch.device("cpu" if spec.cluster.device.name == "cpu" else "cuda:0")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=spec.num_gpus)
-    return device
-
-
-@contextmanager
-def _messages_hold_numbers() -> Iterator[None]:
-    """Let receives fill their tensors; the fake group leaves in them what memory held before."""
-    originals = {name: getattr(distributed_c10d, name) for name in ("recv", "irecv")}
-
-    def filling(original: Any) -> Any:
-        def receive(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
-            with torch.no_grad():
-                tensor.normal_() if tensor.is_floating_point() else tensor.fill_(_YES)
-            return original(tensor, *arguments, **keywords)
-
-        return receive
-
-    try:
-        _replace({name: filling(original) for name, original in originals.items()})
-        yield
-    finally:
-        _replace(originals)
-
-
-def _replace(functions: dict[str, Any]) -> None:
-    for name, function in functions.items():
-        for module in (dist, distributed_c10d):  # torch's batched messages compare them by identity
-            setattr(module, name, function)
 
 
 def _synchronise(device: torch.device) -> None:

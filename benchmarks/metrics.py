@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.record import RunRecord
-from benchmarks.spec import RunSpec, spec_from_mapping
+from benchmarks.recorded_spec import RecordedSpec
 from zeropp.cost import model_flops_per_token
 
 UNMEASURED = (
@@ -12,33 +12,32 @@ UNMEASURED = (
 )
 
 
-def spec_of(record: RunRecord) -> RunSpec:
-    """The spec that a record was made from."""
-    return spec_from_mapping(record.spec)
-
-
-def tokens_per_step(spec: RunSpec) -> int:
+def tokens_per_step(spec: RecordedSpec) -> int:
     """Tokens trained on in one step, over all ranks."""
     return spec.global_batch * spec.model.seq
 
 
-def tokens_per_s_per_gpu(spec: RunSpec, step_s: float) -> float:
+def tokens_per_s_per_gpu(spec: RecordedSpec, step_s: float) -> float:
     """Tokens a second and rank."""
     return tokens_per_step(spec) / step_s / spec.num_gpus
 
 
-def model_tflops_per_gpu(spec: RunSpec, step_s: float) -> float:
+def model_tflops_per_gpu(spec: RecordedSpec, step_s: float) -> float | None:
     """Model TFLOP/s a rank: forward and backward once, no recomputation, attention counted whole
-    (``zeropp.cost.model_flops_per_token``)."""
-    return tokens_per_s_per_gpu(spec, step_s) * model_flops_per_token(spec.model) / 1e12
+    (``zeropp.cost.model_flops_per_token``); None where the model's sizes are not all known."""
+    shape = spec.model.shape
+    if shape is None:
+        return None
+    return tokens_per_s_per_gpu(spec, step_s) * model_flops_per_token(shape) / 1e12
 
 
-def mfu(spec: RunSpec, step_s: float) -> float | None:
-    """Model FLOP/s over the device's dense peak of the run's precision; None where the peak is
-    not known (arXiv 2204.02311, appendix B)."""
+def mfu(spec: RecordedSpec, step_s: float) -> float | None:
+    """Model FLOP/s over the device's dense peak of the run's precision; None where either
+    is not known (arXiv 2204.02311, appendix B)."""
     device = spec.cluster.device
     peak = device.peak_bf16_tflops if spec.precision == "bf16" else device.peak_fp32_tflops
-    return None if peak is None else model_tflops_per_gpu(spec, step_s) / peak
+    reached = model_tflops_per_gpu(spec, step_s)
+    return None if peak is None or reached is None else reached / peak
 
 
 def peak_memory_gib(record: RunRecord) -> tuple[float, str] | None:

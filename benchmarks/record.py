@@ -16,6 +16,10 @@ from pydantic import TypeAdapter, ValidationError
 from benchmarks.spec import SpecError
 from zeropp.timeline import Provenance
 
+# Every record that was ever written stays readable. A new field has a default and needs no new
+# version, nor does any change to a spec's other keys. Where a field of a record, or a key that
+# ``benchmarks.recorded_spec`` reads, is renamed or changes its unit or meaning: raise the version,
+# and have ``read_record`` bring mappings of the version before up to it.
 SCHEMA_VERSION = 1
 
 Status = Literal["ok", "oom", "timeout", "failed", "infeasible", "preempted", "lost"]

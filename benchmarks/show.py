@@ -172,7 +172,7 @@ def write(timeline: Timeline, out: Path, console: Console) -> None:
     for kind in ("png", "svg"):
         figure.savefig(out / f"timeline.{kind}", dpi=_PIXELS_PER_INCH)
     timeline.write_chrome(out / "timeline.json")
-    console.print(f"wrote {out}/timeline.png, .svg and .json (open in ui.perfetto.dev)")
+    console.print(f"wrote {out}/timeline.png, .svg and .json (for ui.perfetto.dev)", soft_wrap=True)
 
 
 def main() -> int:

@@ -133,9 +133,16 @@ def _print_table(found: list[Row]) -> None:
 
 def main() -> int:
     """Command line; the exit status is 1 where Slurm was needed and did not answer."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.status", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.status",
+        description="Every point of every sweep, and where it stands. Attempts whose job ended "
+        "without a word are recorded first, with the reason that Slurm gives.",
+        epilog="example: python -m benchmarks.status results/runs --json",
+    )
     default = Path("results/runs")
-    parser.add_argument("runs_dir", type=Path, nargs="?", default=default, help=f"else {default}")
+    parser.add_argument(
+        "runs_dir", type=Path, nargs="?", default=default, help="folder of runs (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="the rows as JSON")
     arguments = parser.parse_args()
     runs_dir = arguments.runs_dir.resolve()

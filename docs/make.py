@@ -7,6 +7,7 @@ suite's own programs, priced by its event loop; no clock is involved.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import re
 from collections.abc import Callable
@@ -107,6 +108,11 @@ def step(name: str, words: str, chunks: int, gather: bool, unit: int | None = No
 
 def main() -> None:
     """Fill the pages' tables; draw README's throughput and the documentation's schedules."""
+    argparse.ArgumentParser(
+        prog="python -m docs.make",
+        description="Fill the tables of README and documentation from results/reference and draw "
+        "their pictures. Takes no arguments; writes README.md, docs/*.md and docs/images.",
+    ).parse_args()
     for page in PAGES:
         page.write_text(filled(page.read_text()))
     figure = timeline_figure(

@@ -114,8 +114,12 @@ def fit(chosen: Sequence[Sample]) -> Sequence[float]:
 
 def main() -> None:
     """Print every constant beside its prior."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=120, help="of each source")
+    parser = argparse.ArgumentParser(
+        description="Fit the cost model's constants on published measurements and print them. "
+        "Writes nothing; takes some minutes.",
+        epilog="example: python scripts/fit_constants.py --rows 20",
+    )
+    parser.add_argument("--rows", type=int, default=120, help="of each source (%(default)s)")
     chosen = samples(parser.parse_args().rows)
     print(f"{len(chosen)} rows")
     for constant, value in zip(CONSTANTS, fit(chosen), strict=True):

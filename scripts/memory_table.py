@@ -10,8 +10,8 @@ priced again but not traced again: delete it to trace all.
 
 from __future__ import annotations
 
+import argparse
 import csv
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -184,7 +184,13 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    out = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT
+    parser = argparse.ArgumentParser(
+        description="The cost model's memory beside that of the real code, traced without a GPU: "
+        "a CSV. Plans that the file has are priced again, others traced; a quarter of an hour.",
+        epilog="example: python scripts/memory_table.py /tmp/memory.csv",
+    )
+    parser.add_argument("out", nargs="?", type=Path, default=OUT, help="the CSV (the reference's)")
+    out = parser.parse_args().out
     traced, rows = read(out), list[dict[str, Any]]()
     for number, case in enumerate(CASES, 1):
         key = (case.contender, case.model, case.text)

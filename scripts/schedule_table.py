@@ -10,9 +10,9 @@ pair of DualPipeV is priced as the one after the other. Needs no process group.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,14 @@ def zeropp_schedule(
 
 def main() -> None:
     logging.disable(logging.WARNING)  # torch warns that it drops ZBV's surplus microbatches
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else "results/reference/schedules.csv")
+    parser = argparse.ArgumentParser(
+        description="ZeroPP's schedule beside torch's own, in steps over the ideal, activations "
+        "and gathers: a CSV.",
+        epilog="example: python scripts/schedule_table.py /tmp/schedules.csv",
+    )
+    default = Path("results/reference/schedules.csv")
+    parser.add_argument("out", nargs="?", type=Path, default=default, help="the CSV (%(default)s)")
+    out = parser.parse_args().out
     header = ["ranks", "microbatches", "schedule", "chunks", "unit", "keep"]
     header += ["step_over_ideal", "bound"]
     header += ["activations_over_1f1b", "gathers_per_step", "parameter_passes_per_step"]

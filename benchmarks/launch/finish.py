@@ -19,7 +19,6 @@ from typing import Any
 from benchmarks.events import read_events
 from benchmarks.launch.points import now
 from benchmarks.record import SCHEMA_VERSION, GateResult, RankRecord, RunRecord, Status
-from benchmarks.spec import load_spec
 from zeropp.layout import Layout
 
 Events = list[dict[str, Any]]
@@ -46,18 +45,20 @@ def finish_attempt(
     ``ending`` is what the launcher saw and the ranks could not write (a signal, a time limit);
     where it is None the events decide. ``num_ranks``: how many were started, where not all.
     """
-    spec = load_spec(directory / "spec.json")
+    # Not checked: an attempt of another version of the suite keeps what it measured, too.
+    spec = json.loads((directory / "spec.json").read_text())
+    spec_id = directory.resolve().parent.name
     header = json.loads((directory / "attempt.json").read_text())
     ranks = {
         int(path.stem.removeprefix("rank_")): read_events(path)
         for path in sorted(directory.glob("rank_*.jsonl"))
     }
-    ending = ending or _ending_by_events(num_ranks or spec.num_gpus, ranks)
+    ending = ending or _ending_by_events(num_ranks or spec["num_gpus"], ranks)
     record = RunRecord(
         schema_version=SCHEMA_VERSION,
-        record_id=f"{spec.spec_id}/{directory.name}",
-        spec_id=spec.spec_id,
-        spec=spec.to_dict(),
+        record_id=f"{spec_id}/{directory.name}",
+        spec_id=spec_id,
+        spec=spec,
         status=ending.status,
         reason=ending.reason,
         interrupted=ending.interrupted,

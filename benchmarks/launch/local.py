@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,7 @@ def _close(directory: Path) -> None:
     if (directory / "record.json").exists() or _is_alive(directory / "launcher.pid"):
         return
     ending = Ending("failed", "the launcher was killed", interrupted=True)
-    with suppress(SpecError):  # of another version of the suite; it must not stand in the way
-        finish_attempt(directory, ending=ending)
+    finish_attempt(directory, ending=ending)
 
 
 def _is_alive(pid_file: Path) -> bool:

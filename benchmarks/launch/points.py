@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +22,10 @@ from benchmarks.record import (
     write_atomically,
 )
 from benchmarks.spec import RunSpec, SpecError
+from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Plan
+from zeropp.sim.memory import peak_memory
 from zeropp.timeline import Provenance
 
 Rerun = Literal["missing", "failed", "all"]
@@ -52,7 +54,8 @@ class Point:
 
 
 def plan_point(spec: RunSpec) -> Point:
-    """Check a spec's contender and data and plan it; raises SpecError on bad input."""
+    """Check a spec's contender and data and plan it, with the memory that the cost model predicts
+    for the plan; raises SpecError on bad input."""
     contender = CONTENDERS.get(spec.contender.name)
     if contender is None:
         raise SpecError(
@@ -61,9 +64,11 @@ def plan_point(spec: RunSpec) -> Point:
         )
     check_data(spec)
     try:
-        return Point(spec, contender.plan(spec.request))
+        plan = contender.plan(spec.request)
     except InfeasibleError as error:
         return Point(spec, None, str(error))
+    memory = peak_memory(plan, price_plan(plan, spec.cluster))
+    return Point(spec, replace(plan, memory=memory))
 
 
 def variant_of(options: dict[str, Any]) -> str:

@@ -137,8 +137,7 @@ def _too_large(point: Point) -> str:
     if point.plan is None:
         return ""
     device = point.spec.cluster.device
-    memory = simulate(point.plan, point.spec.cluster).memory
-    peak_bytes, rank = max((m.total, rank) for rank, m in enumerate(memory))
+    peak_bytes, rank = max((m.total, rank) for rank, m in enumerate(point.plan.memory))
     if peak_bytes <= device.usable_bytes:
         return ""
     return (

@@ -17,7 +17,6 @@ from benchmarks.events import rank_file, read_events
 from benchmarks.launch.finish import Ending, finish_attempt, killed
 from benchmarks.launch.slurm_client import EndedJob, last_ending
 from benchmarks.record import RunRecord, Status
-from benchmarks.spec import load_spec
 
 _CLIENT_TIMEOUT_S = 5.0  # KillWait, 30 s by default, is all that a preempted job has
 _MEMORY_KILL = re.compile(r"slurmstepd\S*: error: (.*(?:exceeded memory limit|oom.kill).*)", re.I)
@@ -42,8 +41,8 @@ def slurm_of(directory: Path) -> dict[str, object]:
 
 def is_complete(directory: Path) -> bool:
     """Whether every rank measured everything; then it does not matter what came after."""
-    ranks = range(load_spec(directory / "spec.json").num_gpus)
-    events = (read_events(rank_file(directory, rank)) for rank in ranks)
+    spec = json.loads((directory / "spec.json").read_text())
+    events = (read_events(rank_file(directory, rank)) for rank in range(spec["num_gpus"]))
     return all(any(event["event"] == "done" for event in rank) for rank in events)
 
 
@@ -93,8 +92,13 @@ def _first_kill(directory: Path) -> Ending | None:
 
 def main() -> int:
     """Command line for the script; the exit status becomes the job's."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.launch.slurm_attempt",
+        description="Record an attempt from inside its Slurm job: what its ranks wrote, and why it "
+        "ended where they cannot say. The last line of the scripts of launcher=slurm.",
+        epilog="example: python -m benchmarks.launch.slurm_attempt DIR --exit-code 0",
+    )
+    parser.add_argument("directory", type=Path, help="the attempt's, below results/runs")
     parser.add_argument("--exit-code", type=int, required=True, help="srun's")
     parser.add_argument("--caught", default="", help="the signal that the script caught")
     arguments = parser.parse_args()

@@ -28,7 +28,7 @@ from benchmarks.record import RunRecord, Status
 from benchmarks.spec import SpecError
 from zeropp.plan import Plan
 
-_TRACED = ("zeropp", "torch_pp", "fsdp")  # why not DeepSpeed: docs/simulator.md
+_TRACED = ("zeropp", "torch_pp", "fsdp")  # with fake tensors; why not DeepSpeed: docs/simulator.md
 
 
 def check(points: Sequence[Point], options: dict[str, Any]) -> None:
@@ -39,7 +39,6 @@ def check(points: Sequence[Point], options: dict[str, Any]) -> None:
             f"launcher.pipeline_ranks={ranks!r}: must be a list of pipeline ranks (try [0,-1])"
         )
     for point in points:
-        _check_contender(point)
         (_check_real if options["tensors"] == "real" else _check_fake)(point)
         pp = point.plan.layout.pp if point.plan is not None else max(map(abs, ranks)) + 1
         for rank in ranks:
@@ -50,17 +49,14 @@ def check(points: Sequence[Point], options: dict[str, Any]) -> None:
                 )
 
 
-def _check_contender(point: Point) -> None:
+def _check_fake(point: Point) -> None:
     settings = point.spec.contender
     if settings.name not in _TRACED:
         raise SpecError(
-            f"contender.name={settings.name!r}: launcher=trace runs {', '.join(_TRACED)} "
-            "(use launcher=simulate for its formulas, launcher=local to measure)"
+            f"contender.name={settings.name!r}: with fake tensors launcher=trace runs "
+            f"{', '.join(_TRACED)} (use launcher.tensors=real, or launcher=simulate for formulas)"
         )
-
-
-def _check_fake(point: Point) -> None:
-    if point.spec.contender.compile:
+    if settings.compile:
         raise SpecError(
             "contender.compile=true: launcher=trace has nothing to compile for with fake tensors "
             "(use false, or launcher.tensors=real)"

@@ -21,6 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.report",
         description="Tables, figures and a page of records, or what changed between two sets.",
+        epilog="example: python -m benchmarks.report results/reference/demo --out /tmp/report",
     )
     parser.add_argument(
         "runs", nargs="*", type=Path, help="records or directories (default: results/runs)"
@@ -29,7 +30,11 @@ def main() -> int:
         "--compare", nargs=2, type=Path, metavar=("A", "B"), help="two sets of runs: before, after"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("results/reports/latest"), help="folder (%(default)s)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=Path("results/reports/latest"),
+        help="folder to write to (%(default)s)",
     )
     arguments = parser.parse_args()
     if arguments.compare and arguments.runs:

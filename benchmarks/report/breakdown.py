@@ -27,7 +27,7 @@ _KINDS = {
 
 def memory_breakdown(rows: pd.DataFrame) -> Iterator[Picture]:
     """Bytes of the fullest rank by kind, wherever a plan predicts them or a trace counted them."""
-    traced = rows[(rows["evidence"] == "traced") & (rows["status"] == "ok")]
+    traced = rows[rows["evidence"].str.startswith("traced") & (rows["status"] == "ok")]
     traced = traced.drop_duplicates([*CELL, "contender"], keep="last")  # no step to choose by
     best = pd.concat([best_configuration(rows), traced])
     best = best[best["memory_by_kind"].map(len) > 0]
@@ -36,11 +36,18 @@ def memory_breakdown(rows: pd.DataFrame) -> Iterator[Picture]:
         yield Picture(
             "Memory",
             f"memory_by_kind_{suffix}",
-            f"{kind} memory of the fullest rank by kind and in all, for the configurations "
-            f"{words}; the diamond is the peak that was measured (its kind is in the table), the "
-            "dashed line what the device has.",
+            f"{kind} memory of the fullest rank by kind and in all, tensors alone, for the "
+            f"configurations {words}; the dashed line is what the device has.{_diamond(mine)}",
             _panels(mine),
         )
+
+
+def _diamond(rows: pd.DataFrame) -> str:
+    """What the measured peaks beside the predicted stacks are, where there are any."""
+    kinds = " or ".join(sorted(set(rows["memory_kind"].dropna()) - {"predicted"}))
+    pages = " Resident memory is pages of the whole process, so more than its tensors."
+    words = f" The diamond is the measured peak ({kinds})."
+    return (words + pages * ("resident" in kinds)) if kinds else ""
 
 
 def _panels(rows: pd.DataFrame) -> Figure:
@@ -65,13 +72,19 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
         gib = np.array([kinds.get(kind, 0) / 2**30 for kinds in panel["memory_by_kind"]])
         if not gib.any():
             continue
-        axis.bar(places, gib, 0.8, bottom, label=kind, color=colour, hatch=hatch, edgecolor="white")
+        word = "gathered parameters" if kind == "unsharded" else kind
+        axis.bar(places, gib, 0.8, bottom, label=word, color=colour, hatch=hatch, edgecolor="white")
         bottom += gib
-    peaks = np.where(panel["evidence"] == "measured", panel["peak_gib"].astype(float), np.nan)
+    measured = panel["memory_kind"] != "predicted"
+    peaks = np.where(measured, panel["peak_gib"].astype(float), np.nan)
     if np.isfinite(peaks).any():
         axis.plot(places, peaks, "D", color="black", markersize=4, label="measured peak")
     highest = np.fmax(bottom, peaks)
-    _totals(axis, places, highest, [f"{top:.3g}" for top in bottom])
+    texts = [
+        f"measured {peak:.3g}\npredicted {top:.3g}" if np.isfinite(peak) else f"{top:.3g}"
+        for top, peak in zip(bottom, peaks, strict=True)
+    ]
+    _totals(axis, places, highest, texts)
     _limit(axis, float(panel["memory_limit_gib"].iloc[0]), highest.max())
     names = [f"{r.contender}, {r.num_gpus}" for r in panel.itertuples()]
     axis.set_xticks(places, names, fontsize=8, rotation=90 if len(names) > 4 else 0)
@@ -83,7 +96,8 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
 
 
 def _totals(axis: Axes, places: np.ndarray, heights: np.ndarray, texts: list[str]) -> None:
-    """What the stacks add up to, above them and readable where the limit's line crosses it."""
+    """What the stacks add up to, and the peaks that were measured, above both and readable where
+    the limit's line crosses them."""
     for place, height, text in zip(places, heights, texts, strict=True):
         number = axis.annotate(
             text,
@@ -100,7 +114,10 @@ def _totals(axis: Axes, places: np.ndarray, heights: np.ndarray, texts: list[str
 
 
 def _limit(axis: Axes, limit: float, highest: float) -> None:
-    """A line at what the device has; far above the ``highest`` bar it would flatten them all."""
+    """A line at what the device has; far above the ``highest`` bar it would flatten them all.
+    A record of another version of the suite may not say (NaN)."""
+    if np.isnan(limit):
+        return
     if limit < 3 * highest:
         axis.axhline(limit, color="black", linestyle="--", linewidth=1)
         axis.annotate(

@@ -85,7 +85,7 @@ def _lollipops(distances: pd.DataFrame) -> Figure:
     for axis, (quantity, group) in zip(axes, groups, strict=True):
         worst = group.reindex(group["error"].abs().sort_values().index)[-MAX_LINES:]
         labels = [
-            f"{r.model}, {r.num_gpus} GPUs, {r.contender} {r.layout}\n"
+            f"{r.model}, {r.num_gpus} ranks, {r.contender} {r.layout}\n"
             f"{r.kind} against {r.reference_kind}"
             for r in worst.itertuples()
         ]

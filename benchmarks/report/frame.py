@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ from benchmarks.metrics import (
     mfu,
     model_tflops_per_gpu,
     peak_memory_gib,
-    spec_of,
     tokens_per_s_per_gpu,
 )
 from benchmarks.record import RecordError, RunRecord, find_records, read_record
-from benchmarks.spec import RunSpec, SpecError
+from benchmarks.recorded_spec import RecordedSpec, recorded_spec
 from benchmarks.stats import summarise
 from zeropp.plan import Settings
 
@@ -40,12 +40,9 @@ def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     rows, skipped = [], []
     for path in find_records(roots):
         try:
-            record = read_record(path)
-            rows.append(row_of(record) | {"path": str(path)})
+            rows.append(_row_at(path))
         except RecordError as error:
             skipped.append(str(error))
-        except SpecError as error:  # written by another version of the suite
-            skipped.append(f"{path}: spec: {error}")
     frame = pd.DataFrame(rows)
     if not frame.empty:
         frame = frame.reindex(columns=[*frame.columns.union(QUANTITIES, sort=False)])
@@ -53,9 +50,18 @@ def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     return frame, skipped
 
 
+def _row_at(path: Path) -> dict[str, Any]:
+    record = read_record(path)
+    try:
+        return row_of(record) | {"path": str(path)}
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from None
+
+
 def row_of(record: RunRecord) -> dict[str, Any]:
-    """One record's quantities; throughput and memory are missing where nothing was measured."""
-    spec = spec_of(record)
+    """One record's quantities; throughput and memory are missing where nothing was measured.
+    Raises RecordError where its spec lacks what makes rows comparable."""
+    spec = recorded_spec(record)
     contender = CONTENDERS.get(spec.contender.name)
     row: dict[str, Any] = {
         "model": spec.model.name,
@@ -76,10 +82,11 @@ def row_of(record: RunRecord) -> dict[str, Any]:
         "record_id": record.record_id,
         "samples_step_s": record.step_s,
         "losses": record.losses,
-        "data_seed": f"{spec.data.kind}:{spec.data.path}:{spec.data.seed}:{spec.seed}",
+        "data_seed": f"{spec.data} {spec.seed}",
         "has_spans": bool(record.spans),
         "is_lone": "lone_step_s" in record.predicted,
-        "memory_by_kind": _fullest_rank(record),
+        "memory_by_kind": _fullest(record.predicted.get("memory", _planned(record))),
+        "predicted_gib": sum(_fullest(_planned(record)).values()) / 2**30 or None,
         "memory_limit_gib": spec.cluster.device.memory_gib,
         "source": source_of(record),
     }
@@ -89,40 +96,35 @@ def row_of(record: RunRecord) -> dict[str, Any]:
     return row
 
 
-_KNOBS = (
-    "activation_cap",
-    "activation_cap_gib",
-    "reduce_every",
-    "replicate_every",
-    "prefetch",
-    "keep",
-)
+# Knobs that the text names in a form of their own.
+_NAMED = {"name", "tp", "pp", "chunks", "shard", "replicate", "replicate_zero", "unit"}
+_NAMED |= {"schedule", "recompute", "sequence_parallel", "compile"}
 
 
-def configuration_text(record: RunRecord, spec: RunSpec) -> str:
+def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
     """Degrees above 1 and the knobs that matter, in the field's short form.
 
     For example ``PP2 V2 ZeRO-3x2 U4``. Where there is no plan (infeasible), from what was asked:
     ``auto`` where every degree was left open.
     """
-    settings, plan = spec.contender, record.plan
-    degrees = plan.get("layout") or {k: v for k, v in vars(settings).items() if v != "auto"}
+    name, plan = spec.contender.name, record.plan
+    plain = asdict(Settings(name))  # what is set apart from it is another configuration
+    knobs = plain | spec.contender.knobs
+    degrees = plan.get("layout") or {k: v for k, v in knobs.items() if v != "auto"}
     names = {"tp": "TP", "pp": "PP", "chunks": "V", "shard": "ZeRO-3x", "replicate": "DP"}
-    parts = [f"{name}{degrees[key]}" for key, name in names.items() if degrees.get(key, 1) > 1]
+    parts = [f"{short}{degrees[key]}" for key, short in names.items() if degrees.get(key, 1) > 1]
     if degrees.get("replicate_zero"):
         parts.append("ZeRO-1")
     if plan.get("unit", 0) not in (0, plan.get("num_microbatches")):
         parts.append(f"U{plan['unit']}")
-    if settings.schedule not in ("auto", settings.name):
-        parts.append(settings.schedule)
+    if knobs["schedule"] not in ("auto", name):
+        parts.append(knobs["schedule"])
     if spec.microbatch_size > 1:
         parts.append(f"b{spec.microbatch_size}")
-    if settings.recompute != "none":
-        parts.append(f"recompute {settings.recompute}")
-    parts += [word for word in ("sequence_parallel", "compile") if getattr(settings, word)]
-    plain = Settings(settings.name)  # what is set apart from it is another configuration
-    knobs = ((knob, getattr(settings, knob)) for knob in _KNOBS)
-    parts += [f"{knob} {value}" for knob, value in knobs if value != getattr(plain, knob)]
+    if knobs["recompute"] != "none":
+        parts.append(f"recompute {knobs['recompute']}")
+    parts += [word for word in ("sequence_parallel", "compile") if knobs[word]]
+    parts += [f"{k} {v}" for k, v in knobs.items() if k not in _NAMED and v != plain.get(k)]
     return " ".join(parts) or ("1 rank" if spec.num_gpus == 1 else "auto")
 
 
@@ -177,14 +179,19 @@ def best_configuration(rows: pd.DataFrame) -> pd.DataFrame:
     return kept.sort_values([*CELL, "contender"], ignore_index=True)
 
 
-def _fullest_rank(record: RunRecord) -> dict[str, int]:
-    """Predicted or traced bytes by kind of the rank that needs most; empty where none is known."""
+def _planned(record: RunRecord) -> list[dict[str, int]]:
+    """Bytes by kind that the cost model predicts for the plan, a pipeline rank each; empty where
+    an older version of the suite did not ask it."""
     planned: list[dict[str, int]] = record.plan.get("predicted_memory", [])
-    ranks: list[dict[str, int]] = record.predicted.get("memory", planned)
+    return planned
+
+
+def _fullest(ranks: list[dict[str, int]]) -> dict[str, int]:
+    """Bytes by kind of the rank that needs most; empty where none is known."""
     return max(ranks, key=lambda kinds: sum(kinds.values()), default={})
 
 
-def _throughput(spec: RunSpec, record: RunRecord) -> dict[str, Any]:
+def _throughput(spec: RecordedSpec, record: RunRecord) -> dict[str, Any]:
     time = summarise(record.step_s)
     return {
         "step_s": time.median,

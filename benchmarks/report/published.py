@@ -64,8 +64,8 @@ def published_table(rows: pd.DataFrame) -> pd.DataFrame:
                 "constants": role,
                 "quantity": quantity,
                 "numbers": str(len(errors)),
-                "median distance": f"{errors.median():+.1%}",
-                "10th to 90th percentile": f"{low:+.1%} to {high:+.1%}",
+                "median distance": f"{errors.median():+z.1%}",
+                "10th to 90th percentile": f"{low:+z.1%} to {high:+z.1%}",
             }
         )
     return pd.DataFrame(lines, index=[""] * len(lines))  # no record is behind them
@@ -120,7 +120,7 @@ def _sources(axis: Axes, distances: pd.DataFrame) -> None:
         axis.vlines(middle, place - 0.3, place + 0.3, color="black", linewidth=1.5)
         beyond = int((np.abs(per_cent) > most).sum())
         names.append(f"{source.split(' (')[0]} ({role})")
-        text = f"{middle:+.1f} %, n={len(per_cent)}" + (f", {beyond} beyond" if beyond else "")
+        text = f"{middle:+z.1f} %, n={len(per_cent)}" + (f", {beyond} beyond" if beyond else "")
         axis.text(1.01, place, text, transform=axis.get_yaxis_transform(), va="center", fontsize=8)
     axis.set_yticks(range(len(names)), names, fontsize=8)
     reach = min(most, 1.05 * float(np.abs(100 * distances["error"]).max()))

@@ -95,6 +95,7 @@ def speedup_maps(rows: pd.DataFrame) -> Iterator[Picture]:
     if pairs.empty:
         return
     for suffix, words, mine in by_evidence(pairs):
+        reach = max(0.1, float(np.abs(np.log2(mine["speedup"].to_numpy(dtype=float))).max()))
         for contender in style.ordered(mine["contender"]):
             chosen = mine[mine["contender"] == contender]
             yield Picture(
@@ -102,7 +103,7 @@ def speedup_maps(rows: pd.DataFrame) -> Iterator[Picture]:
                 f"speedup_{contender.lower().replace(' ', '_')}_{suffix}",
                 f"Throughput of {contender} over {REFERENCE} in the same cell, {words}. Above 1 "
                 f"{contender} is faster" + _doubts(mine),
-                _map(chosen, contender),
+                _map(chosen, contender, reach),
             )
 
 
@@ -116,7 +117,8 @@ def _doubts(rows: pd.DataFrame) -> str:
     )
 
 
-def _map(rows: pd.DataFrame, contender: str) -> Figure:
+def _map(rows: pd.DataFrame, contender: str, reach: float) -> Figure:
+    """``reach``: the logarithm (base 2) at the ends of the colours, the same for all contenders."""
     table = rows.sort_values(["model", "global_batch"], kind="stable")
     table = table.assign(
         line=table["model"] + ", batch " + table["global_batch"].astype(str),
@@ -129,7 +131,6 @@ def _map(rows: pd.DataFrame, contender: str) -> Figure:
     )
     size = (2.6 + 0.95 * values.shape[1], 1.2 + 0.48 * values.shape[0])
     figure, axis = plt.subplots(figsize=size, layout="constrained")
-    reach = max(0.1, float(np.nanmax(np.abs(np.log2(values.to_numpy(dtype=float))))))
     norm = TwoSlopeNorm(0.0, -reach, reach)
     logs = np.log2(values.to_numpy(dtype=float))
     image = axis.imshow(logs, cmap=_DIVERGING, norm=norm, aspect="auto")

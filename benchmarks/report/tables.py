@@ -60,13 +60,16 @@ def throughput_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def memory_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Peak memory of the fullest rank, and which kind of peak it is."""
+    """Peak memory of the fullest rank, which kind of peak it is, and, where records know it,
+    what the cost model predicts for the plan: tensors alone."""
     rows = rows[rows["peak_gib"].notna()]
     table = _heads(rows)
     table["contender"] = rows["contender"]
     table["layout"] = rows["layout"]
     table["peak of the fullest rank [GiB]"] = _numbers(rows, "peak_gib", ".3f")
     table["kind of peak"] = rows["memory_kind"]
+    if rows["predicted_gib"].notna().any():
+        table["tensors by the cost model [GiB]"] = _numbers(rows, "predicted_gib", ".3f")
     table["device limit [GiB]"] = _numbers(rows, "memory_limit_gib", "g")
     return table.set_axis(rows["record_id"])
 

@@ -3,7 +3,7 @@
 Fed by Timelines, simulated or measured; several are stacked on one time axis so that they can be
 compared. Colours are Okabe and Ito's; later chunks of a rank are darker. A box carries its
 microbatch where there is room. Assumes action names in the schedule's text form (``3F1``); any
-other name is drawn grey.
+other name (``optimizer``) is drawn grey.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def timeline_figure(timelines: Sequence[Timeline], time_unit: str = "s") -> Figu
     for axis, timeline in zip(axes[:, 0], timelines, strict=True):
         _draw(axis, timeline, end, used)
     axes[-1, 0].set_xlabel(f"time [{time_unit}]")
-    order = [*_WORDS.values(), "other", *(word for _, _, word in _STRIPS.values())]
+    others = [word for word, colour in used.items() if colour == _OTHER]
+    order = [*_WORDS.values(), *others, *(word for _, _, word in _STRIPS.values())]
     shown = sorted(used, key=order.index)
     patches = [Patch(facecolor=used[word], label=word) for word in shown]
     patches.append(Patch(facecolor=_BUBBLE, edgecolor="#cccccc", label="idle (bubble)"))
@@ -97,7 +98,7 @@ def _draw_compute(
     action = _parse(span)
     width = span.end_s - span.start_s
     if action is None:
-        used["other"] = _OTHER
+        used[span.action] = _OTHER
         face = to_rgb(_OTHER)
     else:
         used[_WORDS[action.op]] = _COLOURS[action.op]

@@ -18,6 +18,7 @@ MAX_CELLS = 4  # pictures a kind of evidence and cluster; every configuration ha
 MAX_TRACES = 50
 MAX_RANKS = 8  # pipeline ranks in a picture
 _RECORDED = " The recorded step is one after the timed ones, and recording slows it."
+_HOOKED = {"FSDP2": "gathers and reductions", "torch PP": "gathers and transfers"}
 
 
 def step_timelines(rows: pd.DataFrame) -> Iterator[Picture]:
@@ -41,16 +42,24 @@ def _picture(name: str, words: str, cell: pd.DataFrame) -> Picture:
         f"One step on one time axis: {first['model']}, {first['num_gpus']} ranks, "
         f"batch {first['global_batch']}, {words}. Boxes are compute (darker: later chunks; "
         "numbers: microbatches), strips below them gathers, reductions and transfers; grey is idle."
-        + (_RECORDED if first["evidence"] == "measured" else ""),
+        + (_unrecorded(list(by_name)) if first["evidence"] == "measured" else ""),
         timeline_figure(timelines),
     )
+
+
+def _unrecorded(contenders: list[str]) -> str:
+    """What a recorded step does not show: the exchanges that torch's own runtimes start."""
+    hidden = [f"{what} of {name}" for name, what in _HOOKED.items() if name in contenders]
+    words = f" Not recorded, and so grey: {', '.join(hidden)}." if hidden else ""
+    return _RECORDED + words
 
 
 def write_traces(rows: pd.DataFrame, out: Path) -> list[Path]:
     """Chrome traces for ui.perfetto.dev of the best configurations that kept spans."""
     paths = []
     for _, row in _with_spans(rows)[:MAX_TRACES].iterrows():
-        path = out / "traces" / f"{row['spec_id']}_{row['evidence']}.json"
+        evidence = row["evidence"].replace(" ", "_")
+        path = out / "traces" / f"{row['spec_id']}_{evidence}.json"
         path.parent.mkdir(exist_ok=True)
         timeline_of(row).write_chrome(path)
         paths.append(path)

@@ -43,10 +43,22 @@ def outcome_of(row: dict[str, str], cluster: str | None) -> Outcome:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison; 0 when it ran, 2 where there is nothing to run it on."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.validate", description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path, help="CSV files (else results/published)")
-    parser.add_argument("--cluster", help="price every row on this cluster of conf/cluster")
-    parser.add_argument("--out", type=Path, help="folder for validation.csv and validation.png")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.validate",
+        description="Hold the simulator against published measurements: a line a row with both "
+        "numbers, then the errors by source.",
+        epilog="example: python -m benchmarks.validate results/published/vtrain_a100.csv",
+    )
+    parser.add_argument("files", nargs="*", type=Path, help="CSV files (all of results/published)")
+    parser.add_argument(
+        "--cluster", metavar="NAME", help="price every row on this cluster of conf/cluster"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for validation.csv, errors.csv and validation.png",
+    )
     options = parser.parse_args(arguments)
     try:
         if options.cluster is not None:

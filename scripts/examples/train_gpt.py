@@ -20,11 +20,14 @@ GPT = ModelShape("gpt", "gpt", 8, 64, 4, 4, 256, 256, 64)
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("--pp", type=int, default=2)
-    parser.add_argument("--shard", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20)
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT on a text file with ZeroPP.",
+        epilog="example: torchrun --nproc-per-node 4 scripts/examples/train_gpt.py FILE",
+    )
+    parser.add_argument("text", type=Path, help="any file, read as bytes")
+    parser.add_argument("--pp", type=int, default=2, help="pipeline ranks (%(default)s)")
+    parser.add_argument("--shard", type=int, default=2, help="ZeRO-3 group (%(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="(%(default)s)")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":

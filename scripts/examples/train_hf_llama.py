@@ -41,10 +41,13 @@ def cut(model: LlamaForCausalLM) -> list[nn.Module]:
 
 def main(arguments: list[str] | None = None) -> list[float]:
     """Train and return the losses."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pp", type=int, default=2)
-    parser.add_argument("--shard", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10)
+    parser = argparse.ArgumentParser(
+        description="Train an unmodified Hugging Face Llama (random weights) with ZeroPP.",
+        epilog="example: torchrun --nproc-per-node 4 scripts/examples/train_hf_llama.py",
+    )
+    parser.add_argument("--pp", type=int, default=2, help="pipeline ranks (%(default)s)")
+    parser.add_argument("--shard", type=int, default=2, help="ZeRO-3 group (%(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="(%(default)s)")
     options = parser.parse_args(arguments)
     if not dist.is_initialized():
         dist.init_process_group()

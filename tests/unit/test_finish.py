@@ -115,8 +115,10 @@ def test_an_attempt_whose_launcher_died_is_closed(attempt: Path) -> None:
     for name in ("attempt.json", "spec.json"):
         (other / name).write_text((attempt / name).read_text().replace('"seed"', '"sead"'))
     close_abandoned(attempt.parents[1])
-    assert read_record(attempt / "record.json").reason == "the launcher was killed"
-    assert not (other / "record.json").exists()
+    for directory in (attempt, other):
+        record = read_record(directory / "record.json")
+        assert record.reason == "the launcher was killed"
+        assert record.record_id == f"{attempt.parent.name}/{directory.name}"
 
 
 @pytest.mark.parametrize(

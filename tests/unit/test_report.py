@@ -248,7 +248,7 @@ def test_unreadable_files_are_named_and_skipped(tmp_path: Path) -> None:
     for name, text in {
         "cut": good[: len(good) // 2],
         "future": json.dumps(document | {"schema_version": 99}),
-        "other": json.dumps(document | {"spec": {**document["spec"], "what": 1}}),
+        "other": json.dumps(document | {"spec": {**document["spec"], "global_batch": "many"}}),
         "list": "[]",
     }.items():
         (tmp_path / name).mkdir()

@@ -1,8 +1,8 @@
 """Memory of one rank of a large job, alone on any machine: a contender's own code, no data.
 
-The rank builds its trainer and runs a whole step over torch's ``fake`` process group, with fake
-tensors: every allocation happens, none holds memory. Exact but for what an allocator rounds,
-a kernel allocates inside, and a network library keeps.
+The rank builds its trainer and runs a whole step in a ``fake_world``, with fake tensors: every
+allocation happens, none holds memory. Exact but for what an allocator rounds, a kernel allocates
+inside, and a network library keeps. A contender that fake tensors stop runs with real ones.
 
 Kinds are known only when the step is over, so allocations are written down and sorted afterwards.
 What the trainer is built with are parameters; what the optimizer's step leaves is its state, which
@@ -22,13 +22,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -41,10 +40,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from zeropp.engine.fake_world import fake_world
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.training import OptimizerConfig, Trainer
 
@@ -79,8 +78,9 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ``kind`` is that of what is allocated from now on; None: to be found out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fake: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._fake = fake
         self.kind: Kind | None = None
         self._live: dict[int, tuple[_Allocation, Any]] = {}
         self._events: list[tuple[_Allocation, int]] = []
@@ -123,7 +123,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back with local tensors
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if self._fake and func is torch.ops.aten._local_scalar_dense.default:
             # Fake tensors hold no numbers. Torch's pipeline stages vote 1: shapes are known.
             return 0.0 if args[0].is_floating_point() else 1
         result = func(*args, **(kwargs or {}))
@@ -163,29 +163,45 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def trace_ranks(
-    plan: Plan, ranks: Sequence[int], optimizer: OptimizerConfig, build: Build
+    plan: Plan,
+    ranks: Sequence[int],
+    optimizer: OptimizerConfig,
+    build: Build,
+    fill_integers: Callable[[Plan, Tensor], None] | None = None,
 ) -> Iterator[Trace]:
     """Trace some ranks of a plan, as many at a time as there are cores, in the order given.
 
-    ``build`` makes the contender's trainer, as on a real rank. Each rank has a process of its own:
-    what torch remembers of one rank's meshes would be wrong on another.
+    ``build`` makes the contender's trainer, as on a real rank. With ``fill_integers``, which writes
+    what peers would have sent, tensors are real ones on the CPU. Each rank has a process of its
+    own: what torch remembers of one rank's meshes would be wrong on another.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     workers = min(len(ranks), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
-        one = partial(_trace_rank, plan, optimizer=optimizer, build=build)
+        one = partial(
+            _trace_rank, plan, optimizer=optimizer, build=build, fill_integers=fill_integers
+        )
         yield from pool.map(one, ranks)
 
 
-def _trace_rank(plan: Plan, rank: int, optimizer: OptimizerConfig, build: Build) -> Trace:
+def _trace_rank(
+    plan: Plan,
+    rank: int,
+    optimizer: OptimizerConfig,
+    build: Build,
+    fill_integers: Callable[[Plan, Tensor], None] | None,
+) -> Trace:
     begin = time.perf_counter()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.layout.world)
-    try:
-        with FakeTensorMode(), Allocations() as allocations, _observed(allocations):
-            memory = _run_step(plan, optimizer, build, allocations)
-    finally:
-        dist.destroy_process_group()
+    fake = fill_integers is None
+    fill = None if fill_integers is None else partial(fill_integers, plan)
+    with (
+        fake_world(rank, plan.layout.world, fill),
+        FakeTensorMode() if fake else nullcontext(),
+        Allocations(fake=fake) as allocations,
+        _observed(allocations),
+    ):
+        memory = _run_step(plan, optimizer, build, allocations)
     return Trace(rank, memory, time.perf_counter() - begin)
 
 

@@ -1,0 +1,56 @@
+"""Every plan has its predicted memory, whatever the device; the report shows it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compose import preset
+from benchmarks.contenders import CONTENDERS
+from benchmarks.launch.points import freeze, plan_point
+from benchmarks.report import load_frame
+from benchmarks.report.breakdown import memory_breakdown
+from benchmarks.report.tables import memory_table
+from benchmarks.spec import spec_from_mapping
+from tests.unit.synthetic_records import make_record, spec_values, write_records
+from zeropp.cost.cluster import Cluster
+from zeropp.sim.simulate import simulate
+
+SETTINGS = {
+    "zeropp": {"pp": 2, "shard": 2, "chunks": 2},
+    "deepspeed_3d": {"pp": 2, "tp": 2, "schedule": "1f1b"},
+    "torch_pp": {"pp": 2, "shard": 2, "chunks": 2, "schedule": "interleaved_1f1b"},
+    "fsdp": {"pp": 1, "shard": 4},
+}
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_a_record_holds_what_the_simulator_says(contender: str, tmp_path: Path) -> None:
+    values = spec_values() | {"contender": {"name": contender} | SETTINGS[contender]}
+    values["cluster"] = asdict(preset("cluster", "cpu_gloo", Cluster))
+    spec = spec_from_mapping(values)
+    assert spec.cluster.device.peak_fp32_tflops is None
+    point = plan_point(spec)
+    assert point.plan is not None
+    freeze(point, tmp_path, "local")
+    kept = json.loads((tmp_path / "attempt.json").read_text())["plan"]["predicted_memory"]
+    assert kept == [asdict(memory) for memory in simulate(point.plan, spec.cluster).memory]
+    assert len(kept) == point.plan.layout.pp
+    assert all(rank["parameters"] > 0 and rank["activations"] > 0 for rank in kept)
+
+
+def test_it_stands_beside_the_measured_peak(tmp_path: Path) -> None:
+    planned = {"predicted_memory": [{"parameters": 2**29}, {"parameters": 2**30}]}
+    write_records([make_record(fields={"plan": planned})], tmp_path)
+    frame, _ = load_frame([tmp_path])
+    table = memory_table(frame)
+    assert list(table["tensors by the cost model [GiB]"]) == ["1.000"]  # of the fuller rank
+    assert list(table["kind of peak"]) == ["resident"]
+    (picture,) = memory_breakdown(frame)
+    assert picture.caption.startswith("Predicted memory of the fullest rank by kind")
+    assert "The diamond is the measured peak (resident)" in picture.caption
+    texts = [text.get_text() for text in picture.figure.axes[0].texts]
+    assert f"measured {frame['peak_gib'].iloc[0]:.3g}\npredicted 1" in texts

@@ -1,0 +1,56 @@
+"""A rank of a large job in a process of its own, without its peers: torch's ``fake`` process group.
+
+The group answers at once. A gather copies this rank's part into every place, a reduction hands back
+this rank's part, and what a receive would bring is left to the caller here: the group itself leaves
+in a tensor what memory held before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+Fill = Callable[[Tensor], None]
+
+
+@contextmanager
+def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Iterator[None]:
+    """Be rank ``rank`` of ``size`` while the context is open; torch and the usual variables say so.
+
+    ``fill_integers`` writes a message of integers, as peers would have sent it; messages of numbers
+    are random, because products of zeros are faster on a GPU. None: messages stay as they are
+    (fake tensors hold nothing).
+    """
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    originals = {name: getattr(distributed_c10d, name) for name in ("recv", "irecv")}
+    try:
+        if fill_integers is not None:
+            _replace({n: _filled(original, fill_integers) for n, original in originals.items()})
+        yield
+    finally:
+        _replace(originals)
+        dist.destroy_process_group()
+
+
+def _filled(original: Any, fill_integers: Fill) -> Any:
+    def receive(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        with torch.no_grad():
+            tensor.normal_() if tensor.is_floating_point() else fill_integers(tensor)
+        return original(tensor, *arguments, **keywords)
+
+    return receive
+
+
+def _replace(functions: dict[str, Any]) -> None:
+    for name, function in functions.items():
+        for module in (dist, distributed_c10d):  # torch's batched messages compare them by identity
+            setattr(module, name, function)
