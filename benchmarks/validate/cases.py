@@ -4,8 +4,9 @@ Blank degrees are 1, data parallelism is what remains of the GPUs. Blank microba
 pipeline, else the data-parallel rank's batch, at most 4. Blank global batch: the notes' gradient
 accumulation, else eight microbatches a pipeline stage (one without a pipeline), times data
 parallelism. Blank chunks of an interleaved schedule: the most up to 4 that divide the layers of a
-rank. Layers are spread evenly, embedding and head at the ends; where they do not divide, the
-cut balances FLOPs. ZeRO-3 without a pipeline gathers every block for every pass (FSDP).
+rank, else the fewest above 1; of the zero-bubble papers', one a layer. Blank schedule: what the
+program does by itself. Layers are spread evenly (``even_cuts``). ZeRO-3 without a pipeline gathers
+every block for every pass (FSDP).
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from functools import lru_cache
 
 from benchmarks.compose import preset
 from benchmarks.validate.clusters import cluster_of
-from benchmarks.validate.programs import program_of, splits_sequences
+from benchmarks.validate.programs import (
+    Spread,
+    interleaves,
+    one_layer_chunks,
+    program_of,
+    splits_sequences,
+    spread_of,
+)
 from benchmarks.validate.rows import Row, UnpredictableError, number, recompute_text, shape_of
 from zeropp.cost import balanced_cuts
 from zeropp.cost.cluster import Cluster
@@ -45,6 +53,7 @@ class Case:
     num_microbatches: int
     recompute: Recompute
     precision: Precision
+    spread: Spread
 
 
 def case_of(row: Row, cluster_name: str | None = None) -> Case:
@@ -56,8 +65,9 @@ def case_of(row: Row, cluster_name: str | None = None) -> Case:
     named = preset("cluster", cluster_name, Cluster) if cluster_name else None
     cluster = named or cluster_of(row.get("gpu", ""))
     schedule = schedule_of(row)
+    _refuse_offload(row)
     layout = _layout(row, shape, cluster, schedule)
-    microbatch, count = _batch(row, layout)
+    microbatch, count = _batch(row, layout, shape.seq)
     if shape.layers * count > _MOST_BLOCKS:
         raise UnpredictableError(f"{shape.layers} layers x {count} microbatches: too many")
     if schedule == "interleaved_1f1b" and count % layout.pp:
@@ -73,7 +83,20 @@ def case_of(row: Row, cluster_name: str | None = None) -> Case:
         num_microbatches=count,
         recompute=_recompute(row),
         precision=_precision(row),
+        spread=spread_of(row),
     )
+
+
+_OFFLOAD = re.compile(
+    r"(?<!no )(?<!without )\b(?:cpu|nvme)?[- ]?offload(?!\w*[ =:]*(?:none|no|off|false)\b)"
+)
+
+
+def _refuse_offload(row: Row) -> None:
+    """Nothing here prices parameters or optimizer steps on the host."""
+    for field in ("zero_stage", "schedule", "recompute", "notes", "table"):
+        if _OFFLOAD.search(row.get(field, "").lower()):
+            raise UnpredictableError(f"{field}={row[field]!r}: no price for offloading to the host")
 
 
 def schedule_of(row: Row) -> str:
@@ -81,9 +104,9 @@ def schedule_of(row: Row) -> str:
     (zero bubble with twice the activations of 1F1B, arXiv 2401.10241's ZB-H2 and ZB-2p)."""
     text = row.get("schedule", "").lower()
     rules = (
-        (r"dualpipe|chimera|pipedream", ""),
-        (r"zb-?v|v-?half|v-?min", "zbv"),
-        (r"zb-?h2|zb-?2p", "zb_cap"),
+        (r"dualpipe|chimera|pipedream|hanayo|bitpipe|v-?half|v-?min|seq1f1b|slimpipe", ""),
+        (r"zb-?v|v-?zb|zero.?bubble.?v", "zbv"),
+        (r"zb-?(?:h2|2p)", "zb_cap"),
         (r"zb|zero.?bubble", "zb_h1"),
         (r"interleaved_overlap", "1f1b"),
         (r"bfs|breadth|looped", "looped_bfs"),
@@ -95,7 +118,9 @@ def schedule_of(row: Row) -> str:
     if found == "":
         raise UnpredictableError(f"schedule={row['schedule']!r}: no generator")
     if found is None:
-        found = "interleaved_1f1b" if (number(row, "vp") or 1) > 1 else "1f1b"
+        alone = not text.strip() and interleaves(row)
+        chunks = number(row, "vp") or (2 if alone else 1)
+        found = "interleaved_1f1b" if chunks > 1 else "1f1b"
     return found if (number(row, "pp") or 1) > 1 else "1f1b"
 
 
@@ -125,18 +150,23 @@ def _layout(row: Row, shape: ModelShape, cluster: Cluster, schedule: str) -> Lay
 def _chunks(row: Row, shape: ModelShape, pp: int, schedule: str) -> int:
     if schedule == "zbv":
         return 2
-    chunks = number(row, "vp")
     if pp == 1 or schedule in ("1f1b", "gpipe", "zb_h1", "zb_cap"):
         return 1
-    if chunks is None:
-        fits = [v for v in divisors(max(1, shape.layers // pp)) if v <= 4]
-        chunks = max(fits)
-    return chunks
+    stated = number(row, "vp")
+    if stated is not None:
+        return stated
+    pieces = shape.layers if shape.layers % pp == 0 else shape.num_pieces
+    fits = divisors(max(1, pieces // pp))
+    if one_layer_chunks(row):
+        return fits[-1]
+    return max([v for v in fits if 1 < v <= 4] or fits[1:2] or [1])
 
 
-def _batch(row: Row, layout: Layout) -> tuple[int, int]:
-    """(microbatch, microbatches a step)."""
+def _batch(row: Row, layout: Layout, seq: int) -> tuple[int, int]:
+    """(microbatch, microbatches a step); a global batch in tokens is divided by the sequence."""
     total, size = number(row, "global_batch"), number(row, "micro_batch")
+    if total is not None and "tok" in row.get("global_batch", "").lower():
+        total = max(1, round(total / seq))
     if size is None:
         size = 1 if layout.pp > 1 or total is None else max(1, min(4, total // layout.dp))
     steps = re.search(r"(?:grad_accum|gas|micro_num)\D{0,3}(\d+)", row.get("notes", "").lower())
@@ -156,7 +186,9 @@ def _zero_stage(row: Row) -> int:
     if match:
         return int(match.group())
     words = f"{row.get('schedule', '')} {text}".lower()
-    return 3 if "full_shard" in words or "fsdp" in words else 0
+    if re.search(r"full_shard|fsdp|fully_shard|zero-?3", words):
+        return 3
+    return 1 if program_of(row).overlap_updated else 0
 
 
 def _recompute(row: Row) -> Recompute:
@@ -170,8 +202,9 @@ def _recompute(row: Row) -> Recompute:
 
 def _precision(row: Row) -> Precision:
     text = row.get("dtype", "").lower()
-    if "fp8" in text or "float8" in text:
-        raise UnpredictableError(f"dtype={row['dtype']}: no rate for 8-bit products")
+    for field in ("dtype", "schedule", "table"):
+        if re.search(r"(?<!no )\b(?:amp_)?(?:fp8|float8|mxfp8|int8)", row.get(field, "").lower()):
+            raise UnpredictableError(f"{field}={row[field]!r}: no rate for 8-bit products")
     return "fp32" if re.search(r"\b(fp32|float32|tf32)\b", text) and "mixed" not in text else "bf16"
 
 
@@ -184,7 +217,7 @@ def plan_of(case: Case) -> Plan:
             schedule, cuts = _fsdp_schedule(case.shape, case.num_microbatches)
         else:
             schedule = _pipeline_schedule(case)
-            cuts = even_cuts(case.shape, schedule.num_stages)
+            cuts = _cuts(case, schedule.num_stages)
     except ValueError as error:
         raise UnpredictableError(str(error)) from error
     return Plan(
@@ -198,6 +231,12 @@ def plan_of(case: Case) -> Plan:
         precision=case.precision,
         recompute=case.recompute,
     )
+
+
+def _cuts(case: Case, stages: int) -> tuple[int, ...]:
+    if case.spread == "flops":
+        return balanced_cuts(case.shape, stages)
+    return even_cuts(case.shape, stages, blocks=case.spread == "blocks")
 
 
 def _pipeline_schedule(case: Case) -> Schedule:
@@ -226,9 +265,11 @@ def _fsdp_schedule(shape: ModelShape, count: int) -> tuple[Schedule, tuple[int, 
     return lower(bare, gather=True, reduce_every="unit"), (*stages, shape.num_pieces)
 
 
-def even_cuts(shape: ModelShape, stages: int) -> tuple[int, ...]:
-    """Equal blocks a stage, embedding with the first and head with the last; else balanced."""
-    if stages == 1 or shape.layers % stages:
-        return balanced_cuts(shape, stages)
-    each = shape.layers // stages
-    return (0, *(1 + each * s for s in range(1, stages)), shape.num_pieces)
+def even_cuts(shape: ModelShape, stages: int, *, blocks: bool = False) -> tuple[int, ...]:
+    """Equal blocks a stage, embedding with the first and head with the last. Where the blocks do
+    not divide, both ends count as one each (BLOOM, Llama 3 and arXiv 2401.10241 chose their depths
+    for it), unless ``blocks`` alone are spread; the last stages have what is left over."""
+    first = 1 if blocks or shape.layers % stages == 0 else 0
+    each, more = divmod(shape.num_pieces - 2 * first, stages)
+    inner = (first + each * s + max(0, s - (stages - more)) for s in range(1, stages))
+    return (0, *inner, shape.num_pieces)

@@ -6,7 +6,7 @@ peak ("181 TFLOP/s"), a memory size and a memory bandwidth ("96 GB", "1.6 TB/s")
 these. "96GB" sets the memory, "HBM2e" of an H100 its bandwidth, "500W" the clocks (products run at
 the root of the power's ratio: power grows with frequency and voltage), "PCIe" the links inside a
 node. "4x HDR200", "8 links (100 Gb/s)", "1600Gb/s ... /node" and "400 Gb/s per GPU" set the network
-between nodes.
+between nodes, "4 GPUs per node" how many share it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ _LINKS_A_NODE = re.compile(
     r"\b(\d+)(?:\s*x\s*(?:hdr|ndr|edr|ib)?|\s+(?:omni-?path|ib|infiniband)?\s*(?:links?|nics?))"
     r"\s*\(?(\d+)\s*(?:gb?(?:ps|it|/s)?|/node|\b)"
 )
+_GPUS_A_NODE = re.compile(
+    r"(?<![\w.])([1-9]|1[0-6])\s*(?:x\s*)?(?:gpus?|[avhb]\d00s?)?\s*(?:/|per |a |each )\s*node"
+)
 LINK_RATES = (25, 50, 100, 200, 400, 800)  # Gb/s; other numbers are memory sizes
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|gb|tb/s|tbps)")
 _MEMORY = re.compile(r"\b(16|24|32|40|48|64|80|94|96|120|128|141|144|180|192)\s*g(?:i?b)?\b")
@@ -47,6 +50,11 @@ def cluster_of(text: str) -> Cluster:
         cluster = _as_stated(preset("cluster", name, Cluster), text)
     else:
         cluster = _from_text(text)
+    gpus = _GPUS_A_NODE.search(text)
+    if gpus:
+        count = int(gpus[1])
+        nics = min(cluster.nics_per_node, count)
+        cluster = replace(cluster, gpus_per_node=count, nics_per_node=nics)
     return _with_network(cluster, text)
 
 

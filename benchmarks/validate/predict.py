@@ -12,46 +12,52 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from benchmarks.validate.cases import Case, case_of, plan_of
-from benchmarks.validate.rows import Row, UnpredictableError, measured
+from benchmarks.validate.programs import counts_recomputation, prints_gib, reserved_share
+from benchmarks.validate.quantities import Reading, reading_of
+from benchmarks.validate.rows import Row, UnpredictableError
 from zeropp.cost import model_flops_per_token, price_plan
 from zeropp.cost.flops import block_forward_flops
 from zeropp.sim.simulate import SimResult, simulate
 
-_TIME = {"ms": 1e3, "s": 1.0, "sec": 1.0, "seconds": 1.0, "us": 1e6, "min": 1 / 60}
+_TIME = {"ms": 1e3, "s": 1.0, "us": 1e6, "µs": 1e6, "min": 1 / 60, "h": 1 / 3600}
+_PART = re.compile(r"act(?:iv|_|\b)|param|optim")
 _MEMORY = {"gb": 1e9, "gib": 2**30, "mb": 1e6, "mib": 2**20}
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """``value`` in the row's unit; text is ``OOM`` or ``fits`` for rows that ran out of memory."""
+    """``value`` in the row's unit; text is ``OOM`` or ``fits`` for rows of memory's limit alone."""
 
     kind: str  # throughput, memory or oom
     value: float
     text: str
-    relative_error: float
+    relative_error: float  # of ``oom``: 0 where the row agrees, else 1
+    fits: bool = True  # whether the model says that the run fits into memory
 
 
 def predict(row: Row, cluster_name: str | None = None) -> Prediction:
     """Predict one row; raises UnpredictableError with the reason."""
-    measured(row)
+    reading_of(row)
     alone = {**row, "pp": "1"} if _is_layer(row) else row
     return predict_case(row, case_of(alone, cluster_name))
 
 
 def predict_case(row: Row, case: Case) -> Prediction:
     """Predict a row that has been understood as ``case``."""
-    actual = measured(row)
-    metric, unit = row.get("metric", "").lower(), row.get("unit", "").strip().lower()
+    reading, metric = reading_of(row), row.get("metric", "").lower()
     if _is_layer(row):
-        return _compared(_layer(case, metric) * _scale(unit, _TIME), actual, "throughput")
+        return _compared(_layer(case, metric) * _scale(reading.unit, _TIME), reading, "throughput")
     result = _simulated(case)
-    if actual is None:
-        fits = result.peak_bytes <= case.cluster.device.usable_bytes
-        text = "fits" if fits else "OOM"
-        return Prediction("oom", float("nan"), text, 1.0 if fits else 0.0)
-    if "mem" in metric:
-        return _compared(_memory(case, result, metric) / _scale(unit, _MEMORY), actual, "memory")
-    return _compared(_throughput(row, case, result, metric, unit), actual, "throughput")
+    fits = result.peak_bytes <= case.cluster.device.usable_bytes
+    if reading.ran_out is not None:
+        return Prediction(
+            "oom", float("nan"), "fits" if fits else "OOM", float(fits is reading.ran_out), fits
+        )
+    if "mem" in metric or reading.unit.partition("/")[0] in _MEMORY:
+        part = _PART.search(metric) is not None  # of what a formula gives, not of a run
+        value = _memory(row, case, result, reading.unit)
+        return _compared(value, reading, "memory", fits or part)
+    return _compared(_throughput(row, case, result, reading), reading, "throughput", fits)
 
 
 def _is_layer(row: Row) -> bool:
@@ -60,10 +66,10 @@ def _is_layer(row: Row) -> bool:
     return "one layer" in row.get("schedule", "").lower() or metric.startswith("layer_")
 
 
-def _compared(value: float, actual: float | None, kind: str) -> Prediction:
-    if actual is None or actual == 0:
+def _compared(value: float, reading: Reading, kind: str, fits: bool = True) -> Prediction:
+    if not reading.value:
         raise UnpredictableError("no measured value to compare with")
-    return Prediction(kind, value, f"{value:.6g}", value / actual - 1.0)
+    return Prediction(kind, value, f"{value:.6g}", value / reading.value - 1.0, fits)
 
 
 @lru_cache(maxsize=8192)
@@ -72,32 +78,42 @@ def _simulated(case: Case) -> SimResult:
     return simulate(plan, case.cluster, price=price_plan(plan, case.cluster, case.software))
 
 
-def _throughput(row: Row, case: Case, result: SimResult, metric: str, unit: str) -> float:
+def _throughput(row: Row, case: Case, result: SimResult, reading: Reading) -> float:
     """Times, rates and utilisation."""
-    if "time" in metric or unit in _TIME:
-        return result.step_s * _scale(unit, _TIME)
+    metric, unit = row.get("metric", "").lower(), reading.unit
+    step = unit.removesuffix("/it")
+    if step in _TIME:
+        return result.step_s * _TIME[step]
+    rate = re.fullmatch(r"it/(s|min)", unit)
+    if rate:
+        return 1 / (result.step_s * _TIME[rate[1]])
     gpus = case.layout.world
     samples = result.plan.global_batch / result.step_s
-    each = "gpu" in unit or "gpu" in metric or "device" in unit
-    if "sample" in unit or "seq" in unit or "sample" in metric:
-        return samples / (gpus if each else 1)
-    if "tok" in unit or "tok" in metric:
-        scale = 1e-3 if re.search(r"\bk ?tok|ktok", unit) else 1.0
-        return samples * case.shape.seq * scale / (gpus if each else 1)
-    tflops = samples * case.shape.seq * _flops_per_token(case, metric) / gpus / 1e12
-    if "pflop" in unit or "aggregate" in metric:
-        return tflops * gpus * (1e-3 if "pflop" in unit else 1.0)
-    if "%" in unit or metric in ("mfu", "hfu", "pct_peak"):
-        return _utilisation(row, case, tflops)
-    if "flop" in unit or "flop" in metric:
-        return tflops
-    raise UnpredictableError(
-        f"metric={row.get('metric')!r} in {row.get('unit')!r} is not understood"
-    )
+    each = gpus if re.search("gpu|device", f"{unit} {metric}") else 1
+    tokens = re.search(r"\b([kmb]?) ?tok", unit)
+    if tokens or "tok" in metric:
+        scale = {"": 1.0, "k": 1e-3, "m": 1e-6, "b": 1e-9}[tokens[1] if tokens else ""]
+        scale *= 86400 if "day" in unit else 1.0
+        return samples * case.shape.seq * scale / each
+    if re.search(r"sample|seq|sentence", f"{unit} {metric}"):
+        return samples / each
+    tflops = samples * case.shape.seq * _flops_per_token(row, case) / gpus / 1e12
+    if re.search("mfu|hfu|pct_peak|utili[sz]ation", metric):
+        return _utilisation(case, tflops, reading)
+    if "flop" not in f"{unit} {metric}":
+        raise UnpredictableError(
+            f"metric={row.get('metric')!r} in {row.get('unit')!r} is not understood (known: "
+            "iteration time, samples, tokens or FLOP per second, MFU, HFU, memory, OOM)"
+        )
+    if unit.startswith("%"):
+        return _utilisation(case, tflops, reading)
+    peta = re.search("pflop|peta", f"{unit} {metric}")
+    whole = "aggregate" in metric or "total" in metric or (peta and "gpu" not in unit)
+    return tflops * (gpus if whole else 1) * (1e-3 if peta else 1.0)
 
 
-def _utilisation(row: Row, case: Case, tflops: float) -> float:
-    stated = re.search(r"of (\d+)", row.get("unit", ""))
+def _utilisation(case: Case, tflops: float, reading: Reading) -> float:
+    stated = re.search(r"of (\d+)", reading.unit)
     device = case.cluster.device
     half = {"v100": 125.0}.get(device.name, device.peak_bf16_tflops)
     peak = float(stated.group(1)) if stated else half
@@ -105,31 +121,34 @@ def _utilisation(row: Row, case: Case, tflops: float) -> float:
         peak = device.peak_fp32_tflops
     if peak is None:
         raise UnpredictableError(f"device {device.name}: no peak is known")
-    share = tflops / peak
-    return share * 100 if "%" in row.get("unit", "") else share
+    blank = reading.unit in ("", "mfu", "hfu") and (reading.value or 0.0) > 1.5
+    return tflops / peak * (100 if blank or reading.unit.startswith(("%", "pct", "perc")) else 1)
 
 
-def _flops_per_token(case: Case, metric: str) -> float:
-    """``hw`` metrics, HFU, and Megatron's aggregate and percentage count recomputation."""
+def _flops_per_token(row: Row, case: Case) -> float:
+    """FLOPs as the row's source counts them."""
     model = float(model_flops_per_token(case.shape))
-    counts = metric.startswith(("hw", "hfu", "pct", "aggregate", "hardware"))
-    if not counts or case.recompute == "none":
+    if case.recompute == "none" or not counts_recomputation(row):
         return model
     shape = case.shape
     again = {"full": block_forward_flops(shape), "selective": 4 * shape.seq * shape.hidden}
     return model + shape.layers * again[case.recompute]
 
 
-def _memory(case: Case, result: SimResult, metric: str) -> float:
-    """Bytes of the fullest rank, or of the kind that the metric names (first pipeline rank)."""
-    first = result.memory[0]
-    if "act" in metric:
-        return float(first.activations)
-    if "param" in metric or "optim" in metric:
-        return float(first.parameters + first.gradients + first.optimizer)
-    if case.layout.world == 1 and "total" in metric:
-        return float(first.total)
-    return float(result.peak_bytes)
+def _memory(row: Row, case: Case, result: SimResult, unit: str) -> float:
+    """Memory of the fullest rank, or of the kind that the metric names (first pipeline rank)."""
+    metric, first = row.get("metric", "").lower(), result.memory[0]
+    found = reserved_share(row) * result.peak_bytes
+    if re.search(r"act(?:iv|_|\b)", metric):
+        found = float(first.activations)
+    elif "param" in metric or "optim" in metric:
+        found = float(first.parameters + first.gradients + first.optimizer)
+    elif case.layout.world == 1 and "total" in metric:
+        found = float(first.total)
+    if unit.startswith("%"):
+        return 100 * found / (case.cluster.device.memory_gib * 2**30)
+    unit = unit.removesuffix("/gpu")
+    return found / _scale("gib" if unit == "gb" and prints_gib(row) else unit, _MEMORY)
 
 
 def _layer(case: Case, metric: str) -> float:

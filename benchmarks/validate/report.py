@@ -92,12 +92,14 @@ def errors_of(outcomes: Sequence[Outcome], pairs: Sequence[Pair]) -> list[Errors
 
 
 def oom_line(outcomes: Sequence[Outcome]) -> str:
-    """How many rows that ran out of memory were predicted to."""
-    rows = [o.prediction for o in outcomes if o.prediction and o.prediction.kind == "oom"]
-    if not rows:
-        return "out of memory: no such rows"
-    right = sum(1 for prediction in rows if prediction.text == "OOM")
-    return f"out of memory: {right} of {len(rows)} such rows predicted"
+    """How often the model's word on memory agrees with what happened: of runs that were out of
+    memory, and of all that ran (every row with a number did)."""
+    found = [o.prediction for o in outcomes if o.prediction is not None]
+    out = [p for p in found if p.kind == "oom" and (p.text == "OOM") == (p.relative_error == 0)]
+    ran = [p for p in found if p not in out]
+    right, wrong = sum(not p.fits for p in out), sum(not p.fits for p in ran)
+    first = f"{right} of {len(out)} such rows predicted" if out else "no such rows"
+    return f"out of memory: {first}; {wrong} of {len(ran)} rows that ran predicted not to fit"
 
 
 def _order(item: tuple[tuple[str, str, str], list[float]]) -> tuple[int, bool, str]:

@@ -76,25 +76,19 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def number(row: Row, field: str) -> int | None:
-    """A whole number; blank is None. Raises UnpredictableError where there is text instead."""
-    text = row.get(field, "").strip().replace(",", "")
-    if not text or text.lower() in ("n/a", "na", "-", "none", "null", "not stated"):
+    """A whole number; blank is None. ``8k`` is 8,192 of a sequence and 8,000 else, ``48 x 8`` the
+    product. Raises UnpredictableError where there is text instead."""
+    text = row.get(field, "").strip().lower().replace(",", "")
+    if not text or text in ("n/a", "na", "-", "none", "null", "not stated"):
         return None
-    match = re.match(r"[-+]?\d+(\.\d+)?", text)
+    product = re.fullmatch(r"(\d+)\s*[x×*]\s*(\d+)", text)
+    if product:
+        return int(product[1]) * int(product[2])
+    match = re.match(r"([-+]?\d+(?:\.\d+)?)\s*([km]\b)?", text)
     if not match:
         raise UnpredictableError(f"{field}={text!r} is not a number")
-    return int(float(match.group()))
-
-
-def measured(row: Row) -> float | None:
-    """The row's value; None where the run ended out of memory. Raises where it is neither."""
-    text = row.get("value", "").strip().replace(",", "")
-    if "oom" in f"{text} {row.get('metric', '')} {row.get('unit', '')}".lower():
-        return None
-    match = re.match(r"[~≈<>]?\s*([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)", text)
-    if not match:
-        raise UnpredictableError(f"value={text!r} is not a number")
-    return float(match.group(1))
+    thousand = 1024 if field == "seq" else 1000
+    return int(float(match[1]) * {"k": thousand, "m": thousand**2, None: 1}[match[2]])
 
 
 def shape_of(row: Row) -> ModelShape:

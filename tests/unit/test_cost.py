@@ -17,9 +17,10 @@ from zeropp.cost.blocks import Work, attention_backward_s, attention_s
 from zeropp.cost.cluster import Cluster
 from zeropp.cost.collectives import all_reduce_s, gather_s, group, transfer_s
 from zeropp.cost.kernels import matmul_s
-from zeropp.cost.software import Software
+from zeropp.cost.pricing import stragglers
+from zeropp.cost.software import Selective, Software, Updated
 from zeropp.layout import Layout
-from zeropp.plan import Plan
+from zeropp.plan import Plan, Recompute
 from zeropp.schedule.program import Schedule, loop_placement
 from zeropp.shape import ModelShape
 
@@ -219,6 +220,42 @@ def test_deepspeed_pays_for_what_it_does_not_overlap() -> None:
     assert deepspeed.stages[0].backward_weight > best.stages[0].backward_weight  # adds apart
     assert deepspeed.stages[0].transfer == 0 < best.stages[0].transfer  # in line with compute
     assert deepspeed.stages[0].forward > best.stages[0].forward
+
+
+def test_updated_parameters_sent_in_parts_cost_more_the_more_ranks_there_are() -> None:
+    def after(updated: Updated, replicas: int) -> float:
+        mine = replace(plan(replicate=replicas, replicate_zero=1), runtime="published")
+        return price_plan(mine, A100, Software(2, 4, 12, updated=updated)).gather_updated_s[0]
+
+    for updated in ("broadcasts", "slices"):
+        few, many = (after(updated, n) - after("gather", n) for n in (8, 512))
+        assert 0 < 30 * few < many
+
+
+def test_a_job_of_many_nodes_waits_for_the_slowest() -> None:
+    assert stragglers(A100, 8) == 1.0
+    assert 1.0 < stragglers(A100, 64) < stragglers(A100, 4096) < 1.1
+
+
+def test_hidden_reductions_slow_the_compute_beside_them() -> None:
+    def exposed(slowdown: float) -> float:
+        device = replace(A100.device, overlap_slowdown=slowdown)
+        mine = replace(plan(replicate=64), runtime="megatron_core")
+        return price_plan(mine, replace(A100, device=device)).replica_s[0]
+
+    assert exposed(0.0) < exposed(0.1) < exposed(1.0)
+
+
+def test_selective_recomputation_costs_what_its_program_makes_again() -> None:
+    def backward(recompute: Recompute, selective: Selective) -> float:
+        mine = replace(plan(), runtime="published", recompute=recompute)
+        stage = price_plan(mine, A100, Software(2, 4, 12, selective=selective)).stages[0]
+        return stage.backward_input
+
+    assert backward("selective", "scores") == backward("none", "scores")  # they are never in memory
+    assert backward("none", "half") < backward("selective", "elementwise")
+    assert backward("selective", "elementwise") < backward("selective", "half")
+    assert backward("selective", "half") < backward("full", "half")
 
 
 def work(**software: bool) -> Work:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.validate.__main__ import main, outcome_of
+from benchmarks.validate.cases import case_of, even_cuts
 from benchmarks.validate.clusters import cluster_of
 from benchmarks.validate.pairs import pairs_of
 from benchmarks.validate.predict import predict
@@ -40,6 +41,51 @@ def test_units_of_one_step_agree() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("metric", "text", "unit", "same_as"),
+    [
+        ("iteration_time", "1,500", "ms/it", {"value": "1.5"}),
+        ("sec_per_iteration", "1.5", "sec/iteration", {"value": "1.5"}),
+        ("time_per_iteration_ms", "1500", "", {"value": "1.5"}),
+        ("tps", "900", "", {"metric": "tokens_per_s_per_gpu", "unit": "tok/s/GPU"}),
+        ("rate", "0.9k", "tokens/gpu/sec", {"metric": "tgs", "unit": ""}),
+        ("rate", "9", "samples per second per GPU", {"metric": "samples", "unit": "samples/s/GPU"}),
+        ("MFU", "45%", "", {"metric": "mfu", "unit": "%"}),
+        ("mfu", "45", "", {"metric": "mfu", "unit": "%"}),
+        ("mfu", "0.45", "", {"metric": "mfu", "unit": "fraction"}),
+        ("memory", "40 GiB", "", {"metric": "peak_memory", "unit": "GiB"}),
+        ("peak_memory", "40", "GiB/GPU", {"metric": "peak_memory", "unit": "GiB"}),
+    ],
+)  # fmt: skip
+def test_a_quantity_has_many_spellings(
+    metric: str, text: str, unit: str, same_as: dict[str, str]
+) -> None:
+    first = predict({**ROW, "metric": metric, "value": text, "unit": unit})
+    second = predict({**ROW, "value": "1", **same_as})
+    scale = 1e3 if "ms" in f"{unit} {metric}" else 1.0
+    assert first.kind == second.kind
+    assert first.value == pytest.approx(second.value * scale)
+
+
+def test_thousands_are_read_from_the_value() -> None:
+    row = {**ROW, "metric": "tps", "unit": ""}
+    few, many = predict({**row, "value": "900"}), predict({**row, "value": "0.9k"})
+    assert few.relative_error == pytest.approx(many.relative_error)
+
+
+def test_sizes_are_read_as_papers_write_them() -> None:
+    plain = value(seq="8192", global_batch="512", n_gpus="16", dp="4")
+    assert value(seq="8k", global_batch="4.2M tokens", n_gpus="2 x 8", dp="4") == plain
+
+
+def test_plain_flops_count_recomputation_where_the_program_does() -> None:
+    row = {"metric": "tflops", "unit": "TFLOPS", "recompute": "full"}
+    plain, model = value(**row), value(**{**row, "metric": "model_tflops"})
+    assert plain > 1.2 * model
+    new = {**row, "source": "Megatron-Core"}
+    assert value(**new) == pytest.approx(value(**{**new, "metric": "model_tflops"}))
+
+
 def test_recomputation_counts_in_hardware_flops_alone() -> None:
     model = value(metric="model_tflops_per_gpu", unit="TFLOP/s/GPU", recompute="full")
     hardware = value(metric="hw_tflops_per_gpu", unit="TFLOP/s/GPU", recompute="full")
@@ -62,6 +108,11 @@ def test_schedules_are_understood(schedule: str) -> None:
         ({"dtype": "fp8"}, "8-bit"),
         ({"dp": "3"}, "is not n_gpus"),
         ({"schedule": "DualPipe"}, "no generator"),
+        ({"schedule": "V-Half"}, "no generator"),
+        ({"schedule": "FSDP + Float8"}, "8-bit"),
+        ({"zero_stage": "3 + CPU offload"}, "offloading to the host"),
+        ({"value": ""}, "nothing was measured"),
+        ({"value": "1.2-1.5"}, "not a number"),
         ({"value": "fast"}, "not a number"),
         ({"unit": "furlongs", "metric": "speed"}, "not understood"),
         ({"hidden": "a lot"}, "not a number"),
@@ -75,10 +126,62 @@ def test_what_cannot_be_predicted_is_named(changes: dict[str, str], reason: str)
     assert reason in outcome_of({**ROW, **changes}, None).reason
 
 
-def test_a_row_out_of_memory_is_held_against_the_device() -> None:
+@pytest.mark.parametrize(
+    ("changes", "ran_out"),
+    [
+        ({"value": "OOM"}, True),
+        ({"value": "CUDA out of memory"}, True),
+        ({"value": "", "notes": "OOM at step 1"}, True),
+        ({"metric": "oom", "value": "1", "unit": ""}, True),
+        ({"metric": "oom", "value": "false", "unit": ""}, False),
+        ({"metric": "status", "value": "ok", "unit": ""}, False),
+        ({"metric": "fits", "value": "no", "unit": ""}, True),
+    ],
+)
+def test_a_row_of_memorys_limit_is_held_against_the_device(
+    changes: dict[str, str], ran_out: bool
+) -> None:
     large = {**ROW, "hidden": "12288", "layers": "96", "heads": "96", "ffn": "49152"}
-    assert predict({**large, "value": "OOM"}).text == "OOM"
-    assert predict({**ROW, "value": "OOM"}).text == "fits"
+    for row, text in ((large, "OOM"), (ROW, "fits")):
+        predicted = predict({**row, **changes})
+        assert predicted.text == text
+        assert predicted.relative_error == float((text == "OOM") != ran_out)
+
+
+def test_agreement_on_memory_is_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    large = {**ROW, "hidden": "12288", "layers": "96", "heads": "96", "ffn": "49152"}
+    table = tmp_path / "table.csv"
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ROW)
+        writer.writeheader()
+        writer.writerows([ROW, large, {**ROW, "value": "OOM"}, {**large, "value": "OOM"}])
+    assert main([str(table)]) == 0
+    counted = "1 of 2 such rows predicted; 1 of 2 rows that ran predicted not to fit"
+    assert counted in capsys.readouterr().out
+
+
+def test_zero_bubble_with_twice_the_memory_is_faster_and_holds_twice_the_activations() -> None:
+    row = {"source": "Zero Bubble", "pp": "8", "dp": "1", "layers": "30", "global_batch": "64"}
+    memory = {"metric": "activation_memory", "unit": "GiB"}
+    plain, more = (value(**row, **memory, schedule=s) for s in ("1F1B", "ZB-2p"))
+    assert 1.7 < more / plain < 2.3
+    assert value(**row, schedule="ZB-2p") < value(**row, schedule="ZB-1p")
+    assert value(**row, schedule="ZB-1p") < value(**row, schedule="1F1B")
+
+
+def test_layers_that_do_not_divide_are_cut_as_programs_cut_them() -> None:
+    shape = case_of({**ROW, "layers": "30"}).shape
+    assert even_cuts(shape, 2) == (0, 16, 32)  # they divide
+    assert even_cuts(shape, 8) == (0, 4, 8, 12, 16, 20, 24, 28, 32)  # with both ends they do
+    assert even_cuts(shape, 4) == (0, 8, 16, 24, 32)
+    assert even_cuts(shape, 7) == (0, 4, 8, 12, 17, 22, 27, 32)  # the last have one more
+    assert even_cuts(shape, 7, blocks=True) == (0, 5, 9, 13, 17, 21, 26, 32)
+
+
+def test_what_an_allocator_reserves_is_more_than_tensors_take() -> None:
+    allocated = value(metric="peak_memory_allocated", unit="GiB")
+    assert value(metric="peak_memory", unit="GiB") == pytest.approx(allocated)
+    assert value(metric="peak_memory_reserved", unit="GiB") == pytest.approx(allocated / 0.85)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +198,7 @@ def test_a_row_out_of_memory_is_held_against_the_device() -> None:
         ("H100 96GB HBM2e 500W (Grand Teton), 400 Gb/s RoCE per GPU", 8, 50.0, 96),
         ("8x A100 40GB PCIe", 8, 25.0, 40),
         ("B200 180GB, 8x 400Gb/s per node", 8, 50.0, 180),
+        ("V100-32GB, 4 GPUs per node, Omni-Path 4x 100", 4, 12.5, 32),
         ("a card of 181 TFLOP/s bf16, 64 GB at 1.6 TB/s, 4x HDR200", 4, 25.0, 64),
     ],
 )

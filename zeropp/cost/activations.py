@@ -49,13 +49,14 @@ def block_saved(work: Work) -> float:
 def block_kept(work: Work) -> float:
     """What a block keeps from its forward to its backward.
 
-    Selective recomputation drops unfused attention's scores (arXiv 2205.05198, section 5); torch's
-    keeps the outputs of products and attention (``zeropp/engine/recompute.py``) and drops the rest.
+    What selective recomputation drops is its program's (``Software.selective``).
     """
     if work.recompute == "full":
         return boundary_bytes(work)
-    if work.recompute == "none" or work.software.program == "megatron":
+    if work.recompute == "none" or work.software.selective == "scores":
         return block_saved(work)
+    if work.software.selective == "half":
+        return (boundary_bytes(work) + block_saved(work)) / 2
     shape, e = work.shape, element_bytes(work.precision)
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
     split = (2 * h + 2 * kv + _GATES[shape.family] * shape.ffn) * e + FP32 * shape.heads
@@ -106,9 +107,10 @@ def logits_bytes(work: Work, size: int) -> float:
 
 
 def head_kept(work: Work) -> float:
-    """Input and output of the final norm, and the loss's fp32 softmax; torch's pipeline stages keep
-    their outputs, so logits, too."""
-    kept = 2 * boundary_bytes(work) + logits_bytes(work, FP32)
+    """Input and output of the final norm, and the loss's fp32 softmax, or the logits where it is
+    fused; torch's pipeline stages keep their outputs, so logits, too."""
+    size = element_bytes(work.precision) if work.software.fused_loss else FP32
+    kept = 2 * boundary_bytes(work) + logits_bytes(work, size)
     if work.software.program == "torch_pp":
         kept += logits_bytes(work, element_bytes(work.precision))
     return kept
@@ -122,8 +124,10 @@ def head_deferred(work: Work) -> float:
 
 
 def head_forward(work: Work) -> float:
-    """Temporaries of the head's forward: the logits and their fp32 copy."""
+    """Temporaries of the head's forward: the logits and their fp32 copy, where one is made."""
     e = element_bytes(work.precision)
+    if work.software.fused_loss:
+        return 0.0
     return logits_bytes(work, e + (FP32 if e < FP32 else 0))
 
 

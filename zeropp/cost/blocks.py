@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zeropp.plan import Precision, Recompute
 
 KERNELS = {"gpt": 40, "llama": 50}  # launches of one block's forward
+TENSORS = {"gpt": 12, "llama": 6}  # parameters of one block: biases; none, and fused products
 TENSOR_KERNELS = 8  # more of them under tensor parallelism
 
 
@@ -91,7 +92,11 @@ def _block(work: Work, forward_tp: float, backward_tp: float) -> PassTimes:
     elementwise = stream_s(device, block_traffic(work), kernels=12)
     host = _host(work)
     forward = max(sum(products) + core + elementwise + forward_tp, host)
-    again = {"none": 0.0, "selective": 0.0 if work.software.flash else core, "full": forward}
+    again = {"none": 0.0, "selective": 0.0, "full": forward}
+    if work.recompute == "selective":
+        scores = 0.0 if work.software.flash else core
+        parts = {"scores": scores, "elementwise": elementwise, "half": forward / 2}
+        again["selective"] = parts[work.software.selective]
     core_backward = attention_backward_s(work)
     parameters = piece_parameters(work.shape, 1) / work.tp
     weight = sum(weights) + stream_s(device, accumulation_bytes(work) * parameters, kernels=4)

@@ -57,5 +57,7 @@ class PlanPrice:
     gathers_ahead: bool = True  # else parameters take memory when they are used, not when gathered
     torch_runtime: bool = False  # torch's pipelining: every message of a step has a buffer that
     # lasts, outputs stay, and weight gradients stand beside their sum until the next backward
+    steps_overlap: bool = False  # a rank begins its next step when its own is done
     resident_gradients: bool = True  # else a step's gradients begin with its first reductions
+    stragglers: float = 1.0  # factor on compute: a step waits for its slowest node
     overlap_slowdown: float = 0.0  # compute takes this share longer while collectives run beside

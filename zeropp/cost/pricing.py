@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zeropp.cost.blocks import PieceTimes, Work, piece_times
+from zeropp.cost.blocks import TENSORS, PieceTimes, Work, piece_times
 from zeropp.cost.cluster import Cluster
 from zeropp.cost.collectives import (
     Group,
@@ -30,6 +30,11 @@ from zeropp.schedule.program import StageCost
 
 if TYPE_CHECKING:
     from zeropp.plan import Plan
+
+# About 0.5 % of machines take about 10 % more time for equal work (after MegaScale, arXiv
+# 2402.15627, section 6.3), and a synchronous step waits for the slowest.
+SLOW_NODES = 0.005
+SLOW_NODE_LOSS = 0.1
 
 
 def price_plan(plan: Plan, cluster: Cluster, software: Software | None = None) -> PlanPrice:
@@ -60,9 +65,18 @@ def price_plan(plan: Plan, cluster: Cluster, software: Software | None = None) -
         shared_ends=shares_ends(plan),
         gathers_ahead=plan.layout.shard > 1 and plan.contender != "fsdp",
         torch_runtime=software.program == "torch_pp",
+        steps_overlap=software.post_validation,
         resident_gradients=software.program == "megatron",
+        stragglers=stragglers(cluster, plan.layout.world),
         overlap_slowdown=cluster.device.overlap_slowdown,
     )
+
+
+def stragglers(cluster: Cluster, world: int) -> float:
+    """Factor on the compute of a job of ``world`` GPUs: expected time of its slowest node over that
+    of one node, on which the constants were measured."""
+    others = -(-world // cluster.gpus_per_node) - 1
+    return 1.0 + SLOW_NODE_LOSS * (1.0 - (1.0 - SLOW_NODES) ** others)
 
 
 def stage_parameters(plan: Plan, stage: int) -> float:
@@ -193,8 +207,14 @@ def _replica_s(plan: Plan, cluster: Cluster, work: Work, stage: int, cost: Stage
     seconds = reduce(cluster, replicas, total)
     if work.software.overlap_reduction:
         hidden = cost.backward_input + cost.backward_weight
-        seconds = max(seconds - hidden, seconds / max(1, len(plan.pieces_of(stage))))
+        exposed = max(seconds - hidden, seconds / max(1, len(plan.pieces_of(stage))))
+        seconds = _slowed(cluster, seconds, exposed)
     return seconds
+
+
+def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
+    """What a collective costs whose other part runs beside compute and slows it."""
+    return exposed + cluster.device.overlap_slowdown * (seconds - exposed)
 
 
 def _gather_updated_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int) -> float:
@@ -207,8 +227,15 @@ def _gather_updated_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: i
     stages = plan.schedule.stages_of(pipeline_rank)
     size = sum(stage_parameters(plan, s) for s in stages) * element_bytes(plan.precision)
     seconds = gather_s(cluster, among, size / plan.layout.shard)
+    if work.software.updated == "broadcasts":  # each goes round the whole ring by itself
+        seconds += (ranks - 1) * gather_s(cluster, among, 0.0)
+    elif work.software.updated == "slices":
+        pieces = sum(len(plan.pieces_of(s)) for s in stages)
+        copies = TENSORS[plan.shape.family] * pieces * ranks
+        seconds += copies * cluster.device.launch_us * work.software.launch_factor * 1e-6
     if work.software.overlap_updated:  # all but the first piece's behind the next forward
-        seconds /= sum(len(plan.pieces_of(s)) for s in stages)
+        exposed = seconds / sum(len(plan.pieces_of(s)) for s in stages)
+        seconds = _slowed(cluster, seconds, exposed)
     return seconds
 
 

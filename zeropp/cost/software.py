@@ -15,6 +15,15 @@ if TYPE_CHECKING:
 
 
 Program = Literal["megatron", "zeropp", "fsdp", "torch_pp"]
+# What selective recomputation makes again: unfused attention's scores (arXiv 2205.05198, section
+# 5); all but the outputs of products and attention (``zeropp/engine/recompute.py``); or half of a
+# block (every second product or block: torchtitan's ``selective_ac_option``, fms-fsdp's
+# ``selective_checkpointing``).
+Selective = Literal["scores", "elementwise", "half"]
+# How ZeRO-1 hands updated parameters on: one all-gather; a broadcast of every rank's share, one
+# after the other; or an all-gather into a buffer, from which each rank's slice of each tensor is
+# copied by itself.
+Updated = Literal["gather", "broadcasts", "slices"]
 
 
 @dataclass(frozen=True)
@@ -26,11 +35,13 @@ class Software:
     optimizer_bytes: int  # master weights (if they are not the parameters) and Adam's moments
     flash: bool = True  # attention in one kernel, scores never in memory
     dropout_masks: bool = False  # dropout is on: masks are written, read and kept
+    fused_loss: bool = False  # keeps 16-bit logits alone, no fp32 copy (flash-attention's loss)
     vocab_parallel: bool = True  # under TP the logits and their loss are split
     split_boundary: bool = False  # TP ranks send a slice of a boundary and gather it (SC21, 4.1)
     blocking_transfers: bool = False  # both ends of a transfer stand still meanwhile
     overlap_tensor: bool = False  # tensor-parallel collectives beside products, slice by slice
     overlap_reduction: bool = False  # gradients reduced beside the last backward
+    updated: Updated = "gather"
     overlap_updated: bool = False  # ZeRO-1's updated parameters gathered beside the next forward
     attention_factor: float = 1.0  # fused attention's rate over the device's (FlashAttention-2)
     traffic_factor: float = 1.0  # element-wise traffic over that of kernels fused per layer
@@ -41,6 +52,8 @@ class Software:
     fused_accumulation: bool = True  # dW adds into the gradient buffer inside its product
     shard_copies: bool = False  # ZeRO-3 copies between parameters and the collectives' buffers
     program: Program = "megatron"  # whose habits of keeping memory; see ``memory.py``
+    post_validation: bool = False  # no rank waits for the others' gradients before it updates
+    selective: Selective = "scores"
     zero1_all_reduces: bool = False  # ZeRO-1 that all-reduces gradients and then keeps its part
 
 
@@ -82,5 +95,11 @@ def software_of(plan: Plan) -> Software:
         )
     if plan.runtime == "fsdp2":
         program = _FSDP2_PROGRAMS.get(plan.contender, "zeropp")
-        return Software(4, 4, 8, fused_accumulation=False, shard_copies=True, program=program)
+        return Software(
+            *(4, 4, 8),
+            fused_accumulation=False,
+            shard_copies=True,
+            program=program,
+            selective="elementwise",
+        )
     raise ValueError(f"runtime={plan.runtime!r}: its software must be given to price_plan")

@@ -7,7 +7,8 @@ all-gather, and the bytes that live when.
 Assumptions. A rank has one compute stream; collectives of the shard group, those over the
 replicas and transfers between stages are lanes beside it. While collectives run beside compute,
 compute takes ``overlap_slowdown`` longer, spread evenly over the rank's actions. Every pipeline
-of the job does the same at the same time, so one of them is simulated.
+of the job does the same at the same time, so one of them is simulated, at the pace of the job's
+slowest node.
 """
 
 from __future__ import annotations
@@ -47,8 +48,18 @@ class SimResult:
 
     @property
     def step_s(self) -> float:
-        """Seconds of one optimizer step."""
+        """Seconds of one optimizer step: from its first action to its last; where steps overlap,
+        from a rank's first pass to its last action, for the ranks keep their distances (arXiv
+        2401.10241, section 4)."""
+        if self.price.steps_overlap:
+            ranks = range(len(self.tails))
+            return max(self.tails[rank].end_s - self._first_pass_s(rank) for rank in ranks)
         return max(self.events.step_s, max(tail.end_s for tail in self.tails))
+
+    def _first_pass_s(self, rank: int) -> float:
+        """When the rank's first forward starts."""
+        starts = zip(self.plan.schedule.programs[rank], self.events.start[rank], strict=True)
+        return min(start for action, start in starts if action.op.is_compute)
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -142,8 +153,9 @@ def _run(plan: Plan, price: PlanPrice) -> SimResult:
 
 
 def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
-    """Stage costs with compute slowed by the collectives that run beside it."""
-    if not price.overlap_slowdown:
+    """Stage costs with compute slowed by the collectives that run beside it, and by the slowest
+    node of the job."""
+    if not price.overlap_slowdown and price.stragglers == 1.0:
         return list(price.stages)
     costs = list(price.stages)
     for rank, program in enumerate(plan.schedule.programs):
@@ -155,6 +167,7 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
         stages = plan.schedule.stages_of(rank)
         compute = plan.num_microbatches * sum(compute_s(costs[s]) for s in stages)
         factor = 1.0 + price.overlap_slowdown * min(1.0, beside / compute)
+        factor *= price.stragglers
         for s in stages:
             costs[s] = replace(
                 costs[s],

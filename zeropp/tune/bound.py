@@ -51,7 +51,7 @@ def least_step_s(plan: Plan, price: PlanPrice) -> float:
         first = stages[0]
         beside = _link_s(plan, price, stages)
         work = sum(compute_s(price.stages[s]) for s in stages) * m
-        slowed = 1.0 + price.overlap_slowdown * min(1.0, beside / work)
+        slowed = price.stragglers * (1.0 + price.overlap_slowdown * min(1.0, beside / work))
         work = work * slowed + _copies_s(plan, price, stages)
         weights = (
             sum(price.stages[s].backward_weight for s in stages) * m * slowed if split else 0.0
