@@ -35,6 +35,7 @@ from zeropp.training import OptimizerConfig
 CONF = Path(__file__).resolve().parents[1] / "conf"
 OUT = Path("results/reference/memory/traced_vs_simulated.csv")
 Preset = TypeVar("Preset", ModelShape, Cluster)
+REAL = ("deepspeed_3d",)  # fake tensors stop it; real ones are computed with, so models are small
 DEGREES = ("pp", "tp", "shard", "replicate")
 
 
@@ -113,6 +114,13 @@ CASES = (
     Case("torch_pp", "llama_8b", "pp=4 tp=4 schedule=1f1b sequence_parallel=true"),
     Case("torch_pp", "llama_70b", "pp=8 tp=8 schedule=1f1b recompute=full", 1, 8),
     Case("torch_pp", "llama_70b", "pp=8 shard=8 schedule=interleaved_1f1b chunks=2", 1, 8),
+    Case("deepspeed_3d", "gpt_mini", "pp=2 replicate=2 replicate_zero=1", 8),
+    Case("deepspeed_3d", "gpt_mini", "pp=4 replicate=2 replicate_zero=1 recompute=full", 8),
+    Case("deepspeed_3d", "gpt_mini", "pp=2 tp=2 replicate=2 replicate_zero=1", 8),
+    Case("deepspeed_3d", "gpt_mini", "pp=4 tp=4 recompute=full", 8, precision="fp32"),
+    Case("deepspeed_3d", "gpt_mini", "tp=2 replicate=4 recompute=full", 8, 4, "fp32"),
+    Case("deepspeed_3d", "llama_tiny", "pp=2 tp=2 replicate_zero=1", 8),
+    Case("deepspeed_3d", "llama_tiny", "pp=4 replicate=2", 8, precision="fp32"),
     Case("fsdp", "gpt_1_5b", "shard=8", 1, 2),
     Case("fsdp", "gpt_1_5b", "shard=8 reduce_every=step", 1, 2),
     Case("fsdp", "gpt_1_5b", "shard=8", 4, 2, "fp32"),
@@ -135,8 +143,10 @@ def trace(case: Case) -> Iterator[dict[str, Any]]:
     plan = case.plan()
     pp, pipeline = plan.layout.pp, plan.layout.pipeline(0)
     ranks = sorted({0, pp // 2, pp - 1})
-    build = CONTENDERS[case.contender].build
-    traces = trace_ranks(plan, [pipeline[rank] for rank in ranks], OptimizerConfig(), build)
+    contender = CONTENDERS[case.contender]
+    fill = contender.fill_integers if case.contender in REAL else None
+    chosen = [pipeline[rank] for rank in ranks]
+    traces = trace_ranks(plan, chosen, OptimizerConfig(), contender.build, fill)
     for rank, found in zip(ranks, traces, strict=True):
         yield {
             "contender": case.contender,

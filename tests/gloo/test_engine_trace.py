@@ -42,19 +42,21 @@ SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 256, "voc
         (32, {"name": "zeropp", "pp": 2, "shard": 8, "chunks": 2, "recompute": "full"}, LLAMA),
         (32, {"name": "fsdp", "pp": 1, "shard": 16}, {"tied_embeddings": True}),
         (16, {"name": "torch_pp", "pp": 2, "shard": 4, "schedule": "1f1b"}, LLAMA),
+        (16, {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate": 2, "replicate_zero": 1}, {}),
     ],
 )
 def test_the_cost_model_is_within_five_percent_of_the_trace(
     batch: int, contender: dict[str, Any], model: dict[str, Any]
 ) -> None:
     name = contender["name"]
-    num_gpus = prod(contender.get(degree, 1) for degree in ("pp", "tp", "shard"))
+    num_gpus = prod(contender.get(degree, 1) for degree in ("pp", "tp", "shard", "replicate"))
     sizes = {**SIZES, **model}
     asked = request(num_gpus, contender, global_batch=batch, model=sizes, precision="bf16")
     plan = CONTENDERS[name].plan(asked)
     simulated = peak_memory(plan, price_plan(plan, CLUSTER))
     ends = sorted({0, plan.layout.pp - 1})
     ranks = [plan.layout.pipeline(0)[index] for index in ends]
-    traces = trace_ranks(plan, ranks, ADAMW, CONTENDERS[name].build)
+    fill = CONTENDERS[name].fill_integers if name == "deepspeed_3d" else None  # real tensors
+    traces = trace_ranks(plan, ranks, ADAMW, CONTENDERS[name].build, fill)
     for index, trace in zip(ends, traces, strict=True):
         assert simulated[index].total == pytest.approx(trace.memory.total, rel=0.05), index

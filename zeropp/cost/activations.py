@@ -97,7 +97,9 @@ def block_backward(work: Work, *, split: bool) -> float:
     if split and work.software.program == "torch_pp":
         return block_deferred(work) + work.tokens * e * inside
     inside *= _GATES[work.shape.family] + split
-    return block_saved(work) + boundary_bytes(work) + work.tokens * e * inside
+    # DeepSpeed puts the output together again, from the parts of the TP ranks.
+    outputs = 1 + (work.software.program == "deepspeed" and work.tp > 1)
+    return block_saved(work) + outputs * boundary_bytes(work) + work.tokens * e * inside
 
 
 def logits_bytes(work: Work, size: int) -> float:
@@ -135,7 +137,8 @@ def head_backward(work: Work) -> float:
     """Temporaries of the head's backward: torch's loss makes gradients of its logarithms and of its
     input, both fp32, and cut by the vocabulary a third (``distributed/tensor/parallel/loss.py``); a
     fused one works in place and makes the logits' gradient alone."""
-    if work.software.program == "megatron":
+    program = work.software.program
+    if program == "megatron" or (program == "deepspeed" and work.tp > 1):
         return logits_bytes(work, element_bytes(work.precision))
     return logits_bytes(work, (3 if work.tp > 1 else 2) * FP32)
 

@@ -21,6 +21,7 @@ from zeropp.cost.activations import (
     head_deferred,
     head_forward,
     head_kept,
+    logits_bytes,
 )
 from zeropp.cost.blocks import Work
 from zeropp.cost.flops import piece_parameters
@@ -51,10 +52,15 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
         element_bytes(plan.precision) if separate and summed > element_bytes(plan.precision) else 0
     )
     activations, later = _kept(work, len(sizes) - len(ends), head=last in pieces)
+    held, buffers = _messages(plan, work, stage)
+    activations += held
     return StageMemory(
         parameters=int(whole * software.parameter_bytes / layout.shard),
         optimizer=int(whole * software.optimizer_bytes / optimizer_shards(layout, software)),
-        gradients=int(whole * software.gradient_bytes / _gradient_shards(plan)),
+        gradients=int(
+            whole * software.gradient_bytes / _gradient_shards(plan)
+            + whole * software.half_gradient_bytes
+        ),
         unsharded=int(whole * _gathered_bytes(plan, work, stage) * separate),
         unsharded_gradients=int((whole + more) * summed),
         early_gradients=int((sum(ends) + more) * summed),
@@ -62,9 +68,11 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
         made_gradients=int(half * whole * (software.program == "torch_pp")),
         reduction_step=int(FP32 * max(sizes) * separate),
         reduction_copy=int(FP32 * _copied(work, stage, sizes) * separate),
+        flat_gradients=int(_flattened(plan, software, whole)),
         activations=int(activations),
         deferred=int(later),
         boundary=int(boundary_bytes(work)),
+        buffers=int(buffers),
         **_moments(work, len(sizes) - len(ends), last in pieces, activations, later),
     )
 
@@ -77,6 +85,26 @@ def _kept(work: Work, blocks: int, *, head: bool) -> tuple[float, float]:
     activations = blocks * block_kept(work) + head * head_kept(work) + output
     later = blocks * block_deferred(work) + head * head_deferred(work)
     return activations, later + (boundary_bytes(work) if runtime else 0.0)
+
+
+def _messages(plan: Plan, work: Work, stage: int) -> tuple[float, float]:
+    """Bytes beyond a message itself: a microbatch's, from its forward to its backward, and those
+    that stay. DeepSpeed's pipeline engine receives into two lasting buffers, copies inputs out of
+    them twice and keeps outputs, each TP rank a part of them; the last stage's are logits, those
+    of two microbatches at a time (``runtime/pipe/engine.py``: ``pipe_buffers``)."""
+    if work.software.program != "deepspeed":
+        return 0.0, 0.0
+    part = boundary_bytes(work) / work.tp
+    held = buffers = 0.0
+    if stage > 0:
+        buffers += part
+        held += part * (work.tp == 1)
+    if stage < plan.schedule.num_stages - 1:
+        held, buffers = held + part, buffers + part
+    else:
+        outputs = min(2, plan.num_microbatches)
+        buffers += outputs * logits_bytes(work, element_bytes(work.precision))
+    return held, buffers
 
 
 def _moments(
@@ -151,6 +179,14 @@ def _copied(work: Work, stage: int, sizes: list[float]) -> float:
     if work.software.program == "zeropp":
         return sum(sizes)
     return 0.0 if work.software.program == "fsdp" and stage == 0 else max(sizes)
+
+
+def _flattened(plan: Plan, software: Software, parameters: float) -> float:
+    """Bytes of the gradients that DeepSpeed copies into one tensor to reduce them, at most 5e8 at a
+    time (``runtime/engine.py``: ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
+    if software.program != "deepspeed" or plan.layout.replicate == 1:
+        return 0.0
+    return min(parameters, 5e8) * element_bytes(plan.precision)
 
 
 def _gradient_shards(plan: Plan) -> int:

@@ -28,9 +28,11 @@ class StageMemory:
     made_gradients: int  # a microbatch's own, where they wait for the stage's next backward
     reduction_step: int  # what a reduction copies at a time
     reduction_copy: int  # what it holds until the next one
+    flat_gradients: int  # a copy for the reduction over the replicas, when the program is done
     activations: int  # from its forward to the end of its input gradient
     deferred: int  # from its input gradient to its weight gradient (x and dY)
     boundary: int  # a message into the stage
+    buffers: int  # of messages, resident all the time
     forward: int  # its own bytes at the fullest moment of a forward: activations and temporaries
     backward_input: int  # likewise
     full_backward: int  # likewise

@@ -66,7 +66,7 @@ def price_plan(plan: Plan, cluster: Cluster, software: Software | None = None) -
         gathers_ahead=plan.layout.shard > 1 and plan.contender != "fsdp",
         torch_runtime=software.program == "torch_pp",
         steps_overlap=software.post_validation,
-        resident_gradients=software.program == "megatron",
+        resident_gradients=software.program in ("megatron", "deepspeed"),
         stragglers=stragglers(cluster, plan.layout.world),
         overlap_slowdown=cluster.device.overlap_slowdown,
     )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from zeropp.plan import Plan
 
 
-Program = Literal["megatron", "zeropp", "fsdp", "torch_pp"]
+Program = Literal["megatron", "zeropp", "fsdp", "torch_pp", "deepspeed"]
 # What selective recomputation makes again: unfused attention's scores (arXiv 2205.05198, section
 # 5); all but the outputs of products and attention (``zeropp/engine/recompute.py``); or half of a
 # block (every second product or block: torchtitan's ``selective_ac_option``, fms-fsdp's
@@ -33,6 +33,7 @@ class Software:
     parameter_bytes: int  # resident; where ZeRO-3 shards, this is the sharded copy
     gradient_bytes: int  # resident
     optimizer_bytes: int  # master weights (if they are not the parameters) and Adam's moments
+    half_gradient_bytes: int = 0  # resident 16-bit gradients beside those above
     flash: bool = True  # attention in one kernel, scores never in memory
     dropout_masks: bool = False  # dropout is on: masks are written, read and kept
     fused_loss: bool = False  # keeps 16-bit logits alone, no fp32 copy (flash-attention's loss)
@@ -67,10 +68,11 @@ def software_of(plan: Plan) -> Software:
     fp32: one copy of everything. bf16 under FSDP2: fp32 shards are the masters, gradients are
     reduced and kept in fp32; parameters are copied out of the gathered buffer and gradients into
     the reduced one (``_fsdp_collectives.py``: ``foreach_all_gather_copy_out``, ``chunk_cat``).
-    DeepSpeed's bf16 optimizer: bf16 parameters, fp32 accumulated gradients, fp32 masters
-    (``runtime/bf16_optimizer.py``), and its ZeRO-1 all-reduces gradients
-    (``PipelineEngine._bf16_reduce_grads``); its pipeline engine slices boundaries over TP ranks
-    (``pipe_partitioned``) and its transfers stand in line with compute (``runtime/pipe/p2p.py``).
+    DeepSpeed's bf16 optimizer: bf16 parameters, fp32 accumulated gradients, bf16 ones that are
+    zeroed and not freed, fp32 masters (``runtime/bf16_optimizer.py``), and its ZeRO-1 all-reduces
+    gradients (``PipelineEngine._bf16_reduce_grads``); its pipeline engine slices boundaries over
+    TP ranks (``pipe_partitioned``) and its transfers stand in line with compute
+    (``runtime/pipe/p2p.py``).
     Megatron Core, for "3D, best known", has all that it publishes: the distributed optimizer,
     fused gradient accumulation, reductions beside the backward and parameter gathers beside the
     next forward, sliced boundaries, and tensor-parallel collectives sliced beside products, for
@@ -87,11 +89,12 @@ def software_of(plan: Plan) -> Software:
         )
     if plan.runtime == "deepspeed":
         return Software(
-            *((2, 4, 12) if bf16 else (4, 4, 8)),
+            *((2, 4, 12, 2) if bf16 else (4, 4, 8, 0)),
             split_boundary=True,
             blocking_transfers=True,
             zero1_all_reduces=bf16,
             fused_accumulation=False,
+            program="deepspeed",
         )
     if plan.runtime == "fsdp2":
         program = _FSDP2_PROGRAMS.get(plan.contender, "zeropp")

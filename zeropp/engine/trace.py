@@ -279,17 +279,17 @@ def _always(original: Any, allocations: Allocations) -> Any:
 
 class _FusedRmsNorm(torch.autograd.Function):
     """What CUDA's ``_fused_rms_norm`` keeps and makes; on CPUs torch takes RMSNorm apart and keeps
-    each part in fp32."""
+    each part in fp32. Zeros, so that an optimizer that looks for overflows goes on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return torch.empty_like(x)
+        return torch.zeros_like(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.zeros_like(x), torch.zeros_like(weight)
 
 
 def _fused_rms_norm(original: Any, allocations: Allocations) -> Any:

@@ -52,7 +52,7 @@ def as_memory(plan: Plan, price: PlanPrice, rank: int, change: Change) -> Memory
         unsharded=change.unsharded,
         gradients=resident + change.gradients,
         optimizer=sum(m.optimizer for m in stages),
-        activations=change.activations,
+        activations=sum(m.buffers for m in stages) + change.activations,
         workspace=change.workspace,
     )
 
@@ -70,6 +70,9 @@ def walk(plan: Plan, price: PlanPrice, rank: int) -> Iterator[Change]:
             yield Change(index, True, state.unsharded, *moment)
         left = (state.gradients, state.activations, state.copy)
         yield Change(index, action.op in GROWING, state.unsharded, *left)
+    flat = sum(price.memory[s].flat_gradients for s in plan.schedule.stages_of(rank))
+    if flat:
+        yield Change(index, False, state.unsharded, state.gradients, state.activations, flat)
 
 
 GROWING = frozenset({Op.UNSHARD, Op.RECV_F, Op.RECV_B})
