@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from omegaconf import OmegaConf
-from pydantic import TypeAdapter
 
+from benchmarks.compose import preset
 from benchmarks.contenders import CONTENDERS
 from benchmarks.environment import git_state
 from zeropp.cost import price_plan
@@ -32,9 +32,7 @@ from zeropp.shape import ModelShape
 from zeropp.sim.memory import peak_memory
 from zeropp.training import OptimizerConfig
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
 OUT = Path("results/reference/memory/traced_vs_simulated.csv")
-Preset = TypeVar("Preset", ModelShape, Cluster)
 REAL = ("deepspeed_3d",)  # fake tensors stop it; real ones are computed with, so models are small
 DEGREES = ("pp", "tp", "shard", "replicate")
 
@@ -130,12 +128,6 @@ CASES = (
     Case("fsdp", "llama_8b", "shard=16 recompute=full", 2, 2),
     Case("fsdp", "llama_70b", "shard=64 recompute=selective", 1, 1),
 )
-
-
-def preset(group: str, name: str, kind: type[Preset]) -> Preset:
-    """A file of ``conf/``."""
-    values = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{name}.yaml"))
-    return TypeAdapter(kind).validate_python(values)
 
 
 def trace(case: Case) -> Iterator[dict[str, Any]]:
