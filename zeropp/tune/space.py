@@ -42,10 +42,10 @@ class Space:
     shards: bool = False  # has ZeRO-3 groups
     pipelines: tuple[int, int] = (1, 0)  # fewest and most pipeline ranks; 0: as many as fit
     replicate_zero: tuple[int, ...] = (0,)
-    # Selective recomputation drops attention scores; fused attention never keeps any.
+    # Megatron's selective recomputation drops attention scores; fused attention never keeps any.
     recompute: tuple[Recompute, ...] = ("none", "full")
     placements: tuple[Placement, ...] = ("dp_inner",)
-    unit_factors: tuple[int, ...] = ()  # U as multiples of P, beside m; none: no units
+    unit_factors: tuple[float, ...] = ()  # U as multiples of P, beside m; none: no units
     cap_factors: tuple[float, ...] = ()  # activation cap as multiples of U*V, between its bounds
     reduce_every: tuple[ReduceEvery, ...] = ("step",)
 
@@ -67,9 +67,9 @@ SPACES: dict[str, Space] = {
             "megatron_core",
             {
                 "1f1b": (1,),
-                "interleaved_1f1b": (2, 3, 4, 6, 8),
+                "interleaved_1f1b": (2, 3, 4, 6, 8, 12),
                 "zb_h1": (1,),
-                "interleaved_zb": (2, 3, 4, 6, 8),
+                "interleaved_zb": (2, 3, 4, 6, 8, 12),
                 "zbv": (2,),
             },
             tensor=True,
@@ -81,12 +81,13 @@ SPACES: dict[str, Space] = {
             "zeropp",
             "ZeroPP",
             "fsdp2",
-            {"zeropp": (1, 2, 3, 4, 6, 8)},
+            {"zeropp": (1, 2, 3, 4, 6, 8, 12)},
             shards=True,
             pipelines=(2, 0),  # with one pipeline rank it is FSDP
             replicate_zero=(0, 1),
+            recompute=("none", "selective", "full"),
             placements=("dp_inner", "pp_inner"),
-            unit_factors=(1, 2, 4),
+            unit_factors=(0.5, 1, 2, 4),
             cap_factors=(0.0, 1.0, 1.5),
             reduce_every=("unit", "step"),
         ),
@@ -97,6 +98,7 @@ SPACES: dict[str, Space] = {
             {"fsdp": (1,)},
             shards=True,
             pipelines=(1, 1),
+            recompute=("none", "selective", "full"),
             reduce_every=("unit", "step"),
         ),
     )
@@ -217,7 +219,7 @@ def members(space: Space, family: Candidate) -> Iterator[Candidate]:
             yield replace(family, reduce_every=reduce_every)
         return
     m, pp, chunks = family.num_microbatches, family.layout.pp, family.layout.chunks
-    for unit in sorted({min(m, pp * factor) for factor in space.unit_factors} | {m}):
+    for unit in sorted({min(m, max(1, int(pp * f))) for f in space.unit_factors} | {m}):
         smallest = (chunks - 1) * unit + 1
         wanted = {round(unit * chunks * factor) for factor in space.cap_factors}
         for cap in sorted({min(max(w, smallest), m * chunks) for w in wanted}):
