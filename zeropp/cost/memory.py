@@ -182,11 +182,12 @@ def _copied(work: Work, stage: int, sizes: list[float]) -> float:
 
 
 def _flattened(plan: Plan, software: Software, parameters: float) -> float:
-    """Bytes of the gradients that DeepSpeed copies into one tensor to reduce them, at most 5e8 at a
-    time (``runtime/engine.py``: ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
+    """Bytes of the copy of gradients that DeepSpeed makes to reduce them: cast to 16 bit all at
+    once, or, in fp32, put into one tensor, 5e8 at a time (``runtime/engine.py``:
+    ``allreduce_bucket``, ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
     if software.program != "deepspeed" or plan.layout.replicate == 1:
         return 0.0
-    return min(parameters, 5e8) * element_bytes(plan.precision)
+    return 2 * parameters if plan.precision == "bf16" else FP32 * min(parameters, 5e8)
 
 
 def _gradient_shards(plan: Plan) -> int:

@@ -31,8 +31,8 @@ from zeropp.schedule.program import StageCost
 if TYPE_CHECKING:
     from zeropp.plan import Plan
 
-# About 0.5 % of machines take about 10 % more time for equal work (after MegaScale, arXiv
-# 2402.15627, section 6.3), and a synchronous step waits for the slowest.
+# About 0.5 % of machines take about 10 % more time for equal work (MegaScale, arXiv 2402.15627, as
+# remembered: its text was not at hand), and a synchronous step waits for the slowest.
 SLOW_NODES = 0.005
 SLOW_NODE_LOSS = 0.1
 

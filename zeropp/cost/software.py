@@ -69,10 +69,10 @@ def software_of(plan: Plan) -> Software:
     reduced and kept in fp32; parameters are copied out of the gathered buffer and gradients into
     the reduced one (``_fsdp_collectives.py``: ``foreach_all_gather_copy_out``, ``chunk_cat``).
     DeepSpeed's bf16 optimizer: bf16 parameters, fp32 accumulated gradients, bf16 ones that are
-    zeroed and not freed, fp32 masters (``runtime/bf16_optimizer.py``), and its ZeRO-1 all-reduces
-    gradients (``PipelineEngine._bf16_reduce_grads``); its pipeline engine slices boundaries over
-    TP ranks (``pipe_partitioned``) and its transfers stand in line with compute
-    (``runtime/pipe/p2p.py``).
+    zeroed and not freed, fp32 masters (``runtime/bf16_optimizer.py``); its ZeRO-1 all-reduces
+    gradients, cast to bf16 (``PipelineEngine._bf16_reduce_grads``, ``communication_data_type``);
+    its pipeline engine slices boundaries over TP ranks (``pipe_partitioned``) and its transfers
+    stand in line with compute (``runtime/pipe/p2p.py``).
     Megatron Core, for "3D, best known", has all that it publishes: the distributed optimizer,
     fused gradient accumulation, reductions beside the backward and parameter gathers beside the
     next forward, sliced boundaries, and tensor-parallel collectives sliced beside products, for
@@ -93,6 +93,7 @@ def software_of(plan: Plan) -> Software:
             split_boundary=True,
             blocking_transfers=True,
             zero1_all_reduces=bf16,
+            reduce_bytes=2 if bf16 else 4,
             fused_accumulation=False,
             program="deepspeed",
         )

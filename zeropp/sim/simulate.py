@@ -169,10 +169,11 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
         factor = 1.0 + price.overlap_slowdown * min(1.0, beside / compute)
         factor *= price.stragglers
         for s in stages:
+            forward_tp, backward_tp = price.tp_s[s]  # collectives, which no processor slows
             costs[s] = replace(
                 costs[s],
-                forward=costs[s].forward * factor,
-                backward_input=costs[s].backward_input * factor,
+                forward=(costs[s].forward - forward_tp) * factor + forward_tp,
+                backward_input=(costs[s].backward_input - backward_tp) * factor + backward_tp,
                 backward_weight=costs[s].backward_weight * factor,
             )
     return costs

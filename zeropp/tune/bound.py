@@ -13,7 +13,7 @@ from zeropp.layout import Layout
 from zeropp.plan import Plan
 from zeropp.sim.simulate import compute_s
 from zeropp.tune.plans import sized_plan
-from zeropp.tune.space import Candidate, Task
+from zeropp.tune.space import SPACES, Candidate, Task, units_of
 
 
 def work_s(task: Task, family: Candidate) -> float:
@@ -52,7 +52,8 @@ def least_step_s(plan: Plan, price: PlanPrice) -> float:
         beside = _link_s(plan, price, stages)
         work = sum(compute_s(price.stages[s]) for s in stages) * m
         slowed = price.stragglers * (1.0 + price.overlap_slowdown * min(1.0, beside / work))
-        work = work * slowed + _copies_s(plan, price, stages)
+        tensor = sum(sum(price.tp_s[s]) for s in stages) * m
+        work = (work - tensor) * slowed + tensor + _copies_s(plan, price, stages)
         weights = (
             sum(price.stages[s].backward_weight for s in stages) * m * slowed if split else 0.0
         )
@@ -118,7 +119,7 @@ def _least_activations(plan: Plan, candidate: Candidate, rank: int, sizes: list[
     if candidate.schedule == "interleaved_1f1b":
         return min(m * chunks, way_round - 1 + (chunks - 1) * pp + 1) * min(sizes)
     if candidate.schedule == "zeropp":
-        unit = min(candidate.unit if candidate.cap else pp, m)  # a family: its smallest
+        unit = candidate.unit if candidate.cap else min(units_of(SPACES["zeropp"], pp, m))
         last = min(unit, way_round)
         last = min(last, candidate.cap - (chunks - 1) * unit) if candidate.cap else 1
         return unit * sum(sizes[:-1]) + last * sizes[-1]

@@ -212,6 +212,12 @@ def _refuse(task: Task, layout: Layout, schedule: str, chunks: int, m: int) -> s
     return ""
 
 
+def units_of(space: Space, pp: int, num_microbatches: int) -> list[int]:
+    """Units to choose from, ascending: parts and multiples of P, and all microbatches."""
+    parts = {max(1, int(pp * factor)) for factor in space.unit_factors}
+    return sorted({min(num_microbatches, part) for part in parts} | {num_microbatches})
+
+
 def members(space: Space, family: Candidate) -> Iterator[Candidate]:
     """A family's configurations: every unit, activation cap and point of reduction."""
     if not space.unit_factors:
@@ -219,7 +225,7 @@ def members(space: Space, family: Candidate) -> Iterator[Candidate]:
             yield replace(family, reduce_every=reduce_every)
         return
     m, pp, chunks = family.num_microbatches, family.layout.pp, family.layout.chunks
-    for unit in sorted({min(m, max(1, int(pp * f))) for f in space.unit_factors} | {m}):
+    for unit in units_of(space, pp, m):
         smallest = (chunks - 1) * unit + 1
         wanted = {round(unit * chunks * factor) for factor in space.cap_factors}
         for cap in sorted({min(max(w, smallest), m * chunks) for w in wanted}):
