@@ -11,14 +11,14 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.data import open_batches
@@ -49,10 +49,10 @@ def measure_lone_rank(spec: RunSpec, events: EventWriter, trace_file: Path) -> N
         nonlocal index
         batch = local_batch(batches, plan.layout, index, device)
         index += 1
-        _synchronise(device)
+        synchronise(device)
         start = time.perf_counter()
         trainer.step(*batch)
-        _synchronise(device)
+        synchronise(device)
         return time.perf_counter() - start
 
     rank, fill_integers = int(os.environ["RANK"]), partial(contender.fill_integers, plan)
@@ -85,20 +85,28 @@ def compute_seconds(spans: Sequence[Span]) -> dict[str, float]:
     return {name: statistics.median(seconds) for name, seconds in samples.items()}
 
 
-def _profile(step: Any, device: torch.device, trace_file: Path) -> dict[str, Any]:
-    """Profile one more step; sums over its kernels, or nothing on a device that has none."""
+def _profile(step: Callable[[], float], device: torch.device, trace_file: Path) -> dict[str, Any]:
+    """Profile one more step, the profiler warm; sums over its kernels, or nothing on a device that
+    has none."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
-        step()
-    profiler.export_chrome_trace(str(trace_file))
+    steps = schedule(wait=0, warmup=1, active=1)
+    with profile(
+        activities=activities,
+        schedule=steps,
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace_file)),
+    ) as profiler:
+        for _ in range(2):
+            step()
+            profiler.step()
     sums = summarise_kernels(kernels_of(read_trace(trace_file)))
     if sums is None:
         return {}
     return asdict(sums) | {"compute_over_kernels": sums.compute_over_kernels}
 
 
-def _synchronise(device: torch.device) -> None:
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -96,7 +96,7 @@ def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
         announce(group, todo, kind)
         feasible = [point for point in todo if point.plan is not None]
         if not dry_run:
-            _record_infeasible(todo, runs_dir, kind)
+            _record_infeasible(todo, runs_dir, options)
         with SweepProgress(len(feasible)) as progress:
             records += _launcher(options).launch(feasible, options, runs_dir, progress)
     if not dry_run:
@@ -127,10 +127,11 @@ def _launcher(options: dict[str, Any]) -> ModuleType:
     return importlib.import_module(f"benchmarks.launch.{options['kind']}")
 
 
-def _record_infeasible(points: list[Point], runs_dir: Path, launcher: str) -> None:
+def _record_infeasible(points: list[Point], runs_dir: Path, options: dict[str, Any]) -> None:
+    kind, variant = options["kind"], variant_of(options)
     for point in points:
         if point.plan is None:
-            write_unstarted(point, runs_dir, launcher, "infeasible", point.reason)
+            write_unstarted(point, runs_dir, kind, "infeasible", point.reason, variant=variant)
 
 
 if __name__ == "__main__":

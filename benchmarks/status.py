@@ -93,8 +93,9 @@ def _recorded_row(record: RunRecord, point: Path) -> Row:
 
 def _telling(records: list[RunRecord]) -> RunRecord:
     """Of the newest record's kind of evidence: a success if there is one, else the newest."""
-    kind = max(records, key=lambda record: record.ended_at).provenance
-    of_kind = [record for record in records if record.provenance == kind]
+    newest = max(records, key=lambda record: record.ended_at)
+    kind = newest.provenance, newest.variant
+    of_kind = [record for record in records if (record.provenance, record.variant) == kind]
     return max(of_kind, key=lambda record: (record.status == "ok", record.ended_at))
 
 

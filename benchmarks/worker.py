@@ -27,7 +27,7 @@ from benchmarks.data.local import local_batch
 from benchmarks.environment import capture_environment
 from benchmarks.events import EventWriter
 from benchmarks.gate import run_gate
-from benchmarks.lone_rank import measure_lone_rank
+from benchmarks.lone_rank import measure_lone_rank, synchronise
 from benchmarks.memory import MemoryMeter
 from benchmarks.spec import RunSpec, load_spec
 from zeropp.plan import Plan
@@ -104,10 +104,10 @@ class _Attempt:
         warmup = self.spec.measure.warmup_steps
         for index in range(warmup + self.spec.measure.steps):
             inputs, targets = local_batch(self.batches, self.plan.layout, index, self.device)
-            _synchronise(self.device)
+            synchronise(self.device)
             start = time.perf_counter()
             result = self.trainer.step(inputs, targets)
-            _synchronise(self.device)
+            synchronise(self.device)
             seconds = time.perf_counter() - start
             kind = "warmup" if index < warmup else "step"
             self.events.write(kind, index=index, seconds=seconds, loss=result.loss)
@@ -145,11 +145,6 @@ def _open_world(spec: RunSpec) -> torch.device:
             "cpu:gloo,cuda:nccl", rank=rank, world_size=world, timeout=timeout, device_id=device
         )
     return device
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

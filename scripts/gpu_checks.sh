@@ -12,10 +12,11 @@ cd "$(dirname "$0")/.."
 cluster=${CLUSTER:-h100} model=${MODEL:-gpt_6_2b} out=${1:-results/gpu_checks}
 gpus=$(nvidia-smi --list-gpus | wc -l)
 
-run() {
+failed=0
+run() { # a point that fails stops nothing: what follows may tell why
     echo "== $*" >&2
     python -m benchmarks.run "$@" cluster="$cluster" data=synthetic \
-        runs_dir="$out/runs" report_dir="$out/report"
+        runs_dir="$out/runs" report_dir="$out/report" || failed=1
 }
 
 run -m model=gpt_tiny num_gpus=1 precision=fp32,bf16 contender=zeropp contender.chunks=2
@@ -32,6 +33,7 @@ run "${job[@]}" launcher=trace
 run "${job[@]}" launcher=simulate
 run "${job[@]}" launcher=simulate launcher.compute=traced
 
-python scripts/engine_overhead.py --out "$out/engine_overhead.json"
+python scripts/engine_overhead.py --out "$out/engine_overhead.json" || failed=1
 python -m benchmarks.report "$out/runs" --out "$out/report"
 cat "$out/report/tables.md"
+exit "$failed"

@@ -3,7 +3,7 @@ code's.
 
 Every plan's first, middle and last pipeline rank is traced (``zeropp.engine.trace``) and priced.
 Needs no GPU and no peers; about a quarter of an hour on two cores. Plans that the file has are
-priced again but not traced again: delete it to trace all.
+priced again but not traced again: delete rows whose code or plan has changed.
 
     python scripts/memory_table.py [results/reference/memory/traced_vs_simulated.csv]
 """

@@ -12,7 +12,7 @@ import json
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from benchmarks.record import SCHEMA_VERSION, GateResult, RankRecord, RunRecord,
 from zeropp.layout import Layout
 
 Events = list[dict[str, Any]]
+_FIELDS = {field.name for field in fields(RunRecord)}
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def finish_attempt(
     spec = json.loads((directory / "spec.json").read_text())
     spec_id = directory.resolve().parent.name
     header = json.loads((directory / "attempt.json").read_text())
+    header = {key: value for key, value in header.items() if key in _FIELDS}
     ranks = {
         int(path.stem.removeprefix("rank_")): read_events(path)
         for path in sorted(directory.glob("rank_*.jsonl"))

@@ -149,8 +149,8 @@ def freeze(point: Point, directory: Path, launcher: str, variant: str = "") -> N
         "git_dirty": dirty,
         "plan": plan_summary(point.plan) if point.plan else {},
     }
-    write_atomically(directory / "attempt.json", json.dumps(header, indent=1))
     write_atomically(directory / "spec.json", json.dumps(point.spec.to_dict(), indent=1))
+    write_atomically(directory / "attempt.json", json.dumps(header, indent=1))
 
 
 def write_unstarted(
@@ -160,12 +160,20 @@ def write_unstarted(
     status: Status,
     reason: str,
     *,
+    variant: str = "",
     interrupted: bool = False,
 ) -> RunRecord:
     """Record a point that no rank was started for."""
     directory = attempt_directory(point.spec, runs_dir, launcher)
     record = launcher_record(
-        point.spec, directory.name, launcher, status, reason, now(), interrupted=interrupted
+        point.spec,
+        directory.name,
+        launcher,
+        status,
+        reason,
+        now(),
+        variant=variant,
+        interrupted=interrupted,
     )
     record.write(directory / "record.json")
     return record

@@ -35,8 +35,8 @@ def check(points: Sequence[Point], options: dict[str, Any]) -> None:
     be traced and is not."""
     for point in points:
         check_priced(point.spec.cluster, point.spec.precision)
-        if options["compute"] == "traced":
-            traced_record(point, Path(options["traced_runs"]))
+        if options["compute"] == "traced" and point.plan is not None:
+            traced_record(point.spec, point.plan, Path(options["traced_runs"]))
 
 
 def launch(
@@ -50,7 +50,7 @@ def launch(
         assert point.plan is not None  # infeasible points never reach a launcher
         source = None
         if options["compute"] == "traced":
-            source = traced_record(point, Path(options["traced_runs"]))
+            source = traced_record(point.spec, point.plan, Path(options["traced_runs"]))
         result = _simulate(point.spec, point.plan, source)
         record = simulated_record(point.spec, point.plan, directory.name, started, result)
         if source is not None:

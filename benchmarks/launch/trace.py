@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import CONTENDERS
+from benchmarks.launch.local import close_abandoned
 from benchmarks.launch.points import (
     Point,
     attempt_directory,
@@ -76,6 +77,7 @@ def launch(
     points: Sequence[Point], options: dict[str, Any], runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Trace every point: fake ranks as many at a time as there are cores, real ones in turn."""
+    close_abandoned(runs_dir)
     records = []
     for point in points:
         assert point.plan is not None  # infeasible points never reach a launcher

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from benchmarks.launch.points import Point, records_of
+from benchmarks.launch.points import plan_summary, records_of
 from benchmarks.record import RunRecord
-from benchmarks.spec import SpecError
+from benchmarks.spec import RunSpec, SpecError
 from zeropp.cost.price import PlanPrice
 from zeropp.plan import Plan
 from zeropp.schedule.program import StageCost
@@ -18,22 +19,27 @@ from zeropp.schedule.program import StageCost
 Like = tuple[int, bool, bool]  # what makes stages alike: blocks, embedding, head
 
 
-def traced_record(point: Point, runs_dir: Path) -> RunRecord:
-    """The newest record of a point's compute; raises SpecError where there is none, or where it
-    lacks the like of one of the plan's stages."""
+def traced_record(spec: RunSpec, plan: Plan, runs_dir: Path) -> RunRecord:
+    """The newest record of the compute of this very plan; raises SpecError where there is none, or
+    where it lacks the like of one of the plan's stages."""
     found = [
         record
-        for record in records_of(point.spec, runs_dir)
-        if record.status == "ok" and record.predicted.get("compute_s")
+        for record in records_of(spec, runs_dir)
+        if record.status == "ok"
+        and record.predicted.get("compute_s")
+        and _without_memory(record.plan) == _without_memory(plan_summary(plan))
     ]
     if not found:
         raise SpecError(
-            f"launcher.compute=traced: {runs_dir} has no record of {point.spec.spec_id} with "
-            "compute times (run it with launcher=trace launcher.tensors=real)"
+            f"launcher.compute=traced: {runs_dir} has no record of {spec.spec_id}, planned as it "
+            "is today, with compute times (run it with launcher=trace launcher.tensors=real)"
         )
-    if point.plan is not None:
-        _by_stage(point.plan, found[-1].predicted["compute_s"])
+    _by_stage(plan, found[-1].predicted["compute_s"])
     return found[-1]
+
+
+def _without_memory(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in summary.items() if key != "predicted_memory"}
 
 
 def traced_stages(

@@ -11,7 +11,15 @@ import pytest
 from benchmarks.events import EventWriter
 from benchmarks.launch import simulate as launcher
 from benchmarks.launch.finish import finish_attempt
-from benchmarks.launch.points import Point, attempt_directory, freeze, plan_point, still_to_run
+from benchmarks.launch.points import (
+    Point,
+    attempt_directory,
+    freeze,
+    plan_point,
+    still_to_run,
+    variant_of,
+    write_unstarted,
+)
 from benchmarks.launch.traced_compute import traced_stages
 from benchmarks.progress import SweepProgress
 from benchmarks.record import RunRecord
@@ -109,6 +117,22 @@ def test_the_launcher_prices_with_traced_compute(tmp_path: Path) -> None:
     assert not still_to_run([ZEROPP], tmp_path, "simulated", "traced compute", "missing")
     assert not still_to_run([ZEROPP], tmp_path, "traced", "real tensors", "missing")
     assert still_to_run([ZEROPP], tmp_path, "traced", "", "missing") == [ZEROPP]
+
+
+def test_an_infeasible_point_of_a_sweep_stops_nothing(tmp_path: Path) -> None:
+    infeasible = Point(ZEROPP.spec, None, "no plan")
+    launcher.check([infeasible], OPTIONS | {"traced_runs": str(tmp_path)})
+    variant = variant_of(OPTIONS)
+    write_unstarted(infeasible, tmp_path, "simulate", "infeasible", "no plan", variant=variant)
+    assert not still_to_run([infeasible], tmp_path, "simulated", variant, "missing")
+
+
+def test_a_trace_of_another_plan_is_not_taken(tmp_path: Path) -> None:
+    record = write_trace(ZEROPP, tmp_path, COMPUTE)
+    path = tmp_path / record.record_id / "record.json"
+    path.write_text(path.read_text().replace('"unit": 2', '"unit": 1'))
+    with pytest.raises(SpecError, match="planned as it is today"):
+        launcher.check([ZEROPP], OPTIONS | {"traced_runs": str(tmp_path)})
 
 
 def test_a_stage_without_a_like_is_named(tmp_path: Path) -> None:

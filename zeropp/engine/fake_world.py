@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -32,12 +33,16 @@ def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Itera
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     originals = {name: getattr(distributed_c10d, name) for name in ("recv", "irecv")}
+    completed = FakeWork.is_completed
+    # Messages have left as soon as they are sent, or they would be kept to the step's end.
+    FakeWork.is_completed = lambda work: True  # type: ignore[method-assign, assignment]
     try:
         if fill_integers is not None:
             _replace({n: _filled(original, fill_integers) for n, original in originals.items()})
         yield
     finally:
         _replace(originals)
+        FakeWork.is_completed = completed  # type: ignore[method-assign]
         dist.destroy_process_group()
 
 

@@ -29,7 +29,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -232,7 +231,6 @@ def _observed(allocations: Allocations) -> Iterator[None]:
         for owner, name, wrapper in (
             (DeviceMesh, "__init__", _untraced),
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", _untraced),
-            (FakeWork, "is_completed", _always),
             (functional, "rms_norm", _fused_rms_norm),
             (torch.UntypedStorage, "resize_", _resize),
             (FSDPParam, "init_all_gather_outputs", _gathered),
@@ -269,12 +267,6 @@ def _untraced(original: Any, allocations: Allocations) -> Any:
             return original(*arguments, **keywords)
 
     return run
-
-
-def _always(original: Any, allocations: Allocations) -> Any:
-    """Messages have left as soon as they are sent, or they would be kept to the step's end."""
-    del original, allocations
-    return lambda work: True
 
 
 class _FusedRmsNorm(torch.autograd.Function):
