@@ -3,10 +3,10 @@
 ``bound``: equal durations, every P up to a largest, V from 1 to 4, U from P to 2P, one to four
 whole units and every rest; how many take longer than ``1 + (P-1)/(3 m V)`` times the ideal.
 ``durations``: random plans of two models on the suite's clusters, the order planned with the cost
-model's durations beside that for equal ones, both simulated; gain is old over new step - 1. A few
-minutes on two cores.
+model's durations beside that for equal ones, both simulated; gain is old over new step - 1.
+A minute on two cores.
 
-    python scripts/schedule_orders.py --ranks 8 --plans 150
+    python scripts/schedule_orders.py --ranks 11 --plans 150
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> None:
         epilog="example: python scripts/schedule_orders.py --out /tmp/orders.json --ranks 4",
     )
     parser.add_argument("--out", type=Path, default=OUT, help="the JSON (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=8, help="largest P (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=11, help="largest P (%(default)s)")
     parser.add_argument("--plans", type=int, default=150, help="random plans (%(default)s)")
     options = parser.parse_args()
     with ProcessPoolExecutor() as pool:
