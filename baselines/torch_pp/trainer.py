@@ -246,10 +246,8 @@ class TorchPipelineTrainer:
         plan, shape = self._plan, self._plan.shape
         if stage == 0:
             return torch.empty(plan.microbatch_size, shape.seq, dtype=torch.int64, device="meta")
-        seq, width = (
-            shape.seq // (plan.layout.tp if plan.layout.sequence_parallel else 1),
-            shape.hidden,
-        )
+        split = plan.layout.tp if plan.layout.sequence_parallel else 1
+        seq, width = shape.seq // split, shape.hidden
         if stage == plan.schedule.num_stages:
             seq, width = shape.seq, shape.vocab
         dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32

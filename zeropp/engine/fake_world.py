@@ -49,7 +49,10 @@ def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Itera
 def _filled(original: Any, fill_integers: Fill) -> Any:
     def receive(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
         with torch.no_grad():
-            tensor.normal_() if tensor.is_floating_point() else fill_integers(tensor)
+            if tensor.is_floating_point():
+                tensor.normal_()
+            else:
+                fill_integers(tensor)
         return original(tensor, *arguments, **keywords)
 
     return receive

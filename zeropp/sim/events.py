@@ -269,21 +269,29 @@ class _Loop:
         start = max(self._link_f[rank], self._compute[rank])
         end = self._link_f[rank] = start + self._costs[stage].transfer
         key += self._microbatches
-        if self._ready_f[key] == _POSTED:
-            self._arrive(self._ready_f, self._waiting_f, key, end)
-        else:
-            self._message_f[key] = end
+        self._deliver(self._ready_f, self._waiting_f, self._message_f, key, end)
         return start, end
 
     def _send_b(self, rank: int, stage: int, key: int) -> _Times:
         start = max(self._link_b[rank], self._compute[rank])
         end = self._link_b[rank] = start + self._costs[stage - 1].transfer
         key -= self._microbatches
-        if self._ready_b[key] == _POSTED:
-            self._arrive(self._ready_b, self._waiting_b, key, end)
-        else:
-            self._message_b[key] = end
+        self._deliver(self._ready_b, self._waiting_b, self._message_b, key, end)
         return start, end
+
+    def _deliver(
+        self,
+        ready: list[float],
+        waiting: dict[int, int],
+        messages: list[float],
+        key: int,
+        time: float,
+    ) -> None:
+        """A message comes: an input is at hand if its receive is posted, else it is kept."""
+        if ready[key] == _POSTED:
+            self._arrive(ready, waiting, key, time)
+        else:
+            messages[key] = time
 
     def _receive_f(self, rank: int, _: int, key: int) -> _Times:
         return self._post(rank, self._ready_f, self._message_f[key], key)
