@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.report import style
 from benchmarks.report.picture import Picture
-from benchmarks.validate.report import FITTED
+from benchmarks.validate.rows import FITTED
 
 VALIDATION = Path(__file__).parents[2] / "results" / "reference" / "validation" / "validation.csv"
 _ROLES = {"held out": style.COOL, "fitted": style.NEUTRAL}

@@ -8,20 +8,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
 
+from benchmarks.report import style
 from benchmarks.validate.pairs import Pair
 from benchmarks.validate.predict import Prediction
+from benchmarks.validate.rows import FITTED
 
 ANSWERS = ("predicted", "relative_error", "reason")
-
-# Constants are fitted on these sources; every other one is held out.
-FITTED = ("vTrain", "LiBai", "MosaicML", "2205.05198")
 
 
 @dataclass(frozen=True)
@@ -135,31 +132,31 @@ def _answer(outcome: Outcome) -> dict[str, str]:
 
 
 def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Predicted over measured, against measured, a panel a kind and unit."""
+    """Predicted over measured, against measured, a panel a kind and unit, a colour a source."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for outcome in outcomes:
         prediction = outcome.prediction
         if prediction is None or prediction.kind == "oom" or prediction.relative_error <= -1:
             continue
         ratio = 1 + prediction.relative_error
-        source = outcome.row.get("source", "")
-        unit = f"{prediction.kind}, {outcome.row.get('unit', '')}"
-        panels[unit][source].append((prediction.value / ratio, ratio))
-    names = list(panels) or ["nothing predicted"]
-    columns = min(3, len(names))
-    lines = -(-len(names) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(5 * columns, 3.6 * lines), squeeze=False)
-    for axis, name in zip(axes.flat, names, strict=False):
-        for source, points in panels.get(name, {}).items():
+        unit = f"{prediction.kind}, measured [{outcome.row.get('unit', '')}]"
+        panels[unit][outcome.row.get("source", "")].append((prediction.value / ratio, ratio))
+    names = sorted(panels, reverse=True) or ["nothing predicted"]
+    sources = sorted({source for of_panel in panels.values() for source in of_panel})
+    shades = {source: f"C{number}" for number, source in enumerate(sources)}
+    figure, axes = style.panels(len(names))
+    highest = max([2.0] + [y for of in panels.values() for ps in of.values() for _, y in ps])
+    for axis, name in zip(axes, names, strict=True):
+        for source, points in panels[name].items():
             x, y = zip(*points, strict=True)
-            axis.scatter(x, y, s=9, alpha=0.6, label=source[:32])
+            axis.scatter(x, y, s=9, alpha=0.6, color=shades[source], label=source)
         axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set(xscale="log", xlabel=f"measured ({name})", ylabel="predicted / measured")
-        low, high = axis.get_ylim()
-        axis.set_ylim(min(0.4, low), max(1.8, high))
-        axis.legend(fontsize=6)
-    for spare in list(axes.flat)[len(names) :]:
-        spare.set_visible(False)
-    figure.tight_layout()
+        axis.set(xscale="log", xlabel=name, ylabel="predicted / measured")
+        axis.set_ylim(0.4, 1.05 * highest)
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter("{x:,g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+    entries = {s: Line2D([], [], color=c, marker="o", linestyle="") for s, c in shades.items()}
+    figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=2)
     figure.savefig(path, dpi=150)
     plt.close(figure)
