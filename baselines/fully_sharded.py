@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from zeropp.engine.recompute import run_recomputed
 from zeropp.engine.sharding import local
 from zeropp.layout import Layout
+from zeropp.literals import Precision
 from zeropp.optimizer import square_norm
-from zeropp.plan import Plan, Precision
+from zeropp.plan import Plan
 from zeropp.training import StepResult
 
 

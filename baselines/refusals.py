@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from zeropp.plan import Settings
-from zeropp.planner import refuse
+from zeropp.planner.zeropp_plan import refuse
 
 _ZEROPP_ALONE = ("unit", "activation_cap", "activation_cap_gib", "replicate_every", "keep")
 

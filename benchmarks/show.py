@@ -19,9 +19,9 @@ from rich.text import Text
 
 from zeropp.schedule import ScheduleError, build, lower, validate
 from zeropp.schedule.action import parse_action
+from zeropp.schedule.event_loop import EventResult, run
+from zeropp.schedule.legality import live_activations, resident_chunks
 from zeropp.schedule.program import StageCost
-from zeropp.schedule.validate import live_activations, resident_chunks
-from zeropp.sim.events import EventResult, run
 from zeropp.timeline import Span, Timeline
 
 _STYLES = {

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.events import rank_file, read_events
 from benchmarks.launch.local import close_abandoned
-from benchmarks.launch.slurm_client import QueuedJob, SlurmError
-from benchmarks.launch.slurm_jobs import Task, close_ended, look, read_tasks, underway
-from benchmarks.record import RecordError, RunRecord, find_records, read_record
+from benchmarks.launch.slurm.client import QueuedJob, SlurmError
+from benchmarks.launch.slurm.jobs import Task, close_ended, look, read_tasks, underway
+from benchmarks.records.rank_events import rank_file, read_events
+from benchmarks.records.record import RecordError, RunRecord, find_records, read_record
 
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
 _OPTIONAL = ("detail", "job", "nodes", "log")  # columns that are left out where all are empty

@@ -16,12 +16,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.compose import compose
-from benchmarks.metrics import UNMEASURED
-from benchmarks.progress import progress_line
-from benchmarks.spec import SpecError, check_heads, check_priced, check_ranges, validated
-from zeropp.cost.cluster import Cluster
-from zeropp.plan import Precision
+from benchmarks.launch.progress import progress_line
+from benchmarks.records.metrics import UNMEASURED
+from benchmarks.specification.compose import compose
+from benchmarks.specification.run_spec import (
+    SpecError,
+    check_heads,
+    check_priced,
+    check_ranges,
+    validated,
+)
+from zeropp.cluster import Cluster
+from zeropp.literals import Precision
 from zeropp.shape import ModelShape
 from zeropp.tune.search import Evaluated, Outcome, search
 from zeropp.tune.space import SPACES, Task

@@ -21,10 +21,10 @@ from benchmarks.report.frame import latest_ok
 from benchmarks.report.headline import headline_table
 from benchmarks.report.tables import to_markdown
 from benchmarks.report.timeline_figure import timeline_figure
-from benchmarks.verdict.tables import page_tables
+from benchmarks.studies.claim_33.page_tables import page_tables
 from zeropp.schedule import build, lower
+from zeropp.schedule.event_loop import run
 from zeropp.schedule.program import StageCost
-from zeropp.sim.events import run
 from zeropp.timeline import Timeline
 
 _DOCS = Path(__file__).parent

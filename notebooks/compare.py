@@ -33,8 +33,8 @@ from benchmarks.report.headline import REFERENCE, headline_table
 from benchmarks.report.losses import loss_curves
 from benchmarks.report.scaling import scaling_curves, speedup_maps
 from benchmarks.report.tables import memory_table, paired_speedups, speedup_table, throughput_table
-from benchmarks.report.timelines import step_timelines
-from benchmarks.stats import paired_ratio, ratio_of_medians
+from benchmarks.report.step_timelines import step_timelines
+from benchmarks.records.stats import paired_ratio, ratio_of_medians
 
 set_matplotlib_formats("png", dpi=72)
 pd.set_option("display.max_colwidth", None)

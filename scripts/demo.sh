@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
-make_environment .
+make_environment ".[suite]"
 exec .venv/bin/python -m benchmarks.run experiment=demo "$@"

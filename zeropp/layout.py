@@ -1,16 +1,11 @@
-"""Degrees of parallelism, how ranks are numbered, and how ``auto`` degrees are filled in."""
+"""Degrees of parallelism and how ranks are numbered. A leaf: it imports the literals alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from zeropp.plan import Auto, PlanRequest
-
-Axis = Literal["tp", "pp", "shard", "replicate"]
-Placement = Literal["dp_inner", "pp_inner"]
+from zeropp.literals import Axis, Placement
 
 # Microbatches x stages: twice those of 64 ranks with 4 chunks and 512 microbatches. Planning takes
 # some 20 s there; far beyond, it would only look as if it did nothing.
@@ -90,88 +85,6 @@ class Layout:
         return place["replicate"] * self.shard + place["shard"]
 
 
-def resolve_layout(request: PlanRequest) -> Layout:
-    """Fill in ``auto`` degrees and check that the degrees make up the ranks.
-
-    ``pp: auto`` is one stage a node (two on one node, if the ranks allow); ``shard: auto`` the
-    largest group that fits what remains of a node; ``replicate: auto`` the rest. Raises
-    InfeasibleError with one line naming field, value and what would work.
-    """
-    settings = request.settings
-    degrees = _fill_degrees(request)
-    layout = Layout(
-        pp=degrees["pp"],
-        tp=degrees["tp"],
-        shard=degrees["shard"],
-        replicate=degrees["replicate"],
-        chunks=settings.chunks,
-        replicate_zero=settings.replicate_zero,
-        sequence_parallel=settings.sequence_parallel,
-        placement=settings.placement,
-    )
-    _check_stages(request, layout)
-    return layout
-
-
-def _fill_degrees(request: PlanRequest) -> dict[Axis, int]:
-    """All four degrees; those that are given first take their share of the ranks."""
-    settings, world, node = request.settings, request.num_gpus, request.cluster.gpus_per_node
-    asked: dict[Axis, int | Auto] = {
-        "tp": settings.tp,
-        "pp": settings.pp,
-        "shard": settings.shard,
-        "replicate": settings.replicate,
-    }
-    degrees: dict[Axis, int] = {}
-    rest = world
-    for axis, degree in asked.items():
-        if degree == "auto":
-            continue
-        if rest % degree:
-            raise InfeasibleError(
-                f"contender.{axis}={degree}: the degrees {_product(asked)} must multiply to "
-                f"num_gpus={world} (try contender.{axis} in {divisors(rest)})"
-            )
-        degrees[axis], rest = degree, rest // degree
-    limits: dict[Axis, int] = {
-        "pp": max(2, world // node),
-        "shard": max(1, node // settings.tp),
-        "replicate": rest,
-    }
-    for axis, limit in limits.items():
-        if axis not in degrees:
-            degrees[axis] = max(d for d in divisors(rest) if d <= limit)
-            rest //= degrees[axis]
-    degrees = {axis: degrees[axis] for axis in asked}
-    if rest != 1:
-        raise InfeasibleError(
-            f"num_gpus={world}: the degrees {_product(degrees)} multiply to {world // rest} "
-            "(set one of them to auto)"
-        )
-    return degrees
-
-
-def microbatches_per_step(request: PlanRequest, layout: Layout) -> int:
-    """Microbatches a step and pipeline; raises InfeasibleError where the batch does not divide."""
-    slots = layout.dp * request.microbatch_size
-    if request.global_batch % slots:
-        below = request.global_batch // slots * slots
-        nearest = f"{below} or {below + slots}" if below else f"{slots}"
-        raise InfeasibleError(
-            f"global_batch={request.global_batch}: must be a multiple of microbatch_size="
-            f"{request.microbatch_size} x {layout.dp} data-parallel ranks (try {nearest})"
-        )
-    count = request.global_batch // slots
-    stages = layout.pp * layout.chunks
-    if count > most_microbatches(stages):
-        raise InfeasibleError(
-            f"global_batch={request.global_batch}: {count} microbatches a step and pipeline x "
-            f"{stages} stages are more than can be planned (at most {most_microbatches(stages)} "
-            "microbatches; try a larger microbatch_size)"
-        )
-    return count
-
-
 def most_microbatches(stages: int) -> int:
     """How many microbatches a step and pipeline of so many stages may have, to be planned."""
     return _MOST_ACTIONS // stages
@@ -180,20 +93,3 @@ def most_microbatches(stages: int) -> int:
 def divisors(number: int) -> list[int]:
     """All divisors of a positive number, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def _check_stages(request: PlanRequest, layout: Layout) -> None:
-    stages, layers = layout.pp * layout.chunks, request.shape.layers
-    if stages > layers:
-        raise InfeasibleError(
-            f"contender.pp={layout.pp}: {layout.pp} x chunks={layout.chunks} = {stages} stages, "
-            f"but {request.shape.name} has model.layers={layers} "
-            f"(try contender.chunks <= {layers // layout.pp})"
-            if layout.pp <= layers
-            else f"contender.pp={layout.pp}: more stages than model.layers={layers} of "
-            f"{request.shape.name} (try contender.pp <= {layers})"
-        )
-
-
-def _product(degrees: Mapping[Axis, object]) -> str:
-    return " x ".join(f"{name}={value}" for name, value in degrees.items())

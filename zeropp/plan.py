@@ -9,16 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from zeropp.cost.cluster import Cluster
-from zeropp.layout import Layout, Placement
+from zeropp.cluster import Cluster
+from zeropp.layout import Layout
+from zeropp.literals import Auto, Placement, Precision, Recompute, ReduceEvery, Runtime
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
-
-Auto = Literal["auto"]
-Precision = Literal["fp32", "bf16"]
-Recompute = Literal["none", "selective", "full"]
-ReduceEvery = Literal["unit", "step"]
-Runtime = Literal["fsdp2", "deepspeed", "megatron_core", "published"]
 
 
 @dataclass(frozen=True)

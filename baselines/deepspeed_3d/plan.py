@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from baselines.refusals import refuse_knobs
 from baselines.tensor_parallel import check_tensor_parallel
-from zeropp.layout import microbatches_per_step, resolve_layout
 from zeropp.plan import Plan, PlanRequest
-from zeropp.planner import assemble
+from zeropp.planner.degrees import microbatches_per_step, resolve_layout
+from zeropp.planner.zeropp_plan import assemble
 from zeropp.schedule import build, validate
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Program, Schedule

@@ -31,7 +31,7 @@ from zeropp.model import build_piece
 from zeropp.optimizer import build_optimizer, square_norm
 from zeropp.plan import Plan
 from zeropp.schedule.action import Action, Op
-from zeropp.sim.events import LANES
+from zeropp.schedule.event_loop import LANES
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baselines.refusals import refuse_knobs
-from zeropp.layout import microbatches_per_step, resolve_layout
 from zeropp.plan import Plan, PlanRequest, Settings
-from zeropp.planner import assemble
+from zeropp.planner.degrees import microbatches_per_step, resolve_layout
+from zeropp.planner.zeropp_plan import assemble
 from zeropp.schedule import lower, validate
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Schedule

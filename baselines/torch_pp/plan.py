@@ -12,9 +12,10 @@ from dataclasses import replace
 from baselines.refusals import refuse_knobs
 from baselines.tensor_parallel import check_tensor_parallel
 from baselines.torch_pp.dualpipev import dualpipev
-from zeropp.layout import InfeasibleError, Layout, microbatches_per_step, resolve_layout
+from zeropp.layout import InfeasibleError, Layout
 from zeropp.plan import Plan, PlanRequest
-from zeropp.planner import assemble
+from zeropp.planner.degrees import microbatches_per_step, resolve_layout
+from zeropp.planner.zeropp_plan import assemble
 from zeropp.schedule import build, lower, validate
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Program, Schedule, v_placement

@@ -39,7 +39,7 @@ from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan
 from zeropp.schedule import build as build_schedule
 from zeropp.schedule.action import Action, Op
-from zeropp.sim.events import LANES
+from zeropp.schedule.event_loop import LANES
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
 

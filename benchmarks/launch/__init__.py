@@ -1,5 +1,6 @@
-"""Launchers: each takes planned points and leaves one record an attempt.
+"""Launchers: each takes planned points and leaves one record per attempt.
 
-``local`` starts ranks on this machine, ``slurm`` renders and submits, ``trace`` runs one rank
-alone, ``simulate`` prices the plan.
+Points come from ``points`` (spec and plan together), ``sweep`` hands them to the launcher that the
+options name: ``local`` starts ranks on this machine, ``slurm`` renders and submits, ``trace`` runs
+one rank alone, ``simulate`` prices the plan. ``processes`` and ``finish`` start and close attempts.
 """

@@ -16,9 +16,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.events import read_events
 from benchmarks.launch.points import now
-from benchmarks.record import SCHEMA_VERSION, GateResult, RankRecord, RunRecord, Status
+from benchmarks.records.rank_events import read_events
+from benchmarks.records.record import SCHEMA_VERSION, GateResult, RankRecord, RunRecord, Status
 from zeropp.layout import Layout
 
 Events = list[dict[str, Any]]

@@ -10,9 +10,9 @@ from typing import Any
 from benchmarks.launch.finish import Ending, finish_attempt
 from benchmarks.launch.points import Point
 from benchmarks.launch.processes import is_here, run_attempt
-from benchmarks.progress import SweepProgress
-from benchmarks.record import RunRecord
-from benchmarks.spec import SpecError
+from benchmarks.launch.progress import SweepProgress
+from benchmarks.records.record import RunRecord
+from benchmarks.specification.run_spec import SpecError
 
 
 def check(points: Sequence[Point], options: dict[str, Any]) -> None:

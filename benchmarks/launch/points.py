@@ -9,10 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.contenders import CONTENDERS
-from benchmarks.data import check_data
-from benchmarks.environment import git_state
-from benchmarks.record import (
+from benchmarks.records.environment import git_state
+from benchmarks.records.record import (
     SCHEMA_VERSION,
     RecordError,
     RunRecord,
@@ -21,11 +19,13 @@ from benchmarks.record import (
     read_record,
     write_atomically,
 )
-from benchmarks.spec import RunSpec, SpecError
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.run_spec import RunSpec, SpecError
+from benchmarks.worker.data import check_data
 from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Plan
-from zeropp.sim.memory import peak_memory
+from zeropp.sim.memory_curve import peak_memory
 from zeropp.timeline import Provenance
 
 Rerun = Literal["missing", "failed", "all"]

@@ -15,13 +15,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.events import rank_file, read_events
 from benchmarks.launch.finish import Ending, finish_attempt, killed
 from benchmarks.launch.points import Point, attempt_directory, freeze
-from benchmarks.progress import SweepProgress
-from benchmarks.record import RunRecord
-from benchmarks.spec import RunSpec
-from zeropp.cost.cluster import Device
+from benchmarks.launch.progress import SweepProgress
+from benchmarks.records.rank_events import rank_file, read_events
+from benchmarks.records.record import RunRecord
+from benchmarks.specification.run_spec import RunSpec
+from zeropp.cluster import Device
 
 _POLL_S = 0.2
 _GRACE_S = 5.0  # for the other ranks to say what they saw, once one has ended badly

@@ -19,13 +19,13 @@ from benchmarks.launch.points import (
     plan_summary,
     variant_of,
 )
+from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.traced_compute import traced_record, traced_stages
-from benchmarks.progress import SweepProgress
-from benchmarks.record import RunRecord, Status
-from benchmarks.spec import RunSpec, check_priced
+from benchmarks.records.record import RunRecord, Status
+from benchmarks.specification.run_spec import RunSpec, check_priced
 from zeropp.cost import price_plan
 from zeropp.plan import Plan
-from zeropp.sim.simulate import SimResult, simulate
+from zeropp.sim.simulator import SimResult, simulate
 
 _SPANS = 20_000  # a record keeps a timeline of at most so many
 

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import CONTENDERS
 from benchmarks.launch.local import close_abandoned
 from benchmarks.launch.points import (
     Point,
@@ -24,9 +23,10 @@ from benchmarks.launch.points import (
     variant_of,
 )
 from benchmarks.launch.processes import is_here, run_attempt
-from benchmarks.progress import SweepProgress
-from benchmarks.record import RunRecord, Status
-from benchmarks.spec import SpecError
+from benchmarks.launch.progress import SweepProgress
+from benchmarks.records.record import RunRecord, Status
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.run_spec import SpecError
 from zeropp.plan import Plan
 
 _TRACED = ("zeropp", "torch_pp", "fsdp")  # with fake tensors; why not DeepSpeed: docs/simulator.md
@@ -125,7 +125,7 @@ def _trace(
     point: Point, plan: Plan, ranks: Sequence[int], progress: SweepProgress
 ) -> dict[str, Any]:
     """What a record keeps of the traces of some ranks with fake tensors."""
-    from zeropp.engine.trace import Trace, trace_ranks  # torch, which planning does without
+    from zeropp.engine.traced_ranks import Trace, trace_ranks
 
     spec = point.spec
     build = CONTENDERS[spec.contender.name].build

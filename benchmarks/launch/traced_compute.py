@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.launch.points import plan_summary, records_of
-from benchmarks.record import RunRecord
-from benchmarks.spec import RunSpec, SpecError
-from zeropp.cost.price import PlanPrice
+from benchmarks.records.record import RunRecord
+from benchmarks.specification.run_spec import RunSpec, SpecError
+from zeropp.cost.plan_price import PlanPrice
 from zeropp.plan import Plan
 from zeropp.schedule.program import StageCost
 

@@ -9,10 +9,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.record import check_writable
+from benchmarks.records.record import check_writable
 from benchmarks.report.compare import write_comparison
 from benchmarks.report.write import write_report
-from benchmarks.spec import SpecError
+from benchmarks.specification.run_spec import SpecError
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from benchmarks.records.stats import Summary, ratio_of_medians
 from benchmarks.report import style
 from benchmarks.report.frame import CELL, latest_ok, load_frame
 from benchmarks.report.picture import Picture, save
@@ -24,7 +25,6 @@ from benchmarks.report.tables import (
     wide_console,
     write_tables,
 )
-from benchmarks.stats import Summary, ratio_of_medians
 
 LEAST_CHANGE = 0.02  # a smaller one is not worth a name, however narrow its interval
 MAX_LINES = 40

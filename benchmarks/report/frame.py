@@ -9,17 +9,17 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.contenders import CONTENDERS
-from benchmarks.metrics import (
+from benchmarks.records.metrics import (
     UNMEASURED,
     mfu,
     model_tflops_per_gpu,
     peak_memory_gib,
     tokens_per_s_per_gpu,
 )
-from benchmarks.record import RecordError, RunRecord, find_records, read_record
-from benchmarks.recorded_spec import RecordedSpec, recorded_spec
-from benchmarks.stats import summarise
+from benchmarks.records.record import RecordError, RunRecord, find_records, read_record
+from benchmarks.records.recorded_spec import RecordedSpec, recorded_spec
+from benchmarks.records.stats import summarise
+from benchmarks.specification.contenders import CONTENDERS
 from zeropp.plan import Settings
 
 # What makes two rows comparable: they differ in the contender alone.

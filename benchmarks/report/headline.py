@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
+from benchmarks.records.stats import Summary, ratio_of_medians
 from benchmarks.report.frame import CELL, best_configuration
-from benchmarks.stats import Summary, ratio_of_medians
 
 REFERENCE = "DeepSpeed 3D"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.record import RankRecord, RunRecord, read_record
+from benchmarks.records.record import RankRecord, RunRecord, read_record
 
 
 def lone_table(rows: pd.DataFrame) -> pd.DataFrame:

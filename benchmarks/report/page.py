@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from benchmarks.environment import git_state
+from benchmarks.records.environment import git_state
 from benchmarks.report.frame import notes_of
 from benchmarks.report.picture import SavedPicture
 

@@ -10,12 +10,12 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.records.stats import paired_ratio, ratio_of_medians
 from benchmarks.report.evidence import evidence_distances
 from benchmarks.report.frame import CELL, best_configuration
 from benchmarks.report.headline import REFERENCE, doubts, ratio_text
 from benchmarks.report.lone import lone_table
 from benchmarks.report.published import published_table
-from benchmarks.stats import paired_ratio, ratio_of_medians
 
 MAX_PRINTED = 60  # rows in the terminal; the files have all
 _WIDTH = 118

@@ -19,6 +19,7 @@ from benchmarks.report.page import write_page
 from benchmarks.report.picture import Picture, save
 from benchmarks.report.published import published_figure
 from benchmarks.report.scaling import scaling_curves, speedup_maps
+from benchmarks.report.step_timelines import step_timelines, write_traces
 from benchmarks.report.tables import (
     MAX_PRINTED,
     comparison_tables,
@@ -26,7 +27,6 @@ from benchmarks.report.tables import (
     wide_console,
     write_tables,
 )
-from benchmarks.report.timelines import step_timelines, write_traces
 
 FIGURES: tuple[Callable[[pd.DataFrame], Iterator[Picture]], ...] = (
     bars,

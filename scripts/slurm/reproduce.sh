@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/environment.sh
-make_environment .
+make_environment ".[suite]"
 exec .venv/bin/python -m benchmarks.run -m launcher=slurm "cluster=${CLUSTER:-h100}" \
     ${ACCOUNT:+"launcher.sbatch.account=$ACCOUNT"} \
     ${PARTITION:+"launcher.sbatch.partition=$PARTITION"} \

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 
-from benchmarks.spec import spec_from_mapping
+from benchmarks.specification.run_spec import spec_from_mapping
 from tests.gloo.world import World
 from tests.unit.test_spec import mapping
 from zeropp.model import build_model, cross_entropy

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from zeropp.cost.cluster import Cluster, Device, Link
+from zeropp.cluster import Cluster, Device, Link
 from zeropp.engine.engine import Engine, EngineOptions, Piece
 from zeropp.engine.randomness import seed_piece
 from zeropp.model import build_model, build_piece
 from zeropp.plan import Plan, PlanRequest, Settings
-from zeropp.planner import plan_zeropp
+from zeropp.planner.zeropp_plan import plan_zeropp
 from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.contenders import CONTENDERS
+from benchmarks.specification.contenders import CONTENDERS
 from tests.gloo.contender_case import request
 from tests.gloo.engine_cases import ADAMW, CLUSTER, Case
 from zeropp.cost import price_plan
 from zeropp.cost.flops import piece_parameters
-from zeropp.engine.trace import trace_ranks
+from zeropp.engine.traced_ranks import trace_ranks
 from zeropp.engine.trainer import build
-from zeropp.sim.memory import peak_memory
+from zeropp.sim.memory_curve import peak_memory
 
 
 def test_resident_kinds_are_exact_and_activations_follow_the_cap() -> None:

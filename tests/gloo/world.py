@@ -30,7 +30,7 @@ PRELOADED = [
     "zeropp.engine.trainer",
     "baselines.deepspeed_3d.trainer",
     "baselines.torch_pp.trainer",
-    "benchmarks.spec",
+    "benchmarks.specification.run_spec",
 ]
 GRACE_S = 3.0  # for the other ranks to say what went wrong, after the first did
 

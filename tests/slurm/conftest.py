@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.record import RunRecord, find_records, read_record
+from benchmarks.records.record import RunRecord, find_records, read_record
 from benchmarks.status import Row
 from tests.slurm.cluster import SlurmCluster, unavailable, wait_until
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.record import read_record
+from benchmarks.records.record import read_record
 from benchmarks.run import main
 
 # arguments, what the line must say

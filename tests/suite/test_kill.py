@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.record import find_records, read_record
+from benchmarks.records.record import find_records, read_record
 
 SWEEP = [
     *("-m", "contender=zeropp", "model=gpt_tiny", "num_gpus=2", "seed=0,1", "global_batch=4"),

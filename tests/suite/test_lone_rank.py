@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.launch import simulate, trace
 from benchmarks.launch.points import plan_point
-from benchmarks.progress import SweepProgress
-from benchmarks.spec import SpecError, spec_from_mapping
+from benchmarks.launch.progress import SweepProgress
+from benchmarks.specification.run_spec import SpecError, spec_from_mapping
 from tests.unit.test_spec import changed
 
 CONTENDERS: dict[str, dict[str, Any]] = {

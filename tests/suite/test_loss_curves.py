@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.data import open_batches
 from benchmarks.launch.local import launch
 from benchmarks.launch.points import plan_point
-from benchmarks.progress import SweepProgress
-from benchmarks.spec import RunSpec, spec_from_mapping
+from benchmarks.launch.progress import SweepProgress
+from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
+from benchmarks.worker.data import open_batches
 from tests.unit.test_spec import mapping
 from zeropp.model import build_model, cross_entropy
 from zeropp.optimizer import build_optimizer
 
 STEPS = 20
-TEXT = {"kind": "text", "path": "benchmarks/data/kjv_genesis_psalms.txt"}
+TEXT = {"kind": "text", "path": "benchmarks/worker/data/kjv_genesis_psalms.txt"}
 MEASURE = {"warmup_steps": 2, "steps": STEPS - 2, "gate": True, "timeline": True}
 
 CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -25,7 +25,7 @@ from perfetto.trace_processor.rpc import TraceProcessorRpc
 from playwright.sync_api import Page, sync_playwright
 from rich.console import Console
 
-from benchmarks.record import find_records, read_record
+from benchmarks.records.record import find_records, read_record
 from benchmarks.report import write_report
 from tests.unit.synthetic_records import make_record, write_records
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
-from zeropp.cost.cluster import Cluster
+from zeropp.cluster import Cluster
 from zeropp.shape import ModelShape
 from zeropp.tune.space import Task
 

@@ -7,11 +7,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import SCHEMA_VERSION, GateResult, RankRecord, RunRecord
-from benchmarks.spec import spec_from_mapping
+from benchmarks.records.record import SCHEMA_VERSION, GateResult, RankRecord, RunRecord
+from benchmarks.specification.run_spec import spec_from_mapping
 from zeropp import schedule
+from zeropp.schedule import event_loop
 from zeropp.schedule.program import StageCost
-from zeropp.sim import events
 from zeropp.timeline import Provenance
 
 MODELS = {"gpt_tiny": (8, 64), "gpt_mini": (8, 128), "gpt_1_5b": (48, 1600)}
@@ -125,5 +125,5 @@ def span_rows(contender: str) -> tuple[tuple[Any, ...], ...]:
     program = schedule.lower(compute, gather=contender == "zeropp")
     share = 0.01 / chunks
     cost = StageCost(share, share, share, unshard=0.004, reduce_grad=0.004, transfer=0.001)
-    spans = events.run(program, [cost] * compute.num_stages).spans()
+    spans = event_loop.run(program, [cost] * compute.num_stages).spans()
     return tuple((s.rank, s.lane, s.action, s.start_s, s.end_s) for s in spans)

@@ -12,7 +12,7 @@ import yaml
 from baselines.deepspeed_3d.plan import plan as plan_deepspeed
 from baselines.fsdp.plan import plan as plan_fsdp
 from baselines.torch_pp.plan import plan as plan_torch
-from benchmarks.spec import spec_from_mapping
+from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.test_spec import mapping
 from zeropp.layout import InfeasibleError
 from zeropp.plan import PlanRequest

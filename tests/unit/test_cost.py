@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
+from zeropp.cluster import Cluster
 from zeropp.cost import balanced_cuts, parameter_count, price_plan
 from zeropp.cost.blocks import Work, attention_backward_s, attention_s
-from zeropp.cost.cluster import Cluster
 from zeropp.cost.collectives import all_reduce_s, gather_s, group, transfer_s
 from zeropp.cost.kernels import matmul_s
-from zeropp.cost.pricing import stragglers
 from zeropp.cost.software import Selective, Software, Updated
+from zeropp.cost.stage_costs import stragglers
 from zeropp.layout import Layout
-from zeropp.plan import Plan, Recompute
+from zeropp.literals import Recompute
+from zeropp.plan import Plan
 from zeropp.schedule.program import Schedule, loop_placement
 from zeropp.shape import ModelShape
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.data import check_data, open_batches
-from benchmarks.spec import RunSpec, SpecError, spec_from_mapping
+from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
+from benchmarks.worker.data import check_data, open_batches
 from tests.unit.test_spec import mapping
 
-KJV = "benchmarks/data/kjv_genesis_psalms.txt"
+KJV = "benchmarks/worker/data/kjv_genesis_psalms.txt"
 
 
 def spec(**data: Any) -> RunSpec:

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OWN = {"zeropp", "baselines", "benchmarks", "docs", "scripts", "tests"}
-RUN = ("zeropp", "baselines", "benchmarks")
+LIBRARY = ("zeropp",)  # the wheel: torch alone
+SUITE = ("baselines", "benchmarks")
 DEVELOP = ("tests", "scripts", "notebooks", "docs")
 
 
@@ -35,13 +36,14 @@ def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[<>=\[]", line)[0].lower().replace("_", "-") for line in requirements}
 
 
-@pytest.mark.parametrize("folder", [*RUN, *DEVELOP])
+@pytest.mark.parametrize("folder", [*LIBRARY, *SUITE, *DEVELOP])
 def test_what_is_imported_is_declared(folder: str) -> None:
+    extras = PROJECT["optional-dependencies"]
     declared = names(PROJECT["dependencies"])
+    if folder in SUITE:
+        declared |= names(extras["suite"])
     if folder in DEVELOP:
-        declared |= names(
-            [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
-        )
+        declared |= names([line for extra in extras.values() for line in extra])
     installed = packages_distributions()
     undeclared = {
         name for name in imported(folder) if not names(installed.get(name, [name])) & declared

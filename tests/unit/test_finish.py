@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.events import EventWriter
 from benchmarks.launch.finish import Ending, finish_attempt, killed
 from benchmarks.launch.local import close_abandoned
 from benchmarks.launch.points import Point, freeze, records_of, still_to_run, write_unstarted
-from benchmarks.record import RecordError, read_record
-from benchmarks.spec import RunSpec, spec_from_mapping
+from benchmarks.records.rank_events import EventWriter
+from benchmarks.records.record import RecordError, read_record
+from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.test_spec import mapping
 
 

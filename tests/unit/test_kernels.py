@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.kernels import Kernel, kernels_of, read_trace, summarise_kernels
+from benchmarks.worker.kernel_profile import Kernel, kernels_of, read_trace, summarise_kernels
 from zeropp.schedule.action import parse_action
 
 COMPUTE, GATHER = 7, 20  # streams

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.spec import spec_from_mapping
+from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.test_spec import mapping
-from zeropp.layout import InfeasibleError, Layout, microbatches_per_step, resolve_layout
+from zeropp.layout import InfeasibleError, Layout
+from zeropp.planner.degrees import microbatches_per_step, resolve_layout
 
 degree = st.integers(1, 4)
 

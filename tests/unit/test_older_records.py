@@ -15,11 +15,11 @@ import pytest
 from rich.console import Console
 
 from benchmarks.launch.points import records_of
-from benchmarks.record import read_record
+from benchmarks.records.record import read_record
 from benchmarks.report import load_frame, write_report
 from benchmarks.report.frame import latest_ok
 from benchmarks.report.tables import memory_table
-from benchmarks.spec import SpecError, spec_from_mapping
+from benchmarks.specification.run_spec import SpecError, spec_from_mapping
 from benchmarks.status import rows
 from tests.unit.synthetic_records import make_record, write_records
 

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.simulated_task import preset, task
+from zeropp.cluster import Cluster
 from zeropp.cost import price_plan
-from zeropp.cost.cluster import Cluster
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Plan, PlanRequest, Settings
-from zeropp.planner import plan_zeropp
+from zeropp.planner.zeropp_plan import plan_zeropp
 from zeropp.schedule import build, lower
 from zeropp.schedule.action import Op
-from zeropp.sim.simulate import simulate
+from zeropp.sim.simulator import simulate
 from zeropp.tune.search import search
 from zeropp.tune.space import SPACES
 

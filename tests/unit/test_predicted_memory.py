@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compose import preset
-from benchmarks.contenders import CONTENDERS
 from benchmarks.launch.points import freeze, plan_point
 from benchmarks.report import load_frame
 from benchmarks.report.breakdown import memory_breakdown
 from benchmarks.report.tables import memory_table
-from benchmarks.spec import spec_from_mapping
+from benchmarks.specification.compose import preset
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.synthetic_records import make_record, spec_values, write_records
-from zeropp.cost.cluster import Cluster
-from zeropp.sim.simulate import simulate
+from zeropp.cluster import Cluster
+from zeropp.sim.simulator import simulate
 
 SETTINGS = {
     "zeropp": {"pp": 2, "shard": 2, "chunks": 2},

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import progress
+from benchmarks.launch import progress
 from benchmarks.launch.points import Point, write_unstarted
-from benchmarks.spec import spec_from_mapping
+from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.test_spec import mapping
 
 POINT = Point(spec_from_mapping(mapping()), None, "global_batch=16: " + "too odd, " * 19 + "try 8")

@@ -25,13 +25,13 @@ from benchmarks.report.published import (
     published_table,
 )
 from benchmarks.report.scaling import scaling_curves, speedup_maps
+from benchmarks.report.step_timelines import step_timelines, write_traces
 from benchmarks.report.tables import (
     comparison_tables,
     paired_speedups,
     speedup_table,
     throughput_table,
 )
-from benchmarks.report.timelines import step_timelines, write_traces
 from tests.unit.synthetic_records import make_record, write_records
 
 QUIET = Console(quiet=True)

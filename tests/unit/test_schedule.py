@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from zeropp.schedule import GENERATORS, ScheduleError, build, lower, validate
 from zeropp.schedule.action import Action, Op, parse_action
+from zeropp.schedule.event_loop import run
+from zeropp.schedule.legality import live_activations, resident_chunks
 from zeropp.schedule.program import Schedule, StageCost, programs_from_csv
-from zeropp.schedule.validate import live_activations, resident_chunks
-from zeropp.schedule.zeropp import smallest_cap
-from zeropp.sim.events import run
+from zeropp.schedule.zeropp_order import smallest_cap
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 GROUPED = ("interleaved_1f1b", "interleaved_zb")

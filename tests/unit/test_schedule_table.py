@@ -10,8 +10,8 @@ import pytest
 
 from zeropp.schedule import build, lower
 from zeropp.schedule.action import Op
+from zeropp.schedule.event_loop import run
 from zeropp.schedule.program import StageCost
-from zeropp.sim.events import run
 
 TABLE = Path(__file__).parents[2] / "results" / "reference" / "schedules.csv"
 ROWS = list(csv.DictReader(TABLE.open()))

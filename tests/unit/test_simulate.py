@@ -13,7 +13,7 @@ from zeropp.layout import Layout
 from zeropp.plan import Plan
 from zeropp.schedule import build, lower
 from zeropp.schedule.program import StageCost
-from zeropp.sim.simulate import simulate
+from zeropp.sim.simulator import simulate
 from zeropp.tune.search import result_of
 from zeropp.tune.space import Candidate
 

@@ -11,21 +11,23 @@ from typing import Any
 
 import pytest
 
-from benchmarks.events import EventWriter
-from benchmarks.launch import slurm_attempt, slurm_jobs, slurm_script
 from benchmarks.launch.finish import Ending
 from benchmarks.launch.points import Point, freeze, plan_point
-from benchmarks.launch.slurm import check, launch
-from benchmarks.launch.slurm_attempt import close, ending_by_state
-from benchmarks.launch.slurm_client import EndedJob, QueuedJob, SlurmError, queued_jobs
-from benchmarks.launch.slurm_jobs import (
+from benchmarks.launch.progress import SweepProgress
+from benchmarks.launch.slurm import attempt as slurm_attempt
+from benchmarks.launch.slurm import jobs as slurm_jobs
+from benchmarks.launch.slurm import script as slurm_script
+from benchmarks.launch.slurm.attempt import close, ending_by_state
+from benchmarks.launch.slurm.client import EndedJob, QueuedJob, SlurmError, queued_jobs
+from benchmarks.launch.slurm.jobs import (
     Submission,
     SubmittedArray,
     close_ended,
     read_tasks,
     underway,
 )
-from benchmarks.launch.slurm_script import (
+from benchmarks.launch.slurm.launcher import check, launch
+from benchmarks.launch.slurm.script import (
     Resources,
     SlurmOptions,
     group,
@@ -34,8 +36,8 @@ from benchmarks.launch.slurm_script import (
     render_report,
     resources_of,
 )
-from benchmarks.progress import SweepProgress
-from benchmarks.spec import RunSpec, SpecError, spec_from_mapping
+from benchmarks.records.rank_events import EventWriter
+from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
 from tests.unit.test_spec import mapping
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.spec import RunSpec, SpecError, load_spec, spec_from_mapping
+from benchmarks.specification.run_spec import RunSpec, SpecError, load_spec, spec_from_mapping
 
 
 def mapping() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.launch.points import Point, write_unstarted
-from benchmarks.spec import spec_from_mapping
+from benchmarks.specification.run_spec import spec_from_mapping
 from benchmarks.status import main
 from tests.unit.test_spec import mapping
 

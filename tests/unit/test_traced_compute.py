@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.events import EventWriter
 from benchmarks.launch import simulate as launcher
 from benchmarks.launch.finish import finish_attempt
 from benchmarks.launch.points import (
@@ -20,12 +19,13 @@ from benchmarks.launch.points import (
     variant_of,
     write_unstarted,
 )
+from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.traced_compute import traced_stages
-from benchmarks.progress import SweepProgress
-from benchmarks.record import RunRecord
+from benchmarks.records.rank_events import EventWriter
+from benchmarks.records.record import RunRecord
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.lone import lone_table
-from benchmarks.spec import SpecError, spec_from_mapping
+from benchmarks.specification.run_spec import SpecError, spec_from_mapping
 from tests.unit.test_spec import changed
 from zeropp.cost import price_plan
 

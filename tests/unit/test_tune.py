@@ -11,8 +11,8 @@ import pytest
 from benchmarks.tune import main
 from tests.unit.simulated_task import task
 from zeropp.tune.bound import least_bytes, least_step_s, work_s
-from zeropp.tune.plans import sized_plan
 from zeropp.tune.search import OOM, result_of, search
+from zeropp.tune.sized_plans import sized_plan
 from zeropp.tune.space import SPACES, Candidate, Task, families, members
 
 SMALL = replace(

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.validate.__main__ import main, outcome_of
-from benchmarks.validate.cases import case_of, even_cuts
-from benchmarks.validate.clusters import cluster_of
-from benchmarks.validate.pairs import pairs_of
-from benchmarks.validate.predict import predict
-from benchmarks.validate.rows import UnpredictableError
+from benchmarks.studies.validation.cases import case_of, even_cuts
+from benchmarks.studies.validation.clusters import cluster_of
+from benchmarks.studies.validation.pairs import pairs_of
+from benchmarks.studies.validation.predict import predict
+from benchmarks.studies.validation.rows import UnpredictableError
+from benchmarks.validate import main, outcome_of
 
 ROW = {
     "source": "a test", "model": "GPT 1.3B", "hidden": "2048", "layers": "24", "heads": "16",

@@ -8,12 +8,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from benchmarks.contenders import CONTENDERS
-from benchmarks.verdict.judge import CLAIM, judge, summary
-from benchmarks.verdict.measure import settings_of
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.studies.claim_33.judge import CLAIM, judge, summary
+from benchmarks.studies.claim_33.measure import settings_of
 from tests.unit.simulated_task import task
 from zeropp.plan import PlanRequest
-from zeropp.sim.simulate import simulate
+from zeropp.sim.simulator import simulate
 from zeropp.tune.search import result_of, search
 from zeropp.tune.space import SPACES
 

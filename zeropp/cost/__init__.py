@@ -11,9 +11,9 @@ from zeropp.cost.flops import (
     model_flops_per_token,
     parameter_count,
 )
-from zeropp.cost.price import PlanPrice, StageMemory
-from zeropp.cost.pricing import price_plan
+from zeropp.cost.plan_price import PlanPrice, StageMemory
 from zeropp.cost.software import Software
+from zeropp.cost.stage_costs import price_plan
 
 __all__ = [
     "PlanPrice",

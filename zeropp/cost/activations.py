@@ -2,7 +2,7 @@
 
 Saved tensors are listed one by one, after arXiv 2205.05198 (eq. 1 to 4), for fused attention and
 Llama, too. What plain torch programs (all but ``megatron``) keep and make besides was read off
-traces (``zeropp.engine.trace``), to which a test holds these formulas.
+traces (``zeropp.engine.traced_ranks``), to which a test holds these formulas.
 """
 
 from __future__ import annotations

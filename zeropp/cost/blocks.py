@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from zeropp.cost.cluster import Device
+from zeropp.cluster import Device
 from zeropp.cost.flops import piece_parameters
 from zeropp.cost.kernels import element_bytes, matmul_rate, matmul_s, stream_s
 from zeropp.cost.software import Software
 from zeropp.shape import ModelShape
 
 if TYPE_CHECKING:
-    from zeropp.plan import Precision, Recompute
+    from zeropp.literals import Precision, Recompute
 
 KERNELS = {"gpt": 40, "llama": 50}  # launches of one block's forward
 TENSORS = {"gpt": 12, "llama": 6}  # parameters of one block: biases; none, and fused products

@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
-from zeropp.cost.cluster import Cluster
-from zeropp.layout import Axis, Layout
+from zeropp.cluster import Cluster
+from zeropp.layout import Layout
+from zeropp.literals import Axis
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
-from zeropp.cost.cluster import Device
+from zeropp.cluster import Device
 
 if TYPE_CHECKING:
-    from zeropp.plan import Precision
+    from zeropp.literals import Precision
 
 TILE = (128, 128)
 UNALIGNED = 0.42  # rate of products with a side that is no multiple of 8 (same guide, alignment)

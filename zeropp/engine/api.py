@@ -24,11 +24,12 @@ from zeropp.engine.interpreter import LossFunction
 from zeropp.engine.knobs import Knobs, check_knobs
 from zeropp.engine.replicas import Name
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
-from zeropp.plan import Precision, Settings
-from zeropp.planner import Sizes, programs
+from zeropp.literals import Precision
+from zeropp.plan import Settings
+from zeropp.planner.zeropp_plan import Sizes, programs
 from zeropp.schedule import validate
 from zeropp.schedule.program import Schedule
-from zeropp.schedule.zeropp import smallest_cap
+from zeropp.schedule.zeropp_order import smallest_cap
 from zeropp.training import OptimizerConfig, StepResult
 
 Layer = nn.Module | Callable[[], nn.Module]

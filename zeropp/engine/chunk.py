@@ -13,7 +13,7 @@ from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.recompute import run_recomputed
 from zeropp.engine.replicas import Replicas
 from zeropp.engine.sharding import ChunkShards
-from zeropp.plan import Recompute
+from zeropp.literals import Recompute
 
 
 @dataclass

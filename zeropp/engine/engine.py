@@ -23,8 +23,8 @@ from zeropp.engine.replicas import Name, Replicas
 from zeropp.engine.sharding import ChunkShards, full, share_streams
 from zeropp.engine.tied import TiedWeights
 from zeropp.layout import InfeasibleError, Layout
+from zeropp.literals import Precision, Recompute, ReduceEvery
 from zeropp.optimizer import build_optimizer, square_norm
-from zeropp.plan import Precision, Recompute, ReduceEvery
 from zeropp.schedule.program import Schedule
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult

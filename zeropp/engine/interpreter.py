@@ -14,10 +14,10 @@ from torch.profiler import record_function
 
 from zeropp.engine.channels import Channels
 from zeropp.engine.chunk import Chunk
-from zeropp.plan import ReduceEvery
+from zeropp.literals import ReduceEvery
 from zeropp.schedule.action import Action, Op
+from zeropp.schedule.event_loop import LANES
 from zeropp.schedule.program import Schedule
-from zeropp.sim.events import LANES
 from zeropp.timeline import Span
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]

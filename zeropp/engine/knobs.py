@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, TypedDict, get_args, get_type_hints
 
-from zeropp.layout import InfeasibleError, Placement
-from zeropp.plan import Recompute, ReduceEvery
+from zeropp.layout import InfeasibleError
+from zeropp.literals import Placement, Recompute, ReduceEvery
 
 
 class Knobs(TypedDict, total=False):

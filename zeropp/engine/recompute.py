@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from zeropp.plan import Recompute
+from zeropp.literals import Recompute
 
 _ATEN = torch.ops.aten
 _KEPT = (

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from zeropp.plan import Precision
+from zeropp.literals import Precision
 
 
 class Shard(nn.Module):

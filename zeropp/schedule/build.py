@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeropp.schedule import generators, zero_bubble
+from zeropp.schedule import event_loop, generators, zero_bubble
 from zeropp.schedule.action import collector_paused
 from zeropp.schedule.passes import lower
 from zeropp.schedule.program import Program, Schedule, StageCost, loop_placement, v_placement
-from zeropp.schedule.zeropp import candidates
-from zeropp.sim import events
+from zeropp.schedule.zeropp_order import candidates
 
 GENERATORS = (
     "gpipe",
@@ -66,7 +65,7 @@ def _cheapest(orders: Sequence[Schedule], costs: Sequence[StageCost] | None) -> 
     if len(orders) == 1 or costs is None:
         return orders[0]
     gather = any(cost.unshard for cost in costs)
-    return min(orders, key=lambda order: events.run(lower(order, gather=gather), costs).step_s)
+    return min(orders, key=lambda order: event_loop.run(lower(order, gather=gather), costs).step_s)
 
 
 def _programs(name: str, num_ranks: int, chunks: int, m: int) -> tuple[Program, ...]:

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
+from zeropp.schedule import event_loop
 from zeropp.schedule.action import (
     COMPUTE,
     MAKES_GRADIENTS,
@@ -24,7 +25,6 @@ from zeropp.schedule.action import (
     collector_paused,
 )
 from zeropp.schedule.program import Program, Schedule, StageCost
-from zeropp.sim import events
 
 ReduceEvery = Literal["unit", "step"]
 
@@ -149,7 +149,7 @@ def _add_transfers(programs: Sequence[Program], compute: Schedule) -> tuple[Prog
     actions in which every receive is posted before its send: even a transport that blocks each
     send until its receive is posted cannot deadlock, whatever the durations are.
     """
-    end = events.run(compute, [StageCost()] * compute.num_stages).end
+    end = event_loop.run(compute, [StageCost()] * compute.num_stages).end
     places = _use_places(compute)
     routes = _routes(compute.stage_rank)
     sends: list[list[Action | None]] = [[None] * len(program) for program in compute.programs]

@@ -11,8 +11,8 @@ from functools import lru_cache
 from zeropp.cost import PlanPrice, price_plan
 from zeropp.layout import Layout
 from zeropp.plan import Plan
-from zeropp.sim.simulate import compute_s
-from zeropp.tune.plans import sized_plan
+from zeropp.sim.simulator import compute_s
+from zeropp.tune.sized_plans import sized_plan
 from zeropp.tune.space import SPACES, Candidate, Task, units_of
 
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 
 from zeropp.cost import PlanPrice, price_plan
 from zeropp.plan import Plan
-from zeropp.planner import fastest
-from zeropp.sim.memory import rank_peak
-from zeropp.sim.simulate import SimResult, simulate
+from zeropp.planner.zeropp_plan import fastest
+from zeropp.sim.memory_curve import rank_peak
+from zeropp.sim.simulator import SimResult, simulate
 from zeropp.tune.bound import least_bytes, least_step_s, work_s
-from zeropp.tune.plans import sized_plan, with_programs
+from zeropp.tune.sized_plans import sized_plan, with_programs
 from zeropp.tune.space import Candidate, Space, Task, families, members
 
 _LARGEST_GAIN = 1.2  # of planning with durations: 10 % at most in schedule_orders.json

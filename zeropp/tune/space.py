@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zeropp.cost.cluster import Cluster
-from zeropp.layout import Layout, Placement, divisors, most_microbatches
-from zeropp.plan import Precision, Recompute, ReduceEvery, Runtime
+from zeropp.cluster import Cluster
+from zeropp.layout import Layout, divisors, most_microbatches
+from zeropp.literals import Placement, Precision, Recompute, ReduceEvery, Runtime
 from zeropp.shape import ModelShape
 
 _MICROBATCHES = (1, 2, 4, 8, 16)

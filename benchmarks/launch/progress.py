@@ -1,0 +1,100 @@
+"""What a person sees while a sweep runs: one line a point, and the point's state meanwhile.
+
+Outcomes are never folded here, so that a log has one line a point; a terminal may fold a long
+reason by itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+from benchmarks.launch.points import Point
+from benchmarks.records.metrics import peak_memory_gib
+from benchmarks.records.record import RunRecord
+
+_CONSOLE = Console(stderr=True)
+
+
+def announce(points: Sequence[Point], todo: Sequence[Point], launcher: str) -> None:
+    """Say how much there is to do, and what is skipped because it is done."""
+    skipped = len(points) - len(todo)
+    done = f", {skipped} already recorded (rerun=all runs them again)" if skipped else ""
+    say = f"{len(todo)} of {len(points)} points to run with launcher={launcher}{done}"
+    _CONSOLE.print(say, soft_wrap=True)
+    for point in todo:
+        if point.plan is None:
+            _say("infeasible", point.spec.spec_id, point.reason)
+
+
+def progress_line() -> Progress:
+    """A bar, counts, time and what is being done, in one line of any terminal; none in a log."""
+    rest_of_the_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    return Progress(
+        BarColumn(bar_width=8),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False, table_column=rest_of_the_line),
+        console=_CONSOLE,
+        transient=True,
+        expand=True,
+        disable=not _CONSOLE.is_terminal,
+    )
+
+
+class SweepProgress:
+    """A progress bar over the points of a sweep; quiet where the output is not a terminal."""
+
+    def __init__(self, total: int) -> None:
+        self._bar = progress_line()
+        self._task = self._bar.add_task("starting", total=total)
+
+    def __enter__(self) -> SweepProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, point: Point, state: str) -> None:
+        """Show what a running point does."""
+        without_hash = point.spec.spec_id.rpartition("-")[0]
+        self._bar.update(self._task, description=f"{without_hash}: {state}")
+
+    def finished(self, record: RunRecord) -> None:
+        """Print the outcome of a point and move the bar on."""
+        detail = record.reason
+        if record.status == "ok":
+            detail = _outcome(record)
+        _say(record.status, record.spec_id, detail)
+        self._bar.advance(self._task)
+
+
+def _say(status: str, spec_id: str, detail: str) -> None:
+    _CONSOLE.print(f"  {status:<10}  {spec_id}: {detail}", markup=False, soft_wrap=True)
+
+
+def _outcome(record: RunRecord) -> str:
+    """What a success found, in a few words."""
+    words = []
+    if record.step_s:
+        words.append(f"{statistics.median(record.step_s):.3f} s/step")
+    if record.losses:
+        words.append(f"loss {record.losses[-1]:.4f}")
+    peak = peak_memory_gib(record)
+    if peak is not None:
+        words.append(f"{peak[0]:.2f} GiB")
+    kernels = [sums["compute_over_kernels"] for sums in record.predicted.get("kernels", ()) if sums]
+    if kernels:
+        words.append(f"compute over its kernels {max(kernels):.3f}")
+    return ", ".join(words)

@@ -1,0 +1,99 @@
+"""A sweep: points with their launchers' options in, one record per attempt and a report out."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args
+
+from benchmarks.launch.points import (
+    PROVENANCE,
+    Point,
+    Rerun,
+    still_to_run,
+    variant_of,
+    write_unstarted,
+)
+from benchmarks.launch.progress import SweepProgress, announce
+from benchmarks.records.record import RunRecord, check_writable
+from benchmarks.report import write_report
+from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
+
+_RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "verdict"}
+_SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
+_MODULES = {
+    "local": "local",
+    "slurm": "slurm.launcher",
+    "trace": "trace",
+    "simulate": "simulate",
+}
+
+
+def spec_of(config: dict[str, Any]) -> RunSpec:
+    """The part of a composed configuration that is the spec; raises SpecError on other keys."""
+    unknown = sorted(set(config) - _SPEC_KEYS - _RUN_KEYS)
+    if unknown:
+        known = ", ".join(sorted(_SPEC_KEYS | _RUN_KEYS))
+        raise SpecError(f"{unknown[0]}={config[unknown[0]]!r}: unknown key (known: {known})")
+    return spec_from_mapping({k: v for k, v in config.items() if k in _SPEC_KEYS})
+
+
+def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
+    """Run what is missing, launcher by launcher, record what is infeasible, write the report."""
+    rerun, runs_dir = configs[0]["rerun"], Path(configs[0]["runs_dir"])
+    report_dir = Path(configs[0]["report_dir"])
+    if rerun not in get_args(Rerun):
+        raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
+    groups = _by_launcher(points, configs)
+    for options, group in groups:
+        variant_of(options)
+        _launcher(options).check(group, options)
+    dry_run = any(options.get("dry_run") for options, _ in groups)  # then nothing is written
+    if not dry_run:
+        check_writable("runs_dir", runs_dir)
+        check_writable("report_dir", report_dir)
+    records: list[RunRecord] = []
+    for options, group in groups:
+        kind = options["kind"]
+        todo = still_to_run(group, runs_dir, PROVENANCE[kind], variant_of(options), rerun)
+        announce(group, todo, kind)
+        feasible = [point for point in todo if point.plan is not None]
+        if not dry_run:
+            _record_infeasible(todo, runs_dir, options)
+        with SweepProgress(len(feasible)) as progress:
+            records += _launcher(options).launch(feasible, options, runs_dir, progress)
+    if not dry_run:
+        roots = dict.fromkeys(runs_dir / point.spec.spec_id for point in points)
+        write_report(list(roots), report_dir)
+    return 0 if all(r.status in ("ok", "infeasible") for r in records) else 1
+
+
+def _by_launcher(
+    points: list[Point], configs: list[dict[str, Any]]
+) -> list[tuple[dict[str, Any], list[Point]]]:
+    """Points with equal options of the launcher together; raises SpecError on an unknown one."""
+    groups: list[tuple[dict[str, Any], list[Point]]] = []
+    for point, config in zip(points, configs, strict=True):
+        options = config["launcher"]
+        if options["kind"] not in PROVENANCE:
+            known = ", ".join(PROVENANCE)
+            raise SpecError(f"launcher.kind={options['kind']!r}: must be one of {known}")
+        same = [group for known, group in groups if known == options]
+        if same:
+            same[0].append(point)
+        else:
+            groups.append((options, [point]))
+    return groups
+
+
+def _launcher(options: dict[str, Any]) -> ModuleType:
+    return importlib.import_module(f"benchmarks.launch.{_MODULES[options['kind']]}")
+
+
+def _record_infeasible(points: list[Point], runs_dir: Path, options: dict[str, Any]) -> None:
+    kind, variant = options["kind"], variant_of(options)
+    for point in points:
+        if point.plan is None:
+            write_unstarted(point, runs_dir, kind, "infeasible", point.reason, variant=variant)

@@ -1,0 +1,84 @@
+"""What a process ran on, captured by the process itself."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import CHECKOUT
+
+_PACKAGES = ("torch", "deepspeed", "numpy", "triton", "transformers", "nvidia-nccl-cu12")
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_", "TORCH_NCCL_", "PYTORCH_")
+
+
+def capture_environment() -> dict[str, Any]:
+    """Host, processor, memory, devices, versions and the variables that change performance."""
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": sys.version.split()[0],
+        "cpu": _cpu_name(),
+        "cpu_count": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 2),
+        "versions": _versions(),
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
+        **_cuda(),
+    }
+
+
+def git_state() -> tuple[str, bool]:
+    """Commit of the checkout and whether tracked files differ from it ("unknown" outside git)."""
+    sha = _git("rev-parse", "HEAD")
+    if not sha:
+        return "unknown", True
+    return sha, bool(_git("status", "--porcelain", "--untracked-files=no"))
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(CHECKOUT), *arguments], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "")
+
+
+def _cuda() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {"device": "cpu"}
+    index = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "device": properties.name,
+        "device_memory_gib": round(properties.total_memory / 2**30, 2),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }

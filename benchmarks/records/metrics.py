@@ -1,0 +1,58 @@
+"""Throughput, FLOP/s, MFU and memory of a record: one function each, nothing cached."""
+
+from __future__ import annotations
+
+from benchmarks.records.record import RunRecord
+from benchmarks.records.recorded_spec import RecordedSpec
+from zeropp.cost import model_flops_per_token
+
+UNMEASURED = (
+    "No measurement of PP x ZeRO-3 with gathers a unit (ZeroPP) has been published: its simulated "
+    "step is the sum of parts (kernels, pipeline, gathers) that are held against measurements."
+)
+
+
+def tokens_per_step(spec: RecordedSpec) -> int:
+    """Tokens trained on in one step, over all ranks."""
+    return spec.global_batch * spec.model.seq
+
+
+def tokens_per_s_per_gpu(spec: RecordedSpec, step_s: float) -> float:
+    """Tokens a second and rank."""
+    return tokens_per_step(spec) / step_s / spec.num_gpus
+
+
+def model_tflops_per_gpu(spec: RecordedSpec, step_s: float) -> float | None:
+    """Model TFLOP/s a rank: forward and backward once, no recomputation, attention counted whole
+    (``zeropp.cost.model_flops_per_token``); None where the model's sizes are not all known."""
+    shape = spec.model.shape
+    if shape is None:
+        return None
+    return tokens_per_s_per_gpu(spec, step_s) * model_flops_per_token(shape) / 1e12
+
+
+def mfu(spec: RecordedSpec, step_s: float) -> float | None:
+    """Model FLOP/s over the device's dense peak of the run's precision; None where either
+    is not known (arXiv 2204.02311, appendix B)."""
+    device = spec.cluster.device
+    peak = device.peak_bf16_tflops if spec.precision == "bf16" else device.peak_fp32_tflops
+    reached = model_tflops_per_gpu(spec, step_s)
+    return None if peak is None or reached is None else reached / peak
+
+
+def peak_memory_gib(record: RunRecord) -> tuple[float, str] | None:
+    """The largest peak over ranks in GiB, and what kind of peak it is; None where none is known.
+
+    Kinds: ``allocated`` (CUDA allocator), ``resident`` (CPU: resident set above the start),
+    ``predicted`` (simulated or traced bytes).
+    """
+    kinds = {
+        "allocated": [rank.peak_allocated_bytes for rank in record.ranks],
+        "resident": [rank.peak_rss_bytes for rank in record.ranks],
+        "predicted": [record.predicted.get("peak_bytes")],
+    }
+    for kind, values in kinds.items():
+        known = [value for value in values if value is not None]
+        if known:
+            return max(known) / 2**30, kind
+    return None

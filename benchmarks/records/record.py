@@ -1,0 +1,153 @@
+"""RunRecord: one attempt at one spec. Append-only JSON, written atomically, never edited."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from benchmarks.specification.run_spec import SpecError
+from zeropp.timeline import Provenance
+
+# Every record that was ever written stays readable. A new field has a default and needs no new
+# version, nor does any change to a spec's other keys. Where a field of a record, or a key that
+# ``recorded_spec`` reads, is renamed or changes its unit or meaning: raise the version, and have
+# ``read_record`` bring mappings of the version before up to it.
+SCHEMA_VERSION = 1
+
+Status = Literal["ok", "oom", "timeout", "failed", "infeasible", "preempted", "lost"]
+
+
+class RecordError(ValueError):
+    """A file that is not a readable record; the message names the file and the reason."""
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank saw. Bytes are peaks since training began; None where not measured."""
+
+    rank: int
+    pp_rank: int
+    environment: dict[str, Any]  # host, device, versions; captured by the rank itself
+    step_s: list[float]  # every timed step, in order
+    counters: dict[str, int]
+    peak_allocated_bytes: int | None = None  # CUDA allocator
+    peak_reserved_bytes: int | None = None  # CUDA allocator
+    peak_rss_bytes: int | None = None  # CPU: peak resident set above the start of the run
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """One step against one process on the same batch: relative differences.
+
+    ``parameter_error`` is relative to the step's update and has a limit of its own.
+    """
+
+    passed: bool
+    tolerance: float
+    loss_error: float
+    grad_norm_error: float
+    parameter_error: float
+    shape: str  # which model was compared ("gpt_tiny", or a reduced one)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One attempt. Statistics are derived on reading; raw samples stay here."""
+
+    schema_version: int
+    record_id: str  # spec_id/attempt
+    spec_id: str
+    spec: dict[str, Any]
+    provenance: Provenance
+    status: Status
+    reason: str  # one line; empty when ok
+    started_at: str  # ISO 8601, UTC
+    ended_at: str
+    git_sha: str
+    git_dirty: bool
+    launcher: str
+    variant: str = ""  # traced with "real tensors", simulated with "traced compute"
+    interrupted: bool = False  # ended from outside (signal, lost node): counts as missing
+    plan: dict[str, Any] = field(default_factory=dict)  # layout, cuts, schedule, predicted memory
+    gate: GateResult | None = None
+    losses: list[float] = field(default_factory=list)  # every step, warm-up included
+    warmup_s: list[float] = field(default_factory=list)  # slowest rank, each warm-up step
+    step_s: list[float] = field(default_factory=list)  # slowest rank, each timed step
+    ranks: list[RankRecord] = field(default_factory=list)
+    spans: list[list[Any]] = field(default_factory=list)  # Timeline.to_rows of one step
+    predicted: dict[str, Any] = field(default_factory=dict)  # simulated or traced: what was found
+    slurm: dict[str, Any] = field(default_factory=dict)  # job id, nodes, state; empty elsewhere
+
+    def write(self, path: Path) -> None:
+        """Write atomically: a reader sees the whole record or none."""
+        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1))
+
+
+_ADAPTER = TypeAdapter(RunRecord)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file through a temporary neighbour and a rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def check_writable(field: str, directory: Path) -> None:
+    """Make a folder for results; raises SpecError where nothing could be written into it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise SpecError(f"{field}={directory}: cannot be written to: {why}") from None
+
+
+def read_record(path: Path) -> RunRecord:
+    """Read one record; raises RecordError that names the file where it is unreadable."""
+    try:
+        text = path.read_bytes()
+        record = _ADAPTER.validate_json(text)
+    except OSError as error:
+        raise RecordError(f"{path}: not readable ({error})") from None
+    except ValidationError as error:
+        raise RecordError(f"{path}: {_unreadable(text, error)}") from None
+    if record.schema_version != SCHEMA_VERSION:
+        raise RecordError(f"{path}: {_other_version(record.schema_version)}")
+    return record
+
+
+def _unreadable(text: bytes, error: ValidationError) -> str:
+    """Why a text is no record: not JSON, of another schema, or a field that is wrong."""
+    try:
+        document = json.loads(text)
+    except ValueError as cut:
+        return f"not readable as JSON ({cut})"
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if version != SCHEMA_VERSION:
+        return _other_version(version)
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+
+
+def _other_version(version: object) -> str:
+    return f"schema version {version!r}, this suite reads {SCHEMA_VERSION}"
+
+
+def find_records(roots: Iterable[Path]) -> Iterator[Path]:
+    """Paths of all record files under the roots (a root may be a record itself), sorted."""
+    for root in roots:
+        if root.is_file():
+            yield root
+        else:
+            yield from sorted(root.rglob("record*.json"))

@@ -1,0 +1,85 @@
+"""What is read of a record's spec, whichever version of the suite wrote it.
+
+A record keeps its spec as the plain mapping that was run. Of it a report needs the keys below and
+no others, so a key that has been renamed, added or dropped since hides nothing that was measured.
+Those without a default are what a row of a table cannot do without: see ``SCHEMA_VERSION``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from benchmarks.records.record import RecordError, RunRecord
+from benchmarks.specification.run_spec import SpecError, validated
+from zeropp.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class RecordedModel:
+    """Of ``model``; ``sizes`` is the whole mapping."""
+
+    name: str
+    seq: int
+    sizes: dict[str, Any]
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """The model's shape; None where today's needs a size that the record lacks."""
+        known = {f.name for f in fields(ModelShape)}
+        try:
+            return ModelShape(**{k: v for k, v in self.sizes.items() if k in known})
+        except TypeError:
+            return None
+
+
+@dataclass(frozen=True)
+class RecordedDevice:
+    """Of ``cluster.device``."""
+
+    memory_gib: float | None = None
+    peak_bf16_tflops: float | None = None  # dense
+    peak_fp32_tflops: float | None = None  # dense, without TF32
+
+
+@dataclass(frozen=True)
+class RecordedCluster:
+    """Of ``cluster``."""
+
+    name: str
+    device: RecordedDevice = RecordedDevice()
+
+
+@dataclass(frozen=True)
+class RecordedContender:
+    """Of ``contender``; ``knobs`` is the whole mapping."""
+
+    name: str
+    knobs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RecordedSpec:
+    """Of the whole spec; ``data`` is the mapping as it was run."""
+
+    model: RecordedModel
+    cluster: RecordedCluster
+    num_gpus: int
+    contender: RecordedContender
+    global_batch: int
+    precision: str
+    microbatch_size: int = 1
+    data: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
+def recorded_spec(record: RunRecord) -> RecordedSpec:
+    """Of a record; raises RecordError in one line where a needed key is missing or wrong."""
+    values = dict(record.spec)
+    for key, whole in (("model", "sizes"), ("contender", "knobs")):
+        if isinstance(values.get(key), dict):
+            values[key] = values[key] | {whole: values[key]}
+    try:
+        return validated(RecordedSpec, values, "spec")
+    except SpecError as error:
+        raise RecordError(str(error)) from None

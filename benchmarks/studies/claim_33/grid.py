@@ -1,0 +1,88 @@
+"""From the ``verdict`` part of a configuration to cells, each of them once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.specification.compose import preset
+from benchmarks.specification.run_spec import validated
+from benchmarks.studies.claim_33.cells import Cell
+from zeropp.cluster import Cluster
+from zeropp.literals import Precision
+from zeropp.shape import ModelShape
+from zeropp.tune.space import Task
+
+_STRICT = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class _BatchMap:
+    """Something x batch for one model on one cluster."""
+
+    model: str
+    cluster: str
+    sequences_per_gpu: list[int]
+
+    __pydantic_config__ = _STRICT
+
+
+@dataclass(frozen=True)
+class MapSpec(_BatchMap):
+    """GPU count x batch."""
+
+    num_gpus: list[int]
+
+
+@dataclass(frozen=True)
+class BandwidthSpec(_BatchMap):
+    """Inter-node bandwidth x batch."""
+
+    num_gpus: int
+    factors: list[float]
+
+
+@dataclass(frozen=True)
+class VerdictSpec:
+    """The ``verdict`` mapping of ``conf/experiment/claim_33.yaml``, checked."""
+
+    tolerance: float
+    clusters: list[str]
+    sequences_per_gpu: list[int]
+    num_gpus: dict[str, list[int]]  # by model
+    sequences_of: dict[str, list[int]]  # instead of sequences_per_gpu, by model
+    map: MapSpec
+    bandwidth: BandwidthSpec
+
+    __pydantic_config__ = _STRICT
+
+
+def verdict_spec(values: Any) -> VerdictSpec:
+    """Check the mapping; raises SpecError with one line."""
+    return validated(VerdictSpec, values, "verdict")
+
+
+def cells_of(spec: VerdictSpec, precision: Precision) -> list[Cell]:
+    """All cells, each once, those that are quickly searched first."""
+    unique = {cell.key: cell for cell in _cells(spec, precision)}
+    return sorted(unique.values(), key=lambda c: c.task.num_gpus * c.task.shape.layers)
+
+
+def _cells(spec: VerdictSpec, precision: Precision) -> Iterator[Cell]:
+    def cell(model: str, cluster: str, gpus: int, sequences: int, factor: float = 1.0) -> Cell:
+        shape, machine = preset("model", model, ModelShape), preset("cluster", cluster, Cluster)
+        return Cell(Task(shape, machine, gpus, gpus * sequences, precision), factor)
+
+    for cluster in spec.clusters:
+        for model, counts in spec.num_gpus.items():
+            for gpus in counts:
+                for sequences in spec.sequences_of.get(model, spec.sequences_per_gpu):
+                    yield cell(model, cluster, gpus, sequences)
+    grid, band = spec.map, spec.bandwidth
+    for gpus in grid.num_gpus:
+        for sequences in grid.sequences_per_gpu:
+            yield cell(grid.model, grid.cluster, gpus, sequences)
+    for factor in band.factors:
+        for sequences in band.sequences_per_gpu:
+            yield cell(band.model, band.cluster, band.num_gpus, sequences, factor)

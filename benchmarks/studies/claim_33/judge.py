@@ -1,0 +1,114 @@
+"""From simulated rows to one verdict a cell, in numbers and in words.
+
+The claim (arXiv 2402.03791, version 2): up to 33 % faster than 3D parallelism at comparable
+memory. A cell reproduces it where ZeroPP is at least 1.33 times as fast as the baseline; where
+it is faster by more than 6 % the direction holds, not the size; within 6 % it is a tie.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.records.metrics import UNMEASURED
+
+CLAIM = 1.33
+TIE = 0.06  # the simulator's median error of ratios
+BASELINES = {"deepspeed_3d": "3D, DeepSpeed", "best_3d": "3D, best known", "fsdp": "FSDP"}
+KEYS = ["model", "cluster", "num_gpus", "global_batch", "bandwidth", "mode"]
+
+
+def judge(plans: pd.DataFrame) -> pd.DataFrame:
+    """One row a cell and mode: speed, memory, speed-ups over each baseline, and the verdict."""
+    wide = plans.pivot(index=KEYS, columns="contender")
+    rows = []
+    for key, row in wide.iterrows():
+        speed, memory = row["tokens_per_s_per_gpu"], row["peak_gib"]
+        assert isinstance(key, tuple)
+        out: dict[str, Any] = dict(zip(KEYS, key, strict=True))
+        out["sequences_per_gpu"] = out["global_batch"] / out["num_gpus"]
+        for name in ("zeropp", *BASELINES):
+            out[f"{name}_tokens_per_s_per_gpu"] = speed.get(name)
+            out[f"{name}_peak_gib"] = memory.get(name)
+        for name in BASELINES:
+            out[f"speedup_over_{name}"] = speed["zeropp"] / speed.get(name, float("nan"))
+        for name in ("deepspeed_3d", "best_3d"):
+            missing = "" if pd.notna(speed[name]) else "baseline does not fit"
+            out[f"verdict_over_{name}"] = missing or _word(out[f"speedup_over_{name}"])
+        out["regime"] = _regime(row)
+        rows.append(out)
+    return pd.DataFrame(rows)
+
+
+def summary(verdicts: pd.DataFrame) -> str:
+    """The verdict in Markdown: counts, then the cells of the comparison at its own bandwidth."""
+    own = verdicts[verdicts.bandwidth == 1.0]
+    lines = ["# Verdict on the 33 % (simulated)", "", UNMEASURED, ""]
+    for mode in ("best", "equal"):
+        mine = own[own["mode"] == mode]
+        lines += [f"## Every contender at {'its best plan' if mode == 'best' else 'equal degrees'}"]
+        for name, label in list(BASELINES.items())[: 3 if mode == "best" else 2]:
+            lines += ["", _counts(mine[f"speedup_over_{name}"].dropna(), label)]
+        lines += ["", *_table(mine, with_fsdp=mode == "best"), ""]
+    return "\n".join(lines)
+
+
+def _counts(speedups: pd.Series[float], label: str) -> str:
+    total = len(speedups)
+    return (
+        f"Over {label}: {total} cells, median {speedups.median():.2f}, from {speedups.min():.2f} "
+        f"to {speedups.max():.2f}; at least {CLAIM} in {(speedups >= CLAIM).sum()}, faster by "
+        f"more than {TIE:.0%} in {(speedups > 1 + TIE).sum()}, slower by more than {TIE:.0%} in "
+        f"{(speedups < 1 - TIE).sum()}."
+    )
+
+
+def _table(rows: pd.DataFrame, *, with_fsdp: bool) -> list[str]:
+    names = ["zeropp", "deepspeed_3d", "best_3d", *(["fsdp"] if with_fsdp else [])]
+    labels = {"zeropp": "ZeroPP", **BASELINES}
+    head = ["model", "cluster", "GPUs", "batch"]
+    head += [f"{labels[n]} tokens/s/GPU (GiB)" for n in names]
+    head += ["over DeepSpeed", "over best known", "verdict", "regime"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for _, row in rows.iterrows():
+        cells = [row["model"], row["cluster"], str(row["num_gpus"]), str(row["global_batch"])]
+        cells += [_speed(row, name) for name in names]
+        cells += [_ratio(row[f"speedup_over_{n}"]) for n in ("deepspeed_3d", "best_3d")]
+        verdict = f"{row['verdict_over_deepspeed_3d']}; {row['verdict_over_best_3d']}"
+        lines.append("| " + " | ".join([*cells, verdict, row["regime"]]) + " |")
+    return lines
+
+
+def _speed(row: pd.Series, name: str) -> str:
+    speed = row[f"{name}_tokens_per_s_per_gpu"]
+    if pd.isna(speed):
+        return "does not fit"
+    return f"{speed:,.0f} ({row[f'{name}_peak_gib']:.0f})"
+
+
+def _ratio(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def _word(speedup: float) -> str:
+    if math.isnan(speedup):
+        return "ZeroPP does not fit"
+    if speedup >= CLAIM:
+        return "reproduced"
+    if speedup > 1 + TIE:
+        return "faster, not reproduced"
+    return "tie" if speedup >= 1 - TIE else "slower, not reproduced"
+
+
+def _regime(row: pd.Series) -> str:
+    """What the cell is like: batch a GPU, and how much of DeepSpeed's step is bubble."""
+    sequences = row.name[3] / row.name[2]  # type: ignore[index]
+    batch = (
+        "small batch" if sequences <= 1 else "large batch" if sequences >= 16 else "medium batch"
+    )
+    bubble = row["bubble"].get("deepspeed_3d")
+    if pd.isna(bubble):
+        return batch
+    return f"{batch}, idle {100 * bubble:.0f} % in 3D"

@@ -1,0 +1,68 @@
+"""Maps of ZeroPP's speed-up: over GPU count x batch, and over inter-node bandwidth x batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import TwoSlopeNorm
+
+from benchmarks.report.picture import Picture, save
+from benchmarks.studies.claim_33.grid import VerdictSpec
+from benchmarks.studies.claim_33.judge import BASELINES
+
+_OVER = ("deepspeed_3d", "best_3d")
+
+
+def draw(verdicts: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
+    """Write both maps as PNG and SVG."""
+    best = verdicts[verdicts["mode"] == "best"]
+    grid, band = spec.map, spec.bandwidth
+    own = best[(best.model == grid.model) & (best.cluster == grid.cluster) & (best.bandwidth == 1)]
+    own = own[own.num_gpus.isin(grid.num_gpus) & own.sequences_per_gpu.isin(grid.sequences_per_gpu)]
+    wires = best[(best.model == band.model) & (best.cluster == band.cluster)]
+    wires = wires[(wires.num_gpus == band.num_gpus) & wires.bandwidth.isin(band.factors)]
+    wires = wires[wires.sequences_per_gpu.isin(band.sequences_per_gpu)]
+    where = f"{grid.model} on {grid.cluster}"
+    pictures = [
+        _map(own, "num_gpus", "GPUs", f"{where}, best plans, simulated", "map_gpus_batch"),
+        _map(
+            wires,
+            "bandwidth",
+            "inter-node bandwidth, multiples of the cluster's own",
+            f"{band.model} on {band.num_gpus} x {band.cluster}, best plans, simulated",
+            "map_bandwidth_batch",
+        ),
+    ]
+    return [path for picture in pictures for path in save(picture, out).paths]
+
+
+def _map(rows: pd.DataFrame, column: str, label: str, title: str, name: str) -> Picture:
+    figure, axes = plt.subplots(1, len(_OVER), figsize=(9.0, 3.2), layout="constrained")
+    for axis, over in zip(axes, _OVER, strict=True):
+        table = rows.pivot(index="sequences_per_gpu", columns=column, values=f"speedup_over_{over}")
+        _panel(axis, table)
+        axis.set_title(f"ZeroPP over {BASELINES[over]}")
+        axis.set_xlabel(label)
+    axes[0].set_ylabel("sequences a GPU and step")
+    figure.suptitle(f"Speed-up of ZeroPP: {title}", fontsize=10)
+    return Picture("Verdict", name, title, figure)
+
+
+def _panel(axis: Axes, table: pd.DataFrame) -> None:
+    """A heat map with its numbers; blue is ZeroPP faster, grey is where nothing fits."""
+    axis.grid(visible=False)
+    axis.set_facecolor("#cccccc")
+    norm = TwoSlopeNorm(1.0, vmin=0.67, vmax=1.33)
+    axis.imshow(table.to_numpy(), cmap="RdBu", norm=norm, aspect="auto", origin="lower")
+    axis.set_xticks(range(table.shape[1]), [f"{value:g}" for value in table.columns])
+    axis.set_yticks(range(table.shape[0]), [f"{value:g}" for value in table.index])
+    for y, values in enumerate(table.to_numpy()):
+        for x, value in enumerate(values):
+            text = "no fit" if pd.isna(value) else f"{value:.2f}"
+            dark = not pd.isna(value) and abs(value - 1.0) > 0.22
+            axis.text(
+                x, y, text, ha="center", va="center", color="white" if dark else "black", fontsize=8
+            )

@@ -1,0 +1,86 @@
+"""The tables of the verdict's page in the documentation, from the judged cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from benchmarks.studies.claim_33.judge import BASELINES, CLAIM
+
+_REPRODUCED = [
+    *("model", "cluster", "num_gpus", "global_batch"),
+    *("speedup_over_deepspeed_3d", "speedup_over_best_3d"),
+    *("zeropp_peak_gib", "deepspeed_3d_peak_gib"),
+]
+
+
+def page_tables(verdicts: pd.DataFrame) -> dict[str, str]:
+    """Markdown by name: ``best``, ``reproduced``, ``memory``, ``network``, ``equal``."""
+    own = verdicts[verdicts.bandwidth == 1.0]
+    best, equal = (own[own["mode"] == mode] for mode in ("best", "equal"))
+    return {
+        "best": _spread(best, list(BASELINES)),
+        "reproduced": _reproduced(best),
+        "memory": _memory(best, equal),
+        "network": _network(verdicts[verdicts["mode"] == "best"]),
+        "equal": _spread(equal, ["deepspeed_3d", "best_3d"]),
+    }
+
+
+def _spread(cells: pd.DataFrame, names: list[str]) -> str:
+    """Cells, lowest, median and highest speed-up by batch and baseline."""
+    rows = []
+    for sequences, group in cells.groupby("sequences_per_gpu"):
+        for name in names:
+            speedups = group[f"speedup_over_{name}"].dropna()
+            low, median, high = speedups.min(), speedups.median(), speedups.max()
+            rows.append(
+                [f"{sequences:g}", BASELINES[name], str(len(speedups))]
+                + [f"{value:.2f}" for value in (low, median, high)]
+            )
+    return _markdown(["sequences a GPU", "over", "cells", "lowest", "median", "highest"], rows)
+
+
+def _reproduced(cells: pd.DataFrame) -> str:
+    found = cells[cells.speedup_over_deepspeed_3d >= CLAIM].sort_values(_REPRODUCED[:4])
+    rows = [
+        [str(v) for v in row[:4]] + [f"{v:.2f}" for v in row[4:6]] + [f"{v:.0f}" for v in row[6:]]
+        for row in found[_REPRODUCED].itertuples(index=False, name=None)
+    ]
+    heads = ["model", "cluster", "GPUs", "batch", "over DeepSpeed", "over best known"]
+    return _markdown([*heads, "ZeroPP GiB", "DeepSpeed GiB"], rows)
+
+
+def _memory(best: pd.DataFrame, equal: pd.DataFrame) -> str:
+    """ZeroPP's peak over that of DeepSpeed's 3D and of the best known."""
+    rows = []
+    for label, cells in (("best plans", best), ("equal degrees", equal)):
+        for name in ("deepspeed_3d", "best_3d"):
+            ratios = (cells["zeropp_peak_gib"] / cells[f"{name}_peak_gib"]).dropna()
+            values = (ratios.min(), ratios.median(), ratios.max())
+            rows.append([label, BASELINES[name], *(f"{value:.2f}" for value in values)])
+    return _markdown(["plans", "peak over that of", "lowest", "median", "highest"], rows)
+
+
+def _network(best: pd.DataFrame) -> str:
+    """Speed-up by inter-node bandwidth, where that was varied."""
+    keys = ["model", "cluster", "num_gpus"]
+    varied = best[best.groupby([*keys, "global_batch"])["bandwidth"].transform("nunique") > 1]
+    factors = sorted(varied.bandwidth.unique())
+    rows = [
+        [BASELINES[name], f"{sequences:g}", *_by_factor(group, name, factors)]
+        for name in ("deepspeed_3d", "best_3d")
+        for sequences, group in varied.groupby("sequences_per_gpu")
+    ]
+    return _markdown(["over", "sequences a GPU", *(f"{factor:g}×" for factor in factors)], rows)
+
+
+def _by_factor(group: pd.DataFrame, name: str, factors: list[float]) -> Iterator[str]:
+    speedups = group.set_index("bandwidth")[f"speedup_over_{name}"]
+    return (f"{speedups[factor]:.2f}" for factor in factors)
+
+
+def _markdown(heads: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

@@ -1,0 +1,87 @@
+"""Search all cells on all cores, keep the rows, judge them, draw the maps.
+
+``plans.csv`` holds what was simulated and by which commit, a row a contender, cell and mode; every
+table, figure and sentence of the verdict is derived from it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+
+from benchmarks.launch.progress import progress_line
+from benchmarks.launch.sweep import run_points, spec_of
+from benchmarks.records.environment import git_state
+from benchmarks.records.record import check_writable, write_atomically
+from benchmarks.studies.claim_33.cells import Cell, rows_of
+from benchmarks.studies.claim_33.grid import VerdictSpec, cells_of, verdict_spec
+from benchmarks.studies.claim_33.judge import judge, summary
+from benchmarks.studies.claim_33.maps import draw
+from benchmarks.studies.claim_33.measure import points_of
+
+CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
+
+
+def run(config: dict[str, Any]) -> int:
+    """Write plans.csv, verdict.csv, verdict.md and the maps into ``report_dir``; with another
+    launcher than ``simulate`` run the best plans of ``verdict.clusters`` instead.
+
+    Cells that plans.csv holds already are not simulated again, unless ``rerun=all``: after a
+    change of the cost model or of the schedules they must be.
+    """
+    spec = verdict_spec(config["verdict"])
+    cells = cells_of(spec, config["precision"])
+    if config["launcher"]["kind"] != "simulate":
+        return _measure(config, spec, cells)
+    out = Path(config["report_dir"])
+    check_writable("report_dir", out)
+    simulate_cells(spec, cells, out / "plans.csv", anew=config["rerun"] == "all")
+    write_verdict(pd.read_csv(out / "plans.csv"), spec, out)
+    return 0
+
+
+def _measure(config: dict[str, Any], spec: VerdictSpec, cells: list[Cell]) -> int:
+    real = [c for c in cells if c.bandwidth == 1.0 and c.task.cluster.name in spec.clusters]
+    points = points_of(real, spec_of(config), spec.tolerance)
+    return run_points(points, [config] * len(points))
+
+
+def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
+    """Everything that is derived from the rows."""
+    verdicts = judge(plans)
+    verdicts.to_csv(out / "verdict.csv", index=False, float_format="%.4g")
+    text = summary(verdicts)
+    (out / "verdict.md").write_text(text)
+    paths = draw(verdicts, spec, out)
+    console = Console()
+    console.print(text, markup=False)
+    names = ["plans.csv", "verdict.csv", "verdict.md", *(path.name for path in paths)]
+    console.print(f"Written to {out}: " + ", ".join(names))
+
+
+def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bool) -> None:
+    """Add the rows of the cells that are missing in ``path``, a worker a core; sorted."""
+    rows: list[dict[str, Any]] = []
+    if path.exists() and not anew:
+        rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
+    have = {tuple(row[name] for name in CELL) for row in rows}
+    todo = [cell for cell in cells if cell.key not in have]
+    sha, dirty = git_state()
+    commit = sha[:12] + ("+changes" if dirty else "")
+    with (
+        multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool,
+        progress_line() as bar,
+    ):
+        line = bar.add_task("cells", total=len(todo))
+        for found in pool.imap_unordered(partial(rows_of, tolerance=spec.tolerance), todo):
+            rows += [asdict(row) | {"commit": commit} for row in found]
+            table = pd.DataFrame(rows).sort_values([*CELL, "mode"], kind="stable")
+            write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
+            bar.advance(line)

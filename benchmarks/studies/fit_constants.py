@@ -1,0 +1,131 @@
+"""Fit the cost model's constants on published measurements and print them; writes nothing.
+
+One set of constants a device, and a few of programs (``validation/programs.py``); none of a
+row. Least squares on the logarithm of predicted over measured throughput with a soft L1
+loss, on at most ``--rows`` rows of each of the four fitted sources, drawn by a fixed seed; weak
+priors hold constants that the data do not tell. Rounded results go into ``conf/cluster`` and
+``programs.py`` by hand. Takes some minutes.
+
+    python -m benchmarks.studies.fit_constants [--rows 120]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from benchmarks import CHECKOUT
+from benchmarks.studies.validation.cases import Case, case_of
+from benchmarks.studies.validation.predict import predict_case
+from benchmarks.studies.validation.rows import Row, UnpredictableError, read_rows
+
+PUBLISHED = CHECKOUT / "results" / "published"
+FITTED = ("vtrain_a100", "libai_megatron_v100", "llm_foundry_fsdp", "act_recompute")
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A field of the device (``of`` is its name) or of the program of a table (``of`` is its
+    file), with a physical prior and the prior's width in logarithms."""
+
+    of: str
+    field: str
+    prior: float
+    width: float
+
+
+CONSTANTS = (
+    *(
+        Constant(device, field, prior, width)
+        for device, rate in (("a100", 265.0), ("h100", 700.0), ("v100", 95.0))
+        for field, prior, width in (
+            ("matmul_bf16_tflops", rate, 0.2),
+            ("memory_efficiency", 0.8, 0.1),
+            ("attention_efficiency", 0.6, 0.3),
+            ("kernel_us", 5.0, 0.3),
+        )
+    ),
+    Constant("vtrain_a100", "launch_factor", 1.0, 1.0),
+    Constant("llm_foundry_fsdp", "traffic_factor", 1.0, 1.0),
+    Constant("llm_foundry_fsdp", "attention_factor", 1.0, 0.5),
+    Constant("libai_megatron_v100", "traffic_factor", 1.0, 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row, understood once."""
+
+    table: str
+    row: Row
+    case: Case
+
+    def log_error(self, values: Sequence[float]) -> float:
+        """Logarithm of predicted over measured with these constants."""
+        device, software = self.case.cluster.device, self.case.software
+        for constant, value in zip(CONSTANTS, values, strict=True):
+            if constant.of == device.name:
+                device = replace(device, **cast("Any", {constant.field: value}))
+            elif constant.of == self.table:
+                software = replace(software, **cast("Any", {constant.field: value}))
+        cluster = replace(self.case.cluster, device=device)
+        case = replace(self.case, cluster=cluster, software=software)
+        return math.log1p(predict_case(self.row, case).relative_error)
+
+
+def samples(rows: int) -> list[Sample]:
+    """Rows of throughput of the fitted sources."""
+    found = []
+    for table in FITTED:
+        understood = []
+        for row in read_rows(PUBLISHED / f"{table}.csv"):
+            try:
+                sample = Sample(table, row, case_of(row))
+                if predict_case(row, sample.case).kind == "throughput":
+                    understood.append(sample)
+            except UnpredictableError:
+                continue
+        random.Random(0).shuffle(understood)
+        found += understood[:rows]
+    return found
+
+
+def fit(chosen: Sequence[Sample]) -> Sequence[float]:
+    """The constants, in the order of ``CONSTANTS``."""
+    priors = np.log([c.prior for c in CONSTANTS])
+    widths = np.array([c.width for c in CONSTANTS])
+
+    def residuals(logarithms: np.ndarray) -> np.ndarray:
+        errors = [sample.log_error(np.exp(logarithms)) for sample in chosen]
+        held = (logarithms - priors) / widths
+        print(f"median error {100 * np.median(np.abs(errors)):.2f} %", flush=True)
+        return np.concatenate([np.array(errors) / 0.05, held])
+
+    done = least_squares(residuals, priors, loss="soft_l1", diff_step=1e-3, xtol=1e-3, max_nfev=12)
+    values: list[float] = np.exp(done.x).tolist()
+    return values
+
+
+def main() -> None:
+    """Print every constant beside its prior."""
+    parser = argparse.ArgumentParser(
+        description="Fit the cost model's constants on published measurements and print them. "
+        "Writes nothing; takes some minutes.",
+        epilog="example: python -m benchmarks.studies.fit_constants --rows 20",
+    )
+    parser.add_argument("--rows", type=int, default=120, help="of each source (%(default)s)")
+    chosen = samples(parser.parse_args().rows)
+    print(f"{len(chosen)} rows")
+    for constant, value in zip(CONSTANTS, fit(chosen), strict=True):
+        print(f"{constant.of:20} {constant.field:22} {value:8.3f}   prior {constant.prior:g}")
+
+
+if __name__ == "__main__":
+    main()

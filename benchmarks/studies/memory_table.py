@@ -1,0 +1,209 @@
+"""Write results/reference/memory/traced_vs_simulated.csv: the cost model's memory beside the real
+code's.
+
+Every plan's first, middle and last pipeline rank is traced (``traced_ranks``) and priced.
+Needs no GPU and no peers; about a quarter of an hour on two cores. Plans that the file has are
+priced again but not traced again: delete rows whose code or plan has changed.
+
+    python -m benchmarks.studies.memory_table [results/reference/memory/traced_vs_simulated.csv]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from benchmarks.records.environment import git_state
+from benchmarks.specification.compose import preset
+from benchmarks.specification.contenders import CONTENDERS
+from zeropp.cluster import Cluster
+from zeropp.cost import price_plan
+from zeropp.engine.traced_ranks import trace_ranks
+from zeropp.literals import Precision
+from zeropp.plan import MemoryBytes, Plan, PlanRequest, Settings
+from zeropp.shape import ModelShape
+from zeropp.sim.memory_curve import peak_memory
+from zeropp.training import OptimizerConfig
+
+OUT = Path("results/reference/memory/traced_vs_simulated.csv")
+REAL = ("deepspeed_3d",)  # fake tensors stop it; real ones are computed with, so models are small
+DEGREES = ("pp", "tp", "shard", "replicate")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One plan. ``options`` are a contender's knobs as on the command line; degrees not named
+    are 1."""
+
+    contender: str
+    model: str
+    options: str
+    microbatch_size: int = 1
+    num_microbatches: int = 8
+    precision: Precision = "bf16"
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """The options with their values."""
+        chosen = OmegaConf.to_container(OmegaConf.from_dotlist(self.options.split()))
+        assert isinstance(chosen, dict)
+        return dict.fromkeys(DEGREES, 1) | {str(k): v for k, v in chosen.items()}
+
+    @property
+    def text(self) -> str:
+        """The plan in words."""
+        sizes = f"b={self.microbatch_size} m={self.num_microbatches} {self.precision}"
+        return f"{self.options} {sizes}"
+
+    def plan(self) -> Plan:
+        """The contender's own plan."""
+        knobs = self.knobs
+        request = PlanRequest(
+            shape=preset("model", self.model, ModelShape),
+            cluster=preset("cluster", "a800", Cluster),
+            num_gpus=prod(knobs[degree] for degree in DEGREES),
+            global_batch=prod(
+                (self.microbatch_size, self.num_microbatches, knobs["shard"], knobs["replicate"])
+            ),
+            microbatch_size=self.microbatch_size,
+            precision=self.precision,
+            settings=Settings(self.contender, **knobs),
+        )
+        return CONTENDERS[self.contender].plan(request)
+
+
+CASES = (
+    Case("zeropp", "gpt_1_5b", "pp=1 shard=8", num_microbatches=4),
+    Case("zeropp", "gpt_1_5b", "pp=4 chunks=2", precision="fp32"),
+    Case("zeropp", "gpt_1_5b", "pp=2 shard=4 chunks=2", 4),
+    Case("zeropp", "gpt_1_5b", "pp=2 shard=2 replicate=2 chunks=4 unit=4"),
+    Case("zeropp", "gpt_6_2b", "pp=4 shard=8 chunks=2"),
+    Case("zeropp", "gpt_6_2b", "pp=4 shard=8 chunks=2 recompute=selective"),
+    Case("zeropp", "gpt_6_2b", "pp=4 shard=8 chunks=2 recompute=full"),
+    Case("zeropp", "gpt_6_2b", "pp=2 shard=16 chunks=2 recompute=full", 2, 4, "fp32"),
+    Case("zeropp", "gpt_6_2b", "pp=4 shard=4 chunks=2 reduce_every=step activation_cap=6"),
+    Case("zeropp", "gpt_6_2b", "pp=4 shard=4 replicate=2 replicate_zero=1 chunks=2"),
+    Case("zeropp", "gpt_28_3b", "pp=8 shard=8 chunks=2 recompute=full", 2, 16),
+    Case("zeropp", "gpt_175b", "pp=16 shard=32 chunks=2 recompute=full", 1, 16),
+    Case("zeropp", "llama_8b", "pp=4 shard=8 chunks=2 recompute=full"),
+    Case("zeropp", "llama_8b", "pp=8 chunks=2"),
+    Case("zeropp", "llama_70b", "pp=8 shard=8 chunks=2 recompute=full", 1, 16),
+    Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=1f1b"),
+    Case("torch_pp", "gpt_1_5b", "pp=4 schedule=1f1b", precision="fp32"),
+    Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=interleaved_1f1b chunks=4"),
+    Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=looped_bfs chunks=2"),
+    Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=interleaved_zb chunks=2"),
+    Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=zbv chunks=2"),
+    Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=dualpipev chunks=2"),
+    Case("torch_pp", "gpt_6_2b", "pp=2 shard=8 schedule=interleaved_1f1b chunks=2", 4),
+    Case("torch_pp", "gpt_6_2b", "pp=2 shard=2 replicate=2 schedule=1f1b recompute=selective"),
+    Case("torch_pp", "gpt_6_2b", "pp=4 tp=2 shard=2 schedule=interleaved_1f1b chunks=2"),
+    Case("torch_pp", "gpt_6_2b", "pp=4 tp=4 schedule=1f1b sequence_parallel=true"),
+    Case("torch_pp", "gpt_6_2b", "pp=4 tp=8 schedule=1f1b recompute=full", 2),
+    Case("torch_pp", "gpt_175b", "pp=16 tp=8 shard=4 schedule=1f1b recompute=full", 1, 16),
+    Case("torch_pp", "llama_8b", "pp=4 shard=8 schedule=interleaved_1f1b chunks=2"),
+    Case("torch_pp", "llama_8b", "pp=4 tp=4 schedule=1f1b sequence_parallel=true"),
+    Case("torch_pp", "llama_70b", "pp=8 tp=8 schedule=1f1b recompute=full", 1, 8),
+    Case("torch_pp", "llama_70b", "pp=8 shard=8 schedule=interleaved_1f1b chunks=2", 1, 8),
+    Case("deepspeed_3d", "gpt_mini", "pp=2 replicate=2 replicate_zero=1", 8),
+    Case("deepspeed_3d", "gpt_mini", "pp=4 replicate=2 replicate_zero=1 recompute=full", 8),
+    Case("deepspeed_3d", "gpt_mini", "pp=2 tp=2 replicate=2 replicate_zero=1", 8),
+    Case("deepspeed_3d", "gpt_mini", "pp=4 tp=4 recompute=full", 8, precision="fp32"),
+    Case("deepspeed_3d", "gpt_mini", "tp=2 replicate=4 recompute=full", 8, 4, "fp32"),
+    Case("deepspeed_3d", "llama_tiny", "pp=2 tp=2 replicate_zero=1", 8),
+    Case("deepspeed_3d", "llama_tiny", "pp=4 replicate=2", 8, precision="fp32"),
+    Case("fsdp", "gpt_1_5b", "shard=8", 1, 2),
+    Case("fsdp", "gpt_1_5b", "shard=8 reduce_every=step", 1, 2),
+    Case("fsdp", "gpt_1_5b", "shard=8", 4, 2, "fp32"),
+    Case("fsdp", "gpt_6_2b", "shard=32 recompute=selective", 2, 2),
+    Case("fsdp", "gpt_6_2b", "shard=8 replicate=4 recompute=full", 4, 2),
+    Case("fsdp", "gpt_175b", "shard=64 recompute=full", 1, 1),
+    Case("fsdp", "llama_8b", "shard=16 recompute=full", 2, 2),
+    Case("fsdp", "llama_70b", "shard=64 recompute=selective", 1, 1),
+)
+
+
+def trace(case: Case) -> Iterator[dict[str, Any]]:
+    """What was traced, a row a pipeline rank."""
+    plan = case.plan()
+    pp, pipeline = plan.layout.pp, plan.layout.pipeline(0)
+    ranks = sorted({0, pp // 2, pp - 1})
+    contender = CONTENDERS[case.contender]
+    fill = contender.fill_integers if case.contender in REAL else None
+    chosen = [pipeline[rank] for rank in ranks]
+    traces = trace_ranks(plan, chosen, OptimizerConfig(), contender.build, fill)
+    for rank, found in zip(ranks, traces, strict=True):
+        yield {
+            "contender": case.contender,
+            "model": case.model,
+            "plan": case.text,
+            "pipeline_rank": rank,
+            "trace_s": f"{found.seconds:.1f}",
+            "trace_commit": git_state()[0][:10],
+            **_gib("traced", found.memory),
+        }
+
+
+def price(case: Case, row: dict[str, Any]) -> dict[str, Any]:
+    """The row with what the cost model says."""
+    plan = case.plan()
+    memory = peak_memory(plan, price_plan(plan, preset("cluster", "a800", Cluster)))
+    simulated = _gib("simulated", memory[int(row["pipeline_rank"])])
+    error = float(simulated["simulated_total_gib"]) / float(row["traced_total_gib"]) - 1
+    last = {"relative_error": f"{error:.4f}", "commit": git_state()[0][:10]}
+    return row | simulated | last
+
+
+def _gib(prefix: str, memory: MemoryBytes) -> dict[str, str]:
+    kinds = {field.name: getattr(memory, field.name) for field in fields(memory)}
+    kinds["total"] = memory.total
+    return {f"{prefix}_{kind}_gib": f"{size / 2**30:.4f}" for kind, size in kinds.items()}
+
+
+def read(path: Path) -> dict[tuple[str, ...], list[dict[str, Any]]]:
+    """Traced rows of a file by plan; none where there is no file."""
+    traced: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    if path.exists():
+        for row in csv.DictReader(path.read_text().splitlines()):
+            traced[row["contender"], row["model"], row["plan"]].append(row)
+    return traced
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """All rows; called after every plan, so that an interrupted run has what it found."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="The cost model's memory beside that of the real code, traced without a GPU: "
+        "a CSV. Plans that the file has are priced again, others traced; a quarter of an hour.",
+        epilog="example: python -m benchmarks.studies.memory_table /tmp/memory.csv",
+    )
+    parser.add_argument("out", nargs="?", type=Path, default=OUT, help="the CSV (the reference's)")
+    out = parser.parse_args().out
+    traced, rows = read(out), list[dict[str, Any]]()
+    for number, case in enumerate(CASES, 1):
+        key = (case.contender, case.model, case.text)
+        for row in traced.pop(key, None) or trace(case):
+            rows.append(price(case, row))
+            error = float(rows[-1]["relative_error"])
+            print(f"{number}/{len(CASES)}", *key, row["pipeline_rank"], f"{error:+.1%}", flush=True)
+        write(out, rows + [row for others in traced.values() for row in others])
+    write(out, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Write results/reference/schedule_orders.json: how ZeroPP's orders do over many sizes.
+
+``bound``: equal durations, every P up to a largest, V from 1 to 4, U from P to 2P, one to four
+whole units and every rest; how many take longer than ``1 + (P-1)/(3 m V)`` times the ideal.
+``durations``: random plans of two models on the suite's clusters, the order planned with the cost
+model's durations beside that for equal ones, both simulated; gain is old over new step - 1.
+A minute on two cores.
+
+    python -m benchmarks.studies.schedule_orders --ranks 11 --plans 150
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records.environment import git_state
+from benchmarks.specification.compose import preset
+from zeropp.cluster import Cluster
+from zeropp.cost import price_plan
+from zeropp.layout import InfeasibleError
+from zeropp.plan import PlanRequest, Settings
+from zeropp.planner.zeropp_plan import orders, plan_zeropp
+from zeropp.schedule import build
+from zeropp.schedule.event_loop import run
+from zeropp.schedule.program import StageCost
+from zeropp.shape import ModelShape
+from zeropp.sim.simulator import simulate
+
+OUT = Path("results/reference/schedule_orders.json")
+Size = tuple[int, int, int, int]  # P, V, U, m
+
+
+def sizes(largest: int) -> Iterator[Size]:
+    """All of them."""
+    for ranks in range(2, largest + 1):
+        for chunks in range(1, 5):
+            for unit in range(ranks, 2 * ranks + 1):
+                for m in range(unit, 5 * unit):
+                    yield ranks, chunks, unit, m
+
+
+def over_bound(size: Size) -> float:
+    """Step over the bound of one size."""
+    ranks, chunks, unit, m = size
+    order = build("zeropp", num_ranks=ranks, chunks=chunks, num_microbatches=m, unit=unit)
+    bound = 1 + (ranks - 1) / (3 * m * chunks)
+    return run(order, [StageCost()] * (ranks * chunks)).over_ideal / bound
+
+
+def gain(seed: int) -> float | None:
+    """Of planning with durations, on one random plan; None where it is none."""
+    draw = random.Random(seed)
+    model = preset("model", draw.choice(("gpt_14_6b", "llama_8b")), ModelShape)
+    cluster = preset("cluster", draw.choice(("a100", "a800", "h100", "h200")), Cluster)
+    pp, chunks = draw.choice((2, 4, 8, 16)), draw.choice((1, 2, 4))
+    m = draw.randint(pp, 6 * pp)
+    settings = Settings("zeropp", pp=pp, shard=64 // pp, chunks=chunks, unit=draw.randint(pp, m))
+    request = PlanRequest(model, cluster, 64, m * 64 // pp, 1, "bf16", settings)
+    try:
+        plan = plan_zeropp(request)
+    except InfeasibleError:
+        return None
+    price = price_plan(plan, cluster)
+    equal, *_ = orders(plan, plan.schedule.unit * chunks, price)
+    return simulate(equal, cluster).step_s / simulate(plan, cluster).step_s - 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="How ZeroPP's orders do over many sizes, at equal and at real durations: JSON.",
+        epilog="example: python -m benchmarks.studies.schedule_orders --out orders.json --ranks 4",
+    )
+    parser.add_argument("--out", type=Path, default=OUT, help="the JSON (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=11, help="largest P (%(default)s)")
+    parser.add_argument("--plans", type=int, default=150, help="random plans (%(default)s)")
+    options = parser.parse_args()
+    with ProcessPoolExecutor() as pool:
+        over = list(pool.map(over_bound, sizes(options.ranks), chunksize=32))
+        drawn = pool.map(gain, range(2 * options.plans), chunksize=4)
+        gains = [found for found in drawn if found is not None][: options.plans]
+    document: dict[str, Any] = {
+        "commit": git_state()[0],
+        "bound": {
+            "largest_ranks": options.ranks,
+            "sizes": len(over),
+            "missed": sum(ratio > 1 + 1e-9 for ratio in over),
+            "largest_over_bound": max(over),
+        },
+        "durations": {
+            "plans": len(gains),
+            "mean_gain": statistics.mean(gains),
+            "smallest_gain": min(gains),
+            "largest_gain": max(gains),
+        },
+    }
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(options.out.read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Write results/reference/schedules.csv: ZeroPP's schedule beside torch's own.
+
+Torch's orders are read out of ``torch.distributed.pipelining.schedules`` (compute order, and its
+own lowering for the gathers), ours come from ``zeropp.schedule``. All are priced by our event
+loop at F=I=W=1 without communication, a full backward at I+W; an overlapped forward and backward
+pair of DualPipeV is priced as the one after the other. Needs no process group.
+
+    python -m benchmarks.studies.schedule_table [results/reference/schedules.csv]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.nn import Module
+
+from zeropp.schedule import build, lower
+from zeropp.schedule.action import Op, parse_action
+from zeropp.schedule.event_loop import run
+from zeropp.schedule.legality import live_activations, resident_chunks
+from zeropp.schedule.program import Schedule, StageCost
+
+RANKS = (4, 8, 16)
+MICROBATCHES_PER_RANK = (1, 2, 4, 8)
+PEERS = (
+    ("ScheduleInterleaved1F1B", (2, 4)),
+    ("ScheduleInterleavedZeroBubble", (2, 4)),
+    ("ScheduleLoopedBFS", (2, 4)),
+    ("ScheduleZBVZeroBubble", (2,)),
+    ("ScheduleDualPipeV", (2,)),
+)
+TORCH_KEEPS = 3  # chunks that torch's lowering keeps gathered at once
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+
+
+class _Stage(_PipelineStageBase):
+    """As much of a stage as torch's generators look at: its place in the pipeline."""
+
+    def __init__(self, index: int, num_stages: int, num_ranks: int) -> None:
+        self.stage_index, self.num_stages = index, num_stages
+        self.group_rank, self.group_size, self.group = 0, num_ranks, None
+        self.has_backward, self.submod = True, Module()
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+    def _prepare_forward_infra(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("planning only")
+
+    _prepare_backward_infra = _create_grad_recv_info = _prepare_forward_infra
+
+
+def torch_schedule(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> Schedule:
+    """Torch's order, lowered by torch for gathers; its transfers are left out.
+
+    Raises ValueError where torch has no order for these sizes.
+    """
+    count = num_ranks * chunks
+    held = (0, count - 1) if name in V_SHAPED else range(0, count, num_ranks)
+    stages = [_Stage(index, count, num_ranks) for index in held]
+    source = getattr(torch_schedules, name)(stages, num_microbatches, loss_fn=lambda *_: None)
+    programs = tuple(
+        tuple(
+            action
+            for cell in source.pipeline_order_with_comms[rank]
+            for action in (parse_action(str(part)) for part in cell.sub_actions or (cell,))
+            if not action.op.is_transfer
+        )
+        for rank in range(num_ranks)
+    )
+    stage_rank = tuple(source.stage_index_to_group_rank[s] for s in range(count))
+    return Schedule(name, num_microbatches, num_microbatches, stage_rank, programs)
+
+
+def measure(schedule: Schedule) -> dict[str, Any]:
+    """One row's figures: the worst rank of each."""
+    ranks = range(schedule.num_ranks)
+    chunks = schedule.num_stages // schedule.num_ranks
+    result = run(schedule, [StageCost()] * schedule.num_stages)
+    peak = max(max(live_activations(schedule, rank)) for rank in ranks)
+    gathers = max(sum(a.op is Op.UNSHARD for a in program) for program in schedule.programs)
+    resident = max(max(resident_chunks(schedule, rank)) for rank in ranks)
+    return {
+        "step_over_ideal": f"{result.over_ideal:.4f}",
+        "activations_over_1f1b": f"{peak / (schedule.num_ranks * chunks):.3f}",
+        "gathers_per_step": gathers,
+        "parameter_passes_per_step": f"{gathers / chunks:.2f}",
+        "resident_chunks": resident,
+        "resident_share": f"{resident / chunks:.2f}",
+    }
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """All rows, sizes first; a peer without an order for a size is left out."""
+    for num_ranks in RANKS:
+        for factor in MICROBATCHES_PER_RANK:
+            m = num_ranks * factor
+            sizes = {"ranks": num_ranks, "microbatches": m}
+            for name, options in PEERS:
+                for chunks in options:
+                    if name == "ScheduleDualPipeV" and m < 2 * num_ranks:
+                        continue
+                    schedule = torch_schedule(name, num_ranks, chunks, m)
+                    yield {**sizes, "schedule": name, "chunks": chunks, **measure(schedule)}
+            for chunks in (2, 4):
+                for unit in sorted({num_ranks, min(2 * num_ranks, m)}):
+                    for keep in (0, min(TORCH_KEEPS, chunks)):
+                        schedule = zeropp_schedule(num_ranks, chunks, m, unit, keep)
+                        bound = f"{1 + (num_ranks - 1) / (3 * m * chunks):.4f}"
+                        named = {"schedule": "ZeroPP", "chunks": chunks, "unit": unit}
+                        knobs = {"keep": keep, "bound": bound}
+                        yield {**sizes, **named, **knobs, **measure(schedule)}
+
+
+def zeropp_schedule(
+    num_ranks: int, chunks: int, num_microbatches: int, unit: int, keep: int
+) -> Schedule:
+    """ZeroPP with the default cap of U*V, gathers one window ahead."""
+    compute = build(
+        "zeropp", num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches, unit=unit
+    )
+    return lower(compute, gather=True, keep=keep)
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)  # torch warns that it drops ZBV's surplus microbatches
+    parser = argparse.ArgumentParser(
+        description="ZeroPP's schedule beside torch's own, in steps over the ideal, activations "
+        "and gathers: a CSV.",
+        epilog="example: python -m benchmarks.studies.schedule_table /tmp/schedules.csv",
+    )
+    default = Path("results/reference/schedules.csv")
+    parser.add_argument("out", nargs="?", type=Path, default=default, help="the CSV (%(default)s)")
+    out = parser.parse_args().out
+    header = ["ranks", "microbatches", "schedule", "chunks", "unit", "keep"]
+    header += ["step_over_ideal", "bound"]
+    header += ["activations_over_1f1b", "gathers_per_step", "parameter_passes_per_step"]
+    header += ["resident_chunks", "resident_share"]
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, header, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""One rank of one attempt: gate, warm-up, timed steps, one recorded step.
+
+Fed by a frozen spec and the usual variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+MASTER_PORT); writes ``rank_NNN.jsonl`` into the attempt's directory, and a profiler's trace where
+the rank runs alone. Knows neither Hydra nor Slurm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.records.environment import capture_environment
+from benchmarks.records.rank_events import EventWriter
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.run_spec import RunSpec, load_spec
+from benchmarks.worker.data import BatchSource, open_batches
+from benchmarks.worker.data.local_batch import local_batch
+from benchmarks.worker.gate import run_gate
+from benchmarks.worker.lone_rank import measure_lone_rank, synchronise
+from benchmarks.worker.memory_meter import MemoryMeter
+from zeropp.plan import Plan
+from zeropp.training import Trainer
+
+EXIT_GATE = 3
+EXIT_OOM = 4
+EXIT_SIGNAL = 5
+
+
+def main() -> int:
+    """Entry of every rank; the exit status is 0 only where everything was measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="the attempt's directory")
+    parser.add_argument("--lone", action="store_true", help="one rank without its peers")
+    arguments = parser.parse_args()
+    rank = int(os.environ["RANK"])
+    events = EventWriter(arguments.out, rank)
+    _leave_on_signal(events)
+    _die_with_launcher()
+    try:
+        spec = load_spec(arguments.spec)
+        if arguments.lone:
+            measure_lone_rank(spec, events, arguments.out / f"rank_{rank:03d}.trace.json.gz")
+            return 0
+        return _run(spec, events)
+    except Exception as error:
+        kind = "oom" if _is_out_of_memory(error) else "error"
+        events.write(kind, type=type(error).__name__, message=str(error).strip()[:2000])
+        sys.excepthook(type(error), error, error.__traceback__)
+        return EXIT_OOM if kind == "oom" else 1
+
+
+def _run(spec: RunSpec, events: EventWriter) -> int:
+    device = _open_world(spec)
+    events.write("environment", **capture_environment())
+    contender = CONTENDERS[spec.contender.name]
+    batches = open_batches(spec)
+    if spec.measure.gate:
+        result = run_gate(spec, contender, batches, device)
+        events.write("gate", **result)
+        if not result["passed"]:
+            return EXIT_GATE
+    plan = contender.plan(spec.request)
+    meter = MemoryMeter(device)
+    trainer = contender.build(plan, spec.optimizer, device, spec.seed)
+    attempt = _Attempt(spec, plan, trainer, batches, device, events)
+    attempt.measure()
+    events.write("memory", **meter.peaks())
+    events.write("counters", **trainer.counters())
+    if spec.measure.timeline:
+        attempt.record_step()
+    events.write("done")
+    dist.barrier()
+    # Everything is on disk. Taking the groups down while peers leave may abort a rank (gloo).
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What this rank trains, and where it writes what it sees."""
+
+    spec: RunSpec
+    plan: Plan
+    trainer: Trainer
+    batches: BatchSource
+    device: torch.device
+    events: EventWriter
+
+    def measure(self) -> None:
+        """Warm-up and timed steps."""
+        warmup = self.spec.measure.warmup_steps
+        for index in range(warmup + self.spec.measure.steps):
+            inputs, targets = local_batch(self.batches, self.plan.layout, index, self.device)
+            synchronise(self.device)
+            start = time.perf_counter()
+            result = self.trainer.step(inputs, targets)
+            synchronise(self.device)
+            seconds = time.perf_counter() - start
+            kind = "warmup" if index < warmup else "step"
+            self.events.write(kind, index=index, seconds=seconds, loss=result.loss)
+
+    def record_step(self) -> None:
+        """One more step with its spans; recording may cost time, so it is never a timed one."""
+        layout, trainer = self.plan.layout, self.trainer
+        index = self.spec.measure.warmup_steps + self.spec.measure.steps
+        trainer.record_spans(True)
+        trainer.step(*local_batch(self.batches, layout, index, self.device))
+        place = layout.coordinates(dist.get_rank())
+        if layout.dp_index(dist.get_rank()) == 0 and place["tp"] == 0:
+            rows = [[s.rank, s.lane, s.action, s.start_s, s.end_s] for s in trainer.spans()]
+            self.events.write("spans", rows=rows)
+        trainer.record_spans(False)
+
+
+def _open_world(spec: RunSpec) -> torch.device:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world != spec.num_gpus:
+        raise RuntimeError(f"WORLD_SIZE={world}, but the spec has num_gpus={spec.num_gpus}")
+    timeout = timedelta(seconds=spec.measure.timeout_s)
+    if spec.cluster.device.name == "cpu":
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timeout)
+    else:
+        # A kernel that is loaded on first use would wait for receives that are posted early.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        # Of 8 hardware queues, CUDA's default, two streams could share one, and a send stand behind
+        # a receive that waits for its sender.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", rank=rank, world_size=world, timeout=timeout, device_id=device
+        )
+    return device
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _leave_on_signal(events: EventWriter) -> None:
+    """On SIGTERM or SIGUSR1 (preemption, time limit): say so and leave at once.
+
+    Every finished step is on disk already. A thread waits for the signal, because a handler
+    would not run while the main thread sits in a collective.
+    """
+    caught = {signal.SIGTERM, signal.SIGUSR1}
+    signal.pthread_sigmask(signal.SIG_BLOCK, caught)
+
+    def wait() -> None:
+        number = signal.sigwait(caught)
+        events.write("signal", name=signal.Signals(number).name)
+        os._exit(EXIT_SIGNAL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _die_with_launcher() -> None:
+    """Linux: no rank outlives the process that started it, however that one died."""
+    launcher = os.environ.get("SUITE_LAUNCHER_PID")
+    if launcher is None:
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != int(launcher):
+        os._exit(EXIT_SIGNAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Global batches by step number, from text, Megatron files or a random generator.
+
+Batch ``step`` depends on ``(data.seed, step)`` alone. Every rank draws the same global batch and
+keeps the rows of its data-parallel index, so all topologies train on the same sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks import CHECKOUT
+from benchmarks.specification.run_spec import DataSpec, RunSpec, SpecError
+from benchmarks.worker.data.megatron import open_megatron
+
+_BYTES = 256  # vocabulary of byte-level text
+
+
+@dataclass(frozen=True)
+class BatchSource:
+    """Draws batches of ``global_batch`` sequences of ``seq`` tokens.
+
+    ``tokens`` is the stream to cut windows from; empty for synthetic data.
+    """
+
+    tokens: NDArray[Any]
+    global_batch: int
+    seq: int
+    vocab: int
+    seed: int
+
+    def batch(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Inputs and targets of one step, both int64 [global_batch, seq]; targets are the inputs
+        moved on by one token. Raises ValueError on a token outside the vocabulary."""
+        random = np.random.default_rng([self.seed, step])
+        if self.tokens.size == 0:
+            shape = (self.global_batch, self.seq + 1)
+            windows = random.integers(0, self.vocab, size=shape, dtype=np.int64)
+        else:
+            starts = random.integers(0, self.tokens.size - self.seq, size=self.global_batch)
+            windows = self.tokens[starts[:, None] + np.arange(self.seq + 1)].astype(np.int64)
+        if int(windows.max()) >= self.vocab:
+            raise ValueError(
+                f"token {int(windows.max())} of the data does not fit model.vocab={self.vocab}"
+            )
+        return windows[:, :-1], windows[:, 1:]
+
+    def shard(
+        self, step: int, index: int, count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows of data-parallel rank ``index`` of ``count``: [global_batch / count, seq]."""
+        rows = self.global_batch // count
+        inputs, targets = self.batch(step)
+        return inputs[index * rows : (index + 1) * rows], targets[index * rows : (index + 1) * rows]
+
+
+def open_batches(spec: RunSpec) -> BatchSource:
+    """The batches of a spec; text and Megatron files are memory-mapped."""
+    return BatchSource(
+        tokens=_open_tokens(spec.data),
+        global_batch=spec.global_batch,
+        seq=spec.model.seq,
+        vocab=spec.model.vocab,
+        seed=spec.data.seed,
+    )
+
+
+def check_data(spec: RunSpec) -> None:
+    """Refuse data that cannot be read or does not fit the model; raises SpecError."""
+    if spec.data.kind == "synthetic":
+        return
+    if not spec.data.path:
+        raise SpecError(f"data.path='': data.kind={spec.data.kind} needs a file")
+    if spec.data.kind == "text" and spec.model.vocab < _BYTES:
+        raise SpecError(
+            f"model.vocab={spec.model.vocab}: byte-level text needs at least {_BYTES} "
+            "(or use data=synthetic)"
+        )
+    path = _resolve(spec.data.path)
+    suffixes = (".bin", ".idx") if spec.data.kind == "megatron" else ("",)
+    for suffix in suffixes:
+        file = Path(f"{path}{suffix}")
+        if not file.is_file():
+            raise SpecError(f"data.path={spec.data.path!r}: no such file: {file}")
+    try:
+        length = _open_tokens(spec.data).size
+    except ValueError as error:
+        raise SpecError(f"data.path={spec.data.path!r}: {error}") from None
+    if length <= spec.model.seq:
+        raise SpecError(
+            f"data.path={spec.data.path!r}: {length} tokens, but model.seq={spec.model.seq} "
+            "needs at least one more than that"
+        )
+
+
+def _open_tokens(data: DataSpec) -> NDArray[Any]:
+    if data.kind == "synthetic":
+        return np.empty(0, dtype=np.uint8)
+    path = _resolve(data.path)
+    if data.kind == "megatron":
+        return open_megatron(path)
+    if path.stat().st_size == 0:
+        raise ValueError("the file is empty")
+    return np.memmap(path, dtype=np.uint8, mode="r")
+
+
+def _resolve(path: str) -> Path:
+    """Relative paths are looked up from where the user stands, then from the checkout."""
+    given = Path(path).expanduser()
+    if given.is_absolute() or given.exists():
+        return given
+    return CHECKOUT / given

@@ -1,0 +1,112 @@
+"""One rank of a large job, alone, with real tensors: its memory, its compute and its kernels.
+
+The rank runs the contender's own code in a ``fake_world``. So parameters, activations, kernels and
+launches are those of the job; the network and the wait for peers are not there, and losses mean
+nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from benchmarks.records.environment import capture_environment
+from benchmarks.records.rank_events import EventWriter
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.run_spec import RunSpec
+from benchmarks.worker.data import open_batches
+from benchmarks.worker.data.local_batch import local_batch
+from benchmarks.worker.kernel_profile import kernels_of, read_trace, summarise_kernels
+from benchmarks.worker.memory_meter import MemoryMeter
+from zeropp.engine.fake_world import fake_world
+from zeropp.schedule.action import parse_action
+from zeropp.timeline import Span
+
+
+def measure_lone_rank(spec: RunSpec, events: EventWriter, trace_file: Path) -> None:
+    """Run the rank that the environment names and write what it does; no gate, no peers.
+
+    ``trace_file`` (.json.gz) takes the profiler's trace of one step.
+    """
+    device = torch.device("cpu" if spec.cluster.device.name == "cpu" else "cuda:0")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    contender, batches = CONTENDERS[spec.contender.name], open_batches(spec)
+    plan = contender.plan(spec.request)
+    index = 0
+
+    def step() -> float:
+        nonlocal index
+        batch = local_batch(batches, plan.layout, index, device)
+        index += 1
+        synchronise(device)
+        start = time.perf_counter()
+        trainer.step(*batch)
+        synchronise(device)
+        return time.perf_counter() - start
+
+    rank, fill_integers = int(os.environ["RANK"]), partial(contender.fill_integers, plan)
+    with fake_world(rank, spec.num_gpus, fill_integers):
+        events.write("environment", **capture_environment())
+        meter = MemoryMeter(device)
+        trainer = contender.build(plan, spec.optimizer, device, spec.seed)
+        for _ in range(spec.measure.warmup_steps):
+            events.write("lone_warmup", index=index, seconds=step())
+        for _ in range(spec.measure.steps):
+            events.write("lone_step", index=index, seconds=step())
+        events.write("memory", **meter.peaks())
+        events.write("counters", **trainer.counters())
+        trainer.record_spans(True)
+        step()
+        events.write("compute", seconds=compute_seconds(trainer.spans()))
+        trainer.record_spans(False)
+        events.write("kernels", **_profile(step, device, trace_file))
+    events.write("done")
+
+
+def compute_seconds(spans: Sequence[Span]) -> dict[str, float]:
+    """Median duration of each stage's compute actions over the microbatches, by stage and action
+    (``3F``). A median leaves out what only the first microbatch pays, as a wait for a gather."""
+    samples: dict[str, list[float]] = defaultdict(list)
+    for span in spans:
+        if span.lane == "compute":
+            action = parse_action(span.action)
+            samples[f"{action.stage}{action.op}"].append(span.end_s - span.start_s)
+    return {name: statistics.median(seconds) for name, seconds in samples.items()}
+
+
+def _profile(step: Callable[[], float], device: torch.device, trace_file: Path) -> dict[str, Any]:
+    """Profile one more step, the profiler warm; sums over its kernels, or nothing on a device that
+    has none."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    steps = schedule(wait=0, warmup=1, active=1)
+    with profile(
+        activities=activities,
+        schedule=steps,
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace_file)),
+    ) as profiler:
+        for _ in range(2):
+            step()
+            profiler.step()
+    sums = summarise_kernels(kernels_of(read_trace(trace_file)))
+    if sums is None:
+        return {}
+    return asdict(sums) | {"compute_over_kernels": sums.compute_over_kernels}
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

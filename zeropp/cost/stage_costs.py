@@ -1,0 +1,260 @@
+"""The price of a plan on a cluster: what the simulator asks of the cost model.
+
+``price_plan`` reads only the plan's sizes and its schedule's name, counts and placement, never its
+programs, so that the tuner can price a plan before it builds one. Equal blocks are priced once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zeropp.cluster import Cluster
+from zeropp.cost.blocks import TENSORS, PieceTimes, Work, piece_times
+from zeropp.cost.collectives import (
+    Group,
+    all_reduce_s,
+    axis_stride,
+    crosses_nodes,
+    gather_s,
+    group,
+    group_of,
+    transfer_s,
+)
+from zeropp.cost.flops import piece_parameters
+from zeropp.cost.kernels import element_bytes, stream_s
+from zeropp.cost.plan_price import PlanPrice
+from zeropp.cost.software import Software, software_of
+from zeropp.cost.stage_memory import optimizer_shards, shares_ends, stage_memory, zero1_ranks
+from zeropp.schedule.program import StageCost
+
+if TYPE_CHECKING:
+    from zeropp.plan import Plan
+
+# About 0.5 % of machines take about 10 % more time for equal work (MegaScale, arXiv 2402.15627, as
+# remembered: its text was not at hand), and a synchronous step waits for the slowest.
+SLOW_NODES = 0.005
+SLOW_NODE_LOSS = 0.1
+
+
+def price_plan(plan: Plan, cluster: Cluster, software: Software | None = None) -> PlanPrice:
+    """Durations (seconds) and bytes of a plan. ``software``: default, the suite's own."""
+    software = software or software_of(plan)
+    work = Work(
+        plan.shape,
+        cluster.device,
+        software,
+        plan.precision,
+        plan.recompute,
+        plan.microbatch_size,
+        plan.layout.tp,
+        plan.layout.sequence_parallel,
+    )
+    stages = range(plan.schedule.num_stages)
+    ranks = range(max(plan.schedule.stage_rank) + 1)
+    tensor = tensor_times(plan, cluster, work)
+    times = piece_times(work, tensor.forward, tensor.backward)
+    costs = tuple(_stage_cost(plan, cluster, work, s, tensor, times) for s in stages)
+    return PlanPrice(
+        stages=costs,
+        tp_s=tuple(_stage_tensor_s(plan, s, tensor) for s in stages),
+        replica_s=tuple(_replica_s(plan, cluster, work, s, costs[s]) for s in stages),
+        finish_s=tuple(_finish_s(plan, cluster, work, r) for r in ranks),
+        gather_updated_s=tuple(_gather_updated_s(plan, cluster, work, r) for r in ranks),
+        memory=tuple(stage_memory(plan, work, s) for s in stages),
+        shared_ends=shares_ends(plan),
+        gathers_ahead=plan.layout.shard > 1 and plan.contender != "fsdp",
+        torch_runtime=software.program == "torch_pp",
+        steps_overlap=software.post_validation,
+        resident_gradients=software.program in ("megatron", "deepspeed"),
+        stragglers=stragglers(cluster, plan.layout.world),
+        overlap_slowdown=cluster.device.overlap_slowdown,
+    )
+
+
+def stragglers(cluster: Cluster, world: int) -> float:
+    """Factor on the compute of a job of ``world`` GPUs: expected time of its slowest node over that
+    of one node, on which the constants were measured."""
+    others = -(-world // cluster.gpus_per_node) - 1
+    return 1.0 + SLOW_NODE_LOSS * (1.0 - (1.0 - SLOW_NODES) ** others)
+
+
+def stage_parameters(plan: Plan, stage: int) -> float:
+    """Parameters of a stage on one rank, before ZeRO."""
+    pieces = plan.pieces_of(stage)
+    return sum(piece_parameters(plan.shape, i) for i in pieces) / plan.layout.tp
+
+
+@dataclass(frozen=True)
+class TensorTimes:
+    """Seconds of tensor-parallel collectives, one microbatch: ``one`` of a boundary, and of a
+    block's forward, backward and recomputation."""
+
+    one: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    again: float = 0.0
+
+
+def tensor_times(plan: Plan, cluster: Cluster, work: Work) -> TensorTimes:
+    """Tensor-parallel collectives.
+
+    Two all-reduces of a boundary each way (arXiv 1909.08053, section 3); under sequence
+    parallelism a reduce-scatter and an all-gather take the place of each (arXiv 2205.05198,
+    section 4.2.2), and the backward gathers the inputs of both column-parallel products again,
+    hidden behind a product but for the slowdown.
+    """
+    if plan.layout.tp == 1:
+        return TensorTimes()
+    size = work.tokens * work.shape.hidden * element_bytes(work.precision)
+    among = group_of(cluster, plan.layout, "tp")
+    one, more = all_reduce_s(cluster, among, size), 0.0
+    if work.sequence_parallel:
+        half = gather_s(cluster, among, size)
+        one, more = 2 * half, 2 * half * cluster.device.overlap_slowdown
+    if work.software.overlap_tensor:  # the first slice is exposed, the others slow products
+        one *= 1 / plan.layout.tp + cluster.device.overlap_slowdown
+    again = 2 * one if plan.recompute == "full" else 0.0
+    return TensorTimes(one, 2 * one, 2 * one + more, again)
+
+
+def _stage_tensor_s(plan: Plan, stage: int, tensor: TensorTimes) -> tuple[float, float]:
+    """Forward and backward; embedding and head add one each way."""
+    blocks, ends = _kinds(plan, stage)
+    backward = blocks * (tensor.backward + tensor.again)
+    return blocks * tensor.forward + ends * tensor.one, backward + ends * tensor.one
+
+
+def _kinds(plan: Plan, stage: int) -> tuple[int, int]:
+    """Blocks of a stage, and how many of embedding and head it holds."""
+    first, last = plan.cuts[stage], plan.cuts[stage + 1]
+    ends = (first == 0) + (last == plan.shape.num_pieces)
+    return last - first - ends, ends
+
+
+def _stage_cost(
+    plan: Plan, cluster: Cluster, work: Work, stage: int, tensor: TensorTimes, times: PieceTimes
+) -> StageCost:
+    blocks, ends = _kinds(plan, stage)
+    forward = blocks * times.block.forward + ends * tensor.one
+    input_ = blocks * times.block.backward_input + ends * tensor.one
+    weight = blocks * times.block.backward_weight
+    for piece, held in (
+        (times.embedding, plan.cuts[stage] == 0),
+        (times.head, plan.cuts[stage + 1] == plan.shape.num_pieces),
+    ):
+        forward += held * piece.forward
+        input_ += held * piece.backward_input
+        weight += held * piece.backward_weight
+    transfer = _transfer_s(plan, cluster, work, stage)
+    if work.software.blocking_transfers:
+        forward, transfer = forward + transfer, 0.0
+        input_ += _transfer_s(plan, cluster, work, stage - 1)
+    return StageCost(
+        forward, input_, weight, transfer=transfer, **_shard_s(plan, cluster, work, stage)
+    )
+
+
+def _shard_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
+    """Gather and reduction of a stage, a collective a piece, and their copies on the device (on
+    one shard, where bf16 copies are made of fp32 masters, the copies alone)."""
+    if not plan.gathers:
+        return {}
+    among = group_of(cluster, plan.layout, "shard")
+    sizes = [piece_parameters(plan.shape, i) / plan.layout.tp for i in plan.pieces_of(stage)]
+    wire = {"unshard": element_bytes(plan.precision), "reduce_grad": work.software.reduce_bytes}
+    seconds = {
+        name: sum(gather_s(cluster, among, size * bytes_) for size in sizes)
+        for name, bytes_ in wire.items()
+    }
+    if work.software.shard_copies:  # every byte is read once and written once
+        if plan.precision == "bf16":  # shards are cast first, on the gather's own stream
+            cast = (4 + 2) * sum(sizes) / plan.layout.shard
+            seconds["unshard"] += stream_s(work.device, cast, len(sizes))
+        for copy, name in (("copy_out", "unshard"), ("copy_in", "reduce_grad")):
+            seconds[copy] = stream_s(work.device, 2 * sum(sizes) * wire[name], 2 * len(sizes))
+    return seconds
+
+
+def _transfer_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> float:
+    """A boundary between a stage and the next; before the first and after the last there is none.
+    Where the shard group's collectives use the same network, it gets half of it beside them."""
+    ranks, other = plan.schedule.stage_rank, stage + 1
+    if stage < 0 or other == len(ranks):
+        return 0.0
+    size = float(work.tokens * work.shape.hidden * element_bytes(work.precision))
+    tp = plan.layout.tp
+    if plan.layout.shard > 1:
+        shards_cross = group_of(cluster, plan.layout, "shard").nodes > 1
+        if shards_cross == crosses_nodes(cluster, plan.layout, ranks[stage], ranks[other]):
+            size *= 2
+    split = tp if work.sequence_parallel or work.software.split_boundary else 1
+    sent = transfer_s(cluster, plan.layout, ranks[stage], ranks[other], size / split)
+    if split > 1 and not work.sequence_parallel:
+        sent += gather_s(cluster, group_of(cluster, plan.layout, "tp"), size)
+    return sent
+
+
+def _replica_s(plan: Plan, cluster: Cluster, work: Work, stage: int, cost: StageCost) -> float:
+    """Reduction of a stage's gradients over the replicas, as far as nothing hides it."""
+    replicas = group_of(cluster, plan.layout, "replicate")
+    if replicas.size == 1:
+        return 0.0
+    parameters = stage_parameters(plan, stage) / plan.layout.shard
+    total = parameters * work.software.reduce_bytes
+    scatters = plan.layout.replicate_zero and not work.software.zero1_all_reduces
+    reduce = gather_s if scatters else all_reduce_s
+    seconds = reduce(cluster, replicas, total)
+    if work.software.overlap_reduction:
+        hidden = cost.backward_input + cost.backward_weight
+        exposed = max(seconds - hidden, seconds / max(1, len(plan.pieces_of(stage))))
+        seconds = _slowed(cluster, seconds, exposed)
+    return seconds
+
+
+def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
+    """What a collective costs whose other part runs beside compute and slows it."""
+    return exposed + cluster.device.overlap_slowdown * (seconds - exposed)
+
+
+def _gather_updated_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int) -> float:
+    """ZeRO-1: gather the updated parameters over the replicas that split them."""
+    ranks = zero1_ranks(plan.layout, work.software)
+    if ranks == 1:
+        return 0.0
+    stride = axis_stride(plan.layout, "replicate")
+    among = group(cluster, ranks, stride, plan.layout.world)
+    stages = plan.schedule.stages_of(pipeline_rank)
+    size = sum(stage_parameters(plan, s) for s in stages) * element_bytes(plan.precision)
+    seconds = gather_s(cluster, among, size / plan.layout.shard)
+    if work.software.updated == "broadcasts":  # each goes round the whole ring by itself
+        seconds += (ranks - 1) * gather_s(cluster, among, 0.0)
+    elif work.software.updated == "slices":
+        pieces = sum(len(plan.pieces_of(s)) for s in stages)
+        copies = TENSORS[plan.shape.family] * pieces * ranks
+        seconds += copies * cluster.device.launch_us * work.software.launch_factor * 1e-6
+    if work.software.overlap_updated:  # all but the first piece's behind the next forward
+        exposed = seconds / sum(len(plan.pieces_of(s)) for s in stages)
+        seconds = _slowed(cluster, seconds, exposed)
+    return seconds
+
+
+def _finish_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int) -> float:
+    """Optimizer step, the tied embedding's all-reduce, host work. Adam reads gradient, master and
+    two moments and writes all but the first; unscaling reads and writes gradients, the norm reads
+    and the next step clears them."""
+    parameters = sum(stage_parameters(plan, s) for s in plan.schedule.stages_of(pipeline_rank))
+    updated = parameters / optimizer_shards(plan.layout, work.software)
+    moved = updated * (4 + 2 * 12 + element_bytes(plan.precision) + 16)
+    seconds = stream_s(cluster.device, moved, kernels=4) + work.software.step_host_s
+    first_or_last = pipeline_rank in (plan.schedule.stage_rank[0], plan.schedule.stage_rank[-1])
+    if plan.shape.tied_embeddings and plan.layout.pp > 1 and first_or_last:
+        size = plan.shape.vocab * plan.shape.hidden / plan.layout.tp / plan.layout.shard * 4
+        seconds += all_reduce_s(cluster, _ends(plan, cluster), size)
+    return seconds
+
+
+def _ends(plan: Plan, cluster: Cluster) -> Group:
+    """The first and the last pipeline rank."""
+    whole = group_of(cluster, plan.layout, "pp")
+    return Group(2, min(2, whole.nodes), whole.rate)

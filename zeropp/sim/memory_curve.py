@@ -1,0 +1,267 @@
+"""Bytes that live on a pipeline rank while its program runs, in the order of the program.
+
+Fed by a plan's programs and the bytes of its stages (``zeropp.cost.plan_price``). An action
+allocates when it is issued and frees when it has ended, so the peak depends on the order alone and
+not on durations; durations only place the curve in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import NamedTuple
+
+from zeropp.cost.plan_price import PlanPrice, StageMemory
+from zeropp.plan import MemoryBytes, Plan
+from zeropp.schedule.action import Op
+
+
+class Change(NamedTuple):
+    """What has come to live on a rank, beside what is resident, at one action."""
+
+    place: int  # of the action in the program
+    grew: bool  # it lives from the action's start on, else from its end on
+    unsharded: int
+    gradients: int  # those that are not resident
+    activations: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """Bytes that are not resident."""
+        return self.unsharded + self.gradients + self.activations + self.workspace
+
+
+def peak_memory(plan: Plan, price: PlanPrice) -> tuple[MemoryBytes, ...]:
+    """Bytes by kind at the peak of every pipeline rank."""
+    return tuple(rank_peak(plan, price, rank) for rank in range(plan.schedule.num_ranks))
+
+
+def rank_peak(plan: Plan, price: PlanPrice, rank: int) -> MemoryBytes:
+    """Bytes by kind at the peak of one pipeline rank."""
+    fullest = max(walk(plan, price, rank), key=lambda change: change.total)
+    return as_memory(plan, price, rank, fullest)
+
+
+def as_memory(plan: Plan, price: PlanPrice, rank: int, change: Change) -> MemoryBytes:
+    """All bytes of a rank at one change: what is resident all the time, and what moves."""
+    stages = [price.memory[s] for s in plan.schedule.stages_of(rank)]
+    resident = sum(m.gradients for m in stages) if price.resident_gradients else 0
+    return MemoryBytes(
+        parameters=sum(m.parameters for m in stages),
+        unsharded=change.unsharded,
+        gradients=resident + change.gradients,
+        optimizer=sum(m.optimizer for m in stages),
+        activations=sum(m.buffers for m in stages) + change.activations,
+        workspace=change.workspace,
+    )
+
+
+def walk(plan: Plan, price: PlanPrice, rank: int) -> Iterator[Change]:
+    """At every action that moves anything: its fullest moment, and what it leaves."""
+    state = _Rank(plan, price, rank)
+    yield Change(0, True, 0, 0, 0, 0)
+    for index, action in enumerate(plan.schedule.programs[rank]):
+        run = state.handlers.get(action.op)
+        if run is None:
+            continue
+        moment = run(action.stage)
+        if moment is not None:
+            yield Change(index, True, state.unsharded, *moment)
+        left = (state.gradients, state.activations, state.copy)
+        yield Change(index, action.op in GROWING, state.unsharded, *left)
+    flat = sum(price.memory[s].flat_gradients for s in plan.schedule.stages_of(rank))
+    if flat:
+        yield Change(index, False, state.unsharded, state.gradients, state.activations, flat)
+
+
+GROWING = frozenset({Op.UNSHARD, Op.RECV_F, Op.RECV_B})
+Moment = tuple[int, int, int]  # gradients, activations, workspace
+
+
+class _Rank:
+    """Bytes of one rank while its program is gone through.
+
+    A handler moves them to what an action leaves, and gives its fullest moment if that is another.
+    ``copy`` is what the last reduction holds. Weight gradients free activations as they come, so
+    only their beginning and their end are looked at.
+    """
+
+    def __init__(self, plan: Plan, price: PlanPrice, rank: int) -> None:
+        schedule = plan.schedule
+        self.gradients = self.activations = self.copy = 0
+        # Shared parameters of the ends are gathered all the time.
+        self.unsharded = price.memory[0].unsharded if price.shared_ends else 0
+        self._runtime = price.torch_runtime
+        self._memory, self._resident = price.memory, price.resident_gradients
+        self._ahead = price.gathers_ahead
+        self._due: set[int] = set()  # stages whose gathered parameters come when they are used
+        self._made: set[int] = set()  # stages with weight gradients that are not summed yet
+        self._summed: set[tuple[int, bool]] = set()  # unreduced gradients: stage, early ones?
+        self._reduced: set[int] = set()  # stages that hold gradients for the optimizer
+        ranks, self._last = schedule.stage_rank, schedule.num_stages - 1
+        self._shared = {0, self._last} if price.shared_ends else set()
+        self._local = {s for s in range(self._last) if ranks[s] == ranks[s + 1] == rank}
+        mine = schedule.stages_of(rank)
+        if not any(action.op is Op.UNSHARD for action in schedule.programs[rank]):
+            self._due = set(mine)  # copies, if any, are made at the first use and stay
+        self._lasting: set[int] = set()  # stages whose gradient comes into a buffer that lasts
+        if price.torch_runtime:
+            self._lasting = {s for s in mine if s < self._last and s not in self._local}
+            entered = sum(s > 0 and s - 1 not in self._local for s in mine)
+            boundary = price.memory[mine[0]].boundary
+            self.activations = (len(self._lasting) + entered) * boundary * plan.num_microbatches
+        self.handlers: dict[Op, Callable[[int], Moment | None]] = {
+            Op.UNSHARD: self._unshard,
+            Op.RESHARD: self._reshard,
+            Op.RECV_F: self._receive,
+            Op.RECV_B: self._receive,
+            Op.FORWARD: self._forward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.FULL_BACKWARD: self._full_backward,
+            Op.REDUCE_GRAD: self._reduce,
+        }
+
+    def _unshard(self, stage: int) -> Moment | None:
+        self._due.add(stage)
+        if self._ahead:
+            self._use(stage)
+        return None
+
+    def _use(self, stage: int) -> None:
+        if stage in self._due:
+            self._due.remove(stage)
+            if stage not in self._shared:
+                self.unsharded += self._memory[stage].unsharded
+
+    def _reshard(self, stage: int) -> Moment | None:
+        self._use(stage)
+        if stage not in self._shared:
+            self.unsharded -= self._memory[stage].unsharded
+        return None
+
+    def _receive(self, stage: int) -> Moment | None:
+        if self._runtime:
+            return None
+        self.activations += self._memory[stage].boundary
+        return None
+
+    def _forward(self, stage: int) -> Moment | None:
+        self._use(stage)
+        memory = self._memory[stage]
+        self.activations += memory.activations - (memory.boundary if stage else 0)
+        moment = self._moment(0, self.activations, memory.forward - memory.activations)
+        if stage in self._local and not self._runtime:
+            self.activations += memory.boundary
+        return moment
+
+    def _backward_input(self, stage: int) -> Moment | None:
+        if self._runtime and stage == 0:
+            return None  # tokens have no gradient: torch runs all of it for the weights
+        memory = self._memory[stage]
+        held = max(memory.activations, memory.deferred)
+        fresh = memory.fresh_gradients * self._share(memory)
+        others = self._begin_backward(stage)
+        moment = self._moment(int(fresh), others + held, memory.backward_input - held)
+        if self._runtime:
+            self._add_made(stage)
+        else:
+            self._sum(stage, early=True)
+        self._end_backward(stage, others + memory.deferred)
+        return moment
+
+    def _full_backward(self, stage: int) -> Moment | None:
+        memory = self._memory[stage]
+        others = self._begin_backward(stage)
+        held = memory.activations
+        begin = self._moment(0, others + held, memory.full_backward - held)
+        self._add_made(stage)
+        self._sum(stage, early=True)
+        self._sum(stage, early=False)
+        end = self._moment(memory.fresh_gradients, others, 0)
+        self._end_backward(stage, others)
+        return max(begin, end, key=sum)
+
+    def _backward_weight(self, stage: int) -> Moment | None:
+        if self._runtime and stage == 0:
+            return self._full_backward(stage)
+        memory = self._memory[stage]
+        self.activations -= memory.deferred
+        if self._runtime and memory.made_gradients:
+            if stage not in self._made:  # they stand beside the sum until the next backward
+                self._made.add(stage)
+                self.gradients += memory.made_gradients
+            return None
+        fresh = memory.fresh_gradients * (1 - self._share(memory))
+        if (stage, False) not in self._summed:
+            fresh = 0  # they become the sum one by one
+        moment = self._moment(int(fresh), self.activations, 0)
+        self._sum(stage, early=False)
+        return moment
+
+    def _add_made(self, stage: int) -> None:
+        """Add the weight gradients that were made since the last backward to the sum."""
+        if stage in self._made:
+            self._made.remove(stage)
+            self.gradients -= self._memory[stage].made_gradients
+            self._sum(stage, early=True)
+            self._sum(stage, early=False)
+
+    def _reduce(self, stage: int) -> Moment | None:
+        memory = self._memory[stage]
+        stages: tuple[int, ...] = (stage,)
+        if stage in self._shared:  # reduced together, when the first is done
+            stages = (0, self._last) if stage == 0 else ()
+        self._add_made(stage)
+        self.copy = max(self.copy, memory.reduction_step)
+        moment = self._moment(0, self.activations, 0)
+        self._keep(stage)
+        for part in product(stages, (True, False)):
+            if part in self._summed:
+                self._summed.remove(part)
+                self.gradients -= self._size(*part)
+        self.copy = memory.reduction_copy
+        return moment
+
+    def _moment(self, fresh: int, activations: int, workspace: int) -> Moment:
+        return self.gradients + fresh, activations, workspace + self.copy
+
+    def _begin_backward(self, stage: int) -> int:
+        """Activations of the others, and neither this one's nor the gradient that came in."""
+        self._use(stage)
+        memory = self._memory[stage]
+        incoming = memory.boundary if stage < self._last else 0
+        return self.activations - memory.activations - incoming
+
+    def _end_backward(self, stage: int, activations: int) -> None:
+        """A gradient for a stage of this rank stays, and so do buffers that last: a message's, and
+        the input's, which is the stage before's output where that is of this rank."""
+        stays = (stage - 1 in self._local) + (stage in self._lasting)
+        stays += self._runtime and stage > 0
+        self.activations = activations + stays * self._memory[stage].boundary
+
+    def _sum(self, stage: int, *, early: bool) -> None:
+        """A stage's gradients have come for the first time since their last reduction."""
+        if (stage, early) not in self._summed:
+            self._summed.add((stage, early))
+            self.gradients += self._size(stage, early)
+            if not self._memory[stage].unsharded_gradients:
+                self._keep(stage)
+
+    def _keep(self, stage: int) -> None:
+        """The optimizer's gradients are there from here on."""
+        if not self._resident and stage not in self._reduced:
+            self._reduced.add(stage)
+            self.gradients += self._memory[stage].gradients
+
+    def _size(self, stage: int, early: bool) -> int:
+        memory = self._memory[stage]
+        first = memory.early_gradients
+        return first if early else memory.unsharded_gradients - first
+
+    @staticmethod
+    def _share(memory: StageMemory) -> float:
+        """How much of a stage's gradients comes early."""
+        whole = memory.unsharded_gradients
+        return memory.early_gradients / whole if whole else 0.0

@@ -1,0 +1,219 @@
+"""What a Plan does on a cluster: time, bubble, exposed communication, memory, Timeline.
+
+Fed by a Plan (its programs) and the cost model's price of it. The event loop orders the actions;
+this module adds what concerns a step as a whole: reductions over replicas, optimizer, ZeRO-1's
+all-gather, and the bytes that live when.
+
+Assumptions. A rank has one compute stream; collectives of the shard group, those over the
+replicas and transfers between stages are lanes beside it. While collectives run beside compute,
+compute takes ``overlap_slowdown`` longer, spread evenly over the rank's actions. Every pipeline
+of the job does the same at the same time, so one of them is simulated, at the pace of the job's
+slowest node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zeropp.cluster import Cluster
+from zeropp.cost import price_plan
+from zeropp.cost.plan_price import PlanPrice
+from zeropp.plan import MemoryBytes, Plan
+from zeropp.schedule.action import Op
+from zeropp.schedule.event_loop import EventResult, run
+from zeropp.schedule.program import StageCost
+from zeropp.sim.memory_curve import as_memory, peak_memory, walk
+from zeropp.timeline import Span, Timeline
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What one pipeline rank does after its last weight gradient; times from the step's start."""
+
+    reduced_s: float  # its gradients are reduced over shards and replicas
+    updated_s: float  # its optimizer has stepped
+    end_s: float  # its parameters are gathered again, where ZeRO-1 scattered them
+
+
+@dataclass(frozen=True)
+class SimResult:
+    """One simulated step. Everything beyond the step time is worked out when it is asked for."""
+
+    plan: Plan
+    price: PlanPrice
+    events: EventResult
+    tails: tuple[Tail, ...]  # a pipeline rank
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one optimizer step: from its first action to its last; where steps overlap,
+        from a rank's first pass to its last action, for the ranks keep their distances (arXiv
+        2401.10241, section 4)."""
+        if self.price.steps_overlap:
+            ranks = range(len(self.tails))
+            return max(self.tails[rank].end_s - self._first_pass_s(rank) for rank in ranks)
+        return max(self.events.step_s, max(tail.end_s for tail in self.tails))
+
+    def _first_pass_s(self, rank: int) -> float:
+        """When the rank's first forward starts."""
+        starts = zip(self.plan.schedule.programs[rank], self.events.start[rank], strict=True)
+        return min(start for action, start in starts if action.op.is_compute)
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Throughput."""
+        tokens = self.plan.global_batch * self.plan.shape.seq
+        return tokens / self.step_s / self.plan.layout.world
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which the busiest rank's compute stands still."""
+        return 1.0 - max(self.events.busy) / self.step_s
+
+    @cached_property
+    def exposed_s(self) -> dict[str, float]:
+        """Seconds that the step would be shorter if one kind of communication cost nothing.
+
+        ``tensor`` is what the tensor-parallel collectives of the busiest rank add to its compute.
+        Kinds that hide behind each other need not add up.
+        """
+        price = self.price
+        busiest = max(range(len(self.tails)), key=lambda r: self.events.busy[r])
+        stages = self.plan.schedule.stages_of(busiest)
+        tensor = sum(sum(price.tp_s[s]) for s in stages) * self.plan.num_microbatches
+        no_replicas = (0.0,) * len(price.replica_s)
+        return {
+            "gather": self._saved(_without(price, "unshard")),
+            "reduce": self._saved(replace(_without(price, "reduce_grad"), replica_s=no_replicas)),
+            "transfer": self._saved(_without(price, "transfer")),
+            "zero1": self._saved(replace(price, gather_updated_s=(0.0,) * len(self.tails))),
+            "tensor": tensor,
+        }
+
+    @cached_property
+    def memory(self) -> tuple[MemoryBytes, ...]:
+        """Bytes by kind at every pipeline rank's peak."""
+        return peak_memory(self.plan, self.price)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the fullest rank."""
+        return max(memory.total for memory in self.memory)
+
+    def memory_curve(self, rank: int) -> list[tuple[float, MemoryBytes]]:
+        """Bytes by kind over time on one pipeline rank: (seconds, bytes from then on)."""
+        starts, ends = self.events.start[rank], self.events.end[rank]
+        return [
+            (
+                starts[change.place] if change.grew else ends[change.place],
+                as_memory(self.plan, self.price, rank, change),
+            )
+            for change in walk(self.plan, self.price, rank)
+        ]
+
+    def timeline(self) -> Timeline:
+        """Spans of the step, the optimizer's among them."""
+        last = []
+        for rank, tail in enumerate(self.tails):
+            last.append(Span(rank, "compute", "optimizer", tail.reduced_s, tail.updated_s))
+            last.append(Span(rank, "gather", "zero1 all-gather", tail.updated_s, tail.end_s))
+        last = [span for span in last if span.end_s > span.start_s]
+        title = f"{self.plan.shape.name} {self.plan.contender} {self.plan.layout.world} GPUs"
+        return Timeline(title, "simulated", (*self.events.spans(), *last))
+
+    def _saved(self, price: PlanPrice) -> float:
+        return self.step_s - _run(self.plan, price).step_s
+
+
+def simulate(
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    price: PlanPrice | None = None,
+    costs: Sequence[StageCost] | None = None,
+) -> SimResult:
+    """Price a plan's step on a cluster.
+
+    ``price`` saves the pricing where the caller has done it; ``costs`` (one a stage, seconds)
+    replaces the model's durations, for instance by traced ones. Raises DeadlockError where the
+    programs cannot end.
+    """
+    price = price or price_plan(plan, cluster)
+    if costs is not None:
+        price = replace(price, stages=tuple(costs))
+    return _run(plan, price)
+
+
+def _run(plan: Plan, price: PlanPrice) -> SimResult:
+    events = run(plan.schedule, _stretched(plan, price))
+    tails = tuple(_tail(plan, r, events, price) for r in range(plan.schedule.num_ranks))
+    return SimResult(plan, price, events, tails)
+
+
+def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
+    """Stage costs with compute slowed by the collectives that run beside it, and by the slowest
+    node of the job."""
+    if not price.overlap_slowdown and price.stragglers == 1.0:
+        return list(price.stages)
+    costs = list(price.stages)
+    for rank, program in enumerate(plan.schedule.programs):
+        beside = sum(
+            costs[a.stage].unshard if a.op is Op.UNSHARD else costs[a.stage].reduce_grad
+            for a in program
+            if a.op is Op.UNSHARD or a.op is Op.REDUCE_GRAD
+        )
+        stages = plan.schedule.stages_of(rank)
+        compute = plan.num_microbatches * sum(compute_s(costs[s]) for s in stages)
+        factor = 1.0 + price.overlap_slowdown * min(1.0, beside / compute)
+        factor *= price.stragglers
+        for s in stages:
+            forward_tp, backward_tp = price.tp_s[s]  # collectives, which no processor slows
+            costs[s] = replace(
+                costs[s],
+                forward=(costs[s].forward - forward_tp) * factor + forward_tp,
+                backward_input=(costs[s].backward_input - backward_tp) * factor + backward_tp,
+                backward_weight=costs[s].backward_weight * factor,
+            )
+    return costs
+
+
+def compute_s(cost: StageCost) -> float:
+    """Forward and backward of one microbatch."""
+    return cost.forward + cost.backward_input + cost.backward_weight
+
+
+def _tail(plan: Plan, rank: int, events: EventResult, price: PlanPrice) -> Tail:
+    """Reductions over replicas in the order in which the stages are done, then the optimizer."""
+    reduced = 0.0
+    for time, stage in _done(plan, rank, events):
+        reduced = max(reduced, time) + price.replica_s[stage]
+    updated = reduced + price.finish_s[rank]
+    return Tail(reduced, updated, updated + price.gather_updated_s[rank])
+
+
+def _done(plan: Plan, rank: int, events: EventResult) -> list[tuple[float, int]]:
+    """When gradients are ready to cross the replicas, and of which stage: at a stage's last
+    reduction or weight gradient, or at every reduction. Ascending."""
+    program, ends = plan.schedule.programs[rank], events.end[rank]
+    if plan.replicate_every == "unit":
+        pairs = zip(program, ends, strict=True)
+        return sorted((end, a.stage) for a, end in pairs if a.op is Op.REDUCE_GRAD)
+    left = set(plan.schedule.stages_of(rank))
+    done: list[tuple[float, int]] = []
+    index = len(program)
+    while left:
+        index -= 1
+        action = program[index]
+        if action.stage in left and action.op in _COMPLETES:
+            left.remove(action.stage)
+            done.append((ends[index], action.stage))
+    return sorted(done)
+
+
+_COMPLETES = frozenset({Op.REDUCE_GRAD, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
+
+
+def _without(price: PlanPrice, kind: str) -> PlanPrice:
+    return replace(price, stages=tuple(replace(c, **{kind: 0.0}) for c in price.stages))
