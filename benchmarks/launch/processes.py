@@ -32,7 +32,7 @@ Processes = Mapping[int, Process]  # by rank
 
 def is_here(device: Device) -> bool:
     """This machine has such a device, as far as the kind goes."""
-    return device.name == "cpu" or any(Path("/dev").glob("nvidia[0-9]*"))
+    return device.is_cpu or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def run_attempt(

@@ -14,6 +14,20 @@ from benchmarks.records.record import RecordError, RunRecord
 from benchmarks.specification.run_spec import SpecError, validated
 from zeropp.shape import ModelShape
 
+# Knobs at these values are not named in tables: nothing was set. Records of the first versions hold
+# all of these keys for every contender; later ones only those that the contender has.
+PLAIN_KNOBS: dict[str, Any] = {
+    "schedule": "auto",
+    "recompute": "none",
+    "reduce_every": "unit",
+    "replicate_every": "step",
+    "prefetch": 1,
+    "keep": 0,
+    "placement": "dp_inner",
+    "sequence_parallel": False,
+    "compile": False,
+}
+
 
 @dataclass(frozen=True)
 class RecordedModel:

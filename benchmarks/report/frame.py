@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from benchmarks.records.metrics import (
     tokens_per_s_per_gpu,
 )
 from benchmarks.records.record import RecordError, RunRecord, find_records, read_record
-from benchmarks.records.recorded_spec import RecordedSpec, recorded_spec
+from benchmarks.records.recorded_spec import PLAIN_KNOBS, RecordedSpec, recorded_spec
 from benchmarks.records.stats import summarise
 from benchmarks.specification.contenders import CONTENDERS
-from zeropp.plan import Settings
 
 # What makes two rows comparable: they differ in the contender alone.
 CELL = ["model", "cluster", "num_gpus", "global_batch", "seq", "precision", "evidence"]
@@ -108,8 +106,7 @@ def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
     ``auto`` where every degree was left open.
     """
     name, plan = spec.contender.name, record.plan
-    plain = asdict(Settings(name))  # what is set apart from it is another configuration
-    knobs = plain | spec.contender.knobs
+    knobs = PLAIN_KNOBS | spec.contender.knobs
     degrees = plan.get("layout") or {k: v for k, v in knobs.items() if v != "auto"}
     names = {"tp": "TP", "pp": "PP", "chunks": "V", "shard": "ZeRO-3x", "replicate": "DP"}
     parts = [f"{short}{degrees[key]}" for key, short in names.items() if degrees.get(key, 1) > 1]
@@ -121,10 +118,11 @@ def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
         parts.append(knobs["schedule"])
     if spec.microbatch_size > 1:
         parts.append(f"b{spec.microbatch_size}")
-    if knobs["recompute"] != "none":
+    if knobs["recompute"] not in ("auto", "none"):
         parts.append(f"recompute {knobs['recompute']}")
-    parts += [word for word in ("sequence_parallel", "compile") if knobs[word]]
-    parts += [f"{k} {v}" for k, v in knobs.items() if k not in _NAMED and v != plain.get(k)]
+    parts += [word for word in ("sequence_parallel", "compile") if knobs[word] is True]
+    other = {k: v for k, v in knobs.items() if k not in _NAMED and v != "auto"}
+    parts += [f"{k} {v}" for k, v in other.items() if v != PLAIN_KNOBS.get(k)]
     return " ".join(parts) or ("1 rank" if spec.num_gpus == 1 else "auto")
 
 

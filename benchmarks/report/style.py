@@ -1,7 +1,7 @@
-"""How every figure looks: one colour a contender everywhere, readable in print and without colour.
+"""How every figure looks: each contender has one style everywhere, which its own folder gives.
 
-Colours are Okabe and Ito's, made for the colour-blind; hatches, dashes and markers repeat the
-distinction for print.
+Figures stay readable in print and without colour. Colours are Okabe and Ito's, made for the
+colour-blind; hatches, dashes and markers repeat the distinction for print.
 """
 
 from __future__ import annotations
@@ -17,17 +17,11 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-COLOURS = {
-    "ZeroPP": "#0072B2",
-    "DeepSpeed 3D": "#D55E00",
-    "torch PP": "#009E73",
-    "FSDP2": "#CC79A7",
-    "3D, best known": "#E69F00",
-}
-HATCHES = {"ZeroPP": "", "DeepSpeed 3D": "//", "torch PP": "..", "FSDP2": "xx"}
-DASHES = {"ZeroPP": "-", "DeepSpeed 3D": (0, (5, 2)), "torch PP": (0, (1, 1.2)), "FSDP2": "-."}
-MARKERS = {"ZeroPP": "o", "DeepSpeed 3D": "s", "torch PP": "^", "FSDP2": "D"}
-OTHER = "#56B4E9"
+from benchmarks.specification.contenders import PRICED
+from zeropp.tune.contender import Style
+
+_STYLES = {contender.label: contender.style for contender in PRICED.values()}
+_OTHER = Style(colour="#56B4E9", hatch="\\\\", dashes="-", marker="v")  # of older records
 COLUMNS = 3  # panels side by side
 WARM, COOL, NEUTRAL = "#D55E00", "#0072B2", "#777777"  # worse, better, neither
 
@@ -52,27 +46,28 @@ plt.rcParams.update(_RC)
 
 
 def colour(contender: str) -> str:
-    """The contender's colour."""
-    return COLOURS.get(contender, OTHER)
+    """The colour of a contender, by its label."""
+    return _style(contender).colour
 
 
 def hatch(contender: str) -> str:
-    """The contender's hatch."""
-    return HATCHES.get(contender, "\\\\")
+    """The hatch of a contender, by its label."""
+    return _style(contender).hatch
 
 
 def line(contender: str) -> dict[str, Any]:
-    """Colour, dashes and marker of the contender's line."""
-    return {
-        "color": colour(contender),
-        "linestyle": DASHES.get(contender, "-"),
-        "marker": MARKERS.get(contender, "v"),
-    }
+    """Colour, dashes and marker of a contender's line, by its label."""
+    style = _style(contender)
+    return {"color": style.colour, "linestyle": style.dashes, "marker": style.marker}
+
+
+def _style(label: str) -> Style:
+    return _STYLES.get(label, _OTHER)
 
 
 def ordered(contenders: Iterable[str]) -> list[str]:
-    """Contenders without repetition, in the order of the colours: the same in every figure."""
-    rank = {name: number for number, name in enumerate(COLOURS)}
+    """Contenders without repetition, in the order of the registry: the same in every figure."""
+    rank = {name: number for number, name in enumerate(_STYLES)}
     return sorted(set(contenders), key=lambda name: (rank.get(name, len(rank)), name))
 
 

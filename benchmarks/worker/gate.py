@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.specification.contenders import Contender
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource
 from benchmarks.worker.data.local_batch import local_batch
@@ -25,6 +24,7 @@ from zeropp.model import build_model, cross_entropy
 from zeropp.optimizer import build_optimizer
 from zeropp.shape import ModelShape
 from zeropp.training import StepResult
+from zeropp.tune.contender import Contender
 
 _MAX_PARAMETERS = 100_000_000
 _BF16_TOLERANCE = 2e-2  # a bf16 number has 8 bits of significand: 2**-8 = 4e-3 a rounding
@@ -34,12 +34,12 @@ _UPDATE_TOLERANCE = {"fp32": 1e-2, "bf16": 0.5}
 
 
 def run_gate(
-    spec: RunSpec, contender: Contender, batches: BatchSource, device: torch.device
+    spec: RunSpec, contender: Contender[Any], batches: BatchSource, device: torch.device
 ) -> dict[str, Any]:
     """Train one step both ways and return the fields of a GateResult, equal on every rank."""
     shape = replace(gate_shape(spec.model), dropout=0.0)
     small = replace(spec, model=shape)
-    plan = contender.plan(small.request)
+    plan = small.plan()
     source = replace(batches, seq=shape.seq, vocab=shape.vocab)
     trainer = contender.build(plan, spec.optimizer, device, spec.seed)
     result = trainer.step(*local_batch(source, plan.layout, 0, device))
@@ -99,7 +99,7 @@ def _train_alone(
 ) -> tuple[float, float]:
     optimizer = build_optimizer(model.parameters(), spec.optimizer)
     inputs, targets = (torch.from_numpy(part).to(device) for part in batches.batch(0))
-    count = spec.global_batch // spec.microbatch_size
+    count = spec.global_batch // spec.candidate.microbatch_size
     total = 0.0
     for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
         loss = cross_entropy(model(x), y) / count

@@ -8,8 +8,8 @@ from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
 from zeropp.cluster import Cluster
+from zeropp.plan import Task
 from zeropp.shape import ModelShape
-from zeropp.tune.space import Task
 
 _CONF = Path(__file__).resolve().parents[2] / "conf"
 
