@@ -12,12 +12,10 @@ from zeropp.cost.flops import (
     parameter_count,
 )
 from zeropp.cost.plan_price import PlanPrice, StageMemory
-from zeropp.cost.software import Software
 from zeropp.cost.stage_costs import price_plan
 
 __all__ = [
     "PlanPrice",
-    "Software",
     "StageMemory",
     "balanced_cuts",
     "cut_by_weight",
