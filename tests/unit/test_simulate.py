@@ -138,7 +138,7 @@ def test_the_large_plan_is_simulated_in_two_seconds() -> None:
         1,
         lower(schedule, gather=True),
         tuple(range(257)),
-        "fsdp2",
+        "zeropp",
     )
     price = flat_price(plan, StageCost(transfer=0.05, unshard=0.5, reduce_grad=0.5))
     started = process_time()

@@ -9,7 +9,6 @@ Map, from the smallest formula to the whole price:
 
 * ``kernels``: seconds of one matrix product and of one pass over memory on a device.
 * ``flops``: parameters and FLOPs of a model's pieces, and cuts of the pieces into stages.
-* ``software``: what a training program keeps, copies and overlaps.
 * ``blocks``: seconds of one block's forward, input gradient and weight gradient.
 * ``compute_limit``: tokens per second and GPU if only those kernels took time.
 * ``collectives``: seconds of collectives and messages between the ranks of a layout.
@@ -25,13 +24,11 @@ from zeropp.cost.flops import (
     parameter_count,
 )
 from zeropp.cost.plan_price import PlanPrice, StageExtras, StageMemory
-from zeropp.cost.software import Software
 from zeropp.cost.stage_costs import price_plan
 
 __all__ = [
     "ComputeLimit",
     "PlanPrice",
-    "Software",
     "StageExtras",
     "StageMemory",
     "balanced_cuts",

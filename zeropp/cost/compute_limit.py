@@ -16,8 +16,8 @@ from zeropp.cluster import Cluster, Device
 from zeropp.cost.activations import block_kept, head_kept
 from zeropp.cost.blocks import PassTimes, Work, piece_times
 from zeropp.cost.flops import parameter_count
-from zeropp.cost.software import Software
 from zeropp.literals import Precision
+from zeropp.programs import Program, StateBytes
 from zeropp.shape import ModelShape
 
 MICROBATCHES = (1, 2, 4, 8, 16)  # sequences; the sizes that the tuner tries
@@ -25,7 +25,8 @@ MICROBATCHES = (1, 2, 4, 8, 16)  # sequences; the sizes that the tuner tries
 # of one microbatch in the whole model (V-Min: arXiv 2405.15362, section 3).
 LEAST_ACTIVATIONS = 1 / 3
 STATE_BYTES = 16  # per parameter: gradient, and the optimizer's fp32 master and two moments
-_IDEAL = Software(*(4, 4, 8))  # fused attention, fused accumulation, no copies
+# Fused attention and fused accumulation of fp32 gradient sums.
+_IDEAL = Program("compute limit", bf16=StateBytes(4, 4, 8), fp32=StateBytes(4, 4, 8))
 
 
 @dataclass(frozen=True)
