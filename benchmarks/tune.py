@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Annotated, Any
 
 from rich import box
@@ -23,6 +24,7 @@ from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.run_spec import SpecError, check_heads, check_priced, validated
 from zeropp.cluster import Cluster
+from zeropp.cost import compute_limit
 from zeropp.literals import Precision
 from zeropp.plan import Task
 from zeropp.ranges import AT_LEAST_0, AT_LEAST_1
@@ -87,25 +89,26 @@ def show(outcomes: list[Outcome[Any]]) -> None:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    for heading in ("contender", "plan", "step s", "tokens/s/GPU", "peak GiB"):
+    for heading in ("contender", "plan", "step s", "tokens/s/GPU", "of limit", "peak GiB"):
         table.add_column(heading, justify="left" if heading in ("contender", "plan") else "right")
     for outcome in outcomes:
         if outcome.winner is None:
-            table.add_row(outcome.contender.label, "no plan fits", "-", "-", "-")
+            table.add_row(outcome.contender.label, "no plan fits", "-", "-", "-", "-")
         for label, found in (
             (outcome.contender.label, outcome.winner),
             ("  runner-up", outcome.runner_up),
         ):
             if found is not None:
-                table.add_row(
-                    label,
-                    describe(found.plan),
-                    f"{found.step_s:.3f}",
-                    f"{tokens_per_s_per_gpu(task, found):,.0f}",
-                    f"{found.peak_bytes / 2**30:.1f}",
-                )
+                table.add_row(label, *_row(found))
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table)
+    limit = compute_limit(task.shape, task.cluster, task.num_gpus, task.precision)
+    console.print(
+        f"Compute limit: {limit.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, the model's kernels alone "
+        f"at {limit.microbatch_size} sequences per microbatch."
+    )
+    for outcome in outcomes:
+        console.print(_lost(outcome))
     for outcome in outcomes:
         reasons = ", ".join(
             f"{reason} ({count:,})" for reason, count in outcome.fallen.most_common()
@@ -115,9 +118,30 @@ def show(outcomes: list[Outcome[Any]]) -> None:
         console.print(UNMEASURED)
 
 
-def tokens_per_s_per_gpu(task: Task, found: Evaluated[Any]) -> float:
-    """Throughput of a tuned plan."""
-    return task.global_batch * task.shape.seq / found.step_s / task.num_gpus
+def _row(found: Evaluated[Any]) -> tuple[str, ...]:
+    result = found.result
+    return (
+        describe(found.plan),
+        f"{result.step_s:.3f}",
+        f"{result.tokens_per_s_per_gpu:,.0f}",
+        f"{100 * result.limit_share:.1f} %",
+        f"{result.peak_bytes / 2**30:.1f}",
+    )
+
+
+def _lost(outcome: Outcome[Any]) -> str:
+    """Shares of the winner's step that are lost against the limit, the largest first."""
+    if outcome.winner is None:
+        return f"{outcome.contender.label}: no plan fits"
+    result = outcome.winner.result
+    kinds = result.losses.by_kind()
+    del kinds["limit"]
+    words = [
+        f"{kind.replace('_', ' ')} {100 * seconds / result.step_s:.1f} %"
+        for kind, seconds in sorted(kinds.items(), key=itemgetter(1), reverse=True)
+        if abs(seconds) >= 0.0005 * result.step_s
+    ]
+    return f"{outcome.contender.label} loses: " + ", ".join(words)
 
 
 def _checked(values: object) -> TuneSpec:

@@ -9,7 +9,6 @@ Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 ReduceEvery = Literal["unit", "step"]
 ReplicateZero = Literal[0, 1]
-Runtime = Literal["fsdp2", "deepspeed", "megatron_core", "published"]
 
 T = TypeVar("T")
 

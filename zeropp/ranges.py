@@ -1,7 +1,7 @@
 """Ranges that stand on the fields of dataclasses, as ``Annotated[int, AT_LEAST_1]``.
 
 Pydantic checks them where a dataclass is built from a configuration; the public API, which needs
-no pydantic, reads the same annotations. A leaf: it imports pydantic only when pydantic asks.
+no pydantic, reads the same annotations. A leaf: it imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -9,11 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from pydantic import GetCoreSchemaHandler
-    from pydantic_core import CoreSchema
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -35,12 +31,12 @@ class Range:
         return value
 
     def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Pydantic's hook: validate the type first, then the range."""
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_after_validator_function(self.check, handler(source))
+        self, source: Any, handler: Callable[[Any], Any]
+    ) -> dict[str, Any]:
+        """Pydantic's hook: validate the type first, then the range. The schema is the one that
+        ``pydantic_core.core_schema.no_info_after_validator_function`` makes."""
+        check = {"type": "no-info", "function": self.check}
+        return {"type": "function-after", "function": check, "schema": handler(source)}
 
 
 AT_LEAST_0 = Range("at least 0", lambda value: value >= 0)

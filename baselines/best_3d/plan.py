@@ -46,7 +46,7 @@ def size(task: Task, knobs: Best3DKnobs, microbatch_size: int) -> Plan:
         microbatch_size=microbatch_size,
         schedule=Schedule(schedule, microbatches, microbatches, placement, ()),
         cuts=balanced_cuts(task.shape, len(placement)),
-        runtime="megatron_core",
+        program="best_public_3d",
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         reduce_every="step",

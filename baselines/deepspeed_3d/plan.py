@@ -52,7 +52,7 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> Plan:
         microbatch_size=microbatch_size,
         schedule=Schedule("1f1b", microbatches, microbatches, placement, ()),
         cuts=balanced_cuts(task.shape, len(placement)),
-        runtime="deepspeed",
+        program="deepspeed_3d",
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         reduce_every="step",

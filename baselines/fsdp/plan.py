@@ -33,7 +33,7 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> Plan:
         microbatch_size=microbatch_size,
         schedule=Schedule("accumulation", microbatches, 1, (0,) * pieces, ()),
         cuts=tuple(range(pieces + 1)),
-        runtime="fsdp2",
+        program="fsdp",
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         reduce_every=if_auto(knobs.reduce_every, "unit"),

@@ -63,7 +63,7 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
         microbatch_size=microbatch_size,
         schedule=Schedule(schedule, microbatches, microbatches, placement, ()),
         cuts=balanced_cuts(task.shape, len(placement)),
-        runtime="fsdp2",
+        program="torch_pp",
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         reduce_every="step",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -13,34 +11,15 @@ from baselines.best_3d.contender import BEST_3D
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from benchmarks.specification.contenders import PRICED
 from benchmarks.tune import main
-from tests.unit.simulated_task import task
+from tests.unit.simulated_task import everything, task
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
-from zeropp.layout import InfeasibleError
-from zeropp.plan import Candidate, Plan, Task
 from zeropp.tune.bound import WorkBound, least_bytes, least_step_s
-from zeropp.tune.contender import Contender
 from zeropp.tune.search import OOM, search
-from zeropp.tune.space import points
 
 SMALL = replace(
     task(8, 16), shape=replace(task().shape, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)
 )
-
-
-def everything(contender: Contender[Any], what: Task) -> list[tuple[Candidate[Any], Plan]]:
-    """All that a contender's space holds and its planner can size."""
-    found, asked = [], contender.knobs()
-    for point, size in points(what, contender.space, asked, "auto", Counter()):
-        for family in contender.space.families(point):
-            try:
-                plan = contender.size(what, family, size)
-            except InfeasibleError:
-                continue
-            for knobs in contender.space.members(asked, family, plan):
-                found.append((Candidate(knobs, size), contender.size(what, knobs, size)))
-    assert found
-    return found
 
 
 @pytest.mark.parametrize("name", PRICED)

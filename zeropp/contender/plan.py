@@ -40,7 +40,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
         microbatch_size=microbatch_size,
         schedule=Schedule("zeropp", microbatches, unit, placement, ()),
         cuts=balanced_cuts(task.shape, len(placement)),
-        runtime="fsdp2",
+        program="zeropp",
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         reduce_every=if_auto(knobs.reduce_every, "unit"),

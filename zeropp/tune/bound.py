@@ -13,7 +13,6 @@ from zeropp.cost import PlanPrice, price_plan
 from zeropp.layout import Layout
 from zeropp.plan import Plan
 from zeropp.schedule.program import Schedule
-from zeropp.sim.simulator import compute_s
 
 _SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv", "dualpipev"})
 
@@ -44,7 +43,7 @@ class WorkBound:
             schedule=Schedule("1f1b", 1, 1, (0,), ()),
             cuts=(0, plan.shape.num_pieces),
         )
-        return sum(compute_s(cost) for cost in price_plan(one, self._cluster).stages)
+        return sum(cost.compute for cost in price_plan(one, self._cluster).stages)
 
 
 def least_step_s(plan: Plan, price: PlanPrice) -> float:
@@ -65,9 +64,9 @@ def least_step_s(plan: Plan, price: PlanPrice) -> float:
         stages = schedule.stages_of(rank)
         first = stages[0]
         beside = _link_s(plan, price, stages)
-        work = sum(compute_s(price.stages[s]) for s in stages) * m
+        work = sum(price.stages[s].compute for s in stages) * m
         slowed = price.stragglers * (1.0 + price.overlap_slowdown * min(1.0, beside / work))
-        tensor = sum(sum(price.tp_s[s]) for s in stages) * m
+        tensor = sum(price.extras[s].tensor for s in stages) * m
         work = (work - tensor) * slowed + tensor + _copies_s(plan, price, stages)
         weights = (
             sum(price.stages[s].backward_weight for s in stages) * m * slowed if split else 0.0

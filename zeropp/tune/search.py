@@ -22,7 +22,7 @@ from zeropp.literals import Auto
 from zeropp.plan import Candidate, K, Plan, Task
 from zeropp.planner.zeropp_plan import fastest
 from zeropp.sim.memory_curve import rank_peak
-from zeropp.sim.simulator import simulate
+from zeropp.sim.simulator import SimResult, simulate
 from zeropp.tune.bound import WorkBound, least_bytes, least_step_s
 from zeropp.tune.contender import Contender
 from zeropp.tune.space import points
@@ -35,13 +35,25 @@ SLOWER = "slower by its lower bound"
 
 @dataclass(frozen=True)
 class Evaluated(Generic[K]):
-    """A candidate that was simulated, with its plan (of sizes, without programs)."""
+    """A candidate that was simulated, in the order that its contender's planner chooses."""
 
     candidate: Candidate[K]
-    plan: Plan
-    step_s: float
-    peak_bytes: int
-    bubble: float
+    result: SimResult
+
+    @property
+    def plan(self) -> Plan:
+        """The whole plan."""
+        return self.result.plan
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step."""
+        return self.result.step_s
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the fullest rank."""
+        return self.result.peak_bytes
 
     @property
     def degrees(self) -> tuple[object, ...]:
@@ -226,9 +238,7 @@ class _Search(Generic[K]):
         if result.peak_bytes > self._limit:
             outcome.fallen[OOM] += 1
             return
-        plan = entry.plan
-        found = (result.step_s, result.peak_bytes, result.bubble)
-        outcome.offer(Evaluated(entry.candidate, plan, *found))
+        outcome.offer(Evaluated(entry.candidate, result))
 
     def _fits(self, plan: Plan, price: PlanPrice) -> bool:
         ranks = range(plan.schedule.num_ranks)

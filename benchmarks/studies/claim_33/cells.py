@@ -9,7 +9,7 @@ microbatch and recomputation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from baselines.best_3d.contender import BEST_3D
@@ -21,6 +21,7 @@ from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.layout import divisors
 from zeropp.plan import Candidate, Knobs, Task
+from zeropp.sim.losses import Losses
 from zeropp.sim.simulator import SimResult
 from zeropp.tune.contender import Contender
 from zeropp.tune.describe import describe
@@ -70,30 +71,26 @@ class Row:
     tokens_per_s_per_gpu: float | None = None
     peak_gib: float | None = None
     bubble: float | None = None
+    share_of_limit: float | None = None  # throughput over that of the compute limit
+    losses: Losses | None = None
+
+    def columns(self) -> dict[str, object]:
+        """The row as a table's columns: ``limit_s``, ``bubble_s`` ... for the losses (seconds),
+        which add up to ``step_s``."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "losses"}
+        lost = self.losses.by_kind() if self.losses else {}
+        return plain | {f"{kind}_s": seconds for kind, seconds in lost.items()}
 
 
 def rows_of(cell: Cell, tolerance: float) -> list[Row]:
     """Every contender at its best plan, then all at equal degrees."""
-    task = cell.priced
     rows = []
     for name, winner in winners(cell, tolerance, COMPARED).items():
         if winner is None:
             rows.append(Row(*cell.key, name, "best", "simulated", "no plan fits"))
-            continue
-        rows.append(
-            Row(
-                *cell.key,
-                name,
-                "best",
-                "simulated",
-                describe(winner.plan),
-                winner.step_s,
-                task.global_batch * task.shape.seq / winner.step_s / task.num_gpus,
-                winner.peak_bytes / 2**30,
-                winner.bubble,
-            )
-        )
-    return rows + [_row(cell, result) for result in _equal_plans(task)]
+        else:
+            rows.append(_row(cell, winner.result, "best"))
+    return rows + [_row(cell, result, "equal") for result in _equal_plans(cell.priced)]
 
 
 def winners(
@@ -106,17 +103,19 @@ def winners(
     }
 
 
-def _row(cell: Cell, result: SimResult) -> Row:
+def _row(cell: Cell, result: SimResult, mode: str) -> Row:
     return Row(
         *cell.key,
         result.plan.contender,
-        "equal",
+        mode,
         "simulated",
         describe(result.plan),
         result.step_s,
         result.tokens_per_s_per_gpu,
         result.peak_bytes / 2**30,
         result.bubble,
+        result.limit_share,
+        result.losses,
     )
 
 

@@ -1,0 +1,107 @@
+"""The compute limit, and the losses against it that add up to the step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baselines.deepspeed_3d.contender import DEEPSPEED_3D
+from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
+from benchmarks.report import loss_split
+from benchmarks.report.picture import save
+from benchmarks.specification.contenders import PRICED
+from tests.unit.simulated_task import everything, preset, task
+from zeropp.cluster import Cluster
+from zeropp.cost import compute_limit
+from zeropp.plan import Candidate
+from zeropp.shape import ModelShape
+from zeropp.tune.contender import Contender
+
+SMALL = replace(
+    task(16, 32),
+    shape=replace(task().shape, layers=9, hidden=2048, heads=16, kv_heads=16, ffn=8192),
+)
+
+
+@cache
+def settings_of_all() -> list[tuple[Contender[Any], Candidate[Any]]]:
+    found = [
+        (contender, candidate)
+        for contender in PRICED.values()
+        for candidate, _ in everything(contender, SMALL)
+    ]
+    assert len(found) > 1000
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(settings_of_all()))
+def test_losses_add_up_to_the_step_and_none_is_negative(
+    setting: tuple[Contender[Any], Candidate[Any]],
+) -> None:
+    contender, candidate = setting
+    result = contender.simulated(SMALL, candidate)
+    losses = result.losses.by_kind()
+    assert sum(losses.values()) == pytest.approx(result.step_s, rel=1e-9)
+    assert result.losses.step_s == pytest.approx(result.step_s, rel=1e-9)
+    assert losses["limit"] / result.step_s == pytest.approx(result.limit_share)
+    assert result.limit_share < 1.0
+    for kind, seconds in losses.items():
+        assert kind == "small_kernels" or seconds >= -1e-9 * result.step_s, kind
+
+
+def one(recompute: Literal["none", "full"] = "none") -> dict[str, float]:
+    knobs = DeepSpeedKnobs(tp=1, pp=4, replicate=4, recompute=recompute)
+    return DEEPSPEED_3D.simulated(SMALL, Candidate(knobs, 1)).losses.by_kind()
+
+
+def test_each_cause_is_found_where_it_is_and_nowhere_else() -> None:
+    plain, again = one(), one(recompute="full")
+    assert plain["recomputation"] == 0.0
+    assert again["recomputation"] == pytest.approx(plain["limit"] / 3, rel=0.15)
+    assert plain["tensor"] == 0.0
+    assert plain["gathers"] > 0.0  # ZeRO-1 gathers what it has updated
+    assert plain["transfers"] > 0.0  # DeepSpeed's block
+    assert plain["imbalance"] > 0.0  # nine blocks on four ranks
+    assert plain["bubble"] > 0.0
+    assert plain["copies"] > 0.0  # gradients are added outside their product
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "size", "tokens"),
+    [("gpt_76b", "h100", 4, 1226), ("gpt_14_6b", "a800", 8, 2491), ("gpt_6_2b", "h100", 16, 13602)],
+)
+def test_limits_of_known_cells(model: str, cluster: str, size: int, tokens: float) -> None:
+    shape, machine = preset("model", model, ModelShape), preset("cluster", cluster, Cluster)
+    assert isinstance(shape, ModelShape)
+    assert isinstance(machine, Cluster)
+    limit = compute_limit(shape, machine, 64, "bf16")
+    assert limit.microbatch_size == size
+    assert limit.tokens_per_s_per_gpu == pytest.approx(tokens, abs=1)
+
+
+def test_a_model_that_no_device_holds_has_the_limit_of_one_sequence() -> None:
+    shape = preset("model", "llama_405b", ModelShape)
+    assert isinstance(shape, ModelShape)
+    assert compute_limit(shape, task().cluster, 64, "bf16").microbatch_size == 1
+
+
+def test_the_bars_add_up_to_the_step(tmp_path: Path) -> None:
+    losses = {"3D": one(), "3D, recomputed": one(recompute="full")}
+    picture = loss_split.loss_split([loss_split.Cell("cell", losses)], "losses", "words")
+    (axis,) = picture.figure.axes
+    heights = [0.0, 0.0]
+    for bars in axis.containers:
+        for number, bar in enumerate(bars):
+            heights[number] += bar.get_height()
+    assert len(axis.containers) == len(losses["3D"])
+    for height, kinds in zip(heights, losses.values(), strict=True):
+        assert height == pytest.approx(sum(kinds.values()) / kinds["limit"])
+    for path in save(picture, tmp_path).paths:
+        assert path.stat().st_size > 1000
