@@ -57,13 +57,13 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
     place = v_placement(layout.pp) if schedule in _V_SHAPED else None
     placement = place or loop_placement(layout.pp, layout.chunks)
     return Plan(
-        contender="torch_pp",
+        contender=knobs.name,
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
         schedule=Schedule(schedule, microbatches, microbatches, placement, ()),
         cuts=balanced_cuts(task.shape, len(placement)),
-        program="torch_pp",
+        program=knobs.name,
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         reduce_every="step",

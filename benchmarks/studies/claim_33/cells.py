@@ -12,11 +12,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from baselines.best_3d.contender import BEST_3D
-from baselines.best_3d.knobs import Best3DKnobs
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
 from baselines.fsdp.contender import FSDP
+from baselines.public_3d.contender import (
+    BEST_3D,
+    MEGATRON_CORE,
+    MEGATRON_DEEPSPEED,
+    ZERO_BUBBLE,
+)
+from baselines.public_3d.knobs import MegatronCoreKnobs
+from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.layout import divisors
@@ -28,7 +34,17 @@ from zeropp.tune.describe import describe
 from zeropp.tune.search import Evaluated, search
 
 # Who is compared, in the order of the tables.
-COMPARED: tuple[Contender[Any], ...] = (DEEPSPEED_3D, BEST_3D, ZEROPP, FSDP)
+COMPARED: tuple[Contender[Any], ...] = (
+    DEEPSPEED_3D,
+    MEGATRON_DEEPSPEED,
+    MEGATRON_CORE,
+    ZERO_BUBBLE,
+    TORCHTITAN,
+    TORCH_PP,
+    FSDP,
+    BEST_3D,
+    ZEROPP,
+)
 Recompute = Literal["none", "full"]
 
 
@@ -156,7 +172,7 @@ def _equal_knobs(
     three = DeepSpeedKnobs(
         tp=group, pp=pp, replicate=replicas, replicate_zero=1, recompute=recompute
     )
-    best = Best3DKnobs(
+    core = MegatronCoreKnobs(
         tp=group,
         pp=pp,
         replicate=replicas,
@@ -177,4 +193,4 @@ def _equal_knobs(
         recompute=recompute,
         reduce_every="unit",
     )
-    return [(DEEPSPEED_3D, three), (BEST_3D, best), (ZEROPP, shards)]
+    return [(DEEPSPEED_3D, three), (MEGATRON_CORE, core), (ZEROPP, shards)]
