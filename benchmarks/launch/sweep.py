@@ -18,7 +18,6 @@ from benchmarks.launch.points import (
 )
 from benchmarks.launch.progress import SweepProgress, announce
 from benchmarks.records.record import RunRecord, check_writable
-from benchmarks.report import write_report
 from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
 
 _RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "verdict"}
@@ -66,6 +65,8 @@ def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
             records += _launcher(options).launch(feasible, options, runs_dir, progress)
     if not dry_run:
         roots = dict.fromkeys(runs_dir / point.spec.spec_id for point in points)
+        from benchmarks.report.write import write_report  # pandas and matplotlib only now
+
         write_report(list(roots), report_dir)
     return 0 if all(r.status in ("ok", "infeasible") for r in records) else 1
 
