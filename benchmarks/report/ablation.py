@@ -45,9 +45,9 @@ def ablations(rows: pd.DataFrame, against: Mapping[str, str] | None = None) -> p
     configuration of any group has those knobs.
     """
     groups = [group for _, group in rows.groupby(_GROUP, sort=False) if len(group) > 1]
-    lines: list[dict[str, Any]] = []
+    lines: list[dict[Any, Any]] = []
     for group in groups:
-        members: list[dict[str, Any]] = group.to_dict("records")  # type: ignore[assignment]
+        members: list[dict[Any, Any]] = group.to_dict("records")
         base = _base(members, against or {})
         if base is not None and any(member["knobs"] for member in members):
             lines += _lines(members, base)
@@ -70,14 +70,14 @@ def _varied(groups: list[pd.DataFrame]) -> str:
     return f"there are {', '.join(varied)}" if varied else "nothing was varied"
 
 
-def _base(members: list[dict[str, Any]], against: Mapping[str, str]) -> dict[str, Any] | None:
+def _base(members: list[dict[Any, Any]], against: Mapping[str, str]) -> dict[Any, Any] | None:
     """The member that the others are compared with: of those with the knobs of ``against`` the
     one that differs least from the contender's defaults, a success sooner than a failure."""
     fine = [m for m in members if all(_is(m["knobs"], k, v) for k, v in against.items())]
     default = default_knobs(members[0]["contender"])
     plain = {} if default is None else vars(default)
 
-    def distance(member: dict[str, Any]) -> tuple[bool, int]:
+    def distance(member: dict[Any, Any]) -> tuple[bool, int]:
         knobs = member["knobs"]
         apart = sum(name in plain and knobs[name] != plain[name] for name in knobs)
         return member["status"] != "ok", apart
@@ -90,7 +90,7 @@ def _is(knobs: Mapping[str, Any], name: str, value: str) -> bool:
     return str(knobs.get(name)).split(" (")[0].lower() == value.lower()
 
 
-def _lines(members: list[dict[str, Any]], base: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _lines(members: list[dict[Any, Any]], base: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
     others = [member for member in members if member is not base]
     for member in (base, *others):
         peaks = member["peak_gib"] / base["peak_gib"]
@@ -189,13 +189,13 @@ def _panels(groups: list[pd.DataFrame]) -> Figure:
 
 
 def _bars(axis: Axes, group: pd.DataFrame, ratio: str, value: str, form: words.Form) -> None:
-    places = np.arange(len(group))
+    places = range(len(group))
     ratios = group[ratio].to_numpy(dtype=float)
     colours = [
         style.NEUTRAL if base else style.colour(group["contender"].iloc[0])
         for base in group["is_base"]
     ]
-    axis.barh(places, np.nan_to_num(ratios), 0.7, color=colours)
+    axis.barh(list(places), np.nan_to_num(ratios), 0.7, color=colours)
     for place, row in zip(places, group.to_dict("records"), strict=True):
         number = row[ratio]
         failed = row["status"] != "ok"
@@ -209,7 +209,7 @@ def _bars(axis: Axes, group: pd.DataFrame, ratio: str, value: str, form: words.F
             va="center",
             fontsize=8,
         )
-    axis.set_yticks(places, list(group["change"]), fontsize=8)
+    axis.set_yticks(list(places), list(group["change"]), fontsize=8)
     axis.invert_yaxis()
     axis.axvline(1.0, color="#333333", linewidth=0.8)
     axis.margins(x=0.35)

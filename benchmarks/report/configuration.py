@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.records.record import RunRecord
 from benchmarks.records.recorded_spec import RecordedSpec
@@ -16,7 +16,7 @@ from zeropp.plan import Settings
 _NAMED = {"name", "tp", "pp", "chunks", "shard", "replicate", "replicate_zero", "unit"}
 _NAMED |= {"schedule", "recompute", "sequence_parallel", "compile"}
 # What a tuner would set: where all of them are the contender's own defaults, nobody tuned them.
-_DEGREES = ("pp", "tp", "shard", "replicate", "replicate_zero", "chunks", "unit")
+_DEGREES: tuple[str, ...] = ("pp", "tp", "shard", "replicate", "replicate_zero", "chunks", "unit")
 _DEGREES += ("activation_cap", "activation_cap_gib", "schedule", "sequence_parallel", "recompute")
 
 
@@ -72,7 +72,7 @@ def default_knobs(contender: str) -> Settings | None:
     """The knobs that a contender has where a command line sets none; None for one without a
     preset in ``conf/contender``."""
     try:
-        return preset("contender", contender, Settings)
+        return cast("Settings", preset("contender", contender, Settings))
     except SpecError:
         return None
 

@@ -16,7 +16,8 @@ from rich.text import Text
 from benchmarks.report.table import Cell, Grid, Table
 
 _PREAMBLE = "% needs \\usepackage{booktabs,graphicx}\n"
-_SPECIAL = {c: f"\\{c}" for c in "&%$#_{}"} | {
+_SPECIAL: dict[str, str | int | None] = {
+    **{c: f"\\{c}" for c in "&%$#_{}"},
     "~": r"\textasciitilde{}",
     "\\": r"\textbackslash{}",
     "^": r"\textasciicircum{}",

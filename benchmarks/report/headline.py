@@ -105,7 +105,7 @@ def answers(rows: pd.DataFrame, base: str = BASE, contender: str = "zeropp") -> 
     for (evidence, basis, cluster), mine in pairs.groupby(["evidence", "basis", "cluster"]):
         said = ", ".join(filter(None, (str(evidence).capitalize(), str(basis))))
         where = words.cluster_label(str(cluster))
-        untuned = ", neither tuned" if mine["default_degrees"].eq(True).any() else ""
+        untuned = ", default degrees" if mine["default_degrees"].eq(True).any() else ""
         yield f"{said} on {where}{untuned}: {who} {_factor(mine)} {over}{_memory(mine)}."
 
 

@@ -72,7 +72,7 @@ def _ends(lines: list[pd.Series]) -> list[tuple[float, float, str, str]]:
         counts = " and ".join(dict.fromkeys(str(row["num_gpus"]) for row in mine))
         losses, name = (
             mine[0]["losses"],
-            f"{words.contender_label(contender)}, {counts} {words.worker_word(mine[0].to_frame().T)}s",
+            f"{words.contender_label(contender)}, {counts} ranks",
         )
         ends.append((float(len(losses)), float(losses[-1]), name, style.colour(contender)))
     return ends

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -38,11 +38,11 @@ def doubts(ratio: Summary) -> list[str]:
     return reasons
 
 
-def speedup_of(row: Mapping[Hashable, Any], base: Mapping[Hashable, Any]) -> dict[str, Any]:
+def speedup_of(row: Mapping[Any, Any], base: Mapping[Any, Any]) -> dict[str, Any]:
     """``speedup`` of a row over its base with ``speedup_low`` and ``speedup_high`` where both were
     measured, ``unsure`` and the ``doubts`` as text; nothing is unsure of the base itself."""
-    missing = {"speedup": math.nan, "speedup_low": math.nan, "speedup_high": math.nan}
-    missing |= {"unsure": False, "doubts": ""}
+    missing: dict[str, Any] = {"unsure": False, "doubts": ""}
+    missing |= dict.fromkeys(("speedup", "speedup_low", "speedup_high"), math.nan)
     if not row["samples_step_s"] or not base["samples_step_s"]:
         return missing
     if row["record_id"] == base["record_id"]:
@@ -73,9 +73,9 @@ def paired_speedups(rows: pd.DataFrame, base: str = BASE) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=[*kept, *names, "records"])
 
 
-def _pair(row: dict[Hashable, Any]) -> dict[str, Any]:
+def _pair(row: dict[Any, Any]) -> dict[str, Any]:
     """One merged row, in which the base's columns end in ``_base``."""
-    base: dict[Hashable, Any] = {key: row[f"{key}_base"] for key in ("samples_step_s", "record_id")}
+    base: dict[Any, Any] = {key: row[f"{key}_base"] for key in ("samples_step_s", "record_id")}
     same_kind = row["memory_kind"] and row["memory_kind"] == row["memory_kind_base"]
     return {
         **speedup_of(row, base),

@@ -8,7 +8,7 @@ never mixes them; the numbers of all are one tidy table, a line per cell and con
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,7 +170,7 @@ def _key_cell(key: str, value: Any) -> Cell:
     return Cell(str(value), sort=float(value) if _KEYS[key].form else None)
 
 
-def _metric_cell(row: dict[str, Any], metric: _Metric, cell: pd.DataFrame) -> Cell:
+def _metric_cell(row: Mapping[Any, Any], metric: _Metric, cell: pd.DataFrame) -> Cell:
     value = row[metric.name]
     if words.is_missing(value):
         return Cell(MISSING)

@@ -64,9 +64,10 @@ def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """
     keys = ["evidence", "basis", "cluster"]
     for (evidence, basis, cluster), mine in rows.groupby(keys, sort=True):
-        suffix = "_".join(filter(None, (evidence, basis, cluster))).replace(" ", "_")
+        kind = [str(word) for word in (evidence, basis) if word]
+        suffix = "_".join([*kind, str(cluster)]).replace(" ", "_")
         where = words.cluster_label(str(cluster))
-        yield suffix, f"{', '.join(filter(None, (evidence, basis)))} on {where}", mine
+        yield suffix, f"{', '.join(kind)} on {where}", mine
 
 
 def panel_title(panel: pd.DataFrame) -> str:

@@ -10,6 +10,7 @@ import csv
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from benchmarks.records.record import RecordError
 from benchmarks.records.recorded_spec import (
@@ -73,7 +74,7 @@ def _row(line: dict[str, str]) -> Row:
     )
 
 
-def _numbers(spec: RecordedSpec, steps: list[float], line: dict[str, str]) -> dict[str, object]:
+def _numbers(spec: RecordedSpec, steps: list[float], line: dict[str, str]) -> dict[str, Any]:
     found = throughput_of(spec, steps, measured=False)
     return found | {"peak_gib": float(line["peak_gib"]), "memory_kind": "predicted"}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -71,11 +72,11 @@ def _doubts(rows: pd.DataFrame) -> str:
     )
 
 
-def _text(row: dict[str, object]) -> str:
+def _text(row: Mapping[Any, Any]) -> str:
     if isinstance(row.get("text"), str):
         return str(row["text"])
-    low, high = (float(row[f"speedup_{end}"]) for end in ("low", "high"))  # type: ignore[arg-type]
-    number = ("~" if row["unsure"] is True else "") + words.ratio(float(row["speedup"]))  # type: ignore[arg-type]
+    number = ("~" if row["unsure"] is True else "") + words.ratio(row["speedup"])
+    low, high = row["speedup_low"], row["speedup_high"]
     return number if np.isnan(low) else f"{number}\n[{words.ratio(low)}, {words.ratio(high)}]"
 
 
@@ -85,7 +86,7 @@ def _map(rows: pd.DataFrame, title: str, reach: float) -> Figure:
     names = table["model"].map(words.model_label)
     table = table.assign(
         line=names + ", batch " + table["global_batch"].astype(str),
-        shown=[_text(row) for row in table.to_dict("records")],  # type: ignore[arg-type]
+        shown=[_text(row) for row in table.to_dict("records")],
     ).drop_duplicates(["line", "num_gpus"], keep="last")
     lines = table["line"].unique()[:MAX_LINES]
     values, texts = (

@@ -1,7 +1,8 @@
-"""How every figure looks: one colour per contender everywhere, readable in print and without colour.
+"""How every figure looks: one colour per contender everywhere, readable in print.
 
-Contenders are named by their keys; ``words.contender_label`` is what a legend shows. Colours are Okabe and Ito's, made for the colour-blind; hatches, dashes and markers repeat the
-distinction for print.
+Contenders are named by their keys; ``words.contender_label`` is what a legend shows. Colours are
+Okabe and Ito's, made for the colour-blind; hatches, dashes and markers repeat the distinction where
+there is no colour.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Table:
         )
 
     def _constant(self, column: Column) -> bool:
-        return len(self.data) > 1 and self.data[column.name].nunique(dropna=False) == 1
+        return len(self.data) > 1 and self.data[column.name].nunique() == 1
 
 
 def _is_blank(data: pd.DataFrame, column: Column) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pandas as pd
 
 from benchmarks.records.stats import paired_ratio
@@ -152,12 +155,10 @@ def _named(data: pd.DataFrame, records: pd.Series) -> pd.DataFrame:
     return data.set_axis(records.astype(str).to_list())
 
 
-def _note(row: dict[str, object]) -> str:
+def _note(row: Mapping[Any, Any]) -> str:
     if row["status"] != "ok":
         return str(row["reason"])
     notes = ["default degrees"] if row["default_degrees"] is True else []
     if row["unstable"] is True:
-        steps = row["samples_step_s"]
-        assert isinstance(steps, list)
-        notes.append(f"unstable: spread {row['spread']:.0%}, n={len(steps)}")
+        notes.append(f"unstable: spread {row['spread']:.0%}, n={len(row['samples_step_s'])}")
     return "; ".join(notes)

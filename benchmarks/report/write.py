@@ -142,10 +142,11 @@ def _print_grids(table: Table, rows: pd.DataFrame, base: str, console: Console) 
         if fits(grid, console):
             console.print(rich_table(grid))
         elif table.name == "paper":
-            console.print("The terminal is too narrow for a group of columns per contender.")
-            return _print_headline(rows, base, console)
+            console.print("The terminal is too narrow for a group of columns per contender:")
+            _print_headline(rows, base, console)
+            break
         else:
-            return print_table(table, console)
+            print_table(table, console)
 
 
 def _print_paths(names: Sequence[Path], out: Path, console: Console) -> None:
