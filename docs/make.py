@@ -19,6 +19,7 @@ from benchmarks.report.bars import bars
 from benchmarks.report.forms import markdown
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.headline import headline_table
+from benchmarks.report.picture import say_what_it_shows
 from benchmarks.report.timeline_figure import timeline_figure
 from benchmarks.studies.claim_33.page_tables import page_tables
 from zeropp.schedule import build, lower
@@ -124,6 +125,7 @@ def main() -> None:
     )
     _IMAGES.mkdir(exist_ok=True)
     throughput = next(bars(latest_ok(load_frame([_REFERENCE / "demo"])[0])))
+    say_what_it_shows(throughput)
     throughput.figure.savefig(_IMAGES / "demo_throughput.png")
     figure.savefig(_IMAGES / "schedules.png", dpi=130)
     figure.savefig(_IMAGES / "schedules.svg", metadata={"Date": None})

@@ -37,13 +37,18 @@ class SavedPicture:
     paths: tuple[Path, Path]  # PNG, SVG
 
 
+def say_what_it_shows(picture: Picture) -> None:
+    """Put the picture's own line below its figure, once."""
+    if picture.shown:
+        picture.figure.supxlabel(picture.shown, fontsize=7.5, color="#555555", x=0.01, ha="left")
+
+
 def save(picture: Picture, out: Path) -> SavedPicture:
     """Write PNG (200 dots per inch) and SVG, and release the figure.
 
     The panels are arranged once: left to itself, matplotlib does it twice per file.
     """
-    if picture.shown:
-        picture.figure.supxlabel(picture.shown, fontsize=7.5, color="#555555", x=0.01, ha="left")
+    say_what_it_shows(picture)
     engine = picture.figure.get_layout_engine()
     if engine is not None:
         picture.figure.set_dpi(plt.rcParams["savefig.dpi"])  # letters' widths depend on it
