@@ -20,7 +20,7 @@ from benchmarks.launch.progress import SweepProgress, announce
 from benchmarks.records.record import RunRecord, check_writable
 from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
 
-_RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "verdict"}
+_RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "verdict", "sequences_per_gpu"}
 _SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
 _MODULES = {
     "local": "local",
@@ -36,7 +36,19 @@ def spec_of(config: dict[str, Any]) -> RunSpec:
     if unknown:
         known = ", ".join(sorted(_SPEC_KEYS | _RUN_KEYS))
         raise SpecError(f"{unknown[0]}={config[unknown[0]]!r}: unknown key (known: {known})")
-    return spec_from_mapping({k: v for k, v in config.items() if k in _SPEC_KEYS})
+    return spec_from_mapping(
+        _with_batch({k: v for k, v in config.items() if k in _SPEC_KEYS}, config)
+    )
+
+
+def _with_batch(values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The spec's values with ``global_batch`` from ``sequences_per_gpu``, where that is given."""
+    sequences, gpus = config.get("sequences_per_gpu"), values.get("num_gpus")
+    if sequences is None:
+        return values
+    if not isinstance(sequences, int) or sequences < 1:
+        raise SpecError(f"sequences_per_gpu={sequences!r}: must be a whole number, at least 1")
+    return values | {"global_batch": sequences * gpus if isinstance(gpus, int) else 1}
 
 
 def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:

@@ -18,7 +18,11 @@ _TABLES = ("paper", "ablation", "throughput", "memory", "speedup", "evidence", "
 
 def main() -> int:
     """Command line; exit status 1 where there was nothing to report or where ``--compare`` finds
-    that something became slower, 2 on bad input."""
+    that something became slower, 2 on bad input, 130 after Ctrl-C."""
+    return run_command(_main)
+
+
+def _main() -> int:
     arguments = _parser().parse_args()
     runs = arguments.runs or [Path("results/runs")]
     for path in [*arguments.runs, *(arguments.compare or [])]:
@@ -107,4 +111,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(main())

@@ -99,7 +99,7 @@ def paper_grids(paper: Table) -> Iterator[Grid]:
 def _grid(name: str, evidence: str, mine: pd.DataFrame) -> Grid:
     contenders = list(dict.fromkeys(mine["contender"]))
     base = str(mine["base"].iloc[0])
-    contenders.sort(key=lambda c: (c != "zeropp", c == base, list(mine["contender"]).index(c)))
+    contenders.sort(key=lambda c: (c != "zeropp", c != base, list(mine["contender"]).index(c)))
     keys = [key for key in _KEYS if key in _ALWAYS or _varies(mine, key)]
     groups = {name: _metrics(mine, name, base) for name in contenders}
     lines = [_line(cell, keys, groups) for _, cell in mine.groupby([*CELL], sort=False)]

@@ -39,6 +39,7 @@ def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[s
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise, so that the error can be one line
     collect = hydra.main(version_base="1.3", config_path=str(_CONF), config_name=config_name)
     asked = _flags_first(sys.argv[1:] if words is None else list(words))
+    _refuse_two_batches(asked)
     with (
         tempfile.TemporaryDirectory() as scratch,  # Hydra writes its own notes of a sweep there
         redirect_stderr(StringIO()) as usage,
@@ -65,6 +66,14 @@ def preset(group: str, name: str, kind: type) -> Any:
         known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
         raise SpecError(f"{group}={name!r}: no such preset (known: {known})")
     return validated(kind, OmegaConf.to_container(OmegaConf.load(path)), group)
+
+
+def _refuse_two_batches(words: Sequence[str]) -> None:
+    """Refuse a global batch beside sequences per GPU, since one would silently win."""
+    keys = {word.lstrip("+").partition("=")[0]: word for word in words}
+    both = [keys[name] for name in ("global_batch", "sequences_per_gpu") if name in keys]
+    if len(both) == 2:
+        raise SpecError(f"{both[0]}: {both[1]} sets it too (give one of both)")
 
 
 @contextmanager
