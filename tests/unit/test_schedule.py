@@ -27,7 +27,7 @@ def zeropp_sizes(draw: st.DrawFn) -> dict[str, int]:
     ranks, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     m = draw(st.integers(1, 12))
     unit = draw(st.integers(1, m))
-    cap = draw(st.integers(smallest_cap(chunks, m, unit), unit * chunks + 2))
+    cap = draw(st.integers(smallest_cap("loop", chunks, m, unit), unit * chunks + 2))
     return {
         "num_ranks": ranks,
         "chunks": chunks,

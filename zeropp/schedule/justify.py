@@ -161,11 +161,7 @@ class _Pass:
                 continue
             action = order[place]
             step = change[action // count]
-            if (
-                not waits[action]
-                and ready[action] <= time
-                and (step <= 0 or highest < room)
-            ):
+            if not waits[action] and ready[action] <= time and (step <= 0 or highest < room):
                 if not weights_last or action < 2 * count:
                     return place
                 if weight < 0:
@@ -212,7 +208,7 @@ class _Pass:
         return [*follow, (action - self._m, stage - 1)] if stage else follow
 
     def _before(self, action: int, kind: int, stage: int) -> list[tuple[int, int]]:
-        """Actions that this one waits for, with their stages: those that follow in reversed time."""
+        """Actions that this one waits for, with their stages: in reversed time they come next."""
         if kind == _FORWARD:
             return [(action - self._m, stage - 1)] if stage else []
         if kind == _WEIGHT:

@@ -32,6 +32,11 @@ class StageCost:
     copy_out: float = 0.0
     copy_in: float = 0.0
 
+    @property
+    def compute(self) -> float:
+        """Forward and backward of one microbatch, copies aside."""
+        return self.forward + self.backward_input + self.backward_weight
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -92,7 +97,9 @@ def v_placement(num_ranks: int, chunks: int = 2) -> tuple[int, ...]:
     With two chunks per rank this is the placement of ZBV (arXiv 2401.10241).
     """
     down = [*range(num_ranks)]
-    return tuple(rank for chunk in range(chunks) for rank in (down if chunk % 2 == 0 else down[::-1]))
+    return tuple(
+        rank for chunk in range(chunks) for rank in (down if chunk % 2 == 0 else down[::-1])
+    )
 
 
 def place_stages(style: StageStyle, num_ranks: int, chunks: int) -> tuple[int, ...]:
