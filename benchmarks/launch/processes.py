@@ -101,7 +101,7 @@ def _start(
             rank=rank,
             variables=common | {"RANK": str(rank), "LOCAL_RANK": str(place)},
             log=directory / f"rank_{rank:03d}.log",
-            on_cpu=spec.cluster.device.name == "cpu",
+            on_cpu=spec.cluster.device.is_cpu,
         )
         for place, rank in enumerate(ranks)
     }
