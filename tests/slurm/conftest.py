@@ -29,7 +29,8 @@ class Suite:
     def sweep(self, *overrides: str, expect: int = 0) -> str:
         """Submit a sweep and return what was printed."""
         places = (f"runs_dir={self.runs}", f"report_dir={self.report}", "launcher=slurm")
-        defaults = ("launcher.sbatch.account=science", "cluster.gpus_per_node=4")
+        shared = ("launcher.sbatch.exclusive=false", "cluster.gpus_per_node=4")
+        defaults = ("launcher.sbatch.account=science", *shared)
         command = (sys.executable, "-m", "benchmarks.run", "-m", *places, *defaults, *overrides)
         done = subprocess.run(
             command,
@@ -135,7 +136,6 @@ def background(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) 
     }
     suites["over_time"].stand_in(
         *("seed=3", "launcher.sbatch.time=1", "launcher.grace_s=20"),
-        "+launcher.sbatch.gpus-per-node=false",
     )
     suites["sweep"].sweep(
         *("model=gpt_tiny", "num_gpus=4,8,16", "contender=zeropp,deepspeed_3d"),
