@@ -124,10 +124,7 @@ def _complete_neighbour(path: Path, text: str) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # some file systems report a full disk only now
+        temporary.write_text(text)
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)

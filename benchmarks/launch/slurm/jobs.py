@@ -7,7 +7,6 @@ where Slurm's own word, seen by somebody who may see it, or a long silence says 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -142,7 +141,12 @@ def close_ended(view: View) -> list[RunRecord]:
     told = endings(asked) if asked else {}
     closed = []
     for task in absent:
-        for attempt in _over(task, view, told):
+        try:
+            over = _over(task, view, told)
+        except OSError as error:
+            view.problems.append(str(error))
+            continue
+        for attempt in over:
             try:
                 record = _close(attempt, task, told)
             except (DamagedError, OSError) as error:
@@ -240,8 +244,11 @@ def _open_unstarted(task: Task) -> Path:
     attempt = task.point / f"slurm-{task.job}-0"
     attempt.mkdir(parents=True, exist_ok=True)
     for name in ("spec.json", "attempt.json"):
-        if (task.frozen / name).exists():
-            shutil.copy(task.frozen / name, attempt / name)
+        try:
+            frozen = (task.frozen / name).read_text()
+        except (OSError, ValueError):  # damaged: what can be known without it is recorded
+            continue
+        write_atomically(attempt / name, frozen)
     slurm = {"job": task.job, "job_id": task.job, "restart": 0, "nodes": "", "log": str(task.log)}
     write_atomically(attempt / "slurm.json", json.dumps(slurm | {"key": task.key}))
     return attempt

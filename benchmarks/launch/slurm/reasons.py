@@ -25,7 +25,8 @@ _PASSING = re.compile(
     re.I,
 )
 _NO_CAUSE = re.compile(
-    r"^\s*$|force terminated|terminated$|job step aborted|STEP .* ON .* CANCELLED|"
+    r"^\s*$|lacks support for cpu binding|"
+    r"force terminated|terminated$|job step aborted|STEP .* ON .* CANCELLED|"
     r"JOB .* ON .* CANCELLED|^slurm\S+: error: \*\*\*|task \d+.*: exited",
     re.I,
 )

@@ -6,6 +6,7 @@ Nothing here talks to Slurm. A script is readable and complete: what ran can be 
 from __future__ import annotations
 
 import shlex
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,20 @@ def checkout_of(submission: Path, options: SlurmOptions) -> Path:
 
 
 def _render(name: str, options: SlurmOptions, runs_dir: Path, **values: Any) -> str:
+    return (
+        _templates()
+        .get_template(name)
+        .render(
+            python=options.interpreter,
+            setup=options.setup,
+            runs_dir=str(runs_dir),
+            **values,
+        )
+    )
+
+
+@lru_cache
+def _templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=jinja2.StrictUndefined,
@@ -124,9 +139,4 @@ def _render(name: str, options: SlurmOptions, runs_dir: Path, **values: Any) -> 
         autoescape=False,  # shell, not HTML
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    return environment.get_template(name).render(
-        python=options.interpreter,
-        setup=options.setup,
-        runs_dir=str(runs_dir),
-        **values,
-    )
+    return environment
