@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.records.record import RunRecord, find_records, read_record
@@ -25,6 +26,7 @@ class Suite:
         self.directory = directory
         self.runs = directory / "runs"
         self.report = directory / "report"
+        self.environment: dict[str, str] = {}  # beside that of a client of the cluster
 
     def sweep(self, *overrides: str, expect: int = 0) -> str:
         """Submit a sweep and return what was printed."""
@@ -34,7 +36,7 @@ class Suite:
         command = (sys.executable, "-m", "benchmarks.run", "-m", *places, *defaults, *overrides)
         done = subprocess.run(
             command,
-            env=self.cluster.environment,
+            env=self.cluster.environment | self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -55,7 +57,7 @@ class Suite:
         command = (sys.executable, "-m", "benchmarks.status", str(self.runs), "--json")
         done = subprocess.run(
             command,
-            env=self.cluster.environment,
+            env=self.cluster.environment | self.environment,
             capture_output=True,
             text=True,
             timeout=120,
@@ -93,6 +95,36 @@ class Suite:
 
         wait_until(stepping, seconds, f"{number} steps below {self.runs}")
         return stepping()[-1].parent
+
+    def wait_for_all_steps(self, number: int, seconds: float = 90) -> dict[int, Path]:
+        """Wait until all ranks of so many attempts have measured two steps; the attempts by the
+        seeds of their points."""
+
+        def stepping() -> dict[int, Path]:
+            found = {}
+            for attempt in self.runs.glob("*/slurm-*"):
+                ranks = [f.read_text().count('"step"') for f in attempt.glob("rank_*.jsonl")]
+                if len(ranks) == 2 and min(ranks) >= 2:
+                    found[json.loads((attempt / "spec.json").read_text())["seed"]] = attempt
+            return found
+
+        what = f"steps of {number} attempts below {self.runs}"
+        wait_until(lambda: len(stepping()) >= number, seconds, what)
+        return stepping()
+
+    def recorded_by_status(self) -> int:
+        """How many records there are after a call of status, which closes what is over."""
+        self.status()
+        return len(self.records())
+
+    def workers(self) -> list[int]:
+        """Processes of ranks below this suite's runs."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or []
+            if "benchmarks.worker" in command and any(str(self.runs) in word for word in command):
+                found.append(process.pid)
+        return found
 
     def wait_until_idle(self, seconds: float) -> None:
         """Wait until none of the user's jobs is left in the queue."""
