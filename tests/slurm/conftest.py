@@ -28,29 +28,40 @@ class Suite:
         self.report = directory / "report"
         self.environment: dict[str, str] = {}  # beside that of a client of the cluster
 
-    def sweep(self, *overrides: str, expect: int = 0) -> str:
-        """Submit a sweep and return what was printed."""
-        places = (f"runs_dir={self.runs}", f"report_dir={self.report}", "launcher=slurm")
+    def beside(self, name: str) -> Suite:
+        """Another suite of the same cluster, in a folder of this name."""
+        return Suite(self.cluster, self.directory / name)
+
+    def sweep(self, *overrides: str, expect: int | None = 0) -> str:
+        """Submit a sweep and return what was printed; ``expect`` is the exit status, None any."""
+        process = self._start(*overrides)
+        printed, _ = process.communicate(timeout=120)
+        assert expect in (None, process.returncode), printed
+        return printed
+
+    def stand_in(self, *overrides: str, expect: int | None = 0) -> str:
+        """Submit points whose ranks are the stand-in: two ranks on a node."""
+        return self.sweep(*self._quick(), *overrides, expect=expect)
+
+    def start(self, *overrides: str) -> subprocess.Popen[str]:
+        """Begin to submit such points; the caller waits for the process."""
+        return self._start(*self._quick(), *overrides)
+
+    def _quick(self) -> tuple[str, ...]:
+        quick = ("num_gpus=2", "measure.gate=false", "measure.warmup_steps=0", "global_batch=4")
+        return (f"launcher.worker_python={_STAND_IN}", *quick)
+
+    def _start(self, *overrides: str) -> subprocess.Popen[str]:
+        places = (f"runs_dir='{_escaped(self.runs)}'", f"report_dir='{_escaped(self.report)}'")
         shared = ("launcher.sbatch.exclusive=false", "cluster.gpus_per_node=4")
-        defaults = ("launcher.sbatch.account=science", *shared)
-        command = (sys.executable, "-m", "benchmarks.run", "-m", *places, *defaults, *overrides)
-        done = subprocess.run(
-            command,
+        defaults = ("launcher=slurm", "launcher.sbatch.account=science", *shared)
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.run", "-m", *places, *defaults, *overrides],
             env=self.cluster.environment | self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
-            check=False,
         )
-        assert done.returncode == expect, done.stdout
-        return done.stdout
-
-    def stand_in(self, *overrides: str, expect: int = 0) -> str:
-        """Submit points whose ranks are the stand-in: two ranks on a node."""
-        quick = ("num_gpus=2", "measure.gate=false", "measure.warmup_steps=0", "global_batch=4")
-        python = f"launcher.worker_python={_STAND_IN}"
-        return self.sweep(python, *quick, *overrides, expect=expect)
 
     def status(self, expect: int = 0) -> dict[str, Row]:
         """Every point as ``benchmarks.status --json`` tells it, by spec id."""
@@ -136,6 +147,10 @@ class Suite:
         lines = self.cluster.run("squeue", "--noheader", "--array", "--format=%i %j").splitlines()
         pairs = [line.split() for line in lines]
         return [job for job, name in pairs if name.rpartition("-")[0] in sweeps]
+
+
+def _escaped(path: Path) -> str:
+    return str(path).replace("'", "\\'")
 
 
 @pytest.fixture(scope="session")

@@ -46,10 +46,10 @@ class Victim:
         place = f"{self.suite.cluster.directory}/spool/"
         for process in psutil.process_iter(["cmdline"]):
             command = " ".join(process.info["cmdline"] or [])
-            parent = process.parent() if place in command else None
-            if f"job{int(self.job):05d}/slurm_script" in command and parent is not None:
-                if parent.name() == "slurmstepd":
-                    return process
+            mine = place in command and f"job{int(self.job):05d}/slurm_script" in command
+            parent = process.parent() if mine else None
+            if parent is not None and parent.name() == "slurmstepd":
+                return process
         raise AssertionError(f"no script of job {self.job}")
 
     def scancel(self, *flags: str) -> None:

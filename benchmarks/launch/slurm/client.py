@@ -11,8 +11,10 @@ a flag of which the script says nothing: a site's defaults.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ _OVER = {
     *("OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL", "REVOKED"),
 }
 UNSEEN = "UNSEEN"  # the state of a job that cannot be seen from here
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -269,6 +272,7 @@ def _call(
             text=True,
             timeout=timeout_s,
             check=False,
+            preexec_fn=_end_with_the_launcher,
             env=clean | dict(more or {}),
         )
     except FileNotFoundError:
@@ -280,6 +284,12 @@ def _call(
         said = f"{command[0]}: {lines[-1] if lines else f'exit {done.returncode}'}"
         raise (NoAnswerError if _may_be_done(said) else SlurmError)(said)
     return done.stdout
+
+
+def _end_with_the_launcher() -> None:
+    """Linux: an sbatch that outlives a killed launcher would submit what is looked for already."""
+    if _PRCTL is not None:
+        _PRCTL(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _may_be_done(said: str) -> bool:
