@@ -98,8 +98,9 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> N
     tensor = price_plan(plan(tp=4), A100)
     both = price_plan(plan(tp=4, sequence_parallel=True), A100)
     assert both.memory[0].activations < tensor.memory[0].activations
-    assert min(tensor.tp_s[0]) > 0.0
-    assert price_plan(plan(), A100).tp_s == ((0.0, 0.0),)
+    extras = tensor.extras[0]
+    assert min(extras.tensor_forward, extras.tensor_backward) > 0.0
+    assert price_plan(plan(), A100).extras[0].tensor == 0.0
 
 
 def test_zero1_splits_the_optimizer_over_replicas() -> None:
