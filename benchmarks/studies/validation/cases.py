@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from benchmarks.specification.compose import preset
 from benchmarks.studies.validation.clusters import cluster_of
-from benchmarks.studies.validation.rows import PublishedRow
+from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
 from zeropp.cluster import Cluster
 from zeropp.cost import balanced_cuts
 from zeropp.layout import Layout
@@ -26,10 +26,6 @@ from zeropp.shape import ModelShape
 _MOST_BLOCKS = 10**6  # a step of a row that is wrong could be simulated for ever
 _UNPRICED_SCHEDULES = ("dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min", "seq1f1b")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-
-
-class UnpredictableError(ValueError):
-    """Why a row that is well understood has no price; one line."""
 
 
 @dataclass(frozen=True)

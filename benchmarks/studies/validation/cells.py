@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-_WHOLE = re.compile(r"\d{1,15}")
-_DECIMAL = re.compile(r"\d{1,15}(?:\.\d+)?(?:e[-+]?\d{1,2})?")
+_WHOLE = re.compile(r"[0-9]{1,15}")
+_DECIMAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]+)?(?:e[-+]?[0-9]{1,2})?")
 
 
 def _whole(cell: Any) -> int:

@@ -16,12 +16,11 @@ from typing import Any
 
 from benchmarks import CHECKOUT
 from benchmarks.specification.compose import preset
-from benchmarks.studies.validation.rows import PublishedRow
+from benchmarks.studies.validation.rows import POWER_W, PublishedRow, UnpredictableError
 from zeropp.cluster import Cluster, Device
 
 _HARDWARE = CHECKOUT / "results" / "published" / "hardware.csv"
 _FACTS = ("b200", "gb200")  # devices of hardware.csv without a preset
-_POWER_W = {"v100": 300, "a100": 400, "a800": 400, "h100": 700, "h800": 700, "h200": 700}
 _PCIE_GB_S = {
     "v100": 15.5, "a100": 31.0, "a800": 31.0, "h100": 63.0, "h800": 63.0, "h200": 63.0,
     "b200": 63.0, "gb200": 63.0, "stated": 31.0,
@@ -35,7 +34,7 @@ def cluster_of(row: PublishedRow) -> Cluster:
     if row.peak_bf16_tflops:
         device = with_peak(device, row.peak_bf16_tflops)
     if row.power_w:
-        device = at_rate(device, (row.power_w / _POWER_W.get(row.device, row.power_w)) ** 0.5)
+        device = at_rate(device, (row.power_w / POWER_W[row.device]) ** 0.5)
     stated = {
         "memory_gib": row.memory_gib,
         "memory_bandwidth_gb_s": row.memory_bandwidth_gb_s,
@@ -68,7 +67,8 @@ def at_rate(device: Device, factor: float) -> Device:
 
 def with_peak(device: Device, tflops: float) -> Device:
     """The device with another dense 16-bit peak (TFLOP/s), of which it reaches the same share."""
-    assert device.peak_bf16_tflops is not None
+    if device.peak_bf16_tflops is None:
+        raise UnpredictableError(f"peak_bf16_tflops={tflops:g}: {device.name}'s own is not known")
     scaled = at_rate(device, tflops / device.peak_bf16_tflops)
     return replace(scaled, peak_bf16_tflops=tflops)
 

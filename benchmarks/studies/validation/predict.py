@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from benchmarks.studies.validation.cases import Case, UnpredictableError, case_of, plan_of
-from benchmarks.studies.validation.rows import PublishedRow
+from benchmarks.studies.validation.cases import Case, case_of, plan_of
+from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
 from zeropp.cost import model_flops_per_token, price_plan
 from zeropp.cost.flops import block_forward_flops
 from zeropp.sim.simulator import SimResult, simulate

@@ -1,9 +1,9 @@
 """The closed list of metrics that a published row may report, with units and definitions.
 
-A metric's name is its definition: ``model_`` and ``mfu`` count the model's FLOPs alone, ``hardware_``
-and ``hfu`` also what recomputation runs again (arXiv 2205.05198, appendix); ``allocated`` is what
-tensors take, ``reserved`` what torch's allocator holds. The unit says the rest: GB is 10^9 bytes,
-GiB is 2^30.
+A metric's name is its definition: ``model_`` and ``mfu`` count the model's FLOPs alone,
+``hardware_`` and ``hfu`` also what recomputation runs again (arXiv 2205.05198, appendix);
+``allocated`` is what tensors take, ``reserved`` what torch's allocator holds. The unit says the
+rest: GB is 10^9 bytes, GiB is 2^30.
 """
 
 from __future__ import annotations

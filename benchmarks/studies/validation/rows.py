@@ -1,4 +1,4 @@
-"""The schema of published training measurements, and the reader that refuses what it cannot know.
+"""The schema of published training measurements: what a row must say, and must not contradict.
 
 One CSV file per table, one line per measured number, columns as in ``PublishedRow``
 (``docs/published_rows.md`` explains each one). No rule reads prose: ``source``, ``url``, ``table``,
@@ -7,16 +7,18 @@ One CSV file per table, one line per measured number, columns as in ``PublishedR
 
 from __future__ import annotations
 
-import csv
-import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
-from benchmarks.specification.run_spec import SpecError
 from benchmarks.studies.validation.cells import Count, Decimal, Text, Whole, YesNo
 from benchmarks.studies.validation.quantities import METRICS, Metric, Unit
 from zeropp.cost import parameter_count
@@ -31,12 +33,18 @@ Precise = Literal[
 ]  # of the products
 Half = Literal["fp32", "fp16", "bf16"]
 ScheduleName = Literal[
-    "none", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "zbv", "zeropp",
+    "none", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "zbv",
     "interleaved_zb", "dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min", "seq1f1b",
 ]  # fmt: skip
-CHUNKED = ("interleaved_1f1b", "looped_bfs", "zeropp", "interleaved_zb", "hanayo", "seq1f1b")
+CHUNKED = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "hanayo", "seq1f1b")
 TWO_CHUNKS = ("zbv", "dualpipe", "dualpipev", "v_half", "v_min")
+# Boards' nominal power in W, to which ``power_w`` is compared (results/published/hardware.csv).
+POWER_W = {"v100": 300, "a100": 400, "a800": 400, "h100": 700, "h800": 700, "h200": 700}
 SLACK = 0.03  # parameters may differ by this share from those of the shape
+
+
+class UnpredictableError(ValueError):
+    """Why a row that is well understood has no price; one line."""
 
 
 def _registered(name: str) -> str:
@@ -207,10 +215,18 @@ def _degrees(row: PublishedRow) -> str:
             return f"{name}={group}: needs zero={zeros[0]}, and must divide dp={row.dp}"
     if row.sequence_parallel and row.tp == 1:
         return "sequence_parallel=yes: needs tp above 1"
-    if row.device == "stated" and not (
-        row.memory_gib and row.memory_bandwidth_gb_s and row.peak_bf16_tflops
-    ):
+    return ""
+
+
+def _device(row: PublishedRow) -> str:
+    numbers = (row.memory_gib, row.memory_bandwidth_gb_s, row.peak_bf16_tflops)
+    if row.device == "stated" and None in numbers:
         return "device=stated: needs memory_gib, memory_bandwidth_gb_s and peak_bf16_tflops"
+    if row.power_w and row.device not in POWER_W:
+        return f"power_w={row.power_w:g}: no nominal power of device={row.device} is known"
+    for name in ("heads", "ffn"):
+        if getattr(row, name) % row.tp:
+            return f"tp={row.tp}: must divide {name}={getattr(row, name)}"
     return ""
 
 
@@ -220,8 +236,8 @@ def _schedule(row: PublishedRow) -> str:
     wanted = 2 if row.schedule in TWO_CHUNKS else 1
     if row.schedule not in CHUNKED and row.chunks != wanted:
         return f"chunks={row.chunks}: schedule={row.schedule} has {wanted}"
-    if row.schedule == "interleaved_1f1b" and row.chunks == 1:
-        return "chunks=1: schedule=interleaved_1f1b has 2 or more"
+    if row.schedule.startswith("interleaved") and row.chunks == 1:
+        return f"chunks=1: schedule={row.schedule} has 2 or more"
     if row.pp * row.chunks > row.layers + 2:
         return f"chunks={row.chunks}: pp={row.pp} x chunks are more stages than layers={row.layers}"
     return ""
@@ -240,70 +256,6 @@ def _batch(row: PublishedRow) -> str:
     return f"assumed={unknown[0]!r}: must name columns" if unknown else ""
 
 
-_CHECKS: tuple[Callable[[PublishedRow], str], ...] = (_metric, _shape, _degrees, _schedule, _batch)
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of a table: its ``cells``, and either the row or why it was refused."""
-
-    place: str  # file and line
-    cells: dict[str, str]
-    row: PublishedRow | None
-    refusal: str = ""
-
-
-def read_rows(path: Path) -> list[Line]:
-    """All lines of a table. Raises SpecError in one line where the file cannot be read or its
-    header is not that of the schema."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            header, *rest = [*csv.reader(file, strict=True)] or [[]]
-    except OSError as error:
-        raise SpecError(f"{path}: {(error.strerror or str(error)).lower()}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise SpecError(f"{path}: not a CSV file in UTF-8 ({error})") from None
-    _check_header(path, header)
-    return [_line(f"{path.name}:{number}", header, cells) for number, cells in enumerate(rest, 2)]
-
-
-def _check_header(path: Path, header: list[str]) -> None:
-    for name in header:
-        if name not in COLUMNS:
-            near = difflib.get_close_matches(name, COLUMNS, 1)
-            raise SpecError(f"{path}: column {name!r} is not known" + _meant(near))
-        if header.count(name) > 1:
-            raise SpecError(f"{path}: column {name!r} is there twice")
-    for name in COLUMNS:
-        if name not in header:
-            raise SpecError(f"{path}: column {name!r} is missing (docs/published_rows.md)")
-
-
-def _meant(near: list[str]) -> str:
-    return f" (is {near[0]!r} meant?)" if near else " (docs/published_rows.md has the schema)"
-
-
-def _line(place: str, header: list[str], cells: list[str]) -> Line:
-    named = dict(zip(header, cells, strict=False))
-    if len(cells) != len(header):
-        return Line(place, named, None, f"{len(cells)} cells, but {len(header)} columns")
-    try:
-        given = {name: cell for name, cell in named.items() if cell}
-        return Line(place, named, PublishedRow.model_validate(given))
-    except ValidationError as error:
-        return Line(place, named, None, _one_line(error))
-
-
-def _one_line(error: ValidationError) -> str:
-    """The first thing that is wrong: column, value, and what it must be."""
-    first = error.errors()[0]
-    what = first["msg"].removeprefix("Value error, ")
-    if not first["loc"]:
-        return what  # a check of several columns, which names them
-    column = first["loc"][0]
-    if first["type"] == "missing":
-        return f"{column}='': must be given"
-    if first["type"] == "literal_error":
-        what = f"must be one of {first['ctx']['expected']}"
-    value = first["input"]
-    return what if what.startswith(f"{column}=") else f"{column}={value!r}: {what}"
+_CHECKS: tuple[Callable[[PublishedRow], str], ...] = (
+    _metric, _shape, _degrees, _device, _schedule, _batch,
+)  # fmt: skip
