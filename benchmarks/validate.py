@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.records.metrics import UNMEASURED
 from benchmarks.records.record import check_writable
+from benchmarks.specification.command import run_command
 from benchmarks.specification.compose import preset
 from benchmarks.specification.run_spec import SpecError
 from benchmarks.studies.validation.errors import (
@@ -31,18 +33,18 @@ from zeropp.cluster import Cluster
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison; 0 when it ran, 2 where there is nothing to run it on."""
+    return run_command(partial(_validate, arguments))
+
+
+def _validate(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
-    try:
-        if options.cluster is not None:
-            preset("cluster", options.cluster, Cluster)
-        if options.out is not None:
-            check_writable("--out", options.out)
-        lines = [line for path in options.files or training_tables() for line in read_rows(path)]
-        if not lines:
-            raise SpecError(f"{', '.join(map(str, options.files))}: no rows")
-    except SpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.cluster is not None:
+        preset("cluster", options.cluster, Cluster)
+    if options.out is not None:
+        check_writable("--out", options.out)
+    lines = [line for path in options.files or training_tables() for line in read_rows(path)]
+    if not lines:
+        raise SpecError(f"{', '.join(map(str, options.files))}: no rows")
     outcomes = [outcome_of(line, options.cluster) for line in lines]
     errors = errors_of(predicted_rows(outcomes))
     if options.verbose:
