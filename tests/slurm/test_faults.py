@@ -54,7 +54,8 @@ class Victim:
 
     def scancel(self, *flags: str) -> None:
         """scancel with these flags."""
-        self.suite.cluster.run("scancel", *flags, self.job)
+        task = json.loads((self.attempt / "slurm.json").read_text())["job"]
+        self.suite.cluster.run("scancel", *flags, task)
 
 
 def kill_worker_and_shell(victim: Victim) -> None:
@@ -63,10 +64,6 @@ def kill_worker_and_shell(victim: Victim) -> None:
     assert shell is not None
     shell.kill()
     worker.kill()
-
-
-def kill_step_daemon(victim: Victim) -> None:
-    next(p for p in victim.worker.parents() if p.name() == "slurmstepd").kill()
 
 
 # What happens: fault, status, interrupted, words of the reason
@@ -78,7 +75,6 @@ FAULTS: list[tuple[Callable[[Victim], None], str, bool, str]] = [
     (lambda v: v.worker.kill(), "failed", True, "rank 1 was killed by signal 9 (SIGKILL)"),
     (kill_worker_and_shell, "failed", True, ""),
     (lambda v: v.script.kill(), "failed", True, "the batch script was killed by signal 9"),
-    (kill_step_daemon, "failed", True, ""),
 ]
 
 

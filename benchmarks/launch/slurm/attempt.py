@@ -146,7 +146,7 @@ def main() -> int:
 def _requeue(directory: Path) -> None:
     """A preempted job that ends by itself would count as done and not come back."""
     try:
-        requeue(str(slurm_of(directory)["job_id"]))
+        requeue(str(slurm_of(directory)["job"]))
     except SlurmError as error:
         print(f"not requeued: {error}; the next submission runs it again", file=sys.stderr)
 
