@@ -121,7 +121,9 @@ def _gate_words(gate: GateResult) -> str:
         )
     worst = failures[0]
     what = worst.worst or worst.kind
-    others = f"; {len(failures) - 1} more of {len(gate.checks)} checks failed" if failures[1:] else ""
+    others = (
+        f"; {len(failures) - 1} more of {len(gate.checks)} checks failed" if failures[1:] else ""
+    )
     return (
         f"gate: {what} differs from one process by {worst.error:.1e} in step {worst.step}, "
         f"relative to its own; allowed {worst.limit:.1e}{others}"

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from zeropp.model.blocks import Block, make_norm
 from zeropp.shape import ModelShape
 
-
 _STD = ContextVar("standard deviation of initial weights", default=0.02)  # GPT-2's
 
 
