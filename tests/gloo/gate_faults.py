@@ -39,7 +39,10 @@ from zeropp.plan import Plan
 CPU = torch.device("cpu")
 _BUILDERS = ("zeropp.engine.engine", "baselines.torch_pp.trainer")
 _BUILDERS += ("baselines.fsdp.trainer", "baselines.deepspeed_3d.trainer")
-_TIED = ("zeropp.engine.tied.TiedWeights", "baselines.torch_pp.tied.TiedEnds")
+_TIED = (
+    "zeropp.engine.tied.TiedWeights.sum_gradients",
+    "baselines.torch_pp.tied.TiedEnds.sum_gradients",
+)
 
 
 @dataclass(frozen=True)
@@ -237,28 +240,31 @@ def _tied_gradients(times: int) -> Fault:
 
     @contextmanager
     def fault(place: Place) -> Iterator[Prepare]:
+        def prepare(trainer: Any) -> Any:
+            if isinstance(trainer, DeepSpeedTrainer):
+                handlers = trainer._engine._INSTRUCTION_MAP
+                kind = instructions.ReduceTiedGrads
+                handlers[kind] = _repeated(handlers[kind], times)
+            return trainer
+
         with ExitStack() as stack:
             for path in _TIED:
-                stack.enter_context(_repeated(f"{path}.sum_gradients", times))
-            reduce = "deepspeed.runtime.pipe.module.PipelineModule.allreduce_tied_weight_gradients"
-            stack.enter_context(_repeated(reduce, times))
-            yield lambda trainer: trainer
+                owner, _, name = path.rpartition(".")
+                original = getattr(pkgutil.resolve_name(owner), name)
+                stack.enter_context(mock.patch(path, _repeated(original, times)))
+            yield prepare
 
     return fault
 
 
-@contextmanager
-def _repeated(path: str, times: int) -> Iterator[None]:
-    """A method runs so many times whenever it is called."""
-    owner, _, name = path.rpartition(".")
-    original = getattr(pkgutil.resolve_name(owner), name)
+def _repeated(function: Callable[..., Any], times: int) -> Callable[..., None]:
+    """A function that runs so many times whenever it is called."""
 
-    def repeated(*arguments: Any) -> None:
+    def repeated(*arguments: Any, **keywords: Any) -> None:
         for _ in range(times):
-            original(*arguments)
+            function(*arguments, **keywords)
 
-    with mock.patch(path, repeated):
-        yield
+    return repeated
 
 
 @contextmanager
