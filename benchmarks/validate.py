@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from benchmarks import CHECKOUT
 from benchmarks.records.metrics import UNMEASURED
 from benchmarks.records.record import check_writable
+from benchmarks.specification.command import run_command
 from benchmarks.specification.compose import preset
 from benchmarks.specification.run_spec import SpecError
 from benchmarks.studies.validation.errors import (
@@ -44,6 +46,10 @@ def outcome_of(row: dict[str, str], cluster: str | None) -> Outcome:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison; 0 when it ran, 2 where there is nothing to run it on."""
+    return run_command(partial(_validate, arguments))
+
+
+def _validate(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.validate",
         description="Hold the simulator against published measurements: a line a row with both "
@@ -61,15 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="folder for validation.csv, errors.csv and validation.png",
     )
     options = parser.parse_args(arguments)
-    try:
-        if options.cluster is not None:
-            preset("cluster", options.cluster, Cluster)
-        if options.out is not None:
-            check_writable("--out", options.out)
-        tables = _tables(options.files or sorted(PUBLISHED.glob("*.csv")))
-    except SpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.cluster is not None:
+        preset("cluster", options.cluster, Cluster)
+    if options.out is not None:
+        check_writable("--out", options.out)
+    tables = _tables(options.files or sorted(PUBLISHED.glob("*.csv")))
     outcomes = []
     for row in chain.from_iterable(tables):
         outcomes.append(outcome_of(row, options.cluster))

@@ -15,8 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import CHECKOUT
-from benchmarks.report import style
+from benchmarks.report import style, words
 from benchmarks.report.picture import Picture
+from benchmarks.report.table import Column, Table, table
 
 # Constants are fitted on these sources; every other one is held out.
 FITTED = ("vTrain", "LiBai", "MosaicML", "2205.05198")
@@ -28,12 +29,25 @@ _WORDS = {
 }
 
 
+def _signed(value: float) -> str:
+    return f"{value:+z.1%}"
+
+
+_COLUMNS = (
+    Column("source", "published by"),
+    Column("role", "constants"),
+    Column("quantity", "quantity"),
+    Column("numbers", "numbers", words.count),
+    Column("distance", "median distance [10th, 90th percentile]", _signed, interval=True),
+)
+
+
 def published_distances(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a published number that was predicted: ``source``, ``role`` (fitted or held out),
+    """One row per published number that was predicted: ``source``, ``role`` (fitted or held out),
     ``quantity`` (speed or memory) and ``error``, simulated / published - 1; none where ``rows``
     hold no simulated record."""
-    if rows.empty or "simulated" not in set(rows["evidence"]):
-        return pd.DataFrame()
+    if "simulated" not in set(rows["evidence"]):
+        return pd.DataFrame(columns=["source", "role", "quantity", "error"])
     table = pd.read_csv(VALIDATION, usecols=["source", "metric", "relative_error"])
     table = table[table["relative_error"].notna()]
     memory, duration = (
@@ -51,25 +65,22 @@ def published_distances(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def published_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Median and 10th to 90th percentile of the distances by source, as text."""
-    distances = published_distances(rows)
-    if distances.empty:
-        return distances
-    lines = []
-    for (quantity, role, source), errors in _by_source(distances):
-        low, high = errors.quantile(0.1), errors.quantile(0.9)
-        lines.append(
-            {
-                "published by": source,
-                "constants": role,
-                "quantity": quantity,
-                "numbers": str(len(errors)),
-                "median distance": f"{errors.median():+z.1%}",
-                "10th to 90th percentile": f"{low:+z.1%} to {high:+z.1%}",
-            }
-        )
-    return pd.DataFrame(lines, index=[""] * len(lines))  # no record is behind them
+def published_table(rows: pd.DataFrame) -> Table:
+    """Median and 10th to 90th percentile of the distances by source."""
+    lines = [
+        {
+            "source": source,
+            "role": role,
+            "quantity": quantity,
+            "numbers": len(errors),
+            "distance": float(errors.median()),
+            "distance_low": float(errors.quantile(0.1)),
+            "distance_high": float(errors.quantile(0.9)),
+        }
+        for (quantity, role, source), errors in _by_source(published_distances(rows))
+    ]
+    data = pd.DataFrame(lines, index=[""] * len(lines))  # no record is behind them
+    return table("published", "The simulator beside published numbers", _COLUMNS, data)
 
 
 def published_figure(rows: pd.DataFrame) -> Iterator[Picture]:
