@@ -16,6 +16,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from benchmarks.launch.points import now
 from benchmarks.records.rank_events import read_events
 from benchmarks.records.record import SCHEMA_VERSION, GateResult, RankRecord, RunRecord, Status
@@ -23,6 +25,7 @@ from zeropp.layout import Layout
 
 Events = list[dict[str, Any]]
 _FIELDS = {field.name for field in fields(RunRecord)}
+_GATE = TypeAdapter(GateResult)
 
 
 @dataclass(frozen=True)
@@ -93,12 +96,7 @@ def _ending_by_events(num_ranks: int, ranks: Mapping[int, Events]) -> Ending:
     ]
     gate = _gate(ranks)
     if gate is not None and not gate.passed:
-        return Ending(
-            "failed",
-            f"gate: one step differs from one process by {gate.loss_error:.1e} (loss), "
-            f"{gate.grad_norm_error:.1e} (gradient norm), {gate.parameter_error:.1e} (parameters); "
-            f"allowed {gate.tolerance:.0e}",
-        )
+        return Ending("failed", _gate_words(gate))
     if ends:
         _, rank, event = min(ends, key=lambda end: (end[2]["event"] != "oom", end[0]))
         if event["event"] == "signal":
@@ -112,13 +110,33 @@ def _ending_by_events(num_ranks: int, ranks: Mapping[int, Events]) -> Ending:
     return Ending("failed", silent, interrupted=True)
 
 
+def _gate_words(gate: GateResult) -> str:
+    """Why a gate did not hold: the worst check, and how many others."""
+    failures = gate.failures()
+    if not failures:  # written by a version that recorded no single checks
+        return (
+            f"gate: one step differs from one process by {gate.loss_error:.1e} (loss), "
+            f"{gate.grad_norm_error:.1e} (gradient norm), {gate.parameter_error:.1e} (parameters); "
+            f"allowed {gate.tolerance:.0e}"
+        )
+    worst = failures[0]
+    what = worst.worst or worst.kind
+    others = (
+        f"; {len(failures) - 1} more of {len(gate.checks)} checks failed" if failures[1:] else ""
+    )
+    return (
+        f"gate: {what} differs from one process by {worst.error:.1e} in step {worst.step}, "
+        f"relative to its own; allowed {worst.limit:.1e}{others}"
+    )
+
+
 def _of_kind(events: Events, *kinds: str) -> Events:
     return [event for event in events if event["event"] in kinds]
 
 
 def _gate(ranks: Mapping[int, Events]) -> GateResult | None:
     found = _fields(ranks.get(0, []), "gate")
-    return GateResult(**found) if found else None
+    return _GATE.validate_python(found) if found else None
 
 
 def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:
