@@ -164,12 +164,7 @@ def ending_by_events(num_ranks: int, ranks: Mapping[int, Events]) -> Ending:
     ]
     gate = _gate(ranks)
     if gate is not None and not gate.passed:
-        return Ending(
-            "failed",
-            f"gate: one step differs from one process by {gate.loss_error:.1e} (loss), "
-            f"{gate.grad_norm_error:.1e} (gradient norm), {gate.parameter_error:.1e} (parameters); "
-            f"allowed {gate.tolerance:.0e}",
-        )
+        return Ending("failed", _gate_words(gate))
     if ends:
         _, rank, event = min(ends, key=lambda end: (end[2]["event"] != "oom", end[0]))
         if event["event"] == "signal":
@@ -186,6 +181,26 @@ def _raised(rank: int, event: Mapping[str, Any]) -> str:
     """One line about an exception; some have no message (``assert``, ``MemoryError``)."""
     lines = [line for line in event["message"].splitlines() if line.strip()]
     return ": ".join([f"rank {rank}", event["type"], *lines[:1]])
+
+
+def _gate_words(gate: GateResult) -> str:
+    """Why a gate did not hold: the worst check, and how many others."""
+    failures = gate.failures()
+    if not failures:  # written by a version that recorded no single checks
+        return (
+            f"gate: one step differs from one process by {gate.loss_error:.1e} (loss), "
+            f"{gate.grad_norm_error:.1e} (gradient norm), {gate.parameter_error:.1e} (parameters); "
+            f"allowed {gate.tolerance:.0e}"
+        )
+    worst = failures[0]
+    what = worst.worst or worst.kind
+    others = (
+        f"; {len(failures) - 1} more of {len(gate.checks)} checks failed" if failures[1:] else ""
+    )
+    return (
+        f"gate: {what} differs from one process by {worst.error:.1e} in step {worst.step}, "
+        f"relative to its own; allowed {worst.limit:.1e}{others}"
+    )
 
 
 def _of_kind(events: Events, *kinds: str) -> Events:

@@ -45,10 +45,27 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
-class GateResult:
-    """One step against one process on the same batch: relative differences.
+class GateCheck:
+    """One quantity of the gate, where it came nearest to its limit or went furthest beyond.
 
-    ``parameter_error`` is relative to the step's update and has a limit of its own.
+    ``error`` and ``limit`` are relative to the same quantity of one process.
+    """
+
+    kind: str  # "mlp.up.weight", "loss (sgd)", "all parameters (adamw)"
+    worst: str  # the parameter's name; empty where the quantity is no parameter
+    step: int  # counted from 1
+    error: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """Some steps against one process on the same batches: relative differences.
+
+    Loss and gradient norm are those of the steps with plain SGD; ``parameter_error`` is that of
+    the parameter whose update differs most, of those whose update rounding does not hide. In a
+    record without ``checks`` one step with the run's own optimizer was compared, and
+    ``parameter_error`` is that of all updates of a rank together.
     """
 
     passed: bool
@@ -57,6 +74,13 @@ class GateResult:
     grad_norm_error: float
     parameter_error: float
     shape: str  # which model was compared ("gpt_tiny", or a reduced one)
+    checks: list[GateCheck] = field(default_factory=list)
+    not_compared: list[str] = field(default_factory=list)  # in words, one entry each
+
+    def failures(self) -> list[GateCheck]:
+        """The checks that did not hold, the worst first; none in records without ``checks``."""
+        beyond = [check for check in self.checks if check.error > check.limit]
+        return sorted(beyond, key=lambda check: -check.error / check.limit)
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,21 @@ def test_a_failed_gate_is_a_failure_with_its_figures(attempt: Path) -> None:
     assert record.step_s == []
 
 
+def test_a_failed_gate_names_the_worst_parameter(attempt: Path) -> None:
+    def check(kind: str, worst: str, error: float) -> dict[str, Any]:
+        return {"kind": kind, "worst": worst, "step": 2, "error": error, "limit": 0.01}
+
+    checks = [check("loss (sgd)", "", 0.02), check("mlp.up.weight", "3.mlp.up.weight", 0.5)]
+    fields = {"loss_error": 0.02, "grad_norm_error": 0.0, "parameter_error": 0.5, "shape": "toy"}
+    EventWriter(attempt, 0).write("gate", passed=False, tolerance=1e-4, checks=checks, **fields)
+    record = finish_attempt(attempt)
+    assert record.reason == (
+        "gate: 3.mlp.up.weight differs from one process by 5.0e-01 in step 2, relative to its own; "
+        "allowed 1.0e-02; 1 more of 2 checks failed"
+    )
+    assert read_record(attempt / "record.json") == record
+
+
 def test_a_signalled_attempt_is_interrupted(attempt: Path) -> None:
     write_rank(attempt, 0, done=False).write("signal", name="SIGTERM")
     record = finish_attempt(attempt)
