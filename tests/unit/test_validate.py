@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import CHECKOUT
+from benchmarks.specification.contenders import PRICED
 from benchmarks.studies.validation.cases import case_of, even_cuts
 from benchmarks.studies.validation.clusters import cluster_of
 from benchmarks.studies.validation.errors import first_of_runs, outcome_of, predicted_rows
