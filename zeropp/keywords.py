@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get
 
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.layout import InfeasibleError
-from zeropp.literals import Placement, Recompute, ReduceEvery
+from zeropp.literals import Placement, Recompute, ReduceEvery, StageStyle
 
 
 class Keywords(TypedDict, total=False):
@@ -24,6 +24,8 @@ class Keywords(TypedDict, total=False):
     replicate_every: ReduceEvery
     prefetch: int
     keep: int
+    stage_style: StageStyle
+    split_backward: bool
     placement: Placement
     recompute: Recompute
     compile: bool

@@ -9,6 +9,7 @@ Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 ReduceEvery = Literal["unit", "step"]
 ReplicateZero = Literal[0, 1]
+StageStyle = Literal["loop", "v"]  # torch's words for how stages are dealt out to ranks
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from zeropp.cluster import Cluster
 from zeropp.layout import Layout
-from zeropp.literals import Precision, Recompute, ReduceEvery
+from zeropp.literals import Precision, Recompute, ReduceEvery, StageStyle
 from zeropp.programs import program_named
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
@@ -96,6 +96,8 @@ class Plan:
     replicate_every: ReduceEvery = "step"
     prefetch: int = 1
     keep: int = 0
+    stage_style: StageStyle = "loop"
+    split_backward: bool = True
     activation_cap: int = 0  # live chunk-activations per rank that the order keeps to; 0: no cap
     compile: bool = False
     # Predicted, one per pipeline rank; empty where nothing was predicted.

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -53,8 +53,9 @@ class MeasureSpec:
 
     warmup_steps: Annotated[int, AT_LEAST_0] = 2
     steps: Annotated[int, AT_LEAST_1] = 10
-    gate: bool = True  # compare one step with one process before timing
-    # Relative, of loss, gradient norm and parameters.
+    gate: bool = True  # compare three steps with one process before timing
+    # Relative error of loss, gradient norm and each parameter's update that is allowed beside what
+    # rounding does in the run's precision (see benchmarks/worker/gate.py).
     gate_tolerance: Annotated[float, MORE_THAN_0] = 1e-4
     timeline: bool = True  # record the spans of one extra step after the timed ones
     timeout_s: Annotated[float, AT_LEAST_1] = 600.0  # of the whole attempt
@@ -80,7 +81,7 @@ class RunSpec:
 
     __pydantic_config__ = {"extra": "forbid", "arbitrary_types_allowed": True}  # noqa: RUF012
 
-    @property
+    @cached_property
     def spec_id(self) -> str:
         """Readable name with a hash of the whole spec: equal specs have equal ids."""
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:10]

@@ -14,6 +14,7 @@ from benchmarks.tune import main
 from tests.unit.simulated_task import everything, task
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.layout import InfeasibleError
 from zeropp.tune.bound import WorkBound, least_bytes, least_step_s
 from zeropp.tune.search import OOM, search
 
@@ -49,9 +50,12 @@ def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
 
 
 def test_what_no_planner_would_plan_is_not_tried() -> None:
-    outcome = search(task(8, 8 * 2**18), ZEROPP)
-    assert outcome.fallen["more microbatches than can be planned"] > 0
-    assert outcome.winner is None
+    many = task(8, 8 * 2**18)
+    plans = [plan for _, plan in everything(ZEROPP, many)]
+    assert all(p.num_microbatches * p.layout.pp * p.layout.chunks <= 2**18 for p in plans)
+    with pytest.raises(InfeasibleError) as refusal:
+        ZEROPP.size(many, ZeroppKnobs(pp=2, shard=4), 1)
+    assert refusal.value.kind == "more microbatches than can be planned"
 
 
 def test_nothing_fits_on_too_few_gpus() -> None:

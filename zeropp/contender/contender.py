@@ -15,5 +15,6 @@ ZEROPP = Contender(
     size=size,
     order=order,
     space=SPACE,
+    reproduces_dropout=True,
     trainer="zeropp.contender.trainer:build",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from zeropp.literals import Auto, Placement, Recompute, ReduceEvery
+from zeropp.literals import Auto, Placement, Recompute, ReduceEvery, StageStyle
 from zeropp.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0
 
 
@@ -27,6 +27,8 @@ class ZeroppKnobs:
     replicate_every: ReduceEvery = "step"  # and, at most as often, over the replicas
     prefetch: Annotated[int, AT_LEAST_0] = 1  # chunks gathered ahead of their use
     keep: Annotated[int | Auto, AT_LEAST_0] = "auto"  # chunks that may stay gathered between uses
+    stage_style: StageStyle = "loop"  # how stages are dealt out; v needs fewer activations
+    split_backward: bool = True  # weight gradients are put off; False: full backwards
     placement: Placement | Auto = "auto"  # which ranks share a node
     compile: bool = False  # torch.compile each block
 

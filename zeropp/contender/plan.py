@@ -18,8 +18,8 @@ from zeropp.planner.degrees import (
     resolve_degrees,
 )
 from zeropp.planner.zeropp_plan import orders
-from zeropp.schedule.program import Schedule, loop_placement
-from zeropp.schedule.zeropp_order import smallest_cap
+from zeropp.schedule.program import Schedule, place_stages
+from zeropp.schedule.zeropp_order import cap_needs, default_cap, default_unit, smallest_cap
 
 
 def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
@@ -31,8 +31,10 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
     _refuse(task, knobs)
     layout = _layout(task, knobs)
     microbatches = microbatches_per_step(task, layout, microbatch_size)
-    unit = min(if_auto(knobs.unit, layout.pp), microbatches)
-    placement = loop_placement(layout.pp, layout.chunks)
+    style = knobs.stage_style
+    unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
+    cap = if_auto(knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
+    placement = place_stages(style, layout.pp, layout.chunks)
     plan = Plan(
         contender="zeropp",
         shape=task.shape,
@@ -47,7 +49,9 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
         replicate_every=knobs.replicate_every,
         prefetch=knobs.prefetch,
         keep=if_auto(knobs.keep, 0),
-        activation_cap=if_auto(knobs.activation_cap, unit * layout.chunks),
+        stage_style=style,
+        split_backward=knobs.split_backward,
+        activation_cap=cap,
         compile=knobs.compile,
     )
     _check_cap(plan)
@@ -82,9 +86,9 @@ def _check_cap(plan: Plan) -> None:
 
 def _smallest_cap(plan: Plan) -> tuple[int, str]:
     """The fewest chunk-activations that a unit needs, and that in words."""
-    unit, chunks = plan.schedule.unit, plan.layout.chunks
-    smallest = smallest_cap(chunks, plan.num_microbatches, unit)
-    return smallest, (f"a unit of {unit} microbatches in {chunks} chunks needs at least {smallest}")
+    unit, chunks, style = plan.schedule.unit, plan.layout.chunks, plan.stage_style
+    smallest = smallest_cap(style, chunks, plan.num_microbatches, unit)
+    return smallest, cap_needs(style, chunks, unit, smallest)
 
 
 def _cap_by_size(plan: Plan, price: PlanPrice, cap_gib: float) -> int:

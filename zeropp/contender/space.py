@@ -9,6 +9,7 @@ from itertools import product
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.literals import Auto, Recompute, ReduceEvery
 from zeropp.plan import Plan
+from zeropp.schedule.zeropp_order import smallest_cap
 from zeropp.tune.space import Point, Space, choices, placement_choices, zero_choices
 
 _CHUNKS = (1, 2, 3, 4, 6, 8, 12)
@@ -68,7 +69,7 @@ def _units(pp: int, m: int) -> list[int]:
 def _caps(asked: ZeroppKnobs, unit: int, chunks: int, m: int) -> tuple[int | Auto, ...]:
     if asked.activation_cap_gib != "auto":
         return ("auto",)
-    smallest = (chunks - 1) * unit + 1
+    smallest = smallest_cap(asked.stage_style, chunks, m, unit)
     wanted = {round(unit * chunks * factor) for factor in _CAPS}
     return choices(
         asked.activation_cap, sorted({min(max(cap, smallest), m * chunks) for cap in wanted})

@@ -54,7 +54,7 @@ def least_step_s(plan: Plan, price: PlanPrice) -> float:
     its link for all its gathers and reductions.
     """
     schedule, m = plan.schedule, plan.num_microbatches
-    split = schedule.name in _SPLIT
+    split = schedule.name in _SPLIT and plan.split_backward
     arrive, back = [0.0], [0.0]
     for cost in price.stages[:-1]:
         arrive.append(arrive[-1] + cost.forward)
@@ -133,7 +133,7 @@ def _least_activations(plan: Plan, rank: int, sizes: list[int]) -> int:
         return min(m, pp - rank) * sizes[0]
     if name == "interleaved_1f1b":
         return min(m * chunks, way_round - 1 + (chunks - 1) * pp + 1) * min(sizes)
-    if name == "zeropp":
+    if name == "zeropp" and plan.stage_style == "loop":
         unit = plan.schedule.unit
         last = min(unit, way_round, plan.activation_cap - (chunks - 1) * unit)
         return unit * sum(sizes[:-1]) + last * sizes[-1]

@@ -60,6 +60,9 @@ class Contender(Generic[K]):
     space: Space[K]
     check: Callable[[Plan], None] = check_schedule
     trainer: str = ""  # empty: it can be priced, and not run
+    # Dropout's masks depend on the step, the microbatch and the piece alone (see
+    # zeropp/engine/randomness.py), so that one process can draw them, too.
+    reproduces_dropout: bool = False
     filler: str = ""  # writes the integers that a lone rank's peers would send, where not all are 1
 
     def plan(self, task: Task, candidate: Candidate[K]) -> Plan:
