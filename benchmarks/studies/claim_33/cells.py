@@ -152,8 +152,8 @@ def _equal_plans(task: Task) -> list[SimResult]:
 def _equal_settings(
     task: Task, recompute: Recompute
 ) -> Iterator[list[tuple[Contender[Any], Knobs]]]:
-    """DeepSpeed's 1F1B, interleaved 1F1B with sequence parallelism, and ZeroPP with U = P; two
-    chunks per rank for the last two; one sequence per microbatch."""
+    """DeepSpeed's 1F1B, Megatron-Core's interleaved 1F1B with sequence parallelism, and ZeroPP
+    with U = P; two chunks per rank for the last two; one sequence per microbatch."""
     group = min(task.cluster.gpus_per_node, task.num_gpus // 2)
     for pp in divisors(task.num_gpus // group)[1:] or [2]:
         replicas = task.num_gpus // group // pp
