@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from benchmarks.report import words
 from benchmarks.studies.claim_33.judge import BASELINES, CLAIM
 
 _REPRODUCED = [
@@ -39,13 +40,17 @@ def _spread(cells: pd.DataFrame, names: list[str]) -> str:
                 [f"{sequences:g}", BASELINES[name], str(len(speedups))]
                 + [f"{value:.2f}" for value in (low, median, high)]
             )
-    return _markdown(["sequences a GPU", "over", "cells", "lowest", "median", "highest"], rows)
+    return _markdown(["sequences per GPU", "over", "cells", "lowest", "median", "highest"], rows)
 
 
 def _reproduced(cells: pd.DataFrame) -> str:
     found = cells[cells.speedup_over_deepspeed_3d >= CLAIM].sort_values(_REPRODUCED[:4])
     rows = [
-        [str(v) for v in row[:4]] + [f"{v:.2f}" for v in row[4:6]] + [f"{v:.0f}" for v in row[6:]]
+        [
+            *(words.model_label(row[0]), words.cluster_label(row[1]), *map(str, row[2:4])),
+            *(words.ratio(value) for value in row[4:6]),
+            *(f"{value:.0f}" for value in row[6:]),
+        ]
         for row in found[_REPRODUCED].itertuples(index=False, name=None)
     ]
     heads = ["model", "cluster", "GPUs", "batch", "over DeepSpeed", "over best known"]
@@ -73,7 +78,7 @@ def _network(best: pd.DataFrame) -> str:
         for name in ("deepspeed_3d", "best_3d")
         for sequences, group in varied.groupby("sequences_per_gpu")
     ]
-    return _markdown(["over", "sequences a GPU", *(f"{factor:g}×" for factor in factors)], rows)
+    return _markdown(["over", "sequences per GPU", *(f"{factor:g}×" for factor in factors)], rows)
 
 
 def _by_factor(group: pd.DataFrame, name: str, factors: list[float]) -> Iterator[str]:
