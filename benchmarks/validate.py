@@ -5,7 +5,6 @@ One simulator prices everything: zeropp.sim.simulator.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from pathlib import Path
 from benchmarks import CHECKOUT
 from benchmarks.records.metrics import UNMEASURED
 from benchmarks.records.record import check_writable
-from benchmarks.specification.command import run_command
+from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.compose import preset
 from benchmarks.specification.run_spec import SpecError
 from benchmarks.studies.validation.errors import (
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _validate(arguments: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.validate",
         description="Hold the simulator against published measurements: a line a row with both "
         "numbers, then the errors by source.",

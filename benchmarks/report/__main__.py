@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.records.record import check_writable
-from benchmarks.specification.command import run_command
+from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.run_spec import SpecError
 
 _TABLES = ("paper", "ablation", "throughput", "memory", "speedup", "evidence", "published")
@@ -64,8 +64,8 @@ def _knobs(words: str) -> dict[str, str]:
     return {knob.removeprefix("contender."): value for knob, _, value in pairs}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="python -m benchmarks.report",
         description="Tables, figures and a page of records, one table, or what changed between "
         "two sets.",
