@@ -241,3 +241,15 @@ def test_help_and_configuration_read_well(command: str, words: list[str]) -> Non
     )
     assert done.stderr == ""
     assert all(word in done.stdout for word in words)
+
+
+def test_a_command_line_imports_nothing_that_only_a_report_needs() -> None:
+    code = (
+        "import sys; sys.argv = ['run', '--cfg', 'job']; import benchmarks.run as run; run.main();"
+        "print(sorted({'pandas', 'matplotlib', 'torch', 'scipy'} & set(sys.modules)), "
+        "file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr.strip() == "[]"

@@ -17,16 +17,32 @@ _REPRODUCED = [
 
 
 def page_tables(verdicts: pd.DataFrame) -> dict[str, str]:
-    """Markdown by name: ``best``, ``reproduced``, ``memory``, ``network``, ``equal``."""
+    """Markdown by name: ``answer`` (two sentences), and the tables ``best``, ``reproduced``,
+    ``memory``, ``network``, ``equal``."""
     own = verdicts[verdicts.bandwidth == 1.0]
     best, equal = (own[own["mode"] == mode] for mode in ("best", "equal"))
     return {
+        "answer": _answer(best),
         "best": _spread(best, list(BASELINES)),
         "reproduced": _reproduced(best),
         "memory": _memory(best, equal),
         "network": _network(verdicts[verdicts["mode"] == "best"]),
         "equal": _spread(equal, ["deepspeed_3d", "best_3d"]),
     }
+
+
+def _answer(best: pd.DataFrame) -> str:
+    """What the cells say of the claim, over the plainest and over the best baseline."""
+    told = []
+    for name in ("deepspeed_3d", "best_3d"):
+        speedups = best[f"speedup_over_{name}"].dropna()
+        reached = int((speedups >= CLAIM).sum())
+        told.append(
+            f"Over {BASELINES[name]}, ZeroPP at its best plan reaches {CLAIM} times the speed in "
+            f"{reached} of {len(speedups)} cells (median {words.ratio(speedups.median())}, from "
+            f"{words.ratio(speedups.min())} to {words.ratio(speedups.max())})."
+        )
+    return " ".join(told)
 
 
 def _spread(cells: pd.DataFrame, names: list[str]) -> str:
