@@ -55,14 +55,13 @@ def _verdict(name: str) -> str:
 
 def _errors(kind: str) -> str:
     """Errors of the simulator by source."""
-    lines = ["| source | role | rows | median | p90 |", "|---|---|---|---|---|"]
+    lines = ["| source | role | rows | runs | median | p90 |", "|---|---|---|---|---|---|"]
     with (_REFERENCE / "validation" / "errors.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             if row["kind"] == kind:
                 shares = [f"{float(row[name]):.1%}" for name in ("median", "p90")]
-                lines.append(
-                    "| " + " | ".join([row["source"], row["role"], row["rows"], *shares]) + " |"
-                )
+                counts = [row["source"], row["role"], row["rows"], row["runs"]]
+                lines.append("| " + " | ".join([*counts, *shares]) + " |")
     return "\n".join(lines)
 
 
