@@ -43,17 +43,8 @@ SLOW_NODE_LOSS = 0.1
 def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> PlanPrice:
     """Durations (seconds) and bytes of a plan. ``program``: a variant of the plan's own, which is
     the registered one by default."""
-    program = program or program_named(plan.program)
-    work = Work(
-        plan.shape,
-        cluster.device,
-        program,
-        plan.precision,
-        plan.recompute,
-        plan.microbatch_size,
-        plan.layout.tp,
-        plan.layout.sequence_parallel,
-    )
+    work = work_of(plan, cluster, program)
+    program = work.program
     tensor = tensor_times(plan, cluster, work)
     job = _Job(plan, cluster, work, tensor, *_piece_times(work, tensor))
     like = _first_alike(plan, cluster)
@@ -81,6 +72,20 @@ def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> 
         stragglers=stragglers(cluster, world),
         overlap_slowdown=cluster.device.overlap_slowdown,
         limit_s=plan.global_batch * plan.shape.seq / (world * limit),
+    )
+
+
+def work_of(plan: Plan, cluster: Cluster, program: Program | None = None) -> Work:
+    """What a plan's pieces are priced for; ``program`` as for ``price_plan``."""
+    return Work(
+        plan.shape,
+        cluster.device,
+        program or program_named(plan.program),
+        plan.precision,
+        plan.recompute,
+        plan.microbatch_size,
+        plan.layout.tp,
+        plan.layout.sequence_parallel,
     )
 
 
