@@ -132,7 +132,8 @@ def _first_alike(plan: Plan, cluster: Cluster) -> list[int]:
     first: dict[tuple[object, ...], int] = {}
     like = []
     for stage, (begin, end) in enumerate(pairwise(plan.cuts)):
-        key = (end - begin, begin == 0, end == last, hops[stage], hops[stage + 1])
+        where = (begin == 0, end == last, hops[stage], hops[stage + 1])
+        key = (end - begin, plan.recomputed_blocks(stage), *where)
         like.append(first.setdefault(key, stage))
     return like
 
@@ -202,15 +203,16 @@ def _extras(job: _Job, stage: int) -> StageExtras:
     one tensor-parallel collective each way."""
     plan, tensor = job.plan, job.tensor
     blocks, ends = _kinds(plan, stage)
+    repeated = plan.recomputed_blocks(stage)
     unfused = _backward_s(plan, stage, job.times) - _backward_s(plan, stage, job.fused)
     again = job.times.block.backward_input - job.plain.block.backward_input - tensor.again
     blocking = job.work.program.blocking_transfers
     return StageExtras(
         tensor_forward=blocks * tensor.forward + ends * tensor.one,
-        tensor_backward=blocks * (tensor.backward + tensor.again) + ends * tensor.one,
+        tensor_backward=blocks * tensor.backward + repeated * tensor.again + ends * tensor.one,
         transfer_forward=_transfer_s(job, stage) if blocking else 0.0,
         transfer_backward=_transfer_s(job, stage - 1) if blocking else 0.0,
-        recomputation=blocks * again,
+        recomputation=repeated * again,
         accumulation=unfused,
     )
 
@@ -231,16 +233,17 @@ def _ends_of(plan: Plan, stage: int, times: PieceTimes) -> list[PassTimes]:
 
 def _kinds(plan: Plan, stage: int) -> tuple[int, int]:
     """Blocks of a stage, and how many of embedding and head it holds."""
-    first, last = plan.cuts[stage], plan.cuts[stage + 1]
-    ends = (first == 0) + (last == plan.shape.num_pieces)
-    return last - first - ends, ends
+    blocks = plan.blocks_of(stage)
+    return blocks, len(plan.pieces_of(stage)) - blocks
 
 
 def _stage_cost(job: _Job, stage: int) -> StageCost:
     plan, tensor, times = job.plan, job.tensor, job.times
     blocks, ends = _kinds(plan, stage)
+    repeated = plan.recomputed_blocks(stage)
     forward = blocks * times.block.forward + ends * tensor.one
-    input_ = blocks * times.block.backward_input + ends * tensor.one
+    input_ = (blocks - repeated) * job.plain.block.backward_input + ends * tensor.one
+    input_ += repeated * times.block.backward_input
     weight = blocks * times.block.backward_weight
     for piece in _ends_of(plan, stage, times):
         forward += piece.forward

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from zeropp.schedule.action import TRANSFER, Op, collector_paused
 from zeropp.schedule.program import Program, Schedule, StageCost
@@ -97,7 +96,6 @@ def run(schedule: Schedule, costs: Sequence[StageCost]) -> EventResult:
     return run_programs(schedule.programs, schedule.stage_rank, costs)
 
 
-@collector_paused()
 def run_programs(
     programs: Sequence[Program], stage_rank: Sequence[int], costs: Sequence[StageCost]
 ) -> EventResult:
@@ -115,9 +113,6 @@ class _Loop:
         ranks, stages = len(self._programs), len(stage_rank)
         numbers = (action.microbatch or 0 for program in programs for action in program)
         self._microbatches = 1 + max(numbers, default=0)
-        self._durations_f = [cost.forward for cost in costs]
-        self._durations_b = [cost.backward_input for cost in costs]
-        self._durations_w = [cost.backward_weight for cost in costs]
         self._last = stages - 1
         size = stages * self._microbatches
         # When inputs are at hand, and when messages came whose receive is not posted yet.
@@ -183,13 +178,13 @@ class _Loop:
         """Run a rank until its program ends or it waits for another rank."""
         program, microbatches = self._programs[rank], self._microbatches
         starts, ends = self._start[rank], self._end[rank]
-        for stage, op, microbatch in islice(program, self._position[rank], None):
+        for i in range(self._position[rank], len(program)):
+            stage, op, microbatch = program[i]
             span = handlers[op](rank, stage, stage * microbatches + (microbatch or 0))
             if span is None:
                 break
-            start, end = span
-            starts.append(start)
-            ends.append(end)
+            starts.append(span[0])
+            ends.append(span[1])
         self._position[rank] = len(starts)
 
     def _forward(self, rank: int, stage: int, key: int) -> _Times | None:
@@ -197,22 +192,22 @@ class _Loop:
         if ready < 0.0:
             self._waiting_f[key] = rank
             return None
-        times = self._use(rank, stage, ready, self._durations_f[stage])
+        times = self._use(rank, stage, ready, self._costs[stage].forward)
         if stage == self._last:
             self._arrive(self._ready_b, self._waiting_b, key, times[1])
-            return times
-        hop = self._hop[stage]
-        if hop is not None:
-            key += self._microbatches
-            self._arrive(self._ready_f, self._waiting_f, key, times[1] + hop)
+        else:
+            hop = self._hop[stage]
+            if hop is not None:
+                key += self._microbatches
+                self._arrive(self._ready_f, self._waiting_f, key, times[1] + hop)
         return times
 
     def _backward_input(self, rank: int, stage: int, key: int) -> _Times | None:
-        return self._backward(rank, stage, key, self._durations_b[stage])
+        return self._backward(rank, stage, key, self._costs[stage].backward_input)
 
     def _full_backward(self, rank: int, stage: int, key: int) -> _Times | None:
-        duration = self._durations_b[stage] + self._durations_w[stage]
-        return self._backward(rank, stage, key, duration)
+        cost = self._costs[stage]
+        return self._backward(rank, stage, key, cost.backward_input + cost.backward_weight)
 
     def _backward(self, rank: int, stage: int, key: int, duration: float) -> _Times | None:
         ready = self._ready_b[key]
@@ -232,23 +227,22 @@ class _Loop:
         if not self._done_i[key]:
             return None  # nor ever: its own rank would have to do it first
         start = self._compute[rank]
-        duration = self._durations_w[stage]
+        duration = self._costs[stage].backward_weight
         end = self._compute[rank] = start + duration
         self._busy[rank] += duration
         return start, end
 
     def _use(self, rank: int, stage: int, ready: float, duration: float) -> _Times:
         """Compute that needs an input and the gathered parameters."""
-        start, gathered = self._compute[rank], self._unsharded[stage]
+        start = self._compute[rank]
         if ready > start:
             self._stall_wait[rank] += ready - start
             start = ready
-        if gathered > start:
-            self._stall_gather[rank] += gathered - start
-            start = gathered
-        if self._copy_out[stage]:
-            duration += self._copy_out[stage]
-            self._copy_out[stage] = 0.0
+        if self._unsharded[stage] > start:
+            self._stall_gather[rank] += self._unsharded[stage] - start
+            start = self._unsharded[stage]
+        duration += self._copy_out[stage]
+        self._copy_out[stage] = 0.0
         end = self._compute[rank] = start + duration
         self._busy[rank] += duration
         return start, end
@@ -256,8 +250,9 @@ class _Loop:
     def _arrive(self, ready: list[float], waiting: dict[int, int], key: int, time: float) -> None:
         """An input is at hand: wake the rank that waits for it."""
         ready[key] = time
-        if key in waiting:
-            self._runnable.append(waiting.pop(key))
+        rank = waiting.pop(key, None)
+        if rank is not None:
+            self._runnable.append(rank)
 
     def _unshard(self, rank: int, stage: int, _: int) -> _Times:
         start = max(self._shard_link[rank], self._compute[rank])
