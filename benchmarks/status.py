@@ -21,6 +21,8 @@ from benchmarks.launch.slurm.client import QueuedJob, SlurmError
 from benchmarks.launch.slurm.jobs import Task, close_ended, look, read_tasks, underway
 from benchmarks.records.rank_events import rank_file, read_events
 from benchmarks.records.record import RecordError, RunRecord, find_records, read_record
+from benchmarks.specification.command import run_command
+from benchmarks.specification.run_spec import SpecError
 
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
 _OPTIONAL = ("detail", "job", "nodes", "log")  # columns that are left out where all are empty
@@ -32,7 +34,7 @@ class Row:
     """One point."""
 
     spec_id: str
-    state: str  # waiting, running, or the status of its record
+    state: str  # waiting, running, the status of its record, or corrupt
     detail: str  # step and time left while it runs, else the reason, in one line
     job: str
     nodes: str
@@ -58,9 +60,11 @@ def rows(runs_dir: Path) -> tuple[list[Row], str]:
 def _row(point: Path, task: Task | None, job: QueuedJob | None) -> Row:
     if task and job:
         return _queued_row(task, job)
-    records = _records(point)
+    records, problems = _records(point)
     if records:
         return _recorded_row(_telling(records), point)
+    if problems:
+        return Row(point.name, "corrupt", problems[-1], "", "", str(point))
     attempts = sorted(point.glob("*/attempt.json"))
     if attempts:  # a local run, or a Slurm that does not answer
         directory = attempts[-1].parent
@@ -99,14 +103,15 @@ def _telling(records: list[RunRecord]) -> RunRecord:
     return max(of_kind, key=lambda record: (record.status == "ok", record.ended_at))
 
 
-def _records(point: Path) -> list[RunRecord]:
-    found = []
+def _records(point: Path) -> tuple[list[RunRecord], list[str]]:
+    """A point's readable records, and what is wrong with the others."""
+    found, problems = [], []
     for path in find_records([point]) if point.exists() else ():
         try:
             found.append(read_record(path))
-        except RecordError:
-            continue
-    return found
+        except RecordError as error:
+            problems.append(str(error))
+    return found, problems
 
 
 def _progress(attempt: Path) -> str:
@@ -134,6 +139,10 @@ def _print_table(found: list[Row]) -> None:
 
 def main() -> int:
     """Command line; the exit status is 1 where Slurm was needed and did not answer."""
+    return run_command(_status)
+
+
+def _status() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.status",
         description="Every point of every sweep, and where it stands. Attempts whose job ended "
@@ -148,8 +157,7 @@ def main() -> int:
     arguments = parser.parse_args()
     runs_dir = arguments.runs_dir.resolve()
     if not runs_dir.is_dir():
-        print(f"error: {runs_dir}: no such folder; nothing was run yet", file=sys.stderr)
-        return 2
+        raise SpecError(f"{runs_dir}: no such folder; nothing was run yet")
     found, problem = rows(runs_dir)
     if arguments.json:
         print(json.dumps([asdict(row) for row in found], indent=1))

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from benchmarks.launch.progress import progress_line
 from benchmarks.records.metrics import UNMEASURED
+from benchmarks.specification.command import run_command
 from benchmarks.specification.compose import compose
 from benchmarks.specification.run_spec import (
     SpecError,
@@ -57,11 +58,11 @@ class TuneSpec:
 
 def main() -> int:
     """Command line; keys are those of ``conf/tune.yaml``."""
-    try:
-        specs = [_checked(config) for config in compose("tune")]
-    except SpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(_tune)
+
+
+def _tune() -> int:
+    specs = [_checked(config) for config in compose("tune")]
     for spec in specs:
         show([tune(spec, name) for name in spec.contenders])
     return 0

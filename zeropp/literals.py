@@ -8,3 +8,4 @@ Placement = Literal["dp_inner", "pp_inner"]
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 ReduceEvery = Literal["unit", "step"]
+StageStyle = Literal["loop", "v"]  # torch's words for how stages are dealt out to ranks

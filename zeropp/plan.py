@@ -11,7 +11,7 @@ from typing import Literal
 
 from zeropp.cluster import Cluster
 from zeropp.layout import Layout
-from zeropp.literals import Auto, Placement, Precision, Recompute, ReduceEvery
+from zeropp.literals import Auto, Placement, Precision, Recompute, ReduceEvery, StageStyle
 from zeropp.programs import program_named
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
@@ -38,6 +38,8 @@ class Settings:
     replicate_every: ReduceEvery = "step"  # and, at most as often, over the replicas
     prefetch: int = 1  # chunks gathered ahead of their use
     keep: int = 0  # chunks that may stay gathered between uses
+    stage_style: StageStyle = "loop"  # how ZeroPP deals out stages: v needs fewer activations
+    split_backward: bool = True  # ZeroPP puts weight gradients off; false: full backwards
     placement: Placement = "dp_inner"
     compile: bool = False  # torch.compile each block
 
@@ -105,6 +107,8 @@ class Plan:
     replicate_every: ReduceEvery = "step"
     prefetch: int = 1
     keep: int = 0
+    stage_style: StageStyle = "loop"
+    split_backward: bool = True
     compile: bool = False
     memory: tuple[MemoryBytes, ...] = ()  # predicted, one a pipeline rank; empty if not predicted
 

@@ -10,10 +10,12 @@ Family = Literal["gpt", "llama"]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a GPT (learned positions, LayerNorm, GELU) or Llama (RoPE, RMSNorm, SwiGLU).
+    """Sizes of a GPT (learned positions, LayerNorm, biases) or Llama (RoPE, RMSNorm, no biases).
 
     ``ffn`` is the width of the MLP's hidden layer; ``kv_heads`` < ``heads`` is grouped-query
-    attention. GPT has biases, Llama has none.
+    attention. ``gated_mlp`` says whether the MLP multiplies two products of its input, as SwiGLU
+    does (three matrices), or has one, as GELU and squared ReLU do (two matrices); None is what the
+    family has: Llama's is gated, GPT's is not.
     """
 
     name: str
@@ -27,6 +29,13 @@ class ModelShape:
     seq: int
     tied_embeddings: bool = False
     dropout: float = 0.0
+    gated_mlp: bool | None = None
+
+    @property
+    def gates(self) -> int:
+        """Products of the MLP's input: 2 where it is gated, else 1."""
+        gated = self.family == "llama" if self.gated_mlp is None else self.gated_mlp
+        return 2 if gated else 1
 
     @property
     def head_dim(self) -> int:

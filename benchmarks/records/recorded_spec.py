@@ -37,6 +37,7 @@ class RecordedModel:
 class RecordedDevice:
     """Of ``cluster.device``."""
 
+    name: str = ""
     memory_gib: float | None = None
     peak_bf16_tflops: float | None = None  # dense
     peak_fp32_tflops: float | None = None  # dense, without TF32

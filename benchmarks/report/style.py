@@ -1,7 +1,8 @@
-"""How every figure looks: one colour a contender everywhere, readable in print and without colour.
+"""How every figure looks: one colour per contender everywhere, readable in print.
 
-Colours are Okabe and Ito's, made for the colour-blind; hatches, dashes and markers repeat the
-distinction for print.
+Contenders are named by their keys; ``words.contender_label`` is what a legend shows. Colours are
+Okabe and Ito's, made for the colour-blind; hatches, dashes and markers repeat the distinction where
+there is no colour.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.report import words
+
 COLOURS = {
-    "ZeroPP": "#0072B2",
-    "DeepSpeed 3D": "#D55E00",
-    "torch PP": "#009E73",
-    "FSDP2": "#CC79A7",
-    "3D, best known": "#E69F00",
+    "zeropp": "#0072B2",
+    "deepspeed_3d": "#D55E00",
+    "torch_pp": "#009E73",
+    "fsdp": "#CC79A7",
+    "best_3d": "#E69F00",
 }
-HATCHES = {"ZeroPP": "", "DeepSpeed 3D": "//", "torch PP": "..", "FSDP2": "xx"}
-DASHES = {"ZeroPP": "-", "DeepSpeed 3D": (0, (5, 2)), "torch PP": (0, (1, 1.2)), "FSDP2": "-."}
-MARKERS = {"ZeroPP": "o", "DeepSpeed 3D": "s", "torch PP": "^", "FSDP2": "D"}
+HATCHES = {"zeropp": "", "deepspeed_3d": "//", "torch_pp": "..", "fsdp": "xx"}
+DASHES = {"zeropp": "-", "deepspeed_3d": (0, (5, 2)), "torch_pp": (0, (1, 1.2)), "fsdp": "-."}
+MARKERS = {"zeropp": "o", "deepspeed_3d": "s", "torch_pp": "^", "fsdp": "D"}
 OTHER = "#56B4E9"
 COLUMNS = 3  # panels side by side
 WARM, COOL, NEUTRAL = "#D55E00", "#0072B2", "#777777"  # worse, better, neither
@@ -83,7 +87,7 @@ def panels(
     height: float = 3.1,
     heights: Sequence[float] | None = None,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of ``count`` panels, ``columns`` side by side; sizes in inches a panel, of which
+    """A figure of ``count`` panels, ``columns`` side by side; sizes in inches per panel, of which
     ``height`` is the mean where lines of panels have ``heights`` in proportion."""
     columns = min(columns, count)
     lines = -(-count // columns)
@@ -124,6 +128,28 @@ def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str, str]]) -> Non
             arrowprops={"arrowstyle": "-", "color": shade, "linewidth": 0.6, "relpos": (0, 0.5)},
             annotation_clip=False,
         )
+
+
+def shown(rows: pd.DataFrame) -> str:
+    """What a figure's own line says of its rows: kind of evidence, cluster, model, batch, and whose
+    degrees nobody has tuned. Contenders are named by their labels."""
+    first = rows.iloc[0]
+    basis = str(first.get("basis") or "")
+    parts = [", ".join(filter(None, (str(first["evidence"]), basis)))]
+    parts.append("on " + ", ".join(words.cluster_label(str(c)) for c in rows["cluster"].unique()))
+    parts.append(_few([words.model_label(str(m)) for m in rows["model"].unique()], "models"))
+    batches = [str(batch) for batch in sorted(rows["global_batch"].unique())]
+    parts.append("batch " + _few(batches, "sizes"))
+    if "default_degrees" in rows:
+        names = rows[rows["default_degrees"].eq(True)]["contender"]
+        labels = [words.contender_label(name) for name in ordered(names)]
+        parts += [f"default degrees: {', '.join(labels)}"] if labels else []
+    return " · ".join(parts)
+
+
+def _few(names: list[str], word: str) -> str:
+    """The names, or how many there are where a line cannot hold them."""
+    return ", ".join(names) if len(names) <= 4 else f"{len(names)} {word}"
 
 
 def legend(figure: Figure, axes: Sequence[Axes]) -> None:

@@ -48,6 +48,8 @@ class Case:
     layers: int = 6
     cap: int | str = "auto"
     compile: bool = False
+    stage_style: str = "loop"
+    split_backward: bool = True
 
     @property
     def world(self) -> int:
@@ -76,6 +78,8 @@ class Case:
             placement=self.placement,  # type: ignore[arg-type]
             activation_cap=self.cap,  # type: ignore[arg-type]
             compile=self.compile,
+            stage_style=self.stage_style,  # type: ignore[arg-type]
+            split_backward=self.split_backward,
         )
         request = PlanRequest(
             self.shape,

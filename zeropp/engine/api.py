@@ -8,7 +8,7 @@ the targets. ``torch.distributed`` must be initialised; every rank calls with eq
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -26,10 +26,10 @@ from zeropp.engine.replicas import Name
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
 from zeropp.literals import Precision
 from zeropp.plan import Settings
-from zeropp.planner.zeropp_plan import Sizes, programs
 from zeropp.schedule import validate
+from zeropp.schedule.build import StepSizes, step_programs
 from zeropp.schedule.program import Schedule
-from zeropp.schedule.zeropp_order import smallest_cap
+from zeropp.schedule.zeropp_order import default_cap, default_unit
 from zeropp.training import OptimizerConfig, StepResult
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -181,20 +181,29 @@ def _cut(
 def _schedule(
     layout: Layout, settings: Settings, microbatches: int, precision: Precision
 ) -> Schedule:
-    unit = min(layout.pp if settings.unit == "auto" else settings.unit, microbatches)
-    cap = unit * layout.chunks if settings.activation_cap == "auto" else settings.activation_cap
-    smallest = smallest_cap(layout.chunks, microbatches, unit)
-    if cap < smallest:
-        raise InfeasibleError(
-            f"activation_cap={cap}: a unit of {unit} microbatches in {layout.chunks} chunks needs "
-            f"at least {smallest} (or a smaller unit)"
-        )
-    sharded = layout.shard > 1 or precision == "bf16"
-    sizes = Sizes(layout.pp, layout.chunks, microbatches, unit, cap, sharded)
-    sizes = replace(
-        sizes, prefetch=settings.prefetch, keep=settings.keep, reduce_every=settings.reduce_every
+    style, sharded = settings.stage_style, layout.shard > 1 or precision == "bf16"
+    asked, cap = settings.unit, settings.activation_cap
+    unit = default_unit(style, layout.pp, microbatches) if asked == "auto" else asked
+    unit = min(unit, microbatches)
+    if cap == "auto":
+        cap = default_cap(style, layout.pp, layout.chunks, unit)
+    sizes = StepSizes(
+        num_ranks=layout.pp,
+        chunks=layout.chunks,
+        num_microbatches=microbatches,
+        unit=unit,
+        activation_cap=cap,
+        stage_style=style,
+        split_backward=settings.split_backward,
+        gather=sharded,
+        prefetch=settings.prefetch,
+        keep=settings.keep,
+        reduce_every=settings.reduce_every,
     )
-    (schedule,) = programs(sizes)
+    try:
+        (schedule,) = step_programs(sizes)
+    except ValueError as error:
+        raise InfeasibleError(f"{error} (or a smaller unit)") from None
     validate(schedule, activation_cap=cap)
     return schedule
 

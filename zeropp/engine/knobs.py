@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal, TypedDict, get_args, get_type_hints
 
 from zeropp.layout import InfeasibleError
-from zeropp.literals import Placement, Recompute, ReduceEvery
+from zeropp.literals import Placement, Recompute, ReduceEvery, StageStyle
 
 
 class Knobs(TypedDict, total=False):
@@ -23,6 +23,8 @@ class Knobs(TypedDict, total=False):
     replicate_every: ReduceEvery
     prefetch: int
     keep: int
+    stage_style: StageStyle
+    split_backward: bool
     placement: Placement
     recompute: Recompute
     compile: bool

@@ -8,19 +8,18 @@ function, so what it prices is what the engine runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from decimal import ROUND_CEILING, Context
-from functools import lru_cache
 
 from zeropp.cluster import Cluster
 from zeropp.cost import PlanPrice, balanced_cuts, price_plan
 from zeropp.layout import InfeasibleError, Layout
-from zeropp.literals import ReduceEvery
 from zeropp.plan import Plan, PlanRequest, Settings
 from zeropp.planner.degrees import microbatches_per_step, resolve_layout
-from zeropp.schedule import lower, validate
-from zeropp.schedule.program import Schedule, StageCost, loop_placement
-from zeropp.schedule.zeropp_order import candidates, smallest_cap
+from zeropp.schedule import validate
+from zeropp.schedule.build import StepSizes, step_programs
+from zeropp.schedule.program import Schedule, place_stages
+from zeropp.schedule.zeropp_order import cap_needs, default_cap, default_unit, smallest_cap
 from zeropp.sim.simulator import SimResult, simulate
 
 
@@ -30,8 +29,11 @@ def plan_zeropp(request: PlanRequest) -> Plan:
     _refuse_what_zeropp_lacks(request)
     layout = resolve_layout(request)
     microbatches = microbatches_per_step(request, layout)
-    unit = layout.pp if settings.unit == "auto" else settings.unit
-    placement = loop_placement(layout.pp, layout.chunks)
+    style = settings.stage_style
+    unit = settings.unit
+    if unit == "auto":
+        unit = default_unit(style, layout.pp, microbatches)
+    placement = place_stages(style, layout.pp, layout.chunks)
     sizes = Schedule("zeropp", microbatches, min(unit, microbatches), placement, ())
     plan = assemble("zeropp", request, layout, sizes)
     price = price_plan(plan, request.cluster)
@@ -73,6 +75,8 @@ def assemble(
         replicate_every=settings.replicate_every,
         prefetch=settings.prefetch,
         keep=settings.keep,
+        stage_style=settings.stage_style,
+        split_backward=settings.split_backward,
         compile=settings.compile,
     )
 
@@ -89,73 +93,36 @@ def refuse(
             raise InfeasibleError(f"contender.{field}={value}: {who}{why}")
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What sets the programs of a ZeroPP step, durations aside."""
-
-    num_ranks: int
-    chunks: int
-    num_microbatches: int
-    unit: int
-    activation_cap: int  # chunk-activations
-    gather: bool
-    prefetch: int = 1
-    keep: int = 0
-    reduce_every: ReduceEvery = "unit"
-
-
-@lru_cache(maxsize=128)
-def programs(sizes: Sizes, costs: tuple[StageCost, ...] | None = None) -> tuple[Schedule, ...]:
-    """Whole programs to choose from: the order for equal durations, and one planned with
-    ``costs``. Many plans that differ in other degrees share them."""
-    found = candidates(
-        sizes.num_ranks,
-        sizes.chunks,
-        sizes.num_microbatches,
-        sizes.unit,
-        sizes.activation_cap,
-        costs,
-    )
-    return tuple(
-        lower(
-            order,
-            gather=sizes.gather,
-            prefetch=sizes.prefetch,
-            keep=sizes.keep,
-            reduce_every=sizes.reduce_every,
-        )
-        for order in found
-    )
-
-
 def orders(plan: Plan, activation_cap: int, price: PlanPrice | None = None) -> tuple[Plan, ...]:
     """A ZeroPP plan of sizes alone with each of the programs to choose from, all of which keep
     the cap (chunk-activations); without a price that for equal durations alone."""
-    sizes = Sizes(
-        plan.layout.pp,
-        plan.layout.chunks,
-        plan.num_microbatches,
-        plan.schedule.unit,
-        activation_cap,
-        plan.gathers,
-        plan.prefetch,
-        plan.keep,
-        plan.reduce_every,
+    sizes = StepSizes(
+        num_ranks=plan.layout.pp,
+        chunks=plan.layout.chunks,
+        num_microbatches=plan.num_microbatches,
+        unit=plan.schedule.unit,
+        activation_cap=activation_cap,
+        stage_style=plan.stage_style,
+        split_backward=plan.split_backward,
+        gather=plan.gathers,
+        prefetch=plan.prefetch,
+        keep=plan.keep,
+        reduce_every=plan.reduce_every,
     )
     # No order is planned with gathers and reductions, and without them more plans are alike.
     none = {"unshard": 0.0, "reduce_grad": 0.0, "copy_out": 0.0, "copy_in": 0.0}
     costs = tuple(replace(cost, **none) for cost in price.stages) if price else None
-    return tuple(replace(plan, schedule=schedule) for schedule in programs(sizes, costs))
+    return tuple(replace(plan, schedule=schedule) for schedule in step_programs(sizes, costs))
 
 
 def _activation_cap(settings: Settings, plan: Plan, price: PlanPrice) -> int:
-    """Live chunk-activations a rank; a cap in GiB holds as many of the largest chunk's."""
-    unit, chunks = plan.schedule.unit, plan.layout.chunks
-    smallest = smallest_cap(chunks, plan.num_microbatches, unit)
-    needs = f"a unit of {unit} microbatches in {chunks} chunks needs at least {smallest}"
+    """Live chunk-activations per rank; a cap in GiB holds as many of the largest chunk's."""
+    unit, layout, style = plan.schedule.unit, plan.layout, plan.stage_style
+    smallest = smallest_cap(style, layout.chunks, plan.num_microbatches, unit)
+    needs = cap_needs(style, layout.chunks, unit, smallest)
     if settings.activation_cap_gib != "auto":
         gib = max(max(m.activations, m.deferred) for m in price.memory) / 2**30
-        cap = min(int(settings.activation_cap_gib // gib), plan.num_microbatches * chunks)
+        cap = min(int(settings.activation_cap_gib // gib), plan.num_microbatches * layout.chunks)
         if cap < smallest:
             enough = Context(prec=2, rounding=ROUND_CEILING).create_decimal(smallest * gib)
             raise InfeasibleError(
@@ -163,10 +130,11 @@ def _activation_cap(settings: Settings, plan: Plan, price: PlanPrice) -> int:
                 f"chunk-activations, but {needs} (use {enough:f} or more)"
             )
         return cap
-    cap = unit * chunks if settings.activation_cap == "auto" else settings.activation_cap
-    if cap < smallest:
-        raise InfeasibleError(f"contender.activation_cap={cap}: {needs}")
-    return cap
+    if settings.activation_cap == "auto":
+        return default_cap(style, layout.pp, layout.chunks, unit)
+    if settings.activation_cap < smallest:
+        raise InfeasibleError(f"contender.activation_cap={settings.activation_cap}: {needs}")
+    return settings.activation_cap
 
 
 def _refuse_what_zeropp_lacks(request: PlanRequest) -> None:
