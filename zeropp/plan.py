@@ -148,3 +148,8 @@ class Plan:
             return 0
         blocks = self.blocks_of(stage)
         return min(blocks, self.recomputed[stage]) if self.recomputed else blocks
+
+    def recomputes(self, stage: int, piece: int) -> bool:
+        """Whether a piece of a stage is a block that is recomputed."""
+        first = max(1, self.cuts[stage])
+        return first <= piece < first + self.recomputed_blocks(stage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ class Case:
     unit: int = 2
     batch: int = 8
     recompute: str = "none"
+    recomputed: tuple[int, ...] = ()
     reduce_every: str = "unit"
     replicate_every: str = "step"
     keep: int = 0
@@ -90,7 +91,7 @@ class Case:
             self.precision,
             settings,  # type: ignore[arg-type]
         )
-        return plan_zeropp(request)
+        return replace(plan_zeropp(request), recomputed=self.recomputed)
 
     def data(self, step: int) -> tuple[Tensor, Tensor]:
         """The global batch of a step."""
@@ -141,6 +142,7 @@ def build_engine(
             dropout_seed=SEED if case.dropout else None,
             lr_schedule=lr_schedule,
             compile=plan.compile,
+            recomputed=plan.recomputed,
         ),
     )
 
