@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import pytest
 
+from baselines.deepspeed_3d.contender import DEEPSPEED_3D
+from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
 from tests.unit.simulated_task import task
 from zeropp.cost import price_plan
 from zeropp.layout import Layout
-from zeropp.plan import Plan
+from zeropp.plan import Candidate, Plan
 from zeropp.schedule.program import Schedule, loop_placement
 from zeropp.sim.simulator import simulate
-from zeropp.tune.search import result_of
-from zeropp.tune.space import Candidate
 
 
 def sized(program: str, recompute: str, recomputed: tuple[int, ...]) -> Plan:
@@ -46,9 +46,8 @@ def test_each_recomputed_block_costs_the_same_time_and_saves_the_same_memory(pro
 
 
 def test_the_loss_of_recomputation_is_that_of_its_blocks() -> None:
-    layout = Layout(pp=4, replicate=16)
-    candidate = Candidate("deepspeed_3d", layout, 1, 8, "1f1b", "full")
-    result = result_of(task(64, 128), candidate)
+    knobs = DeepSpeedKnobs(pp=4, replicate=16, recompute="full")
+    result = DEEPSPEED_3D.simulated(task(64, 128), Candidate(knobs, 1))
     blocks = [result.plan.blocks_of(stage) for stage in range(4)]
     half = replace(result.plan, recomputed=tuple(count // 2 for count in blocks))
     lost = simulate(half, task().cluster).losses.recomputation
