@@ -43,7 +43,7 @@ def test_fsdp_is_one_process(
 
 
 def test_fsdp_recomputes_some_blocks(world: World) -> None:
-    plan = plan_fsdp(request(4, {"name": "fsdp", "shard": 4, "recompute": "full"}))
+    plan = request(4, {"name": "fsdp", "shard": 4, "recompute": "full"}).plan()
     check(world, BUILDER, replace(plan, recomputed=(0, 1, 1, *([0] * 5))))
 
 

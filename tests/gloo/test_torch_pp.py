@@ -52,7 +52,7 @@ def test_torch_pp_is_one_process(
 
 def test_torch_pp_recomputes_some_blocks_of_a_stage(world: World) -> None:
     contender = {"pp": 2, "shard": 2, "schedule": "1f1b", "recompute": "full"}
-    plan = plan_torch(request(4, {"name": "torch_pp", **contender}))
+    plan = request(4, {"name": "torch_pp", **contender}).plan()
     check(world, BUILDER, replace(plan, recomputed=(2, 1)))
 
 
