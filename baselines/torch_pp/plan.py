@@ -33,6 +33,8 @@ SPLIT_BACKWARD: tuple[TorchSchedule, ...] = ("interleaved_zb", "zbv", "dualpipev
 SCHEDULES = (*UNSPLIT, *SPLIT_BACKWARD)
 _V_SHAPED = ("zbv", "dualpipev")
 _ACTIVE_STAGES = 3
+# Programs, by contender, that put torch's schedules, FSDP2 and DTensor together.
+_PROGRAMS = {"torch_pp": "torch_pp", "torchtitan": "torchtitan_compiled"}
 
 
 def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
@@ -63,7 +65,7 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
         microbatch_size=microbatch_size,
         schedule=Schedule(schedule, microbatches, microbatches, placement, ()),
         cuts=balanced_cuts(task.shape, len(placement)),
-        program=knobs.name,
+        program=_PROGRAMS[knobs.name],
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         reduce_every="step",

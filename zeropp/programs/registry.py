@@ -28,6 +28,7 @@ ENTRIES: dict[str, Entry] = {
         megatron.NANOTRON,
         fully_sharded.LLM_FOUNDRY,
         fully_sharded.TORCHTITAN,
+        fully_sharded.TORCHTITAN_COMPILED,
     )
 }
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from benchmarks.report import words
 from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, EQUAL, JUDGED
 
 _LABELS = {"zeropp": "ZeroPP", **BASELINES}
@@ -18,10 +19,12 @@ _REPRODUCED = [
 
 
 def page_tables(verdicts: pd.DataFrame) -> dict[str, str]:
-    """Markdown by name: ``best``, ``limit``, ``reproduced``, ``memory``, ``network``, ``equal``."""
+    """Markdown by name: ``answer`` (a sentence per baseline), and the tables ``best``, ``limit``,
+    ``reproduced``, ``memory``, ``network``, ``equal``."""
     own = verdicts[verdicts.bandwidth == 1.0]
     best, equal = (own[own["mode"] == mode] for mode in ("best", "equal"))
     return {
+        "answer": _answer(best),
         "best": _spread(best, list(BASELINES), "speedup_over_{}", "ZeroPP over"),
         "limit": _spread(best, ["zeropp", *BASELINES], "{}_share_of_limit", "contender"),
         "reproduced": _reproduced(best),
@@ -29,6 +32,20 @@ def page_tables(verdicts: pd.DataFrame) -> dict[str, str]:
         "network": _network(verdicts[verdicts["mode"] == "best"]),
         "equal": _spread(equal, list(EQUAL), "speedup_over_{}", "ZeroPP over"),
     }
+
+
+def _answer(best: pd.DataFrame) -> str:
+    """What the cells say of the claim, over everyone that is judged."""
+    told = []
+    for name in JUDGED:
+        speedups = best[f"speedup_over_{name}"].dropna()
+        reached = int((speedups >= CLAIM).sum())
+        told.append(
+            f"Over {BASELINES[name]}, ZeroPP at its best plan reaches {CLAIM} times the speed in "
+            f"{reached} of {len(speedups)} cells (median {words.ratio(speedups.median())}, from "
+            f"{words.ratio(speedups.min())} to {words.ratio(speedups.max())})."
+        )
+    return " ".join(told)
 
 
 def _spread(cells: pd.DataFrame, names: list[str], column: str, head: str) -> str:
@@ -48,7 +65,11 @@ def _spread(cells: pd.DataFrame, names: list[str], column: str, head: str) -> st
 def _reproduced(cells: pd.DataFrame) -> str:
     found = cells[cells.speedup_over_deepspeed_3d >= CLAIM].sort_values(_REPRODUCED[:4])
     rows = [
-        [str(v) for v in row[:4]] + [f"{v:.2f}" for v in row[4:7]] + [f"{v:.0f}" for v in row[7:]]
+        [
+            *(words.model_label(row[0]), words.cluster_label(row[1]), *map(str, row[2:4])),
+            *(words.ratio(value) for value in row[4:7]),
+            *(f"{value:.0f}" for value in row[7:]),
+        ]
         for row in found[_REPRODUCED].itertuples(index=False, name=None)
     ]
     heads = ["model", "cluster", "GPUs", "batch", *(f"over {_LABELS[name]}" for name in JUDGED)]
@@ -76,7 +97,7 @@ def _network(best: pd.DataFrame) -> str:
         for name in JUDGED
         for sequences, group in varied.groupby("sequences_per_gpu")
     ]
-    return _markdown(["over", "per GPU", *(f"{factor:g}×" for factor in factors)], rows)
+    return _markdown(["over", "sequences per GPU", *(f"{factor:g}×" for factor in factors)], rows)
 
 
 def _by_factor(group: pd.DataFrame, name: str, factors: list[float]) -> Iterator[str]:
