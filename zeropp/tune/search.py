@@ -172,8 +172,9 @@ class _Search(Generic[K]):
         return outcome
 
     def _recompute_less(self) -> None:
-        """Recompute as few blocks per stage as fit in the winner: the search tried quarters, and
-        memory falls with every block, so the fewest between two quarters are found by halving."""
+        """Recompute as few blocks per stage as fit in the winner. The search tried half of a stage
+        and all of it, and memory falls with every block, so halving finds the fewest. What this
+        could miss: degrees that lose to the winner's with halves and would win with fewer."""
         winner = self._outcome.winner
         if winner is None or winner.plan.recompute == "none" or not self._may_choose_blocks:
             return

@@ -77,13 +77,13 @@ def recompute_choices(
     asked: Recompute | Auto, blocks: int | Auto, kinds: Iterable[Recompute], per_stage: int
 ) -> Iterator[tuple[Recompute, int | Auto]]:
     """Kinds of recomputation, and of how many blocks per stage, of which the largest has
-    ``per_stage``: quarters of them. The search takes the best one further, block by block."""
-    quarters = sorted({-(-per_stage * part // 4) for part in (1, 2, 3, 4)})
+    ``per_stage``: half of them, or all. The search takes its winner further, block by block."""
+    halves = sorted({-(-per_stage // 2), per_stage})
     for kind in choices(asked, kinds):
         if kind == "none":
             yield kind, "auto"
             continue
-        for count in choices(blocks, quarters):
+        for count in choices(blocks, halves):
             yield kind, count
 
 
