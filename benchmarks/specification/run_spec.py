@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -79,7 +79,7 @@ class RunSpec:
 
     __pydantic_config__ = _STRICT
 
-    @property
+    @cached_property
     def spec_id(self) -> str:
         """Readable name with a hash of the whole spec: equal specs have equal ids."""
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
