@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from benchmarks.launch.frozen import DamagedError, Header, read_frozen_spec, read_header
 from benchmarks.launch.owner import release
 from benchmarks.launch.points import now
+from benchmarks.launch.run_code import code_fields, code_notes
 from benchmarks.records.rank_events import rank_of, read_events
 from benchmarks.records.record import (
     SCHEMA_VERSION,
@@ -87,8 +88,8 @@ def assemble(
         interrupted=ending.interrupted,
         ended_at=now(),
         slurm=dict(slurm or {}),
-        notes=[header.damage] if header.damage else [],
-        **header.fields,
+        notes=[*filter(None, [header.damage]), *code_notes(header, ranks)],
+        **header.fields | code_fields(header, ranks),
         **_measured(ranks, header),
     )
 

@@ -96,9 +96,10 @@ class RunRecord:
     reason: str  # one line; empty when ok
     started_at: str  # ISO 8601, UTC
     ended_at: str
-    git_sha: str
+    git_sha: str  # of the checkout as rank 0 read it; of the launcher's where no rank started
     git_dirty: bool
     launcher: str
+    code_digest: str = ""  # of the suite's files, see environment.Code; empty in older records
     variant: str = ""  # traced with "real tensors", simulated with "traced compute"
     interrupted: bool = False  # ended from outside (signal, lost node): counts as missing
     plan: dict[str, Any] = field(default_factory=dict)  # layout, cuts, schedule, predicted memory

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from benchmarks.specification.run_spec import RunSpec, load_spec
 from benchmarks.worker.data import BatchSource, open_batches
 from benchmarks.worker.data.local_batch import local_batch
 from benchmarks.worker.gate import run_gate
+from benchmarks.worker.loaded_code import LOADED
 from benchmarks.worker.lone_rank import measure_lone_rank, synchronise
 from benchmarks.worker.memory_meter import MemoryMeter
 from zeropp.plan import Plan
@@ -66,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _run(spec: RunSpec, events: EventWriter) -> int:
     device = _open_world(spec)
-    events.write("environment", **capture_environment())
+    events.write("environment", **capture_environment(), code=asdict(LOADED))
     contender = CONTENDERS[spec.contender.name]
     batches = open_batches(spec)
     if spec.measure.gate:
