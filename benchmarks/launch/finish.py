@@ -103,6 +103,7 @@ def _measured(ranks: Mapping[int, Events], header: Header) -> dict[str, Any]:
         "step_s": _slowest(ranks, "step"),
         "ranks": [_rank_record(rank, events, header) for rank, events in ranks.items()],
         "spans": _spans(ranks),
+        "span_clock": _span_clock(ranks),
         "predicted": _alone(ranks),
     }
 
@@ -232,6 +233,11 @@ def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:
 def _spans(ranks: Mapping[int, Events]) -> list[list[Any]]:
     found = [event for events in ranks.values() for event in _of_kind(events, "spans")]
     return [row for event in found for row in event["rows"]]
+
+
+def _span_clock(ranks: Mapping[int, Events]) -> str:
+    found = [event for events in ranks.values() for event in _of_kind(events, "spans")]
+    return str(found[0].get("clock", "")) if found else ""
 
 
 def _alone(ranks: Mapping[int, Events]) -> dict[str, Any]:

@@ -109,6 +109,7 @@ class RunRecord:
     step_s: list[float] = field(default_factory=list)  # slowest rank, each timed step
     ranks: list[RankRecord] = field(default_factory=list)
     spans: list[list[Any]] = field(default_factory=list)  # Timeline.to_rows of one step
+    span_clock: str = ""  # what spans wait for: "compute stream" or "host"; empty in older records
     predicted: dict[str, Any] = field(default_factory=dict)  # simulated or traced: what was found
     slurm: dict[str, Any] = field(default_factory=dict)  # job id, nodes, state; empty elsewhere
     notes: list[str] = field(default_factory=list)  # what a reader must know besides, a line each

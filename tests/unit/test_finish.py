@@ -65,6 +65,13 @@ def test_a_whole_attempt(attempt: Path, spec: RunSpec) -> None:
     assert read_record(attempt / "record.json") == record
 
 
+def test_spans_say_by_which_clock(attempt: Path) -> None:
+    row = [0, "compute", "0F0", 0.0, 1.0]
+    write_rank(attempt, 0, done=False).write("spans", clock="compute stream", rows=[row])
+    record = finish_attempt(attempt)
+    assert (record.spans, record.span_clock) == ([row], "compute stream")
+
+
 def test_what_was_measured_before_a_kill_is_kept(attempt: Path) -> None:
     write_rank(attempt, 0, steps=2, done=False)
     write_rank(attempt, 1, steps=1, done=False)
