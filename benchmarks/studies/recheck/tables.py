@@ -16,10 +16,15 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.specification.compose import preset
 from benchmarks.studies import memory_table, schedule_orders, schedule_table
+from benchmarks.studies.claim_33.cells import Cell, priced_again
 from benchmarks.studies.claim_33.judge import judge
 from benchmarks.studies.validation.errors import outcome_of
 from benchmarks.studies.validation.reader import read_rows, training_tables
+from zeropp.cluster import Cluster
+from zeropp.plan import Task
+from zeropp.shape import ModelShape
 
 Row = dict[str, str]
 Computed = dict[str, Any]
@@ -85,6 +90,23 @@ def _validation(row: Row, reference: Path) -> Computed:
 @cache
 def _published() -> dict[str, Any]:
     return {line.place: line for path in training_tables() for line in read_rows(path)}
+
+
+def _plan(row: Row, reference: Path) -> Computed:
+    del reference
+    if not row.get("setting"):
+        if row["plan"] == "no plan fits":
+            return {"step_s": ""}
+        raise StaleError("the row has no setting: it was written by an older study")
+    shape, cluster = (
+        preset("model", row["model"], ModelShape),
+        preset("cluster", row["cluster"], Cluster),
+    )
+    task = Task(shape, cluster, int(row["num_gpus"]), int(row["global_batch"]))
+    computed = priced_again(Cell(task, float(row["bandwidth"])), row["setting"]).columns()
+    computed["mode"] = row["mode"]
+    # Other digits than the file's six would say that nothing ever agrees.
+    return {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in computed.items()}
 
 
 VERDICT_KEYS = ("model", "cluster", "num_gpus", "global_batch", "bandwidth", "mode")
@@ -154,6 +176,13 @@ TABLES: Sequence[Table] = (
         20,
         _validation,
         ("benchmarks.validate", "--out", "{reference}/validation"),
+    ),
+    Table(
+        "claim_33/plans.csv",
+        (*VERDICT_KEYS, "contender"),
+        4,
+        _plan,
+        (*_FOR_CLAIM_33, "report_dir={reference}/claim_33"),
     ),
     Table("claim_33/verdict.csv", VERDICT_KEYS, 10, _verdict, ()),
 )
