@@ -41,12 +41,6 @@ PROVENANCE: dict[str, Provenance] = {
     "simulate": "simulated",
 }
 
-# Launchers that can do another thing under the same provenance: option and what it is called.
-_VARIANTS = {
-    "trace": ("tensors", {"fake": "", "real": "real tensors"}),
-    "simulate": ("compute", {"model": "", "traced": "traced compute"}),
-}
-
 
 @dataclass(frozen=True)
 class Point:
@@ -73,19 +67,6 @@ def plan_point(spec: RunSpec) -> Point:
         return Point(spec, None, str(error))
     memory = peak_memory(plan, price_plan(plan, spec.cluster))
     return Point(spec, replace(plan, memory=memory))
-
-
-def variant_of(options: dict[str, Any]) -> str:
-    """What a launcher's options make of it (see ``RunRecord.variant``); raises SpecError."""
-    kind = options["kind"]
-    if kind not in _VARIANTS:
-        return ""
-    option, names = _VARIANTS[kind]
-    if options.get(option) not in names:
-        raise SpecError(
-            f"launcher.{option}={options.get(option)!r}: must be one of {', '.join(names)}"
-        )
-    return names[options[option]]
 
 
 def still_to_run(

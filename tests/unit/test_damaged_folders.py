@@ -29,6 +29,7 @@ from benchmarks.launch.points import Point, freeze, write_unstarted
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.slurm import client
 from benchmarks.launch.slurm.launcher import launch
+from benchmarks.launch.slurm.options import SlurmOptions
 from benchmarks.launch.slurm.submissions import Submission, SubmittedArray
 from benchmarks.records.rank_events import EventWriter, read_events
 from benchmarks.records.record import find_records, read_record
@@ -38,7 +39,7 @@ from benchmarks.status import standing
 from tests.unit.test_slurm_render import spec_of
 
 NUMBER = 500
-OPTIONS = {"kind": "slurm", "report_dir": "report"}
+OPTIONS = SlurmOptions("slurm", report_dir="report")
 POINTS = [Point(spec_of(num_gpus=2, seed=seed), None, "") for seed in range(4)]
 
 

@@ -126,6 +126,12 @@ TIME_LIMIT = Ending("timeout", "stopped before the job's time limit (SIGUSR1)")
             {1: 139, 0: 5},
             Ending("failed", "rank 1 was killed by signal 11 (SIGSEGV)", interrupted=True),
         ),
+        (
+            ScriptEnd(1),
+            "srun: error: node7: task 1: Killed\n",
+            {0: 5},
+            Ending("failed", "rank 1 was killed by signal 9 (SIGKILL)", interrupted=True),
+        ),
     ],
 )
 def test_why_an_attempt_ended(

@@ -30,6 +30,15 @@ _NO_CAUSE = re.compile(
     r"JOB .* ON .* CANCELLED|^slurm\S+: error: \*\*\*|task \d+.*: exited",
     re.I,
 )
+_SIGNALS = {  # as srun names the end of a task
+    "Killed": 9,
+    "Segmentation fault": 11,
+    "Aborted": 6,
+    "Bus error": 7,
+    "Illegal instruction": 4,
+    "Floating point exception": 8,
+}
+_TASK_KILL = re.compile(rf"error: \S+: tasks? ([\d,-]+): ({'|'.join(_SIGNALS)})")
 _LOG_BYTES = 20_000  # of a log's end
 
 _STATES: dict[str, tuple[Status, bool]] = {  # Slurm's state: status, ended from outside
@@ -92,7 +101,20 @@ def first_kill(directory: Path) -> Ending | None:
         except (OSError, ValueError):
             continue
     bad = min((code for code in codes if code[2]), default=None)
-    return killed(bad[1], bad[2] - 128) if bad and bad[2] > 128 else None
+    if bad and bad[2] > 128:
+        return killed(bad[1], bad[2] - 128)
+    return _killed_with_its_shell(directory)
+
+
+def _killed_with_its_shell(directory: Path) -> Ending | None:
+    """A rank that was killed together with the shell that would have noted it; srun tells."""
+    found = _TASK_KILL.search(_tail(directory / "srun.log"))
+    if found is None:
+        return None
+    if found[1].isdigit():
+        return killed(int(found[1]), _SIGNALS[found[2]])
+    reason = f"ranks {found[1]} were killed by signal {_SIGNALS[found[2]]}"
+    return Ending("failed", reason, interrupted=True)
 
 
 def before_ranks(directory: Path, log: Path | None, stage: str = "") -> Ending | None:
