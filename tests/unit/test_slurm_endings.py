@@ -157,6 +157,18 @@ def test_why_an_attempt_ended(
         (EndedJob("RUNNING", "0:0", "n"), ("failed", True)),
     ],
 )
+def test_a_job_that_leaves_its_nodes_is_explained_by_accounting(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaving, cancelled = EndedJob("COMPLETING", "0:0", "n"), EndedJob("CANCELLED by 0", "0:0", "n")
+    told: list[list[EndedJob]] = [[], [EndedJob("RUNNING", "0:0", "n")], [cancelled]]
+    monkeypatch.setattr(slurm_attempt, "last_ending", lambda job, timeout_s: leaving)
+    monkeypatch.setattr(slurm_attempt, "accounted", lambda job, timeout_s: told.pop(0))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    record = close(attempt, ScriptEnd(5, "TERM"))
+    assert record.reason == "Slurm: CANCELLED by 0 (exit code 0:0, nodes n)"
+
+
 def test_term_has_the_meaning_that_slurm_gives_it(
     attempt: Path, monkeypatch: pytest.MonkeyPatch, ended: EndedJob, expected: tuple[str, bool]
 ) -> None:

@@ -239,12 +239,21 @@ def last_ending(job: str, timeout_s: float = _TIMEOUT_S) -> EndedJob | None:
     return None
 
 
-def _accounted(jobs: Collection[str]) -> dict[str, list[EndedJob]]:
+def accounted(job: str, timeout_s: float = _TIMEOUT_S) -> list[EndedJob]:
+    """How accounting says that a job ended, oldest first; empty where there is none."""
+    try:
+        return _accounted([job], timeout_s).get(job, [])
+    except SlurmError:
+        return []
+
+
+def _accounted(jobs: Collection[str], timeout_s: float = _TIMEOUT_S) -> dict[str, list[EndedJob]]:
     columns = "--format=JobID,State,ExitCode,NodeList"
     flags = ("--allusers", "--allocations", "--duplicates", "--noheader", "--parsable2")
     asked = ",".join(sorted({job.partition("_")[0] for job in jobs}))
     found: dict[str, list[EndedJob]] = {}
-    for line in _call("sacct", "--jobs", asked, *flags, columns).splitlines():
+    listed = _call("sacct", "--jobs", asked, *flags, columns, timeout_s=timeout_s)
+    for line in listed.splitlines():
         row = line.split("|")
         for task in _tasks_of(row[0]) if len(row) == 4 else ():
             found.setdefault(task, []).append(EndedJob(row[1], row[2], row[3]))

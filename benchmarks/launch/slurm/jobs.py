@@ -29,6 +29,7 @@ from benchmarks.launch.slurm.client import (
 from benchmarks.launch.slurm.reasons import (
     before_ranks,
     ending_by_state,
+    first_kill,
     is_complete,
     killed_script,
     left_on_signal,
@@ -273,6 +274,7 @@ def _ending(attempt: Path, log: Path, ended: EndedJob | None) -> Ending | None:
         return (
             memory_kill(attempt)
             or killed_script(ended)
+            or first_kill(attempt)
             or left_on_signal(attempt, ended, "")
             or before_ranks(attempt, log)
         )

@@ -47,6 +47,8 @@ _STATES: dict[str, tuple[Status, bool]] = {  # Slurm's state: status, ended from
     "DEADLINE": ("timeout", False),
     "PREEMPTED": ("preempted", True),
     "REQUEUED": ("preempted", True),
+    "PENDING": ("preempted", True),  # asked from inside: the job is back in the queue already
+    "REQUEUE_HOLD": ("preempted", True),
     "CANCELLED": ("failed", True),
     "NODE_FAIL": ("lost", True),
     "BOOT_FAIL": ("lost", True),
