@@ -142,7 +142,7 @@ def fake_slurm(
 
 @pytest.fixture
 def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(client, "_call", fake_slurm)
+    monkeypatch.setattr(client, "call", fake_slurm)
     monkeypatch.setattr(points, "git_state", lambda: ("abc", False))
     runs = tmp_path / "whole"
     make_folder(runs)
@@ -236,7 +236,7 @@ def test_jobs_of_a_damaged_submission_are_not_submitted_again(
         assert command[0] != "sbatch" or "report" in command[-1], command
         return fake_slurm(*command)
 
-    monkeypatch.setattr(client, "_call", still_running)
+    monkeypatch.setattr(client, "call", still_running)
     with SweepProgress(1) as progress:
         assert launch(POINTS[1:], OPTIONS, whole, progress) == []
     assert capsys.readouterr().out.count("left alone") == 3

@@ -21,9 +21,9 @@ from benchmarks.launch.slurm.client import (
     ClusterFacts,
     EndedJob,
     QueuedJob,
-    SlurmError,
     queued_jobs,
 )
+from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.jobs import View, close_ended, read_view, underway, unreported
 from benchmarks.launch.slurm.reasons import ending_by_state
 from benchmarks.launch.slurm.submissions import Submission, SubmittedArray
@@ -148,15 +148,6 @@ def test_why_an_attempt_ended(
     assert record.slurm["job"] == "7_0"
 
 
-@pytest.mark.parametrize(
-    ("ended", "expected"),
-    [
-        (EndedJob("RUNNING", "0:0", "n", preempted=True), ("preempted", True)),
-        (EndedJob("CANCELLED", "0:15", "n"), ("failed", True)),
-        (EndedJob("NODE_FAIL", "0:0", "n"), ("lost", True)),
-        (EndedJob("RUNNING", "0:0", "n"), ("failed", True)),
-    ],
-)
 def test_a_job_that_leaves_its_nodes_is_explained_by_accounting(
     attempt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +160,15 @@ def test_a_job_that_leaves_its_nodes_is_explained_by_accounting(
     assert record.reason == "Slurm: CANCELLED by 0 (exit code 0:0, nodes n)"
 
 
+@pytest.mark.parametrize(
+    ("ended", "expected"),
+    [
+        (EndedJob("RUNNING", "0:0", "n", preempted=True), ("preempted", True)),
+        (EndedJob("CANCELLED", "0:15", "n"), ("failed", True)),
+        (EndedJob("NODE_FAIL", "0:0", "n"), ("lost", True)),
+        (EndedJob("RUNNING", "0:0", "n"), ("failed", True)),
+    ],
+)
 def test_term_has_the_meaning_that_slurm_gives_it(
     attempt: Path, monkeypatch: pytest.MonkeyPatch, ended: EndedJob, expected: tuple[str, bool]
 ) -> None:

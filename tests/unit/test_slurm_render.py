@@ -14,10 +14,8 @@ from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.slurm import script as slurm_script
 from benchmarks.launch.slurm.arrays import group, resources_of
-from benchmarks.launch.slurm.client import (
-    seconds_left,
-    site_defaults,
-)
+from benchmarks.launch.slurm.client import seconds_left
+from benchmarks.launch.slurm.command import site_defaults
 from benchmarks.launch.slurm.launcher import check, launch
 from benchmarks.launch.slurm.options import SlurmOptions, read_options, seconds_of
 from benchmarks.launch.slurm.script import render_array, render_report

@@ -18,7 +18,6 @@ from benchmarks.launch.finish import Ending, finish_attempt
 from benchmarks.launch.frozen import DamagedError
 from benchmarks.launch.slurm.client import (
     EndedJob,
-    SlurmError,
     accounted,
     last_ending,
     requeue,
@@ -26,6 +25,7 @@ from benchmarks.launch.slurm.client import (
     seconds_left,
     time_left_s,
 )
+from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.reasons import (
     before_ranks,
     ending_by_state,

@@ -15,7 +15,7 @@ from benchmarks.launch.folder_lock import LockedError, only_one
 from benchmarks.launch.points import Point, or_unwritten, unwritten_record, write_unstarted
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.slurm.arrays import nodes_of
-from benchmarks.launch.slurm.client import SlurmError
+from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.jobs import View, close_ended, look, underway, unreported
 from benchmarks.launch.slurm.options import SlurmOptions
 from benchmarks.launch.slurm.submit import (
