@@ -23,7 +23,7 @@ from benchmarks.records.record import (
     read_record,
     write_atomically,
 )
-from benchmarks.specification.run_spec import RunSpec, SpecError
+from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import check_data
 from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
