@@ -31,6 +31,7 @@ from benchmarks.launch.slurm.reasons import (
     ending_by_state,
     first_kill,
     is_complete,
+    killed_with_its_shell,
     left_on_signal,
     memory_kill,
     slurm_of,
@@ -64,12 +65,13 @@ def close(directory: Path, end: ScriptEnd) -> RunRecord:
 def _ending(directory: Path, end: ScriptEnd) -> Ending | None:
     """Why it ended; None leaves the word to the ranks' events."""
     slurm = slurm_of(directory)
-    job, ended = str(slurm["job_id"]), _word_of(slurm)
+    job, ended = str(slurm["job"]), _word_of(slurm)
     return (
         memory_kill(directory)
         or (ending_by_state(ended) if ended else None)
         or _time_limit(directory, job, end)
         or first_kill(directory)
+        or (None if end.caught else killed_with_its_shell(directory))
         or left_on_signal(directory, ended, end.caught)
         or before_ranks(directory, None, end.stage)
         or _failed_setup(directory, end, ended)
@@ -79,7 +81,7 @@ def _ending(directory: Path, end: ScriptEnd) -> Ending | None:
 def _word_of(slurm: Mapping[str, Any]) -> EndedJob | None:
     """What Slurm says of the job now. While a job leaves its nodes slurmctld says no more than
     that, whoever sent it away; accounting knows, a moment later."""
-    now = last_ending(str(slurm["job_id"]), _CLIENT_TIMEOUT_S)
+    now = last_ending(str(slurm["job"]), _CLIENT_TIMEOUT_S)
     restart = slurm.get("restart")
     if now is None or now.word != "COMPLETING" or not isinstance(restart, int):
         return now

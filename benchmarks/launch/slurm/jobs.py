@@ -32,6 +32,7 @@ from benchmarks.launch.slurm.reasons import (
     first_kill,
     is_complete,
     killed_script,
+    killed_with_its_shell,
     left_on_signal,
     memory_kill,
     slurm_of,
@@ -275,6 +276,7 @@ def _ending(attempt: Path, log: Path, ended: EndedJob | None) -> Ending | None:
             memory_kill(attempt)
             or killed_script(ended)
             or first_kill(attempt)
+            or killed_with_its_shell(attempt)
             or left_on_signal(attempt, ended, "")
             or before_ranks(attempt, log)
         )

@@ -59,11 +59,12 @@ def slurm_of(directory: Path) -> dict[str, Any]:
     """What the script noted of its job when the attempt began; where that is damaged, what the
     folder's name tells."""
     named = ATTEMPT.fullmatch(directory.name)
-    told = {"job": named["job"], "restart": int(named["restart"])} if named else {}
+    job, restart = (named["job"], int(named["restart"])) if named else ("", 0)
+    told: dict[str, Any] = {"job": job, "job_id": job, "restart": restart}
     try:
-        return {"job_id": told.get("job", ""), **told, **read_object(directory / "slurm.json")}
+        return told | read_object(directory / "slurm.json")
     except DamagedError:
-        return {"job_id": told.get("job", ""), **told}
+        return told
 
 
 def is_complete(directory: Path) -> bool:
@@ -103,13 +104,14 @@ def first_kill(directory: Path) -> Ending | None:
         except (OSError, ValueError):
             continue
     bad = min((code for code in codes if code[2]), default=None)
-    if bad and bad[2] > 128:
-        return killed(bad[1], bad[2] - 128)
-    return _killed_with_its_shell(directory)
+    return killed(bad[1], bad[2] - 128) if bad and bad[2] > 128 else None
 
 
-def _killed_with_its_shell(directory: Path) -> Ending | None:
-    """A rank that was killed together with the shell that would have noted it; srun tells."""
+def killed_with_its_shell_with_its_shell(directory: Path) -> Ending | None:
+    """A rank that was killed together with the shell that would have noted it; srun tells.
+
+    Where the script was signalled that tells nothing: srun then kills the ranks itself.
+    """
     found = _TASK_KILL.search(_tail(directory / "srun.log"))
     if found is None:
         return None
