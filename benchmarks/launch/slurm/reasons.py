@@ -107,7 +107,7 @@ def first_kill(directory: Path) -> Ending | None:
     return killed(bad[1], bad[2] - 128) if bad and bad[2] > 128 else None
 
 
-def killed_with_its_shell_with_its_shell(directory: Path) -> Ending | None:
+def killed_with_its_shell(directory: Path) -> Ending | None:
     """A rank that was killed together with the shell that would have noted it; srun tells.
 
     Where the script was signalled that tells nothing: srun then kills the ranks itself.
