@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from benchmarks.launch.finish import Ending, finish_attempt, killed
+from benchmarks.launch.owner import beat
 from benchmarks.launch.points import Point, attempt_directory, freeze
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.rank_process import start_rank
@@ -52,7 +53,6 @@ def run_attempt(
     """
     directory = attempt_directory(point.spec, runs_dir, launcher)
     freeze(point, directory, launcher, variant)
-    (directory / "launcher.pid").write_text(str(os.getpid()))
     num_ranks = sum(map(len, worlds))
     try:
         for ranks in worlds:
@@ -120,6 +120,7 @@ def _wait(
         if time.monotonic() > deadline:
             return Ending("timeout", f"not finished after measure.timeout_s={limit_s:g}")
         progress.update(point, _stage_of(directory, min(processes)))
+        beat(directory)
         time.sleep(_POLL_S)
     for rank, process in processes.items():
         exitcode = process.exitcode or 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -12,11 +13,12 @@ from benchmarks.launch.points import (
     PROVENANCE,
     Point,
     Rerun,
+    or_unwritten,
     still_to_run,
     variant_of,
     write_unstarted,
 )
-from benchmarks.launch.progress import SweepProgress, announce
+from benchmarks.launch.progress import SweepProgress, announce, say
 from benchmarks.records.record import RunRecord, check_writable
 from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
 
@@ -59,7 +61,11 @@ def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
         from benchmarks.report.write import write_report  # pandas and matplotlib only now
 
         roots = dict.fromkeys(runs_dir / point.spec.spec_id for point in points)
-        write_report(list(roots), report_dir)
+        try:
+            write_report(list(roots), report_dir)
+        except OSError as error:  # what was measured is recorded; the report can be made again
+            say(f"no report: {error.filename or report_dir}: {error.strerror or error}")
+            return 1
     return 0 if all(r.status in ("ok", "infeasible") for r in records or ()) else 1
 
 
@@ -70,6 +76,7 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
     if rerun not in get_args(Rerun):
         raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
     groups = _by_launcher(points, configs)
+    _say_equal_points(points, groups)
     for options, group in groups:
         variant_of(options)
         _launcher(options).check(group, options)
@@ -93,7 +100,8 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
 def _by_launcher(
     points: list[Point], configs: list[dict[str, Any]]
 ) -> list[tuple[dict[str, Any], list[Point]]]:
-    """Points with equal options of the launcher together; raises SpecError on an unknown one."""
+    """Points with equal options of the launcher together, equal points once; raises SpecError on
+    an unknown launcher."""
     groups: list[tuple[dict[str, Any], list[Point]]] = []
     for point, config in zip(points, configs, strict=True):
         options = config["launcher"]
@@ -101,11 +109,21 @@ def _by_launcher(
             known = ", ".join(PROVENANCE)
             raise SpecError(f"launcher.kind={options['kind']!r}: must be one of {known}")
         same = [group for known, group in groups if known == options]
+        if same and point.spec.spec_id in {known.spec.spec_id for known in same[0]}:
+            continue
         if same:
             same[0].append(point)
         else:
             groups.append((options, [point]))
     return groups
+
+
+def _say_equal_points(
+    points: list[Point], groups: list[tuple[dict[str, Any], list[Point]]]
+) -> None:
+    repeated = len(points) - sum(len(group) for _, group in groups)
+    if repeated:
+        say(f"{repeated} of {len(points)} points are equal to others of the sweep: one point each")
 
 
 def _launcher(options: dict[str, Any]) -> ModuleType:
@@ -116,4 +134,5 @@ def _record_infeasible(points: list[Point], runs_dir: Path, options: dict[str, A
     kind, variant = options["kind"], variant_of(options)
     for point in points:
         if point.plan is None:
-            write_unstarted(point, runs_dir, kind, "infeasible", point.reason, variant=variant)
+            refuse = partial(write_unstarted, point, runs_dir, kind, "infeasible", point.reason)
+            or_unwritten(point, kind, partial(refuse, variant=variant))

@@ -29,6 +29,9 @@ class Contender:
     filler: str = (
         ""  # writes the integers that a lone rank's peers would send, where they are not 1
     )
+    # Dropout's masks depend on the step, the microbatch and the piece alone (see
+    # zeropp/engine/randomness.py), so that one process can draw them, too.
+    reproduces_dropout: bool = False
 
     def plan(self, request: PlanRequest) -> Plan:
         """The plan for a request; raises InfeasibleError where there is none."""
@@ -62,6 +65,7 @@ CONTENDERS: dict[str, Contender] = {
             "ZeroPP",
             "zeropp.planner.zeropp_plan:plan_zeropp",
             "zeropp.engine.trainer:build",
+            reproduces_dropout=True,
         ),
         Contender(
             "deepspeed_3d",

@@ -20,7 +20,7 @@ from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.tables import memory_table
 from benchmarks.report.write import write_report
 from benchmarks.specification.run_spec import SpecError, spec_from_mapping
-from benchmarks.status import rows
+from benchmarks.status import standing
 from tests.unit.synthetic_records import make_record, write_records
 
 OLDER = Path(__file__).parent / "records" / "older.json"
@@ -83,7 +83,7 @@ def test_a_spec_that_names_no_cell_is_skipped_by_name(tmp_path: Path) -> None:
 def test_the_suite_finds_it_by_its_name(tmp_path: Path) -> None:
     record = read_record(OLDER)
     record.write(tmp_path / record.record_id / "record.json")
-    (row,) = rows(tmp_path)[0]
+    (row,) = standing(tmp_path).rows
     assert (row.spec_id, row.state) == (record.spec_id, "ok")
     today = spec_from_mapping(make_record().spec)
     assert list(records_of(today, tmp_path)) == []  # another name: it is measured once more
