@@ -27,9 +27,9 @@ class Settings:
     shard: int | Auto = 1  # ZeRO-3 group; auto: what remains inside a node
     replicate: int | Auto = "auto"  # data-parallel copies; auto: what remains
     replicate_zero: Literal[0, 1] = 0  # 1: optimizer state sharded over the replicas (ZeRO-1)
-    chunks: int = 1  # model chunks a rank (V)
-    unit: int | Auto = "auto"  # microbatches a scheduling unit (U), ZeroPP only
-    activation_cap: int | Auto = "auto"  # live chunk-activations a rank; auto: U*V
+    chunks: int = 1  # model chunks per rank (V)
+    unit: int | Auto = "auto"  # microbatches per scheduling unit (U), ZeroPP only
+    activation_cap: int | Auto = "auto"  # live chunk-activations per rank; auto: U*V
     activation_cap_gib: float | Auto = "auto"  # the same cap by its size, instead
     schedule: str = "auto"  # name of the generator where a contender has several
     sequence_parallel: bool = False
@@ -53,7 +53,7 @@ class PlanRequest:
     shape: ModelShape
     cluster: Cluster
     num_gpus: int
-    global_batch: int  # sequences a step
+    global_batch: int  # sequences per step
     microbatch_size: int  # sequences
     precision: Precision
     settings: Settings
@@ -89,7 +89,7 @@ class Plan:
 
     The model is the list of pieces ``[embedding, block 0 .. L-1, head]``; stage ``s`` holds
     pieces ``cuts[s] .. cuts[s+1]-1``. ``num_microbatches`` microbatches of
-    ``microbatch_size`` sequences pass through the pipeline of every data-parallel rank a step.
+    ``microbatch_size`` sequences pass through the pipeline of every data-parallel rank in a step.
     """
 
     contender: str
@@ -123,12 +123,12 @@ class Plan:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches a step and pipeline."""
+        """Microbatches per step and pipeline."""
         return self.schedule.num_microbatches
 
     @property
     def global_batch(self) -> int:
-        """Sequences a step over all ranks."""
+        """Sequences per step over all ranks."""
         return self.microbatch_size * self.num_microbatches * self.layout.dp
 
     def pieces_of(self, stage: int) -> range:

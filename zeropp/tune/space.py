@@ -31,7 +31,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Space:
-    """What a contender can choose from. ``schedules``: generator -> numbers of chunks a rank."""
+    """What a contender can choose from. ``schedules``: generator -> numbers of chunks per rank."""
 
     name: str
     label: str
