@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from zeropp.ranges import AT_LEAST_1, FROM_0_TO_1
 
 Family = Literal["gpt", "llama"]
 
@@ -20,15 +22,15 @@ class ModelShape:
 
     name: str
     family: Family
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    seq: int
+    layers: Annotated[int, AT_LEAST_1]
+    hidden: Annotated[int, AT_LEAST_1]
+    heads: Annotated[int, AT_LEAST_1]
+    kv_heads: Annotated[int, AT_LEAST_1]
+    ffn: Annotated[int, AT_LEAST_1]
+    vocab: Annotated[int, AT_LEAST_1]
+    seq: Annotated[int, AT_LEAST_1]
     tied_embeddings: bool = False
-    dropout: float = 0.0
+    dropout: Annotated[float, FROM_0_TO_1] = 0.0
     gated_mlp: bool | None = None
 
     @property

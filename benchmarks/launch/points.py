@@ -23,7 +23,6 @@ from benchmarks.records.record import (
     read_record,
     write_atomically,
 )
-from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, SpecError
 from benchmarks.worker.data import check_data
 from zeropp.cost import price_plan
@@ -60,15 +59,9 @@ class Point:
 def plan_point(spec: RunSpec) -> Point:
     """Check a spec's contender and data and plan it, with the memory that the cost model predicts
     for the plan; raises SpecError on bad input."""
-    contender = CONTENDERS.get(spec.contender.name)
-    if contender is None:
-        raise SpecError(
-            f"contender.name={spec.contender.name!r}: no such contender (known: "
-            f"{', '.join(CONTENDERS)})"
-        )
     check_data(spec)
     try:
-        plan = contender.plan(spec.request)
+        plan = spec.plan()
     except InfeasibleError as error:
         return Point(spec, None, str(error))
     memory = peak_memory(plan, price_plan(plan, spec.cluster))

@@ -33,7 +33,7 @@ Processes = Mapping[int, BaseProcess]  # by rank
 
 def is_here(device: Device) -> bool:
     """This machine has such a device, as far as the kind goes."""
-    return device.name == "cpu" or any(Path("/dev").glob("nvidia[0-9]*"))
+    return device.is_cpu or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def run_attempt(
@@ -101,7 +101,7 @@ def _start(
             rank=rank,
             variables=common | {"RANK": str(rank), "LOCAL_RANK": str(place)},
             log=directory / f"rank_{rank:03d}.log",
-            on_cpu=spec.cluster.device.name == "cpu",
+            on_cpu=spec.cluster.device.is_cpu,
         )
         for place, rank in enumerate(ranks)
     }

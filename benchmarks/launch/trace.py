@@ -60,7 +60,7 @@ def _check_fake(point: Point) -> None:
             f"contender.name={settings.name!r}: with fake tensors launcher=trace runs "
             f"{', '.join(_TRACED)} (use launcher.tensors=real, or launcher=simulate for formulas)"
         )
-    if settings.compile:
+    if point.plan is not None and point.plan.compile:
         raise SpecError(
             "contender.compile=true: launcher=trace has nothing to compile for with fake tensors "
             "(use false, or launcher.tensors=real)"

@@ -15,8 +15,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.records.recorded_spec import default_knobs
 from benchmarks.report import style, words
-from benchmarks.report.configuration import default_knobs
 from benchmarks.report.frame import CELL
 from benchmarks.report.pairs import speedup_of
 from benchmarks.report.picture import Picture
@@ -74,12 +74,11 @@ def _base(members: list[dict[Any, Any]], against: Mapping[str, str]) -> dict[Any
     """The member that the others are compared with: of those with the knobs of ``against`` the
     one that differs least from the contender's defaults, a success sooner than a failure."""
     fine = [m for m in members if all(_is(m["knobs"], k, v) for k, v in against.items())]
-    default = default_knobs(members[0]["contender"])
-    plain = {} if default is None else vars(default)
+    plain = default_knobs(members[0]["contender"]) or {}
 
     def distance(member: dict[Any, Any]) -> tuple[bool, int]:
         knobs = member["knobs"]
-        apart = sum(name in plain and knobs[name] != plain[name] for name in knobs)
+        apart = sum(knobs[name] not in ("auto", plain.get(name, knobs[name])) for name in knobs)
         return member["status"] != "ok", apart
 
     return min(fine, key=distance, default=None)

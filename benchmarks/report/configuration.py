@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 from benchmarks.records.record import RunRecord
-from benchmarks.records.recorded_spec import RecordedSpec
-from benchmarks.specification.compose import preset
-from benchmarks.specification.run_spec import SpecError
-from zeropp.plan import Settings
+from benchmarks.records.recorded_spec import PLAIN_KNOBS, RecordedSpec, default_knobs
 
 # Knobs that the text names in a form of their own.
 _NAMED = {"name", "tp", "pp", "chunks", "shard", "replicate", "replicate_zero", "unit"}
@@ -28,8 +23,7 @@ def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
     every degree was left open.
     """
     name, plan = spec.contender.name, record.plan
-    plain = asdict(Settings(name))  # what is set apart from it is another configuration
-    knobs = plain | spec.contender.knobs
+    knobs = PLAIN_KNOBS | spec.contender.knobs
     degrees = plan.get("layout") or {k: v for k, v in knobs.items() if v != "auto"}
     names = {"tp": "TP", "pp": "PP", "chunks": "V", "shard": "ZeRO-3x", "replicate": "DP"}
     parts = [f"{short}{degrees[key]}" for key, short in names.items() if degrees.get(key, 1) > 1]
@@ -40,10 +34,11 @@ def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
         parts.append(knobs["schedule"])
     if spec.microbatch_size > 1:
         parts.append(f"b{spec.microbatch_size}")
-    if knobs["recompute"] != "none":
+    if knobs["recompute"] not in ("auto", "none"):
         parts.append(f"recompute {knobs['recompute']}")
-    parts += [word for word in ("sequence_parallel", "compile") if knobs[word]]
-    parts += [f"{k} {v}" for k, v in knobs.items() if k not in _NAMED and v != plain.get(k)]
+    parts += [word for word in ("sequence_parallel", "compile") if knobs[word] is True]
+    other = {k: v for k, v in knobs.items() if k not in _NAMED and v != "auto"}
+    parts += [f"{k} {v}" for k, v in other.items() if v != PLAIN_KNOBS.get(k)]
     return " ".join(parts) or ("1 rank" if spec.num_gpus == 1 else "auto")
 
 
@@ -59,7 +54,7 @@ def _unit_text(plan: dict[str, Any], asked: object) -> list[str]:
 def asked_knobs(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:
     """Every knob as it was asked for, the microbatch's size among them; ``unit`` also says what
     the planner made of it."""
-    knobs = asdict(Settings(spec.contender.name)) | spec.contender.knobs
+    knobs = PLAIN_KNOBS | spec.contender.knobs
     knobs = {k: v for k, v in knobs.items() if k != "name"}
     run = record.plan.get("unit", 0)
     if isinstance(knobs["unit"], int) and run not in (0, knobs["unit"]):
@@ -67,24 +62,13 @@ def asked_knobs(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:
     return knobs | {"microbatch_size": spec.microbatch_size}
 
 
-@lru_cache
-def default_knobs(contender: str) -> Settings | None:
-    """The knobs that a contender has where a command line sets none; None for one without a
-    preset in ``conf/contender``."""
-    try:
-        return cast("Settings", preset("contender", contender, Settings))
-    except SpecError:
-        return None
-
-
 def has_default_degrees(spec: RecordedSpec) -> bool:
     """Whether every degree is the contender's default, so that nobody has tuned them."""
     default = default_knobs(spec.contender.name)
     if default is None:
         return False
-    plain = asdict(default)
-    knobs = plain | spec.contender.knobs
-    return all(knobs[name] == plain[name] for name in _DEGREES)
+    knobs = default | spec.contender.knobs
+    return all(knobs[name] in ("auto", default[name]) for name in _DEGREES)
 
 
 def evidence_of(record: RunRecord) -> str:

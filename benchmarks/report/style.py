@@ -1,4 +1,4 @@
-"""How every figure looks: one colour per contender everywhere, readable in print.
+"""How every figure looks: each contender has one style everywhere, which its own folder gives.
 
 Contenders are named by their keys; ``words.contender_label`` is what a legend shows. Colours are
 Okabe and Ito's, made for the colour-blind; hatches, dashes and markers repeat the distinction where
@@ -20,18 +20,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.report import words
+from benchmarks.specification.contenders import PRICED
+from zeropp.tune.contender import Style
 
-COLOURS = {
-    "zeropp": "#0072B2",
-    "deepspeed_3d": "#D55E00",
-    "torch_pp": "#009E73",
-    "fsdp": "#CC79A7",
-    "best_3d": "#E69F00",
-}
-HATCHES = {"zeropp": "", "deepspeed_3d": "//", "torch_pp": "..", "fsdp": "xx"}
-DASHES = {"zeropp": "-", "deepspeed_3d": (0, (5, 2)), "torch_pp": (0, (1, 1.2)), "fsdp": "-."}
-MARKERS = {"zeropp": "o", "deepspeed_3d": "s", "torch_pp": "^", "fsdp": "D"}
-OTHER = "#56B4E9"
+_OTHER = Style(colour="#56B4E9", hatch="\\\\", dashes="-", marker="v")  # none of today's
 COLUMNS = 3  # panels side by side
 WARM, COOL, NEUTRAL = "#D55E00", "#0072B2", "#777777"  # worse, better, neither
 
@@ -57,26 +49,28 @@ plt.rcParams.update(_RC)
 
 def colour(contender: str) -> str:
     """The contender's colour."""
-    return COLOURS.get(contender, OTHER)
+    return _style(contender).colour
 
 
 def hatch(contender: str) -> str:
     """The contender's hatch."""
-    return HATCHES.get(contender, "\\\\")
+    return _style(contender).hatch
 
 
 def line(contender: str) -> dict[str, Any]:
     """Colour, dashes and marker of the contender's line."""
-    return {
-        "color": colour(contender),
-        "linestyle": DASHES.get(contender, "-"),
-        "marker": MARKERS.get(contender, "v"),
-    }
+    style = _style(contender)
+    return {"color": style.colour, "linestyle": style.dashes, "marker": style.marker}
+
+
+def _style(contender: str) -> Style:
+    known = PRICED.get(contender)
+    return known.style if known else _OTHER
 
 
 def ordered(contenders: Iterable[str]) -> list[str]:
-    """Contenders without repetition, in the order of the colours: the same in every figure."""
-    rank = {name: number for number, name in enumerate(COLOURS)}
+    """Contenders without repetition, in the order of the registry: the same in every figure."""
+    rank = {name: number for number, name in enumerate(PRICED)}
     return sorted(set(contenders), key=lambda name: (rank.get(name, len(rank)), name))
 
 

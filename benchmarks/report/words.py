@@ -12,19 +12,18 @@ from collections.abc import Callable
 
 import pandas as pd
 
-from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.contenders import PRICED
 
 Form = Callable[[float], str]
 
 _FAMILIES = {"gpt": "GPT", "llama": "Llama"}
-_STUDIED = {"best_3d": "3D, best known"}  # a contender of the verdict that no folder runs
 _STATUS = {"oom": "OOM"}
 
 
 def contender_label(name: str) -> str:
     """What tables and figures call a contender: ``DeepSpeed 3D`` for ``deepspeed_3d``."""
-    known = CONTENDERS.get(name)
-    return known.label if known else _STUDIED.get(name, name)
+    known = PRICED.get(name)
+    return known.label if known else name
 
 
 def model_label(name: str) -> str:

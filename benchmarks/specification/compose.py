@@ -38,7 +38,8 @@ def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[s
     composed: list[DictConfig] = []
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise, so that the error can be one line
     collect = hydra.main(version_base="1.3", config_path=str(_CONF), config_name=config_name)
-    asked = _flags_first(sys.argv[1:] if words is None else list(words))
+    words = _flags_first(sys.argv[1:] if words is None else list(words))
+    asked = [_any_knob(word) for word in words]
     _refuse_two_batches(asked)
     with (
         tempfile.TemporaryDirectory() as scratch,  # Hydra writes its own notes of a sweep there
@@ -91,6 +92,11 @@ def _flags_first(words: list[str]) -> list[str]:
     """The words with all overrides behind the flags, since Hydra takes no flag between them."""
     overrides = [w for w in words if w[:1] in ("+", "~") or ("=" in w and not w.startswith("-"))]
     return [word for word in words if word not in overrides] + overrides
+
+
+def _any_knob(word: str) -> str:
+    """Let Hydra pass on every knob: which ones a contender has, its own type says, and better."""
+    return f"++{word}" if word.startswith("contender.") else word
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

@@ -47,7 +47,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.records.record import GateCheck, GateResult
-from benchmarks.specification.contenders import Contender
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource
 from benchmarks.worker.expected import Expected, expect, sgd_for
@@ -56,6 +55,7 @@ from zeropp.cost import parameter_count
 from zeropp.literals import Precision
 from zeropp.model import initial_std
 from zeropp.shape import ModelShape
+from zeropp.tune.contender import Contender
 
 _MAX_PARAMETERS = 100_000_000
 _ROUNDINGS = 8
@@ -64,11 +64,11 @@ _BLIND = 0.5  # a limit above this share of an update says little about it
 
 
 def run_gate(
-    spec: RunSpec, contender: Contender, batches: BatchSource, device: torch.device
+    spec: RunSpec, contender: Contender[Any], batches: BatchSource, device: torch.device
 ) -> dict[str, Any]:
     """Train both ways and return the fields of a GateResult, equal on every rank. Collective."""
     small, source, left_out = gated_spec(spec, contender, batches)
-    plan = contender.plan(small.request)
+    plan = small.plan()
     pairs = []
     with initial_std(small.model.hidden**-0.5):
         for optimizer in (sgd_for(small, source, device), small.optimizer):
@@ -83,7 +83,7 @@ def run_gate(
 
 
 def gated_spec(
-    spec: RunSpec, contender: Contender, batches: BatchSource
+    spec: RunSpec, contender: Contender[Any], batches: BatchSource
 ) -> tuple[RunSpec, BatchSource, list[str]]:
     """The spec and the batches that the gate trains on, and what that leaves out, in words."""
     shape, left_out = gate_shape(spec.model), []

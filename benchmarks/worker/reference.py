@@ -101,7 +101,7 @@ class OneProcess:
         for master, working in pairs:
             working.data.copy_(master.data)
         inputs, targets = (torch.from_numpy(p).to(self._device) for p in self._batches.batch(step))
-        count = self._spec.global_batch // self._spec.microbatch_size
+        count = self._spec.global_batch // self._spec.candidate.microbatch_size
         total = 0.0
         for number, (x, y) in enumerate(
             zip(inputs.chunk(count), targets.chunk(count), strict=True)

@@ -65,7 +65,7 @@ def find(spec: RunSpec, faults: list[str]) -> dict[str, list[GateCheck]]:
     os.environ["LOCAL_RANK"] = str(dist.get_rank())  # DeepSpeed asks for it
     contender = CONTENDERS[spec.contender.name]
     spec, batches, _ = gated_spec(spec, contender, open_batches(spec))
-    plan = contender.plan(spec.request)
+    plan = spec.plan()
     at = plan.layout.coordinates(dist.get_rank())
     place = Place(plan, plan.layout.dp_index(dist.get_rank()), at["pp"], at["tp"])
     found = {}

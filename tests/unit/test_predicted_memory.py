@@ -22,9 +22,9 @@ from zeropp.sim.simulator import simulate
 
 SETTINGS = {
     "zeropp": {"pp": 2, "shard": 2, "chunks": 2},
-    "deepspeed_3d": {"pp": 2, "tp": 2, "schedule": "1f1b"},
+    "deepspeed_3d": {"pp": 2, "tp": 2},
     "torch_pp": {"pp": 2, "shard": 2, "chunks": 2, "schedule": "interleaved_1f1b"},
-    "fsdp": {"pp": 1, "shard": 4},
+    "fsdp": {"shard": 4},
 }
 
 

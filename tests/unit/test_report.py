@@ -74,7 +74,7 @@ def test_latest_success_wins_and_failures_stay(tmp_path: Path) -> None:
     rows = latest_ok(frame)
     assert list(rows["step_s"].dropna()) == [1.0]
     table = throughput_table(rows)
-    assert column(table, "note") == ["rank 0: out of memory", ""]
+    assert column(table, "note") == ["rank 0: out of memory", "default degrees"]
     assert "OOM" in column(table, "step [s]")
     assert "OOM" in column(headline_table(rows), "tokens/s/rank")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import CHECKOUT
-from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.contenders import PRICED
 from benchmarks.studies.validation.cases import case_of, even_cuts
 from benchmarks.studies.validation.clusters import cluster_of
 from benchmarks.studies.validation.errors import first_of_runs, outcome_of, predicted_rows
@@ -20,8 +20,8 @@ from benchmarks.studies.validation.reader import read_rows, training_tables
 from benchmarks.studies.validation.rows import UnpredictableError
 from benchmarks.validate import main
 from tests.unit.published_cells import CELLS, LARGE, line_of, predicted, row, write_table
+from tests.unit.simulated_task import task
 from zeropp.programs import Program, program_named
-from zeropp.tune.space import SPACES
 
 
 def value(**changes: str) -> float:
@@ -237,7 +237,7 @@ def test_a_judged_contender_is_validated_or_the_page_says_what_differs() -> None
     validated = {row.program for row in rows if row is not None}
     page = (CHECKOUT / "docs" / "simulator.md").read_text("utf-8")
     listed = dict(re.findall(r"^\| `(\w+)` \| (`.*)$", page, re.MULTILINE))
-    judged = {*CONTENDERS, *(space.program for space in SPACES.values())}
+    judged = {contender.size(task(), contender.knobs(), 1).program for contender in PRICED.values()}
     assert len(judged) >= 5
     assert judged - validated <= set(listed)
     for name in judged - validated:

@@ -8,6 +8,7 @@ Norms, activations and softmax are left out, as in Megatron-LM (arXiv 2104.04473
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from zeropp.shape import ModelShape
 
@@ -64,6 +65,7 @@ def model_flops_per_token(shape: ModelShape) -> int:
     return 3 * sum(piece_forward_flops(shape, index) for index in range(shape.num_pieces))
 
 
+@lru_cache(maxsize=4096)
 def balanced_cuts(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
     """``cut_by_weight`` of a shape's pieces by their forward FLOPs."""
     weights = [piece_forward_flops(shape, index) for index in range(shape.num_pieces)]

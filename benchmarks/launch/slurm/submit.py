@@ -73,7 +73,7 @@ def say(line: str) -> None:
 
 def _predicted_step_s(point: Point) -> float | None:
     """The simulator's step; None on CPUs, where it cannot know how many ranks share a core."""
-    if point.plan is None or point.spec.cluster.device.name == "cpu":
+    if point.plan is None or point.spec.cluster.device.is_cpu:
         return None
     return simulate(point.plan, point.spec.cluster).step_s
 
