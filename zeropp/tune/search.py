@@ -223,9 +223,10 @@ class _Search(Generic[K]):
                 yield member, plan
 
     def _may_fit(self, plan: Plan, price: PlanPrice) -> bool:
-        fits = least_bytes(plan, price) <= self._limit
-        self._outcome.fallen[OOM] += not fits
-        return fits
+        if least_bytes(plan, price) <= self._limit:
+            return True
+        self._outcome.fallen[OOM] += 1
+        return False
 
     def _evaluate(self, entry: _Entry[K], to_beat: float) -> None:
         """Simulate a member: first the order that needs no durations, then, if that comes near,
