@@ -162,7 +162,7 @@ class FsdpTrainer:
             ]
 
     def _clock(self) -> float:
-        """Seconds since the step began, with the device caught up."""
+        """Seconds since the step began, with the compute stream caught up."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
         return time.perf_counter() - self._begin
