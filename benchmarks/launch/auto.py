@@ -42,8 +42,11 @@ class _Choice:
 
 
 def with_best_plan(spec: RunSpec) -> RunSpec:
-    """The spec with everything that it leaves open chosen; itself where nothing is open. Knobs stay
-    ``auto`` where the cluster has no prices, for the planner's simple rules. Raises InfeasibleError where no plan fits the device's memory."""
+    """The spec with everything that it leaves open chosen; itself where nothing is open.
+
+    Knobs stay ``auto`` where the cluster has no prices, for the planner's simple rules. Raises
+    InfeasibleError where no plan fits the device's memory.
+    """
     contender = CONTENDERS[spec.contender.name]
     is_open = spec.microbatch_size == "auto" or contender.left_open(spec.contender)
     if not is_open:
