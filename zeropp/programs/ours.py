@@ -26,7 +26,7 @@ ZEROPP = Entry(
         keeps_gathered_inputs=True,
         sums_per_chunk=True,
         selective="elementwise",
-        spread="flops",
+        spread="cost",
     ),
     "this repository's engine",
     {
@@ -42,7 +42,7 @@ ZEROPP = Entry(
         "keeps_gathered_inputs": "no tensor parallelism, so the trait changes nothing",
         "sums_per_chunk": f"{_ENGINE}/chunk.py; {_TRACED}",
         "selective": f"{_ENGINE}/recompute.py",
-        "spread": "zeropp/cost/flops.py, balanced_cuts",
+        "spread": "zeropp/cost/cuts.py, cut_by_cost",
     },
 )
 FSDP = ZEROPP.but(
@@ -88,7 +88,7 @@ DEEPSPEED_3D = Entry(
         keeps_gathered_inputs=True,
         pipe_buffers=True,
         flattens_gradients=True,
-        spread="flops",
+        spread="cost",
     ),
     "DeepSpeed 0.19.8's PipelineEngine, as baselines/deepspeed_3d runs it",
     {
@@ -107,7 +107,7 @@ DEEPSPEED_3D = Entry(
         "pipe_buffers": f"{_DEEPSPEED}, runtime/pipe/engine.py, pipe_buffers; {_TRACED}",
         "flattens_gradients": f"{_DEEPSPEED}, runtime/engine.py, allreduce_bucket and "
         f"MEMORY_OPT_ALLREDUCE_SIZE; {_TRACED}",
-        "spread": "zeropp/cost/flops.py, balanced_cuts",
+        "spread": "zeropp/cost/cuts.py, cut_by_cost",
     },
 )
 
@@ -121,7 +121,7 @@ BEST_PUBLIC_3D = Entry(
         overlap_tensor=True,
         overlap_reduction=True,
         overlap_updated=True,
-        spread="flops",
+        spread="cost",
     ),
     "a bound, not one program: the best part of every public one",
     {
@@ -131,6 +131,6 @@ BEST_PUBLIC_3D = Entry(
         "overlap_tensor": f"{_CORE}: --tp-comm-overlap, which needs sequence parallelism",
         "overlap_reduction": f"{_CORE}: --overlap-grad-reduce",
         "overlap_updated": f"{_CORE}: --overlap-param-gather",
-        "spread": "zeropp/cost/flops.py, balanced_cuts: as all contenders are cut",
+        "spread": "zeropp/cost/cuts.py, cut_by_cost: as all contenders are cut",
     },
 )
