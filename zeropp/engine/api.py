@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeropp.cost import cut_by_weight
 from zeropp.engine.engine import Engine, EngineOptions, Piece
+from zeropp.engine.flat_layout import Name
 from zeropp.engine.interpreter import LossFunction
 from zeropp.engine.knobs import Knobs, check_knobs
-from zeropp.engine.replicas import Name
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
 from zeropp.literals import Precision
 from zeropp.plan import Settings
@@ -108,14 +108,17 @@ def _options(
     lr_schedule: Callable[[int], float] | None,
     dropout_seed: int | None,
 ) -> EngineOptions:
+    if dropout_seed is None and not settings.compile:
+        dropout_seed = 0
     return EngineOptions(
         precision,
         settings.recompute,
         settings.replicate_every,
+        settings.reduce_dtype,
         tied,
         lr_schedule,
         dropout_seed,
-        settings.compile,
+        compile=settings.compile,
     )
 
 
