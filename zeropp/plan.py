@@ -11,7 +11,8 @@ from typing import Literal
 
 from zeropp.cluster import Cluster
 from zeropp.layout import Layout
-from zeropp.literals import Auto, Placement, Precision, Recompute, ReduceEvery, Runtime, WireType
+from zeropp.literals import Auto, Placement, Precision, Recompute, ReduceEvery, WireType
+from zeropp.programs import program_named
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
 
@@ -96,7 +97,7 @@ class Plan:
     microbatch_size: int
     schedule: Schedule
     cuts: tuple[int, ...]
-    runtime: Runtime  # whose copies and overlaps a step has (``zeropp/cost/software.py``)
+    program: str  # name in the registry: what it has, overlaps, copies and keeps
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     reduce_every: ReduceEvery = "unit"
@@ -107,12 +108,16 @@ class Plan:
     compile: bool = False
     memory: tuple[MemoryBytes, ...] = ()  # predicted, one a pipeline rank; empty if not predicted
 
+    def __post_init__(self) -> None:
+        """Refuse a program that is not registered (ValueError with the known names)."""
+        program_named(self.program)
+
     @property
     def gathers(self) -> bool:
-        """Parameters are gathered before use: they are sharded, or compute uses bf16 copies of
-        fp32 masters, as FSDP2's mixed precision does."""
-        copies = self.precision == "bf16" and self.runtime == "fsdp2"
-        return self.layout.shard > 1 or copies
+        """Parameters are gathered before use: they are sharded, or the program computes on 16-bit
+        copies of fp32 parameters, as FSDP2's mixed precision does."""
+        casts = program_named(self.program).state(self.precision).casts_parameters
+        return self.layout.shard > 1 or casts
 
     @property
     def num_microbatches(self) -> int:

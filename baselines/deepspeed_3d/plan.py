@@ -30,7 +30,7 @@ def plan(request: PlanRequest) -> Plan:
     )
     schedule = with_deepspeed_exchanges(schedule)
     validate(schedule)
-    return replace(assemble(request, layout, schedule), runtime="deepspeed", reduce_every="step")
+    return replace(assemble("deepspeed_3d", request, layout, schedule), reduce_every="step")
 
 
 def with_deepspeed_exchanges(schedule: Schedule) -> Schedule:

@@ -29,7 +29,8 @@ def plan(request: PlanRequest) -> Plan:
         reduce_every=settings.reduce_every,
     )
     validate(schedule)
-    return assemble(request, layout, schedule, cuts=tuple(range(schedule.num_stages + 1)))
+    cuts = tuple(range(schedule.num_stages + 1))
+    return assemble("fsdp", request, layout, schedule, cuts)
 
 
 def accumulation(num_stages: int, num_microbatches: int) -> Schedule:

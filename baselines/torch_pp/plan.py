@@ -42,7 +42,7 @@ def plan(request: PlanRequest) -> Plan:
             for program, order in zip(schedule.programs, compute.programs, strict=True)
         )
         schedule = replace(schedule, programs=tuple(programs))
-    return replace(assemble(request, layout, schedule), reduce_every="step")
+    return replace(assemble("torch_pp", request, layout, schedule), reduce_every="step")
 
 
 def with_torch_gathers(program: Program, compute: Program) -> Program:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from benchmarks.launch.finish import Ending, finish_attempt, killed
 from benchmarks.launch.points import Point, attempt_directory, freeze
 from benchmarks.launch.progress import SweepProgress
+from benchmarks.launch.rank_process import start_rank
 from benchmarks.records.rank_events import rank_file, read_events
 from benchmarks.records.record import RunRecord
 from benchmarks.specification.run_spec import RunSpec
@@ -26,8 +27,7 @@ from zeropp.cluster import Device
 _POLL_S = 0.2
 _GRACE_S = 5.0  # for the other ranks to say what they saw, once one has ended badly
 
-Process = subprocess.Popen[bytes]
-Processes = Mapping[int, Process]  # by rank
+Processes = Mapping[int, BaseProcess]  # by rank
 
 
 def is_here(device: Device) -> bool:
@@ -88,26 +88,23 @@ def _run_ranks(
 def _start(
     spec: RunSpec, directory: Path, ranks: Sequence[int], arguments: Sequence[str]
 ) -> Processes:
-    common = os.environ | {
+    common = {
+        **os.environ,
         "WORLD_SIZE": str(spec.num_gpus),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
-        "SUITE_LAUNCHER_PID": str(os.getpid()),
     }
     common.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(ranks))))
-    command = [sys.executable, "-m", "benchmarks.worker", str(directory / "spec.json")]
-    processes = {}
-    for place, rank in enumerate(ranks):
-        with (directory / f"rank_{rank:03d}.log").open("wb") as log:
-            processes[rank] = subprocess.Popen(
-                [*command, "--out", str(directory), *arguments],
-                env=common | {"RANK": str(rank), "LOCAL_RANK": str(place)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-    return processes
+    return {
+        rank: start_rank(
+            [str(directory / "spec.json"), "--out", str(directory), *arguments],
+            rank=rank,
+            variables=common | {"RANK": str(rank), "LOCAL_RANK": str(place)},
+            log=directory / f"rank_{rank:03d}.log",
+            on_cpu=spec.cluster.device.name == "cpu",
+        )
+        for place, rank in enumerate(ranks)
+    }
 
 
 def _wait(
@@ -116,8 +113,8 @@ def _wait(
     """Wait for all ranks, for the first bad end, or for the time limit."""
     limit_s = point.spec.measure.timeout_s
     deadline = time.monotonic() + limit_s
-    while any(process.poll() is None for process in processes.values()):
-        if any(process.returncode for process in processes.values()):
+    while any(process.exitcode is None for process in processes.values()):
+        if any(process.exitcode for process in processes.values()):
             _wait_all(processes, _GRACE_S)
             break
         if time.monotonic() > deadline:
@@ -125,8 +122,9 @@ def _wait(
         progress.update(point, _stage_of(directory, min(processes)))
         time.sleep(_POLL_S)
     for rank, process in processes.items():
-        if (process.returncode or 0) < 0 and not _has_finished(directory, rank):
-            return killed(rank, -process.returncode)
+        exitcode = process.exitcode or 0
+        if exitcode < 0 and not _has_finished(directory, rank):
+            return killed(rank, -exitcode)
     return None
 
 
@@ -155,18 +153,17 @@ def _stage_of(directory: Path, rank: int) -> str:
 
 def _wait_all(processes: Processes, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while any(p.poll() is None for p in processes.values()) and time.monotonic() < deadline:
+    while any(p.exitcode is None for p in processes.values()) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
 def _kill(processes: Processes) -> None:
     for process in processes.values():
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+        process.kill()
+        with suppress(ProcessLookupError):  # its children, in the session that it leads
+            os.killpg(process.pid or 0, signal.SIGKILL)
     for process in processes.values():
-        process.wait(timeout=30)
+        process.join(timeout=30)
 
 
 def _free_port() -> int:

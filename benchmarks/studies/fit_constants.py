@@ -1,10 +1,10 @@
 """Fit the cost model's constants on published measurements and print them; writes nothing.
 
-One set of constants a device, and a few of programs (``validation/programs.py``); none of a
+One set of constants a device, and a few of programs (``zeropp/programs``); none of a
 row. Least squares on the logarithm of predicted over measured throughput with a soft L1
 loss, on at most ``--rows`` rows of each of the four fitted sources, drawn by a fixed seed; weak
 priors hold constants that the data do not tell. Rounded results go into ``conf/cluster`` and
-``programs.py`` by hand. Takes some minutes.
+``zeropp/programs`` by hand. Takes some minutes.
 
     python -m benchmarks.studies.fit_constants [--rows 120]
 """
@@ -69,14 +69,14 @@ class Sample:
 
     def log_error(self, values: Sequence[float]) -> float:
         """Logarithm of predicted over measured with these constants."""
-        device, software = self.case.cluster.device, self.case.software
+        device, program = self.case.cluster.device, self.case.program
         for constant, value in zip(CONSTANTS, values, strict=True):
             if constant.of == device.name:
                 device = replace(device, **cast("Any", {constant.field: value}))
             elif constant.of == self.table:
-                software = replace(software, **cast("Any", {constant.field: value}))
+                program = replace(program, **cast("Any", {constant.field: value}))
         cluster = replace(self.case.cluster, device=device)
-        case = replace(self.case, cluster=cluster, software=software)
+        case = replace(self.case, cluster=cluster, program=program)
         return math.log1p(predict_case(self.row, case).relative_error)
 
 

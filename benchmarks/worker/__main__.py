@@ -8,12 +8,12 @@ the rank runs alone. Knows neither Hydra nor Slurm.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,17 +38,19 @@ EXIT_OOM = 4
 EXIT_SIGNAL = 5
 
 
-def main() -> int:
-    """Entry of every rank; the exit status is 0 only where everything was measured."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Entry of every rank, with the words of its command line (default: this process's).
+
+    The exit status is 0 only where everything was measured.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("spec", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="the attempt's directory")
     parser.add_argument("--lone", action="store_true", help="one rank without its peers")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     rank = int(os.environ["RANK"])
     events = EventWriter(arguments.out, rank)
     _leave_on_signal(events)
-    _die_with_launcher()
     try:
         spec = load_spec(arguments.spec)
         if arguments.lone:
@@ -168,17 +170,6 @@ def _leave_on_signal(events: EventWriter) -> None:
         os._exit(EXIT_SIGNAL)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def _die_with_launcher() -> None:
-    """Linux: no rank outlives the process that started it, however that one died."""
-    launcher = os.environ.get("SUITE_LAUNCHER_PID")
-    if launcher is None:
-        return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != int(launcher):
-        os._exit(EXIT_SIGNAL)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,13 +22,13 @@ SWEEP = [
 ]
 
 
-def ranks_of(runs: Path) -> list[psutil.Process]:
-    """Every live worker process that writes below ``runs``."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
-        if "benchmarks.worker" in command and any(str(runs) in word for word in command):
-            found.append(process)
+def ranks_of(runs: Path) -> dict[int, psutil.Process]:
+    """Every live rank whose log lies below ``runs``, by its number."""
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            logs = [Path(f.path) for f in process.open_files() if f.path.endswith(".log")]
+            found |= {int(p.stem[-3:]): process for p in logs if p.is_relative_to(runs)}
     return found
 
 
@@ -54,7 +55,7 @@ def wait_for_steps(runs: Path, seconds: float) -> None:
 def runs(tmp_path: Path) -> Iterator[Path]:
     directory = tmp_path / "runs"
     yield directory
-    for process in ranks_of(directory):
+    for process in ranks_of(directory).values():
         process.kill()
 
 
@@ -66,7 +67,7 @@ def test_kill_of_one_rank_then_resume(runs: Path) -> None:
     long = "measure.steps=3000"
     sweep = start(runs, long, "measure.timeout_s=300")
     wait_for_steps(runs, 90)
-    victim = next(p for p in ranks_of(runs) if p.environ()["RANK"] == "1")
+    victim = ranks_of(runs)[1]
     killed_at = time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)
     while not statuses(runs):
@@ -82,7 +83,7 @@ def test_kill_of_one_rank_then_resume(runs: Path) -> None:
     deadline = time.monotonic() + 10
     while ranks_of(runs) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert ranks_of(runs) == []
+    assert ranks_of(runs) == {}
 
 
 def wait_for_next(runs: Path, done: str) -> None:

@@ -17,11 +17,12 @@ from zeropp.cost import balanced_cuts, parameter_count, price_plan
 from zeropp.cost.blocks import Work, attention_backward_s, attention_s
 from zeropp.cost.collectives import all_reduce_s, gather_s, group, transfer_s
 from zeropp.cost.kernels import matmul_s
-from zeropp.cost.software import Selective, Software, Updated
 from zeropp.cost.stage_costs import stragglers
 from zeropp.layout import Layout
 from zeropp.literals import Recompute
 from zeropp.plan import Plan
+from zeropp.programs import Program, StateBytes
+from zeropp.programs.traits import Selective, Updated
 from zeropp.schedule.program import Schedule, loop_placement
 from zeropp.shape import ModelShape
 
@@ -45,7 +46,7 @@ def plan(shape: ModelShape = GPT, microbatch: int = 2, **layout: object) -> Plan
     stages = made.pp * made.chunks
     schedule = Schedule("1f1b", 8, 8, loop_placement(made.pp, made.chunks), ())
     cuts = balanced_cuts(shape, stages)
-    return Plan("zeropp", shape, made, microbatch, schedule, cuts, "fsdp2", precision="bf16")
+    return Plan("zeropp", shape, made, microbatch, schedule, cuts, "zeropp", precision="bf16")
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "cluster").glob("*.yaml")), ids=lambda p: p.stem)
@@ -97,8 +98,9 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> N
     tensor = price_plan(plan(tp=4), A100)
     both = price_plan(plan(tp=4, sequence_parallel=True), A100)
     assert both.memory[0].activations < tensor.memory[0].activations
-    assert min(tensor.tp_s[0]) > 0.0
-    assert price_plan(plan(), A100).tp_s == ((0.0, 0.0),)
+    extras = tensor.extras[0]
+    assert min(extras.tensor_forward, extras.tensor_backward) > 0.0
+    assert price_plan(plan(), A100).extras[0].tensor == 0.0
 
 
 def test_zero1_splits_the_optimizer_over_replicas() -> None:
@@ -175,16 +177,17 @@ def test_cuts_are_contiguous_and_give_every_stage_a_piece(stages: int, layers: i
     assert all(a < b for a, b in pairwise(cuts))
 
 
-def test_a_plan_of_no_known_runtime_has_no_default_price() -> None:
+def test_a_plan_has_the_price_of_its_program_and_an_unknown_program_is_refused() -> None:
     known = plan(pp=2, tp=2)
-    assert price_plan(known, A100) != price_plan(replace(known, runtime="deepspeed"), A100)
-    with pytest.raises(ValueError, match="runtime='published'"):
-        price_plan(replace(known, runtime="published"), A100)
+    assert price_plan(known, A100) != price_plan(replace(known, program="deepspeed_3d"), A100)
+    with pytest.raises(ValueError, match=r"program='fsdp3': not registered .*torchtitan, zero"):
+        replace(known, program="fsdp3")
 
 
 def test_one_shard_pays_for_the_copies_of_mixed_precision_alone() -> None:
     (bf16,) = price_plan(plan(), A100).stages
-    assert min(bf16.unshard, bf16.copy_out) > 0  # a cast beside compute, a copy in line with it
+    assert bf16.unshard > 0  # a cast beside compute
+    assert bf16.copy_out == bf16.copy_in == 0  # and nothing in line with it
     assert bf16.reduce_grad == 0
     assert bf16.copy_in > bf16.copy_out  # fp32 gradients, bf16 parameters
     (fp32,) = price_plan(replace(plan(), precision="fp32"), A100).stages
@@ -214,9 +217,9 @@ def test_backward_of_attention() -> None:
 
 
 def test_deepspeed_pays_for_what_it_does_not_overlap() -> None:
-    mine = replace(plan(pp=2, replicate=8, replicate_zero=1), runtime="deepspeed")
+    mine = replace(plan(pp=2, replicate=8, replicate_zero=1), program="deepspeed_3d")
     deepspeed = price_plan(mine, A100)
-    best = price_plan(replace(mine, runtime="megatron_core"), A100)
+    best = price_plan(replace(mine, program="best_public_3d"), A100)
     assert deepspeed.replica_s[0] > 1.9 * best.replica_s[0]  # an all-reduce, in the open
     assert deepspeed.stages[0].backward_weight > best.stages[0].backward_weight  # adds apart
     assert deepspeed.stages[0].transfer == 0 < best.stages[0].transfer  # in line with compute
@@ -225,8 +228,8 @@ def test_deepspeed_pays_for_what_it_does_not_overlap() -> None:
 
 def test_updated_parameters_sent_in_parts_cost_more_the_more_ranks_there_are() -> None:
     def after(updated: Updated, replicas: int) -> float:
-        mine = replace(plan(replicate=replicas, replicate_zero=1), runtime="published")
-        return price_plan(mine, A100, Software(2, 4, 12, updated=updated)).gather_updated_s[0]
+        mine = plan(replicate=replicas, replicate_zero=1)
+        return price_plan(mine, A100, program(updated=updated)).gather_updated_s[0]
 
     for updated in ("broadcasts", "slices"):
         few, many = (after(updated, n) - after("gather", n) for n in (8, 512))
@@ -241,7 +244,7 @@ def test_a_job_of_many_nodes_waits_for_the_slowest() -> None:
 def test_hidden_reductions_slow_the_compute_beside_them() -> None:
     def exposed(slowdown: float) -> float:
         device = replace(A100.device, overlap_slowdown=slowdown)
-        mine = replace(plan(replicate=64), runtime="megatron_core")
+        mine = replace(plan(replicate=64), program="best_public_3d")
         return price_plan(mine, replace(A100, device=device)).replica_s[0]
 
     assert exposed(0.0) < exposed(0.1) < exposed(1.0)
@@ -249,8 +252,8 @@ def test_hidden_reductions_slow_the_compute_beside_them() -> None:
 
 def test_selective_recomputation_costs_what_its_program_makes_again() -> None:
     def backward(recompute: Recompute, selective: Selective) -> float:
-        mine = replace(plan(), runtime="published", recompute=recompute)
-        stage = price_plan(mine, A100, Software(2, 4, 12, selective=selective)).stages[0]
+        mine = replace(plan(), recompute=recompute)
+        stage = price_plan(mine, A100, program(selective=selective)).stages[0]
         return stage.backward_input
 
     assert backward("selective", "scores") == backward("none", "scores")  # they are never in memory
@@ -259,6 +262,10 @@ def test_selective_recomputation_costs_what_its_program_makes_again() -> None:
     assert backward("selective", "half") < backward("full", "half")
 
 
-def work(**software: bool) -> Work:
-    program = Software(2, 4, 12, **software)
-    return Work(GPT, A100.device, program, "bf16", "none", 2, 1, False)
+def program(**traits: object) -> Program:
+    state = StateBytes(2, 4, 12)
+    return Program("mine", state, state, **traits)  # type: ignore[arg-type]
+
+
+def work(**traits: bool) -> Work:
+    return Work(GPT, A100.device, program(**traits), "bf16", "none", 2, 1, False)

@@ -8,7 +8,7 @@ from time import process_time
 import pytest
 
 from tests.unit.simulated_task import task
-from zeropp.cost import PlanPrice, StageMemory, price_plan
+from zeropp.cost import PlanPrice, StageExtras, StageMemory, price_plan
 from zeropp.layout import Layout
 from zeropp.plan import Plan
 from zeropp.schedule import build, lower
@@ -43,11 +43,12 @@ def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:
     )
     price = PlanPrice(
         stages=(cost,) * stages,
-        tp_s=((0.0, 0.0),) * stages,
+        extras=(StageExtras(),) * stages,
         replica_s=(0.0,) * stages,
         finish_s=(0.0,) * ranks,
         gather_updated_s=(0.0,) * ranks,
         memory=(memory,) * stages,
+        limit_s=1.0,
     )
     return replace(price, **changes)  # type: ignore[arg-type]
 
@@ -75,9 +76,10 @@ def test_what_follows_the_last_microbatch_is_added() -> None:
     )
     result = simulate(plan, task().cluster, price=price)
     assert result.step_s == pytest.approx(33.0 + 0.5 + 0.25 + 0.125)
-    assert result.exposed_s["reduce"] == pytest.approx(0.5)
-    assert result.exposed_s["zero1"] == pytest.approx(0.125)
-    assert result.exposed_s["gather"] == 0.0
+    assert result.losses.reductions == pytest.approx(0.5)
+    assert result.losses.optimizer == pytest.approx(0.25)
+    assert result.losses.gathers == pytest.approx(0.125)
+    assert result.losses.bubble == pytest.approx(9.0)
     assert result.timeline().step_s == pytest.approx(result.step_s)
 
 
@@ -136,7 +138,7 @@ def test_the_large_plan_is_simulated_in_two_seconds() -> None:
         1,
         lower(schedule, gather=True),
         tuple(range(257)),
-        "fsdp2",
+        "zeropp",
     )
     price = flat_price(plan, StageCost(transfer=0.05, unshard=0.5, reduce_grad=0.5))
     started = process_time()

@@ -1,7 +1,7 @@
 """Bytes of one microbatch's tensors in a block, in the head and between stages, on one rank.
 
 Saved tensors are listed one by one, after arXiv 2205.05198 (eq. 1 to 4), for fused attention and
-Llama, too. What plain torch programs (all but ``megatron``) keep and make besides was read off
+Llama, too. What programs on plain torch operators keep and make besides was read off
 traces (``zeropp.engine.traced_ranks``), to which a test holds these formulas.
 """
 
@@ -29,18 +29,18 @@ def block_saved(work: Work) -> float:
     where a program gathers them again for backward (DTensor does not); everything between is split
     by TP.
     """
-    shape, software = work.shape, work.software
+    shape, program = work.shape, work.program
     e, h, kv = element_bytes(work.precision), shape.hidden, shape.kv_heads * shape.head_dim
     split = sequence_split(work)
-    norms = (2 * h * e + 2 * h * software.dropout_masks) / split
-    products = 2 * h * e / (split if software.program == "megatron" else 1)
+    norms = (2 * h * e + 2 * h * program.dropout_masks) / split
+    products = 2 * h * e / (1 if program.keeps_gathered_inputs else split)
     inner = (2 * h + 2 * kv + _SAVED[shape.family] * shape.ffn) * e
-    if software.flash:
+    if program.flash:
         inner += FP32 * shape.heads
     elif work.recompute != "selective":
-        inner += shape.heads * shape.seq * (2 * e + 1 if software.dropout_masks else e)
+        inner += shape.heads * shape.seq * (2 * e + 1 if program.dropout_masks else e)
     rotations = 0
-    if software.program != "megatron" and shape.family == "llama":
+    if not program.fused_rotary and shape.family == "llama":
         inner += h * e  # rotated heads lie head by head, so attention's output is copied into rows
         rotations = 4 * FP32 * shape.seq * shape.head_dim // 2  # sines, cosines; queries and keys
     return work.tokens * (norms + products + inner / work.tp) + rotations
@@ -49,13 +49,13 @@ def block_saved(work: Work) -> float:
 def block_kept(work: Work) -> float:
     """What a block keeps from its forward to its backward.
 
-    What selective recomputation drops is its program's (``Software.selective``).
+    What selective recomputation drops depends on the program (``Program.selective``).
     """
     if work.recompute == "full":
         return boundary_bytes(work)
-    if work.recompute == "none" or work.software.selective == "scores":
+    if work.recompute == "none" or work.program.selective == "scores":
         return block_saved(work)
-    if work.software.selective == "half":
+    if work.program.selective == "half":
         return (boundary_bytes(work) + block_saved(work)) / 2
     shape, e = work.shape, element_bytes(work.precision)
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
@@ -73,7 +73,7 @@ def block_deferred(work: Work) -> float:
     shape, e = work.shape, element_bytes(work.precision)
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
     outputs = (h + 2 * kv + _GATES[shape.family] * shape.ffn) / work.tp
-    if work.software.program == "torch_pp":
+    if work.program.torch_stages:
         return block_saved(work) + work.tokens * e * (outputs + 4 * h)
     inputs = 2 * h / sequence_split(work) + (h + shape.ffn) / work.tp
     return work.tokens * e * (inputs + outputs + 2 * h)
@@ -94,33 +94,33 @@ def block_backward(work: Work, *, split: bool) -> float:
     again), the gradient of its output, and those inside the MLP's non-linearity. ``split``: the
     input of the last product waits for its weight gradient, or nothing is freed at all."""
     e, inside = element_bytes(work.precision), work.shape.ffn / work.tp
-    if split and work.software.program == "torch_pp":
+    if split and work.program.torch_stages:
         return block_deferred(work) + work.tokens * e * inside
     inside *= _GATES[work.shape.family] + split
-    # DeepSpeed puts the output together again, from the parts of the TP ranks.
-    outputs = 1 + (work.software.program == "deepspeed" and work.tp > 1)
+    # The output is put together again from the slices of the TP ranks.
+    outputs = 1 + (work.program.pipe_buffers and work.tp > 1)
     return block_saved(work) + outputs * boundary_bytes(work) + work.tokens * e * inside
 
 
 def logits_bytes(work: Work, size: int) -> float:
     """Logits of ``size`` bytes an element."""
-    split = work.tp if work.software.vocab_parallel else 1
+    split = work.tp if work.program.vocab_parallel else 1
     return work.tokens * work.shape.vocab / split * size
 
 
 def head_kept(work: Work) -> float:
     """Input and output of the final norm, and the loss's fp32 softmax, or the logits where it is
     fused; torch's pipeline stages keep their outputs, so logits, too."""
-    size = element_bytes(work.precision) if work.software.fused_loss else FP32
+    size = element_bytes(work.precision) if work.program.fused_loss else FP32
     kept = 2 * boundary_bytes(work) + logits_bytes(work, size)
-    if work.software.program == "torch_pp":
+    if work.program.torch_stages:
         kept += logits_bytes(work, element_bytes(work.precision))
     return kept
 
 
 def head_deferred(work: Work) -> float:
     """The head's weight gradient waits in torch's pipeline stages alone."""
-    if work.software.program != "torch_pp":
+    if not work.program.torch_stages:
         return 0.0
     return 2 * boundary_bytes(work) + logits_bytes(work, element_bytes(work.precision))
 
@@ -128,7 +128,7 @@ def head_deferred(work: Work) -> float:
 def head_forward(work: Work) -> float:
     """Temporaries of the head's forward: the logits and their fp32 copy, where one is made."""
     e = element_bytes(work.precision)
-    if work.software.fused_loss:
+    if work.program.fused_loss:
         return 0.0
     return logits_bytes(work, e + (FP32 if e < FP32 else 0))
 
@@ -137,8 +137,8 @@ def head_backward(work: Work) -> float:
     """Temporaries of the head's backward: torch's loss makes gradients of its logarithms and of its
     input, both fp32, and cut by the vocabulary a third (``distributed/tensor/parallel/loss.py``); a
     fused one works in place and makes the logits' gradient alone."""
-    program = work.software.program
-    if program == "megatron" or (program == "deepspeed" and work.tp > 1):
+    gradient = work.program.loss_gradient
+    if gradient == "in_place" or (gradient == "in_place_under_tp" and work.tp > 1):
         return logits_bytes(work, element_bytes(work.precision))
     return logits_bytes(work, (3 if work.tp > 1 else 2) * FP32)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from zeropp.cluster import Device
 from zeropp.cost.flops import piece_parameters
 from zeropp.cost.kernels import element_bytes, matmul_rate, matmul_s, stream_s
-from zeropp.cost.software import Software
+from zeropp.programs import Program
 from zeropp.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Work:
 
     shape: ModelShape
     device: Device
-    software: Software
+    program: Program
     precision: Precision
     recompute: Recompute
     microbatch: int
@@ -94,9 +94,9 @@ def _block(work: Work, forward_tp: float, backward_tp: float) -> PassTimes:
     forward = max(sum(products) + core + elementwise + forward_tp, host)
     again = {"none": 0.0, "selective": 0.0, "full": forward}
     if work.recompute == "selective":
-        scores = 0.0 if work.software.flash else core
+        scores = 0.0 if work.program.flash else core
         parts = {"scores": scores, "elementwise": elementwise, "half": forward / 2}
-        again["selective"] = parts[work.software.selective]
+        again["selective"] = parts[work.program.selective]
     core_backward = attention_backward_s(work)
     parameters = piece_parameters(work.shape, 1) / work.tp
     weight = sum(weights) + stream_s(device, accumulation_bytes(work) * parameters, kernels=4)
@@ -108,18 +108,18 @@ def _block(work: Work, forward_tp: float, backward_tp: float) -> PassTimes:
 def accumulation_bytes(work: Work) -> int:
     """Bytes that adding a microbatch's weight gradient moves, a parameter: read and write the
     sum, and, where it is not fused into the product, write and read the gradient as well."""
-    total = 2 * work.software.gradient_bytes
-    return total if work.software.fused_accumulation else total + 2 * element_bytes(work.precision)
+    total = 2 * work.program.state(work.precision).gradients
+    return total if work.program.fused_accumulation else total + 2 * element_bytes(work.precision)
 
 
 def attention_s(work: Work) -> float:
     """Scores, softmax and mix, forward. Fused: causal, so half of the products (arXiv 2205.14135);
     unfused: whole products, and scores go through memory."""
-    if work.software.flash:
+    if work.program.flash:
         return _fused_products_s(work) + work.device.kernel_us * 1e-6
     # softmax reads the causal half and writes all, dropout reads, writes, and writes its mask
     passes = 1.5 * element_bytes(work.precision)
-    if work.software.dropout_masks:
+    if work.program.dropout_masks:
         passes += 2 * element_bytes(work.precision) + 1
     return _unfused_products_s(work) + stream_s(work.device, passes * _scores(work), kernels=2)
 
@@ -127,12 +127,12 @@ def attention_s(work: Work) -> float:
 def attention_backward_s(work: Work) -> float:
     """Backward of the same: fused, five products for two (arXiv 2205.14135, section 3.1);
     unfused, twice the products."""
-    if work.software.flash:
+    if work.program.flash:
         return 2.5 * _fused_products_s(work) + work.device.kernel_us * 1e-6
     # softmax reads its gradient and the causal half of its output and writes, dropout reads
     # its gradient and mask and writes
     passes = 2.5 * element_bytes(work.precision)
-    if work.software.dropout_masks:
+    if work.program.dropout_masks:
         passes += 2 * element_bytes(work.precision) + 1
     return 2 * _unfused_products_s(work) + stream_s(work.device, passes * _scores(work), kernels=2)
 
@@ -144,7 +144,7 @@ def _scores(work: Work) -> int:
 def _fused_products_s(work: Work) -> float:
     width = work.shape.head_dim
     rate = matmul_rate(work.device, work.precision) * work.device.attention_efficiency
-    rate *= work.software.attention_factor
+    rate *= work.program.attention_factor
     rate *= min(1.0, 0.5 + width / 256)  # narrow heads feed the units worse
     return 2.0 * _scores(work) * width / rate
 
@@ -159,18 +159,18 @@ def _unfused_products_s(work: Work) -> float:
 def block_traffic(work: Work) -> float:
     """Bytes that a block's element-wise kernels move in a forward."""
     shape, e = work.shape, element_bytes(work.precision)
-    whole = 2 * 2 + 2 * 3 + (1 if work.software.dropout_masks else 0)  # two norms, two residuals
+    whole = 2 * 2 + 2 * 3 + (1 if work.program.dropout_masks else 0)  # two norms, two residuals
     if work.sequence_parallel:
         whole /= work.tp  # type: ignore[assignment]
     passes = 2 if shape.family == "gpt" else 5  # GELU: in, out; SiLU in, out, product in, in, out
     split = passes * shape.ffn + 6 * shape.hidden  # and the layout changes around attention
     moved = work.tokens * e * (whole * shape.hidden + split / work.tp)
-    return moved * work.software.traffic_factor
+    return moved * work.program.traffic_factor
 
 
 def _host(work: Work) -> float:
     kernels = KERNELS[work.shape.family] + (TENSOR_KERNELS if work.tp > 1 else 0)
-    return kernels * work.device.launch_us * work.software.launch_factor * 1e-6
+    return kernels * work.device.launch_us * work.program.launch_factor * 1e-6
 
 
 def _embedding(work: Work) -> PassTimes:
@@ -188,7 +188,7 @@ def _head(work: Work) -> PassTimes:
     """Final norm, logits and loss: fp32 logits are written and read by softmax and loss."""
     shape, device, precision = work.shape, work.device, work.precision
     h, tokens, e = shape.hidden, work.tokens, element_bytes(precision)
-    split = work.tp if work.software.vocab_parallel else 1
+    split = work.tp if work.program.vocab_parallel else 1
     vocab = shape.vocab if split == 1 else -(-shape.vocab // (128 * split)) * 128  # padded
     norm = stream_s(device, 2 * tokens * h * e, kernels=2)
     loss = stream_s(device, tokens * vocab * (e + 4 + 4 + 4), kernels=4)

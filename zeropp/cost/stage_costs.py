@@ -6,11 +6,11 @@ programs, so that the tuner can price a plan before it builds one. Equal blocks 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zeropp.cluster import Cluster
-from zeropp.cost.blocks import TENSORS, PieceTimes, Work, piece_times
+from zeropp.cost.blocks import TENSORS, PassTimes, PieceTimes, Work, piece_times
 from zeropp.cost.collectives import (
     Group,
     all_reduce_s,
@@ -21,11 +21,12 @@ from zeropp.cost.collectives import (
     group_of,
     transfer_s,
 )
+from zeropp.cost.compute_limit import compute_limit
 from zeropp.cost.flops import piece_parameters
 from zeropp.cost.kernels import element_bytes, stream_s
-from zeropp.cost.plan_price import PlanPrice
-from zeropp.cost.software import Software, software_of
+from zeropp.cost.plan_price import PlanPrice, StageExtras
 from zeropp.cost.stage_memory import optimizer_shards, shares_ends, stage_memory, zero1_ranks
+from zeropp.programs import Program, program_named
 from zeropp.schedule.program import StageCost
 
 if TYPE_CHECKING:
@@ -37,13 +38,14 @@ SLOW_NODES = 0.005
 SLOW_NODE_LOSS = 0.1
 
 
-def price_plan(plan: Plan, cluster: Cluster, software: Software | None = None) -> PlanPrice:
-    """Durations (seconds) and bytes of a plan. ``software``: default, the suite's own."""
-    software = software or software_of(plan)
+def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> PlanPrice:
+    """Durations (seconds) and bytes of a plan. ``program``: a variant of the plan's own, which is
+    the registered one by default."""
+    program = program or program_named(plan.program)
     work = Work(
         plan.shape,
         cluster.device,
-        software,
+        program,
         plan.precision,
         plan.recompute,
         plan.microbatch_size,
@@ -55,20 +57,23 @@ def price_plan(plan: Plan, cluster: Cluster, software: Software | None = None) -
     tensor = tensor_times(plan, cluster, work)
     times = piece_times(work, tensor.forward, tensor.backward)
     costs = tuple(_stage_cost(plan, cluster, work, s, tensor, times) for s in stages)
+    world, precision = plan.layout.world, plan.precision
+    limit = compute_limit(plan.shape, cluster, world, precision).tokens_per_s_per_gpu
     return PlanPrice(
         stages=costs,
-        tp_s=tuple(_stage_tensor_s(plan, s, tensor) for s in stages),
+        extras=tuple(_extras(plan, cluster, work, s, tensor, times) for s in stages),
         replica_s=tuple(_replica_s(plan, cluster, work, s, costs[s]) for s in stages),
         finish_s=tuple(_finish_s(plan, cluster, work, r) for r in ranks),
         gather_updated_s=tuple(_gather_updated_s(plan, cluster, work, r) for r in ranks),
         memory=tuple(stage_memory(plan, work, s) for s in stages),
-        shared_ends=shares_ends(plan),
-        gathers_ahead=plan.layout.shard > 1 and plan.contender != "fsdp",
-        torch_runtime=software.program == "torch_pp",
-        steps_overlap=software.post_validation,
-        resident_gradients=software.program in ("megatron", "deepspeed"),
+        shared_ends=shares_ends(plan, program),
+        gathers_ahead=plan.layout.shard > 1 and not program.fsdp_root,
+        torch_runtime=program.torch_stages,
+        steps_overlap=program.post_validation,
+        resident_gradients=program.resident_gradients,
         stragglers=stragglers(cluster, plan.layout.world),
         overlap_slowdown=cluster.device.overlap_slowdown,
+        limit_s=plan.global_batch * plan.shape.seq / (world * limit),
     )
 
 
@@ -112,17 +117,48 @@ def tensor_times(plan: Plan, cluster: Cluster, work: Work) -> TensorTimes:
     if work.sequence_parallel:
         half = gather_s(cluster, among, size)
         one, more = 2 * half, 2 * half * cluster.device.overlap_slowdown
-    if work.software.overlap_tensor:  # the first slice is exposed, the others slow products
+    if (
+        work.program.overlap_tensor and work.sequence_parallel
+    ):  # the first slice is exposed, the others slow products
         one *= 1 / plan.layout.tp + cluster.device.overlap_slowdown
     again = 2 * one if plan.recompute == "full" else 0.0
     return TensorTimes(one, 2 * one, 2 * one + more, again)
 
 
-def _stage_tensor_s(plan: Plan, stage: int, tensor: TensorTimes) -> tuple[float, float]:
-    """Forward and backward; embedding and head add one each way."""
+def _extras(
+    plan: Plan, cluster: Cluster, work: Work, stage: int, tensor: TensorTimes, times: PieceTimes
+) -> StageExtras:
+    """What a stage's durations include beside the model's kernels. The embedding and the head add
+    one tensor-parallel collective each way."""
     blocks, ends = _kinds(plan, stage)
-    backward = blocks * (tensor.backward + tensor.again)
-    return blocks * tensor.forward + ends * tensor.one, backward + ends * tensor.one
+    ideal = replace(work.program, fused_accumulation=True)
+    plain = piece_times(replace(work, recompute="none"), tensor.forward, tensor.backward)
+    fused = piece_times(replace(work, program=ideal), tensor.forward, tensor.backward)
+    unfused = _backward_s(plan, stage, times) - _backward_s(plan, stage, fused)
+    again = times.block.backward_input - plain.block.backward_input - tensor.again
+    blocking = work.program.blocking_transfers
+    return StageExtras(
+        tensor_forward=blocks * tensor.forward + ends * tensor.one,
+        tensor_backward=blocks * (tensor.backward + tensor.again) + ends * tensor.one,
+        transfer_forward=_transfer_s(plan, cluster, work, stage) if blocking else 0.0,
+        transfer_backward=_transfer_s(plan, cluster, work, stage - 1) if blocking else 0.0,
+        recomputation=blocks * again,
+        accumulation=unfused,
+    )
+
+
+def _backward_s(plan: Plan, stage: int, times: PieceTimes) -> float:
+    """Input and weight gradients of a stage."""
+    blocks, _ = _kinds(plan, stage)
+    held = [(blocks, times.block)] + [(1, piece) for piece in _ends_of(plan, stage, times)]
+    return sum(count * (piece.backward_input + piece.backward_weight) for count, piece in held)
+
+
+def _ends_of(plan: Plan, stage: int, times: PieceTimes) -> list[PassTimes]:
+    """The embedding's and the head's times, where a stage holds them."""
+    first, last = plan.cuts[stage], plan.cuts[stage + 1]
+    embedding = [times.embedding] if first == 0 else []
+    return embedding + ([times.head] if last == plan.shape.num_pieces else [])
 
 
 def _kinds(plan: Plan, stage: int) -> tuple[int, int]:
@@ -139,15 +175,12 @@ def _stage_cost(
     forward = blocks * times.block.forward + ends * tensor.one
     input_ = blocks * times.block.backward_input + ends * tensor.one
     weight = blocks * times.block.backward_weight
-    for piece, held in (
-        (times.embedding, plan.cuts[stage] == 0),
-        (times.head, plan.cuts[stage + 1] == plan.shape.num_pieces),
-    ):
-        forward += held * piece.forward
-        input_ += held * piece.backward_input
-        weight += held * piece.backward_weight
+    for piece in _ends_of(plan, stage, times):
+        forward += piece.forward
+        input_ += piece.backward_input
+        weight += piece.backward_weight
     transfer = _transfer_s(plan, cluster, work, stage)
-    if work.software.blocking_transfers:
+    if work.program.blocking_transfers:
         forward, transfer = forward + transfer, 0.0
         input_ += _transfer_s(plan, cluster, work, stage - 1)
     return StageCost(
@@ -156,24 +189,32 @@ def _stage_cost(
 
 
 def _shard_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
-    """Gather and reduction of a stage, a collective a piece, and their copies on the device (on
-    one shard, where bf16 copies are made of fp32 masters, the copies alone)."""
+    """Gather and reduction of a stage, one collective per piece or, where a chunk is flat, one in
+    all; shards that are cast before their gather, on its own stream; and FSDP2's copies on the
+    device. On one shard (bf16 copies of fp32 masters) casts and copies are all."""
     if not plan.gathers:
         return {}
     among = group_of(cluster, plan.layout, "shard")
     sizes = [piece_parameters(plan.shape, i) / plan.layout.tp for i in plan.pieces_of(stage)]
-    wire = {"unshard": element_bytes(plan.precision), "reduce_grad": work.software.reduce_bytes}
+    if work.program.flat_chunks:
+        sizes = [sum(sizes)]
+    wire = {"unshard": element_bytes(plan.precision), "reduce_grad": sent_bytes(plan, work.program)}
     seconds = {
         name: sum(gather_s(cluster, among, size * bytes_) for size in sizes)
         for name, bytes_ in wire.items()
     }
-    if work.software.shard_copies:  # every byte is read once and written once
-        if plan.precision == "bf16":  # shards are cast first, on the gather's own stream
-            cast = (4 + 2) * sum(sizes) / plan.layout.shard
-            seconds["unshard"] += stream_s(work.device, cast, len(sizes))
+    if work.program.state(plan.precision).casts_parameters:
+        cast = (4 + 2) * sum(sizes) / plan.layout.shard
+        seconds["unshard"] += stream_s(work.device, cast, len(sizes))
+    if work.program.shard_copies:  # every byte is read once and written once
         for copy, name in (("copy_out", "unshard"), ("copy_in", "reduce_grad")):
             seconds[copy] = stream_s(work.device, 2 * sum(sizes) * wire[name], 2 * len(sizes))
     return seconds
+
+
+def sent_bytes(plan: Plan, program: Program) -> int:
+    """Bytes of a gradient on the wire: what the program sends, or what the plan asks for."""
+    return 2 if plan.reduce_dtype == "bf16" else program.state(plan.precision).reduced
 
 
 def _transfer_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> float:
@@ -188,7 +229,7 @@ def _transfer_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> float:
         shards_cross = group_of(cluster, plan.layout, "shard").nodes > 1
         if shards_cross == crosses_nodes(cluster, plan.layout, ranks[stage], ranks[other]):
             size *= 2
-    split = tp if work.sequence_parallel or work.software.split_boundary else 1
+    split = tp if work.sequence_parallel or work.program.split_boundary else 1
     sent = transfer_s(cluster, plan.layout, ranks[stage], ranks[other], size / split)
     if split > 1 and not work.sequence_parallel:
         sent += gather_s(cluster, group_of(cluster, plan.layout, "tp"), size)
@@ -201,11 +242,13 @@ def _replica_s(plan: Plan, cluster: Cluster, work: Work, stage: int, cost: Stage
     if replicas.size == 1:
         return 0.0
     parameters = stage_parameters(plan, stage) / plan.layout.shard
-    total = parameters * work.software.reduce_bytes
-    scatters = plan.layout.replicate_zero and not work.software.zero1_all_reduces
+    total = parameters * sent_bytes(plan, work.program)
+    scatters = (
+        plan.layout.replicate_zero and not work.program.state(plan.precision).zero1_all_reduces
+    )
     reduce = gather_s if scatters else all_reduce_s
     seconds = reduce(cluster, replicas, total)
-    if work.software.overlap_reduction:
+    if work.program.overlap_reduction:
         hidden = cost.backward_input + cost.backward_weight
         exposed = max(seconds - hidden, seconds / max(1, len(plan.pieces_of(stage))))
         seconds = _slowed(cluster, seconds, exposed)
@@ -219,7 +262,7 @@ def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
 
 def _gather_updated_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int) -> float:
     """ZeRO-1: gather the updated parameters over the replicas that split them."""
-    ranks = zero1_ranks(plan.layout, work.software)
+    ranks = zero1_ranks(plan.layout, work.program)
     if ranks == 1:
         return 0.0
     stride = axis_stride(plan.layout, "replicate")
@@ -227,13 +270,13 @@ def _gather_updated_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: i
     stages = plan.schedule.stages_of(pipeline_rank)
     size = sum(stage_parameters(plan, s) for s in stages) * element_bytes(plan.precision)
     seconds = gather_s(cluster, among, size / plan.layout.shard)
-    if work.software.updated == "broadcasts":  # each goes round the whole ring by itself
+    if work.program.updated == "broadcasts":  # each goes round the whole ring by itself
         seconds += (ranks - 1) * gather_s(cluster, among, 0.0)
-    elif work.software.updated == "slices":
+    elif work.program.updated == "slices":
         pieces = sum(len(plan.pieces_of(s)) for s in stages)
         copies = TENSORS[plan.shape.family] * pieces * ranks
-        seconds += copies * cluster.device.launch_us * work.software.launch_factor * 1e-6
-    if work.software.overlap_updated:  # all but the first piece's behind the next forward
+        seconds += copies * cluster.device.launch_us * work.program.launch_factor * 1e-6
+    if work.program.overlap_updated:  # all but the first piece's behind the next forward
         exposed = seconds / sum(len(plan.pieces_of(s)) for s in stages)
         seconds = _slowed(cluster, seconds, exposed)
     return seconds
@@ -244,9 +287,9 @@ def _finish_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int) -> f
     two moments and writes all but the first; unscaling reads and writes gradients, the norm reads
     and the next step clears them."""
     parameters = sum(stage_parameters(plan, s) for s in plan.schedule.stages_of(pipeline_rank))
-    updated = parameters / optimizer_shards(plan.layout, work.software)
+    updated = parameters / optimizer_shards(plan.layout, work.program)
     moved = updated * (4 + 2 * 12 + element_bytes(plan.precision) + 16)
-    seconds = stream_s(cluster.device, moved, kernels=4) + work.software.step_host_s
+    seconds = stream_s(cluster.device, moved, kernels=4) + work.program.step_host_s
     first_or_last = pipeline_rank in (plan.schedule.stage_rank[0], plan.schedule.stage_rank[-1])
     if plan.shape.tied_embeddings and plan.layout.pp > 1 and first_or_last:
         size = plan.shape.vocab * plan.shape.hidden / plan.layout.tp / plan.layout.shard * 4

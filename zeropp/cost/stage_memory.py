@@ -27,27 +27,27 @@ from zeropp.cost.blocks import Work
 from zeropp.cost.flops import piece_parameters
 from zeropp.cost.kernels import element_bytes
 from zeropp.cost.plan_price import StageMemory
-from zeropp.cost.software import Software
 from zeropp.layout import Layout
+from zeropp.programs import Program
 
 if TYPE_CHECKING:
     from zeropp.plan import Plan
 
-_HOOKED = ("fsdp", "torch_pp")  # they put ``fully_shard`` on a group of one rank, too
-
 
 def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     """Bytes of one stage on one of its ranks."""
-    layout, software = plan.layout, work.software
+    layout, program = plan.layout, work.program
+    state = program.state(plan.precision)
     pieces = plan.pieces_of(stage)
-    sizes = [_parameters(plan, i) for i in pieces]
+    sizes = [_parameters(plan, program, i) for i in pieces]
     last = plan.shape.num_pieces - 1
     ends = [size for i, size in zip(pieces, sizes, strict=True) if i in (0, last)]
-    whole, more = sum(sizes), _more_gradients(plan, pieces)
-    separate = plan.gathers or software.program in _HOOKED
-    summed = _summed_bytes(plan, work) * separate
-    # A microbatch's own gradients, until they are added to an fp32 sum: the engine adds when it has
-    # a chunk's, FSDP2's hooks piece by piece, the first piece last.
+    whole, more = sum(sizes), _more_gradients(plan, program, pieces)
+    separate = plan.gathers or program.fsdp_hooks
+    # One shard's flat buffer is what the optimizer reads.
+    summed = _summed_bytes(plan, work) * separate * (layout.shard > 1 or not program.flat_chunks)
+    # A microbatch's own gradients, until they are added to an fp32 sum: FSDP2's hooks add piece by
+    # piece, the first piece last.
     half = (
         element_bytes(plan.precision) if separate and summed > element_bytes(plan.precision) else 0
     )
@@ -55,20 +55,19 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     held, buffers = _messages(plan, work, stage)
     activations += held
     return StageMemory(
-        parameters=int(whole * software.parameter_bytes / layout.shard),
-        optimizer=int(whole * software.optimizer_bytes / optimizer_shards(layout, software)),
+        parameters=int(whole * state.parameters / layout.shard),
+        optimizer=int(whole * state.optimizer / optimizer_shards(layout, program)),
         gradients=int(
-            whole * software.gradient_bytes / _gradient_shards(plan)
-            + whole * software.half_gradient_bytes
+            whole * state.gradients / _gradient_shards(plan) + whole * state.half_gradients
         ),
         unsharded=int(whole * _gathered_bytes(plan, work, stage) * separate),
         unsharded_gradients=int((whole + more) * summed),
-        early_gradients=int((sum(ends) + more) * summed),
-        fresh_gradients=int(half * (whole if software.program == "zeropp" else sizes[0] + more)),
-        made_gradients=int(half * whole * (software.program == "torch_pp")),
-        reduction_step=int(FP32 * max(sizes) * separate),
-        reduction_copy=int(FP32 * _copied(work, stage, sizes) * separate),
-        flat_gradients=int(_flattened(plan, software, whole)),
+        early_gradients=int((whole if program.flat_chunks else sum(ends) + more) * summed),
+        fresh_gradients=int(_fresh(plan, program, pieces, half * (sizes[0] + more))),
+        made_gradients=int(half * whole * program.torch_stages),
+        reduction_step=int(_reduction_step(plan, program, sizes) * separate),
+        reduction_copy=int(_copied(plan, work, stage, sizes) * separate),
+        flat_gradients=int(_flattened(plan, program, whole)),
         activations=int(activations),
         deferred=int(later),
         boundary=int(boundary_bytes(work)),
@@ -80,7 +79,7 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
 def _kept(work: Work, blocks: int, *, head: bool) -> tuple[float, float]:
     """Bytes from a forward to its input gradient, and from there to its weight gradient. Torch's
     pipeline stages keep their outputs, and with weight gradients the gradient of their input."""
-    runtime = work.software.program == "torch_pp"
+    runtime = work.program.torch_stages
     output = 0.0 if head or not runtime else boundary_bytes(work)
     activations = blocks * block_kept(work) + head * head_kept(work) + output
     later = blocks * block_deferred(work) + head * head_deferred(work)
@@ -92,7 +91,7 @@ def _messages(plan: Plan, work: Work, stage: int) -> tuple[float, float]:
     that stay. DeepSpeed's pipeline engine receives into two lasting buffers, copies inputs out of
     them twice and keeps outputs, each TP rank a part of them; the last stage's are logits, those
     of two microbatches at a time (``runtime/pipe/engine.py``: ``pipe_buffers``)."""
-    if work.software.program != "deepspeed":
+    if not work.program.pipe_buffers:
         return 0.0, 0.0
     part = boundary_bytes(work) / work.tp
     held = buffers = 0.0
@@ -131,15 +130,15 @@ def _moments(
     }
 
 
-def shares_ends(plan: Plan) -> bool:
+def shares_ends(plan: Plan, program: Program) -> bool:
     """Embedding and head are one parameter on one rank, in FSDP2's root group."""
-    return plan.contender == "fsdp" and plan.shape.tied_embeddings
+    return program.fsdp_root and plan.shape.tied_embeddings
 
 
-def _parameters(plan: Plan, piece: int) -> float:
+def _parameters(plan: Plan, program: Program, piece: int) -> float:
     """Parameters of a piece on one rank before ZeRO; what both ends share is the first's."""
     size = piece_parameters(plan.shape, piece)
-    if shares_ends(plan) and piece == plan.shape.num_pieces - 1:
+    if shares_ends(plan, program) and piece == plan.shape.num_pieces - 1:
         size -= plan.shape.vocab * plan.shape.hidden
     whole = 0  # learned positions are cut by sequence parallelism alone
     if piece == 0 and plan.shape.family == "gpt" and not plan.layout.sequence_parallel:
@@ -147,14 +146,14 @@ def _parameters(plan: Plan, piece: int) -> float:
     return (size - whole) / plan.layout.tp + whole
 
 
-def _more_gradients(plan: Plan, pieces: range) -> float:
+def _more_gradients(plan: Plan, program: Program, pieces: range) -> float:
     """Gradients beyond the stage's own parameters. Parameters that both ends share are the first
     stage's, but their gradient comes with the last one's; DTensor's embedding makes the gradient
     of the whole vocabulary on every TP rank (``embedding_dense_backward``)."""
     vocabulary = plan.shape.vocab * plan.shape.hidden
-    if shares_ends(plan):
+    if shares_ends(plan, program):
         return vocabulary * ((plan.shape.num_pieces - 1 in pieces) - (0 in pieces))
-    if plan.contender == "torch_pp" and 0 in pieces:
+    if program.whole_embedding_gradient and 0 in pieces:
         return vocabulary * (1 - 1 / plan.layout.tp)
     return 0.0
 
@@ -163,29 +162,50 @@ def _gathered_bytes(plan: Plan, work: Work, stage: int) -> int:
     """Bytes of a gathered parameter. FSDP2's own hooks hold two pieces: this one, and the buffer
     that its gather or the next one's came in."""
     ends = (0, plan.schedule.num_stages - 1)
-    buffers = 2 if work.software.program == "fsdp" and stage not in ends else 1
+    buffers = 2 if work.program.fsdp_root and stage not in ends else 1
     return buffers * element_bytes(plan.precision)
 
 
 def _summed_bytes(plan: Plan, work: Work) -> int:
     """Bytes of a gradient that awaits its reduction: fp32 where microbatches are summed first."""
-    each = work.software.program == "fsdp" and plan.reduce_every == "unit"
+    each = work.program.fsdp_root and plan.reduce_every == "unit"
     return element_bytes(plan.precision) if each else FP32
 
 
-def _copied(work: Work, stage: int, sizes: list[float]) -> float:
-    """Parameters whose gradients a reduction still holds when it is done: the engine reduces a
-    chunk's pieces together, FSDP2's hooks hold one piece's and, after the first stage's, none."""
-    if work.software.program == "zeropp":
-        return sum(sizes)
-    return 0.0 if work.software.program == "fsdp" and stage == 0 else max(sizes)
+def _fresh(plan: Plan, program: Program, pieces: range, hooked: float) -> float:
+    """Bytes of a microbatch's own gradients before they are added to their sum. Where chunks are
+    flat, products add theirs inside, and only the embedding's is a tensor of its own."""
+    if not program.flat_chunks:
+        return hooked
+    vocabulary = plan.shape.vocab * plan.shape.hidden
+    return element_bytes(plan.precision) * vocabulary * (0 in pieces)
 
 
-def _flattened(plan: Plan, software: Software, parameters: float) -> float:
+def _reduction_step(plan: Plan, program: Program, sizes: list[float]) -> float:
+    """Bytes that a reduction makes beside the gradients: FSDP2 copies those of one piece at a time;
+    a flat chunk's are sent as they lie, cast first if they are sent in 16 bits."""
+    if program.flat_chunks:
+        return _cast_bytes(plan) * sum(sizes)
+    return FP32 * max(sizes)
+
+
+def _copied(plan: Plan, work: Work, stage: int, sizes: list[float]) -> float:
+    """Bytes of gradients that a reduction still holds when it is done: a flat chunk's whole buffer,
+    of FSDP2's hooks one piece's and, after the first stage's, none."""
+    if work.program.flat_chunks:
+        return (FP32 + _cast_bytes(plan)) * sum(sizes) * (plan.layout.shard > 1)
+    return FP32 * (0.0 if work.program.fsdp_root and stage == 0 else max(sizes))
+
+
+def _cast_bytes(plan: Plan) -> int:
+    return 2 if plan.reduce_dtype == "bf16" and plan.layout.shard > 1 else 0
+
+
+def _flattened(plan: Plan, program: Program, parameters: float) -> float:
     """Bytes of the copy of gradients that DeepSpeed makes to reduce them: cast to 16 bit all at
     once, or, in fp32, put into one tensor, 5e8 at a time (``runtime/engine.py``:
     ``allreduce_bucket``, ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
-    if software.program != "deepspeed" or plan.layout.replicate == 1:
+    if not program.flattens_gradients or plan.layout.replicate == 1:
         return 0.0
     return 2 * parameters if plan.precision == "bf16" else FP32 * min(parameters, 5e8)
 
@@ -198,13 +218,13 @@ def _gradient_shards(plan: Plan) -> int:
     return layout.shard * (layout.replicate if rows else 1)
 
 
-def optimizer_shards(layout: Layout, software: Software) -> int:
+def optimizer_shards(layout: Layout, program: Program) -> int:
     """Ranks over which the optimizer state is split."""
-    return layout.shard * zero1_ranks(layout, software)
+    return layout.shard * zero1_ranks(layout, program)
 
 
-def zero1_ranks(layout: Layout, software: Software) -> int:
+def zero1_ranks(layout: Layout, program: Program) -> int:
     """Replicas over which ZeRO-1 splits the optimizer state; 1 where there is no ZeRO-1."""
-    if software.zero1_group:
-        return min(software.zero1_group, layout.replicate)
+    if program.zero1_group:
+        return min(program.zero1_group, layout.replicate)
     return layout.replicate if layout.replicate_zero else 1

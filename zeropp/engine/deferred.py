@@ -83,19 +83,25 @@ def accumulate(parameter: Tensor, grad: Tensor, x: Tensor) -> None:
     """Add dW = dYᵀx to a parameter's gradient inside the product: one kernel, fp32 sums.
 
     ``grad`` [rows, out] and ``x`` [rows, in] may be of a smaller type than the gradient [out, in].
-    On CUDA the product reads them as they are (``aten::addmm.dtype_out``: 16-bit operands, fp32
-    result); a CPU has no such kernel, so there they are made as wide as the gradient first.
     """
     if parameter.grad is None:
         parameter.grad = grad.t() @ x
     elif parameter.grad.dtype == x.dtype == grad.dtype:
         parameter.grad.addmm_(grad.t(), x)
-    elif parameter.is_cuda:
-        total = parameter.grad
-        torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
     else:
-        wide = parameter.grad.dtype
-        parameter.grad.addmm_(grad.t().to(wide), x.to(wide))
+        add_wide_product(parameter.grad, grad.t(), x)
+
+
+def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right`` for a total of a wider type than the factors.
+
+    On CUDA the product reads 16-bit factors as they are (``aten::addmm.dtype_out``); a CPU has no
+    such kernel, so there they are made as wide as the total first.
+    """
+    if total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 class DeferredLinear(nn.Linear):

@@ -114,7 +114,7 @@ class Engine:
             first = layout.dp_index(rank) * schedule.num_microbatches
             self._seeds = StepSeeds(options.dropout_seed, first, device)
         self._groups = make_groups(layout, device)
-        self._lanes = make_lanes(device)
+        self.lanes = make_lanes(device)
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
         stages = schedule.stages_of(layout.coordinates(rank)["pp"])
         self.chunks = {stage: self._make_chunk(stage) for stage in stages}
@@ -205,7 +205,7 @@ class Engine:
 
     def close(self) -> None:
         """Give up threads and process groups; the engine is of no more use."""
-        self._lanes.close()
+        self.lanes.close()
         for owner in (self._tied, self._channels, self._groups):
             owner.close()
 
@@ -215,7 +215,7 @@ class Engine:
         shards = ChunkShards(
             {index: piece.module for index, piece in pieces.items()},
             self._groups,
-            self._lanes,
+            self.lanes,
             ShardOptions(
                 options.precision,
                 self._layout.replicate_zero == 1,

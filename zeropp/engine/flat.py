@@ -47,12 +47,19 @@ class Lanes:
     reduce: Lane
     replicate: Lane
     reducing: list[Ticket] = field(default_factory=list)
+    crossing: list[Ticket] = field(default_factory=list)  # likewise, over the replicas
 
     def join_reductions(self) -> None:
         """Let compute wait for all reductions over the shards, and free what they read."""
         for ticket in self.reducing:
             ticket.wait()
         self.reducing.clear()
+
+    def join_crossings(self) -> None:
+        """Let compute wait for all reductions over the replicas, and free what they read."""
+        for ticket in self.crossing:
+            ticket.wait()
+        self.crossing.clear()
 
     def close(self) -> None:
         """End all lanes."""
@@ -105,7 +112,6 @@ class FlatParameters:
         self._fresh: Tensor | None = None  # sums of this rank that are not reduced
         self._partial: Tensor | None = None  # reduced over the shards, not over the replicas
         self._crossed: Tensor | None = None  # reduced over both
-        self._crossing: list[Ticket] = []
         self.owned = {
             group: nn.Parameter(self.master[mine.inside(layout.part)])
             for group, mine in (layout.groups() if trainable else ())
@@ -156,14 +162,11 @@ class FlatParameters:
         elif cross:
             self._partial = self._take_fresh()
         if cross:
-            self._crossing.append(self._cross_replicas(after))
+            self._lanes.crossing.append(self._cross_replicas(after))
 
     def finish(self) -> None:
-        """Make compute wait for the reductions, and give what the optimizer updates its gradient:
-        the sum over all data-parallel ranks. Reductions over the shards are joined already."""
-        for ticket in self._crossing:
-            ticket.wait()
-        self._crossing.clear()
+        """Give what the optimizer updates its gradient, the sum over all data-parallel ranks; all
+        reductions are joined."""
         if (gradient := self.gradient()) is None:
             return
         for group, mine in self.layout.groups():
@@ -180,7 +183,6 @@ class FlatParameters:
         if self._fresh is not None:
             self._take_fresh()
         self._partial = self._crossed = None
-        self._crossing.clear()
         for owned in self.owned.values():
             owned.grad = None
 

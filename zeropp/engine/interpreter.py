@@ -169,7 +169,8 @@ class Interpreter:
         del step
         self._reductions_left[action.stage] -= 1
         last = self._reductions_left[action.stage] == 0
-        self._chunks[action.stage].shards.reduce(cross=last or self._replicate_every == "unit")
+        every = self._replicate_every == "unit"
+        self._chunks[action.stage].shards.reduce(cross=last or every, bound=every)
 
     def _send(self, action: Action, step: _Step) -> None:
         stage, microbatch = _key(action)

@@ -76,19 +76,22 @@ class ChunkShards:
         for flat in self.flats:
             flat.make_gradients()
 
-    def reduce(self, *, cross: bool) -> None:
+    def reduce(self, *, cross: bool, bound: bool) -> None:
         """Start to sum the gradients over the shards, and then over the replicas if ``cross``.
 
-        Compute waits for the reductions before this one, which bounds the memory that they keep to
-        one chunk's gradients.
+        Compute waits for the reductions over the shards before this one, which bounds the memory
+        that they keep to one chunk's gradients; ``bound``: for those over the replicas, too.
         """
         self._lanes.join_reductions()
+        if bound:
+            self._lanes.join_crossings()
         for flat in self.flats:
             flat.reduce(cross=cross)
 
     def finish(self) -> None:
         """Make compute wait for the reductions; what the optimizer updates has its gradients."""
         self._lanes.join_reductions()
+        self._lanes.join_crossings()
         for flat in self.flats:
             flat.finish()
 

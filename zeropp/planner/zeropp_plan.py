@@ -33,7 +33,7 @@ def plan_zeropp(request: PlanRequest) -> Plan:
     unit = layout.pp if settings.unit == "auto" else settings.unit
     placement = loop_placement(layout.pp, layout.chunks)
     sizes = Schedule("zeropp", microbatches, min(unit, microbatches), placement, ())
-    plan = assemble(request, layout, sizes)
+    plan = assemble("zeropp", request, layout, sizes)
     price = price_plan(plan, request.cluster)
     cap = _activation_cap(settings, plan, price)
     plan = fastest(orders(plan, cap, price), request.cluster, price).plan
@@ -47,10 +47,17 @@ def fastest(plans: Iterable[Plan], cluster: Cluster, price: PlanPrice) -> SimRes
 
 
 def assemble(
-    request: PlanRequest, layout: Layout, schedule: Schedule, cuts: tuple[int, ...] | None = None
+    program: str,
+    request: PlanRequest,
+    layout: Layout,
+    schedule: Schedule,
+    cuts: tuple[int, ...] | None = None,
 ) -> Plan:
-    """The plan of a request, once its degrees and its schedule are known. ``cuts``: by default
-    stages of equal cost. Every contender's planner ends here."""
+    """The plan of a request, once its degrees and its schedule are known.
+
+    ``program`` is the name of the contender's entry in ``zeropp.programs`` (ValueError where there
+    is none); ``cuts`` are by default stages of equal cost. Every contender's planner ends here.
+    """
     settings = request.settings
     return Plan(
         contender=settings.name,
@@ -59,7 +66,7 @@ def assemble(
         microbatch_size=request.microbatch_size,
         schedule=schedule,
         cuts=cuts or balanced_cuts(request.shape, schedule.num_stages),
-        runtime="fsdp2",
+        program=program,
         precision=request.precision,
         recompute=settings.recompute,
         reduce_every=settings.reduce_every,

@@ -264,4 +264,4 @@ class _Rank:
     def _share(memory: StageMemory) -> float:
         """How much of a stage's gradients comes early."""
         whole = memory.unsharded_gradients
-        return memory.early_gradients / whole if whole else 0.0
+        return memory.early_gradients / whole if whole else 1.0

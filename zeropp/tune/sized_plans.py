@@ -33,7 +33,7 @@ def sized_plan(task: Task, candidate: Candidate) -> Plan:
         microbatch_size=candidate.microbatch_size,
         schedule=Schedule(candidate.schedule, candidate.num_microbatches, unit, placement, ()),
         cuts=_cuts(task.shape, len(placement)),
-        runtime=SPACES[candidate.contender].runtime,
+        program=SPACES[candidate.contender].program,
         precision=task.precision,
         recompute=candidate.recompute,
         reduce_every=candidate.reduce_every,

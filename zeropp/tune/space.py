@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from zeropp.cluster import Cluster
 from zeropp.layout import Layout, divisors, most_microbatches
-from zeropp.literals import Placement, Precision, Recompute, ReduceEvery, Runtime
+from zeropp.literals import Placement, Precision, Recompute, ReduceEvery
 from zeropp.shape import ModelShape
 
 _MICROBATCHES = (1, 2, 4, 8, 16)
@@ -35,7 +35,7 @@ class Space:
 
     name: str
     label: str
-    runtime: Runtime
+    program: str  # name in the registry of programs
     schedules: dict[str, tuple[int, ...]]
     tensor: bool = False  # has tensor parallelism
     sequence_parallel: bool = False
@@ -57,7 +57,7 @@ SPACES: dict[str, Space] = {
         Space(
             "deepspeed_3d",
             "3D, DeepSpeed",
-            "deepspeed",
+            "deepspeed_3d",
             {"1f1b": (1,)},
             tensor=True,
             replicate_zero=(0, 1),
@@ -65,7 +65,7 @@ SPACES: dict[str, Space] = {
         Space(
             "best_3d",
             "3D, best known",
-            "megatron_core",
+            "best_public_3d",
             {
                 "1f1b": (1,),
                 "interleaved_1f1b": (2, 3, 4, 6, 8, 12),
@@ -81,7 +81,7 @@ SPACES: dict[str, Space] = {
         Space(
             "zeropp",
             "ZeroPP",
-            "fsdp2",
+            "zeropp",
             {"zeropp": (1, 2, 3, 4, 6, 8, 12)},
             shards=True,
             pipelines=(2, 0),  # with one pipeline rank it is FSDP
@@ -94,7 +94,7 @@ SPACES: dict[str, Space] = {
         Space(
             "fsdp",
             "FSDP",
-            "fsdp2",
+            "fsdp",
             {"fsdp": (1,)},
             shards=True,
             pipelines=(1, 1),

@@ -18,7 +18,6 @@ from functools import lru_cache
 from benchmarks.specification.compose import preset
 from benchmarks.studies.validation.clusters import cluster_of
 from benchmarks.studies.validation.programs import (
-    Spread,
     interleaves,
     one_layer_chunks,
     program_of,
@@ -34,10 +33,10 @@ from benchmarks.studies.validation.rows import (
 )
 from zeropp.cluster import Cluster
 from zeropp.cost import balanced_cuts
-from zeropp.cost.software import Software
 from zeropp.layout import Layout, divisors
 from zeropp.literals import Precision, Recompute
 from zeropp.plan import Plan
+from zeropp.programs import Program, Spread
 from zeropp.schedule import build, lower
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Schedule
@@ -52,7 +51,7 @@ class Case:
 
     shape: ModelShape
     cluster: Cluster
-    software: Software
+    program: Program
     layout: Layout
     schedule: str
     zero3: bool
@@ -82,7 +81,7 @@ def case_of(row: Row, cluster_name: str | None = None) -> Case:
     return Case(
         shape=shape,
         cluster=cluster,
-        software=program_of(row),
+        program=program_of(row),
         layout=layout,
         schedule=schedule,
         zero3=_zero_stage(row) == 3,
@@ -234,7 +233,7 @@ def plan_of(case: Case) -> Plan:
         microbatch_size=case.microbatch,
         schedule=schedule,
         cuts=cuts,
-        runtime="published",
+        program=case.program.name,
         precision=case.precision,
         recompute=case.recompute,
     )

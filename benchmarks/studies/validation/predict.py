@@ -75,7 +75,7 @@ def _compared(value: float, reading: Reading, kind: str, fits: bool = True) -> P
 @lru_cache(maxsize=8192)
 def _simulated(case: Case) -> SimResult:
     plan = plan_of(case)
-    return simulate(plan, case.cluster, price=price_plan(plan, case.cluster, case.software))
+    return simulate(plan, case.cluster, price=price_plan(plan, case.cluster, case.program))
 
 
 def _throughput(row: Row, case: Case, result: SimResult, reading: Reading) -> float:
@@ -160,7 +160,7 @@ def _layer(case: Case, metric: str) -> float:
     costs = []
     for layers in (1, 2):
         plan = plan_of(replace(alone, shape=replace(case.shape, layers=layers)))
-        costs.append(price_plan(plan, case.cluster, case.software).stages[0])
+        costs.append(price_plan(plan, case.cluster, case.program).stages[0])
     forward = costs[1].forward - costs[0].forward
     backward = sum(
         sign * (c.backward_input + c.backward_weight)

@@ -9,109 +9,31 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Literal
 
 from benchmarks.studies.validation.rows import Row
-from zeropp.cost.software import Software
-
-Spread = Literal["pieces", "blocks", "flops"]
-
-MEGATRON_2021 = Software(
-    parameter_bytes=2,
-    gradient_bytes=4,
-    optimizer_bytes=12,
-    flash=False,
-    dropout_masks=True,
-    split_boundary=True,
-    blocking_transfers=True,
-    reduce_bytes=4,
-    fused_accumulation=False,
-)
-MEGATRON_CORE = replace(
-    MEGATRON_2021,
-    flash=True,
-    dropout_masks=False,
-    overlap_reduction=True,  # Megatron-Core's README: data, tensor and pipeline traffic overlapped
-    overlap_updated=True,
-    overlap_tensor=True,
-    blocking_transfers=False,
-    reduce_bytes=2,
-    fused_accumulation=True,
-)
-DEEPSPEED = replace(MEGATRON_2021, reduce_bytes=2, launch_factor=2.56)
-FSDP = Software(
-    parameter_bytes=4,
-    gradient_bytes=4,
-    optimizer_bytes=8,
-    overlap_reduction=True,
-    attention_factor=0.7,
-    traffic_factor=2.11,
-    selective="half",
-)
-MOSAIC = replace(FSDP, fused_loss=True)  # llm-foundry's ``loss_fn: fused_crossent``
-TORCHTITAN = Software(
-    *(4, 4, 8),
-    overlap_reduction=True,
-    shard_copies=True,
-    traffic_factor=2.11,
-    program="fsdp",
-    selective="half",
-)
-INTERNEVO = replace(
-    MEGATRON_CORE,
-    gradient_bytes=2,
-    # Master and moments, and what a step makes in single pieces that no freed activation's memory
-    # can hold (hybrid_zero_optim.py, ``_step``): the flat gradient in 16 bits and in fp32, and the
-    # two temporaries of torch 1.13's ``AdamW`` on it (``exp_avg_sq.sqrt() / ...``).
-    optimizer_bytes=12 + 2 + 4 + 8,
-    fused_accumulation=False,
-    updated="broadcasts",  # hybrid_zero_optim.py, ``broadcast_params``
-    overlap_updated=False,
-    fused_loss=True,  # ``FlashGPTLMLoss``
-    overlap_tensor=False,  # configs/7B_sft.py: mode "mtp", without sequence parallelism
-    attention_factor=0.7,
-    traffic_factor=2.11,
-)
-NANOTRON = replace(
-    MEGATRON_CORE,
-    reduce_bytes=4,
-    overlap_reduction=False,
-    updated="slices",  # ``distributed.py``, ``all_gather_coalesced``
-    overlap_updated=False,
-    overlap_tensor=False,
-    fused_accumulation=False,
-)
-
-# arXiv 2401.10241 ran Megatron-LM's own kernels (``examples/pretrain_zbh1.sh``: no flash
-# attention), 2405.15362 added flash attention and the distributed optimizer
-# (``examples/pretrain_zero_bubble.sh``); both fp16, sends beside compute, and optimizer steps that
-# no rank waits for (section 4 of the first).
-ZERO_BUBBLE = replace(
-    MEGATRON_2021, fused_accumulation=True, blocking_transfers=False, post_validation=True
-)
-CONTROLLABLE_MEMORY = replace(ZERO_BUBBLE, flash=True)
+from zeropp.programs import Program, Spread, program_named
 
 _BY_WORD = (
-    ("vtrain", DEEPSPEED),
-    ("deepspeed", DEEPSPEED),
-    ("internevo", INTERNEVO),
-    ("nanotron", NANOTRON),
-    ("ultra-scale", NANOTRON),
-    ("llm-foundry", MOSAIC),
-    ("torchtitan", TORCHTITAN),
-    ("fsdp2", TORCHTITAN),
-    ("fully_shard", TORCHTITAN),
-    ("fsdp", FSDP),
-    ("zero bubble", ZERO_BUBBLE),
-    ("zero-bubble", ZERO_BUBBLE),
-    ("2401.10241", ZERO_BUBBLE),
-    ("controllable memory", CONTROLLABLE_MEMORY),
-    ("2405.15362", CONTROLLABLE_MEMORY),
-    ("megatron-core", MEGATRON_CORE),
-    ("megatron core", MEGATRON_CORE),
-    ("2104.04473", MEGATRON_2021),
-    ("2205.05198", replace(MEGATRON_2021, fused_accumulation=True)),
-    ("libai", replace(MEGATRON_2021, traffic_factor=1.5)),
+    ("vtrain", "megatron_deepspeed_2022"),
+    ("deepspeed", "megatron_deepspeed_2022"),
+    ("internevo", "internevo"),
+    ("nanotron", "nanotron"),
+    ("ultra-scale", "nanotron"),
+    ("llm-foundry", "llm_foundry"),
+    ("torchtitan", "torchtitan"),
+    ("fsdp2", "torchtitan"),
+    ("fully_shard", "torchtitan"),
+    ("fsdp", "llm_foundry"),
+    ("zero bubble", "zero_bubble"),
+    ("zero-bubble", "zero_bubble"),
+    ("2401.10241", "zero_bubble"),
+    ("controllable memory", "controllable_memory"),
+    ("2405.15362", "controllable_memory"),
+    ("megatron-core", "megatron_core_r0.8"),
+    ("megatron core", "megatron_core_r0.8"),
+    ("2104.04473", "megatron_lm_2021"),
+    ("2205.05198", "megatron_lm_2022"),
+    ("libai", "libai"),
 )
 
 
@@ -133,27 +55,23 @@ def one_layer_chunks(row: Row) -> bool:
 
 
 def spread_of(row: Row) -> Spread:
-    """What a program spreads evenly over stages: FLOPs (nanotron's ``get_block_compute_costs``),
-    blocks (InternEvo's ``partition_uniform``), else blocks and ends (BLOOM's
-    ``type:transformer|embedding``)."""
-    text = _text(row)
-    if re.search("nanotron|ultra-scale", text):
-        return "flops"
-    return "blocks" if "internevo" in text else "pieces"
+    """What the program spreads evenly over stages."""
+    return program_of(row).spread
 
 
 def interleaves(row: Row) -> bool:
     """Whether a program interleaves where a row names no schedule: Megatron-Core's pipeline
     traffic is overlapped in the interleaved schedule alone (``megatron/training/arguments.py``)."""
-    return program_of(row) == MEGATRON_CORE
+    return program_of(row).name == "megatron_core_r0.8"
 
 
-def program_of(row: Row) -> Software:
+def program_of(row: Row) -> Program:
     """The program that made a row."""
     text = _text(row)
-    found = next((program for word, program in _BY_WORD if word in text), None)
-    if found is None:
-        found = MEGATRON_CORE if re.search(r"h[128]00", text) else MEGATRON_2021
+    name = next((program for word, program in _BY_WORD if word in text), None)
+    if name is None:
+        name = "megatron_core_r0.8" if re.search(r"h[128]00", text) else "megatron_lm_2021"
+    found = program_named(name)
     if "flash" in text:
         found = replace(found, flash=True)
     if "compile" in text:
@@ -163,7 +81,7 @@ def program_of(row: Row) -> Software:
     if "no overlap of gradient" in text:
         found = replace(found, overlap_reduction=False)
     if "mp_mode pure" in text:
-        found = replace(found, reduce_bytes=2)
+        found = replace(found, bf16=replace(found.bf16, reduced=2))
     group = re.search(r"shard group (\d+)", row.get("zero_stage", ""))
     return replace(found, zero1_group=int(group.group(1))) if group else found
 

@@ -1,0 +1,68 @@
+"""Programs on torch's fully sharded data parallelism (FSDP and FSDP2)."""
+
+from __future__ import annotations
+
+from zeropp.programs.entry import Entry
+from zeropp.programs.traits import Program, StateBytes
+
+_TORCH = "torch 2.13"
+_FP32_SHARDS = StateBytes(4, 4, 8)
+_ATTENTION_FIT = "fitted on results/published/llm_foundry_fsdp.csv"
+
+LLM_FOUNDRY = Entry(
+    Program(
+        name="llm_foundry",
+        bf16=_FP32_SHARDS,
+        fp32=_FP32_SHARDS,
+        overlap_reduction=True,
+        fused_loss=True,
+        attention_factor=0.7,
+        traffic_factor=2.11,
+        selective="half",
+    ),
+    "MosaicML llm-foundry at 8c8dd48f (2023), on torch's FSDP",
+    {
+        "bf16": "arXiv 2304.11277, section 4.4: fp32 shards are the master weights",
+        "fp32": "arXiv 1910.02054, section 3.1",
+        "overlap_reduction": "arXiv 2304.11277, section 3.3",
+        "fused_loss": "scripts/train/benchmarking, loss_fn: fused_crossent (8c8dd48f)",
+        "attention_factor": _ATTENTION_FIT,
+        "traffic_factor": _ATTENTION_FIT,
+        "selective": "fms-fsdp, policies/ac_handler.py: selective_checkpointing",
+    },
+)
+TORCHTITAN = Entry(
+    Program(
+        name="torchtitan",
+        bf16=StateBytes(4, 4, 8, casts_parameters=True),
+        fp32=_FP32_SHARDS,
+        overlap_reduction=True,
+        shard_copies=True,
+        traffic_factor=2.11,
+        fused_rotary=False,
+        loss_gradient="torch",
+        resident_gradients=False,
+        keeps_gathered_inputs=True,
+        fsdp_hooks=True,
+        fsdp_root=True,
+        selective="half",
+        expandable_segments=True,
+    ),
+    "torchtitan of 2024 and 2025, on FSDP2",
+    {
+        "bf16": f"{_TORCH}, distributed/fsdp/_fully_shard/_fsdp_param.py: fp32 shards, bf16 copies",
+        "fp32": "arXiv 1910.02054, section 3.1",
+        "overlap_reduction": f"{_TORCH}, distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+        "shard_copies": f"{_TORCH}, distributed/fsdp/_fully_shard/_fsdp_collectives.py: "
+        "foreach_all_gather_copy_out, chunk_cat",
+        "traffic_factor": "that of the llm_foundry entry, without torch.compile",
+        "fused_rotary": "torchtitan/models/llama3/model.py, apply_rotary_emb",
+        "loss_gradient": f"{_TORCH}, nn.functional.cross_entropy as traced",
+        "resident_gradients": f"{_TORCH}, FSDP2 as traced",
+        "keeps_gathered_inputs": f"{_TORCH}, DTensor as traced",
+        "fsdp_hooks": "torchtitan/models/llama3/parallelize.py: fully_shard on every block",
+        "fsdp_root": "torchtitan/models/llama3/parallelize.py: fully_shard on the model",
+        "selective": "torchtitan/models/llama3/parallelize.py, selective_ac_option",
+        "expandable_segments": "run_train.sh: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    },
+)

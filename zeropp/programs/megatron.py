@@ -1,0 +1,167 @@
+"""Megatron-LM, Megatron-Core and the programs that grew out of them."""
+
+from __future__ import annotations
+
+from zeropp.programs.entry import Entry
+from zeropp.programs.traits import Program, StateBytes
+
+_SC21 = "arXiv 2104.04473"
+_HOST_FIT = "fitted on results/published/vtrain_a100.csv"
+_V100_FIT = "fitted on results/published/libai_megatron_v100.csv"
+_FP32 = StateBytes(4, 4, 8)
+
+MEGATRON_LM_2021 = Entry(
+    Program(
+        name="megatron_lm_2021",
+        bf16=StateBytes(2, 4, 12),
+        fp32=_FP32,
+        flash=False,
+        dropout_masks=True,
+        split_boundary=True,
+        blocking_transfers=True,
+        fused_accumulation=False,
+    ),
+    "Megatron-LM of April 2021, as arXiv 2104.04473 ran it",
+    {
+        "bf16": f"{_SC21}, section 4 (mixed precision); arXiv 1910.02054, section 3.1",
+        "fp32": "arXiv 1910.02054, section 3.1",
+        "flash": f"{_SC21}, section 4.2: unfused attention with a fused softmax",
+        "dropout_masks": "examples/pretrain_gpt_distributed.sh: dropout is on by default",
+        "split_boundary": f"{_SC21}, section 4.1: scatter and gather of boundaries",
+        "blocking_transfers": "megatron/p2p_communication.py of 2021 waits for all sends",
+        "fused_accumulation": "its flag, --no-gradient-accumulation-fusion, came in 2022",
+    },
+)
+MEGATRON_LM_2022 = MEGATRON_LM_2021.but(
+    "megatron_lm_2022",
+    "Megatron-LM of May 2022, as arXiv 2205.05198 ran it",
+    {},
+    fused_accumulation=True,
+)
+MEGATRON_DEEPSPEED_2022 = MEGATRON_LM_2021.but(
+    "megatron_deepspeed_2022",
+    "Megatron-DeepSpeed of 2022, as vTrain (MICRO 2024) and BLOOM ran it",
+    {
+        "bf16": f"{MEGATRON_LM_2021.sources['bf16']}; gradients are reduced in fp16",
+        "launch_factor": _HOST_FIT,
+    },
+    bf16=StateBytes(2, 4, 12, reduced=2),
+    launch_factor=2.56,
+)
+MEGATRON_LM_V100 = MEGATRON_LM_2021.but(
+    "megatron_lm_v100",
+    "the Megatron-LM that LiBai's authors compared with, on V100",
+    {"traffic_factor": _V100_FIT},
+    traffic_factor=1.5,
+)
+LIBAI = MEGATRON_LM_V100.but(
+    "libai", "OneFlow LiBai, as its Benchmark.md of 2022 ran it on V100", {}
+)
+
+_R08 = "Megatron-LM README at core_r0.8.0"
+_ARGUMENTS = "megatron/training/arguments.py at core_r0.8.0"
+MEGATRON_CORE_R08 = Entry(
+    Program(
+        name="megatron_core_r0.8",
+        bf16=StateBytes(2, 4, 12, reduced=2),
+        fp32=_FP32,
+        split_boundary=True,
+        overlap_tensor=True,
+        overlap_reduction=True,
+        overlap_updated=True,
+    ),
+    "Megatron-Core r0.8.0 (2024)",
+    {
+        "bf16": "arXiv 1910.02054, section 3.1; assumed, because the README does not say: "
+        "gradients are reduced in bf16",
+        "fp32": "arXiv 1910.02054, section 3.1",
+        "split_boundary": f"{_SC21}, section 4.1",
+        "overlap_tensor": f"{_R08}: tensor-parallel traffic is overlapped; {_ARGUMENTS}: "
+        "--tp-comm-overlap needs sequence parallelism",
+        "overlap_reduction": f"{_R08}: data-parallel traffic is overlapped (--overlap-grad-reduce)",
+        "overlap_updated": f"{_R08}: --overlap-param-gather",
+    },
+)
+
+MEGATRON_CORE = MEGATRON_CORE_R08.but(
+    "megatron_core",
+    "Megatron-Core of 2025 (core_v0.12 and later)",
+    {
+        "bf16": "arXiv 1910.02054, section 3.1; megatron/training/arguments.py of 2025: gradients "
+        "are accumulated and reduced in fp32 unless asked otherwise",
+    },
+    bf16=StateBytes(2, 4, 12),
+)
+NEMO_H100 = MEGATRON_CORE_R08.but(
+    "nemo_h100",
+    "NeMo's recipes for H100, NeMo-Framework-Launcher at 4a9b61b, examples/training/llama/h100",
+    {
+        "bf16": "arXiv 1910.02054, section 3.1; llama3_70b_bf16.sh: grad_sync_dtype=bf16",
+        "overlap_tensor": "NeMo, docs/source/features/optimizations/communication_overlap.rst",
+        "overlap_reduction": "same page: overlap_grad_sync",
+        "overlap_updated": "same page: overlap_param_gather",
+    },
+)
+
+_ZERO_BUBBLE = "zero-bubble-pipeline-parallelism, examples/pretrain_zbh1.sh"
+ZERO_BUBBLE = MEGATRON_LM_2021.but(
+    "zero_bubble",
+    "the fork of arXiv 2401.10241",
+    {
+        "flash": f"{_ZERO_BUBBLE}: no flash attention",
+        "post_validation": "arXiv 2401.10241, section 4",
+    },
+    fused_accumulation=True,
+    blocking_transfers=False,
+    post_validation=True,
+)
+CONTROLLABLE_MEMORY = ZERO_BUBBLE.but(
+    "controllable_memory",
+    "the fork of arXiv 2405.15362 (examples/pretrain_zero_bubble.sh), with flash attention",
+    {},
+    flash=True,
+)
+
+INTERNEVO = MEGATRON_CORE_R08.but(
+    "internevo",
+    "InternEvo v0.2.1, configs/7B_sft.py",
+    {
+        # Beside master weights and moments, what a step makes in pieces that no freed activation's
+        # memory can hold: the flat gradient in 16 bits and in fp32, and the two temporaries of
+        # torch 1.13's AdamW on it.
+        "bf16": "internlm/solver/optimizer/hybrid_zero_optim.py, _step (v0.2.1); torch 1.13, "
+        "torch/optim/adamw.py, _single_tensor_adamw",
+        "fused_accumulation": "no such kernel in internlm/model (v0.2.1)",
+        "updated": "internlm/solver/optimizer/hybrid_zero_optim.py, broadcast_params (v0.2.1)",
+        "fused_loss": "internlm/model/loss.py, FlashGPTLMLoss (v0.2.1)",
+        "attention_factor": "that of the llm_foundry entry",
+        "traffic_factor": "that of the llm_foundry entry",
+        "spread": "internlm/core/scheduler, partition_uniform (v0.2.1)",
+    },
+    bf16=StateBytes(2, 2, 12 + 2 + 4 + 8, reduced=2),
+    fused_accumulation=False,
+    updated="broadcasts",
+    overlap_updated=False,
+    fused_loss=True,
+    overlap_tensor=False,
+    attention_factor=0.7,
+    traffic_factor=2.11,
+    spread="blocks",
+)
+NANOTRON = MEGATRON_CORE_R08.but(
+    "nanotron",
+    "nanotron v0.5",
+    {
+        "bf16": "src/nanotron/optim/gradient_accumulator.py (v0.5): fp32 sums, reduced in fp32",
+        "updated": "src/nanotron/distributed.py, all_gather_coalesced (v0.5)",
+        "fused_accumulation": "no such kernel in src/nanotron (v0.5)",
+        "spread": "src/nanotron/models/llama.py, get_block_compute_costs (v0.5)",
+    },
+    bf16=StateBytes(2, 4, 12),
+    overlap_reduction=False,
+    updated="slices",
+    overlap_updated=False,
+    overlap_tensor=False,
+    fused_accumulation=False,
+    spread="flops",
+)
