@@ -62,8 +62,9 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
         ),
         unsharded=int(whole * _gathered_bytes(plan, work, stage) * separate),
         unsharded_gradients=int((whole + more) * summed),
-        early_gradients=int((whole if program.flat_chunks else sum(ends) + more) * summed),
-        fresh_gradients=int(_fresh(plan, program, pieces, half * (sizes[0] + more))),
+        early_gradients=int((sum(ends) + more) * summed),
+        fresh_gradients=int(half * (sizes[0] + more) * (not program.flat_chunks)),
+        embedding_gradient=int(_embedding_gradient(plan, program, pieces)),
         made_gradients=int(half * whole * program.torch_stages),
         reduction_step=int(_reduction_step(plan, program, sizes) * separate),
         reduction_copy=int(_copied(plan, work, stage, sizes) * separate),
@@ -172,13 +173,11 @@ def _summed_bytes(plan: Plan, work: Work) -> int:
     return element_bytes(plan.precision) if each else FP32
 
 
-def _fresh(plan: Plan, program: Program, pieces: range, hooked: float) -> float:
-    """Bytes of a microbatch's own gradients before they are added to their sum. Where chunks are
-    flat, products add theirs inside, and only the embedding's is a tensor of its own."""
-    if not program.flat_chunks:
-        return hooked
+def _embedding_gradient(plan: Plan, program: Program, pieces: range) -> float:
+    """Bytes of a microbatch's gradient of the embedding, the only one that is a tensor of its own
+    before it is added to a flat chunk's sum: products add theirs inside."""
     vocabulary = plan.shape.vocab * plan.shape.hidden
-    return element_bytes(plan.precision) * vocabulary * (0 in pieces)
+    return element_bytes(plan.precision) * vocabulary * (0 in pieces) * program.flat_chunks
 
 
 def _reduction_step(plan: Plan, program: Program, sizes: list[float]) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
+from zeropp.engine.deferred import WeightGradStore
 from zeropp.engine.recompute import run_recomputed
 from zeropp.engine.sharding import ChunkShards
 from zeropp.literals import Recompute
@@ -30,7 +30,7 @@ class _Live:
 class Chunk:
     """Pieces that run one after another on this rank.
 
-    Linear layers of ``deferrable`` pieces put off their weight gradients while the store is open.
+    Linear layers of ``deferrable`` pieces put off their weight gradients while ``store`` is open.
     ``recompute`` full checkpoints each deferrable piece (a transformer block); selective keeps
     the outputs of its matrix products and of attention and recomputes the rest. ``compiled``:
     deferrable pieces run through torch.compile. ``seed`` is called with a piece's index in the
@@ -42,6 +42,7 @@ class Chunk:
     def __init__(
         self,
         shards: ChunkShards,
+        store: WeightGradStore,
         deferrable: list[nn.Module],
         recompute: Recompute,
         compiled: bool,
@@ -52,13 +53,10 @@ class Chunk:
     ) -> None:
         self.shards = shards
         self._seed, self._random, self._first = seed, random, first
-        self.store = WeightGradStore()
+        self.store = store
         self._deferrable = {id(piece) for piece in deferrable}
         self._recompute = recompute
         self._live: dict[int, _Live] = {}
-        defer_weight_grads(deferrable, self.store)
-        others = [piece for piece in shards.pieces if id(piece) not in self._deferrable]
-        defer_weight_grads(others, WeightGradStore())  # never open: at once, but inside the product
         if compiled:
             for piece in deferrable:
                 piece.compile()
@@ -84,18 +82,24 @@ class Chunk:
         """Replace what backward starts from (the last stage's loss)."""
         self._live[microbatch].output = _edge(output)
 
-    def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        """Gradient of the chunk's input (None for tokens); frees the microbatch's graph."""
+    def backward(
+        self, microbatch: int, grad: Tensor | None, *, split: bool = False
+    ) -> Tensor | None:
+        """Gradient of the chunk's input (None for tokens); frees the microbatch's graph. ``split``:
+        linear layers put off their weight gradients until ``backward_weight``."""
         self.shards.wait()
         live = self._live.pop(microbatch)
         if live.output is not None:
-            self.shards.make_gradients()
+            self.shards.make_gradients(deferred=not split)
+            if split:
+                self.store.begin(microbatch)
             torch.autograd.backward(live.output, grad)
+            self.store.end()
         return live.input.grad
 
     def backward_weight(self, microbatch: int) -> None:
         """The weight gradients that ``backward`` put off; needs no gathered parameters."""
-        self.shards.make_gradients()
+        self.shards.make_gradients(deferred=True)
         self.store.run(microbatch)
 
 

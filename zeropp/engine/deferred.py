@@ -120,14 +120,18 @@ class DeferredLinear(nn.Linear):
         return output.view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
 
 
-def defer_weight_grads(modules: Iterable[nn.Module], store: WeightGradStore) -> None:
-    """Teach every plain ``nn.Linear`` below the modules to use the store.
+def defer_weight_grads(modules: Iterable[nn.Module], store: WeightGradStore) -> list[nn.Parameter]:
+    """Teach every plain ``nn.Linear`` below the modules to use the store; gives their weights.
 
     A linear layer whose output is no hidden state (a head with its wide logits) should be given a
     store that is never open: what it would keep is larger than what its chunk keeps.
     """
+    weights = []
     for root in modules:
         for module in root.modules():
             if type(module) is nn.Linear:
                 module.__class__ = DeferredLinear
                 setattr(module, "store", store)  # noqa: B010
+                if isinstance(module.weight, nn.Parameter):
+                    weights.append(module.weight)
+    return weights

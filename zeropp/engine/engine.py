@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zeropp.engine import checkpoint
 from zeropp.engine.channels import Channels
 from zeropp.engine.chunk import Chunk
+from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.flat import FlatParameters, make_lanes
 from zeropp.engine.flat_layout import Name
 from zeropp.engine.groups import make_groups
@@ -212,6 +213,11 @@ class Engine:
     def _make_chunk(self, stage: int) -> Chunk:
         options = self._options
         pieces = {piece.index: piece for piece in self._pieces if piece.stage == stage}
+        deferrable = [piece.module for piece in pieces.values() if piece.deferrable]
+        others = [piece.module for piece in pieces.values() if not piece.deferrable]
+        store = WeightGradStore()
+        deferred = defer_weight_grads(deferrable, store)
+        defer_weight_grads(others, WeightGradStore())  # never open: at once, inside the product
         shards = ChunkShards(
             {index: piece.module for index, piece in pieces.items()},
             self._groups,
@@ -222,13 +228,15 @@ class Engine:
                 options.reduce_dtype,
                 options.group_of,
             ),
+            deferred,
             options.tied,
         )
         indices, seeds = list(pieces), self._seeds
         seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)
         return Chunk(
             shards,
-            [piece.module for piece in pieces.values() if piece.deferrable],
+            store,
+            deferrable,
             options.recompute,
             options.compile,
             seed,

@@ -83,7 +83,8 @@ class Held:
 
 
 class FlatParameters:
-    """One flat buffer. ``trainable``: whether it has gradients and an optimizer at all.
+    """One flat buffer. ``trainable``: whether it has gradients and an optimizer at all;
+    ``deferred``: whether its gradients come with weight gradients that were put off.
 
     The parameters' values are taken over at construction; afterwards they are views of the buffer,
     and hold memory only between ``unshard`` and ``reshard`` (always, where the masters themselves
@@ -100,8 +101,9 @@ class FlatParameters:
         *,
         zero: bool,
         trainable: bool,
+        deferred: bool,
     ) -> None:
-        self.layout, self.trainable = layout, trainable
+        self.layout, self.trainable, self.deferred = layout, trainable, deferred
         self._held, self._groups, self._lanes, self._types = tuple(held), groups, lanes, types
         self._zero = zero and groups.replicate is not None
         self.master = self._take_masters()
@@ -141,17 +143,23 @@ class FlatParameters:
             self._storage.resize_(0)
 
     def make_gradients(self) -> None:
-        """Give every parameter a gradient of zeros to add to, unless it has one already."""
+        """Give every parameter a gradient of zeros to add to, unless it has one already. A gradient
+        that autograd made for itself (of a deferred weight that is used elsewhere, too) is added.
+        """
         if self._fresh is not None or not self.trainable:
             return
         self._fresh = zeros(self.layout.size, self._types.master, self.master.device)
         for held in self._held:
             gradient = _view(self._fresh, held.slot)
             for parameter in held.parameters:
-                parameter.grad = gradient
+                made, parameter.grad = parameter.grad, gradient
+                if made is not None:
+                    gradient.add_(made)
 
     def reduce(self, *, cross: bool) -> None:
         """Start to sum the gradients over the shards, and then over the replicas if ``cross``."""
+        if any(parameter.grad is not None for held in self._held for parameter in held.parameters):
+            self.make_gradients()
         if self._fresh is None:
             return
         cross = cross and self._groups.replicate is not None
@@ -180,8 +188,10 @@ class FlatParameters:
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""
-        if self._fresh is not None:
-            self._take_fresh()
+        self._fresh = None
+        for held in self._held:
+            for parameter in held.parameters:
+                parameter.grad = None
         self._partial = self._crossed = None
         for owned in self.owned.values():
             owned.grad = None

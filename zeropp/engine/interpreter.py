@@ -134,21 +134,17 @@ class Interpreter:
             step.activations[stage + 1, microbatch] = output.detach()
 
     def _backward_input(self, action: Action, step: _Step) -> None:
-        stage, microbatch = _key(action)
-        chunk = self._chunks[stage]
-        chunk.store.begin(microbatch)
-        self._backward(chunk, stage, microbatch, step)
-        chunk.store.end()
+        self._backward(action, step, split=True)
 
     def _full_backward(self, action: Action, step: _Step) -> None:
-        stage, microbatch = _key(action)
-        self._backward(self._chunks[stage], stage, microbatch, step)
+        self._backward(action, step, split=False)
 
-    def _backward(self, chunk: Chunk, stage: int, microbatch: int, step: _Step) -> None:
+    def _backward(self, action: Action, step: _Step, *, split: bool) -> None:
+        stage, microbatch = _key(action)
         grad = None
         if stage != self._last:
             grad = self._arrived(Op.RECV_B, stage, microbatch, step.gradients, step)
-        grad_input = chunk.backward(microbatch, grad)
+        grad_input = self._chunks[stage].backward(microbatch, grad, split=split)
         if grad_input is not None and stage > 0:
             step.gradients[stage - 1, microbatch] = grad_input
 

@@ -1,7 +1,8 @@
 """The shards of one chunk: its parameters in flat buffers that are gathered and reduced together.
 
-A chunk has one buffer for what it trains, one for what is frozen, and one for each parameter that
-another pipeline rank shares (so that both ranks cut it alike).
+A chunk has one buffer for the weights whose gradients may be put off (so that the memory of these
+gradients begins with the first of them), one for all else that it trains, one for what is frozen,
+and one for each parameter that another pipeline rank shares (so that both ranks cut it alike).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class ShardOptions:
 class ChunkShards:
     """The shards of one chunk: gather, release, reduce.
 
-    ``pieces`` are (index in the model, module). ``tied`` are the two names of a parameter that is
+    ``pieces`` are modules by index in the model. ``deferred``: weights whose gradients may be put
+    off. ``tied`` are the two names of a parameter that is
     one in the model; what has either name has a buffer of its own.
     """
 
@@ -48,10 +50,12 @@ class ChunkShards:
         groups: DataGroups,
         lanes: Lanes,
         options: ShardOptions,
+        deferred: Iterable[nn.Parameter],
         tied: tuple[Name, Name] | None,
     ) -> None:
         self.pieces = list(pieces.values())
         self._groups, self._lanes, self._options = groups, lanes, options
+        self._deferred = {id(weight) for weight in deferred}
         found = _parameters(pieces)
         _tie(found, tied)
         self.flats = list(self._make_flats(found, set(tied or ())))
@@ -71,10 +75,12 @@ class ChunkShards:
         for flat in self.flats:
             flat.reshard()
 
-    def make_gradients(self) -> None:
-        """Give every parameter a gradient to add to, unless it has one."""
+    def make_gradients(self, *, deferred: bool) -> None:
+        """Give parameters gradients to add to, unless they have them; those whose gradients may be
+        put off only if ``deferred``."""
         for flat in self.flats:
-            flat.make_gradients()
+            if deferred or not flat.deferred:
+                flat.make_gradients()
 
     def reduce(self, *, cross: bool, bound: bool) -> None:
         """Start to sum the gradients over the shards, and then over the replicas if ``cross``.
@@ -121,11 +127,14 @@ class ChunkShards:
         lots: dict[tuple[bool, bool, Name | None], list[_Found]] = defaultdict(list)
         for one in found:
             shared = next((name for name in one.names if name in tied), None)
-            lots[shared is not None, not one.trainable, shared].append(one)
-        for (_, frozen, _), lot in sorted(lots.items(), key=lambda entry: entry[0][:2]):
-            yield self._make_flat(lot, trainable=not frozen)
+            deferred = shared is None and id(one.parameters[0]) in self._deferred
+            lots[one.trainable, deferred and one.trainable, shared].append(one)
+        for (trainable, deferred, _), lot in lots.items():
+            yield self._make_flat(lot, trainable=trainable, deferred=deferred)
 
-    def _make_flat(self, lot: Sequence[_Found], *, trainable: bool) -> FlatParameters:
+    def _make_flat(
+        self, lot: Sequence[_Found], *, trainable: bool, deferred: bool
+    ) -> FlatParameters:
         options, groups = self._options, self._groups
         zero = options.zero and trainable
         rows = groups.replicas if zero else 1
@@ -147,6 +156,7 @@ class ChunkShards:
             _types(lot, options),
             zero=zero,
             trainable=trainable,
+            deferred=deferred,
         )
 
 
