@@ -8,7 +8,7 @@ the targets. ``torch.distributed`` must be initialised; every rank calls with eq
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import cut_by_weight
 from zeropp.engine.engine import Engine, EngineOptions, Piece
 from zeropp.engine.flat_layout import Name
 from zeropp.engine.interpreter import LossFunction
-from zeropp.engine.knobs import Knobs, check_knobs
+from zeropp.keywords import Keywords, knobs_of
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
-from zeropp.literals import Precision
-from zeropp.plan import Settings
-from zeropp.planner.zeropp_plan import Sizes, programs
+from zeropp.literals import Precision, if_auto
 from zeropp.schedule import validate
+from zeropp.schedule.build import StepSizes, step_programs
 from zeropp.schedule.program import Schedule
-from zeropp.schedule.zeropp_order import smallest_cap
+from zeropp.schedule.zeropp_order import default_cap, default_unit
 from zeropp.training import OptimizerConfig, StepResult
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -74,7 +74,7 @@ def parallelize(
     device: torch.device | str = "cpu",
     lr_schedule: Callable[[int], float] | None = None,
     dropout_seed: int | None = None,
-    **knobs: Unpack[Knobs],
+    **keywords: Unpack[Keywords],
 ) -> ParallelModel:
     """Cut layers into ``pp * chunks`` stages and build this rank's.
 
@@ -84,9 +84,8 @@ def parallelize(
     ``tied`` names two parameters as (layer, name). The last layer's weight gradients are not put
     off: its output is taken to be wide. Raises InfeasibleError where something does not fit.
     """
-    check_knobs(knobs)
-    settings = Settings("zeropp", **{"pp": 1, "replicate": 1, **knobs})  # type: ignore[arg-type]
-    stages = _cut(layers, settings, sample, global_batch, precision, weights)
+    knobs = knobs_of(keywords)
+    stages = _cut(layers, knobs, sample, global_batch, precision, weights)
     device = torch.device(device)
     engine = Engine(
         stages.pieces(layers, device),
@@ -96,29 +95,29 @@ def parallelize(
         partial(stages.boundary, device=device),
         optimizer or OptimizerConfig(),
         device,
-        _options(settings, precision, tied, lr_schedule, dropout_seed),
+        _options(knobs, precision, tied, lr_schedule, dropout_seed),
     )
     return ParallelModel(engine, sample.shape[0], stages.rows(global_batch))
 
 
 def _options(
-    settings: Settings,
+    knobs: ZeroppKnobs,
     precision: Precision,
     tied: tuple[Name, Name] | None,
     lr_schedule: Callable[[int], float] | None,
     dropout_seed: int | None,
 ) -> EngineOptions:
-    if dropout_seed is None and not settings.compile:
+    if dropout_seed is None and not knobs.compile:
         dropout_seed = 0
     return EngineOptions(
         precision,
-        settings.recompute,
-        settings.replicate_every,
-        settings.reduce_dtype,
+        if_auto(knobs.recompute, "none"),
+        knobs.replicate_every,
+        knobs.reduce_dtype,
         tied,
         lr_schedule,
         dropout_seed,
-        compile=settings.compile,
+        compile=knobs.compile,
     )
 
 
@@ -155,19 +154,19 @@ class _Stages:
 
 def _cut(
     layers: Sequence[Layer],
-    settings: Settings,
+    knobs: ZeroppKnobs,
     sample: Tensor,
     global_batch: int,
     precision: Precision,
     weights: Sequence[int] | None,
 ) -> _Stages:
     layout = Layout(
-        pp=int(settings.pp),
-        shard=int(settings.shard),
-        replicate=int(settings.replicate),
-        chunks=settings.chunks,
-        replicate_zero=settings.replicate_zero,
-        placement=settings.placement,
+        pp=if_auto(knobs.pp, 1),
+        shard=if_auto(knobs.shard, 1),
+        replicate=if_auto(knobs.replicate, 1),
+        chunks=if_auto(knobs.chunks, 1),
+        replicate_zero=if_auto(knobs.replicate_zero, 0),
+        placement=if_auto(knobs.placement, "dp_inner"),
     )
     count = layout.pp * layout.chunks
     if len(layers) < count:
@@ -176,28 +175,34 @@ def _cut(
             f"{len(layers)} layers"
         )
     microbatches = _microbatches(layout, global_batch, sample.shape[0])
-    schedule = _schedule(layout, settings, microbatches, precision)
+    schedule = _schedule(layout, knobs, microbatches, precision)
     outputs, parameters = _outputs(layers, sample, precision)
     return _Stages(layout, schedule, cut_by_weight(weights or parameters, count), outputs)
 
 
 def _schedule(
-    layout: Layout, settings: Settings, microbatches: int, precision: Precision
+    layout: Layout, knobs: ZeroppKnobs, microbatches: int, precision: Precision
 ) -> Schedule:
-    unit = min(layout.pp if settings.unit == "auto" else settings.unit, microbatches)
-    cap = unit * layout.chunks if settings.activation_cap == "auto" else settings.activation_cap
-    smallest = smallest_cap(layout.chunks, microbatches, unit)
-    if cap < smallest:
-        raise InfeasibleError(
-            f"activation_cap={cap}: a unit of {unit} microbatches in {layout.chunks} chunks needs "
-            f"at least {smallest} (or a smaller unit)"
-        )
-    sharded = layout.shard > 1 or precision == "bf16"
-    sizes = Sizes(layout.pp, layout.chunks, microbatches, unit, cap, sharded)
-    sizes = replace(
-        sizes, prefetch=settings.prefetch, keep=settings.keep, reduce_every=settings.reduce_every
+    style, sharded = knobs.stage_style, layout.shard > 1 or precision == "bf16"
+    unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
+    cap = if_auto(knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
+    sizes = StepSizes(
+        num_ranks=layout.pp,
+        chunks=layout.chunks,
+        num_microbatches=microbatches,
+        unit=unit,
+        activation_cap=cap,
+        stage_style=style,
+        split_backward=knobs.split_backward,
+        gather=sharded,
+        prefetch=knobs.prefetch,
+        keep=if_auto(knobs.keep, 0),
+        reduce_every=if_auto(knobs.reduce_every, "unit"),
     )
-    (schedule,) = programs(sizes)
+    try:
+        (schedule,) = step_programs(sizes)
+    except ValueError as error:
+        raise InfeasibleError(f"{error} (or a smaller unit)") from None
     validate(schedule, activation_cap=cap)
     return schedule
 
