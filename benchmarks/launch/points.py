@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.launch.owner import claim, release
-from benchmarks.records.environment import git_state
+from benchmarks.records.environment import read_code
 from benchmarks.records.record import (
     SCHEMA_VERSION,
     RecordError,
@@ -145,14 +145,15 @@ def attempt_directory(spec: RunSpec, runs_dir: Path, launcher: str) -> Path:
 
 def freeze(point: Point, directory: Path, launcher: str, variant: str = "") -> None:
     """Write what ranks and the finishing step read: spec, plan, and where it came from."""
-    sha, dirty = git_state()
+    code = read_code()
     header = {
         "launcher": launcher,
         "provenance": PROVENANCE[launcher],
         "variant": variant,
         "started_at": now(),
-        "git_sha": sha,
-        "git_dirty": dirty,
+        "git_sha": code.sha,
+        "git_dirty": code.dirty,
+        "code_digest": code.digest,
         "plan": plan_summary(point.plan) if point.plan else {},
     }
     write_atomically(directory / "spec.json", json.dumps(point.spec.to_dict(), indent=1))
@@ -219,7 +220,7 @@ def launcher_record(
 ) -> RunRecord:
     """The record of an attempt without ranks of its own, ended now; ``more`` are fields of
     RunRecord."""
-    sha, dirty = git_state()
+    code = read_code()
     return RunRecord(
         schema_version=SCHEMA_VERSION,
         record_id=f"{spec.spec_id}/{attempt}",
@@ -230,8 +231,9 @@ def launcher_record(
         reason=reason,
         started_at=started_at,
         ended_at=now(),
-        git_sha=sha,
-        git_dirty=dirty,
+        git_sha=code.sha,
+        git_dirty=code.dirty,
+        code_digest=code.digest,
         launcher=launcher,
         **more,
     )

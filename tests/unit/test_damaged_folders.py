@@ -30,6 +30,7 @@ from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.slurm import client
 from benchmarks.launch.slurm.launcher import launch
 from benchmarks.launch.slurm.submissions import Submission, SubmittedArray
+from benchmarks.records.environment import Code
 from benchmarks.records.rank_events import EventWriter, read_events
 from benchmarks.records.record import find_records, read_record
 from benchmarks.report.frame import latest_ok, load_frame
@@ -142,7 +143,7 @@ def fake_slurm(
 @pytest.fixture
 def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(client, "_call", fake_slurm)
-    monkeypatch.setattr(points, "git_state", lambda: ("abc", False))
+    monkeypatch.setattr(points, "read_code", lambda: Code("abc", False, "digest"))
     runs = tmp_path / "whole"
     make_folder(runs)
     return runs

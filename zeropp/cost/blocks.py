@@ -53,6 +53,11 @@ class PassTimes:
     backward_input: float  # recomputation included
     backward_weight: float
 
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward_input + self.backward_weight
+
 
 def linears(work: Work) -> tuple[tuple[int, int], ...]:
     """(k, n) of a block's products as one rank runs them; fused where a program may fuse them."""
