@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.launch.auto import with_best_plan
 from benchmarks.launch.owner import claim, release
 from benchmarks.records.environment import read_code
 from benchmarks.records.record import (
@@ -23,7 +24,7 @@ from benchmarks.records.record import (
     read_record,
     write_atomically,
 )
-from benchmarks.specification.run_spec import RunSpec, SpecError
+from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import check_data
 from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
@@ -40,12 +41,6 @@ PROVENANCE: dict[str, Provenance] = {
     "simulate": "simulated",
 }
 
-# Launchers that can do another thing under the same provenance: option and what it is called.
-_VARIANTS = {
-    "trace": ("tensors", {"fake": "", "real": "real tensors"}),
-    "simulate": ("compute", {"model": "", "traced": "traced compute"}),
-}
-
 
 @dataclass(frozen=True)
 class Point:
@@ -57,28 +52,16 @@ class Point:
 
 
 def plan_point(spec: RunSpec) -> Point:
-    """Check a spec's contender and data and plan it, with the memory that the cost model predicts
-    for the plan; raises SpecError on bad input."""
+    """Check a spec's data, let the tuner choose what the spec leaves open, and plan it, with the
+    memory that the cost model predicts for the plan; raises SpecError on bad input."""
     check_data(spec)
     try:
+        spec = with_best_plan(spec)
         plan = spec.plan()
     except InfeasibleError as error:
         return Point(spec, None, str(error))
     memory = peak_memory(plan, price_plan(plan, spec.cluster))
     return Point(spec, replace(plan, memory=memory))
-
-
-def variant_of(options: dict[str, Any]) -> str:
-    """What a launcher's options make of it (see ``RunRecord.variant``); raises SpecError."""
-    kind = options["kind"]
-    if kind not in _VARIANTS:
-        return ""
-    option, names = _VARIANTS[kind]
-    if options.get(option) not in names:
-        raise SpecError(
-            f"launcher.{option}={options.get(option)!r}: must be one of {', '.join(names)}"
-        )
-    return names[options[option]]
 
 
 def still_to_run(
