@@ -96,6 +96,7 @@ def test_the_tuner_prices_the_plan_that_the_planner_gives() -> None:
         recompute=chosen.recompute,
         reduce_every=chosen.reduce_every,
         placement=layout.placement,
+        stage_style=chosen.stage_style,
     )
     plan = plan_zeropp(
         PlanRequest(SHAPE, what.cluster, 64, 128, chosen.microbatch_size, "bf16", knobs)

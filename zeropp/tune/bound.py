@@ -117,6 +117,8 @@ def _least_activations(plan: Plan, candidate: Candidate, rank: int, sizes: list[
         return min(m, pp - rank) * sizes[0]
     if candidate.schedule == "interleaved_1f1b":
         return min(m * chunks, way_round - 1 + (chunks - 1) * pp + 1) * min(sizes)
+    if candidate.stage_style == "v":
+        return sum(sizes)  # in its last chunk's forward a microbatch is alive in all of them
     if candidate.schedule == "zeropp":
         unit = candidate.unit if candidate.cap else min(units_of(SPACES["zeropp"], pp, m))
         last = min(unit, way_round)

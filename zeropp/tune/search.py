@@ -52,7 +52,8 @@ class Evaluated:
         """What makes two configurations different enough to be winner and runner-up."""
         layout = self.candidate.layout
         degrees = (layout.pp, layout.tp, layout.shard, layout.replicate)
-        return (*degrees, layout.chunks, self.candidate.schedule, self.candidate.recompute)
+        chosen = (self.candidate.schedule, self.candidate.stage_style, self.candidate.recompute)
+        return (*degrees, layout.chunks, *chosen)
 
 
 Progress = Callable[[int, int, Evaluated | None], None]  # settled, known so far, best so far

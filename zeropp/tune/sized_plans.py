@@ -11,7 +11,7 @@ from zeropp.plan import Plan
 from zeropp.planner.zeropp_plan import orders
 from zeropp.schedule import build, lower
 from zeropp.schedule.action import Action, Op
-from zeropp.schedule.program import Schedule, loop_placement, v_placement
+from zeropp.schedule.program import Schedule, place_stages, v_placement
 from zeropp.shape import ModelShape
 from zeropp.tune.space import SPACES, Candidate, Task
 
@@ -24,7 +24,7 @@ def sized_plan(task: Task, candidate: Candidate) -> Plan:
     elif candidate.schedule == "zbv":
         placement = v_placement(layout.pp)
     else:
-        placement = loop_placement(layout.pp, layout.chunks)
+        placement = place_stages(candidate.stage_style, layout.pp, layout.chunks)
     unit = 1 if candidate.schedule == "fsdp" else candidate.unit or candidate.num_microbatches
     return Plan(
         contender=candidate.contender,
@@ -37,6 +37,7 @@ def sized_plan(task: Task, candidate: Candidate) -> Plan:
         precision=task.precision,
         recompute=candidate.recompute,
         reduce_every=candidate.reduce_every,
+        stage_style=candidate.stage_style,
     )
 
 

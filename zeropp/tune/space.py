@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from zeropp.cluster import Cluster
 from zeropp.layout import Layout, divisors, most_microbatches
-from zeropp.literals import Placement, Precision, Recompute, ReduceEvery
+from zeropp.literals import Placement, Precision, Recompute, ReduceEvery, StageStyle
 from zeropp.shape import ModelShape
 
 _MICROBATCHES = (1, 2, 4, 8, 16)
@@ -48,6 +49,8 @@ class Space:
     placements: tuple[Placement, ...] = ("dp_inner",)
     unit_factors: tuple[float, ...] = ()  # U as multiples of P, beside m; none: no units
     cap_factors: tuple[float, ...] = ()  # activation cap as multiples of U*V, between its bounds
+    stage_styles: tuple[StageStyle, ...] = ("loop",)
+    v_cap_factors: tuple[float, ...] = ()  # activation cap as multiples of P*V, on a V
     reduce_every: tuple[ReduceEvery, ...] = ("step",)
 
 
@@ -89,6 +92,8 @@ SPACES: dict[str, Space] = {
             placements=("dp_inner", "pp_inner"),
             unit_factors=(0.5, 1, 2, 4),
             cap_factors=(0.0, 1.0, 1.5),
+            stage_styles=("loop", "v"),
+            v_cap_factors=(0.375, 0.5, 0.75),
             reduce_every=("unit", "step"),
         ),
         Space(
@@ -118,6 +123,7 @@ class Candidate:
     unit: int = 0
     cap: int = 0
     reduce_every: ReduceEvery = "step"
+    stage_style: StageStyle = "loop"
 
     def describe(self) -> str:
         """Degrees and knobs in one line, as a person would set them."""
@@ -130,6 +136,7 @@ class Candidate:
             words.append(f"V={layout.chunks}")
         if self.unit:
             words.append(f"U={self.unit} cap={self.cap} reduce={self.reduce_every}")
+        words += ["stages on a V"] * (self.stage_style == "v")
         words += ["zero1"] * layout.replicate_zero + ["sp"] * layout.sequence_parallel
         if layout.placement == "pp_inner":
             words.append("pp inside the node")
@@ -154,9 +161,12 @@ def families(task: Task, space: Space, fallen: Counter[str]) -> Iterator[Candida
                         fallen[reason] += 1
                         continue
                     chunked = replace(layout, chunks=chunks)
-                    for recompute in space.recompute:
-                        unit = m if space.unit_factors else 0
-                        yield Candidate(space.name, chunked, b, m, schedule, recompute, unit=unit)
+                    # With one chunk per rank a V is a loop.
+                    styles = space.stage_styles if chunks > 1 else ("loop",)
+                    unit = m if space.unit_factors else 0
+                    for recompute, style in product(space.recompute, styles):
+                        family = Candidate(space.name, chunked, b, m, schedule, recompute, unit)
+                        yield replace(family, stage_style=style)
 
 
 def _layouts(task: Task, space: Space, fallen: Counter[str]) -> Iterator[Layout]:
@@ -225,6 +235,11 @@ def members(space: Space, family: Candidate) -> Iterator[Candidate]:
             yield replace(family, reduce_every=reduce_every)
         return
     m, pp, chunks = family.num_microbatches, family.layout.pp, family.layout.chunks
+    if family.stage_style == "v":  # all chunks stay gathered through the step: units save nothing
+        wanted = {max(chunks, int(pp * chunks * factor)) for factor in space.v_cap_factors}
+        for cap in sorted({min(cap, m * chunks) for cap in wanted}):
+            yield replace(family, cap=cap)
+        return
     for unit in units_of(space, pp, m):
         smallest = (chunks - 1) * unit + 1
         wanted = {round(unit * chunks * factor) for factor in space.cap_factors}

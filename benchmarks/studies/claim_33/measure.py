@@ -61,5 +61,6 @@ def settings_of(candidate: Candidate) -> Settings:
         sequence_parallel=layout.sequence_parallel,
         recompute=candidate.recompute,
         reduce_every=candidate.reduce_every,
+        stage_style=candidate.stage_style,
         placement=layout.placement,
     )
