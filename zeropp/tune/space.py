@@ -49,7 +49,7 @@ class Space:
     placements: tuple[Placement, ...] = ("dp_inner",)
     unit_factors: tuple[float, ...] = ()  # U as multiples of P, beside m; none: no units
     cap_factors: tuple[float, ...] = ()  # activation cap as multiples of U*V, between its bounds
-    stage_styles: tuple[StageStyle, ...] = ("loop",)
+    v_chunks: tuple[int, ...] = ()  # chunks per rank with which stages may stand on a V, too
     v_cap_factors: tuple[float, ...] = ()  # activation cap as multiples of P*V, on a V
     reduce_every: tuple[ReduceEvery, ...] = ("step",)
 
@@ -92,8 +92,8 @@ SPACES: dict[str, Space] = {
             placements=("dp_inner", "pp_inner"),
             unit_factors=(0.5, 1, 2, 4),
             cap_factors=(0.0, 1.0, 1.5),
-            stage_styles=("loop", "v"),
-            v_cap_factors=(0.375, 0.5, 0.75),
+            v_chunks=(2, 4),  # more of them gain little; with one a V is a loop
+            v_cap_factors=(0.375, 0.5),
             reduce_every=("unit", "step"),
         ),
         Space(
@@ -161,8 +161,8 @@ def families(task: Task, space: Space, fallen: Counter[str]) -> Iterator[Candida
                         fallen[reason] += 1
                         continue
                     chunked = replace(layout, chunks=chunks)
-                    # With one chunk per rank a V is a loop.
-                    styles = space.stage_styles if chunks > 1 else ("loop",)
+                    styles: list[StageStyle] = ["loop", "v"]
+                    styles = styles if chunks in space.v_chunks else styles[:1]
                     unit = m if space.unit_factors else 0
                     for recompute, style in product(space.recompute, styles):
                         family = Candidate(space.name, chunked, b, m, schedule, recompute, unit)
