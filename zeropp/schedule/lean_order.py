@@ -21,7 +21,7 @@ from zeropp.schedule.program import Program, StageCost
 
 _KINDS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _FULL_KINDS = (Op.FORWARD, Op.FULL_BACKWARD, Op.BACKWARD_WEIGHT)
-_PASSES = ((40_000, 5), (150_000, 3))  # up to so many actions in a step, so many passes; beyond 1
+_PASSES = ((80_000, 5), (150_000, 3))  # up to so many actions in a step, so many passes; beyond 1
 
 
 def lean_programs(
