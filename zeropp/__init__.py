@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeropp.engine.api import ParallelModel, parallelize
+    from zeropp.api import ParallelModel, parallelize
     from zeropp.training import OptimizerConfig
 
 __all__ = ["OptimizerConfig", "ParallelModel", "parallelize"]
@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
 
         return OptimizerConfig
     if name in __all__:
-        from zeropp.engine import api
+        from zeropp import api
 
         return getattr(api, name)
     raise AttributeError(f"module 'zeropp' has no attribute {name!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zeropp.cluster import Cluster, Device, Link
+from zeropp.contender.contender import ZEROPP
+from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.engine.engine import Engine, EngineOptions, Piece
 from zeropp.engine.randomness import seed_piece
 from zeropp.model import build_model, build_piece
-from zeropp.plan import Plan, PlanRequest, Settings
-from zeropp.planner.zeropp_plan import plan_zeropp
+from zeropp.plan import Candidate, Plan, Task
 from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig
 
@@ -37,6 +38,7 @@ class Case:
     unit: int = 2
     batch: int = 8
     recompute: str = "none"
+    recomputed: tuple[int, ...] = ()
     reduce_every: str = "unit"
     replicate_every: str = "step"
     keep: int = 0
@@ -63,8 +65,7 @@ class Case:
         )  # type: ignore[arg-type]
 
     def plan(self) -> Plan:
-        settings = Settings(
-            "zeropp",
+        knobs = ZeroppKnobs(
             pp=self.pp,
             shard=self.shard,
             replicate=self.replicate,
@@ -81,16 +82,8 @@ class Case:
             stage_style=self.stage_style,  # type: ignore[arg-type]
             split_backward=self.split_backward,
         )
-        request = PlanRequest(
-            self.shape,
-            CLUSTER,
-            self.world,
-            self.batch,
-            1,
-            self.precision,
-            settings,  # type: ignore[arg-type]
-        )
-        return plan_zeropp(request)
+        task = Task(self.shape, CLUSTER, self.world, self.batch, self.precision)  # type: ignore[arg-type]
+        return replace(ZEROPP.plan(task, Candidate(knobs, 1)), recomputed=self.recomputed)
 
     def data(self, step: int) -> tuple[Tensor, Tensor]:
         """The global batch of a step."""
@@ -141,6 +134,7 @@ def build_engine(
             dropout_seed=SEED if case.dropout else None,
             lr_schedule=lr_schedule,
             compile=plan.compile,
+            recomputed=plan.recomputed,
         ),
     )
 

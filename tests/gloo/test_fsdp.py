@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from baselines.fsdp.plan import plan as plan_fsdp
 from tests.gloo.contender_case import check, request
 from tests.gloo.world import World
 from zeropp.schedule.action import Op
@@ -27,7 +27,7 @@ BUILDER = "baselines.fsdp.trainer:build"
 def test_fsdp_is_one_process(
     world: World, contender: dict[str, Any], model: dict[str, Any]
 ) -> None:
-    plan = plan_fsdp(request(4, {"name": "fsdp", **contender}, model=model))
+    plan = request(4, {"name": "fsdp", **contender}, model=model).plan()
     steps = 2
     outcomes = check(world, BUILDER, plan, steps=steps)
     if model.get("tied_embeddings"):
@@ -42,11 +42,16 @@ def test_fsdp_is_one_process(
         assert recorded == [text for text in compute if not text.startswith("0B")]
 
 
+def test_fsdp_recomputes_some_blocks(world: World) -> None:
+    plan = request(4, {"name": "fsdp", "shard": 4, "recompute": "full"}).plan()
+    check(world, BUILDER, replace(plan, recomputed=(0, 1, 1, *([0] * 5))))
+
+
 def test_fsdp_clips_and_adapts(world: World) -> None:
-    plan = plan_fsdp(request(4, {"name": "fsdp", "shard": 4}))
+    plan = request(4, {"name": "fsdp", "shard": 4}).plan()
     check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1), steps=3)
 
 
 def test_fsdp_bf16_is_close(world: World) -> None:
-    plan = plan_fsdp(request(2, {"name": "fsdp", "shard": 2}, precision="bf16"))
+    plan = request(2, {"name": "fsdp", "shard": 2}, precision="bf16").plan()
     check(world, BUILDER, plan, tolerance=2e-2)

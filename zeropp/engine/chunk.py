@@ -33,7 +33,8 @@ class Chunk:
 
     Linear layers of ``deferrable`` pieces put off their weight gradients while the store is open.
     ``recompute`` full checkpoints each deferrable piece (a transformer block); selective keeps
-    the outputs of its matrix products and of attention and recomputes the rest. ``compiled``:
+    the outputs of its matrix products and of attention and recomputes the rest. ``recomputed``:
+    only so many of them, the first ones; None: all. ``compiled``:
     deferrable pieces run through torch.compile. ``seed`` is called with a piece's index in the
     chunk and the microbatch before every piece runs; None where nothing is random.
     """
@@ -46,13 +47,14 @@ class Chunk:
         recompute: Recompute,
         compiled: bool,
         seed: Callable[[int, int], None] | None,
+        recomputed: int | None = None,
     ) -> None:
         self.shards = shards
         self.replicas = replicas
         self._seed = seed
         self.store = WeightGradStore()
-        self._deferrable = {id(piece) for piece in deferrable}
         self._recompute = recompute
+        self._recomputed = {id(piece) for piece in deferrable[:recomputed]}
         self._live: dict[int, _Live] = {}
         defer_weight_grads(deferrable, self.store)
         if compiled:
@@ -73,7 +75,7 @@ class Chunk:
         return output
 
     def _run_piece(self, piece: nn.Module, x: Tensor) -> Tensor:
-        recompute = self._recompute if id(piece) in self._deferrable else "none"
+        recompute = self._recompute if id(piece) in self._recomputed else "none"
         return run_recomputed(piece, x, recompute, random=self._seed is not None)
 
     def set_output(self, microbatch: int, output: Tensor) -> None:

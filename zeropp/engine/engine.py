@@ -59,6 +59,7 @@ class EngineOptions:
     lr_schedule: Callable[[int], float] | None = None
     dropout_seed: int | None = None
     compile: bool = False
+    recomputed: tuple[int, ...] = ()  # blocks of each stage, its first ones; empty: all of them
 
     def __post_init__(self) -> None:
         if self.compile and self.dropout_seed is not None:
@@ -202,7 +203,15 @@ class Engine:
         first, seeds = pieces[0].index, self._seeds
         seed = None if seeds is None else lambda piece, j: seeds.set(first + piece, j)
         deferrable = [piece.module for piece in pieces if piece.deferrable]
-        return Chunk(shards, replicas, deferrable, options.recompute, options.compile, seed)
+        return Chunk(
+            shards,
+            replicas,
+            deferrable,
+            options.recompute,
+            options.compile,
+            seed,
+            recomputed=options.recomputed[stage] if options.recomputed else None,
+        )
 
     def _state(self) -> dict[str, Any]:
         owned = {

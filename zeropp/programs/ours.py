@@ -18,6 +18,7 @@ ZEROPP = Entry(
         bf16=_FP32_MASTERS,
         fp32=_FP32,
         fused_accumulation=False,
+        zero3=True,
         shard_copies=True,
         fused_rotary=False,
         loss_gradient="torch",
@@ -25,6 +26,7 @@ ZEROPP = Entry(
         keeps_gathered_inputs=True,
         sums_per_chunk=True,
         selective="elementwise",
+        spread="flops",
     ),
     "this repository's engine",
     {
@@ -32,6 +34,7 @@ ZEROPP = Entry(
         "reduced in fp32",
         "fp32": f"{_ENGINE}/sharding.py",
         "fused_accumulation": f"{_ENGINE}/deferred.py",
+        "zero3": f"{_ENGINE}/sharding.py",
         "shard_copies": f"{_TORCH}, {_COLLECTIVES}: foreach_all_gather_copy_out, chunk_cat",
         "fused_rotary": "zeropp/model/blocks.py",
         "loss_gradient": f"{_TORCH}, nn.functional.cross_entropy; {_TRACED}",
@@ -39,6 +42,7 @@ ZEROPP = Entry(
         "keeps_gathered_inputs": "no tensor parallelism, so the trait changes nothing",
         "sums_per_chunk": f"{_ENGINE}/chunk.py; {_TRACED}",
         "selective": f"{_ENGINE}/recompute.py",
+        "spread": "zeropp/cost/flops.py, balanced_cuts",
     },
 )
 FSDP = ZEROPP.but(
@@ -84,6 +88,7 @@ DEEPSPEED_3D = Entry(
         keeps_gathered_inputs=True,
         pipe_buffers=True,
         flattens_gradients=True,
+        spread="flops",
     ),
     "DeepSpeed 0.19.8's PipelineEngine, as baselines/deepspeed_3d runs it",
     {
@@ -102,6 +107,7 @@ DEEPSPEED_3D = Entry(
         "pipe_buffers": f"{_DEEPSPEED}, runtime/pipe/engine.py, pipe_buffers; {_TRACED}",
         "flattens_gradients": f"{_DEEPSPEED}, runtime/engine.py, allreduce_bucket and "
         f"MEMORY_OPT_ALLREDUCE_SIZE; {_TRACED}",
+        "spread": "zeropp/cost/flops.py, balanced_cuts",
     },
 )
 
@@ -115,6 +121,7 @@ BEST_PUBLIC_3D = Entry(
         overlap_tensor=True,
         overlap_reduction=True,
         overlap_updated=True,
+        spread="flops",
     ),
     "a bound, not one program: the best part of every public one",
     {
@@ -124,5 +131,6 @@ BEST_PUBLIC_3D = Entry(
         "overlap_tensor": f"{_CORE}: --tp-comm-overlap, which needs sequence parallelism",
         "overlap_reduction": f"{_CORE}: --overlap-grad-reduce",
         "overlap_updated": f"{_CORE}: --overlap-param-gather",
+        "spread": "zeropp/cost/flops.py, balanced_cuts: as all contenders are cut",
     },
 )

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from zeropp.schedule.action import TRANSFER, Op
+from zeropp.schedule.action import TRANSFER, Op, collector_paused
 from zeropp.schedule.program import Program, Schedule, StageCost
 from zeropp.timeline import Lane, Span
 
@@ -38,6 +38,8 @@ LANES: dict[Op, Lane] = {
     Op.RECV_F: "transfer",
     Op.RECV_B: "transfer",
 }
+
+_NAMES = {op: op.value for op in Op}
 
 
 class DeadlockError(ValueError):
@@ -75,13 +77,17 @@ class EventResult:
         """Step divided by the compute of the rank that has most; 1 means no bubble at all."""
         return self.step_s / max(self.busy)
 
+    @collector_paused()
     def spans(self) -> tuple[Span, ...]:
         """Spans for a Timeline. Receives and releases take no time and are left out."""
+        lanes, names = LANES, _NAMES
         return tuple(
-            Span(rank, LANES[action.op], str(action), self.start[rank][i], self.end[rank][i])
+            Span(rank, lanes[op], f"{stage}{names[op]}{'' if j is None else j}", start, end)
             for rank, program in enumerate(self.programs)
-            for i, action in enumerate(program)
-            if self.end[rank][i] > self.start[rank][i]
+            for (stage, op, j), start, end in zip(
+                program, self.start[rank], self.end[rank], strict=True
+            )
+            if end > start
         )
 
 

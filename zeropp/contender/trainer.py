@@ -52,6 +52,7 @@ def build_engine(
             tied=((0, "tokens.weight"), (last, "output.weight")) if shape.tied_embeddings else None,
             dropout_seed=seed if shape.dropout else None,
             compile=plan.compile,
+            recomputed=plan.recomputed,
         ),
     )
 

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import cut_by_weight
 from zeropp.engine.engine import Engine, EngineOptions, Piece
 from zeropp.engine.interpreter import LossFunction
-from zeropp.engine.knobs import Knobs, check_knobs
 from zeropp.engine.replicas import Name
+from zeropp.keywords import Keywords, knobs_of
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
-from zeropp.literals import Precision
-from zeropp.plan import Settings
+from zeropp.literals import Precision, if_auto
 from zeropp.schedule import validate
 from zeropp.schedule.build import StepSizes, step_programs
 from zeropp.schedule.program import Schedule
@@ -74,7 +74,7 @@ def parallelize(
     device: torch.device | str = "cpu",
     lr_schedule: Callable[[int], float] | None = None,
     dropout_seed: int | None = None,
-    **knobs: Unpack[Knobs],
+    **keywords: Unpack[Keywords],
 ) -> ParallelModel:
     """Cut layers into ``pp * chunks`` stages and build this rank's.
 
@@ -84,9 +84,8 @@ def parallelize(
     ``tied`` names two parameters as (layer, name). The last layer's weight gradients are not put
     off: its output is taken to be wide. Raises InfeasibleError where something does not fit.
     """
-    check_knobs(knobs)
-    settings = Settings("zeropp", **{"pp": 1, "replicate": 1, **knobs})  # type: ignore[arg-type]
-    stages = _cut(layers, settings, sample, global_batch, precision, weights)
+    knobs = knobs_of(keywords)
+    stages = _cut(layers, knobs, sample, global_batch, precision, weights)
     device = torch.device(device)
     engine = Engine(
         stages.pieces(layers, device),
@@ -96,13 +95,13 @@ def parallelize(
         partial(stages.boundary, device=device),
         optimizer or OptimizerConfig(),
         device,
-        _options(settings, precision, tied, lr_schedule, dropout_seed),
+        _options(knobs, precision, tied, lr_schedule, dropout_seed),
     )
     return ParallelModel(engine, sample.shape[0], stages.rows(global_batch))
 
 
 def _options(
-    settings: Settings,
+    knobs: ZeroppKnobs,
     precision: Precision,
     tied: tuple[Name, Name] | None,
     lr_schedule: Callable[[int], float] | None,
@@ -110,12 +109,12 @@ def _options(
 ) -> EngineOptions:
     return EngineOptions(
         precision,
-        settings.recompute,
-        settings.replicate_every,
+        if_auto(knobs.recompute, "none"),
+        knobs.replicate_every,
         tied,
         lr_schedule,
         dropout_seed,
-        settings.compile,
+        knobs.compile,
     )
 
 
@@ -152,19 +151,19 @@ class _Stages:
 
 def _cut(
     layers: Sequence[Layer],
-    settings: Settings,
+    knobs: ZeroppKnobs,
     sample: Tensor,
     global_batch: int,
     precision: Precision,
     weights: Sequence[int] | None,
 ) -> _Stages:
     layout = Layout(
-        pp=int(settings.pp),
-        shard=int(settings.shard),
-        replicate=int(settings.replicate),
-        chunks=settings.chunks,
-        replicate_zero=settings.replicate_zero,
-        placement=settings.placement,
+        pp=if_auto(knobs.pp, 1),
+        shard=if_auto(knobs.shard, 1),
+        replicate=if_auto(knobs.replicate, 1),
+        chunks=if_auto(knobs.chunks, 1),
+        replicate_zero=if_auto(knobs.replicate_zero, 0),
+        placement=if_auto(knobs.placement, "dp_inner"),
     )
     count = layout.pp * layout.chunks
     if len(layers) < count:
@@ -173,20 +172,17 @@ def _cut(
             f"{len(layers)} layers"
         )
     microbatches = _microbatches(layout, global_batch, sample.shape[0])
-    schedule = _schedule(layout, settings, microbatches, precision)
+    schedule = _schedule(layout, knobs, microbatches, precision)
     outputs, parameters = _outputs(layers, sample, precision)
     return _Stages(layout, schedule, cut_by_weight(weights or parameters, count), outputs)
 
 
 def _schedule(
-    layout: Layout, settings: Settings, microbatches: int, precision: Precision
+    layout: Layout, knobs: ZeroppKnobs, microbatches: int, precision: Precision
 ) -> Schedule:
-    style, sharded = settings.stage_style, layout.shard > 1 or precision == "bf16"
-    asked, cap = settings.unit, settings.activation_cap
-    unit = default_unit(style, layout.pp, microbatches) if asked == "auto" else asked
-    unit = min(unit, microbatches)
-    if cap == "auto":
-        cap = default_cap(style, layout.pp, layout.chunks, unit)
+    style, sharded = knobs.stage_style, layout.shard > 1 or precision == "bf16"
+    unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
+    cap = if_auto(knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
     sizes = StepSizes(
         num_ranks=layout.pp,
         chunks=layout.chunks,
@@ -194,11 +190,11 @@ def _schedule(
         unit=unit,
         activation_cap=cap,
         stage_style=style,
-        split_backward=settings.split_backward,
+        split_backward=knobs.split_backward,
         gather=sharded,
-        prefetch=settings.prefetch,
-        keep=settings.keep,
-        reduce_every=settings.reduce_every,
+        prefetch=knobs.prefetch,
+        keep=if_auto(knobs.keep, 0),
+        reduce_every=if_auto(knobs.reduce_every, "unit"),
     )
     try:
         (schedule,) = step_programs(sizes)
