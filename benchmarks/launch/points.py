@@ -23,7 +23,7 @@ from benchmarks.records.record import (
     read_record,
     write_atomically,
 )
-from benchmarks.specification.run_spec import RunSpec, SpecError
+from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import check_data
 from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
@@ -38,12 +38,6 @@ PROVENANCE: dict[str, Provenance] = {
     "slurm": "measured",
     "trace": "traced",
     "simulate": "simulated",
-}
-
-# Launchers that can do another thing under the same provenance: option and what it is called.
-_VARIANTS = {
-    "trace": ("tensors", {"fake": "", "real": "real tensors"}),
-    "simulate": ("compute", {"model": "", "traced": "traced compute"}),
 }
 
 
@@ -66,19 +60,6 @@ def plan_point(spec: RunSpec) -> Point:
         return Point(spec, None, str(error))
     memory = peak_memory(plan, price_plan(plan, spec.cluster))
     return Point(spec, replace(plan, memory=memory))
-
-
-def variant_of(options: dict[str, Any]) -> str:
-    """What a launcher's options make of it (see ``RunRecord.variant``); raises SpecError."""
-    kind = options["kind"]
-    if kind not in _VARIANTS:
-        return ""
-    option, names = _VARIANTS[kind]
-    if options.get(option) not in names:
-        raise SpecError(
-            f"launcher.{option}={options.get(option)!r}: must be one of {', '.join(names)}"
-        )
-    return names[options[option]]
 
 
 def still_to_run(

@@ -19,7 +19,7 @@ from benchmarks import CHECKOUT
 
 _PACKAGES = ("torch", "deepspeed", "numpy", "triton", "transformers", "nvidia-nccl-cu12")
 _CODE = (("benchmarks", "*.py"), ("baselines", "*.py"), ("zeropp", "*.py"), ("conf", "*.yaml"))
-_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_", "TORCH_NCCL_", "PYTORCH_")
+_VARIABLES = ("CUDA_", "OMP_", "MKL_", "NCCL_", "TORCH_NCCL_", "PYTORCH_")
 
 
 def capture_environment() -> dict[str, Any]:
