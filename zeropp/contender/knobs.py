@@ -34,4 +34,11 @@ class ZeroppKnobs:
     placement: Placement | Auto = "auto"  # which ranks share a node
     compile: bool = False  # torch.compile each block
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a knob is left for the tuner to choose; the cap may be given in either way."""
+        cap = {self.activation_cap, self.activation_cap_gib} == {"auto"}
+        others = {k: v for k, v in vars(self).items() if not k.startswith("activation_cap")}
+        return cap or "auto" in others.values()
+
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
