@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import cut_by_weight
 from zeropp.engine.engine import Engine, EngineOptions, Piece
+from zeropp.engine.flat_layout import Name
 from zeropp.engine.interpreter import LossFunction
-from zeropp.engine.replicas import Name
 from zeropp.keywords import Keywords, knobs_of
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
 from zeropp.literals import Precision, if_auto
@@ -107,14 +107,17 @@ def _options(
     lr_schedule: Callable[[int], float] | None,
     dropout_seed: int | None,
 ) -> EngineOptions:
+    if dropout_seed is None and not knobs.compile:
+        dropout_seed = 0
     return EngineOptions(
         precision,
         if_auto(knobs.recompute, "none"),
         knobs.replicate_every,
+        knobs.reduce_dtype,
         tied,
         lr_schedule,
         dropout_seed,
-        knobs.compile,
+        compile=knobs.compile,
     )
 
 

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.launch.auto import with_best_plan
 from benchmarks.launch.owner import claim, release
 from benchmarks.records.environment import read_code
 from benchmarks.records.record import (
@@ -51,10 +52,11 @@ class Point:
 
 
 def plan_point(spec: RunSpec) -> Point:
-    """Check a spec's contender and data and plan it, with the memory that the cost model predicts
-    for the plan; raises SpecError on bad input."""
+    """Check a spec's data, let the tuner choose what the spec leaves open, and plan it, with the
+    memory that the cost model predicts for the plan; raises SpecError on bad input."""
     check_data(spec)
     try:
+        spec = with_best_plan(spec)
         plan = spec.plan()
     except InfeasibleError as error:
         return Point(spec, None, str(error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from zeropp.literals import Auto, Placement, Recompute, ReduceEvery, StageStyle
+from zeropp.literals import Auto, Placement, Recompute, ReduceEvery, StageStyle, WireType
 from zeropp.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0
 
 
@@ -25,11 +25,19 @@ class ZeroppKnobs:
     recompute: Recompute | Auto = "auto"
     reduce_every: ReduceEvery | Auto = "auto"  # when gradients are reduced over the shards
     replicate_every: ReduceEvery = "step"  # and, at most as often, over the replicas
+    reduce_dtype: WireType = "fp32"  # in which gradients are sent; they are summed in fp32
     prefetch: Annotated[int, AT_LEAST_0] = 1  # chunks gathered ahead of their use
     keep: Annotated[int | Auto, AT_LEAST_0] = "auto"  # chunks that may stay gathered between uses
     stage_style: StageStyle = "loop"  # how stages are dealt out; v needs fewer activations
     split_backward: bool = True  # weight gradients are put off; False: full backwards
     placement: Placement | Auto = "auto"  # which ranks share a node
     compile: bool = False  # torch.compile each block
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a knob is left for the tuner to choose; the cap may be given in either way."""
+        cap = {self.activation_cap, self.activation_cap_gib} == {"auto"}
+        others = {k: v for k, v in vars(self).items() if not k.startswith("activation_cap")}
+        return cap or "auto" in others.values()
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012

@@ -47,6 +47,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
         recompute=if_auto(knobs.recompute, "none"),
         reduce_every=if_auto(knobs.reduce_every, "unit"),
         replicate_every=knobs.replicate_every,
+        reduce_dtype=knobs.reduce_dtype,
         prefetch=knobs.prefetch,
         keep=if_auto(knobs.keep, 0),
         stage_style=style,
