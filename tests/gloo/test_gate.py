@@ -41,6 +41,7 @@ def spec_of(num_gpus: int, contender: dict[str, Any], precision: str, **model: A
 DROPOUT = TIED | {"dropout": 0.1}
 ZEROPP = {"pp": 2, "shard": 2}
 FSDP = {"shard": 2, "replicate": 2}
+DEEPSPEED = {"pp": 1, "tp": 2, "replicate": 2, "replicate_zero": 1}
 # Contender, precision, ranks, knobs, model, and what it has of what faults need. In fp32 on all
 # axes at once; in bf16 on four ranks, because more processes find nothing more.
 CASES: list[tuple[str, str, int, dict[str, Any], dict[str, Any], set[str]]] = [
@@ -51,7 +52,7 @@ CASES: list[tuple[str, str, int, dict[str, Any], dict[str, Any], set[str]]] = [
     ("fsdp", "fp32", 4, FSDP, {}, {"dp"}),
     ("fsdp", "bf16", 4, FSDP, {}, {"dp"}),
     ("deepspeed_3d", "fp32", 8, {"pp": 2, "tp": 2, "replicate_zero": 1}, TIED, ALL),
-    ("deepspeed_3d", "bf16", 4, {"tp": 2, "replicate_zero": 1}, TIED, {"dp", "tp"}),
+    ("deepspeed_3d", "bf16", 4, DEEPSPEED, TIED, {"dp", "tp"}),
 ]
 
 
@@ -73,6 +74,9 @@ def test_the_gate_finds_every_fault(
     if precision == "bf16":
         faults = [name for name in faults if name not in HIDDEN_IN_BF16]
     spec = spec_of(ranks, {"name": contender, **knobs}, precision, **model)
+    layout = spec.plan().layout
+    assert has >= {axis for axis, size in (("dp", layout.dp), ("tp", layout.tp)) if size > 1}
+    assert all(size > 1 for axis, size in (("dp", layout.dp), ("tp", layout.tp)) if axis in has)
     for found in world.run(find, spec, faults, size=ranks, timeout_s=240):
         assert found.pop("none") == []
         assert [name for name, failed in found.items() if not failed] == []
