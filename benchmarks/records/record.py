@@ -112,7 +112,7 @@ class RunRecord:
     span_clock: str = ""  # what spans wait for: "compute stream" or "host"; empty in older records
     predicted: dict[str, Any] = field(default_factory=dict)  # simulated or traced: what was found
     slurm: dict[str, Any] = field(default_factory=dict)  # job id, nodes, state; empty elsewhere
-    notes: list[str] = field(default_factory=list)  # what a reader must know besides, a line each
+    notes: list[str] = field(default_factory=list)  # what a reader must know besides, one line each
 
     def write(self, path: Path) -> None:
         """Write atomically: a reader sees the whole record or none. Raises FileExistsError where

@@ -87,7 +87,7 @@ def test_equal_resources_share_an_array_and_no_point_gets_those_of_another() -> 
     ("step_s", "minutes"),
     [
         (None, 20),  # measure.timeout_s of 600 s and a minute of grace, in steps of 10 min
-        (1.0, 10),  # 300 s to start, 15 steps of 1 s three times over, and the grace
+        (1.0, 10),  # 300 s to start, 25 steps of 1 s three times over, and the grace
         (100.0, 20),  # never more than measure.timeout_s
     ],
 )

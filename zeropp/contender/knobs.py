@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from zeropp.literals import Auto, Placement, Recompute, ReduceEvery, StageStyle
+from zeropp.literals import Auto, Placement, Recompute, ReduceEvery, StageStyle, WireType
 from zeropp.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0
 
 
@@ -25,9 +25,12 @@ class ZeroppKnobs:
     recompute: Recompute | Auto = "auto"
     reduce_every: ReduceEvery | Auto = "auto"  # when gradients are reduced over the shards
     replicate_every: ReduceEvery = "step"  # and, at most as often, over the replicas
+    reduce_dtype: WireType = "fp32"  # in which gradients are sent; they are summed in fp32
     prefetch: Annotated[int, AT_LEAST_0] = 1  # chunks gathered ahead of their use
     keep: Annotated[int | Auto, AT_LEAST_0] = "auto"  # chunks that may stay gathered between uses
-    stage_style: StageStyle = "loop"  # how stages are dealt out; v needs fewer activations
+    # How stages are dealt out. A v needs fewer activations; it won in no cell that was tried, so
+    # the tuner looks at it only where it is asked to, with auto.
+    stage_style: StageStyle | Auto = "loop"
     split_backward: bool = True  # weight gradients are put off; False: full backwards
     placement: Placement | Auto = "auto"  # which ranks share a node
     compile: bool = False  # torch.compile each block

@@ -43,7 +43,9 @@ def _recheck(arguments: Sequence[str] | None) -> int:
         if not (options.reference / table.path).exists():
             raise SpecError(f"--reference {options.reference}: {table.path} is not there")
     if options.renew:
-        return max(_renew(table, options.reference) for table in tables)
+        status = max(_renew(table, options.reference) for table in tables)
+        print("pages that quote these tables are written by: python docs/make.py")
+        return status
     print(f"seed {options.seed}")
     stale = sum(
         _check(table, options.reference, random.Random(options.seed), options.rows)
@@ -87,6 +89,9 @@ def _renew(table: Table, reference: Path) -> int:
     if status.returncode:
         print(f"  ended with status {status.returncode}")
         return 1
+    if reference == REFERENCE:
+        for picture in (reference / "claim_33").glob("*.[ps][nv]g"):
+            picture.replace(CHECKOUT / "docs" / "images" / picture.name)
     lines = list(moved(old, table.read(reference), table.keys))
     print("\n".join(f"  {line}" for line in lines or ["nothing moved"]))
     return 0
