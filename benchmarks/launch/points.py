@@ -232,6 +232,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "num_microbatches": plan.num_microbatches,
         "unit": plan.schedule.unit,
         "recompute": plan.recompute,
+        "recomputed": list(plan.recomputed),
         "reduce_every": plan.reduce_every,
         "predicted_memory": [asdict(memory) for memory in plan.memory],
     }
