@@ -16,7 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.launch.local import close_abandoned
-from benchmarks.launch.slurm.client import QueuedJob, SlurmError
+from benchmarks.launch.slurm.client import QueuedJob
+from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.jobs import View, close_ended, look, read_view, underway
 from benchmarks.launch.slurm.submissions import Task
 from benchmarks.records.rank_events import rank_file, read_events

@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import cut_by_weight
 from zeropp.engine.engine import Engine, EngineOptions, Piece
+from zeropp.engine.flat_layout import Name
 from zeropp.engine.interpreter import LossFunction
-from zeropp.engine.replicas import Name
 from zeropp.keywords import Keywords, knobs_of
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
-from zeropp.literals import Precision, if_auto
+from zeropp.literals import Precision, StageStyle, if_auto
 from zeropp.schedule import validate
 from zeropp.schedule.build import StepSizes, step_programs
 from zeropp.schedule.program import Schedule
@@ -107,14 +107,17 @@ def _options(
     lr_schedule: Callable[[int], float] | None,
     dropout_seed: int | None,
 ) -> EngineOptions:
+    if dropout_seed is None and not knobs.compile:
+        dropout_seed = 0
     return EngineOptions(
         precision,
         if_auto(knobs.recompute, "none"),
         knobs.replicate_every,
+        knobs.reduce_dtype,
         tied,
         lr_schedule,
         dropout_seed,
-        knobs.compile,
+        compile=knobs.compile,
     )
 
 
@@ -180,7 +183,8 @@ def _cut(
 def _schedule(
     layout: Layout, knobs: ZeroppKnobs, microbatches: int, precision: Precision
 ) -> Schedule:
-    style, sharded = knobs.stage_style, layout.shard > 1 or precision == "bf16"
+    style: StageStyle = "loop" if knobs.stage_style == "auto" else knobs.stage_style
+    sharded = layout.shard > 1 or precision == "bf16"
     unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
     cap = if_auto(knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
     sizes = StepSizes(

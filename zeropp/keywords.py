@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get
 
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.layout import InfeasibleError
-from zeropp.literals import Placement, Recompute, ReduceEvery, StageStyle
+from zeropp.literals import Placement, Recompute, ReduceEvery, StageStyle, WireType
 
 
 class Keywords(TypedDict, total=False):
@@ -22,6 +22,7 @@ class Keywords(TypedDict, total=False):
     activation_cap: int
     reduce_every: ReduceEvery
     replicate_every: ReduceEvery
+    reduce_dtype: WireType
     prefetch: int
     keep: int
     stage_style: StageStyle

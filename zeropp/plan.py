@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from zeropp.cluster import Cluster
 from zeropp.layout import Layout
-from zeropp.literals import Precision, Recompute, ReduceEvery, StageStyle
+from zeropp.literals import Precision, Recompute, ReduceEvery, StageStyle, WireType
 from zeropp.programs import program_named
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
@@ -96,6 +96,7 @@ class Plan:
     recomputed: tuple[int, ...] = ()
     reduce_every: ReduceEvery = "unit"
     replicate_every: ReduceEvery = "step"
+    reduce_dtype: WireType = "fp32"
     prefetch: int = 1
     keep: int = 0
     stage_style: StageStyle = "loop"

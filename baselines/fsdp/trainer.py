@@ -16,11 +16,11 @@ from baselines.fully_sharded import (
     count_collectives,
     data_mesh,
     finish_step,
+    full,
     prepare_block,
     shard,
     world_mesh,
 )
-from zeropp.engine.sharding import full
 from zeropp.model import build_piece, cross_entropy
 from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan
@@ -162,7 +162,7 @@ class FsdpTrainer:
             ]
 
     def _clock(self) -> float:
-        """Seconds since the step began, with the device caught up."""
+        """Seconds since the step began, with the compute stream caught up."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
         return time.perf_counter() - self._begin

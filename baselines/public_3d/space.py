@@ -7,14 +7,16 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, Literal, TypeVar
 
-from baselines.public_3d.knobs import Public3DKnobs
+from baselines.public_3d.knobs import Public3DKnobs, Public3DSchedule
 from baselines.public_3d.offers import OFFERS
+from zeropp.literals import Auto
 from zeropp.tune.space import (
     Point,
     Space,
     choices,
     one_member,
     placement_choices,
+    recompute_choices,
     sequence_choices,
     zero_choices,
 )
@@ -31,16 +33,13 @@ def families(point: Point[P]) -> Iterator[P]:
     offer = OFFERS[asked.name]
     sequences = sequence_choices(asked.sequence_parallel, degrees)
     placements = placement_choices(asked.placement, point)
-    for zero, sequence, placement, schedule, recompute in product(
+    for zero, sequence, placement, schedule in product(
         zero_choices(asked.replicate_zero, degrees),
         sequences if offer.sequence_parallel else (False,),
         [placement for placement in placements if placement in offer.placements],
         [s for s in choices(asked.schedule, offer.schedules) if s in offer.schedules],
-        choices(asked.recompute, _RECOMPUTE),
     ):
-        if recompute != "none" and schedule not in offer.recomputed:
-            continue
-        for chunks in choices(asked.chunks, offer.schedules[schedule]):
+        for chunks, recompute, blocks in _chunks_and_blocks(point, schedule):
             yield replace(
                 asked,
                 tp=degrees.tp,
@@ -51,8 +50,24 @@ def families(point: Point[P]) -> Iterator[P]:
                 schedule=schedule,
                 sequence_parallel=sequence,
                 recompute=recompute,
+                recompute_blocks=blocks,
                 placement=placement,
             )
+
+
+def _chunks_and_blocks(
+    point: Point[P], schedule: Public3DSchedule
+) -> Iterator[tuple[int, Literal["none", "full"], int | Auto]]:
+    asked, layers = point.asked, point.task.shape.layers
+    offer = OFFERS[asked.name]
+    kinds = _RECOMPUTE if schedule in offer.recomputed else _RECOMPUTE[:1]
+    for chunks in choices(asked.chunks, offer.schedules[schedule]):
+        largest = -(-layers // (point.degrees.pp * chunks))
+        for recompute, blocks in recompute_choices(
+            asked.recompute, asked.recompute_blocks, kinds, largest
+        ):
+            assert recompute != "selective"
+            yield chunks, recompute, blocks
 
 
 SPACE: Space[Any] = Space(families=families, members=one_member, tensor=True)

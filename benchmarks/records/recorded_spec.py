@@ -32,6 +32,7 @@ PLAIN_KNOBS: dict[str, Any] = {
     "recompute": "none",
     "reduce_every": "unit",
     "replicate_every": "step",
+    "reduce_dtype": "fp32",
     "prefetch": 1,
     "keep": 0,
     "placement": "dp_inner",

@@ -90,6 +90,15 @@ def test_a_phone_scrolls_tables_and_not_the_page(page: Page) -> None:
     assert wide <= 390
 
 
+def test_nothing_is_cut_off_on_paper(page: Page) -> None:
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 1032, "height": 700})  # A4 landscape without its margins
+    wide = page.evaluate("document.documentElement.scrollWidth")
+    page.emulate_media(media="screen")
+    page.set_viewport_size({"width": 1280, "height": 900})
+    assert wide <= 1032
+
+
 def test_dark_mode_is_dark(page: Page) -> None:
     colour = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(colour)

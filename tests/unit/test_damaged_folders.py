@@ -14,6 +14,7 @@ import random
 import resource
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -28,8 +29,11 @@ from benchmarks.launch.owner import OWNER_FILE, this_process
 from benchmarks.launch.points import Point, freeze, write_unstarted
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.slurm import client
+from benchmarks.launch.slurm.jobs import look, unreported
 from benchmarks.launch.slurm.launcher import launch
+from benchmarks.launch.slurm.options import SlurmOptions
 from benchmarks.launch.slurm.submissions import Submission, SubmittedArray
+from benchmarks.records.environment import Code
 from benchmarks.records.rank_events import EventWriter, read_events
 from benchmarks.records.record import find_records, read_record
 from benchmarks.report.frame import latest_ok, load_frame
@@ -38,7 +42,7 @@ from benchmarks.status import standing
 from tests.unit.test_slurm_render import spec_of
 
 NUMBER = 500
-OPTIONS = {"kind": "slurm", "report_dir": "report"}
+OPTIONS = SlurmOptions("slurm", report_dir="report")
 POINTS = [Point(spec_of(num_gpus=2, seed=seed), None, "") for seed in range(4)]
 
 
@@ -140,10 +144,21 @@ def fake_slurm(
 
 
 @pytest.fixture
-def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(client, "_call", fake_slurm)
-    monkeypatch.setattr(points, "git_state", lambda: ("abc", False))
-    runs = tmp_path / "whole"
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: these tests write ten thousand files."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory, prefix="damaged-") as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(client, "call", fake_slurm)
+    monkeypatch.setattr(points, "read_code", lambda: Code("abc", False, "digest"))
+    runs = folder / "whole"
     make_folder(runs)
     return runs
 
@@ -160,29 +175,30 @@ def contents(runs: Path) -> dict[str, bytes]:
     return {str(path.relative_to(runs)): path.read_bytes() for path in kept}
 
 
-def look_at_everything(runs: Path, *, tables: bool) -> list[str]:
-    """Status, the rows of a report (and, which takes long, its tables), and a submission; returns
-    the lines that status notes."""
+def look_at_everything(runs: Path, *, whole: bool) -> list[str]:
+    """Status, the rows of a report, and all that a submission reads; with ``whole``, which takes
+    long, the report's tables and the submission itself. Returns the lines that status notes."""
     found = standing(runs)
     assert {row.spec_id for row in found.rows} >= {p.name for p in runs.iterdir()} - {"slurm"}
     frame, _ = load_frame([runs])
     rows = latest_ok(frame)
-    if tables:
-        comparison_tables(rows)
+    list(unreported(look(runs)))
+    if not whole:
+        return found.notes
+    comparison_tables(rows)
     with SweepProgress(1) as progress:
         launch(POINTS, OPTIONS, runs, progress)
     return found.notes
 
 
-def test_500_damaged_folders(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.timeout(900)
+def test_500_damaged_folders(whole: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
     assert len(files) > 20
     seen: set[tuple[str, str]] = set()
     for number in range(NUMBER):
         chance = random.Random(number)
-        runs = tmp_path / "runs"
+        runs = folder / "runs"
         shutil.copytree(whole, runs)
         victims = [files[number % len(files)]]
         victims += chance.sample(files, chance.choice([0, 0, 1, 5]))
@@ -191,7 +207,7 @@ def test_500_damaged_folders(
             damage(runs / victim, chance)
             seen.add((str(victim), damage.__name__))
         before, steps = contents(runs), steps_on_disk(runs)
-        notes = look_at_everything(runs, tables=number % 10 == 0)
+        notes = look_at_everything(runs, whole=number % 7 == 0)
         after = contents(runs)
         lost = [name for name in before if after.get(name) != before[name]]
         assert lost == [], (number, damage.__name__, victims)
@@ -235,7 +251,7 @@ def test_jobs_of_a_damaged_submission_are_not_submitted_again(
         assert command[0] != "sbatch" or "report" in command[-1], command
         return fake_slurm(*command)
 
-    monkeypatch.setattr(client, "_call", still_running)
+    monkeypatch.setattr(client, "call", still_running)
     with SweepProgress(1) as progress:
         assert launch(POINTS[1:], OPTIONS, whole, progress) == []
     assert capsys.readouterr().out.count("left alone") == 3

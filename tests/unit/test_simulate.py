@@ -31,6 +31,7 @@ def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:
         unsharded_gradients=7,
         early_gradients=0,
         fresh_gradients=0,
+        embedding_gradient=0,
         made_gradients=0,
         reduction_step=7,
         reduction_copy=7,

@@ -7,14 +7,15 @@ from dataclasses import replace
 from decimal import ROUND_CEILING, Context
 
 from zeropp.contender.knobs import ZeroppKnobs
-from zeropp.cost import PlanPrice, balanced_cuts
+from zeropp.cost import PlanPrice, cut_by_cost
 from zeropp.layout import InfeasibleError, Layout
-from zeropp.literals import if_auto
+from zeropp.literals import StageStyle, if_auto
 from zeropp.plan import Plan, Task
 from zeropp.planner.degrees import (
     check_stages,
     default_chunks,
     microbatches_per_step,
+    recomputed_blocks,
     resolve_degrees,
 )
 from zeropp.planner.zeropp_plan import orders
@@ -31,7 +32,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
     _refuse(task, knobs)
     layout = _layout(task, knobs)
     microbatches = microbatches_per_step(task, layout, microbatch_size)
-    style = knobs.stage_style
+    style: StageStyle = "loop" if knobs.stage_style == "auto" else knobs.stage_style
     unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
     cap = if_auto(knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
     placement = place_stages(style, layout.pp, layout.chunks)
@@ -41,12 +42,14 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
         layout=layout,
         microbatch_size=microbatch_size,
         schedule=Schedule("zeropp", microbatches, unit, placement, ()),
-        cuts=balanced_cuts(task.shape, len(placement)),
+        cuts=(),
         program="zeropp",
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
+        recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
         reduce_every=if_auto(knobs.reduce_every, "unit"),
         replicate_every=knobs.replicate_every,
+        reduce_dtype=knobs.reduce_dtype,
         prefetch=knobs.prefetch,
         keep=if_auto(knobs.keep, 0),
         stage_style=style,
@@ -55,7 +58,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
         compile=knobs.compile,
     )
     _check_cap(plan)
-    return plan
+    return replace(plan, cuts=cut_by_cost(plan, task.cluster))
 
 
 def order(plan: Plan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Plan]:

@@ -110,7 +110,7 @@ def _block(work: Work, forward_tp: float, backward_tp: float) -> PassTimes:
 
 
 def accumulation_bytes(work: Work) -> int:
-    """Bytes that adding a microbatch's weight gradient moves, a parameter: read and write the
+    """Bytes per parameter that adding a microbatch's weight gradient moves: read and write the
     sum, and, where it is not fused into the product, write and read the gradient as well."""
     total = 2 * work.program.state(work.precision).gradients
     return total if work.program.fused_accumulation else total + 2 * element_bytes(work.precision)

@@ -25,6 +25,7 @@ class StageMemory:
     unsharded_gradients: int  # from a weight gradient to the reduction; 0 where never separate
     early_gradients: int  # the part of them that comes with the input gradient: embedding, head
     fresh_gradients: int  # a microbatch's own, until they are added; 0 where they add in place
+    embedding_gradient: int  # a microbatch's own, where it alone is made beside its sum
     made_gradients: int  # a microbatch's own, where they wait for the stage's next backward
     reduction_step: int  # what a reduction copies at a time
     reduction_copy: int  # what it holds until the next one
@@ -81,5 +82,6 @@ class PlanPrice:
     # lasts, outputs stay, and weight gradients stand beside their sum until the next backward
     steps_overlap: bool = False  # a rank begins its next step when its own is done
     resident_gradients: bool = True  # else a step's gradients begin with its first reductions
+    flat_chunks: bool = False  # a buffer for gradients is there before a backward adds to it
     stragglers: float = 1.0  # factor on compute: a step waits for its slowest node
     overlap_slowdown: float = 0.0  # compute takes this share longer while collectives run beside

@@ -65,10 +65,11 @@ def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> 
         gather_updated_s=tuple(map(partial(_gather_updated_s, job), parameters, pieces)),
         memory=tuple(stage.memory for stage in stages),
         shared_ends=shares_ends(plan, program),
-        gathers_ahead=plan.layout.shard > 1 and not program.fsdp_root,
+        gathers_ahead=program.flat_chunks or (plan.layout.shard > 1 and not program.fsdp_root),
         torch_runtime=program.torch_stages,
         steps_overlap=program.post_validation,
         resident_gradients=program.resident_gradients,
+        flat_chunks=program.flat_chunks,
         stragglers=stragglers(cluster, world),
         overlap_slowdown=cluster.device.overlap_slowdown,
         limit_s=plan.global_batch * plan.shape.seq / (world * limit),
@@ -257,28 +258,33 @@ def _stage_cost(job: _Job, stage: int) -> StageCost:
 
 
 def _shard_s(job: _Job, stage: int) -> dict[str, float]:
-    """Gather and reduction of a stage, one collective per piece, and their copies on the device
-    (on one shard, where bf16 copies are made of fp32 masters, the copies alone)."""
+    """Gather and reduction of a stage, one collective per piece or, where a chunk is flat, one in
+    all; shards that are cast before their gather, on its own stream; and FSDP2's copies on the
+    device. On one shard (bf16 copies of fp32 masters) casts and copies are all."""
     plan, cluster, work = job.plan, job.cluster, job.work
     if not plan.gathers:
         return {}
     among = group_of(cluster, plan.layout, "shard")
     sizes = [piece_parameters(plan.shape, i) / plan.layout.tp for i in plan.pieces_of(stage)]
-    wire = {
-        "unshard": element_bytes(plan.precision),
-        "reduce_grad": work.program.state(plan.precision).reduced,
-    }
+    if work.program.flat_chunks:
+        sizes = [sum(sizes)]
+    wire = {"unshard": element_bytes(plan.precision), "reduce_grad": sent_bytes(plan, work.program)}
     seconds = {
         name: sum(gather_s(cluster, among, size * bytes_) for size in sizes)
         for name, bytes_ in wire.items()
     }
+    if work.program.state(plan.precision).casts_parameters:
+        cast = (4 + 2) * sum(sizes) / plan.layout.shard
+        seconds["unshard"] += stream_s(work.device, cast, len(sizes))
     if work.program.shard_copies:  # every byte is read once and written once
-        if plan.precision == "bf16":  # shards are cast first, on the gather's own stream
-            cast = (4 + 2) * sum(sizes) / plan.layout.shard
-            seconds["unshard"] += stream_s(work.device, cast, len(sizes))
         for copy, name in (("copy_out", "unshard"), ("copy_in", "reduce_grad")):
             seconds[copy] = stream_s(work.device, 2 * sum(sizes) * wire[name], 2 * len(sizes))
     return seconds
+
+
+def sent_bytes(plan: Plan, program: Program) -> int:
+    """Bytes of a gradient on the wire: what the program sends, or what the plan asks for."""
+    return 2 if plan.reduce_dtype == "bf16" else program.state(plan.precision).reduced
 
 
 def _transfer_s(job: _Job, stage: int) -> float:
@@ -307,7 +313,7 @@ def _replica_s(job: _Job, stage: int, cost: StageCost, parameters: float) -> flo
     replicas = group_of(cluster, plan.layout, "replicate")
     if replicas.size == 1:
         return 0.0
-    total = parameters / plan.layout.shard * work.program.state(plan.precision).reduced
+    total = parameters / plan.layout.shard * sent_bytes(plan, work.program)
     scatters = (
         plan.layout.replicate_zero and not work.program.state(plan.precision).zero1_all_reduces
     )

@@ -17,32 +17,30 @@ ZEROPP = Entry(
         name="zeropp",
         bf16=_FP32_MASTERS,
         fp32=_FP32,
-        fused_accumulation=False,
         zero3=True,
-        shard_copies=True,
         fused_rotary=False,
         loss_gradient="torch",
         resident_gradients=False,
         keeps_gathered_inputs=True,
-        sums_per_chunk=True,
+        flat_chunks=True,
         selective="elementwise",
-        spread="flops",
+        spread="cost",
     ),
     "this repository's engine",
     {
-        "bf16": f"{_ENGINE}/sharding.py: fp32 shards are the masters, gradients are summed and "
+        "bf16": f"{_ENGINE}/flat.py: fp32 shards are the masters, gradients are summed and "
         "reduced in fp32",
-        "fp32": f"{_ENGINE}/sharding.py",
-        "fused_accumulation": f"{_ENGINE}/deferred.py",
+        "fp32": f"{_ENGINE}/flat.py",
+        "fused_accumulation": f"{_ENGINE}/deferred.py: add_wide_product",
         "zero3": f"{_ENGINE}/sharding.py",
-        "shard_copies": f"{_TORCH}, {_COLLECTIVES}: foreach_all_gather_copy_out, chunk_cat",
+        "shard_copies": f"{_ENGINE}/flat.py: collectives write and read what compute uses",
         "fused_rotary": "zeropp/model/blocks.py",
         "loss_gradient": f"{_TORCH}, nn.functional.cross_entropy; {_TRACED}",
         "resident_gradients": _TRACED,
         "keeps_gathered_inputs": "no tensor parallelism, so the trait changes nothing",
-        "sums_per_chunk": f"{_ENGINE}/chunk.py; {_TRACED}",
+        "flat_chunks": f"{_ENGINE}/flat.py; {_TRACED}",
         "selective": f"{_ENGINE}/recompute.py",
-        "spread": "zeropp/cost/flops.py, balanced_cuts",
+        "spread": "zeropp/cost/cuts.py, cut_by_cost",
     },
 )
 FSDP = ZEROPP.but(
@@ -53,11 +51,14 @@ FSDP = ZEROPP.but(
         "copies, reduction in fp32 (baselines/fully_sharded.py)",
         "fp32": f"{_TORCH}, distributed/fsdp/_fully_shard/_fsdp_param.py",
         "fused_accumulation": f"{_TORCH}, distributed/fsdp: gradients are added in a kernel",
+        "shard_copies": f"{_TORCH}, {_COLLECTIVES}: foreach_all_gather_copy_out, chunk_cat",
         "keeps_gathered_inputs": f"{_TORCH}, DTensor; {_TRACED}",
         "fsdp_hooks": "baselines/fsdp/trainer.py: fully_shard on every block",
         "fsdp_root": "baselines/fsdp/trainer.py: fully_shard on the model",
     },
-    sums_per_chunk=False,
+    fused_accumulation=False,
+    shard_copies=True,
+    flat_chunks=False,
     fsdp_hooks=True,
     fsdp_root=True,
 )
@@ -88,7 +89,7 @@ DEEPSPEED_3D = Entry(
         keeps_gathered_inputs=True,
         pipe_buffers=True,
         flattens_gradients=True,
-        spread="flops",
+        spread="cost",
     ),
     "DeepSpeed 0.19.8's PipelineEngine, as baselines/deepspeed_3d runs it",
     {
@@ -107,7 +108,7 @@ DEEPSPEED_3D = Entry(
         "pipe_buffers": f"{_DEEPSPEED}, runtime/pipe/engine.py, pipe_buffers; {_TRACED}",
         "flattens_gradients": f"{_DEEPSPEED}, runtime/engine.py, allreduce_bucket and "
         f"MEMORY_OPT_ALLREDUCE_SIZE; {_TRACED}",
-        "spread": "zeropp/cost/flops.py, balanced_cuts",
+        "spread": "zeropp/cost/cuts.py, cut_by_cost",
     },
 )
 
@@ -121,7 +122,7 @@ BEST_PUBLIC_3D = Entry(
         overlap_tensor=True,
         overlap_reduction=True,
         overlap_updated=True,
-        spread="flops",
+        spread="cost",
     ),
     "a bound, not one program: the best part of every public one",
     {
@@ -131,6 +132,6 @@ BEST_PUBLIC_3D = Entry(
         "overlap_tensor": f"{_CORE}: --tp-comm-overlap, which needs sequence parallelism",
         "overlap_reduction": f"{_CORE}: --overlap-grad-reduce",
         "overlap_updated": f"{_CORE}: --overlap-param-gather",
-        "spread": "zeropp/cost/flops.py, balanced_cuts: as all contenders are cut",
+        "spread": "zeropp/cost/cuts.py, cut_by_cost: as all contenders are cut",
     },
 )

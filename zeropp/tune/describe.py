@@ -18,13 +18,22 @@ def describe(plan: Plan) -> str:
         words.append(f"V={layout.chunks}")
     if plan.activation_cap:
         words.append(f"U={order.unit} cap={plan.activation_cap} reduce={plan.reduce_every}")
+    words += ["stages on a V"] * (plan.stage_style == "v")
     words += ["zero1"] * layout.replicate_zero + ["sp"] * layout.sequence_parallel
     words += [f"keep={plan.keep}"] * (plan.keep > 0)
     if layout.placement == "pp_inner":
         words.append("pp inside the node")
     if plan.recompute != "none":
-        words.append(f"{plan.recompute} recompute")
+        words.append(f"{plan.recompute} recompute{_some(plan)}")
     return " ".join(words)
+
+
+def _some(plan: Plan) -> str:
+    if not plan.recomputed:
+        return ""
+    if plan.layout.chunks == plan.shape.num_pieces:  # every piece is a stage
+        return f" of {sum(plan.recomputed)} blocks"
+    return f" of {max(plan.recomputed)} blocks per stage"
 
 
 def overrides(candidate: Candidate[K]) -> list[str]:

@@ -106,5 +106,11 @@ def _by_factor(group: pd.DataFrame, name: str, factors: list[float]) -> Iterator
 
 
 def _markdown(heads: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    """A table whose columns of numbers are set to the right."""
+    rules = ["---:" if _is_numeric([row[i] for row in rows]) else "---" for i in range(len(heads))]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "|".join(rules) + "|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def _is_numeric(texts: list[str]) -> bool:
+    return bool(texts) and all(text.replace(".", "", 1).isdigit() for text in texts)

@@ -13,7 +13,7 @@ from benchmarks.specification.compose import preset
 from benchmarks.studies.validation.clusters import cluster_of
 from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
 from zeropp.cluster import Cluster
-from zeropp.cost import balanced_cuts
+from zeropp.cost import balanced_cuts, cut_by_cost
 from zeropp.layout import Layout
 from zeropp.literals import Precision, Recompute
 from zeropp.plan import Plan
@@ -42,6 +42,7 @@ class Case:
     num_microbatches: int
     recompute: Recompute
     precision: Precision
+    recompute_blocks: int | None = None  # of the whole model; None: all
 
 
 def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
@@ -67,6 +68,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
         num_microbatches=count,
         recompute=row.recompute,
         precision=_precision(row),
+        recompute_blocks=row.recompute_blocks,
     )
 
 
@@ -78,9 +80,11 @@ def _refuse_what_has_no_price(row: PublishedRow) -> None:
         raise UnpredictableError(f"offload={row.offload}: no price for the host's memory")
     if row.schedule in _UNPRICED_SCHEDULES:
         raise UnpredictableError(f"schedule={row.schedule}: no generator")
-    if row.recompute_blocks not in (None, row.layers):
+    stages = row.pp * row.chunks
+    if row.recompute_blocks and row.recompute_blocks % stages:
         raise UnpredictableError(
-            f"recompute_blocks={row.recompute_blocks}: no price for a part of the blocks"
+            f"recompute_blocks={row.recompute_blocks}: no price where they do not divide over "
+            f"pp={row.pp} x chunks={row.chunks} stages"
         )
     if row.zero == 3 and not program_named(row.program).zero3:
         raise UnpredictableError(f"program={row.program}: no price for its ZeRO-3")
@@ -129,6 +133,13 @@ def _with_state(program: Program, state: StateBytes, precision: Precision) -> Pr
     return replace(program, bf16=state) if precision == "bf16" else replace(program, fp32=state)
 
 
+def _cuts(case: Case, stages: int) -> tuple[int, ...]:
+    """Cuts that need no prices."""
+    if case.program.spread == "flops":
+        return balanced_cuts(case.shape, stages)
+    return even_cuts(case.shape, stages, blocks=case.program.spread == "blocks")
+
+
 @lru_cache(maxsize=4096)
 def plan_of(case: Case) -> Plan:
     """The case's Plan; raises UnpredictableError where no schedule of that name fits the sizes."""
@@ -141,7 +152,7 @@ def plan_of(case: Case) -> Plan:
             cuts = _cuts(case, schedule.num_stages)
     except ValueError as error:
         raise UnpredictableError(str(error)) from error
-    return Plan(
+    plan = Plan(
         contender=case.program.name,
         shape=case.shape,
         layout=case.layout,
@@ -151,13 +162,22 @@ def plan_of(case: Case) -> Plan:
         program=case.program.name,
         precision=case.precision,
         recompute=case.recompute,
+        recomputed=_recomputed(case, cuts),
     )
+    if case.program.spread == "cost" and case.layout.pp > 1:
+        return replace(plan, cuts=cut_by_cost(plan, case.cluster, case.program))
+    return plan
 
 
-def _cuts(case: Case, stages: int) -> tuple[int, ...]:
-    if case.program.spread == "flops":
-        return balanced_cuts(case.shape, stages)
-    return even_cuts(case.shape, stages, blocks=case.program.spread == "blocks")
+def _recomputed(case: Case, cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """Blocks that every stage recomputes: equally many, or, where every piece is a stage, all
+    those of the model's first blocks; empty where all are."""
+    blocks, stages = case.recompute_blocks, len(cuts) - 1
+    if blocks is None:
+        return ()
+    if stages == case.shape.num_pieces:
+        return tuple(int(0 < stage <= blocks) for stage in range(stages))
+    return (blocks // stages,) * stages
 
 
 def _pipeline_schedule(case: Case) -> Schedule:
