@@ -339,7 +339,8 @@ def _gather_updated_s(job: _Job, parameters: float, pieces: int) -> float:
         return 0.0
     stride = axis_stride(plan.layout, "replicate")
     among = group(cluster, ranks, stride, plan.layout.world)
-    size = parameters * element_bytes(plan.precision)
+    masters = work.program.state(plan.precision).casts_parameters  # what is updated is what is sent
+    size = parameters * (4 if masters else element_bytes(plan.precision))
     seconds = gather_s(cluster, among, size / plan.layout.shard)
     if work.program.updated == "broadcasts":  # each goes round the whole ring by itself
         seconds += (ranks - 1) * gather_s(cluster, among, 0.0)
