@@ -59,8 +59,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
         layers, cross_entropy, sample=inputs[:2], global_batch=16,
         pp=options.pp, shard=options.shard, chunks=2,
     )  # fmt: skip
-    batch = (inputs[model.rows], targets[model.rows])
-    losses = [model.step(batch).loss for _ in range(options.steps)]
+    batch = inputs[model.rows], targets[model.rows]
+    losses = [model.train_step(*batch).loss for _ in range(options.steps)]
     if dist.get_rank() == 0:
         print("losses:", *(f"{loss:.4f}" for loss in losses))
     return losses

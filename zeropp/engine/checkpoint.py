@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
+from zeropp.engine.checkpoint_directory import checked, write_whole
 from zeropp.engine.replicas import Name, Replicas
 
 
@@ -36,13 +37,18 @@ def state_of(
 
 
 def save(state: dict[str, Any], directory: Path | str) -> None:
-    """Write a state dict; collective."""
-    state_dict_saver.save(state, checkpoint_id=str(directory))
+    """Write a state dict, whole or not at all; collective."""
+    write_whole(
+        Path(directory), lambda place: state_dict_saver.save(state, checkpoint_id=str(place))
+    )
 
 
 def load(state: dict[str, Any], directory: Path | str) -> int:
-    """Read into the tensors of a state dict; collective. Gives the number of steps done."""
-    state_dict_loader.load(state, checkpoint_id=str(directory))
+    """Read into the tensors of a state dict; collective. Gives the number of steps done.
+
+    Raises CheckpointError where the checkpoint is not whole.
+    """
+    state_dict_loader.load(state, checkpoint_id=str(checked(Path(directory))))
     return int(state["steps_done"])
 
 

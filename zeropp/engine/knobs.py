@@ -29,11 +29,15 @@ class Knobs(TypedDict, total=False):
 
 
 def check_knobs(knobs: Mapping[str, object]) -> None:
-    """Raise InfeasibleError for the first that is no knob, or whose value is none of its own."""
+    """Raise TypeError for a name that is no argument, InfeasibleError for a value that is not one
+    of the argument's."""
     kinds = get_type_hints(Knobs)
     for field, value in knobs.items():
         if field not in kinds:
-            raise InfeasibleError(f"{field}={value!r}: no such knob (known: {', '.join(kinds)})")
+            raise TypeError(
+                f"parallelize() got an unexpected keyword argument {field!r} "
+                f"(knobs: {', '.join(kinds)})"
+            )
         choices = (False, True) if kinds[field] is bool else get_args(kinds[field])
         if choices and value not in choices:
             known = ", ".join(map(repr, choices))
