@@ -213,6 +213,7 @@ def refused(case: str) -> str:
         "no layers": {"layers": []},
         "wrong width": {"sample": torch.zeros(1, WIDTH + 1, dtype=torch.float64)},
         "too many ranks": {"pp": 3},
+        "small cap": {"pp": 2, "chunks": 2, "unit": 4, "activation_cap": 3},
         "mesh and degree": {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), "pp": 2},
         "mesh of another axis": {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))},
     }
@@ -237,6 +238,7 @@ REFUSALS = {
     "no layers": "layers=[]",
     "wrong width": "layers[0]: cannot be called",
     "too many ranks": "must be the number of ranks, 2",
+    "small cap": "activation_cap=3: a unit of 4 microbatches in 2 chunks needs at least 5",
     "mesh and degree": "pp=2: the mesh says it already",
     "mesh of another axis": "they must be named among",
 }

@@ -125,6 +125,8 @@ def parallelize(
     on every rank, where something does not fit or ranks were given different things.
     """
     check_knobs(knobs)
+    if not dist.is_initialized():
+        raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
     degrees = degrees_of(mesh, knobs) if mesh is not None else {}
     settings = Settings("zeropp", **{"pp": 1, "replicate": 1, **knobs, **degrees})  # type: ignore[arg-type]
     config = optimizer or OptimizerConfig()
