@@ -21,12 +21,21 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.tensor import DTensor
 
 from zeropp.engine.recompute import run_recomputed
-from zeropp.engine.sharding import local
 from zeropp.layout import Layout
 from zeropp.literals import Precision
 from zeropp.optimizer import square_norm
 from zeropp.plan import Plan
 from zeropp.training import StepResult
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; collective over its mesh."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def world_mesh(layout: Layout, device: torch.device) -> DeviceMesh:

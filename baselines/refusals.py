@@ -8,7 +8,14 @@ from dataclasses import fields
 from zeropp.plan import Settings
 from zeropp.planner.zeropp_plan import refuse
 
-_ZEROPP_ALONE = ("unit", "activation_cap", "activation_cap_gib", "replicate_every", "keep")
+_ZEROPP_ALONE = (
+    "unit",
+    "activation_cap",
+    "activation_cap_gib",
+    "replicate_every",
+    "reduce_dtype",
+    "keep",
+)
 
 
 def refuse_knobs(

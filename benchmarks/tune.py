@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from operator import itemgetter
 
 from rich import box
 from rich.console import Console
@@ -27,6 +28,7 @@ from benchmarks.specification.run_spec import (
     validated,
 )
 from zeropp.cluster import Cluster
+from zeropp.cost import compute_limit
 from zeropp.literals import Precision
 from zeropp.shape import ModelShape
 from zeropp.tune.search import Evaluated, Outcome, search
@@ -88,25 +90,26 @@ def show(outcomes: list[Outcome]) -> None:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    for heading in ("contender", "plan", "step s", "tokens/s/GPU", "peak GiB"):
+    for heading in ("contender", "plan", "step s", "tokens/s/GPU", "of limit", "peak GiB"):
         table.add_column(heading, justify="left" if heading in ("contender", "plan") else "right")
     for outcome in outcomes:
         if outcome.winner is None:
-            table.add_row(outcome.space.label, "no plan fits", "-", "-", "-")
+            table.add_row(outcome.space.label, "no plan fits", "-", "-", "-", "-")
         for label, found in (
             (outcome.space.label, outcome.winner),
             ("  runner-up", outcome.runner_up),
         ):
             if found is not None:
-                table.add_row(
-                    label,
-                    found.candidate.describe(),
-                    f"{found.step_s:.3f}",
-                    f"{tokens_per_s_per_gpu(task, found):,.0f}",
-                    f"{found.peak_bytes / 2**30:.1f}",
-                )
+                table.add_row(label, *_row(found))
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table)
+    limit = compute_limit(task.shape, task.cluster, task.num_gpus, task.precision)
+    console.print(
+        f"Compute limit: {limit.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, the model's kernels alone "
+        f"at {limit.microbatch_size} sequences per microbatch."
+    )
+    for outcome in outcomes:
+        console.print(_lost(outcome))
     for outcome in outcomes:
         reasons = ", ".join(
             f"{reason} ({count:,})" for reason, count in outcome.fallen.most_common()
@@ -116,9 +119,30 @@ def show(outcomes: list[Outcome]) -> None:
         console.print(UNMEASURED)
 
 
-def tokens_per_s_per_gpu(task: Task, found: Evaluated) -> float:
-    """Throughput of a tuned plan."""
-    return task.global_batch * task.shape.seq / found.step_s / task.num_gpus
+def _row(found: Evaluated) -> tuple[str, ...]:
+    result = found.result
+    return (
+        found.candidate.describe(),
+        f"{result.step_s:.3f}",
+        f"{result.tokens_per_s_per_gpu:,.0f}",
+        f"{100 * result.limit_share:.1f} %",
+        f"{result.peak_bytes / 2**30:.1f}",
+    )
+
+
+def _lost(outcome: Outcome) -> str:
+    """Shares of the winner's step that are lost against the limit, the largest first."""
+    if outcome.winner is None:
+        return f"{outcome.space.label}: no plan fits"
+    result = outcome.winner.result
+    kinds = result.losses.by_kind()
+    del kinds["limit"]
+    words = [
+        f"{kind.replace('_', ' ')} {100 * seconds / result.step_s:.1f} %"
+        for kind, seconds in sorted(kinds.items(), key=itemgetter(1), reverse=True)
+        if abs(seconds) >= 0.0005 * result.step_s
+    ]
+    return f"{outcome.space.label} loses: " + ", ".join(words)
 
 
 def _checked(values: object) -> TuneSpec:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from zeropp.cluster import Cluster
 from zeropp.layout import Layout
-from zeropp.literals import Auto, Placement, Precision, Recompute, ReduceEvery
+from zeropp.literals import Auto, Placement, Precision, Recompute, ReduceEvery, WireType
 from zeropp.programs import program_named
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
@@ -36,6 +36,7 @@ class Settings:
     recompute: Recompute = "none"
     reduce_every: ReduceEvery = "unit"  # gradients reduced over the shards
     replicate_every: ReduceEvery = "step"  # and, at most as often, over the replicas
+    reduce_dtype: WireType = "fp32"  # in which gradients are sent; they are summed in fp32
     prefetch: int = 1  # chunks gathered ahead of their use
     keep: int = 0  # chunks that may stay gathered between uses
     placement: Placement = "dp_inner"
@@ -101,6 +102,7 @@ class Plan:
     recompute: Recompute = "none"
     reduce_every: ReduceEvery = "unit"
     replicate_every: ReduceEvery = "step"
+    reduce_dtype: WireType = "fp32"
     prefetch: int = 1
     keep: int = 0
     compile: bool = False

@@ -16,11 +16,11 @@ from baselines.fully_sharded import (
     count_collectives,
     data_mesh,
     finish_step,
+    full,
     prepare_block,
     shard,
     world_mesh,
 )
-from zeropp.engine.sharding import full
 from zeropp.model import build_piece, cross_entropy
 from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan

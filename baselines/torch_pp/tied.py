@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from baselines.fully_sharded import local
 from zeropp.engine.channels import new_group_in_each_pipeline
-from zeropp.engine.sharding import local
 from zeropp.plan import Plan
 
 

@@ -27,13 +27,14 @@ from baselines.fully_sharded import (
     count_collectives,
     data_mesh,
     finish_step,
+    full,
+    local,
     prepare_block,
     shard,
     world_mesh,
 )
 from baselines.torch_pp.tensor_parallel import cut_piece
 from baselines.torch_pp.tied import TiedEnds
-from zeropp.engine.sharding import full, local
 from zeropp.model import build_piece, cross_entropy
 from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan

@@ -99,7 +99,9 @@ def prediction(result: SimResult) -> dict[str, Any]:
         "step_s": result.step_s,
         "tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
         "bubble": result.bubble,
-        "exposed_s": result.exposed_s,
+        "compute_limit_tokens_per_s_per_gpu": result.tokens_per_s_per_gpu / result.limit_share,
+        "share_of_compute_limit": result.limit_share,
+        "losses_s": result.losses.by_kind(),
         "peak_bytes": result.peak_bytes,
         "memory": [asdict(memory) for memory in result.memory],
     }

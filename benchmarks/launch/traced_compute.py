@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.launch.points import plan_summary, records_of
 from benchmarks.records.record import RunRecord
 from benchmarks.specification.run_spec import RunSpec, SpecError
-from zeropp.cost.plan_price import PlanPrice
+from zeropp.cost.plan_price import PlanPrice, StageExtras
 from zeropp.plan import Plan
 from zeropp.schedule.program import StageCost
 
@@ -52,19 +52,19 @@ def traced_stages(
     collectives are added: a lone rank's take no time. Raises SpecError on a stage without a like.
     """
     traced = _by_stage(plan, compute_s)
-    return tuple(map(_replaced, price.stages, traced, price.tp_s))
+    return tuple(map(_replaced, price.stages, traced, price.extras))
 
 
-def _replaced(cost: StageCost, traced: Mapping[str, float], tp_s: tuple[float, float]) -> StageCost:
+def _replaced(cost: StageCost, traced: Mapping[str, float], extras: StageExtras) -> StageCost:
     """``traced`` by action; what it lacks (FSDP2's embedding has no backward to see) stays."""
     durations = {}
     if "F" in traced:
-        durations["forward"] = traced["F"] + tp_s[0]
+        durations["forward"] = traced["F"] + extras.tensor_forward
     if "I" in traced and "W" in traced:
-        durations["backward_input"] = traced["I"] + tp_s[1]
+        durations["backward_input"] = traced["I"] + extras.tensor_backward
         durations["backward_weight"] = traced["W"]
     elif "B" in traced:
-        backward = traced["B"] + tp_s[1]
+        backward = traced["B"] + extras.tensor_backward
         share = cost.backward_input / (cost.backward_input + cost.backward_weight)
         durations["backward_input"] = share * backward
         durations["backward_weight"] = (1 - share) * backward

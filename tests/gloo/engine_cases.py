@@ -134,6 +134,7 @@ def build_engine(
             plan.recompute,
             plan.replicate_every,
             tied=((0, "tokens.weight"), (last, "output.weight")) if case.tied else None,
+            reduce_dtype=plan.reduce_dtype,
             dropout_seed=SEED if case.dropout else None,
             lr_schedule=lr_schedule,
             compile=plan.compile,

@@ -62,8 +62,8 @@ def save_after(directory: Path, steps: int, killed_in: str) -> str:
     if killed_in:
         write = checkpoint.state_dict_saver.save
 
-        def fail(state: dict[str, Any], checkpoint_id: str) -> None:
-            write(state, checkpoint_id=checkpoint_id)
+        def fail(state: dict[str, Any], **options: Any) -> None:
+            write(state, **options)
             raise KeyboardInterrupt
 
         checkpoint.state_dict_saver.save = fail  # type: ignore[assignment]

@@ -1,19 +1,15 @@
-"""Unsharded parameters and gradients of a rank, measured after every action of a step."""
+"""Gathered parameters and unreduced gradients of a rank, measured after every action of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from unittest.mock import patch
 
-import pytest
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
 from tests.gloo.engine_cases import Case, build_engine, local_microbatches
 from tests.gloo.world import World
 from zeropp.engine.engine import Engine
-from zeropp.engine.sharding import reduction_buffer_bytes
 from zeropp.schedule.action import Op
 
 CASE = Case(pp=2, shard=2, chunks=5, layers=10, unit=2, batch=16)
@@ -24,9 +20,9 @@ PREFETCH = 1  # the default of the settings
 class Peaks:
     """Bytes of one rank; ``chunk`` is its largest chunk, whole."""
 
-    unsharded: int
+    gathered: int
     gradients: int
-    reducing: int  # what its reductions keep
+    reducing: int  # reductions that compute has not waited for
     chunk: int
     resident: int  # chunks that its program holds gathered at once
     unshards: int
@@ -35,20 +31,18 @@ class Peaks:
 def measure(case: Case) -> Peaks:
     engine = build_engine(case, torch.float32)
     shards = [chunk.shards for chunk in engine.chunks.values()]
-    sizes = [sum(p.numel() * 4 for _, _, p in s.named_parameters()) for s in shards]
+    sizes = [sum(flat.layout.size * 4 for flat in s.flats) for s in shards]
     peaks = Peaks(0, 0, 0, max(sizes), _resident(engine), 0)
 
     def look() -> None:
-        peaks.unsharded = max(peaks.unsharded, sum(s.unsharded_bytes() for s in shards))
-        reducing = reduction_buffer_bytes(shards)
-        peaks.reducing = max(peaks.reducing, reducing)
-        waiting = sum(s.unsharded_grad_bytes() for s in shards)
-        peaks.gradients = max(peaks.gradients, waiting + reducing)
+        peaks.gathered = max(peaks.gathered, sum(s.gathered_bytes() for s in shards))
+        peaks.reducing = max(peaks.reducing, len(engine.lanes.reducing))
+        peaks.gradients = max(peaks.gradients, sum(s.unreduced_bytes() for s in shards))
 
     _after_every_action(engine, look)
     engine.step(*local_microbatches(case, 0))
-    assert sum(s.unsharded_bytes() + s.unsharded_grad_bytes() for s in shards) == 0
-    assert reduction_buffer_bytes(shards) == 0
+    assert sum(s.gathered_bytes() + s.unreduced_bytes() for s in shards) == 0
+    assert not engine.lanes.reducing
     peaks.unshards = engine.counters()["unshard"]
     return peaks
 
@@ -75,32 +69,19 @@ def _resident(engine: Engine) -> int:
     return most
 
 
-def test_unsharded_bytes_are_those_of_the_resident_chunks(world: World) -> None:
+def test_gathered_bytes_are_those_of_the_resident_chunks(world: World) -> None:
     for peaks in world.run(measure, CASE, size=CASE.world):
-        assert 0 < peaks.unsharded <= peaks.resident * peaks.chunk
+        assert 0 < peaks.gathered <= peaks.resident * peaks.chunk
         assert 0 < peaks.gradients <= (peaks.resident + PREFETCH) * peaks.chunk
         units = CASE.batch // CASE.shard // CASE.unit
         assert peaks.unshards <= 2 * CASE.chunks * units
 
 
-def test_a_chunk_is_reduced_at_once_and_waits_for_the_chunk_before(world: World) -> None:
-    for peaks in world.run(measure, CASE, size=CASE.world):
-        assert peaks.reducing == pytest.approx(peaks.chunk, rel=0.01)  # rows are padded
+def test_one_chunk_is_reduced_at_a_time(world: World) -> None:
+    assert all(peaks.reducing == 1 for peaks in world.run(measure, CASE, size=CASE.world))
 
 
-def count_stream_sets(case: Case) -> int:
-    """How many sets of FSDP2's streams an engine asks for."""
-    with patch.object(FSDPCommContext, "lazy_init", autospec=True) as made:
-        build_engine(case, torch.float32)
-    return made.call_count
-
-
-def test_a_chunk_takes_one_set_of_streams_whatever_its_layers(world: World) -> None:
-    case = replace(CASE, chunks=2)
-    assert world.run(count_stream_sets, case, size=case.world) == [2] * case.world
-
-
-def test_unsharded_gradients_stay_bounded_as_microbatches_grow(world: World) -> None:
+def test_unreduced_gradients_stay_bounded_as_microbatches_grow(world: World) -> None:
     few = world.run(measure, replace(CASE, batch=8), size=CASE.world)
     many = world.run(measure, replace(CASE, batch=64), size=CASE.world)
     whole = world.run(measure, replace(CASE, batch=64, reduce_every="step"), size=CASE.world)

@@ -12,6 +12,7 @@ from tests.gloo.contender_case import request
 from tests.gloo.engine_cases import ADAMW, CLUSTER, Case
 from zeropp.cost import price_plan
 from zeropp.cost.flops import piece_parameters
+from zeropp.engine.flat_layout import ALIGNMENT
 from zeropp.engine.traced_ranks import trace_ranks
 from zeropp.engine.trainer import build
 from zeropp.sim.memory_curve import peak_memory
@@ -25,7 +26,8 @@ def test_resident_kinds_are_exact_and_activations_follow_the_cap() -> None:
     shard_bytes = 4 * sum(piece_parameters(case.shape, piece) for piece in pieces) // 8
     (trace,) = trace_ranks(plan, [16], ADAMW, build)
     memory = trace.memory
-    assert memory.parameters == shard_bytes  # every size divides by eight
+    padding = len(stages) * 4 * ALIGNMENT  # per chunk
+    assert shard_bytes <= memory.parameters <= shard_bytes + padding
     assert 2 * shard_bytes <= memory.optimizer < 2 * shard_bytes + 1024  # and the step counts
     assert memory.gradients >= shard_bytes
     (tight,) = trace_ranks(Case(**{**vars(case), "cap": 5}).plan(), [16], ADAMW, build)

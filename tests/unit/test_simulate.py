@@ -8,7 +8,7 @@ from time import process_time
 import pytest
 
 from tests.unit.simulated_task import task
-from zeropp.cost import PlanPrice, StageMemory, price_plan
+from zeropp.cost import PlanPrice, StageExtras, StageMemory, price_plan
 from zeropp.layout import Layout
 from zeropp.plan import Plan
 from zeropp.schedule import build, lower
@@ -29,6 +29,7 @@ def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:
         unsharded_gradients=7,
         early_gradients=0,
         fresh_gradients=0,
+        embedding_gradient=0,
         made_gradients=0,
         reduction_step=7,
         reduction_copy=7,
@@ -43,11 +44,12 @@ def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:
     )
     price = PlanPrice(
         stages=(cost,) * stages,
-        tp_s=((0.0, 0.0),) * stages,
+        extras=(StageExtras(),) * stages,
         replica_s=(0.0,) * stages,
         finish_s=(0.0,) * ranks,
         gather_updated_s=(0.0,) * ranks,
         memory=(memory,) * stages,
+        limit_s=1.0,
     )
     return replace(price, **changes)  # type: ignore[arg-type]
 
@@ -75,9 +77,10 @@ def test_what_follows_the_last_microbatch_is_added() -> None:
     )
     result = simulate(plan, task().cluster, price=price)
     assert result.step_s == pytest.approx(33.0 + 0.5 + 0.25 + 0.125)
-    assert result.exposed_s["reduce"] == pytest.approx(0.5)
-    assert result.exposed_s["zero1"] == pytest.approx(0.125)
-    assert result.exposed_s["gather"] == 0.0
+    assert result.losses.reductions == pytest.approx(0.5)
+    assert result.losses.optimizer == pytest.approx(0.25)
+    assert result.losses.gathers == pytest.approx(0.125)
+    assert result.losses.bubble == pytest.approx(9.0)
     assert result.timeline().step_s == pytest.approx(result.step_s)
 
 

@@ -93,13 +93,13 @@ def test_full_backwards_are_split_and_tensor_parallelism_is_added() -> None:
     assert point.plan is not None
     price = price_plan(point.plan, point.spec.cluster)
     stages = traced_stages(point.plan, price, {"0F": 1.0, "0B": 3.0, "1F": 1.0, "1B": 4.0})
-    for traced, cost, (forward_s, _) in zip(stages, price.stages, price.tp_s, strict=True):
-        assert forward_s > 0
-        assert traced.forward == 1.0 + forward_s
+    for traced, cost, extras in zip(stages, price.stages, price.extras, strict=True):
+        assert extras.tensor_forward > 0
+        assert traced.forward == 1.0 + extras.tensor_forward
         ratio = cost.backward_input / cost.backward_weight
         assert traced.backward_input / traced.backward_weight == pytest.approx(ratio)
     whole = stages[1].backward_input + stages[1].backward_weight
-    assert whole == pytest.approx(4.0 + price.tp_s[1][1])
+    assert whole == pytest.approx(4.0 + price.extras[1].tensor_backward)
 
 
 def test_the_launcher_prices_with_traced_compute(tmp_path: Path) -> None:

@@ -1,23 +1,38 @@
 """FLOPs, bytes, link times and memory: the only home of formulas. Imports no torch.
 
-``price_plan(plan, cluster)`` gives everything that the simulator needs of a plan: seconds of
-every stage's passes, gathers, reductions and transfers, of what follows the last microbatch, and
-bytes by kind. ``model_flops_per_token`` is what MFU counts.
+``price_plan(plan, cluster)`` gives everything that the simulator needs of a plan: the seconds of
+every stage's passes, gathers, reductions and transfers, the seconds of what follows the last
+microbatch, and bytes by kind. ``compute_limit`` gives the throughput of the model's kernels alone,
+against which every plan is held. ``model_flops_per_token`` is what MFU counts.
+
+Map, from the smallest formula to the whole price:
+
+* ``kernels``: seconds of one matrix product and of one pass over memory on a device.
+* ``flops``: parameters and FLOPs of a model's pieces, and cuts of the pieces into stages.
+* ``blocks``: seconds of one block's forward, input gradient and weight gradient.
+* ``compute_limit``: tokens per second and GPU if only those kernels took time.
+* ``collectives``: seconds of collectives and messages between the ranks of a layout.
+* ``activations`` and ``stage_memory``: bytes of a microbatch's tensors, and of one stage.
+* ``stage_costs``: ``price_plan``, which puts them together; ``plan_price`` is its result's type.
 """
 
+from zeropp.cost.compute_limit import ComputeLimit, compute_limit
 from zeropp.cost.flops import (
     balanced_cuts,
     cut_by_weight,
     model_flops_per_token,
     parameter_count,
 )
-from zeropp.cost.plan_price import PlanPrice, StageMemory
+from zeropp.cost.plan_price import PlanPrice, StageExtras, StageMemory
 from zeropp.cost.stage_costs import price_plan
 
 __all__ = [
+    "ComputeLimit",
     "PlanPrice",
+    "StageExtras",
     "StageMemory",
     "balanced_cuts",
+    "compute_limit",
     "cut_by_weight",
     "model_flops_per_token",
     "parameter_count",

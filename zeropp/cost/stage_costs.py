@@ -6,11 +6,11 @@ programs, so that the tuner can price a plan before it builds one. Equal blocks 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zeropp.cluster import Cluster
-from zeropp.cost.blocks import TENSORS, PieceTimes, Work, piece_times
+from zeropp.cost.blocks import TENSORS, PassTimes, PieceTimes, Work, piece_times
 from zeropp.cost.collectives import (
     Group,
     all_reduce_s,
@@ -21,9 +21,10 @@ from zeropp.cost.collectives import (
     group_of,
     transfer_s,
 )
+from zeropp.cost.compute_limit import compute_limit
 from zeropp.cost.flops import piece_parameters
 from zeropp.cost.kernels import element_bytes, stream_s
-from zeropp.cost.plan_price import PlanPrice
+from zeropp.cost.plan_price import PlanPrice, StageExtras
 from zeropp.cost.stage_memory import optimizer_shards, shares_ends, stage_memory, zero1_ranks
 from zeropp.programs import Program, program_named
 from zeropp.schedule.program import StageCost
@@ -56,20 +57,24 @@ def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> 
     tensor = tensor_times(plan, cluster, work)
     times = piece_times(work, tensor.forward, tensor.backward)
     costs = tuple(_stage_cost(plan, cluster, work, s, tensor, times) for s in stages)
+    world, precision = plan.layout.world, plan.precision
+    limit = compute_limit(plan.shape, cluster, world, precision).tokens_per_s_per_gpu
     return PlanPrice(
         stages=costs,
-        tp_s=tuple(_stage_tensor_s(plan, s, tensor) for s in stages),
+        extras=tuple(_extras(plan, cluster, work, s, tensor, times) for s in stages),
         replica_s=tuple(_replica_s(plan, cluster, work, s, costs[s]) for s in stages),
         finish_s=tuple(_finish_s(plan, cluster, work, r) for r in ranks),
         gather_updated_s=tuple(_gather_updated_s(plan, cluster, work, r) for r in ranks),
         memory=tuple(stage_memory(plan, work, s) for s in stages),
         shared_ends=shares_ends(plan, program),
-        gathers_ahead=plan.layout.shard > 1 and not program.fsdp_root,
+        gathers_ahead=program.flat_chunks or (plan.layout.shard > 1 and not program.fsdp_root),
         torch_runtime=program.torch_stages,
         steps_overlap=program.post_validation,
         resident_gradients=program.resident_gradients,
+        flat_chunks=program.flat_chunks,
         stragglers=stragglers(cluster, plan.layout.world),
         overlap_slowdown=cluster.device.overlap_slowdown,
+        limit_s=plan.global_batch * plan.shape.seq / (world * limit),
     )
 
 
@@ -121,11 +126,40 @@ def tensor_times(plan: Plan, cluster: Cluster, work: Work) -> TensorTimes:
     return TensorTimes(one, 2 * one, 2 * one + more, again)
 
 
-def _stage_tensor_s(plan: Plan, stage: int, tensor: TensorTimes) -> tuple[float, float]:
-    """Forward and backward; embedding and head add one each way."""
+def _extras(
+    plan: Plan, cluster: Cluster, work: Work, stage: int, tensor: TensorTimes, times: PieceTimes
+) -> StageExtras:
+    """What a stage's durations include beside the model's kernels. The embedding and the head add
+    one tensor-parallel collective each way."""
     blocks, ends = _kinds(plan, stage)
-    backward = blocks * (tensor.backward + tensor.again)
-    return blocks * tensor.forward + ends * tensor.one, backward + ends * tensor.one
+    ideal = replace(work.program, fused_accumulation=True)
+    plain = piece_times(replace(work, recompute="none"), tensor.forward, tensor.backward)
+    fused = piece_times(replace(work, program=ideal), tensor.forward, tensor.backward)
+    unfused = _backward_s(plan, stage, times) - _backward_s(plan, stage, fused)
+    again = times.block.backward_input - plain.block.backward_input - tensor.again
+    blocking = work.program.blocking_transfers
+    return StageExtras(
+        tensor_forward=blocks * tensor.forward + ends * tensor.one,
+        tensor_backward=blocks * (tensor.backward + tensor.again) + ends * tensor.one,
+        transfer_forward=_transfer_s(plan, cluster, work, stage) if blocking else 0.0,
+        transfer_backward=_transfer_s(plan, cluster, work, stage - 1) if blocking else 0.0,
+        recomputation=blocks * again,
+        accumulation=unfused,
+    )
+
+
+def _backward_s(plan: Plan, stage: int, times: PieceTimes) -> float:
+    """Input and weight gradients of a stage."""
+    blocks, _ = _kinds(plan, stage)
+    held = [(blocks, times.block)] + [(1, piece) for piece in _ends_of(plan, stage, times)]
+    return sum(count * (piece.backward_input + piece.backward_weight) for count, piece in held)
+
+
+def _ends_of(plan: Plan, stage: int, times: PieceTimes) -> list[PassTimes]:
+    """The embedding's and the head's times, where a stage holds them."""
+    first, last = plan.cuts[stage], plan.cuts[stage + 1]
+    embedding = [times.embedding] if first == 0 else []
+    return embedding + ([times.head] if last == plan.shape.num_pieces else [])
 
 
 def _kinds(plan: Plan, stage: int) -> tuple[int, int]:
@@ -142,13 +176,10 @@ def _stage_cost(
     forward = blocks * times.block.forward + ends * tensor.one
     input_ = blocks * times.block.backward_input + ends * tensor.one
     weight = blocks * times.block.backward_weight
-    for piece, held in (
-        (times.embedding, plan.cuts[stage] == 0),
-        (times.head, plan.cuts[stage + 1] == plan.shape.num_pieces),
-    ):
-        forward += held * piece.forward
-        input_ += held * piece.backward_input
-        weight += held * piece.backward_weight
+    for piece in _ends_of(plan, stage, times):
+        forward += piece.forward
+        input_ += piece.backward_input
+        weight += piece.backward_weight
     transfer = _transfer_s(plan, cluster, work, stage)
     if work.program.blocking_transfers:
         forward, transfer = forward + transfer, 0.0
@@ -159,27 +190,32 @@ def _stage_cost(
 
 
 def _shard_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
-    """Gather and reduction of a stage, a collective a piece, and their copies on the device (on
-    one shard, where bf16 copies are made of fp32 masters, the copies alone)."""
+    """Gather and reduction of a stage, one collective per piece or, where a chunk is flat, one in
+    all; shards that are cast before their gather, on its own stream; and FSDP2's copies on the
+    device. On one shard (bf16 copies of fp32 masters) casts and copies are all."""
     if not plan.gathers:
         return {}
     among = group_of(cluster, plan.layout, "shard")
     sizes = [piece_parameters(plan.shape, i) / plan.layout.tp for i in plan.pieces_of(stage)]
-    wire = {
-        "unshard": element_bytes(plan.precision),
-        "reduce_grad": work.program.state(plan.precision).reduced,
-    }
+    if work.program.flat_chunks:
+        sizes = [sum(sizes)]
+    wire = {"unshard": element_bytes(plan.precision), "reduce_grad": sent_bytes(plan, work.program)}
     seconds = {
         name: sum(gather_s(cluster, among, size * bytes_) for size in sizes)
         for name, bytes_ in wire.items()
     }
+    if work.program.state(plan.precision).casts_parameters:
+        cast = (4 + 2) * sum(sizes) / plan.layout.shard
+        seconds["unshard"] += stream_s(work.device, cast, len(sizes))
     if work.program.shard_copies:  # every byte is read once and written once
-        if plan.precision == "bf16":  # shards are cast first, on the gather's own stream
-            cast = (4 + 2) * sum(sizes) / plan.layout.shard
-            seconds["unshard"] += stream_s(work.device, cast, len(sizes))
         for copy, name in (("copy_out", "unshard"), ("copy_in", "reduce_grad")):
             seconds[copy] = stream_s(work.device, 2 * sum(sizes) * wire[name], 2 * len(sizes))
     return seconds
+
+
+def sent_bytes(plan: Plan, program: Program) -> int:
+    """Bytes of a gradient on the wire: what the program sends, or what the plan asks for."""
+    return 2 if plan.reduce_dtype == "bf16" else program.state(plan.precision).reduced
 
 
 def _transfer_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> float:
@@ -207,7 +243,7 @@ def _replica_s(plan: Plan, cluster: Cluster, work: Work, stage: int, cost: Stage
     if replicas.size == 1:
         return 0.0
     parameters = stage_parameters(plan, stage) / plan.layout.shard
-    total = parameters * work.program.state(plan.precision).reduced
+    total = parameters * sent_bytes(plan, work.program)
     scatters = (
         plan.layout.replicate_zero and not work.program.state(plan.precision).zero1_all_reduces
     )

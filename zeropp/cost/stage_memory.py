@@ -44,9 +44,10 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     ends = [size for i, size in zip(pieces, sizes, strict=True) if i in (0, last)]
     whole, more = sum(sizes), _more_gradients(plan, program, pieces)
     separate = plan.gathers or program.fsdp_hooks
-    summed = _summed_bytes(plan, work) * separate
-    # A microbatch's own gradients, until they are added to an fp32 sum: the engine adds when it has
-    # a chunk's, FSDP2's hooks piece by piece, the first piece last.
+    # One shard's flat buffer is what the optimizer reads.
+    summed = _summed_bytes(plan, work) * separate * (layout.shard > 1 or not program.flat_chunks)
+    # A microbatch's own gradients, until they are added to an fp32 sum: FSDP2's hooks add piece by
+    # piece, the first piece last.
     half = (
         element_bytes(plan.precision) if separate and summed > element_bytes(plan.precision) else 0
     )
@@ -62,10 +63,11 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
         unsharded=int(whole * _gathered_bytes(plan, work, stage) * separate),
         unsharded_gradients=int((whole + more) * summed),
         early_gradients=int((sum(ends) + more) * summed),
-        fresh_gradients=int(half * (whole if program.sums_per_chunk else sizes[0] + more)),
+        fresh_gradients=int(half * (sizes[0] + more) * (not program.flat_chunks)),
+        embedding_gradient=int(_embedding_gradient(plan, program, pieces)),
         made_gradients=int(half * whole * program.torch_stages),
-        reduction_step=int(FP32 * max(sizes) * separate),
-        reduction_copy=int(FP32 * _copied(work, stage, sizes) * separate),
+        reduction_step=int(_reduction_step(plan, program, sizes) * separate),
+        reduction_copy=int(_copied(plan, work, stage, sizes) * separate),
         flat_gradients=int(_flattened(plan, program, whole)),
         activations=int(activations),
         deferred=int(later),
@@ -171,12 +173,31 @@ def _summed_bytes(plan: Plan, work: Work) -> int:
     return element_bytes(plan.precision) if each else FP32
 
 
-def _copied(work: Work, stage: int, sizes: list[float]) -> float:
-    """Parameters whose gradients a reduction still holds when it is done: the engine reduces a
-    chunk's pieces together, FSDP2's hooks hold one piece's and, after the first stage's, none."""
-    if work.program.sums_per_chunk:
-        return sum(sizes)
-    return 0.0 if work.program.fsdp_root and stage == 0 else max(sizes)
+def _embedding_gradient(plan: Plan, program: Program, pieces: range) -> float:
+    """Bytes of a microbatch's gradient of the embedding, the only one that is a tensor of its own
+    before it is added to a flat chunk's sum: products add theirs inside."""
+    vocabulary = plan.shape.vocab * plan.shape.hidden
+    return element_bytes(plan.precision) * vocabulary * (0 in pieces) * program.flat_chunks
+
+
+def _reduction_step(plan: Plan, program: Program, sizes: list[float]) -> float:
+    """Bytes that a reduction makes beside the gradients: FSDP2 copies those of one piece at a time;
+    a flat chunk's are sent as they lie, cast first if they are sent in 16 bits."""
+    if program.flat_chunks:
+        return _cast_bytes(plan) * sum(sizes)
+    return FP32 * max(sizes)
+
+
+def _copied(plan: Plan, work: Work, stage: int, sizes: list[float]) -> float:
+    """Bytes of gradients that a reduction still holds when it is done: a flat chunk's whole buffer,
+    of FSDP2's hooks one piece's and, after the first stage's, none."""
+    if work.program.flat_chunks:
+        return (FP32 + _cast_bytes(plan)) * sum(sizes) * (plan.layout.shard > 1)
+    return FP32 * (0.0 if work.program.fsdp_root and stage == 0 else max(sizes))
+
+
+def _cast_bytes(plan: Plan) -> int:
+    return 2 if plan.reduce_dtype == "bf16" and plan.layout.shard > 1 else 0
 
 
 def _flattened(plan: Plan, program: Program, parameters: float) -> float:

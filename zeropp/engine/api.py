@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeropp.cost import cut_by_weight
 from zeropp.engine.checks import agreed, check_batch, check_layers, described
 from zeropp.engine.engine import Engine, EngineOptions, Piece
+from zeropp.engine.flat_layout import Name
 from zeropp.engine.interpreter import LossFunction
 from zeropp.engine.knobs import Knobs, check_knobs
 from zeropp.engine.mesh import degrees_of
-from zeropp.engine.replicas import Name
 from zeropp.engine.trial import Layer, LayerSizes, try_layers
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
 from zeropp.literals import Precision
@@ -186,14 +186,17 @@ def _options(
     lr_schedule: Callable[[int], float] | None,
     dropout_seed: int | None,
 ) -> EngineOptions:
+    if dropout_seed is None and not settings.compile:
+        dropout_seed = 0
     return EngineOptions(
         precision,
         settings.recompute,
         settings.replicate_every,
+        settings.reduce_dtype,
         tied,
         lr_schedule,
         dropout_seed,
-        settings.compile,
+        compile=settings.compile,
     )
 
 

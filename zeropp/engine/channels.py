@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeropp.engine.groups import backend_of
 from zeropp.layout import Layout
 
 Pair = tuple[int, int]  # pipeline ranks: source, target
@@ -37,9 +38,8 @@ class Channels:
         self._global_ranks = layout.pipeline(dist.get_rank())
         self._groups: dict[Pair, dist.ProcessGroup] = {}
         self._sends: list[_Pending] = []
-        backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
         for apart in disjoint(pairs):
-            group = dist.new_group(backend=backends[device.type])
+            group = dist.new_group(backend=backend_of(device))
             self._groups |= {pair: group for pair in apart if self._rank in pair}
         for source, target in self._groups:
             self._connect(source, target, device)
@@ -64,6 +64,12 @@ class Channels:
         for pending in self._sends:
             pending.work.wait()
         self._sends.clear()
+
+    def close(self) -> None:
+        """Give the groups up; collective over their ranks."""
+        for group in set(self._groups.values()):
+            dist.destroy_process_group(group)
+        self._groups.clear()
 
     def _forget_finished(self) -> None:
         """Free sent tensors, oldest first; on one pair messages finish in order."""

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
+from zeropp.engine.deferred import WeightGradStore
 from zeropp.engine.recompute import run_recomputed
-from zeropp.engine.replicas import Replicas
 from zeropp.engine.sharding import ChunkShards
 from zeropp.literals import Recompute
 
@@ -25,36 +24,39 @@ class _Live:
     """
 
     input: Tensor
-    output: GradientEdge
+    output: GradientEdge | None  # None: nothing before it has a gradient
 
 
 class Chunk:
     """Pieces that run one after another on this rank.
 
-    Linear layers of ``deferrable`` pieces put off their weight gradients while the store is open.
+    Linear layers of ``deferrable`` pieces put off their weight gradients while ``store`` is open.
     ``recompute`` full checkpoints each deferrable piece (a transformer block); selective keeps
     the outputs of its matrix products and of attention and recomputes the rest. ``compiled``:
     deferrable pieces run through torch.compile. ``seed`` is called with a piece's index in the
-    chunk and the microbatch before every piece runs; None where nothing is random.
+    chunk and the microbatch before every piece runs; None where nothing is seeded. ``random``:
+    pieces may draw random numbers, and what is recomputed must draw the same ones again. ``first``:
+    the input is the batch's and needs no gradient.
     """
 
     def __init__(
         self,
         shards: ChunkShards,
-        replicas: Replicas,
+        store: WeightGradStore,
         deferrable: list[nn.Module],
         recompute: Recompute,
         compiled: bool,
         seed: Callable[[int, int], None] | None,
+        *,
+        random: bool,
+        first: bool,
     ) -> None:
         self.shards = shards
-        self.replicas = replicas
-        self._seed = seed
-        self.store = WeightGradStore()
+        self._seed, self._random, self._first = seed, random, first
+        self.store = store
         self._deferrable = {id(piece) for piece in deferrable}
         self._recompute = recompute
         self._live: dict[int, _Live] = {}
-        defer_weight_grads(deferrable, self.store)
         if compiled:
             for piece in deferrable:
                 piece.compile()
@@ -62,33 +64,44 @@ class Chunk:
     def forward(self, x: Tensor, microbatch: int) -> Tensor:
         """Run the pieces on one microbatch and keep what backward needs."""
         self.shards.wait()
-        if x.is_floating_point():
+        if x.is_floating_point() and not self._first:
             x = x.detach().requires_grad_()
         output = x
         for index, piece in enumerate(self.shards.pieces):
             if self._seed is not None:
                 self._seed(index, microbatch)
             output = self._run_piece(piece, output)
-        self._live[microbatch] = _Live(x, get_gradient_edge(output))
+        self._live[microbatch] = _Live(x, _edge(output))
         return output
 
     def _run_piece(self, piece: nn.Module, x: Tensor) -> Tensor:
         recompute = self._recompute if id(piece) in self._deferrable else "none"
-        return run_recomputed(piece, x, recompute, random=self._seed is not None)
+        return run_recomputed(piece, x, recompute, random=self._random)
 
     def set_output(self, microbatch: int, output: Tensor) -> None:
         """Replace what backward starts from (the last stage's loss)."""
-        self._live[microbatch].output = get_gradient_edge(output)
+        self._live[microbatch].output = _edge(output)
 
-    def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        """Gradient of the chunk's input (None for tokens); frees the microbatch's graph."""
+    def backward(
+        self, microbatch: int, grad: Tensor | None, *, split: bool = False
+    ) -> Tensor | None:
+        """Gradient of the chunk's input (None for tokens); frees the microbatch's graph. ``split``:
+        linear layers put off their weight gradients until ``backward_weight``."""
         self.shards.wait()
         live = self._live.pop(microbatch)
-        torch.autograd.backward(live.output, grad)
-        self.shards.accumulate()
+        if live.output is not None:
+            self.shards.make_gradients(deferred=not split)
+            if split:
+                self.store.begin(microbatch)
+            torch.autograd.backward(live.output, grad)
+            self.store.end()
         return live.input.grad
 
     def backward_weight(self, microbatch: int) -> None:
         """The weight gradients that ``backward`` put off; needs no gathered parameters."""
+        self.shards.make_gradients(deferred=True)
         self.store.run(microbatch)
-        self.shards.accumulate()
+
+
+def _edge(output: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(output) if output.requires_grad else None

@@ -54,6 +54,9 @@ class WeightGradStore:
 
 
 class _DeferredLinear(torch.autograd.Function):
+    """A linear layer on rows, [rows, in] to [rows, out]. Its output is no view, so that what comes
+    behind may work in place."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradStore
@@ -68,21 +71,37 @@ class _DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         parameter = ctx.parameter
-        grad_rows = grad.flatten(0, -2)
-        x_rows = x.flatten(0, -2)
         if ctx.needs_input_grad[1]:
-            ctx.store.put(lambda: _accumulate(parameter, grad_rows, x_rows))
+            ctx.store.put(lambda: accumulate(parameter, grad, x))
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        grad_bias = grad_rows.sum(0) if ctx.needs_input_grad[2] else None
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, None, grad_bias, None
 
 
-def _accumulate(parameter: Tensor, grad_rows: Tensor, x_rows: Tensor) -> None:
-    with torch.no_grad():
-        if parameter.grad is None:
-            parameter.grad = grad_rows.t() @ x_rows
-        else:
-            parameter.grad.addmm_(grad_rows.t(), x_rows)
+@torch.no_grad()
+def accumulate(parameter: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add dW = dYᵀx to a parameter's gradient inside the product: one kernel, fp32 sums.
+
+    ``grad`` [rows, out] and ``x`` [rows, in] may be of a smaller type than the gradient [out, in].
+    """
+    if parameter.grad is None:
+        parameter.grad = grad.t() @ x
+    elif parameter.grad.dtype == x.dtype == grad.dtype:
+        parameter.grad.addmm_(grad.t(), x)
+    else:
+        add_wide_product(parameter.grad, grad.t(), x)
+
+
+def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right`` for a total of a wider type than the factors.
+
+    On CUDA the product reads 16-bit factors as they are (``aten::addmm.dtype_out``); a CPU has no
+    such kernel, so there they are made as wide as the total first.
+    """
+    if total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 class DeferredLinear(nn.Linear):
@@ -93,17 +112,26 @@ class DeferredLinear(nn.Linear):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         """As ``nn.Linear``."""
-        return _DeferredLinear.apply(x, self.weight, self.bias, self.store)  # type: ignore[no-any-return, no-untyped-call]
+        weight = self.weight
+        if not (isinstance(weight, nn.Parameter) and weight.is_leaf):
+            return F.linear(x, weight, self.bias)  # computed from others, which take the gradient
+        rows = x.reshape(-1, x.shape[-1])
+        output = _DeferredLinear.apply(rows, weight, self.bias, self.store)  # type: ignore[no-untyped-call]
+        return output.view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
 
 
-def defer_weight_grads(modules: Iterable[nn.Module], store: WeightGradStore) -> None:
-    """Teach every plain ``nn.Linear`` below the modules to use the store.
+def defer_weight_grads(modules: Iterable[nn.Module], store: WeightGradStore) -> list[nn.Parameter]:
+    """Teach every plain ``nn.Linear`` below the modules to use the store; gives their weights.
 
-    A linear layer whose output is no hidden state (a head with its wide logits) should not be
-    given here: what it would keep is larger than what its chunk keeps.
+    A linear layer whose output is no hidden state (a head with its wide logits) should be given a
+    store that is never open: what it would keep is larger than what its chunk keeps.
     """
+    weights = []
     for root in modules:
         for module in root.modules():
             if type(module) is nn.Linear:
                 module.__class__ = DeferredLinear
                 setattr(module, "store", store)  # noqa: B010
+                if isinstance(module.weight, nn.Parameter):
+                    weights.append(module.weight)
+    return weights

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp.engine import checkpoint
 from zeropp.engine.channels import Channels
 from zeropp.engine.chunk import Chunk
+from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
+from zeropp.engine.flat import FlatParameters, make_lanes
+from zeropp.engine.flat_layout import Name
+from zeropp.engine.groups import make_groups
 from zeropp.engine.interpreter import Interpreter, LossFunction
 from zeropp.engine.randomness import StepSeeds
-from zeropp.engine.replicas import Name, Replicas
-from zeropp.engine.sharding import ChunkShards, full, share_streams
+from zeropp.engine.sharding import ChunkShards, GroupOf, ShardOptions
 from zeropp.engine.tied import TiedWeights
 from zeropp.layout import InfeasibleError, Layout
-from zeropp.literals import Precision, Recompute, ReduceEvery
+from zeropp.literals import Precision, Recompute, ReduceEvery, WireType
 from zeropp.optimizer import build_optimizer, square_norm
 from zeropp.schedule.program import Schedule
 from zeropp.timeline import Span
@@ -41,24 +43,40 @@ class Piece:
     deferrable: bool
 
 
+MakeOptimizer = Callable[[Mapping[str, list[nn.Parameter]]], torch.optim.Optimizer]
+
+
+def one_group(name: Name, parameter: nn.Parameter) -> str:
+    """All parameters in one optimizer group."""
+    del name, parameter
+    return "all"
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """What an engine may be told beside its part of a plan.
 
     ``replicate_every``: gradients cross the replicas at every reduction, or at a step's last;
-    ``tied`` names two parameters as (piece, name) that are one in the model; ``lr_schedule`` gives
-    the factor on the learning rate from the number of steps done; ``dropout_seed`` is needed where
-    the model draws random numbers; ``compile``: each block runs through torch.compile. Raises
-    InfeasibleError for both of these: compiled code draws from a generator of its own.
+    ``reduce_dtype``: the type in which gradients are sent; ``tied`` names two parameters as
+    (piece, name) that are one in the model; ``lr_schedule`` gives the factor on the learning rate
+    from the number of steps done; ``dropout_seed``: what the model draws is a function of it, of
+    the step and of the microbatch, so that every topology draws the same; ``random``: the model may
+    draw random numbers, and recomputation draws the same ones again (False saves the time that
+    this takes); ``compile``: each block runs through torch.compile; ``group_of``: the optimizer
+    group of a parameter, by its (piece, name). Raises InfeasibleError for ``compile`` with a
+    ``dropout_seed``: compiled code draws from a generator of its own.
     """
 
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     replicate_every: ReduceEvery = "step"
+    reduce_dtype: WireType = "fp32"
     tied: tuple[Name, Name] | None = None
     lr_schedule: Callable[[int], float] | None = None
     dropout_seed: int | None = None
+    random: bool = True
     compile: bool = False
+    group_of: GroupOf = one_group
 
     def __post_init__(self) -> None:
         if self.compile and self.dropout_seed is not None:
@@ -72,7 +90,9 @@ class Engine:
     """Trains the pieces of one rank. Construction and every method are collective.
 
     ``schedule`` is lowered; ``boundary(stage)`` makes an empty tensor for the message into a
-    stage.
+    stage. ``optimizer``: a configuration, or a function that makes one from flat tensors by
+    optimizer group (``EngineOptions.group_of``; a group that this rank has nothing of is empty).
+    Any optimizer that works element by element will do.
     """
 
     def __init__(
@@ -82,34 +102,39 @@ class Engine:
         layout: Layout,
         loss_function: LossFunction,
         boundary: Callable[[int], Tensor],
-        optimizer: OptimizerConfig,
+        optimizer: OptimizerConfig | MakeOptimizer,
         device: torch.device,
         options: EngineOptions | None = None,
     ) -> None:
         self._layout, self._device = layout, device
         self._options = options = options or EngineOptions()
-        self._learning_rate, self._clip_norm = optimizer.lr, optimizer.clip_norm
         self.steps_done = 0
         rank = dist.get_rank()
         self._seeds: StepSeeds | None = None
         if options.dropout_seed is not None:
             first = layout.dp_index(rank) * schedule.num_microbatches
-            self._seeds = StepSeeds(options.dropout_seed, first)
-        mesh = make_mesh(layout, device)
+            self._seeds = StepSeeds(options.dropout_seed, first, device)
+        self._groups = make_groups(layout, device)
+        self.lanes = make_lanes(device)
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
-        self.chunks = {
-            stage: self._make_chunk(stage, mesh)
-            for stage in schedule.stages_of(layout.coordinates(rank)["pp"])
-        }
-        share_streams(chunk.shards for chunk in self.chunks.values())
-        channels = Channels(neighbours(schedule), layout, device)
+        stages = schedule.stages_of(layout.coordinates(rank)["pp"])
+        self.chunks = {stage: self._make_chunk(stage) for stage in stages}
+        self._channels = Channels(neighbours(schedule), layout, device)
         self.interpreter = Interpreter(
-            schedule, self.chunks, channels, boundary, loss_function, options.replicate_every
+            schedule,
+            self.chunks,
+            self._channels,
+            boundary,
+            loss_function,
+            options.replicate_every,
+            layout.dp,
         )
-        self.owned = {n: p for c in self.chunks.values() for n, p in c.replicas.owned.items()}
-        self._tied = TiedWeights(options.tied, self.owned, schedule, layout)
-        self._gather_rows()
-        self.optimizer = build_optimizer(self.owned.values(), optimizer)
+        shards = [chunk.shards for chunk in self.chunks.values()]
+        self.flats = [flat for chunk in shards for flat in chunk.flats]
+        self._tied = TiedWeights(options.tied, shards, schedule, layout)
+        self._clip_norm = optimizer.clip_norm if isinstance(optimizer, OptimizerConfig) else 0.0
+        self.optimizer = self._make_optimizer(optimizer)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> StepResult:
         """One optimizer step on this rank's microbatches; every rank gives its own."""
@@ -117,51 +142,46 @@ class Engine:
         result = self._reduce_result(losses)
         if self._clip_norm and result.grad_norm > self._clip_norm:
             scale = self._clip_norm / (result.grad_norm + 1e-6)  # as torch's clip_grad_norm_
-            torch._foreach_mul_(self._gradients(self.owned), scale)
+            torch._foreach_mul_(_gradients(self.flats), scale)
         self.update()
         return result
 
     def accumulate(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
-        """The first half of a step: run the program, so that owned parameters have gradients."""
-        self.optimizer.zero_grad()
-        for _, parameter in self.named_parameters():
-            parameter.grad = None
+        """The first half of a step: run the program, so that what this rank updates has its
+        gradients. Gives this rank's parts of the mean loss over the global batch."""
+        for flat in self.flats:
+            flat.clear_gradients()
         if self._seeds is not None:
-            self._seeds.step = self.steps_done
-        losses = self.interpreter.run(inputs, targets)
+            with self._seeds.drawing(self.steps_done):
+                losses = self.interpreter.run(inputs, targets)
+        else:
+            losses = self.interpreter.run(inputs, targets)
         self._tied.sum_gradients()
         return losses
 
     def update(self) -> None:
-        """The second half: the optimizer's step, and updated rows to all replicas."""
-        if self._options.lr_schedule is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self._learning_rate * self._options.lr_schedule(self.steps_done)
+        """The second half: the optimizer's step, and updated rows on their way to all replicas."""
+        schedule = self._options.lr_schedule
+        if schedule is not None:
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * schedule(self.steps_done)
         self.optimizer.step()
-        self._gather_rows()
+        self._gather_updated()
         self.steps_done += 1
-
-    def named_parameters(self) -> Iterator[tuple[Name, nn.Parameter]]:
-        """((piece, name), parameter) of this rank, sharded where there are shards."""
-        for piece in self._pieces:
-            for name, parameter in piece.module.named_parameters():
-                yield (piece.index, name), parameter
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies, named ``{piece}.{name}``."""
-        for (index, name), parameter in self.named_parameters():
-            whole = full(parameter.detach())
-            if (index, name) != self._tied.copy:
-                yield f"{index}.{name}", whole.float().cpu()
+        self._settle()
+        for flat in self.flats:
+            mine = flat.master[flat.layout.owned.inside(flat.layout.part)]
+            yield from self._whole(flat, mine, torch.float32)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded CPU copies of the last step's gradients, named ``{piece}.{name}``."""
-        for chunk in self.chunks.values():
-            for (index, name), parameter in chunk.replicas.owned.items():
-                assert parameter.grad is not None
-                whole = full(chunk.replicas.distributed((index, name), parameter.grad))
-                if (index, name) != self._tied.copy:
-                    yield f"{index}.{name}", whole.cpu()
+        self._settle()
+        for flat in self.flats:
+            if (mine := flat.gradient()) is not None:
+                yield from self._whole(flat, mine, mine.dtype)
 
     def save(self, directory: Path | str) -> None:
         """Write parameters, optimizer state and the number of steps; any topology can load it."""
@@ -170,55 +190,91 @@ class Engine:
     def load(self, directory: Path | str) -> None:
         """Read what ``save`` wrote, in this topology or another."""
         self.steps_done = checkpoint.load(self._state(), directory)
-        self._gather_rows()
+        self._gather_updated()
 
     def counters(self) -> dict[str, int]:
         """Actions run since construction, by name in lower case."""
         return dict(self.interpreter.counters)
 
     def record_spans(self, enabled: bool) -> None:
-        """Record a span an action from here on, or stop."""
+        """Record one span per action from here on, or stop."""
         self.interpreter.spans = [] if enabled else None
 
     def spans(self) -> list[Span]:
         """Spans recorded since recording was switched on."""
         return list(self.interpreter.spans or [])
 
-    def _make_chunk(self, stage: int, mesh: DeviceMesh) -> Chunk:
+    def close(self) -> None:
+        """Give up threads and process groups; the engine is of no more use."""
+        self.lanes.close()
+        for owner in (self._tied, self._channels, self._groups):
+            owner.close()
+
+    def _make_chunk(self, stage: int) -> Chunk:
         options = self._options
-        pieces = [piece for piece in self._pieces if piece.stage == stage]
-        sharded = self._layout.shard > 1 or options.precision == "bf16"
+        pieces = {piece.index: piece for piece in self._pieces if piece.stage == stage}
+        deferrable = [piece.module for piece in pieces.values() if piece.deferrable]
+        others = [piece.module for piece in pieces.values() if not piece.deferrable]
+        store = WeightGradStore()
+        deferred = defer_weight_grads(deferrable, store)
+        defer_weight_grads(others, WeightGradStore())  # never open: at once, inside the product
         shards = ChunkShards(
-            [piece.module for piece in pieces],
-            mesh["shard"] if sharded else None,
-            options.precision,
+            {index: piece.module for index, piece in pieces.items()},
+            self._groups,
+            self.lanes,
+            ShardOptions(
+                options.precision,
+                self._layout.replicate_zero == 1,
+                options.reduce_dtype,
+                options.group_of,
+            ),
+            deferred,
+            options.tied,
         )
-        names = {
-            (piece.index, name): parameter
-            for piece in pieces
-            for name, parameter in piece.module.named_parameters()
-        }
-        replicas = Replicas(names, mesh["shard", "replicate"], self._layout.replicate_zero == 1)
-        first, seeds = pieces[0].index, self._seeds
-        seed = None if seeds is None else lambda piece, j: seeds.set(first + piece, j)
-        deferrable = [piece.module for piece in pieces if piece.deferrable]
-        return Chunk(shards, replicas, deferrable, options.recompute, options.compile, seed)
+        indices, seeds = list(pieces), self._seeds
+        seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)
+        return Chunk(
+            shards,
+            store,
+            deferrable,
+            options.recompute,
+            options.compile,
+            seed,
+            random=options.random,
+            first=stage == 0,
+        )
 
-    def _state(self) -> dict[str, Any]:
-        owned = {
-            name: (chunk.replicas, parameter)
-            for chunk in self.chunks.values()
-            for name, parameter in chunk.replicas.owned.items()
-        }
-        return checkpoint.state_of(owned, self.optimizer, self.steps_done)
+    def _make_optimizer(self, optimizer: OptimizerConfig | MakeOptimizer) -> torch.optim.Optimizer:
+        groups: defaultdict[str, list[nn.Parameter]] = defaultdict(list)
+        for flat in self.flats:
+            for name, owned in flat.owned.items():
+                groups[name].append(owned)
+        if not groups:  # optimizers refuse to have nothing at all
+            groups["all"] = [nn.Parameter(torch.empty(0, device=self._device))]
+        if isinstance(optimizer, OptimizerConfig):
+            return build_optimizer(chain.from_iterable(groups.values()), optimizer)
+        return optimizer(groups)
 
-    def _gather_rows(self) -> None:
+    def _settle(self) -> None:
+        for flat in self.flats:
+            flat.settle()
+
+    def _state(self) -> checkpoint.State:
+        self._settle()
+        return checkpoint.state_of(self.flats, self.optimizer, self.steps_done)
+
+    def _gather_updated(self) -> None:
         for chunk in self.chunks.values():
-            chunk.replicas.gather()
+            chunk.shards.gather_updated()
 
-    def _gradients(self, names: Iterable[Name]) -> list[Tensor]:
-        gradients = (self.owned[name].grad for name in names)
-        return [gradient for gradient in gradients if gradient is not None]
+    def _whole(
+        self, flat: FlatParameters, mine: Tensor, dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        whole = flat.whole(mine)
+        for slot, tensor in flat.views(whole):
+            piece, name = slot.names[0]
+            if flat is not self._tied.copy:
+                yield f"{piece}.{name}", tensor.to(dtype, copy=True).cpu()
 
     def _reduce_result(self, losses: Sequence[Tensor]) -> StepResult:
         """Mean loss and gradient norm, the same on every rank: one all-reduce of two numbers.
@@ -227,8 +283,8 @@ class Engine:
         """
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
         if losses:
-            totals[0] = torch.stack(list(losses)).sum() / self._layout.dp
-        gradients = self._gradients(name for name in self.owned if name != self._tied.copy)
+            totals[0] = torch.stack(list(losses)).sum()
+        gradients = _gradients(flat for flat in self.flats if flat is not self._tied.copy)
         copies = 1 if self._layout.replicate_zero else self._layout.replicate
         totals[1] = square_norm(((gradient, copies) for gradient in gradients), self._device)
         dist.all_reduce(totals)
@@ -236,17 +292,10 @@ class Engine:
         return StepResult(loss, math.sqrt(square))
 
 
-def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """All ranks on the axes pp, shard, replicate, whatever their numbering."""
-    ranks = [
-        layout.rank_at({"pp": p, "shard": s, "replicate": r, "tp": 0})
-        for p in range(layout.pp)
-        for s in range(layout.shard)
-        for r in range(layout.replicate)
-    ]
-    with unset_fake_temporarily():  # a mesh reads numbers out of tensors, in a trace, too
-        mesh = torch.tensor(ranks).view(layout.pp, layout.shard, layout.replicate)
-        return DeviceMesh(device.type, mesh, mesh_dim_names=("pp", "shard", "replicate"))
+def _gradients(flats: Iterable[FlatParameters]) -> list[Tensor]:
+    """What this rank updates of the flats' gradients."""
+    gradients = (owned.grad for flat in flats for owned in flat.owned.values())
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def neighbours(schedule: Schedule) -> set[tuple[int, int]]:

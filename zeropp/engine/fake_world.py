@@ -19,6 +19,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from zeropp.engine.lanes import inline_lanes
+
 Fill = Callable[[Tensor], None]
 
 
@@ -39,7 +41,8 @@ def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Itera
     try:
         if fill_integers is not None:
             _replace({n: _filled(original, fill_integers) for n, original in originals.items()})
-        yield
+        with inline_lanes():
+            yield
     finally:
         _replace(originals)
         FakeWork.is_completed = completed  # type: ignore[method-assign]

@@ -40,7 +40,9 @@ class Interpreter:
     """Runs one rank's program over its chunks.
 
     ``chunks`` by stage; ``boundary`` makes an empty tensor for the message into a stage;
-    ``replicate_every``: gradients cross the replicas at every reduction, or at a step's last.
+    ``replicate_every``: gradients cross the replicas at every reduction, or at a step's last;
+    ``data_parallel``: over how many ranks gradients are summed. Losses are divided by the number
+    of microbatches on all of them, so that a sum over the ranks is the mean over the global batch.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Interpreter:
         boundary: Callable[[int], Tensor],
         loss_function: LossFunction,
         replicate_every: ReduceEvery,
+        data_parallel: int,
     ) -> None:
         self._chunks = chunks
         self._stage_rank = schedule.stage_rank
@@ -62,6 +65,7 @@ class Interpreter:
         self._boundary = boundary
         self._loss_function = loss_function
         self._replicate_every = replicate_every
+        self._data_parallel = data_parallel
         self._unreduced = Counter(a.stage for a in self._program if a.op is Op.REDUCE_GRAD)
         self.counters: Counter[str] = Counter()
         self.spans: list[Span] | None = None
@@ -82,7 +86,7 @@ class Interpreter:
 
     def run(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
         """Run the program over one step's microbatches; gives the losses of the last stage, each
-        already divided by the number of microbatches, empty elsewhere."""
+        already divided by the number of microbatches of all ranks, empty elsewhere."""
         step = _Step(inputs, targets)
         self._reductions_left = self._unreduced.copy()
         begin = time.perf_counter()
@@ -99,7 +103,6 @@ class Interpreter:
         self._channels.drain()
         for chunk in self._chunks.values():
             chunk.shards.finish()
-            chunk.replicas.finish_reduce()
         return step.losses
 
     def _clock(self, begin: float) -> float:
@@ -123,28 +126,25 @@ class Interpreter:
             x = self._arrived(Op.RECV_F, stage, microbatch, step.activations, step)
         output = chunk.forward(x, microbatch)
         if stage == self._last:
-            loss = self._loss_function(output, step.targets[microbatch]) / len(step.inputs)
+            count = len(step.inputs) * self._data_parallel
+            loss = self._loss_function(output, step.targets[microbatch]) / count
             chunk.set_output(microbatch, loss)
             step.losses.append(loss.detach())
         else:
             step.activations[stage + 1, microbatch] = output.detach()
 
     def _backward_input(self, action: Action, step: _Step) -> None:
-        stage, microbatch = _key(action)
-        chunk = self._chunks[stage]
-        chunk.store.begin(microbatch)
-        self._backward(chunk, stage, microbatch, step)
-        chunk.store.end()
+        self._backward(action, step, split=True)
 
     def _full_backward(self, action: Action, step: _Step) -> None:
-        stage, microbatch = _key(action)
-        self._backward(self._chunks[stage], stage, microbatch, step)
+        self._backward(action, step, split=False)
 
-    def _backward(self, chunk: Chunk, stage: int, microbatch: int, step: _Step) -> None:
+    def _backward(self, action: Action, step: _Step, *, split: bool) -> None:
+        stage, microbatch = _key(action)
         grad = None
         if stage != self._last:
             grad = self._arrived(Op.RECV_B, stage, microbatch, step.gradients, step)
-        grad_input = chunk.backward(microbatch, grad)
+        grad_input = self._chunks[stage].backward(microbatch, grad, split=split)
         if grad_input is not None and stage > 0:
             step.gradients[stage - 1, microbatch] = grad_input
 
@@ -164,10 +164,9 @@ class Interpreter:
     def _reduce(self, action: Action, step: _Step) -> None:
         del step
         self._reductions_left[action.stage] -= 1
-        chunk = self._chunks[action.stage]
-        chunk.shards.reduce()
-        if self._replicate_every == "unit" or self._reductions_left[action.stage] == 0:
-            chunk.replicas.start_reduce(chunk.shards)
+        last = self._reductions_left[action.stage] == 0
+        every = self._replicate_every == "unit"
+        self._chunks[action.stage].shards.reduce(cross=last or every, bound=every)
 
     def _send(self, action: Action, step: _Step) -> None:
         stage, microbatch = _key(action)

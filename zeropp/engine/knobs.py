@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal, TypedDict, get_args, get_type_hints
 
 from zeropp.layout import InfeasibleError
-from zeropp.literals import Placement, Recompute, ReduceEvery
+from zeropp.literals import Placement, Recompute, ReduceEvery, WireType
 
 
 class Knobs(TypedDict, total=False):
@@ -21,6 +21,7 @@ class Knobs(TypedDict, total=False):
     activation_cap: int
     reduce_every: ReduceEvery
     replicate_every: ReduceEvery
+    reduce_dtype: WireType
     prefetch: int
     keep: int
     placement: Placement

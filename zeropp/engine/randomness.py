@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +24,22 @@ def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:
 
 @dataclass
 class StepSeeds:
-    """The seeds of one rank; ``step`` counts up as training goes on."""
+    """The seeds of one rank; ``step`` is the number of steps done before."""
 
     seed: int
     first_microbatch: int
+    device: torch.device
     step: int = 0
 
     def set(self, piece: int, microbatch: int) -> None:
         """Seed for one piece of the model and one of this rank's microbatches."""
         seed_piece(self.seed, self.step, self.first_microbatch + microbatch, piece)
+
+    @contextmanager
+    def drawing(self, step: int) -> Iterator[None]:
+        """A step's draws; afterwards torch's generators are as they were, so that whatever else a
+        rank draws from them (a batch, say) does not depend on the model's place in the pipeline."""
+        self.step = step
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            yield

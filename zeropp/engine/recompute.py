@@ -28,8 +28,8 @@ def run_recomputed(
 ) -> Tensor:
     """``function(x)``; backward computes again what ``recompute`` does not keep.
 
-    Selective keeps the outputs of matrix products and of attention. ``random``: the function
-    draws random numbers, and the second run must draw the same.
+    Selective keeps the outputs of matrix products and of attention. ``random``: the function may
+    draw random numbers, and the second run must draw the same.
     """
     if recompute == "none":
         return function(x)

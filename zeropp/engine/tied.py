@@ -1,19 +1,21 @@
-"""Two parameters of the pipeline's ends that are one in the model (tied embeddings).
+"""Two parameters of the model that are one in it (tied embeddings), on two pipeline ranks.
 
-Each end keeps its own sharded copy; they begin equal, their gradients are summed before the
-optimizer's step, and so they stay equal. Both are cut alike, so a rank's part meets its like.
+Each rank keeps its own sharded copy; they begin equal, their gradients are summed before the
+optimizer's step, and so they stay equal. Each lies in a flat buffer of its own, cut alike, so a
+rank's part meets its like. Two of the same chunk are one parameter and need none of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from zeropp.engine.channels import new_group_in_each_pipeline
-from zeropp.engine.replicas import Name
+from zeropp.engine.flat import FlatParameters
+from zeropp.engine.flat_layout import Name
+from zeropp.engine.sharding import ChunkShards
 from zeropp.layout import Layout
 from zeropp.schedule.program import Schedule
 
@@ -21,19 +23,20 @@ from zeropp.schedule.program import Schedule
 class TiedWeights:
     """Keeps (original, copy) equal; does nothing where ``tied`` is None.
 
-    ``parameters`` are those that this rank updates. ``copy`` is the second name: norms and whole
-    parameters skip it.
+    ``copy`` is the buffer of the second name, if this rank has it and it is not the first's: norms
+    and whole parameters skip it.
     """
 
     def __init__(
         self,
         tied: tuple[Name, Name] | None,
-        parameters: Mapping[Name, nn.Parameter],
+        chunks: Sequence[ChunkShards],
         schedule: Schedule,
         layout: Layout,
     ) -> None:
-        self.copy: Name | None = tied[1] if tied is not None else None
-        self._mine = [parameters[name] for name in tied or () if name in parameters]
+        original, copy = (_find(name, chunks) for name in tied or (None, None))
+        self.copy = copy if copy is not original else None
+        self._mine = [flat for flat in (original, self.copy) if flat is not None]
         self._group: dist.ProcessGroup | None = None
         if tied is None:
             return
@@ -45,18 +48,30 @@ class TiedWeights:
 
     def sum_gradients(self) -> None:
         """Give both the sum of their gradients."""
-        gradients = [p.grad for p in self._mine if p.grad is not None]
+        gradients = [flat.gradient() for flat in self._mine]
+        found = [gradient for gradient in gradients if gradient is not None]
+        if self._group is not None and found:
+            dist.all_reduce(found[0], group=self._group)
+        elif len(found) == 2:
+            found[0].add_(found[1])
+            found[1].copy_(found[0])
+
+    def close(self) -> None:
+        """Give the group up; collective over its ranks."""
         if self._group is not None:
-            dist.all_reduce(gradients[0], group=self._group)
-        elif len(gradients) == 2:
-            gradients[0].add_(gradients[1])
-            gradients[1].copy_(gradients[0])
+            dist.destroy_process_group(self._group)
 
     @torch.no_grad()
     def _make_equal(self) -> None:
         """Give the copy the original's values."""
         if self._group is not None:
-            dist.broadcast(self._mine[0], self._source, group=self._group)
+            dist.broadcast(self._mine[0].master, self._source, group=self._group)
         elif len(self._mine) == 2:
             original, copy = self._mine
-            copy.copy_(original)
+            copy.master.copy_(original.master)
+
+
+def _find(name: Name | None, chunks: Sequence[ChunkShards]) -> FlatParameters | None:
+    if name is None:
+        return None
+    return next((flat for chunk in chunks if (flat := chunk.flat_of(name)) is not None), None)

@@ -42,6 +42,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from zeropp.engine import deferred, flat
 from zeropp.engine.fake_world import fake_world
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.training import OptimizerConfig, Trainer
@@ -137,7 +138,8 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             assert kwargs is not None
             self.label(kwargs["out"], "workspace")
         elif func is torch.ops.c10d._reduce_scatter_base_.default:
-            self.label(args[0], "gradients")
+            for gradient in args[:2]:
+                self.label(gradient, "gradients")
         return result
 
     def _add(self, storage: torch.UntypedStorage, kind: Kind | None) -> None:
@@ -233,6 +235,8 @@ def _observed(allocations: Allocations) -> Iterator[None]:
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", _untraced),
             (functional, "rms_norm", _fused_rms_norm),
             (torch.UntypedStorage, "resize_", _resize),
+            (flat, "zeros", _sums),
+            (deferred, "add_wide_product", _in_place),
             (FSDPParam, "init_all_gather_outputs", _gathered),
             (FSDPParam, "to_accumulated_grad_if_needed", _gradient),
             (FSDPParam, "accumulate_unsharded_grad_if_needed", _gradient),
@@ -301,6 +305,25 @@ def _resize(original: Any, allocations: Allocations) -> Any:
         return storage
 
     return resize
+
+
+def _sums(original: Any, allocations: Allocations) -> Any:
+    def make(*arguments: Any) -> Tensor:
+        result: Tensor = original(*arguments)
+        allocations.label(result, "gradients")
+        return result
+
+    return make
+
+
+def _in_place(original: Any, allocations: Allocations) -> Any:
+    """As CUDA's kernel: nothing is allocated, and the numbers are nobody's."""
+    del original, allocations
+
+    def add(*tensors: Tensor) -> None:
+        del tensors
+
+    return add
 
 
 def _gathered(original: Any, allocations: Allocations) -> Any:

@@ -50,7 +50,9 @@ def build_engine(
             plan.recompute,
             plan.replicate_every,
             tied=((0, "tokens.weight"), (last, "output.weight")) if shape.tied_embeddings else None,
+            reduce_dtype=plan.reduce_dtype,
             dropout_seed=seed if shape.dropout else None,
+            random=shape.dropout > 0,
             compile=plan.compile,
         ),
     )

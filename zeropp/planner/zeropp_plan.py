@@ -71,6 +71,7 @@ def assemble(
         recompute=settings.recompute,
         reduce_every=settings.reduce_every,
         replicate_every=settings.replicate_every,
+        reduce_dtype=settings.reduce_dtype,
         prefetch=settings.prefetch,
         keep=settings.keep,
         compile=settings.compile,

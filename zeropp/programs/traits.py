@@ -84,9 +84,9 @@ class Program:
     # The model is one FSDP2 root: two pieces' parameters are gathered at a time, each when it is
     # used, gradients are reduced per microbatch, tied embeddings are one parameter of the root.
     fsdp_root: bool = False
-    # A microbatch's gradients are added to their sum, and reduced, per model chunk and not per
-    # piece.
-    sums_per_chunk: bool = False
+    # Gradients are summed per model chunk in one flat buffer, which is there from the chunk's first
+    # backward on and which the reduction reads, until the next reduction.
+    flat_chunks: bool = False
     # The stages are those of torch.distributed.pipelining: buffers for all messages of a step,
     # outputs stay, and a split backward frees nothing that was saved.
     torch_stages: bool = False

@@ -31,6 +31,11 @@ class StageCost:
     copy_out: float = 0.0
     copy_in: float = 0.0
 
+    @property
+    def compute(self) -> float:
+        """Forward and backward of one microbatch, copies aside."""
+        return self.forward + self.backward_input + self.backward_weight
+
 
 @dataclass(frozen=True)
 class Schedule:

@@ -94,7 +94,7 @@ class _Rank:
         self.unsharded = price.memory[0].unsharded if price.shared_ends else 0
         self._runtime = price.torch_runtime
         self._memory, self._resident = price.memory, price.resident_gradients
-        self._ahead = price.gathers_ahead
+        self._ahead, self._flat = price.gathers_ahead, price.flat_chunks
         self._due: set[int] = set()  # stages whose gathered parameters come when they are used
         self._made: set[int] = set()  # stages with weight gradients that are not summed yet
         self._summed: set[tuple[int, bool]] = set()  # unreduced gradients: stage, early ones?
@@ -163,23 +163,29 @@ class _Rank:
         held = max(memory.activations, memory.deferred)
         fresh = memory.fresh_gradients * self._share(memory)
         others = self._begin_backward(stage)
+        if self._flat:  # the buffer is there before what is added to it
+            self._sum(stage, early=True)
         moment = self._moment(int(fresh), others + held, memory.backward_input - held)
         if self._runtime:
             self._add_made(stage)
         else:
             self._sum(stage, early=True)
+        end = self._moment(memory.embedding_gradient, others + memory.deferred, 0)
         self._end_backward(stage, others + memory.deferred)
-        return moment
+        return max(moment, end, key=sum)
 
     def _full_backward(self, stage: int) -> Moment | None:
         memory = self._memory[stage]
         others = self._begin_backward(stage)
         held = memory.activations
+        if self._flat:
+            self._sum(stage, early=True)
+            self._sum(stage, early=False)
         begin = self._moment(0, others + held, memory.full_backward - held)
         self._add_made(stage)
         self._sum(stage, early=True)
         self._sum(stage, early=False)
-        end = self._moment(memory.fresh_gradients, others, 0)
+        end = self._moment(memory.fresh_gradients + memory.embedding_gradient, others, 0)
         self._end_backward(stage, others)
         return max(begin, end, key=sum)
 

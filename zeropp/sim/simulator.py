@@ -24,6 +24,7 @@ from zeropp.plan import MemoryBytes, Plan
 from zeropp.schedule.action import Op
 from zeropp.schedule.event_loop import EventResult, run
 from zeropp.schedule.program import StageCost
+from zeropp.sim.losses import Losses, losses_of
 from zeropp.sim.memory_curve import as_memory, peak_memory, walk
 from zeropp.timeline import Span, Timeline
 
@@ -72,25 +73,16 @@ class SimResult:
         """Share of the step in which the busiest rank's compute stands still."""
         return 1.0 - max(self.events.busy) / self.step_s
 
-    @cached_property
-    def exposed_s(self) -> dict[str, float]:
-        """Seconds that the step would be shorter if one kind of communication cost nothing.
+    @property
+    def limit_share(self) -> float:
+        """Throughput over the compute limit's (``zeropp.cost.compute_limit``): 1 would be a step
+        that is made of the model's own kernels alone."""
+        return self.price.limit_s / self.step_s
 
-        ``tensor`` is what the tensor-parallel collectives of the busiest rank add to its compute.
-        Kinds that hide behind each other need not add up.
-        """
-        price = self.price
-        busiest = max(range(len(self.tails)), key=lambda r: self.events.busy[r])
-        stages = self.plan.schedule.stages_of(busiest)
-        tensor = sum(sum(price.tp_s[s]) for s in stages) * self.plan.num_microbatches
-        no_replicas = (0.0,) * len(price.replica_s)
-        return {
-            "gather": self._saved(_without(price, "unshard")),
-            "reduce": self._saved(replace(_without(price, "reduce_grad"), replica_s=no_replicas)),
-            "transfer": self._saved(_without(price, "transfer")),
-            "zero1": self._saved(replace(price, gather_updated_s=(0.0,) * len(self.tails))),
-            "tensor": tensor,
-        }
+    @cached_property
+    def losses(self) -> Losses:
+        """The step's seconds by cause, which add up to ``step_s``."""
+        return losses_of(self.plan, self.price, lambda price: _run(self.plan, price).step_s)
 
     @cached_property
     def memory(self) -> tuple[MemoryBytes, ...]:
@@ -122,9 +114,6 @@ class SimResult:
         last = [span for span in last if span.end_s > span.start_s]
         title = f"{self.plan.shape.name} {self.plan.contender} {self.plan.layout.world} GPUs"
         return Timeline(title, "simulated", (*self.events.spans(), *last))
-
-    def _saved(self, price: PlanPrice) -> float:
-        return self.step_s - _run(self.plan, price).step_s
 
 
 def simulate(
@@ -165,23 +154,19 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
             if a.op is Op.UNSHARD or a.op is Op.REDUCE_GRAD
         )
         stages = plan.schedule.stages_of(rank)
-        compute = plan.num_microbatches * sum(compute_s(costs[s]) for s in stages)
+        compute = plan.num_microbatches * sum(costs[s].compute for s in stages)
         factor = 1.0 + price.overlap_slowdown * min(1.0, beside / compute)
         factor *= price.stragglers
         for s in stages:
-            forward_tp, backward_tp = price.tp_s[s]  # collectives, which no processor slows
+            # Collectives, which no processor slows, stand in line with its kernels.
+            forward, backward = price.extras[s].tensor_forward, price.extras[s].tensor_backward
             costs[s] = replace(
                 costs[s],
-                forward=(costs[s].forward - forward_tp) * factor + forward_tp,
-                backward_input=(costs[s].backward_input - backward_tp) * factor + backward_tp,
+                forward=(costs[s].forward - forward) * factor + forward,
+                backward_input=(costs[s].backward_input - backward) * factor + backward,
                 backward_weight=costs[s].backward_weight * factor,
             )
     return costs
-
-
-def compute_s(cost: StageCost) -> float:
-    """Forward and backward of one microbatch."""
-    return cost.forward + cost.backward_input + cost.backward_weight
 
 
 def _tail(plan: Plan, rank: int, events: EventResult, price: PlanPrice) -> Tail:
@@ -213,7 +198,3 @@ def _done(plan: Plan, rank: int, events: EventResult) -> list[tuple[float, int]]
 
 
 _COMPLETES = frozenset({Op.REDUCE_GRAD, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
-
-
-def _without(price: PlanPrice, kind: str) -> PlanPrice:
-    return replace(price, stages=tuple(replace(c, **{kind: 0.0}) for c in price.stages))

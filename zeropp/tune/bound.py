@@ -11,7 +11,6 @@ from functools import lru_cache
 from zeropp.cost import PlanPrice, price_plan
 from zeropp.layout import Layout
 from zeropp.plan import Plan
-from zeropp.sim.simulator import compute_s
 from zeropp.tune.sized_plans import sized_plan
 from zeropp.tune.space import SPACES, Candidate, Task, units_of
 
@@ -26,7 +25,7 @@ def work_s(task: Task, family: Candidate) -> float:
 
 @lru_cache(maxsize=4096)
 def _microbatch_s(task: Task, one: Candidate) -> float:
-    return sum(compute_s(cost) for cost in price_plan(sized_plan(task, one), task.cluster).stages)
+    return sum(cost.compute for cost in price_plan(sized_plan(task, one), task.cluster).stages)
 
 
 _SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv"})
@@ -50,9 +49,9 @@ def least_step_s(plan: Plan, price: PlanPrice) -> float:
         stages = schedule.stages_of(rank)
         first = stages[0]
         beside = _link_s(plan, price, stages)
-        work = sum(compute_s(price.stages[s]) for s in stages) * m
+        work = sum(price.stages[s].compute for s in stages) * m
         slowed = price.stragglers * (1.0 + price.overlap_slowdown * min(1.0, beside / work))
-        tensor = sum(sum(price.tp_s[s]) for s in stages) * m
+        tensor = sum(price.extras[s].tensor for s in stages) * m
         work = (work - tensor) * slowed + tensor + _copies_s(plan, price, stages)
         weights = (
             sum(price.stages[s].backward_weight for s in stages) * m * slowed if split else 0.0

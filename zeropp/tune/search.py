@@ -32,12 +32,20 @@ SLOWER = "slower by its lower bound"
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A configuration that was simulated."""
+    """A configuration that was simulated, in the order that its contender's planner chooses."""
 
     candidate: Candidate
-    step_s: float
-    peak_bytes: int
-    bubble: float
+    result: SimResult
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step."""
+        return self.result.step_s
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the fullest rank."""
+        return self.result.peak_bytes
 
     @property
     def degrees(self) -> tuple[object, ...]:
@@ -164,7 +172,7 @@ def _evaluate(task: Task, entry: _Entry, outcome: Outcome) -> None:
     if result.peak_bytes > limit:
         outcome.fallen[OOM] += 1
         return
-    outcome.offer(Evaluated(entry.candidate, result.step_s, result.peak_bytes, result.bubble))
+    outcome.offer(Evaluated(entry.candidate, result))
 
 
 def _fits(plan: Plan, price: PlanPrice, limit: int) -> bool:

@@ -9,10 +9,11 @@ microbatch and recomputation.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from zeropp.layout import Layout, divisors
 from zeropp.literals import Recompute
+from zeropp.sim.losses import Losses
 from zeropp.sim.simulator import SimResult
 from zeropp.tune.search import Evaluated, result_of, search
 from zeropp.tune.space import SPACES, Candidate, Task
@@ -57,30 +58,26 @@ class Row:
     tokens_per_s_per_gpu: float | None = None
     peak_gib: float | None = None
     bubble: float | None = None
+    share_of_limit: float | None = None  # throughput over that of the compute limit
+    losses: Losses | None = None
+
+    def columns(self) -> dict[str, object]:
+        """The row as a table's columns: ``limit_s``, ``bubble_s`` ... for the losses (seconds),
+        which add up to ``step_s``."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "losses"}
+        lost = self.losses.by_kind() if self.losses else {}
+        return plain | {f"{kind}_s": seconds for kind, seconds in lost.items()}
 
 
 def rows_of(cell: Cell, tolerance: float) -> list[Row]:
     """Every contender at its best plan, then all at equal degrees."""
-    task = cell.priced
     rows = []
     for name, winner in winners(cell, tolerance).items():
         if winner is None:
             rows.append(Row(*cell.key, name, "best", "simulated", "no plan fits"))
-            continue
-        rows.append(
-            Row(
-                *cell.key,
-                name,
-                "best",
-                "simulated",
-                winner.candidate.describe(),
-                winner.step_s,
-                task.global_batch * task.shape.seq / winner.step_s / task.num_gpus,
-                winner.peak_bytes / 2**30,
-                winner.bubble,
-            )
-        )
-    return rows + [_row(cell, c, r) for c, r in _equal_plans(task)]
+        else:
+            rows.append(_row(cell, winner.candidate, winner.result, "best"))
+    return rows + [_row(cell, c, r, "equal") for c, r in _equal_plans(cell.priced)]
 
 
 def winners(cell: Cell, tolerance: float) -> dict[str, Evaluated | None]:
@@ -91,17 +88,19 @@ def winners(cell: Cell, tolerance: float) -> dict[str, Evaluated | None]:
     }
 
 
-def _row(cell: Cell, candidate: Candidate, result: SimResult) -> Row:
+def _row(cell: Cell, candidate: Candidate, result: SimResult, mode: str) -> Row:
     return Row(
         *cell.key,
         candidate.contender,
-        "equal",
+        mode,
         "simulated",
         candidate.describe(),
         result.step_s,
         result.tokens_per_s_per_gpu,
         result.peak_bytes / 2**30,
         result.bubble,
+        result.limit_share,
+        result.losses,
     )
 
 

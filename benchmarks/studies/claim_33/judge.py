@@ -32,6 +32,8 @@ def judge(plans: pd.DataFrame) -> pd.DataFrame:
         for name in ("zeropp", *BASELINES):
             out[f"{name}_tokens_per_s_per_gpu"] = speed.get(name)
             out[f"{name}_peak_gib"] = memory.get(name)
+            if "share_of_limit" in row:  # rows priced before the compute limit was known lack it
+                out[f"{name}_share_of_limit"] = row["share_of_limit"].get(name)
         for name in BASELINES:
             out[f"speedup_over_{name}"] = speed["zeropp"] / speed.get(name, float("nan"))
         for name in ("deepspeed_3d", "best_3d"):
@@ -85,7 +87,9 @@ def _speed(row: pd.Series, name: str) -> str:
     speed = row[f"{name}_tokens_per_s_per_gpu"]
     if pd.isna(speed):
         return "does not fit"
-    return f"{speed:,.0f} ({row[f'{name}_peak_gib']:.0f})"
+    share = row.get(f"{name}_share_of_limit")
+    limit = "" if share is None else f"; {100 * share:.0f} % of the limit"
+    return f"{speed:,.0f} ({row[f'{name}_peak_gib']:.0f}{limit})"
 
 
 def _ratio(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -9,9 +10,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 
+from benchmarks.report import loss_split
 from benchmarks.report.picture import Picture, save
 from benchmarks.studies.claim_33.grid import VerdictSpec
 from benchmarks.studies.claim_33.judge import BASELINES
+from zeropp.sim.losses import Losses
 
 _OVER = ("deepspeed_3d", "best_3d")
 
@@ -37,6 +40,34 @@ def draw(verdicts: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
         ),
     ]
     return [path for picture in pictures for path in save(picture, out).paths]
+
+
+def draw_losses(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
+    """Write a bar per contender with what its best plan loses against the compute limit, for the
+    model, cluster and GPU count of the bandwidth's map, a panel per batch. Rows that were priced
+    before losses were recorded give no picture."""
+    if "limit_s" not in plans:
+        return []
+    band = spec.bandwidth
+    own = plans[(plans.model == band.model) & (plans.cluster == band.cluster)]
+    own = own[(own["mode"] == "best") & (own.num_gpus == band.num_gpus) & (own.bandwidth == 1.0)]
+    cells = [
+        loss_split.Cell(f"{sequences} sequences per GPU", _losses(own, sequences * band.num_gpus))
+        for sequences in band.sequences_per_gpu
+    ]
+    where = f"{band.model} on {band.num_gpus} x {band.cluster}, best plans, simulated"
+    return list(save(loss_split.loss_split(cells, "losses", where), out).paths)
+
+
+def _losses(plans: pd.DataFrame, global_batch: int) -> dict[str, dict[str, float]]:
+    """Seconds by cause, by contender, of the plans at one batch."""
+    kinds = [kind.name for kind in fields(Losses)]
+    rows = plans[(plans.global_batch == global_batch) & plans.limit_s.notna()]
+    labels = {"zeropp": "ZeroPP", **BASELINES}
+    return {
+        labels.get(row["contender"], row["contender"]): {kind: row[f"{kind}_s"] for kind in kinds}
+        for _, row in rows.iterrows()
+    }
 
 
 def _map(rows: pd.DataFrame, column: str, label: str, title: str, name: str) -> Picture:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from benchmarks.records.record import check_writable, write_atomically
 from benchmarks.studies.claim_33.cells import Cell, rows_of
 from benchmarks.studies.claim_33.grid import VerdictSpec, cells_of, verdict_spec
 from benchmarks.studies.claim_33.judge import judge, summary
-from benchmarks.studies.claim_33.maps import draw
+from benchmarks.studies.claim_33.maps import draw, draw_losses
 from benchmarks.studies.claim_33.measure import points_of
 
 CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
@@ -59,7 +58,7 @@ def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
     verdicts.to_csv(out / "verdict.csv", index=False, float_format="%.4g")
     text = summary(verdicts)
     (out / "verdict.md").write_text(text)
-    paths = draw(verdicts, spec, out)
+    paths = draw(verdicts, spec, out) + draw_losses(plans, spec, out)
     console = Console()
     console.print(text, markup=False)
     names = ["plans.csv", "verdict.csv", "verdict.md", *(path.name for path in paths)]
@@ -81,7 +80,7 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
     ):
         line = bar.add_task("cells", total=len(todo))
         for found in pool.imap_unordered(partial(rows_of, tolerance=spec.tolerance), todo):
-            rows += [asdict(row) | {"commit": commit} for row in found]
+            rows += [row.columns() | {"commit": commit} for row in found]
             table = pd.DataFrame(rows).sort_values([*CELL, "mode"], kind="stable")
             write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
             bar.advance(line)

@@ -1,0 +1,73 @@
+"""The compute limit: what a device would train if nothing but the model's own kernels took time.
+
+No program reaches it. It leaves out pipeline bubbles, communication, copies of parameters and
+gradients, recomputation, the optimizer, and stages or nodes of unequal speed. It keeps what no
+program can avoid on a device: matrix products at their reached rate, attention, element-wise
+kernels, the addition of each weight gradient to its sum (fused into the product), and the time
+to start kernels. So the distance between a plan and the limit is what parallel training costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from zeropp.cluster import Cluster, Device
+from zeropp.cost.activations import block_kept, head_kept
+from zeropp.cost.blocks import PassTimes, Work, piece_times
+from zeropp.cost.flops import parameter_count
+from zeropp.literals import Precision
+from zeropp.programs import Program, StateBytes
+from zeropp.shape import ModelShape
+
+MICROBATCHES = (1, 2, 4, 8, 16)  # sequences; the sizes that the tuner tries
+# A pipeline of zero bubble is known to need at least a third of 1F1B's activations, which are those
+# of one microbatch in the whole model (V-Min: arXiv 2405.15362, section 3).
+LEAST_ACTIVATIONS = 1 / 3
+STATE_BYTES = 16  # per parameter: gradient, and the optimizer's fp32 master and two moments
+# Fused attention and fused accumulation of fp32 gradient sums.
+_IDEAL = Program("compute limit", bf16=StateBytes(4, 4, 8), fp32=StateBytes(4, 4, 8))
+
+
+@dataclass(frozen=True)
+class ComputeLimit:
+    """The limit of one model on one device, and the microbatch that reaches it (sequences)."""
+
+    microbatch_size: int
+    tokens_per_s_per_gpu: float
+
+
+@lru_cache(maxsize=1024)
+def compute_limit(
+    shape: ModelShape, cluster: Cluster, num_gpus: int, precision: Precision
+) -> ComputeLimit:
+    """Tokens per second and GPU of the model's kernels alone, at the best microbatch that fits.
+
+    A microbatch fits where a device holds its part of parameters, gradients and optimizer state,
+    split over all GPUs, and the least activations with which a pipeline can run without a bubble.
+    One sequence counts as fitting always, for programs can split it (tensor parallelism) or keep
+    less of it (recomputation). The kernels are those of ``zeropp.cost.blocks``.
+    """
+    works = [
+        Work(shape, cluster.device, _IDEAL, precision, "none", size, 1, False)
+        for size in MICROBATCHES
+    ]
+    fitting = [w for w in works if w.microbatch == 1 or _fits(w, cluster.device, num_gpus)]
+    best = max(fitting, key=_tokens_per_s)
+    return ComputeLimit(best.microbatch, _tokens_per_s(best))
+
+
+def _fits(work: Work, device: Device, num_gpus: int) -> bool:
+    states = STATE_BYTES * parameter_count(work.shape) / num_gpus
+    activations = work.shape.layers * block_kept(work) + head_kept(work)
+    return states + LEAST_ACTIVATIONS * activations <= device.usable_bytes
+
+
+def _tokens_per_s(work: Work) -> float:
+    times = piece_times(work, 0.0, 0.0)
+    whole = work.shape.layers * _total(times.block) + _total(times.embedding) + _total(times.head)
+    return work.tokens / whole
+
+
+def _total(times: PassTimes) -> float:
+    return times.forward + times.backward_input + times.backward_weight

@@ -1,0 +1,381 @@
+"""Parameters of a chunk in one flat buffer: gathered, summed, reduced and updated as one tensor.
+
+Every shard rank keeps an equal part of the fp32 masters. A gather writes into the buffer of which
+the modules' parameters are views; gradients are summed in a buffer of which their ``.grad`` are
+views, and the reduction reads that. So nothing is copied around a collective: what a collective
+reads or writes is what compute writes or reads. Collectives and casts run in lanes
+(``zeropp.engine.lanes``); compute waits for them where it uses what they bring.
+
+Three number types: masters and sums are fp32 (or wider, as the modules came), compute uses
+``compute`` (bf16 under mixed precision), and reductions send ``wire``.
+
+Traps that this is written around. A collective that writes into a parameter's memory must not look
+like an in-place change to autograd: ``parameter.data = view`` shares the memory but not the version
+counter. A bf16 parameter takes an fp32 gradient after ``parameter.grad_dtype = None``. Storage is
+given back by ``resize_(0)`` and comes back, elsewhere, by ``resize_(bytes)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zeropp.engine.flat_layout import FlatLayout, Name, Slot, Stretch
+from zeropp.engine.groups import DataGroups, all_gather_single, reduce_scatter_single
+from zeropp.engine.lanes import Lane, Ticket, Work, make_lane
+
+
+@dataclass(frozen=True)
+class Types:
+    """Number types of one flat buffer; ``wire`` is what reductions send."""
+
+    master: torch.dtype
+    compute: torch.dtype
+    wire: torch.dtype
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The lanes of one rank, for all of its chunks. ``reducing``: reductions over the shards that
+    compute has not waited for; their gradients are kept until then."""
+
+    gather: Lane
+    reduce: Lane
+    replicate: Lane
+    reducing: list[Ticket] = field(default_factory=list)
+    crossing: list[Ticket] = field(default_factory=list)  # likewise, over the replicas
+
+    def join_reductions(self) -> None:
+        """Let compute wait for all reductions over the shards, and free what they read."""
+        for ticket in self.reducing:
+            ticket.wait()
+        self.reducing.clear()
+
+    def join_crossings(self) -> None:
+        """Let compute wait for all reductions over the replicas, and free what they read."""
+        for ticket in self.crossing:
+            ticket.wait()
+        self.crossing.clear()
+
+    def close(self) -> None:
+        """End all lanes."""
+        for lane in (self.gather, self.reduce, self.replicate):
+            lane.close()
+
+
+def make_lanes(device: torch.device) -> Lanes:
+    """The lanes of a rank on a device."""
+    names = ("zeropp gathers", "zeropp reductions", "zeropp replicas")
+    gather, reduce, replicate = (make_lane(device, name) for name in names)
+    return Lanes(gather, reduce, replicate)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters that lie in one slot: usually one object, several where the model ties them."""
+
+    slot: Slot
+    parameters: tuple[nn.Parameter, ...]
+
+
+class FlatParameters:
+    """One flat buffer. ``trainable``: whether it has gradients and an optimizer at all;
+    ``deferred``: whether its gradients come with weight gradients that were put off.
+
+    The parameters' values are taken over at construction; afterwards they are views of the buffer,
+    and hold memory only between ``unshard`` and ``reshard`` (always, where the masters themselves
+    are what compute uses: one shard, no mixed precision).
+    """
+
+    def __init__(
+        self,
+        held: Sequence[Held],
+        layout: FlatLayout,
+        groups: DataGroups,
+        lanes: Lanes,
+        types: Types,
+        *,
+        zero: bool,
+        trainable: bool,
+        deferred: bool,
+    ) -> None:
+        self.layout, self.trainable, self.deferred = layout, trainable, deferred
+        self._held, self._groups, self._lanes, self._types = tuple(held), groups, lanes, types
+        self._zero = zero and groups.replicate is not None
+        self.master = self._take_masters()
+        self._resident = groups.gather is None and types.compute == types.master
+        self._buffer = self._make_buffer()
+        self._arriving: Ticket | None = None  # a gather that compute has not waited for
+        self._updated: Ticket | None = None  # the other replicas' rows after an update
+        self._fresh: Tensor | None = None  # sums of this rank that are not reduced
+        self._partial: Tensor | None = None  # reduced over the shards, not over the replicas
+        self._crossed: Tensor | None = None  # reduced over both
+        self.owned = {
+            group: nn.Parameter(self.master[mine.inside(layout.part)])
+            for group, mine in (layout.groups() if trainable else ())
+        }
+
+    def unshard(self) -> None:
+        """Start to gather the parameters; ``wait`` before use."""
+        if self._resident:
+            return
+        self._storage.resize_(self.layout.size * self._buffer.element_size())
+        after = [self._updated] if self._updated is not None else []
+        self._arriving = self._lanes.gather.run(self._gather, after)
+
+    def wait(self) -> None:
+        """Make compute wait for the gather that was started."""
+        if self._resident and self._updated is not None:
+            self._updated.wait()
+            self._updated = None
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = self._updated = None
+
+    def reshard(self) -> None:
+        """Drop the gathered parameters; gradients stay."""
+        if not self._resident:
+            self.wait()
+            self._storage.resize_(0)
+
+    def make_gradients(self) -> None:
+        """Give every parameter a gradient of zeros to add to, unless it has one already. A gradient
+        that autograd made for itself (of a deferred weight that is used elsewhere, too) is added.
+        """
+        if self._fresh is not None or not self.trainable:
+            return
+        self._fresh = zeros(self.layout.size, self._types.master, self.master.device)
+        for held in self._held:
+            gradient = _view(self._fresh, held.slot)
+            for parameter in held.parameters:
+                made, parameter.grad = parameter.grad, gradient
+                if made is not None:
+                    gradient.add_(made)
+
+    def reduce(self, *, cross: bool) -> None:
+        """Start to sum the gradients over the shards, and then over the replicas if ``cross``."""
+        if any(parameter.grad is not None for held in self._held for parameter in held.parameters):
+            self.make_gradients()
+        if self._fresh is None:
+            return
+        cross = cross and self._groups.replicate is not None
+        after: list[Ticket] = []
+        if self._groups.reduce is not None:
+            after = [self._reduce_shards(self._take_fresh())]
+            self._lanes.reducing.extend(after)
+        elif cross:
+            self._partial = self._take_fresh()
+        if cross:
+            self._lanes.crossing.append(self._cross_replicas(after))
+
+    def finish(self) -> None:
+        """Give what the optimizer updates its gradient, the sum over all data-parallel ranks; all
+        reductions are joined."""
+        if (gradient := self.gradient()) is None:
+            return
+        for group, mine in self.layout.groups():
+            self.owned[group].grad = gradient[mine.inside(self.layout.owned)]
+
+    def gradient(self) -> Tensor | None:
+        """The gradient of what this rank updates, after ``finish``; None without one."""
+        if self._groups.replicate is not None:
+            return self._crossed
+        return self._partial if self._groups.reduce is not None else self._fresh
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients."""
+        self._fresh = None
+        for held in self._held:
+            for parameter in held.parameters:
+                parameter.grad = None
+        self._partial = self._crossed = None
+        for owned in self.owned.values():
+            owned.grad = None
+
+    def gather_updated(self) -> None:
+        """Start to bring the rows that other replicas have updated; the next gather, or the next
+        use, waits for them."""
+        if self._zero:
+            self._updated = self._lanes.replicate.run(self._gather_rows)
+
+    def settle(self) -> None:
+        """Make compute wait until the masters are those of the last update."""
+        if self._updated is not None:
+            self._updated.wait()
+
+    def whole(self, mine: Tensor) -> Tensor:
+        """A tensor shaped as what this rank updates, put together from all ranks; collective.
+
+        To be called when all buffers are settled: the lanes use the same groups.
+        """
+        for group in (self._groups.replicate if self._zero else None, self._groups.gather):
+            if group is not None:
+                gathered = mine.new_empty(mine.numel() * group.size())
+                all_gather_single(gathered, mine, group=group)
+                mine = gathered
+        return mine
+
+    def views(self, whole: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+        """Every parameter's part of a tensor that is shaped as the buffer."""
+        for held in self._held:
+            yield held.slot, _view(whole, held.slot)
+
+    def names(self) -> Iterator[Name]:
+        """All names of all parameters."""
+        for held in self._held:
+            yield from held.slot.names
+
+    def gathered_bytes(self) -> int:
+        """Bytes of gathered parameters, those on their way included."""
+        return 0 if self._resident else self._storage.nbytes()
+
+    def unreduced_bytes(self) -> int:
+        """Bytes of gradients whose reduction over the shards has not been started."""
+        return 0 if self._fresh is None else self._fresh.nbytes
+
+    @property
+    def _storage(self) -> torch.UntypedStorage:
+        return self._buffer.untyped_storage()
+
+    def _take_masters(self) -> Tensor:
+        part = self.layout.part
+        (device,) = {p.device for held in self._held for p in held.parameters}
+        master = torch.zeros(len(part), dtype=self._types.master, device=device)
+        for held in self._held:
+            mine = held.slot.stretch.meet(part)
+            if len(mine):
+                values = held.parameters[0].detach().flatten()
+                master[mine.inside(part)] = values[mine.inside(held.slot.stretch)]
+        return master
+
+    def _make_buffer(self) -> Tensor:
+        """The compute buffer, put in the place of the parameters' own memory."""
+        for held in self._held:
+            for parameter in held.parameters:
+                parameter.data = parameter.data.new_empty(0)
+        buffer = self.master
+        if not self._resident:
+            buffer = self.master.new_empty(self.layout.size, dtype=self._types.compute)
+        for held in self._held:
+            for parameter in held.parameters:
+                parameter.data = _view(buffer, held.slot)
+                if self.trainable:
+                    parameter.grad_dtype = None
+        if not self._resident:
+            buffer.untyped_storage().resize_(0)
+        return buffer
+
+    def _gather(self) -> None:
+        mine = self.master
+        if self._types.compute != self._types.master:
+            mine = self._mine(self._buffer)
+            mine.copy_(self.master)
+        if self._groups.gather is not None:
+            all_gather_single(self._buffer, mine, group=self._groups.gather)
+
+    def _mine(self, whole: Tensor) -> Tensor:
+        return whole[self.layout.part.begin : self.layout.part.end]
+
+    def _take_fresh(self) -> Tensor:
+        """The sums so far; parameters have no gradients until they are given new ones."""
+        fresh, self._fresh = self._fresh, None
+        for held in self._held:
+            for parameter in held.parameters:
+                parameter.grad = None
+        assert fresh is not None
+        return fresh
+
+    def _reduce_shards(self, fresh: Tensor) -> Ticket:
+        first = self._partial is None
+        if self._partial is None:
+            self._partial = fresh.new_empty(len(self.layout.part))
+        place = slice(self.layout.part.begin, self.layout.part.end)
+        work = _Scatter(fresh, self._sent(fresh), place, self._partial, first, self._groups.reduce)
+        return self._lanes.reduce.run(work)
+
+    def _cross_replicas(self, after: Sequence[Ticket]) -> Ticket:
+        partial, self._partial = self._partial, None
+        assert partial is not None
+        first, sent, group = self._crossed is None, self._sent(partial), self._groups.replicate
+        work: Work
+        if self._zero:
+            place = self.layout.owned.inside(self.layout.part)
+            if self._crossed is None:
+                self._crossed = partial.new_empty(len(self.layout.owned))
+            work = _Scatter(partial, sent, place, self._crossed, first, group)
+        else:
+            if self._crossed is None:
+                self._crossed = partial
+            work = _Sum(partial, sent, self._crossed, first, group)
+        return self._lanes.replicate.run(work, after)
+
+    def _sent(self, gradient: Tensor) -> Tensor:
+        """What a reduction reads: the gradient itself, or a place for it in another type."""
+        if self._types.wire == gradient.dtype:
+            return gradient
+        return torch.empty_like(gradient, dtype=self._types.wire)
+
+    def _gather_rows(self) -> None:
+        rows = self.master[self.layout.owned.inside(self.layout.part)]
+        all_gather_single(self.master, rows, group=self._groups.replicate)
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    """Reduce-scatter ``source`` into ``total``, or add to it what comes if ``first`` is False.
+
+    ``sent`` is the source, or a buffer that it is cast into; ``place`` is this rank's stretch.
+    """
+
+    source: Tensor
+    sent: Tensor
+    place: slice
+    total: Tensor
+    first: bool
+    group: dist.ProcessGroup | None
+
+    def __call__(self) -> None:
+        cast = self.sent is not self.source
+        if cast:
+            self.sent.copy_(self.source)
+        mine = self.total if self.first and not cast else self.sent[self.place]
+        reduce_scatter_single(mine, self.sent, group=self.group)
+        if not self.first:
+            self.total.add_(mine)
+        elif cast:
+            self.total.copy_(mine)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """All-reduce ``source`` in place, by way of ``sent`` if that is another buffer, and add it to
+    ``total`` unless it is ``first`` (and so the total itself)."""
+
+    source: Tensor
+    sent: Tensor
+    total: Tensor
+    first: bool
+    group: dist.ProcessGroup | None
+
+    def __call__(self) -> None:
+        if self.sent is not self.source:
+            self.sent.copy_(self.source)
+        dist.all_reduce(self.sent, group=self.group)
+        if not self.first:
+            self.total.add_(self.sent)
+        elif self.sent is not self.source:
+            self.total.copy_(self.sent)
+
+
+def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A buffer for gradients (a function of its own, so that traces can tell what it makes)."""
+    return torch.zeros(size, dtype=dtype, device=device)
+
+
+def _view(buffer: Tensor, slot: Slot) -> Tensor:
+    stretch: Stretch = slot.stretch
+    return buffer[stretch.begin : stretch.end].view(slot.shape)
