@@ -9,6 +9,7 @@ backward_weight, unshard, reduce_grad, transfer.
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -17,6 +18,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from benchmarks.specification.command import run_command
+from benchmarks.specification.run_spec import SpecError
+from zeropp.layout import most_microbatches
 from zeropp.schedule import ScheduleError, build, lower, validate
 from zeropp.schedule.action import parse_action
 from zeropp.schedule.event_loop import EventResult, run
@@ -60,8 +64,10 @@ def parse(words: Sequence[str]) -> tuple[Request, StageCost]:
     for word in words:
         key, _, value = word.partition("=")
         if key not in kinds and key not in _COSTS:
-            known = ", ".join([*kinds, *sorted(_COSTS)])
-            raise ValueError(f"{word}: unknown key (known: {known})")
+            known = [*kinds, *sorted(_COSTS)]
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"{word}: unknown key ({hint})")
         try:
             if key in _COSTS:
                 costs[key] = float(value)
@@ -83,6 +89,7 @@ def _check(request: Request, cost: StageCost) -> None:
     for name, low in least.items():
         if getattr(request, name) < low:
             raise ValueError(f"{name}={getattr(request, name)}: must be at least {low}")
+    _check_sizes(request)
     for name in _COMPUTE:
         if not getattr(cost, name) > 0:
             raise ValueError(f"{name}={getattr(cost, name):g}: must be more than 0")
@@ -93,6 +100,20 @@ def _check(request: Request, cost: StageCost) -> None:
                 f"{name}={duration:g}: must be from 0 to {_MOST * shortest:g} "
                 f"({_MOST:g} times the shortest compute action)"
             )
+
+
+def _check_sizes(request: Request) -> None:
+    """Refuse more actions than a plan may have, and units larger than the step."""
+    most = most_microbatches(request.ranks * request.chunks)
+    if request.microbatches > most:
+        raise ValueError(
+            f"microbatches={request.microbatches}: {request.ranks * request.chunks} stages take at "
+            f"most {most} microbatches (use fewer)"
+        )
+    if request.unit > request.microbatches:
+        raise ValueError(
+            f"unit={request.unit}: must be at most microbatches={request.microbatches}"
+        )
 
 
 def show(request: Request, cost: StageCost, console: Console) -> Timeline:
@@ -177,6 +198,10 @@ def write(timeline: Timeline, out: Path, console: Console) -> None:
 
 def main() -> int:
     """Exit code 2 on a request that cannot be shown, with one line why."""
+    return run_command(_show)
+
+
+def _show() -> int:
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
         print(__doc__)
@@ -185,11 +210,10 @@ def main() -> int:
         if not words or words[0] != "schedule":
             raise ValueError("what to show? benchmarks.show schedule [key=value ...] (see --help)")
         show(*parse(words[1:]), Console())
-    except ScheduleError:
-        raise  # a generator at fault, not the request
+    except (ScheduleError, BrokenPipeError):
+        raise  # a generator at fault, not the request; a reader that has gone
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise SpecError(str(error)) from None
     return 0
 
 

@@ -18,9 +18,12 @@ from rich.table import Table
 
 from benchmarks.launch.local import close_abandoned
 from benchmarks.launch.slurm.client import QueuedJob, SlurmError
-from benchmarks.launch.slurm.jobs import Task, close_ended, look, read_tasks, underway
+from benchmarks.launch.slurm.jobs import View, close_ended, look, read_view, underway
+from benchmarks.launch.slurm.submissions import Task
 from benchmarks.records.rank_events import rank_file, read_events
 from benchmarks.records.record import RecordError, RunRecord, find_records, read_record
+from benchmarks.specification.command import run_command
+from benchmarks.specification.run_spec import SpecError
 
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
 _OPTIONAL = ("detail", "job", "nodes", "log")  # columns that are left out where all are empty
@@ -32,53 +35,70 @@ class Row:
     """One point."""
 
     spec_id: str
-    state: str  # waiting, running, or the status of its record
+    state: str  # missing, waiting, running, the status of its record, or corrupt
     detail: str  # step and time left while it runs, else the reason, in one line
     job: str
     nodes: str
     log: str
 
 
-def rows(runs_dir: Path) -> tuple[list[Row], str]:
-    """Every point by name, and why Slurm could not be asked (empty where it answered)."""
-    close_abandoned(runs_dir)
+@dataclass(frozen=True)
+class Standing:
+    """Every point, and what stood in the way of telling more."""
+
+    rows: list[Row]
+    notes: list[str]  # a line per file that is damaged or could not be written
+    problem: str = ""  # why Slurm could not be asked; empty where it answered
+
+
+def standing(runs_dir: Path) -> Standing:
+    """Every point by name. Attempts that are over and have no record get one first."""
+    notes = close_abandoned(runs_dir)
     problem = ""
     try:
-        tasks, queued = look(runs_dir)
-        close_ended(tasks, queued, runs_dir)
+        view = look(runs_dir)
+        close_ended(view)
+        jobs = underway(view)
     except SlurmError as error:
-        tasks, queued, problem = read_tasks(runs_dir), {}, str(error)
-    latest = {task.spec_id: task for task in tasks}
+        view, jobs, problem = read_view(runs_dir), {}, str(error)
+    notes += view.problems
     folders = {path.name for path in runs_dir.iterdir() if path.is_dir()} - {"slurm"}
-    names = sorted(folders | set(latest))
-    jobs = underway(list(latest.values()), queued)
-    return [_row(runs_dir / name, latest.get(name), jobs.get(name)) for name in names], problem
+    names = sorted(folders | set(view.latest))
+    rows = [_row(runs_dir / name, view, jobs.get(name), notes) for name in names]
+    return Standing(rows, list(dict.fromkeys(notes)), problem)
 
 
-def _row(point: Path, task: Task | None, job: QueuedJob | None) -> Row:
+def _row(point: Path, view: View, job: QueuedJob | None, notes: list[str]) -> Row:
+    task = view.latest.get(point.name)
     if task and job:
         return _queued_row(task, job)
-    records = _records(point)
+    records, problems = _records(point)
+    notes += problems
     if records:
         return _recorded_row(_telling(records), point)
-    attempts = sorted(point.glob("*/attempt.json"))
-    if attempts:  # a local run, or a Slurm that does not answer
-        directory = attempts[-1].parent
+    if problems:
+        return Row(point.name, "corrupt", problems[-1], "", "", str(point))
+    attempts = sorted(path for path in point.glob("*-*") if path.is_dir())
+    if attempts:  # a local run, a Slurm that does not answer, or files too damaged to be recorded
+        directory = attempts[-1]
         return Row(point.name, "running", _progress(directory), "", "", str(directory))
-    return Row(point.name, "waiting", "", task.job if task else "", "", "")
+    detail = "" if task and task.job else "the same command submits or runs it"
+    state = "waiting" if task and task.job else "missing"
+    return Row(point.name, state, detail, task.job if task else "", "", "")
 
 
 def _queued_row(task: Task, job: QueuedJob) -> Row:
-    if not job.has_started:
+    attempts = task.found_attempts()
+    if not job.has_started or not (job.is_seen or attempts):
         return Row(task.spec_id, "waiting", job.reason, job.job, "", str(task.log))
-    step = _progress(task.attempts[-1]) if task.attempts else "starting"
-    log = task.attempts[-1] / "rank_000.log" if task.attempts else task.log
-    detail = f"{step}, {job.time_left} left"
-    return Row(task.spec_id, "running", detail, job.job, job.nodes, str(log))
+    step = _progress(attempts[-1]) if attempts else "starting"
+    log = attempts[-1] / "rank_000.log" if attempts else task.log
+    left = f"{job.time_left} left" if job.is_seen else job.reason
+    return Row(task.spec_id, "running", f"{step}, {left}", job.job, job.nodes, str(log))
 
 
 def _recorded_row(record: RunRecord, point: Path) -> Row:
-    attempt = point / record.record_id.rpartition("/")[2]
+    attempt = point / record.record_id.split("/")[1]
     log = attempt / "rank_000.log"
     slurm = record.slurm
     return Row(
@@ -99,14 +119,15 @@ def _telling(records: list[RunRecord]) -> RunRecord:
     return max(of_kind, key=lambda record: (record.status == "ok", record.ended_at))
 
 
-def _records(point: Path) -> list[RunRecord]:
-    found = []
+def _records(point: Path) -> tuple[list[RunRecord], list[str]]:
+    """A point's readable records, and what is wrong with the others."""
+    found, problems = [], []
     for path in find_records([point]) if point.exists() else ():
         try:
             found.append(read_record(path))
-        except RecordError:
-            continue
-    return found
+        except RecordError as error:
+            problems.append(str(error))
+    return found, problems
 
 
 def _progress(attempt: Path) -> str:
@@ -134,6 +155,10 @@ def _print_table(found: list[Row]) -> None:
 
 def main() -> int:
     """Command line; the exit status is 1 where Slurm was needed and did not answer."""
+    return run_command(_status)
+
+
+def _status() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.status",
         description="Every point of every sweep, and where it stands. Attempts whose job ended "
@@ -148,18 +173,19 @@ def main() -> int:
     arguments = parser.parse_args()
     runs_dir = arguments.runs_dir.resolve()
     if not runs_dir.is_dir():
-        print(f"error: {runs_dir}: no such folder; nothing was run yet", file=sys.stderr)
-        return 2
-    found, problem = rows(runs_dir)
+        raise SpecError(f"{runs_dir}: no such folder; nothing was run yet")
+    found = standing(runs_dir)
     if arguments.json:
-        print(json.dumps([asdict(row) for row in found], indent=1))
-    elif not found:
+        print(json.dumps([asdict(row) for row in found.rows], indent=1))
+    elif not found.rows:
         print(f"no points in {runs_dir}")
     else:
-        _print_table(found)
-    if problem:
-        print(f"error: Slurm could not be asked: {problem}", file=sys.stderr)
-    return 1 if problem else 0
+        _print_table(found.rows)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if found.problem:
+        print(f"error: Slurm could not be asked: {found.problem}", file=sys.stderr)
+    return 1 if found.problem else 0
 
 
 if __name__ == "__main__":

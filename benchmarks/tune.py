@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Annotated, Any
 
 from rich import box
 from rich.console import Console
@@ -19,20 +20,18 @@ from rich.table import Table
 
 from benchmarks.launch.progress import progress_line
 from benchmarks.records.metrics import UNMEASURED
+from benchmarks.specification.command import run_command
 from benchmarks.specification.compose import compose
-from benchmarks.specification.run_spec import (
-    SpecError,
-    check_heads,
-    check_priced,
-    check_ranges,
-    validated,
-)
+from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.run_spec import SpecError, check_heads, check_priced, validated
 from zeropp.cluster import Cluster
 from zeropp.cost import compute_limit
 from zeropp.literals import Precision
+from zeropp.plan import Task
+from zeropp.ranges import AT_LEAST_0, AT_LEAST_1
 from zeropp.shape import ModelShape
+from zeropp.tune.describe import describe
 from zeropp.tune.search import Evaluated, Outcome, search
-from zeropp.tune.space import SPACES, Task
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,11 @@ class TuneSpec:
 
     model: ModelShape
     cluster: Cluster
-    num_gpus: int
-    global_batch: int
+    num_gpus: Annotated[int, AT_LEAST_1]
+    global_batch: Annotated[int, AT_LEAST_1]
     precision: Precision
     contenders: tuple[str, ...]
-    tolerance: float
+    tolerance: Annotated[float, AT_LEAST_0]
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -57,30 +56,31 @@ class TuneSpec:
 
 def main() -> int:
     """Command line; keys are those of ``conf/tune.yaml``."""
-    try:
-        specs = [_checked(config) for config in compose("tune")]
-    except SpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(_tune)
+
+
+def _tune() -> int:
+    specs = [_checked(config) for config in compose("tune")]
     for spec in specs:
         show([tune(spec, name) for name in spec.contenders])
     return 0
 
 
-def tune(spec: TuneSpec, name: str) -> Outcome:
+def tune(spec: TuneSpec, name: str) -> Outcome[Any]:
     """Search one contender with a progress line on the terminal."""
-    space = SPACES[name]
+    contender = PRICED[name]
     with progress_line() as bar:
-        line = bar.add_task(space.label, total=None)
+        line = bar.add_task(contender.label, total=None)
 
-        def progress(settled: int, known: int, best: Evaluated | None) -> None:
-            text = space.label if best is None else f"{space.label}: best {best.step_s:.3f} s"
+        def progress(settled: int, known: int, best: Evaluated[Any] | None) -> None:
+            label = contender.label
+            text = label if best is None else f"{label}: best {best.step_s:.3f} s"
             bar.update(line, completed=settled, total=known, description=text)
 
-        return search(spec.task, space, progress, spec.tolerance)
+        return search(spec.task, contender, progress=progress, tolerance=spec.tolerance)
 
 
-def show(outcomes: list[Outcome]) -> None:
+def show(outcomes: list[Outcome[Any]]) -> None:
     """Winner and runner-up of every contender, and why the rest fell."""
     task = outcomes[0].task
     table = Table(
@@ -94,9 +94,9 @@ def show(outcomes: list[Outcome]) -> None:
         table.add_column(heading, justify="left" if heading in ("contender", "plan") else "right")
     for outcome in outcomes:
         if outcome.winner is None:
-            table.add_row(outcome.space.label, "no plan fits", "-", "-", "-", "-")
+            table.add_row(outcome.contender.label, "no plan fits", "-", "-", "-", "-")
         for label, found in (
-            (outcome.space.label, outcome.winner),
+            (outcome.contender.label, outcome.winner),
             ("  runner-up", outcome.runner_up),
         ):
             if found is not None:
@@ -114,15 +114,15 @@ def show(outcomes: list[Outcome]) -> None:
         reasons = ", ".join(
             f"{reason} ({count:,})" for reason, count in outcome.fallen.most_common()
         )
-        console.print(f"{outcome.space.label}: {outcome.simulated} simulated, fell: {reasons}")
-    if any(outcome.space.name == "zeropp" for outcome in outcomes):
+        console.print(f"{outcome.contender.label}: {outcome.simulated} simulated, fell: {reasons}")
+    if any(outcome.contender.name == "zeropp" for outcome in outcomes):
         console.print(UNMEASURED)
 
 
-def _row(found: Evaluated) -> tuple[str, ...]:
+def _row(found: Evaluated[Any]) -> tuple[str, ...]:
     result = found.result
     return (
-        found.candidate.describe(),
+        describe(found.plan),
         f"{result.step_s:.3f}",
         f"{result.tokens_per_s_per_gpu:,.0f}",
         f"{100 * result.limit_share:.1f} %",
@@ -130,10 +130,10 @@ def _row(found: Evaluated) -> tuple[str, ...]:
     )
 
 
-def _lost(outcome: Outcome) -> str:
+def _lost(outcome: Outcome[Any]) -> str:
     """Shares of the winner's step that are lost against the limit, the largest first."""
     if outcome.winner is None:
-        return f"{outcome.space.label}: no plan fits"
+        return f"{outcome.contender.label}: no plan fits"
     result = outcome.winner.result
     kinds = result.losses.by_kind()
     del kinds["limit"]
@@ -142,18 +142,17 @@ def _lost(outcome: Outcome) -> str:
         for kind, seconds in sorted(kinds.items(), key=itemgetter(1), reverse=True)
         if abs(seconds) >= 0.0005 * result.step_s
     ]
-    return f"{outcome.space.label} loses: " + ", ".join(words)
+    return f"{outcome.contender.label} loses: " + ", ".join(words)
 
 
 def _checked(values: object) -> TuneSpec:
     spec = validated(TuneSpec, values)
-    check_ranges(spec)
     check_heads(spec.model)
     if not spec.contenders:
-        raise SpecError(f"contenders=[]: must be some of {', '.join(SPACES)}")
-    unknown = [name for name in spec.contenders if name not in SPACES]
+        raise SpecError(f"contenders=[]: must be some of {', '.join(PRICED)}")
+    unknown = [name for name in spec.contenders if name not in PRICED]
     if unknown:
-        raise SpecError(f"contenders={unknown[0]!r}: must be among {', '.join(SPACES)}")
+        raise SpecError(f"contenders={unknown[0]!r}: must be among {', '.join(PRICED)}")
     check_priced(spec.cluster, spec.precision)
     return spec
 

@@ -8,49 +8,63 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from itertools import chain
+from functools import partial
 from pathlib import Path
 
-from benchmarks import CHECKOUT
 from benchmarks.records.metrics import UNMEASURED
 from benchmarks.records.record import check_writable
+from benchmarks.specification.command import run_command
 from benchmarks.specification.compose import preset
 from benchmarks.specification.run_spec import SpecError
 from benchmarks.studies.validation.errors import (
+    HEADER,
     Errors,
     Outcome,
     errors_of,
     oom_line,
-    row_line,
-    write,
+    outcome_of,
+    predicted_rows,
+    refusals,
 )
-from benchmarks.studies.validation.pairs import pairs_of
-from benchmarks.studies.validation.predict import predict
-from benchmarks.studies.validation.rows import NEEDED, UnpredictableError, read_rows
+from benchmarks.studies.validation.reader import Line, read_rows, training_tables
+from benchmarks.studies.validation.write import write
 from zeropp.cluster import Cluster
-
-PUBLISHED = CHECKOUT / "results" / "published"
-
-
-def outcome_of(row: dict[str, str], cluster: str | None) -> Outcome:
-    """Predict a row, or say why not."""
-    try:
-        return Outcome(row, predict(row, cluster), "")
-    except UnpredictableError as error:
-        return Outcome(row, None, str(error))
-    except (ValueError, ArithmeticError, LookupError) as error:
-        return Outcome(row, None, f"not understood: {type(error).__name__}: {error}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison; 0 when it ran, 2 where there is nothing to run it on."""
+    return run_command(partial(_validate, arguments))
+
+
+def _validate(arguments: Sequence[str] | None) -> int:
+    options = _parser().parse_args(arguments)
+    if options.cluster is not None:
+        preset("cluster", options.cluster, Cluster)
+    if options.out is not None:
+        check_writable("--out", options.out)
+    lines = [line for path in options.files or training_tables() for line in read_rows(path)]
+    if not lines:
+        raise SpecError(f"{', '.join(map(str, options.files))}: no rows")
+    outcomes = [outcome_of(line, options.cluster) for line in lines]
+    errors = errors_of(predicted_rows(outcomes))
+    if options.verbose:
+        print("\n".join(_row_line(outcome) for outcome in outcomes), end="\n\n")
+    print(_summary(outcomes, errors))
+    if options.out is not None:
+        write(outcomes, errors, options.out)
+        print(f"wrote {options.out}/validation.csv, errors.csv and validation.png")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.validate",
-        description="Hold the simulator against published measurements: a line a row with both "
-        "numbers, then the errors by source.",
-        epilog="example: python -m benchmarks.validate results/published/vtrain_a100.csv",
+        description="Hold the simulator against published measurements: errors by source, and what "
+        "was refused with its reason. docs/published_rows.md has the columns of a table.",
+        epilog="example: python -m benchmarks.validate -v results/published/vtrain_a100.csv",
     )
     parser.add_argument("files", nargs="*", type=Path, help="CSV files (all of results/published)")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also print every row")
     parser.add_argument(
         "--cluster", metavar="NAME", help="price every row on this cluster of conf/cluster"
     )
@@ -60,50 +74,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="folder for validation.csv, errors.csv and validation.png",
     )
-    options = parser.parse_args(arguments)
-    try:
-        if options.cluster is not None:
-            preset("cluster", options.cluster, Cluster)
-        if options.out is not None:
-            check_writable("--out", options.out)
-        tables = _tables(options.files or sorted(PUBLISHED.glob("*.csv")))
-    except SpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    outcomes = []
-    for row in chain.from_iterable(tables):
-        outcomes.append(outcome_of(row, options.cluster))
-        print(row_line(outcomes[-1]))
-    errors = _summarise(outcomes)
-    if options.out is not None:
-        write(outcomes, errors, options.out)
-        print(f"wrote {options.out}/validation.csv, errors.csv and validation.png")
-    return 0
+    return parser
 
 
-def _tables(files: Sequence[Path]) -> list[list[dict[str, str]]]:
-    """The rows of every file; those of other tables are named and skipped."""
-    tables = [read_rows(path) for path in files]
-    without = [path for path, rows in zip(files, tables, strict=True) if not rows]
-    if len(without) == len(files):
-        names = ", ".join(map(str, files))
-        raise SpecError(f"{names}: no training rows (columns {', '.join(NEEDED)} and more)")
-    for path in without:
-        print(f"{path.name}: no training rows (columns {', '.join(NEEDED)}), skipped")
-    return tables
+def _row_line(outcome: Outcome) -> str:
+    """Place, configuration, metric, measured and predicted number and error; or the reason."""
+    line = outcome.line
+    head = f"{line.place:30} {_configuration(line):46} {line.cells.get('metric', '')[:24]:24}"
+    value = f"{line.cells.get('value', '')[:10]:>10} {line.cells.get('unit', '')[:12]:12}"
+    if outcome.prediction is None:
+        return f"{head} {value} not predicted: {outcome.reason}"
+    return f"{head} {value} {outcome.prediction.text:>10} {outcome.prediction.relative_error:+8.1%}"
 
 
-def _summarise(outcomes: Sequence[Outcome]) -> list[Errors]:
-    pairs = pairs_of([o.row for o in outcomes], [o.prediction for o in outcomes])
-    errors = errors_of(outcomes, pairs)
-    print(
-        "\nabsolute relative error (ratio: of pairs that differ in schedule or parallelism alone)"
+def _configuration(line: Line) -> str:
+    """A row's model, degrees and batch."""
+    cells = line.cells
+    words = [cells.get("model", "")[:14], f"{cells.get('num_gpus', '')}gpu"]
+    words += [f"{k}{cells[k]}" for k in ("tp", "pp", "dp") if cells.get(k)]
+    return " ".join(
+        [*words, f"mb{cells.get('micro_batch', '')}", f"b{cells.get('global_batch', '')}"]
     )
-    print("\n".join(e.line() for e in errors))
-    print(oom_line(outcomes))
-    predicted = sum(1 for o in outcomes if o.prediction)
-    print(f"{predicted} of {len(outcomes)} rows predicted\n{UNMEASURED}")
-    return errors
+
+
+def _summary(outcomes: Sequence[Outcome], errors: Sequence[Errors]) -> str:
+    predicted = predicted_rows(outcomes)
+    text = [
+        "absolute relative error, simulated against published (ratio: of pairs of runs that differ "
+        "in schedule or parallelism alone)",
+        "",
+        HEADER,
+        *(error.line() for error in errors),
+        "",
+        f"{len(predicted)} of {len(outcomes)} rows predicted",
+    ]
+    for (table, reason), count in refusals(outcomes).most_common():
+        text.append(f"refused: {count:4} of {table}: {reason}")
+    return "\n".join([*text, oom_line(predicted), UNMEASURED])
 
 
 if __name__ == "__main__":

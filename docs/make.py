@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.report import load_frame
 from benchmarks.report.bars import bars
-from benchmarks.report.frame import latest_ok
+from benchmarks.report.forms import markdown
+from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.headline import headline_table
-from benchmarks.report.tables import to_markdown
+from benchmarks.report.picture import say_what_it_shows
 from benchmarks.report.timeline_figure import timeline_figure
 from benchmarks.studies.claim_33.page_tables import page_tables
 from zeropp.schedule import build, lower
@@ -46,7 +46,7 @@ def _comparison(records: str) -> str:
     """The headline table of a folder of records."""
     frame, skipped = load_frame([_REFERENCE / records])
     assert not skipped, skipped
-    return to_markdown(headline_table(latest_ok(frame))).strip()
+    return markdown(headline_table(latest_ok(frame)).grid()).strip()
 
 
 def _verdict(name: str) -> str:
@@ -55,14 +55,13 @@ def _verdict(name: str) -> str:
 
 def _errors(kind: str) -> str:
     """Errors of the simulator by source."""
-    lines = ["| source | role | rows | median | p90 |", "|---|---|---|---|---|"]
+    lines = ["| source | role | rows | runs | median | p90 |", "|---|---|---|---|---|---|"]
     with (_REFERENCE / "validation" / "errors.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             if row["kind"] == kind:
                 shares = [f"{float(row[name]):.1%}" for name in ("median", "p90")]
-                lines.append(
-                    "| " + " | ".join([row["source"], row["role"], row["rows"], *shares]) + " |"
-                )
+                counts = [row["source"], row["role"], row["rows"], row["runs"]]
+                lines.append("| " + " | ".join([*counts, *shares]) + " |")
     return "\n".join(lines)
 
 
@@ -125,6 +124,7 @@ def main() -> None:
     )
     _IMAGES.mkdir(exist_ok=True)
     throughput = next(bars(latest_ok(load_frame([_REFERENCE / "demo"])[0])))
+    say_what_it_shows(throughput)
     throughput.figure.savefig(_IMAGES / "demo_throughput.png")
     figure.savefig(_IMAGES / "schedules.png", dpi=130)
     figure.savefig(_IMAGES / "schedules.svg", metadata={"Date": None})

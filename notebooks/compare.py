@@ -14,40 +14,27 @@
 # %% [markdown]
 # # ZeroPP beside its contenders
 #
-# Reads records through `benchmarks.report`, remakes the report's tables and figures, and looks at
-# the speed-up. Set `ZEROPP_RECORDS` to a directory of your own records. `compare.py` is the source;
-# `compare.ipynb` is made from it (see "From a notebook" in `docs/report.md`).
+# Reads records through `benchmarks.api`, and nothing else of the suite. Set `ZEROPP_RECORDS` to a
+# directory of your own records. `compare.py` is the source; `compare.ipynb` is made from it (see
+# "From Python" in `docs/report.md`).
 
 # %%
 import os
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from IPython.display import Markdown, display
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
-from benchmarks.report import load_frame, style
-from benchmarks.report.bars import bars
-from benchmarks.report.frame import CELL, best_configuration, latest_ok
-from benchmarks.report.headline import REFERENCE, headline_table
-from benchmarks.report.losses import loss_curves
-from benchmarks.report.scaling import scaling_curves, speedup_maps
-from benchmarks.report.tables import memory_table, paired_speedups, speedup_table, throughput_table
-from benchmarks.report.step_timelines import step_timelines
-from benchmarks.records.stats import paired_ratio, ratio_of_medians
+from benchmarks import api
 
 set_matplotlib_formats("png", dpi=72)
 pd.set_option("display.max_colwidth", None)
 checkout = Path.cwd() if (Path.cwd() / "benchmarks").is_dir() else Path.cwd().parent
 records = Path(os.environ.get("ZEROPP_RECORDS", checkout / "results/reference/demo"))
-frame, skipped = load_frame([records])
-print(f"{len(frame)} records, {len(skipped)} files skipped")
-rows = latest_ok(frame)
-
-
-def plain(table):
-    """Without the index, which names the records behind a row."""
-    return table.reset_index(drop=True)
+frame = api.load(records)
+print(f"{len(frame)} configurations, {frame['model'].nunique()} models")
 
 
 def show(pictures):
@@ -57,42 +44,33 @@ def show(pictures):
 
 # %% [markdown]
 # ## The comparison
-# Ranges are 95 % bootstrap intervals of medians; `~` marks a speed-up that its samples
-# do not settle.
+# The table of a paper. `api.paper_latex(frame)` is the same for LaTeX, `api.paper_table(frame)` the
+# same as numbers.
 
 # %%
-headline_table(rows)
+Markdown(api.paper_markdown(frame))
 
 # %%
-plain(throughput_table(rows).drop(columns=["cluster", "evidence"]))
+paper = api.paper_table(frame)
+paper[["model", "num_gpus", "contender", "tokens_per_s_per_gpu", "peak_gib", "speedup"]].round(3)
 
 # %%
-plain(memory_table(rows).drop(columns=["cluster", "evidence"]))
+show(api.figures(frame, "Throughput"))
 
 # %%
-show(bars(rows))
-
-# %%
-show(scaling_curves(rows))
+show(api.figures(frame, "Scaling"))
 
 # %% [markdown]
 # ## The speed-up
 # Pairs of fastest configurations in the same cell; the last line is their geometric mean.
 
 # %%
-plain(speedup_table(rows))
+numbers = api.tables(frame)
+speedups = numbers["speedup"]
+speedups[["model", "num_gpus", "contender", "speedup", "speedup_low", "speedup_high", "doubts"]]
 
 # %%
-show(speedup_maps(rows))
-
-# %%
-pairs = paired_speedups(rows)
-for (evidence, contender), group in pairs.groupby(["evidence", "contender"]):
-    mean = paired_ratio(list(group["speedup"]))
-    print(
-        f"{contender}, {evidence}: {mean.median:.2f} [{mean.low:.2f}, {mean.high:.2f}], "
-        f"{len(group)} cells, {int(group['unsure'].sum())} of them unsure"
-    )
+show(api.figures(frame, "Speed-up"))
 
 # %% [markdown]
 # ### What is under the medians
@@ -100,42 +78,34 @@ for (evidence, contender), group in pairs.groupby(["evidence", "contender"]):
 # the clouds do not touch.
 
 # %%
-best = best_configuration(rows)
-best = best[best["evidence"] == "measured"]
-figure, axes = style.panels(best.groupby(CELL).ngroups, columns=4, width=2.6, height=2.4)
-for axis, (_, cell) in zip(axes, best.groupby(CELL), strict=True):
-    for row in cell.itertuples():
-        steps = range(1, len(row.samples_step_s) + 1)
-        axis.plot(steps, row.samples_step_s, **style.line(row.contender), label=row.contender)
-    axis.set_title(f"{row.model}, {row.num_gpus} ranks")
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("timed step")
-axes[0].set_ylabel("step [s]")
-style.legend(figure, axes)
-display(figure)
+fastest = frame.sort_values("tokens_per_s_per_gpu").drop_duplicates(
+    ["model", "num_gpus", "contender"], keep="last"
+)
+for row in fastest.sort_values(["parameters", "num_gpus", "contender"]).itertuples():
+    steps = np.sort(row.samples_step_s)
+    print(
+        f"{row.model:10} {row.num_gpus} ranks {row.contender:14} "
+        f"min {steps[0]:.3f}  median {np.median(steps):.3f}  max {steps[-1]:.3f} s, n={len(steps)}"
+    )
 
 # %% [markdown]
 # ### Would half of the steps say the same?
-# The speed-up from the first and from the second half alone. Where the two intervals do not
-# overlap, the machine was not the same throughout, and the whole is worth less than its interval.
-
+# The speed-up from the first and from the second half alone. Where the two are far apart, the
+# machine was not the same throughout, and the whole is worth less than its interval.
 
 # %%
-def halves(cell):
-    reference = cell[cell["contender"] == REFERENCE]["samples_step_s"].squeeze()
-    lines = []
-    for row in cell[cell["contender"] != REFERENCE].itertuples():
-        steps, line = row.samples_step_s, {"model": row.model, "ranks": row.num_gpus}
-        line["contender"] = row.contender
-        for name, part in {"first": slice(None, 5), "second": slice(5, None)}.items():
-            ratio = ratio_of_medians(reference[part], steps[part])
-            line[f"{name} half"] = f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
-        lines.append(line)
-    return lines
-
-
-both = [cell for _, cell in best.groupby(CELL) if REFERENCE in set(cell["contender"])]
-pd.DataFrame([line for cell in both for line in halves(cell)])
+halves = []
+for (model, ranks), cell in fastest.groupby(["model", "num_gpus"], sort=False):
+    steps = cell.set_index("contender")["samples_step_s"]
+    if "deepspeed_3d" not in steps:
+        continue
+    for contender in steps.index.drop("deepspeed_3d"):
+        line = {"model": model, "ranks": ranks, "contender": contender}
+        for name, part in {"first half": slice(None, 5), "second half": slice(5, None)}.items():
+            base, ours = (np.median(steps[c][part]) for c in ("deepspeed_3d", contender))
+            line[name] = round(base / ours, 2)
+        halves.append(line)
+pd.DataFrame(halves)
 
 # %% [markdown]
 # ### What the speed is paid with
@@ -143,13 +113,13 @@ pd.DataFrame([line for cell in both for line in halves(cell)])
 # better in both.
 
 # %%
-pairs.set_index(["model", "num_gpus", "contender"])[["speedup", "memory_ratio"]].round(2)
+speedups.set_index(["model", "num_gpus", "contender"])[["speedup", "memory_ratio"]].round(2)
 
 # %% [markdown]
 # ## What a step looks like, and what it trains
 
 # %%
-show(list(step_timelines(rows))[:1])
+show(api.figures(frame, "Timelines"))
 
 # %%
-show(loss_curves(rows))
+show(api.figures(frame, "Loss"))

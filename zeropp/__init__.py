@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeropp.engine.api import ParallelModel, parallelize
+    from zeropp.api import ParallelModel, parallelize
     from zeropp.engine.checkpoint_directory import CheckpointError
     from zeropp.layout import InfeasibleError
     from zeropp.training import OptimizerConfig, StepResult
@@ -32,8 +32,8 @@ _HOMES = {
     "InfeasibleError": "zeropp.layout",
     "OptimizerConfig": "zeropp.training",
     "StepResult": "zeropp.training",
-    "ParallelModel": "zeropp.engine.api",
-    "parallelize": "zeropp.engine.api",
+    "ParallelModel": "zeropp.api",
+    "parallelize": "zeropp.api",
 }
 
 

@@ -13,7 +13,15 @@ _MOST_ACTIONS = 2**18
 
 
 class InfeasibleError(ValueError):
-    """A well-formed configuration for which no plan exists; the message names field and way out."""
+    """A well-formed configuration for which no plan exists.
+
+    The message is one line that names the field, its value and a way out; ``kind`` says the same
+    without values, so that a search can count how many configurations fell for one cause.
+    """
+
+    def __init__(self, message: str, kind: str = "refused by its planner") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,8 @@ class Layout:
 
 
 def most_microbatches(stages: int) -> int:
-    """How many microbatches a step and pipeline of so many stages may have, to be planned."""
+    """The largest number of microbatches per step for which a pipeline of so many stages can be
+    planned."""
     return _MOST_ACTIONS // stages
 
 

@@ -1,6 +1,6 @@
 """The closed lists of words that plans, costs and the engine share. A leaf: it imports nothing."""
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 Auto = Literal["auto"]
 Axis = Literal["tp", "pp", "shard", "replicate"]
@@ -9,3 +9,12 @@ Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 ReduceEvery = Literal["unit", "step"]
 WireType = Literal["fp32", "bf16"]
+ReplicateZero = Literal[0, 1]
+StageStyle = Literal["loop", "v"]  # torch's words for how stages are dealt out to ranks
+
+T = TypeVar("T")
+
+
+def if_auto(asked: T | Auto, otherwise: T) -> T:
+    """What was asked for, or ``otherwise`` where it was left open."""
+    return otherwise if asked == "auto" else asked

@@ -1,4 +1,4 @@
-"""PlanRequest and Plan: what is asked for, and what every rank of one configuration does.
+"""Task, Candidate and Plan: what is trained, how a contender is set, and what every rank does.
 
 The Plan is the only thing that the engine, the simulator, the validator, the viewer and the
 tests share. It imports no torch.
@@ -7,55 +7,46 @@ tests share. It imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Protocol, TypeVar
 
 from zeropp.cluster import Cluster
 from zeropp.layout import Layout
-from zeropp.literals import Auto, Placement, Precision, Recompute, ReduceEvery, WireType
+from zeropp.literals import Precision, Recompute, ReduceEvery, StageStyle, WireType
 from zeropp.programs import program_named
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Knobs of a contender. ``auto`` lets its planner choose; a planner refuses what it lacks."""
-
-    name: str
-    pp: int | Auto = "auto"
-    tp: int = 1
-    shard: int | Auto = 1  # ZeRO-3 group; auto: what remains inside a node
-    replicate: int | Auto = "auto"  # data-parallel copies; auto: what remains
-    replicate_zero: Literal[0, 1] = 0  # 1: optimizer state sharded over the replicas (ZeRO-1)
-    chunks: int = 1  # model chunks a rank (V)
-    unit: int | Auto = "auto"  # microbatches a scheduling unit (U), ZeroPP only
-    activation_cap: int | Auto = "auto"  # live chunk-activations a rank; auto: U*V
-    activation_cap_gib: float | Auto = "auto"  # the same cap by its size, instead
-    schedule: str = "auto"  # name of the generator where a contender has several
-    sequence_parallel: bool = False
-    recompute: Recompute = "none"
-    reduce_every: ReduceEvery = "unit"  # gradients reduced over the shards
-    replicate_every: ReduceEvery = "step"  # and, at most as often, over the replicas
-    reduce_dtype: WireType = "fp32"  # in which gradients are sent; they are summed in fp32
-    prefetch: int = 1  # chunks gathered ahead of their use
-    keep: int = 0  # chunks that may stay gathered between uses
-    placement: Placement = "dp_inner"
-    compile: bool = False  # torch.compile each block
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """What a planner is given: sizes, hardware, batch and the contender's knobs."""
+class Task:
+    """What is trained and on what: the same for every contender of a comparison."""
 
     shape: ModelShape
     cluster: Cluster
     num_gpus: int
-    global_batch: int  # sequences a step
-    microbatch_size: int  # sequences
-    precision: Precision
-    settings: Settings
+    global_batch: int  # sequences per step, over all ranks
+    precision: Precision = "bf16"
+
+
+class Knobs(Protocol):
+    """A contender's own frozen dataclass of settings. A field named like an axis (``pp``, ``tp``,
+    ``shard``, ``replicate``) is that axis's degree; an axis without a field has degree 1."""
+
+    @property
+    def name(self) -> str:
+        """The contender's name in the registry."""
+        ...
+
+
+K = TypeVar("K", bound=Knobs)
+
+
+@dataclass(frozen=True)
+class Candidate(Generic[K]):
+    """One setting of a contender: its knobs, and sequences per microbatch."""
+
+    knobs: K
+    microbatch_size: int
 
 
 @dataclass(frozen=True)
@@ -87,8 +78,9 @@ class Plan:
     """Everything a rank needs to know about one step of one configuration.
 
     The model is the list of pieces ``[embedding, block 0 .. L-1, head]``; stage ``s`` holds
-    pieces ``cuts[s] .. cuts[s+1]-1``. ``num_microbatches`` microbatches of
-    ``microbatch_size`` sequences pass through the pipeline of every data-parallel rank a step.
+    pieces ``cuts[s] .. cuts[s+1]-1``. In every step,
+    ``num_microbatches`` microbatches of ``microbatch_size`` sequences pass through the pipeline of
+    every data-parallel rank.
     """
 
     contender: str
@@ -105,8 +97,12 @@ class Plan:
     reduce_dtype: WireType = "fp32"
     prefetch: int = 1
     keep: int = 0
+    stage_style: StageStyle = "loop"
+    split_backward: bool = True
+    activation_cap: int = 0  # live chunk-activations per rank that the order keeps to; 0: no cap
     compile: bool = False
-    memory: tuple[MemoryBytes, ...] = ()  # predicted, one a pipeline rank; empty if not predicted
+    # Predicted, one per pipeline rank; empty where nothing was predicted.
+    memory: tuple[MemoryBytes, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse a program that is not registered (ValueError with the known names)."""
@@ -121,12 +117,12 @@ class Plan:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches a step and pipeline."""
+        """Microbatches per step and pipeline."""
         return self.schedule.num_microbatches
 
     @property
     def global_batch(self) -> int:
-        """Sequences a step over all ranks."""
+        """Sequences per step over all ranks."""
         return self.microbatch_size * self.num_microbatches * self.layout.dp
 
     def pieces_of(self, stage: int) -> range:

@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from zeropp.ranges import AT_LEAST_1, FROM_0_TO_1
 
 Family = Literal["gpt", "llama"]
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a GPT (learned positions, LayerNorm, GELU) or Llama (RoPE, RMSNorm, SwiGLU).
+    """Sizes of a GPT (learned positions, LayerNorm, biases) or Llama (RoPE, RMSNorm, no biases).
 
     ``ffn`` is the width of the MLP's hidden layer; ``kv_heads`` < ``heads`` is grouped-query
-    attention. GPT has biases, Llama has none.
+    attention. ``gated_mlp`` says whether the MLP multiplies two products of its input, as SwiGLU
+    does (three matrices), or has one, as GELU and squared ReLU do (two matrices); None is what the
+    family has: Llama's is gated, GPT's is not.
     """
 
     name: str
     family: Family
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    seq: int
+    layers: Annotated[int, AT_LEAST_1]
+    hidden: Annotated[int, AT_LEAST_1]
+    heads: Annotated[int, AT_LEAST_1]
+    kv_heads: Annotated[int, AT_LEAST_1]
+    ffn: Annotated[int, AT_LEAST_1]
+    vocab: Annotated[int, AT_LEAST_1]
+    seq: Annotated[int, AT_LEAST_1]
     tied_embeddings: bool = False
-    dropout: float = 0.0
+    dropout: Annotated[float, FROM_0_TO_1] = 0.0
+    gated_mlp: bool | None = None
+
+    @property
+    def gates(self) -> int:
+        """Products of the MLP's input: 2 where it is gated, else 1."""
+        gated = self.family == "llama" if self.gated_mlp is None else self.gated_mlp
+        return 2 if gated else 1
 
     @property
     def head_dim(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+
+from zeropp.ranges import AT_LEAST_0
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,12 +19,12 @@ class OptimizerConfig:
     """Optimizer of a run; the same for every contender."""
 
     kind: Literal["adamw", "sgd"] = "adamw"
-    lr: float = 1e-3
+    lr: Annotated[float, AT_LEAST_0] = 1e-3
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 0.0  # global gradient norm; 0: no clipping
+    weight_decay: Annotated[float, AT_LEAST_0] = 0.0
+    clip_norm: Annotated[float, AT_LEAST_0] = 0.0  # global gradient norm; 0: no clipping
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 

@@ -5,32 +5,78 @@ Its programs are those of DeepSpeed's own ``TrainSchedule``; a test compares the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
+from math import prod
 
-from baselines.refusals import refuse_knobs
+from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
 from baselines.tensor_parallel import check_tensor_parallel
-from zeropp.plan import Plan, PlanRequest
-from zeropp.planner.degrees import microbatches_per_step, resolve_layout
-from zeropp.planner.zeropp_plan import assemble
-from zeropp.schedule import build, validate
+from zeropp.cost import PlanPrice, balanced_cuts
+from zeropp.layout import InfeasibleError
+from zeropp.literals import ReplicateZero, if_auto
+from zeropp.plan import Plan, Task
+from zeropp.planner.degrees import (
+    asked_degrees,
+    check_stages,
+    microbatches_per_step,
+    resolve_degrees,
+)
+from zeropp.schedule import build
 from zeropp.schedule.action import Action, Op
-from zeropp.schedule.program import Program, Schedule
+from zeropp.schedule.program import Program, Schedule, loop_placement
 
 
-def plan(request: PlanRequest) -> Plan:
-    """TP x PP x DP (ZeRO-0 or 1); raises InfeasibleError in one line."""
-    _refuse_what_deepspeed_lacks(request)
-    layout = resolve_layout(request)
-    check_tensor_parallel(request.shape, layout)
-    schedule = build(
-        "1f1b",
-        num_ranks=layout.pp,
-        chunks=1,
-        num_microbatches=microbatches_per_step(request, layout),
+def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> Plan:
+    """TP x PP x DP (ZeRO-0 or 1): the plan without programs; raises InfeasibleError in one line.
+
+    Simple rules for what is ``auto``: TP over two ranks where the sizes allow, a stage per node.
+    """
+    zero: ReplicateZero = if_auto(knobs.replicate_zero, 1)
+    if task.precision == "bf16" and zero == 0:
+        raise InfeasibleError(
+            "contender.replicate_zero=0: deepspeed_3d accumulates gradients of bf16 parameters in "
+            "fp32 with ZeRO-1 only (use 1)",
+            "bf16 needs ZeRO-1",
+        )
+    degrees = resolve_degrees(task, replace(knobs, tp=if_auto(knobs.tp, _simple_tp(task, knobs))))
+    layout = replace(degrees, replicate_zero=zero)
+    check_stages(task, layout)
+    check_tensor_parallel(task.shape, layout)
+    placement = loop_placement(layout.pp, 1)
+    microbatches = microbatches_per_step(task, layout, microbatch_size)
+    return Plan(
+        contender="deepspeed_3d",
+        shape=task.shape,
+        layout=layout,
+        microbatch_size=microbatch_size,
+        schedule=Schedule("1f1b", microbatches, microbatches, placement, ()),
+        cuts=balanced_cuts(task.shape, len(placement)),
+        program="deepspeed_3d",
+        precision=task.precision,
+        recompute=if_auto(knobs.recompute, "none"),
+        reduce_every="step",
     )
-    schedule = with_deepspeed_exchanges(schedule)
-    validate(schedule)
-    return replace(assemble("deepspeed_3d", request, layout, schedule), reduce_every="step")
+
+
+def order(plan: Plan, knobs: DeepSpeedKnobs, price: PlanPrice) -> Iterator[Plan]:
+    """The plan in the only order that DeepSpeed has."""
+    yield replace(plan, schedule=_schedule(plan.layout.pp, plan.num_microbatches))
+
+
+@lru_cache(maxsize=128)
+def _schedule(num_ranks: int, num_microbatches: int) -> Schedule:
+    schedule = build("1f1b", num_ranks=num_ranks, chunks=1, num_microbatches=num_microbatches)
+    return with_deepspeed_exchanges(schedule)
+
+
+def _simple_tp(task: Task, knobs: DeepSpeedKnobs) -> int:
+    """Two, where that divides the model and the ranks that other degrees leave."""
+    shape = task.shape
+    taken = prod(degree for degree in asked_degrees(knobs).values() if degree != "auto")
+    sizes = (shape.heads, shape.kv_heads, shape.ffn, shape.vocab)
+    fits = task.num_gpus % (2 * taken) == 0 and not any(size % 2 for size in sizes)
+    return 2 if fits else 1
 
 
 def with_deepspeed_exchanges(schedule: Schedule) -> Schedule:
@@ -77,28 +123,3 @@ def _transfers(action: Action, last: int) -> tuple[list[Action], list[Action]]:
         [Action(stage, before, microbatch)] if before in ops else [],
         [Action(stage, after, microbatch)] if after in ops else [],
     )
-
-
-def _refuse_what_deepspeed_lacks(request: PlanRequest) -> None:
-    settings = request.settings
-    bf16 = request.precision == "bf16"
-    refusals = {
-        "chunks": (settings.chunks != 1, "its pipeline engine has no interleaving (use 1)"),
-        "shard": (
-            settings.shard not in (1, "auto"),
-            "its pipeline engine refuses ZeRO-2 and ZeRO-3 (use 1; contender.replicate is its DP)",
-        ),
-        "schedule": (
-            settings.schedule not in ("auto", "1f1b"),
-            "it has 1F1B only (use 1f1b)",
-        ),
-        "replicate_zero": (
-            bf16 and settings.replicate_zero == 0,
-            "it accumulates gradients of bf16 parameters in fp32 with ZeRO-1 only (use 1)",
-        ),
-        "sequence_parallel": (settings.sequence_parallel, "not in this baseline (use false)"),
-        "recompute": (settings.recompute == "selective", "use none or full"),
-        "placement": (settings.placement != "dp_inner", "DeepSpeed's order is dp_inner"),
-        "compile": (settings.compile, "not supported by its pipeline engine (use false)"),
-    }
-    refuse_knobs(settings, "deepspeed_3d", refusals)

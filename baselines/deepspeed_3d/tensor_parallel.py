@@ -71,12 +71,13 @@ def cut_logits(x: Tensor, weight: Tensor, group: Group) -> Tensor:
     return F.linear(x, weight)
 
 
-def whole_parameter(parameter: Tensor, group: Group) -> Tensor:
-    """The uncut parameter on every rank of the group; collective where it is cut."""
+def whole_parameter(parameter: Tensor, values: Tensor, group: Group) -> Tensor:
+    """The uncut values of a parameter on every rank of the group, from ``values`` that are cut like
+    the parameter (the parameter itself, or its fp32 master); collective where it is cut."""
     if not hasattr(parameter, "cut_dim"):
-        return parameter.detach()
-    parts = [torch.empty_like(parameter) for _ in range(group.size())]
-    dist.all_gather(parts, parameter.detach().contiguous(), group=group)
+        return values.detach()
+    parts = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(parts, values.detach().contiguous(), group=group)
     return torch.cat(parts, dim=parameter.cut_dim)
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
@@ -133,7 +134,10 @@ class DeepSpeedTrainer:
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Trainer.full_parameters``."""
         for name, parameter in self._engine.module.named_parameters():
-            whole = whole_parameter(parameter, self._group)
+            values = parameter
+            if parameter.dtype is torch.bfloat16:
+                values = safe_get_full_fp32_param(parameter)  # what the optimizer updates
+            whole = whole_parameter(parameter, values, self._group)
             if not parameter.ds_pipe_replicated:
                 yield name.replace(_TIED_NAME, "0"), whole.float().cpu()
 

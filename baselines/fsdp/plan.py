@@ -6,31 +6,54 @@ piece, for the forward and again for the backward of every microbatch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
-from baselines.refusals import refuse_knobs
-from zeropp.plan import Plan, PlanRequest, Settings
-from zeropp.planner.degrees import microbatches_per_step, resolve_layout
-from zeropp.planner.zeropp_plan import assemble
-from zeropp.schedule import lower, validate
+from baselines.fsdp.knobs import FSDPKnobs
+from zeropp.cost import PlanPrice
+from zeropp.literals import ReduceEvery, if_auto
+from zeropp.plan import Plan, Task
+from zeropp.planner.degrees import microbatches_per_step, resolve_degrees
+from zeropp.schedule import lower
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Schedule
 
 
-def plan(request: PlanRequest) -> Plan:
-    """ZeRO-3 over ``shard``, copies over ``replicate``; raises InfeasibleError in one line."""
-    settings = request.settings
-    _refuse_what_fsdp_lacks(settings)
-    layout = resolve_layout(replace(request, settings=replace(settings, pp=1)))
-    layout = replace(layout, chunks=request.shape.num_pieces)
-    schedule = lower(
-        accumulation(layout.chunks, microbatches_per_step(request, layout)),
-        gather=layout.shard > 1,
-        reduce_every=settings.reduce_every,
+def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> Plan:
+    """ZeRO-3 over ``shard``, copies over ``replicate``: the plan without programs; raises
+    InfeasibleError in one line. ``shard: auto`` is a node, by a simple rule."""
+    pieces = task.shape.num_pieces
+    layout = replace(resolve_degrees(task, knobs), chunks=pieces)
+    microbatches = microbatches_per_step(task, layout, microbatch_size)
+    return Plan(
+        contender="fsdp",
+        shape=task.shape,
+        layout=layout,
+        microbatch_size=microbatch_size,
+        schedule=Schedule("accumulation", microbatches, 1, (0,) * pieces, ()),
+        cuts=tuple(range(pieces + 1)),
+        program="fsdp",
+        precision=task.precision,
+        recompute=if_auto(knobs.recompute, "none"),
+        reduce_every=if_auto(knobs.reduce_every, "unit"),
+        compile=knobs.compile,
     )
-    validate(schedule)
-    cuts = tuple(range(schedule.num_stages + 1))
-    return assemble("fsdp", request, layout, schedule, cuts)
+
+
+def order(plan: Plan, knobs: FSDPKnobs, price: PlanPrice) -> Iterator[Plan]:
+    """The plan in the only order that there is."""
+    stages, microbatches = plan.schedule.num_stages, plan.num_microbatches
+    schedule = _schedule(stages, microbatches, plan.gathers, plan.reduce_every)
+    yield replace(plan, schedule=schedule)
+
+
+@lru_cache(maxsize=128)
+def _schedule(
+    num_stages: int, num_microbatches: int, gathers: bool, reduce_every: ReduceEvery
+) -> Schedule:
+    order = accumulation(num_stages, num_microbatches)
+    return lower(order, gather=gathers, reduce_every=reduce_every)
 
 
 def accumulation(num_stages: int, num_microbatches: int) -> Schedule:
@@ -48,19 +71,3 @@ def accumulation(num_stages: int, num_microbatches: int) -> Schedule:
         stage_rank=(0,) * num_stages,
         programs=(tuple(program),),
     )
-
-
-def _refuse_what_fsdp_lacks(settings: Settings) -> None:
-    refusals = {
-        "pp": (settings.pp not in (1, "auto"), "it has no pipeline (use 1)"),
-        "tp": (settings.tp != 1, "it has no tensor parallelism (use 1, or torch_pp)"),
-        "chunks": (settings.chunks != 1, "it has no pipeline (use 1)"),
-        "replicate_zero": (
-            settings.replicate_zero != 0,
-            "replicas hold whole optimizer states (use 0 and a larger contender.shard)",
-        ),
-        "schedule": (settings.schedule != "auto", "it has no pipeline (use auto)"),
-        "sequence_parallel": (settings.sequence_parallel, "it has no tensor parallelism"),
-        "prefetch": (settings.prefetch != 1, "FSDP2 gathers one layer ahead by itself (use 1)"),
-    }
-    refuse_knobs(settings, "fsdp", refusals)

@@ -7,42 +7,102 @@ test reads out and compares. Torch gathers by its own rule (``_add_unshard_resha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
-from baselines.refusals import refuse_knobs
 from baselines.tensor_parallel import check_tensor_parallel
 from baselines.torch_pp.dualpipev import dualpipev
+from baselines.torch_pp.knobs import TorchPPKnobs, TorchSchedule
+from zeropp.cost import PlanPrice, balanced_cuts
 from zeropp.layout import InfeasibleError, Layout
-from zeropp.plan import Plan, PlanRequest
-from zeropp.planner.degrees import microbatches_per_step, resolve_layout
-from zeropp.planner.zeropp_plan import assemble
+from zeropp.literals import if_auto
+from zeropp.plan import Plan, Task
+from zeropp.planner.degrees import (
+    check_stages,
+    default_chunks,
+    microbatches_per_step,
+    resolve_degrees,
+)
 from zeropp.schedule import build, lower, validate
 from zeropp.schedule.action import Action, Op
-from zeropp.schedule.program import Program, Schedule, v_placement
+from zeropp.schedule.program import Program, Schedule, loop_placement, v_placement
 
-SCHEDULES = ("1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
-SPLIT_BACKWARD = ("interleaved_zb", "zbv", "dualpipev")
+UNSPLIT: tuple[TorchSchedule, ...] = ("1f1b", "interleaved_1f1b", "looped_bfs")
+SPLIT_BACKWARD: tuple[TorchSchedule, ...] = ("interleaved_zb", "zbv", "dualpipev")
+SCHEDULES = (*UNSPLIT, *SPLIT_BACKWARD)
+_V_SHAPED = ("zbv", "dualpipev")
 _ACTIVE_STAGES = 3
 
 
-def plan(request: PlanRequest) -> Plan:
-    """TP x PP x FSDP (x replicas); raises InfeasibleError in one line."""
-    _refuse_what_torch_lacks(request)
-    settings = request.settings
-    layout = resolve_layout(request)
-    check_tensor_parallel(request.shape, layout)
-    microbatches = microbatches_per_step(request, layout)
-    _check_microbatches(settings.schedule, layout.pp, microbatches)
-    compute = _compute(settings.schedule, layout, microbatches)
+def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
+    """TP x PP x FSDP (x replicas): the plan without programs; raises InfeasibleError in one line.
+
+    Simple rules for what is ``auto``: no TP, a stage per node, interleaved 1F1B with two chunks
+    where its conditions hold, else 1F1B.
+    """
+    degrees = resolve_degrees(task, replace(knobs, tp=if_auto(knobs.tp, 1)))
+    schedule = if_auto(knobs.schedule, _simple_schedule(task, knobs, degrees, microbatch_size))
+    _refuse(knobs, schedule)
+    layout = replace(
+        degrees,
+        chunks=if_auto(knobs.chunks, _simple_chunks(task, degrees, schedule)),
+        sequence_parallel=if_auto(knobs.sequence_parallel, False),
+        placement=if_auto(knobs.placement, "dp_inner"),
+    )
+    check_stages(task, layout)
+    check_tensor_parallel(task.shape, layout)
+    microbatches = microbatches_per_step(task, layout, microbatch_size)
+    _check_microbatches(schedule, layout.pp, microbatches)
+    place = v_placement(layout.pp) if schedule in _V_SHAPED else None
+    placement = place or loop_placement(layout.pp, layout.chunks)
+    return Plan(
+        contender="torch_pp",
+        shape=task.shape,
+        layout=layout,
+        microbatch_size=microbatch_size,
+        schedule=Schedule(schedule, microbatches, microbatches, placement, ()),
+        cuts=balanced_cuts(task.shape, len(placement)),
+        program="torch_pp",
+        precision=task.precision,
+        recompute=if_auto(knobs.recompute, "none"),
+        reduce_every="step",
+        compile=knobs.compile,
+    )
+
+
+def order(plan: Plan, knobs: TorchPPKnobs, price: PlanPrice) -> Iterator[Plan]:
+    """The plan in the order of torch's own schedule class."""
+    name, layout = plan.schedule.name, plan.layout
+    gathers = layout.shard > 1
+    schedule = _schedule(name, layout.pp, layout.chunks, plan.num_microbatches, gathers)
+    yield replace(plan, schedule=schedule)
+
+
+@lru_cache(maxsize=128)
+def _schedule(
+    name: str, num_ranks: int, chunks: int, num_microbatches: int, gathers: bool
+) -> Schedule:
+    compute = _compute(name, num_ranks, chunks, num_microbatches)
     schedule = lower(compute, gather=False, reduce_every="step")
-    validate(schedule)
-    if layout.shard > 1:
-        programs = (
-            with_torch_gathers(program, order)
-            for program, order in zip(schedule.programs, compute.programs, strict=True)
-        )
-        schedule = replace(schedule, programs=tuple(programs))
-    return replace(assemble("torch_pp", request, layout, schedule), reduce_every="step")
+    if not gathers:
+        return schedule
+    programs = (
+        with_torch_gathers(program, order)
+        for program, order in zip(schedule.programs, compute.programs, strict=True)
+    )
+    return replace(schedule, programs=tuple(programs))
+
+
+def check(plan: Plan) -> None:
+    """Validate the schedule without its gathers, which come by a rule of torch's own; raises
+    ScheduleError."""
+    gathers = (Op.UNSHARD, Op.RESHARD)
+    programs = (
+        tuple(action for action in program if action.op not in gathers)
+        for program in plan.schedule.programs
+    )
+    validate(replace(plan.schedule, programs=tuple(programs)))
 
 
 def with_torch_gathers(program: Program, compute: Program) -> Program:
@@ -75,18 +135,16 @@ def _next_stages(actions: Program) -> list[int]:
     return stages
 
 
-def _compute(name: str, layout: Layout, num_microbatches: int) -> Schedule:
+def _compute(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> Schedule:
     if name == "dualpipev":
         return Schedule(
             name=name,
             num_microbatches=num_microbatches,
             unit=num_microbatches,
-            stage_rank=v_placement(layout.pp),
-            programs=dualpipev(layout.pp, num_microbatches),
+            stage_rank=v_placement(num_ranks),
+            programs=dualpipev(num_ranks, num_microbatches),
         )
-    schedule = build(
-        name, num_ranks=layout.pp, chunks=layout.chunks, num_microbatches=num_microbatches
-    )
+    schedule = build(name, num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches)
     if name == "looped_bfs":  # torch runs the backwards of a stage last in, first out
         programs = (_reverse_backwards(program) for program in schedule.programs)
         return replace(schedule, programs=tuple(programs))
@@ -99,37 +157,37 @@ def _reverse_backwards(program: Program) -> Program:
     return (*forwards, *sorted(backwards, reverse=True))
 
 
-def _refuse_what_torch_lacks(request: PlanRequest) -> None:
-    settings = request.settings
-    split = settings.schedule in SPLIT_BACKWARD
-    chunks = _chunks_of(settings.schedule, settings.chunks)
-    refusals = {
-        "schedule": (settings.schedule not in SCHEDULES, f"use one of {', '.join(SCHEDULES)}"),
-        "chunks": (
-            settings.chunks != chunks,
-            f"{settings.schedule} has another number (use {chunks})",
-        ),
-        "replicate_zero": (
-            settings.replicate_zero != 0,
-            "replicas hold whole optimizer states (use 0 and a larger contender.shard)",
-        ),
-        "prefetch": (settings.prefetch != 1, "torch gathers by a rule of its own (use 1)"),
-        "compile": (
-            settings.compile and split,
-            "torch cannot split a compiled backward (use false)",
-        ),
-        "recompute": (
-            settings.recompute != "none" and split,
-            f"torch cannot split a recomputed backward (use none, or one of {SCHEDULES[:3]})",
-        ),
-    }
-    refuse_knobs(settings, "torch_pp", refusals)
+def _simple_schedule(
+    task: Task, knobs: TorchPPKnobs, degrees: Layout, microbatch_size: int
+) -> TorchSchedule:
+    chunks = if_auto(knobs.chunks, default_chunks(task, degrees))
+    microbatches = task.global_batch // (degrees.dp * microbatch_size)
+    return "interleaved_1f1b" if chunks > 1 and microbatches % degrees.pp == 0 else "1f1b"
 
 
-def _chunks_of(schedule: str, asked: int) -> int:
-    if schedule == "1f1b":
-        return 1
-    return 2 if schedule in ("zbv", "dualpipev") else asked
+def _simple_chunks(task: Task, degrees: Layout, schedule: TorchSchedule) -> int:
+    if schedule in _V_SHAPED:
+        return 2
+    return 1 if schedule == "1f1b" else default_chunks(task, degrees)
+
+
+def _refuse(knobs: TorchPPKnobs, schedule: TorchSchedule) -> None:
+    fixed = {"1f1b": 1, "zbv": 2, "dualpipev": 2}.get(schedule, knobs.chunks)
+    if knobs.chunks not in ("auto", fixed):
+        raise InfeasibleError(
+            f"contender.chunks={knobs.chunks}: {schedule} has another number (use {fixed})"
+        )
+    if schedule not in SPLIT_BACKWARD:
+        return
+    if knobs.compile:
+        raise InfeasibleError(
+            f"contender.compile={knobs.compile}: torch cannot split a compiled backward (use false)"
+        )
+    if knobs.recompute not in ("auto", "none"):
+        raise InfeasibleError(
+            f"contender.recompute={knobs.recompute}: torch cannot split a recomputed backward "
+            f"(use none, or contender.schedule in {', '.join(UNSPLIT)})"
+        )
 
 
 def _check_microbatches(name: str, pp: int, num_microbatches: int) -> None:
@@ -139,6 +197,7 @@ def _check_microbatches(name: str, pp: int, num_microbatches: int) -> None:
     if num_microbatches < least or num_microbatches % multiple:
         wanted = f"a multiple of {multiple}" if multiple > 1 else f"at least {least}"
         raise InfeasibleError(
-            f"contender.schedule={name}: torch wants {wanted} microbatches a step and pipeline, "
-            f"not {num_microbatches} (change global_batch)"
+            f"contender.schedule={name}: torch wants {wanted} microbatches per step and pipeline, "
+            f"not {num_microbatches} (change global_batch)",
+            "number of microbatches that the schedule cannot have",
         )

@@ -1,8 +1,9 @@
 """Assemble an attempt's record from what its ranks wrote.
 
-Called by the local launcher, by the last line of a Slurm script
+Called by the local launcher, at the end of a Slurm script
 (``python -m benchmarks.launch.finish DIR``), and for attempts that somebody killed:
 the event files alone decide what was measured; the caller adds how the processes ended.
+Damaged files cost what they held and nothing else, and the record notes them.
 """
 
 from __future__ import annotations
@@ -12,17 +13,29 @@ import json
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from benchmarks.launch.frozen import DamagedError, Header, read_frozen_spec, read_header
+from benchmarks.launch.owner import release
 from benchmarks.launch.points import now
-from benchmarks.records.rank_events import read_events
-from benchmarks.records.record import SCHEMA_VERSION, GateResult, RankRecord, RunRecord, Status
-from zeropp.layout import Layout
+from benchmarks.records.rank_events import rank_of, read_events
+from benchmarks.records.record import (
+    SCHEMA_VERSION,
+    GateResult,
+    RankRecord,
+    RecordError,
+    RunRecord,
+    Status,
+    read_record,
+)
 
 Events = list[dict[str, Any]]
-_FIELDS = {field.name for field in fields(RunRecord)}
+_GATE = TypeAdapter(GateResult)
+_RANK = TypeAdapter(RankRecord)
 
 
 @dataclass(frozen=True)
@@ -45,18 +58,26 @@ def finish_attempt(
 
     ``ending`` is what the launcher saw and the ranks could not write (a signal, a time limit);
     where it is None the events decide. ``num_ranks``: how many were started, where not all.
+    An attempt that somebody has closed already keeps that record: this one is written beside it,
+    as ``record-late.json``. Raises DamagedError where no copy of the spec is left, and OSError
+    where the record cannot be written.
     """
-    # Not checked: an attempt of another version of the suite keeps what it measured, too.
-    spec = json.loads((directory / "spec.json").read_text())
+    return _write(assemble(directory, ending=ending, slurm=slurm, num_ranks=num_ranks), directory)
+
+
+def assemble(
+    directory: Path,
+    *,
+    ending: Ending | None = None,
+    slurm: Mapping[str, Any] | None = None,
+    num_ranks: int | None = None,
+) -> RunRecord:
+    """The record of an attempt, not written; see ``finish_attempt``."""
+    spec, header = read_frozen_spec(directory), read_header(directory)
+    ranks = read_ranks(directory)
+    ending = ending or ending_by_events(num_ranks or spec["num_gpus"], ranks)
     spec_id = directory.resolve().parent.name
-    header = json.loads((directory / "attempt.json").read_text())
-    header = {key: value for key, value in header.items() if key in _FIELDS}
-    ranks = {
-        int(path.stem.removeprefix("rank_")): read_events(path)
-        for path in sorted(directory.glob("rank_*.jsonl"))
-    }
-    ending = ending or _ending_by_events(num_ranks or spec["num_gpus"], ranks)
-    record = RunRecord(
+    return RunRecord(
         schema_version=SCHEMA_VERSION,
         record_id=f"{spec_id}/{directory.name}",
         spec_id=spec_id,
@@ -65,18 +86,67 @@ def finish_attempt(
         reason=ending.reason,
         interrupted=ending.interrupted,
         ended_at=now(),
-        gate=_gate(ranks),
-        losses=[e["loss"] for e in _of_kind(ranks.get(0, []), "warmup", "step")],
-        warmup_s=_slowest(ranks, "warmup"),
-        step_s=_slowest(ranks, "step"),
-        ranks=[_rank_record(rank, events, header) for rank, events in ranks.items()],
-        spans=_spans(ranks),
-        predicted=_alone(ranks),
         slurm=dict(slurm or {}),
-        **header,
+        notes=[header.damage] if header.damage else [],
+        **header.fields,
+        **_measured(ranks, header),
     )
-    record.write(directory / "record.json")
+
+
+def _measured(ranks: Mapping[int, Events], header: Header) -> dict[str, Any]:
+    """The fields of a record that come from the ranks' events."""
+    return {
+        "gate": _gate(ranks),
+        "losses": _losses(ranks.get(0, [])),
+        "warmup_s": _slowest(ranks, "warmup"),
+        "step_s": _slowest(ranks, "step"),
+        "ranks": [_rank_record(rank, events, header) for rank, events in ranks.items()],
+        "spans": _spans(ranks),
+        "predicted": _alone(ranks),
+    }
+
+
+def read_ranks(directory: Path) -> dict[int, Events]:
+    """The whole events of every rank that wrote a file."""
+    numbered = ((rank_of(path), path) for path in sorted(directory.glob("rank_*.jsonl")))
+    return {rank: read_events(path) for rank, path in numbered if rank is not None}
+
+
+def _write(record: RunRecord, directory: Path) -> RunRecord:
+    try:
+        record.write(directory / "record.json")
+    except FileExistsError:
+        record = replace(
+            record,
+            record_id=f"{record.record_id}/late",
+            notes=[*record.notes, f"closed before its end as {_closed_as(directory)}"],
+        )
+        record.write(directory / "record-late.json")
+    release(directory)
     return record
+
+
+def close_for_another(
+    directory: Path, ending: Ending | None, slurm: Mapping[str, Any] | None = None
+) -> RunRecord | None:
+    """Record an attempt that can no longer record itself; None where somebody just has.
+
+    Raises DamagedError and OSError as ``finish_attempt`` does.
+    """
+    record = assemble(directory, ending=ending, slurm=slurm)
+    try:
+        record.write(directory / "record.json")
+    except FileExistsError:
+        return None
+    return record
+
+
+def _closed_as(directory: Path) -> str:
+    try:
+        closed = read_record(directory / "record.json")
+    except RecordError as error:
+        return f"what cannot be read ({error})"
+    return f"{closed.status}: {closed.reason}"
 
 
 def killed(rank: int, number: int) -> Ending:
@@ -85,7 +155,8 @@ def killed(rank: int, number: int) -> Ending:
     return Ending("failed", f"rank {rank} was killed by signal {number} ({name})", interrupted=True)
 
 
-def _ending_by_events(num_ranks: int, ranks: Mapping[int, Events]) -> Ending:
+def ending_by_events(num_ranks: int, ranks: Mapping[int, Events]) -> Ending:
+    """What the ranks' own events say of the end."""
     ends = [
         (event["time"], rank, event)
         for rank, events in ranks.items()
@@ -93,23 +164,43 @@ def _ending_by_events(num_ranks: int, ranks: Mapping[int, Events]) -> Ending:
     ]
     gate = _gate(ranks)
     if gate is not None and not gate.passed:
-        return Ending(
-            "failed",
-            f"gate: one step differs from one process by {gate.loss_error:.1e} (loss), "
-            f"{gate.grad_norm_error:.1e} (gradient norm), {gate.parameter_error:.1e} (parameters); "
-            f"allowed {gate.tolerance:.0e}",
-        )
+        return Ending("failed", _gate_words(gate))
     if ends:
         _, rank, event = min(ends, key=lambda end: (end[2]["event"] != "oom", end[0]))
         if event["event"] == "signal":
-            return Ending("preempted", f"rank {rank} left on {event['name']}", interrupted=True)
-        text = f"rank {rank}: {event['type']}: {event['message'].splitlines()[0]}"
-        return Ending("oom" if event["event"] == "oom" else "failed", text)
+            return Ending("failed", f"rank {rank} left on {event['name']}", interrupted=True)
+        return Ending("oom" if event["event"] == "oom" else "failed", _raised(rank, event))
     finished = sum(bool(_of_kind(events, "done")) for events in ranks.values())
     if finished == num_ranks:
         return Ending("ok")
     silent = f"{num_ranks - finished} of {num_ranks} ranks ended without a word"
     return Ending("failed", silent, interrupted=True)
+
+
+def _raised(rank: int, event: Mapping[str, Any]) -> str:
+    """One line about an exception; some have no message (``assert``, ``MemoryError``)."""
+    lines = [line for line in event["message"].splitlines() if line.strip()]
+    return ": ".join([f"rank {rank}", event["type"], *lines[:1]])
+
+
+def _gate_words(gate: GateResult) -> str:
+    """Why a gate did not hold: the worst check, and how many others."""
+    failures = gate.failures()
+    if not failures:  # written by a version that recorded no single checks
+        return (
+            f"gate: one step differs from one process by {gate.loss_error:.1e} (loss), "
+            f"{gate.grad_norm_error:.1e} (gradient norm), {gate.parameter_error:.1e} (parameters); "
+            f"allowed {gate.tolerance:.0e}"
+        )
+    worst = failures[0]
+    what = worst.worst or worst.kind
+    others = (
+        f"; {len(failures) - 1} more of {len(gate.checks)} checks failed" if failures[1:] else ""
+    )
+    return (
+        f"gate: {what} differs from one process by {worst.error:.1e} in step {worst.step}, "
+        f"relative to its own; allowed {worst.limit:.1e}{others}"
+    )
 
 
 def _of_kind(events: Events, *kinds: str) -> Events:
@@ -118,13 +209,23 @@ def _of_kind(events: Events, *kinds: str) -> Events:
 
 def _gate(ranks: Mapping[int, Events]) -> GateResult | None:
     found = _fields(ranks.get(0, []), "gate")
-    return GateResult(**found) if found else None
+    try:
+        return _GATE.validate_python(found) if found else None
+    except ValidationError:  # a damaged line, or another version's
+        return None
+
+
+def _losses(events: Events) -> list[float]:
+    return [e["loss"] for e in _of_kind(events, "warmup", "step") if "loss" in e]
 
 
 def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:
     """Each step's time on its slowest rank, for the steps that every rank finished."""
-    columns = [[e["seconds"] for e in _of_kind(events, kind)] for events in ranks.values()]
-    return [max(step) for step in zip(*columns, strict=False)]
+    columns = [{e["index"]: e["seconds"] for e in _of_kind(r, kind)} for r in ranks.values()]
+    if not columns:
+        return []
+    whole = set(columns[0]).intersection(*columns[1:])
+    return [max(column[index] for column in columns) for index in sorted(whole)]
 
 
 def _spans(ranks: Mapping[int, Events]) -> list[list[Any]]:
@@ -153,16 +254,18 @@ def _fields(events: Events, kind: str) -> dict[str, Any]:
     return {k: v for k, v in found[-1].items() if k not in ("event", "time")} if found else {}
 
 
-def _rank_record(rank: int, events: Events, header: Mapping[str, Any]) -> RankRecord:
-    layout = header["plan"].get("layout")
-    return RankRecord(
-        rank=rank,
-        pp_rank=Layout(**layout).coordinates(rank)["pp"] if layout else 0,
-        environment=_fields(events, "environment"),
-        step_s=[e["seconds"] for e in _of_kind(events, "step")],
-        counters=_fields(events, "counters"),
-        **_fields(events, "memory"),
-    )
+def _rank_record(rank: int, events: Events, header: Header) -> RankRecord:
+    seen = {
+        "rank": rank,
+        "pp_rank": header.pp_rank(rank),
+        "environment": _fields(events, "environment"),
+        "step_s": [e["seconds"] for e in _of_kind(events, "step")],
+        "counters": _fields(events, "counters"),
+    }
+    try:
+        return _RANK.validate_python(seen | _fields(events, "memory"))
+    except ValidationError:  # a damaged line of memory or counters
+        return _RANK.validate_python(seen | {"counters": {}})
 
 
 def main() -> int:
@@ -177,7 +280,11 @@ def main() -> int:
     ending = None
     if arguments.status:
         ending = Ending(arguments.status, arguments.reason, arguments.interrupted)
-    record = finish_attempt(arguments.directory, ending=ending, slurm=arguments.slurm)
+    try:
+        record = finish_attempt(arguments.directory, ending=ending, slurm=arguments.slurm)
+    except (DamagedError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(f"{record.record_id}: {record.status} {record.reason}".rstrip())
     return 0 if record.status == "ok" else 1
 

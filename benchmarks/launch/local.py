@@ -1,18 +1,22 @@
-"""Run points one after another on this machine, a process a rank."""
+"""Run points one after another on this machine, one process per rank."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch.finish import Ending, finish_attempt
-from benchmarks.launch.points import Point
+from benchmarks.launch.finish import Ending, close_for_another
+from benchmarks.launch.frozen import DamagedError
+from benchmarks.launch.owner import may_live
+from benchmarks.launch.points import Point, or_unwritten
 from benchmarks.launch.processes import is_here, run_attempt
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.records.record import RunRecord
 from benchmarks.specification.run_spec import SpecError
+
+_KILLED = Ending("failed", "the launcher was killed", interrupted=True)
 
 
 def check(points: Sequence[Point], options: dict[str, Any]) -> None:
@@ -35,28 +39,31 @@ def launch(
     records = []
     for point in points:
         everyone = [range(point.spec.num_gpus)]
-        records.append(run_attempt(point, "local", everyone, runs_dir, progress))
+        run = partial(run_attempt, point, "local", everyone, runs_dir, progress)
+        records.append(or_unwritten(point, "local", run))
         progress.finished(records[-1])
     return records
 
 
-def close_abandoned(runs_dir: Path) -> None:
-    """Finish attempts whose launcher was killed: their event files still hold what was measured."""
+def close_abandoned(runs_dir: Path) -> list[str]:
+    """Record attempts whose launcher is dead: their event files still hold what was measured.
+
+    Returns one line for each that cannot be recorded. An attempt whose launcher may still be at
+    work, here, on another host or in another container, is left alone.
+    """
+    problems = []
+    for directory in _open_attempts(runs_dir):
+        if may_live(directory):
+            continue
+        try:
+            close_for_another(directory, _KILLED)
+        except (DamagedError, OSError) as error:
+            problems.append(str(error))
+    return problems
+
+
+def _open_attempts(runs_dir: Path) -> Iterator[Path]:
     for launcher in ("local", "trace"):
-        for header in runs_dir.glob(f"*/{launcher}-*/attempt.json"):
-            _close(header.parent)
-
-
-def _close(directory: Path) -> None:
-    if (directory / "record.json").exists() or _is_alive(directory / "launcher.pid"):
-        return
-    ending = Ending("failed", "the launcher was killed", interrupted=True)
-    finish_attempt(directory, ending=ending)
-
-
-def _is_alive(pid_file: Path) -> bool:
-    try:
-        os.kill(int(pid_file.read_text()), 0)
-    except (OSError, ValueError):
-        return False
-    return True
+        for directory in sorted(runs_dir.glob(f"*/{launcher}-*")):
+            if directory.is_dir() and not (directory / "record.json").exists():
+                yield directory

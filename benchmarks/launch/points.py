@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.launch.owner import claim, release
 from benchmarks.records.environment import git_state
 from benchmarks.records.record import (
     SCHEMA_VERSION,
@@ -19,7 +23,6 @@ from benchmarks.records.record import (
     read_record,
     write_atomically,
 )
-from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, SpecError
 from benchmarks.worker.data import check_data
 from zeropp.cost import price_plan
@@ -56,15 +59,9 @@ class Point:
 def plan_point(spec: RunSpec) -> Point:
     """Check a spec's contender and data and plan it, with the memory that the cost model predicts
     for the plan; raises SpecError on bad input."""
-    contender = CONTENDERS.get(spec.contender.name)
-    if contender is None:
-        raise SpecError(
-            f"contender.name={spec.contender.name!r}: no such contender (known: "
-            f"{', '.join(CONTENDERS)})"
-        )
     check_data(spec)
     try:
-        plan = contender.plan(spec.request)
+        plan = spec.plan()
     except InfeasibleError as error:
         return Point(spec, None, str(error))
     memory = peak_memory(plan, price_plan(plan, spec.cluster))
@@ -115,7 +112,7 @@ def _is_settled(records: list[RunRecord], rerun: Rerun) -> bool:
 
 
 def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:
-    """The readable records of a spec, oldest first."""
+    """The readable records of a spec, oldest first; ``benchmarks.status`` names the others."""
     for path in find_records([runs_dir / spec.spec_id]):
         try:
             yield read_record(path)
@@ -124,17 +121,26 @@ def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:
 
 
 def attempt_directory(spec: RunSpec, runs_dir: Path, launcher: str) -> Path:
-    """A new directory for one attempt, named by launcher and time."""
+    """A new directory for one attempt, named by launcher and time, owned by this process.
+
+    It appears under its name with its owner in it, so that nobody takes it for abandoned.
+    """
+    point = runs_dir / spec.spec_id
+    point.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=point))
+    fresh.chmod(0o755)  # mkdtemp's folders are closed to others, who may ask for the status
+    claim(fresh)
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
-    base = runs_dir / spec.spec_id / f"{launcher}-{stamp}"
-    path, number = base, 1
-    while True:
+    for number in itertools.count(1):
+        path = point / f"{launcher}-{stamp}{f'-{number}' if number > 1 else ''}"
+        if path.exists():
+            continue
         try:
-            path.mkdir(parents=True)
-            return path
-        except FileExistsError:
-            number += 1
-            path = base.with_name(f"{base.name}-{number}")
+            return fresh.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+    raise AssertionError("count() has no end")
 
 
 def freeze(point: Point, directory: Path, launcher: str, variant: str = "") -> None:
@@ -175,8 +181,31 @@ def write_unstarted(
         variant=variant,
         interrupted=interrupted,
     )
-    record.write(directory / "record.json")
+    write_record(record, directory)
     return record
+
+
+def write_record(record: RunRecord, directory: Path) -> None:
+    """Write the record of an attempt that this process owns, and let go of the attempt."""
+    record.write(directory / "record.json")
+    release(directory)
+
+
+def or_unwritten(point: Point, launcher: str, run: Callable[[], RunRecord]) -> RunRecord:
+    """What ``run`` returns; where files cannot be written, ``unwritten_record``."""
+    try:
+        return run()
+    except OSError as error:
+        return unwritten_record(point, launcher, error)
+
+
+def unwritten_record(point: Point, launcher: str, error: OSError) -> RunRecord:
+    """A record that is on no disk and says why (full disk, read-only folder): the sweep goes on,
+    and the point counts as missing."""
+    reason = f"not recorded: {error.filename or 'a file'}: {error.strerror or error}"
+    attempt = f"{launcher}-unwritten"
+    more: dict[str, Any] = {"interrupted": True}
+    return launcher_record(point.spec, attempt, launcher, "failed", reason, now(), **more)
 
 
 def launcher_record(

@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from benchmarks.launch.finish import Ending, finish_attempt, killed
+from benchmarks.launch.owner import beat
 from benchmarks.launch.points import Point, attempt_directory, freeze
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.rank_process import start_rank
@@ -32,7 +33,7 @@ Processes = Mapping[int, BaseProcess]  # by rank
 
 def is_here(device: Device) -> bool:
     """This machine has such a device, as far as the kind goes."""
-    return device.name == "cpu" or any(Path("/dev").glob("nvidia[0-9]*"))
+    return device.is_cpu or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def run_attempt(
@@ -52,7 +53,6 @@ def run_attempt(
     """
     directory = attempt_directory(point.spec, runs_dir, launcher)
     freeze(point, directory, launcher, variant)
-    (directory / "launcher.pid").write_text(str(os.getpid()))
     num_ranks = sum(map(len, worlds))
     try:
         for ranks in worlds:
@@ -101,7 +101,7 @@ def _start(
             rank=rank,
             variables=common | {"RANK": str(rank), "LOCAL_RANK": str(place)},
             log=directory / f"rank_{rank:03d}.log",
-            on_cpu=spec.cluster.device.name == "cpu",
+            on_cpu=spec.cluster.device.is_cpu,
         )
         for place, rank in enumerate(ranks)
     }
@@ -120,6 +120,7 @@ def _wait(
         if time.monotonic() > deadline:
             return Ending("timeout", f"not finished after measure.timeout_s={limit_s:g}")
         progress.update(point, _stage_of(directory, min(processes)))
+        beat(directory)
         time.sleep(_POLL_S)
     for rank, process in processes.items():
         exitcode = process.exitcode or 0

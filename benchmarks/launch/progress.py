@@ -32,6 +32,11 @@ def announce(points: Sequence[Point], todo: Sequence[Point], launcher: str) -> N
             _say("infeasible", point.spec.spec_id, point.reason)
 
 
+def say(line: str) -> None:
+    """Print one line, which only a terminal may fold."""
+    _CONSOLE.print(line, markup=False, soft_wrap=True)
+
+
 def progress_line() -> Progress:
     """A bar, counts, time and what is being done, in one line of any terminal; none in a log."""
     rest_of_the_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)

@@ -26,7 +26,7 @@ _PRELOADED_ON_CPU = (
     "benchmarks.worker.__main__",
     "torch._dynamo",
     "torch.distributed.fsdp",
-    "zeropp.engine.trainer",
+    "zeropp.contender.trainer",
     "baselines.deepspeed_3d.trainer",
     "baselines.torch_pp.trainer",
     "baselines.fsdp.trainer",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from benchmarks.launch.points import (
     attempt_directory,
     launcher_record,
     now,
+    or_unwritten,
     plan_summary,
     variant_of,
+    write_record,
 )
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.traced_compute import traced_record, traced_stages
@@ -46,20 +49,26 @@ def launch(
     records = []
     for point in points:
         progress.update(point, "simulating")
-        directory, started = attempt_directory(point.spec, runs_dir, "simulate"), now()
-        assert point.plan is not None  # infeasible points never reach a launcher
-        source = None
-        if options["compute"] == "traced":
-            source = traced_record(point.spec, point.plan, Path(options["traced_runs"]))
-        result = _simulate(point.spec, point.plan, source)
-        record = simulated_record(point.spec, point.plan, directory.name, started, result)
-        if source is not None:
-            predicted = {**record.predicted, "compute_from": source.record_id}
-            record = replace(record, variant=variant_of(options), predicted=predicted)
-        record.write(directory / "record.json")
-        records.append(record)
-        progress.finished(record)
+        run = partial(_price, point, options, runs_dir)
+        records.append(or_unwritten(point, "simulate", run))
+        progress.finished(records[-1])
     return records
+
+
+def _price(point: Point, options: dict[str, Any], runs_dir: Path) -> RunRecord:
+    started = now()
+    assert point.plan is not None  # infeasible points never reach a launcher
+    source = None
+    if options["compute"] == "traced":
+        source = traced_record(point.spec, point.plan, Path(options["traced_runs"]))
+    result = _simulate(point.spec, point.plan, source)
+    directory = attempt_directory(point.spec, runs_dir, "simulate")
+    record = simulated_record(point.spec, point.plan, directory.name, started, result)
+    if source is not None:
+        predicted = {**record.predicted, "compute_from": source.record_id}
+        record = replace(record, variant=variant_of(options), predicted=predicted)
+    write_record(record, directory)
+    return record
 
 
 def _simulate(spec: RunSpec, plan: Plan, traced: RunRecord | None) -> SimResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -12,16 +13,16 @@ from benchmarks.launch.points import (
     PROVENANCE,
     Point,
     Rerun,
+    or_unwritten,
     still_to_run,
     variant_of,
     write_unstarted,
 )
-from benchmarks.launch.progress import SweepProgress, announce
+from benchmarks.launch.progress import SweepProgress, announce, say
 from benchmarks.records.record import RunRecord, check_writable
-from benchmarks.report import write_report
 from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
 
-_RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "verdict"}
+_RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "verdict", "sequences_per_gpu"}
 _SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
 _MODULES = {
     "local": "local",
@@ -37,23 +38,52 @@ def spec_of(config: dict[str, Any]) -> RunSpec:
     if unknown:
         known = ", ".join(sorted(_SPEC_KEYS | _RUN_KEYS))
         raise SpecError(f"{unknown[0]}={config[unknown[0]]!r}: unknown key (known: {known})")
-    return spec_from_mapping({k: v for k, v in config.items() if k in _SPEC_KEYS})
+    return spec_from_mapping(
+        _with_batch({k: v for k, v in config.items() if k in _SPEC_KEYS}, config)
+    )
+
+
+def _with_batch(values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The spec's values with ``global_batch`` from ``sequences_per_gpu``, where that is given."""
+    sequences, gpus = config.get("sequences_per_gpu"), values.get("num_gpus")
+    if sequences is None:
+        return values
+    if not isinstance(sequences, int) or sequences < 1:
+        raise SpecError(f"sequences_per_gpu={sequences!r}: must be a whole number, at least 1")
+    return values | {"global_batch": sequences * gpus if isinstance(gpus, int) else 1}
 
 
 def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
-    """Run what is missing, launcher by launcher, record what is infeasible, write the report."""
+    """Run what is missing, then write the report; 1 where a point failed, else 0."""
+    runs_dir, report_dir = (Path(configs[0][key]) for key in ("runs_dir", "report_dir"))
+    records = launch_points(points, configs)
+    if records is not None:
+        from benchmarks.report.write import write_report  # pandas and matplotlib only now
+
+        roots = dict.fromkeys(runs_dir / point.spec.spec_id for point in points)
+        try:
+            write_report(list(roots), report_dir)
+        except OSError as error:  # what was measured is recorded; the report can be made again
+            say(f"no report: {error.filename or report_dir}: {error.strerror or error}")
+            return 1
+    return 0 if all(r.status in ("ok", "infeasible") for r in records or ()) else 1
+
+
+def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[RunRecord] | None:
+    """Run what is missing, launcher by launcher, and record what is infeasible; the new records,
+    or None of a dry run, which leaves nothing behind."""
     rerun, runs_dir = configs[0]["rerun"], Path(configs[0]["runs_dir"])
-    report_dir = Path(configs[0]["report_dir"])
     if rerun not in get_args(Rerun):
         raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
     groups = _by_launcher(points, configs)
+    _say_equal_points(points, groups)
     for options, group in groups:
         variant_of(options)
         _launcher(options).check(group, options)
     dry_run = any(options.get("dry_run") for options, _ in groups)  # then nothing is written
     if not dry_run:
         check_writable("runs_dir", runs_dir)
-        check_writable("report_dir", report_dir)
+        check_writable("report_dir", Path(configs[0]["report_dir"]))
     records: list[RunRecord] = []
     for options, group in groups:
         kind = options["kind"]
@@ -64,16 +94,14 @@ def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
             _record_infeasible(todo, runs_dir, options)
         with SweepProgress(len(feasible)) as progress:
             records += _launcher(options).launch(feasible, options, runs_dir, progress)
-    if not dry_run:
-        roots = dict.fromkeys(runs_dir / point.spec.spec_id for point in points)
-        write_report(list(roots), report_dir)
-    return 0 if all(r.status in ("ok", "infeasible") for r in records) else 1
+    return None if dry_run else records
 
 
 def _by_launcher(
     points: list[Point], configs: list[dict[str, Any]]
 ) -> list[tuple[dict[str, Any], list[Point]]]:
-    """Points with equal options of the launcher together; raises SpecError on an unknown one."""
+    """Points with equal options of the launcher together, equal points once; raises SpecError on
+    an unknown launcher."""
     groups: list[tuple[dict[str, Any], list[Point]]] = []
     for point, config in zip(points, configs, strict=True):
         options = config["launcher"]
@@ -81,11 +109,21 @@ def _by_launcher(
             known = ", ".join(PROVENANCE)
             raise SpecError(f"launcher.kind={options['kind']!r}: must be one of {known}")
         same = [group for known, group in groups if known == options]
+        if same and point.spec.spec_id in {known.spec.spec_id for known in same[0]}:
+            continue
         if same:
             same[0].append(point)
         else:
             groups.append((options, [point]))
     return groups
+
+
+def _say_equal_points(
+    points: list[Point], groups: list[tuple[dict[str, Any], list[Point]]]
+) -> None:
+    repeated = len(points) - sum(len(group) for _, group in groups)
+    if repeated:
+        say(f"{repeated} of {len(points)} points are equal to others of the sweep: one point each")
 
 
 def _launcher(options: dict[str, Any]) -> ModuleType:
@@ -96,4 +134,5 @@ def _record_infeasible(points: list[Point], runs_dir: Path, options: dict[str, A
     kind, variant = options["kind"], variant_of(options)
     for point in points:
         if point.plan is None:
-            write_unstarted(point, runs_dir, kind, "infeasible", point.reason, variant=variant)
+            refuse = partial(write_unstarted, point, runs_dir, kind, "infeasible", point.reason)
+            or_unwritten(point, kind, partial(refuse, variant=variant))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from benchmarks.launch.points import (
     attempt_directory,
     launcher_record,
     now,
+    or_unwritten,
     plan_summary,
     variant_of,
+    write_record,
 )
 from benchmarks.launch.processes import is_here, run_attempt
 from benchmarks.launch.progress import SweepProgress
@@ -57,7 +60,7 @@ def _check_fake(point: Point) -> None:
             f"contender.name={settings.name!r}: with fake tensors launcher=trace runs "
             f"{', '.join(_TRACED)} (use launcher.tensors=real, or launcher=simulate for formulas)"
         )
-    if settings.compile:
+    if point.plan is not None and point.plan.compile:
         raise SpecError(
             "contender.compile=true: launcher=trace has nothing to compile for with fake tensors "
             "(use false, or launcher.tensors=real)"
@@ -89,9 +92,10 @@ def launch(
         if variant := variant_of(options):
             lone = [[rank] for rank in ranks]
             more: dict[str, Any] = {"variant": variant, "arguments": ["--lone"]}
-            records.append(run_attempt(point, "trace", lone, runs_dir, progress, **more))
+            run = partial(run_attempt, point, "trace", lone, runs_dir, progress, **more)
         else:
-            records.append(_trace_fake(point, point.plan, ranks, runs_dir, progress))
+            run = partial(_trace_fake, point, point.plan, ranks, runs_dir, progress)
+        records.append(or_unwritten(point, "trace", run))
         progress.finished(records[-1])
     return records
 
@@ -117,7 +121,7 @@ def _trace_fake(
         plan=plan_summary(plan),
         predicted=predicted,
     )
-    record.write(directory / "record.json")
+    write_record(record, directory)
     return record
 
 

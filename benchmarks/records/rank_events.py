@@ -1,17 +1,35 @@
-"""The append-only file that each rank writes while it works: one JSON object a line.
+"""The append-only file that each rank writes while it works: one JSON object per line.
 
 A line is flushed as it is written, so whatever was measured survives any kill. Events are
 ``environment``, ``gate``, ``warmup``, ``step``, ``memory``, ``counters``, ``spans``, ``done``,
 and the ends ``error``, ``oom`` and ``signal``; of a rank without its peers ``lone_warmup``,
 ``lone_step``, ``compute`` and ``kernels``.
+
+Reading is forgiving: a line that a kill, a full disk or a broken file system has damaged is left
+out, and every whole line before and after it still counts.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
+
+# What a line of a kind must hold to be whole: a field, and the types that its value may have.
+_NUMBER = (int, float)
+_REQUIRED: dict[str, dict[str, tuple[type, ...]]] = {
+    "step": {"index": (int,), "seconds": _NUMBER},
+    "warmup": {"index": (int,), "seconds": _NUMBER},
+    "lone_step": {"seconds": _NUMBER},
+    "compute": {"seconds": (dict,)},
+    "error": {"type": (str,), "message": (str,)},
+    "oom": {"type": (str,), "message": (str,)},
+    "signal": {"name": (str,)},
+    "spans": {"rows": (list,)},
+}
+_RANK_FILE = re.compile(r"rank_(\d+)\.jsonl")
 
 
 class EventWriter:
@@ -19,12 +37,18 @@ class EventWriter:
 
     def __init__(self, directory: Path, rank: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = rank_file(directory, rank).open("a", buffering=1)
+        self._file = rank_file(directory, rank).open("ab", buffering=0)
+        self._torn = False
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one event with the time of day."""
-        self._file.write(json.dumps({"event": kind, "time": time.time(), **fields}) + "\n")
-        self._file.flush()
+        """Append one event with the time of day; raises OSError where the disk is full."""
+        line = json.dumps({"event": kind, "time": time.time(), **fields}).encode() + b"\n"
+        whole = b"\n" + line if self._torn else line  # after a torn line start a new one
+        self._torn = True
+        written = self._file.write(whole)
+        if written != len(whole):
+            raise OSError(f"{self._file.name}: only {written} of {len(whole)} bytes were written")
+        self._torn = False
 
 
 def rank_file(directory: Path, rank: int) -> Path:
@@ -32,12 +56,30 @@ def rank_file(directory: Path, rank: int) -> Path:
     return directory / f"rank_{rank:03d}.jsonl"
 
 
+def rank_of(path: Path) -> int | None:
+    """The rank whose events a file holds; None where its name is not that of an event file."""
+    named = _RANK_FILE.fullmatch(path.name)
+    return int(named[1]) if named else None
+
+
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of an event file; a last line cut off by a kill is dropped."""
-    events = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            break
-    return events
+    """All whole events of a file, in order; empty where the file is missing or unreadable."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return []
+    events = (_event(line) for line in lines)
+    return [event for event in events if event is not None]
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """One event, or None where the line is damaged."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    required = {"time": _NUMBER} | _REQUIRED.get(event["event"], {})
+    whole = all(isinstance(event.get(name), types) for name, types in required.items())
+    return event if whole else None

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -44,10 +45,27 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
-class GateResult:
-    """One step against one process on the same batch: relative differences.
+class GateCheck:
+    """One quantity of the gate, where it came nearest to its limit or went furthest beyond.
 
-    ``parameter_error`` is relative to the step's update and has a limit of its own.
+    ``error`` and ``limit`` are relative to the same quantity of one process.
+    """
+
+    kind: str  # "mlp.up.weight", "loss (sgd)", "all parameters (adamw)"
+    worst: str  # the parameter's name; empty where the quantity is no parameter
+    step: int  # counted from 1
+    error: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """Some steps against one process on the same batches: relative differences.
+
+    Loss and gradient norm are those of the steps with plain SGD; ``parameter_error`` is that of
+    the parameter whose update differs most, of those whose update rounding does not hide. In a
+    record without ``checks`` one step with the run's own optimizer was compared, and
+    ``parameter_error`` is that of all updates of a rank together.
     """
 
     passed: bool
@@ -56,6 +74,13 @@ class GateResult:
     grad_norm_error: float
     parameter_error: float
     shape: str  # which model was compared ("gpt_tiny", or a reduced one)
+    checks: list[GateCheck] = field(default_factory=list)
+    not_compared: list[str] = field(default_factory=list)  # in words, one entry each
+
+    def failures(self) -> list[GateCheck]:
+        """The checks that did not hold, the worst first; none in records without ``checks``."""
+        beyond = [check for check in self.checks if check.error > check.limit]
+        return sorted(beyond, key=lambda check: -check.error / check.limit)
 
 
 @dataclass(frozen=True)
@@ -85,21 +110,48 @@ class RunRecord:
     spans: list[list[Any]] = field(default_factory=list)  # Timeline.to_rows of one step
     predicted: dict[str, Any] = field(default_factory=dict)  # simulated or traced: what was found
     slurm: dict[str, Any] = field(default_factory=dict)  # job id, nodes, state; empty elsewhere
+    notes: list[str] = field(default_factory=list)  # what a reader must know besides, a line each
 
     def write(self, path: Path) -> None:
-        """Write atomically: a reader sees the whole record or none."""
-        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1))
+        """Write atomically: a reader sees the whole record or none. Raises FileExistsError where
+        there is a record already: none is ever overwritten."""
+        create_atomically(path, json.dumps(dataclasses.asdict(self), indent=1))
 
 
 _ADAPTER = TypeAdapter(RunRecord)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file through a temporary neighbour and a rename."""
+    """Write a file through a temporary neighbour and a rename; raises OSError and leaves nothing
+    behind where the disk is full or read-only."""
+    with _complete_neighbour(path, text) as temporary:
+        temporary.replace(path)
+
+
+def create_atomically(path: Path, text: str) -> None:
+    """Like ``write_atomically``, but raises FileExistsError where the file is there already: of
+    two processes that create it at the same time, one succeeds."""
+    with _complete_neighbour(path, text) as temporary:
+        try:
+            path.hardlink_to(temporary)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links
+            if path.exists():
+                raise FileExistsError(path) from None
+            temporary.replace(path)
+
+
+@contextmanager
+def _complete_neighbour(path: Path, text: str) -> Iterator[Path]:
+    """A temporary file beside ``path`` with the whole text on disk; gone afterwards."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def check_writable(field: str, directory: Path) -> None:
@@ -131,7 +183,7 @@ def _unreadable(text: bytes, error: ValidationError) -> str:
     """Why a text is no record: not JSON, of another schema, or a field that is wrong."""
     try:
         document = json.loads(text)
-    except ValueError as cut:
+    except (ValueError, RecursionError) as cut:
         return f"not readable as JSON ({cut})"
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version != SCHEMA_VERSION:

@@ -14,6 +14,46 @@ from benchmarks.records.record import RecordError, RunRecord
 from benchmarks.specification.run_spec import SpecError, validated
 from zeropp.shape import ModelShape
 
+# Knobs at these values are not named in tables: nothing was set. Records of the first versions hold
+# all of these keys for every contender; later ones only those that the contender has.
+PLAIN_KNOBS: dict[str, Any] = {
+    "pp": "auto",
+    "tp": 1,
+    "shard": 1,
+    "replicate": "auto",
+    "replicate_zero": 0,
+    "chunks": 1,
+    "unit": "auto",
+    "activation_cap": "auto",
+    "activation_cap_gib": "auto",
+    "schedule": "auto",
+    "stage_style": "loop",
+    "split_backward": True,
+    "recompute": "none",
+    "reduce_every": "unit",
+    "replicate_every": "step",
+    "reduce_dtype": "fp32",
+    "prefetch": 1,
+    "keep": 0,
+    "placement": "dp_inner",
+    "sequence_parallel": False,
+    "compile": False,
+}
+# What a command line got that set none, by contender, in the versions before ``auto`` was all.
+_FIRST_DEFAULTS: dict[str, dict[str, Any]] = {
+    "zeropp": {"shard": "auto", "chunks": 2},
+    "deepspeed_3d": {"tp": 2, "replicate_zero": 1, "schedule": "1f1b"},
+    "torch_pp": {"shard": "auto", "chunks": 2, "schedule": "interleaved_1f1b"},
+    "fsdp": {"pp": 1, "shard": "auto"},
+}
+
+
+def default_knobs(contender: str) -> dict[str, Any] | None:
+    """Every knob where nobody has set it, as records hold it; None for an unknown contender.
+    Later records may hold ``auto`` in place of any."""
+    known = _FIRST_DEFAULTS.get(contender)
+    return None if known is None else PLAIN_KNOBS | known
+
 
 @dataclass(frozen=True)
 class RecordedModel:
@@ -37,6 +77,7 @@ class RecordedModel:
 class RecordedDevice:
     """Of ``cluster.device``."""
 
+    name: str = ""
     memory_gib: float | None = None
     peak_bf16_tflops: float | None = None  # dense
     peak_fp32_tflops: float | None = None  # dense, without TF32

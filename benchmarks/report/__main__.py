@@ -1,6 +1,6 @@
 """``python -m benchmarks.report [RUNS...] --out DIR``: tables, figures and a page of records.
 
-``--compare A B`` reports instead what changed between two sets of runs.
+``--table paper`` writes one table alone, ``--compare A B`` reports what changed between two sets.
 """
 
 from __future__ import annotations
@@ -10,49 +10,104 @@ import sys
 from pathlib import Path
 
 from benchmarks.records.record import check_writable
-from benchmarks.report.compare import write_comparison
-from benchmarks.report.write import write_report
+from benchmarks.specification.command import run_command
 from benchmarks.specification.run_spec import SpecError
+
+_TABLES = ("paper", "ablation", "throughput", "memory", "speedup", "evidence", "published")
 
 
 def main() -> int:
-    """Command line; exit status 1 where there was nothing to report, 2 on a path that is none or
-    that cannot be written to."""
+    """Command line; exit status 1 where there was nothing to report or where ``--compare`` finds
+    that something became slower, 2 on bad input, 130 after Ctrl-C."""
+    return run_command(_main)
+
+
+def _main() -> int:
+    arguments = _parser().parse_args()
+    runs = arguments.runs or [Path("results/runs")]
+    for path in [*arguments.runs, *(arguments.compare or [])]:
+        if not path.exists():
+            raise SpecError(f"{path}: no such file or directory")
+    if arguments.compare and (arguments.runs or arguments.table):
+        raise SpecError("--compare takes both sets itself: give no RUNS and no --table beside it")
+    out = arguments.out or Path("results/reports", arguments.table or "latest")
+    check_writable("--out", out)
+    if arguments.compare:
+        from benchmarks.report.compare import write_comparison
+
+        before, after = arguments.compare
+        comparison = write_comparison([before], [after], out)
+        return 1 if comparison.slower or not comparison.files else 0
+    return _report(runs, out, arguments)
+
+
+def _report(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
+    from benchmarks.report.ablation import AblationError
+    from benchmarks.report.pairs import BaseError
+    from benchmarks.report.write import Options, write_one_table, write_report
+
+    options = Options(arguments.base, _knobs(arguments.against), arguments.timelines)
+    try:
+        if arguments.table:
+            return 0 if write_one_table(arguments.table, runs, out, options).files else 1
+        return 0 if write_report(runs, out, options=options).files else 1
+    except (AblationError, BaseError) as error:
+        raise SpecError(str(error)) from None
+
+
+def _knobs(words: str) -> dict[str, str]:
+    """The knobs of ``--against``; raises SpecError on a word that is not knob=value."""
+    pairs = [word.partition("=") for word in words.split()]
+    for knob, _, value in pairs:
+        if not knob or not value:
+            raise SpecError(f"--against={words!r}: must be knobs as in 'unit=8 chunks=2'")
+    return {knob.removeprefix("contender."): value for knob, _, value in pairs}
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.report",
-        description="Tables, figures and a page of records, or what changed between two sets.",
-        epilog="example: python -m benchmarks.report results/reference/demo --out /tmp/report",
+        description="Tables, figures and a page of records, one table, or what changed between "
+        "two sets.",
+        epilog="examples: python -m benchmarks.report results/reference/demo --out /tmp/report; "
+        "python -m benchmarks.report results/reference/claim_33 --table paper --base best_3d",
     )
     parser.add_argument(
         "runs", nargs="*", type=Path, help="records or directories (default: results/runs)"
     )
     parser.add_argument(
-        "--compare", nargs=2, type=Path, metavar=("A", "B"), help="two sets of runs: before, after"
+        "--table", choices=_TABLES, help="this table alone, as CSV, Parquet, Markdown, LaTeX, HTML"
+    )
+    parser.add_argument(
+        "--base",
+        default="",
+        metavar="CONTENDER",
+        help="speed-ups are over this contender (deepspeed_3d)",
+    )
+    parser.add_argument(
+        "--against",
+        default="",
+        metavar="KNOBS",
+        help="the base configuration of ablations, as "
+        "in 'unit=8 chunks=2' (the one nearest to the contender's defaults)",
+    )
+    parser.add_argument(
+        "--timelines", action="store_true", help="draw and trace every cell's timeline (slow)"
+    )
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("A", "B"),
+        help="two sets of runs: before, after; the exit status is 1 where something became slower",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        default=Path("results/reports/latest"),
-        help="folder to write to (%(default)s)",
+        help="folder to write to (results/reports/latest, or results/reports/TABLE)",
     )
-    arguments = parser.parse_args()
-    if arguments.compare and arguments.runs:
-        parser.error("--compare takes both sets itself: give no RUNS beside it")
-    for path in [*arguments.runs, *(arguments.compare or [])]:
-        if not path.exists():
-            print(f"error: {path}: no such file or directory", file=sys.stderr)
-            return 2
-    try:
-        check_writable("--out", arguments.out)
-    except SpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if arguments.compare:
-        before, after = arguments.compare
-        return 0 if write_comparison([before], [after], arguments.out) else 1
-    runs = arguments.runs or [Path("results/runs")]
-    return 0 if write_report(runs, arguments.out).files else 1
+    return parser
 
 
 if __name__ == "__main__":

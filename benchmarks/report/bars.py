@@ -1,5 +1,5 @@
-"""Bar charts of throughput and memory: a panel a model and batch, groups by GPU count, a bar a
-contender in its fastest configuration."""
+"""Bar charts of throughput and memory: a panel per model and batch, groups by GPU count, a bar per
+contender in its fastest configuration; where none succeeded, the word for why."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from benchmarks.report import style
-from benchmarks.report.frame import best_configuration
+from benchmarks.report import style, words
+from benchmarks.report.frame import best_or_failed
 from benchmarks.report.picture import PANEL, Picture, by_evidence, panel_title
 
 MAX_PANELS = 6  # a figure with more is not read
 
 _MEMORY = {
-    "allocated": "peak allocated, fullest rank [GiB]",
-    "resident": "peak resident above start,\nfullest rank [GiB]",
-    "predicted": "predicted peak, fullest rank [GiB]",
+    "allocated": "peak allocated, fullest {worker} [GiB]",
+    "resident": "peak resident above start,\nfullest {worker} [GiB]",
+    "predicted": "predicted peak, fullest {worker} [GiB]",
 }
 
 
 def bars(rows: pd.DataFrame) -> Iterator[Picture]:
     """Throughput and memory, a figure each for every kind of evidence and cluster."""
-    for suffix, words, mine in by_evidence(best_configuration(rows)):
-        unit = "rank" if mine["cluster"].iloc[0] == "cpu_gloo" else "GPU"
-        yield Picture(
-            "Throughput",
-            f"throughput_{suffix}",
-            f"Tokens a second and {unit}, {words}{_intervals(mine)}.",
-            _panels(mine, "tokens_per_s_per_gpu", f"tokens/s/{unit}", ",.0f"),
-        )
+    for suffix, said, mine in by_evidence(best_or_failed(rows)):
+        worker = words.worker_word(mine)
+        if mine["tokens_per_s_per_gpu"].notna().any():
+            yield Picture(
+                "Throughput",
+                f"throughput_{suffix}",
+                f"Tokens per second and {worker}, {said}{_intervals(mine)}.{_left_out(mine)}",
+                _panels(mine, "tokens_per_s_per_gpu", f"tokens/s/{worker}", words.tokens),
+                style.shown(mine),
+            )
         for kind, known in mine[mine["peak_gib"].notna()].groupby("memory_kind"):
             yield Picture(
                 "Memory",
                 f"memory_{suffix}_{kind}",
-                f"Peak memory of the fullest rank ({kind}), {words}.",
-                _panels(known, "peak_gib", _MEMORY[str(kind)], ".3g"),
+                f"Peak memory of the fullest {worker} ({kind}), {said}.{_left_out(known)}",
+                _panels(known, "peak_gib", _MEMORY[str(kind)].format(worker=worker), words.gib),
+                style.shown(known),
             )
 
 
@@ -49,24 +52,30 @@ def _intervals(rows: pd.DataFrame) -> str:
     return ": medians with 95 % bootstrap intervals" if measured else ""
 
 
-def _panels(rows: pd.DataFrame, column: str, label: str, form: str) -> Figure:
+def _left_out(rows: pd.DataFrame) -> str:
+    panels = rows.groupby(PANEL).ngroups
+    return f" The first {MAX_PANELS} of {panels} panels." if panels > MAX_PANELS else ""
+
+
+def _panels(rows: pd.DataFrame, column: str, label: str, form: words.Form) -> Figure:
     """Models of different size do not share a scale."""
     groups = [panel for _, panel in rows.groupby(PANEL, sort=False)][:MAX_PANELS]
     figure, axes = style.panels(len(groups))
     for number, (axis, panel) in enumerate(zip(axes, groups, strict=True)):
         _bars(axis, panel, column, form)
         axis.set_title(panel_title(panel))
-        axis.set_xlabel("GPUs" if panel["cluster"].iloc[0] != "cpu_gloo" else "CPU ranks")
+        axis.set_xlabel(f"{words.worker_word(panel)}s")
         if number % style.COLUMNS == 0:
             axis.set_ylabel(label)
     style.legend(figure, axes)
     return figure
 
 
-def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: str) -> None:
+def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: words.Form) -> None:
     counts = sorted(rows["num_gpus"].unique())
     contenders = style.ordered(rows["contender"])
     width = 0.84 / len(contenders)
+    turn = 90 if len(counts) * len(contenders) > 6 else 0
     for number, contender in enumerate(contenders):
         mine = rows[rows["contender"] == contender].set_index("num_gpus").reindex(counts)
         places = np.arange(len(counts)) + (number - (len(contenders) - 1) / 2) * width
@@ -76,15 +85,14 @@ def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: str) -> None:
             np.nan_to_num(values),
             width * 0.92,
             yerr=errors(mine, column),
-            label=contender,
+            label=words.contender_label(contender),
             color=style.colour(contender),
             hatch=style.hatch(contender),
             edgecolor="white",
             error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#333333"},
         )
-        texts = ["" if np.isnan(value) else format(value, form) for value in values]
-        crowded = len(counts) * len(contenders) > 6
-        turn = 90 if crowded else 0  # inside the panel: no part of the figure's arrangement
+        texts = [_text(v, s, form) for v, s in zip(values, mine["status"], strict=True)]
+        # Inside the panel: no part of the figure's arrangement.
         axis.bar_label(drawn, texts, padding=3, fontsize=8, rotation=turn, in_layout=False)
     axis.set_xticks(np.arange(len(counts)), [str(count) for count in counts])
     axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
@@ -92,9 +100,17 @@ def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: str) -> None:
     axis.set_ylim(bottom=0)
 
 
+def _text(value: float, status: object, form: words.Form) -> str:
+    """The number above a bar, ``OOM`` and the like where there is no bar."""
+    if not np.isnan(value):
+        over = status not in ("ok", None)  # a predicted peak that the device does not have
+        return f"{form(value)} {words.status_label(str(status))}" if over else form(value)
+    return words.status_label(str(status)) if isinstance(status, str) and status != "ok" else ""
+
+
 def errors(rows: pd.DataFrame, column: str) -> np.ndarray | None:
     """Distances of the interval's ends from the value, [2, rows]; None where there is none."""
-    if f"{column}_low" not in rows or "measured" not in set(rows["evidence"]):
+    if f"{column}_low" not in rows or not rows[f"{column}_low"].notna().any():
         return None
     low, high = rows[f"{column}_low"], rows[f"{column}_high"]
     ends = np.array([rows[column] - low, high - rows[column]], dtype=float)

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.report import style
+from benchmarks.report import style, words
 from benchmarks.report.bars import MAX_PANELS
 from benchmarks.report.frame import CELL, best_configuration
 from benchmarks.report.picture import PANEL, Picture, by_evidence, panel_title
@@ -31,23 +31,24 @@ def memory_breakdown(rows: pd.DataFrame) -> Iterator[Picture]:
     traced = traced.drop_duplicates([*CELL, "contender"], keep="last")  # no step to choose by
     best = pd.concat([best_configuration(rows), traced])
     best = best[best["memory_by_kind"].map(len) > 0]
-    for suffix, words, mine in by_evidence(best):
+    for suffix, said, mine in by_evidence(best):
         kind = "Traced" if mine["evidence"].iloc[0] == "traced" else "Predicted"
         yield Picture(
             "Memory",
             f"memory_by_kind_{suffix}",
             f"{kind} memory of the fullest rank by kind and in all, tensors alone, for the "
-            f"configurations {words}; the dashed line is what the device has.{_diamond(mine)}",
+            f"configurations {said}; the dashed line is what the device has.{_diamond(mine)}",
             _panels(mine),
+            style.shown(mine),
         )
 
 
 def _diamond(rows: pd.DataFrame) -> str:
     """What the measured peaks beside the predicted stacks are, where there are any."""
-    kinds = " or ".join(sorted(set(rows["memory_kind"].dropna()) - {"predicted"}))
+    kinds = " or ".join(sorted(set(rows["memory_kind"]) - {"predicted", ""}))
     pages = " Resident memory is pages of the whole process, so more than its tensors."
-    words = f" The diamond is the measured peak ({kinds})."
-    return (words + pages * ("resident" in kinds)) if kinds else ""
+    said = f" The diamond is the measured peak ({kinds})."
+    return (said + pages * ("resident" in kinds)) if kinds else ""
 
 
 def _panels(rows: pd.DataFrame) -> Figure:
@@ -57,7 +58,7 @@ def _panels(rows: pd.DataFrame) -> Figure:
         _stacks(axis, panel)
         axis.set_title(panel_title(panel))
         if number % 2 == 0:
-            axis.set_ylabel("bytes of the fullest rank [GiB]")
+            axis.set_ylabel(f"tensors of the fullest {words.worker_word(rows)} [GiB]")
     style.legend(figure, axes)
     return figure
 
@@ -81,16 +82,18 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
         axis.plot(places, peaks, "D", color="black", markersize=4, label="measured peak")
     highest = np.fmax(bottom, peaks)
     texts = [
-        f"measured {peak:.3g}\npredicted {top:.3g}" if np.isfinite(peak) else f"{top:.3g}"
+        f"measured {words.gib(peak)}\npredicted {words.gib(top)}"
+        if np.isfinite(peak)
+        else words.gib(top)
         for top, peak in zip(bottom, peaks, strict=True)
     ]
     _totals(axis, places, highest, texts)
     _limit(axis, float(panel["memory_limit_gib"].iloc[0]), highest.max())
-    names = [f"{r.contender}, {r.num_gpus}" for r in panel.itertuples()]
+    names = [f"{words.contender_label(str(r.contender))}, {r.num_gpus}" for r in panel.itertuples()]
     axis.set_xticks(places, names, fontsize=8, rotation=90 if len(names) > 4 else 0)
     for label, contender in zip(axis.get_xticklabels(), panel["contender"], strict=True):
         label.set_color(style.colour(contender))
-    axis.set_xlabel("contender, GPUs (ranks)")
+    axis.set_xlabel(f"contender, {words.worker_word(panel)}s")
     axis.margins(y=0.22)
     axis.set_ylim(bottom=0)
 

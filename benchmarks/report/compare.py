@@ -7,6 +7,7 @@ the cluster; where both sets were run on the same clusters, by that too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,28 +16,34 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.records.stats import Summary, ratio_of_medians
-from benchmarks.report import style
+from benchmarks.report import style, words
+from benchmarks.report.folder import report_folder
+from benchmarks.report.forms import write_table
 from benchmarks.report.frame import CELL, latest_ok, load_frame
+from benchmarks.report.headline import print_table
 from benchmarks.report.picture import Picture, save
-from benchmarks.report.tables import (
-    CELL_HEADS,
-    MAX_PRINTED,
-    print_tables,
-    wide_console,
-    write_tables,
-)
+from benchmarks.report.table import Column, Table, table
+from benchmarks.report.tables import key_columns
 
 LEAST_CHANGE = 0.02  # a smaller one is not worth a name, however narrow its interval
 MAX_LINES = 40
-_SHOWN = ["model", "num_gpus", "global_batch", "evidence", "contender", "layout"]
+MAX_PRINTED = 60  # rows in the terminal; the files have all
 _COLOURS = {"faster": style.COOL, "slower": style.WARM}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The files that were written, and how many configurations became slower beyond noise."""
+
+    files: list[Path]
+    slower: int
 
 
 def write_comparison(
     before: Sequence[Path], after: Sequence[Path], out: Path, console: Console | None = None
-) -> list[Path]:
-    """Print and write the comparison table and its figure; empty where nothing is shared."""
-    console = console or wide_console()
+) -> Comparison:
+    """Print and write the comparison table and its figure; no files where nothing is shared."""
+    console = console or Console()
     frames = []
     for roots in (before, after):
         frame, skipped = load_frame(roots)
@@ -46,25 +53,31 @@ def write_comparison(
     changes = compare(*frames)
     if changes.empty:
         console.print("the two sets share no configuration")
-        return []
-    out.mkdir(parents=True, exist_ok=True)
-    tables = {"comparison": comparison_table(changes)}
-    print_tables({"comparison": tables["comparison"][:MAX_PRINTED]}, console)
+        return Comparison([], 0)
+    made = comparison_table(changes)
+    print_table(replace(made, data=made.data[:MAX_PRINTED]), console)
     if len(changes) > MAX_PRINTED:
         console.print(f"... {len(changes) - MAX_PRINTED} more rows are in the files")
     counts = changes["verdict"].str.split(" (", regex=False).str[0].value_counts()
     console.print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
-    paths = write_tables(tables, out)
+    with report_folder(out) as folder:
+        names = [path.name for path in _write(made, changes, folder)]
+    return Comparison([out / name for name in names], int(counts.get("slower", 0)))
+
+
+def _write(made: Table, changes: pd.DataFrame, folder: Path) -> list[Path]:
+    paths = write_table(made, [made.grid()], folder)
     timed = changes[changes["ratio"].notna()]
     if not timed.empty:
         caption = "Throughput after over before, with 95 % bootstrap intervals."
-        picture = Picture("Comparison", "comparison", caption, _intervals(timed))
-        paths += save(picture, out).paths
+        shown = style.shown(timed) if "cluster" in timed else ""
+        picture = Picture("Comparison", "comparison", caption, _intervals(timed), shown)
+        paths += save(picture, folder).paths
     return paths
 
 
 def compare(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
-    """One row a configuration of either set: ``ratio`` of throughput after over before with its
+    """One row per configuration of either set: ``ratio`` of throughput after over before with its
     interval, ``memory_ratio``, and ``verdict`` in words."""
     if before.empty or after.empty:
         return pd.DataFrame()
@@ -79,6 +92,8 @@ def compare(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for key in old.index.union(new.index, sort=True):
         line = dict(zip(keys, key, strict=True))
+        either = old.loc[key] if key in old.index else new.loc[key]
+        line |= {"on_cpu": either["on_cpu"], "default_degrees": False}
         if key in old.index and key in new.index:
             line |= _change(old.loc[key], new.loc[key])
         else:
@@ -110,25 +125,25 @@ def _verdict(ratio: Summary, *, measured: bool) -> str:
     return "faster" if ratio.median > 1.0 else "slower"
 
 
-def comparison_table(changes: pd.DataFrame) -> pd.DataFrame:
-    """The changes as text: of status first, then the largest; what one set lacks last."""
+def comparison_table(changes: pd.DataFrame) -> Table:
+    """The changes: of status first, then the largest; what one set lacks last."""
     size = pd.Series(np.log(changes["ratio"].astype(float))).abs().fillna(np.inf)
     size[changes["verdict"].str.startswith("only ")] = -1.0
     changes = changes.loc[size.sort_values(ascending=False, kind="stable").index]
-    table = changes[_SHOWN].astype(str).rename(columns=CELL_HEADS)
-    table["throughput ratio"] = [
-        f"{r['ratio']:.2f} [{r['low']:.2f}, {r['high']:.2f}]" if pd.notna(r["ratio"]) else "-"
-        for _, r in changes.iterrows()
-    ]
-    table["peak memory ratio"] = [
-        "-" if pd.isna(r) else f"{r:.2f}" for r in changes["memory_ratio"]
-    ]
-    table["verdict"] = changes["verdict"]
-    return table
+    columns = (
+        *(column for column in key_columns(changes) if column.name in changes),
+        Column("layout", "configuration"),
+        Column("ratio", "throughput after / before", words.ratio, interval=True),
+        Column("memory_ratio", "peak memory after / before", words.ratio),
+        Column("verdict", "verdict"),
+    )
+    return table(
+        "comparison", "After against before", columns, changes.set_axis([""] * len(changes))
+    )
 
 
 def _intervals(timed: pd.DataFrame) -> Figure:
-    """A line a configuration; colour says faster or slower, grey that nothing can be said."""
+    """A line per configuration; colour says faster or slower, grey that nothing can be said."""
     size = pd.Series(np.log(timed["ratio"].astype(float))).abs()
     shown = timed.loc[size.sort_values().index][-MAX_LINES:]
     figure, (axis,) = style.panels(1, width=8.0, height=1.2 + 0.26 * len(shown))
@@ -138,14 +153,18 @@ def _intervals(timed: pd.DataFrame) -> Figure:
     axis.scatter(ratios, places, color=colours, zorder=3)
     for place, (_, row) in zip(places, shown.iterrows(), strict=True):
         axis.annotate(
-            f"{row['ratio']:.2f} {row['verdict'].split(' (')[0]}",
+            f"{words.ratio(row['ratio'])} {row['verdict'].split(' (')[0]}",
             (row["high"], place),
             xytext=(6, 0),
             textcoords="offset points",
             va="center",
             fontsize=8,
         )
-    labels = [f"{r.model}, {r.num_gpus}, {r.contender} {r.layout}" for r in shown.itertuples()]
+    labels = [
+        f"{words.model_label(str(r.model))}, {r.num_gpus}, "
+        f"{words.contender_label(str(r.contender))} {r.layout}"
+        for r in shown.itertuples()
+    ]
     axis.set_yticks(places, labels, fontsize=8)
     axis.axvline(1.0, color="#333333", linewidth=0.8)
     axis.margins(x=0.35)

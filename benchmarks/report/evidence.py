@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from benchmarks.report import style
+from benchmarks.report import style, words
 from benchmarks.report.frame import CELL
 from benchmarks.report.picture import Picture
 
@@ -22,11 +22,13 @@ _TRUST = [  # the first at hand is the reference
 ]
 _QUANTITIES = {"step_s": "step [s]", "peak_gib": "peak memory [GiB]"}
 _SAME = [key for key in CELL if key != "evidence"]
+_NAMES = [*_SAME, "contender", "layout", "quantity", "value", "kind", "reference"]
+_NAMES += ["reference_kind", "error", "records"]
 MAX_LINES = 40
 
 
 def evidence_distances(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a configuration, quantity and kind of evidence beside the most trusted one.
+    """One row per configuration, quantity and kind of evidence beside the most trusted one.
 
     ``error`` is value / reference - 1. The kinds of memory peaks differ (``resident`` holds more
     than the model's tensors), so a reference is named with its kind.
@@ -44,7 +46,7 @@ def evidence_distances(rows: pd.DataFrame) -> pd.DataFrame:
                 named | {"quantity": label} | _distance(known.iloc[0], other, quantity)
                 for _, other in known.iloc[1:].iterrows()
             ]
-    return pd.DataFrame(lines)
+    return pd.DataFrame(lines, columns=_NAMES)
 
 
 def _distance(reference: pd.Series, other: pd.Series, quantity: str) -> dict[str, object]:
@@ -64,7 +66,7 @@ def _kind(row: pd.Series, quantity: str) -> str:
 
 
 def evidence_distance_figure(rows: pd.DataFrame) -> Iterator[Picture]:
-    """Signed distances in per cent, a line a configuration, a panel a quantity."""
+    """Signed distances in per cent, a line per configuration, a panel per quantity."""
     distances = evidence_distances(rows)
     if distances.empty:
         return
@@ -85,7 +87,8 @@ def _lollipops(distances: pd.DataFrame) -> Figure:
     for axis, (quantity, group) in zip(axes, groups, strict=True):
         worst = group.reindex(group["error"].abs().sort_values().index)[-MAX_LINES:]
         labels = [
-            f"{r.model}, {r.num_gpus} ranks, {r.contender} {r.layout}\n"
+            f"{words.model_label(str(r.model))}, {r.num_gpus} ranks, "
+            f"{words.contender_label(str(r.contender))} {r.layout}\n"
             f"{r.kind} against {r.reference_kind}"
             for r in worst.itertuples()
         ]

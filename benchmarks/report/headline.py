@@ -1,76 +1,131 @@
-"""The comparison in one table narrow enough for a terminal and a README."""
+"""The comparison in one table narrow enough for a terminal and a README, and in one sentence."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
 import pandas as pd
+from rich.console import Console
 
-from benchmarks.records.stats import Summary, ratio_of_medians
+from benchmarks.records.stats import paired_ratio
+from benchmarks.report import forms, words
 from benchmarks.report.frame import CELL, best_configuration
+from benchmarks.report.pairs import BASE, paired_speedups, speedup_of
+from benchmarks.report.table import Cell, Column, Grid, Table, table
 
-REFERENCE = "DeepSpeed 3D"
+_CONTENDER, _LAYOUT = "contender", "configuration"
 
 
-def headline_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a cell and configuration: throughput, speed-up over DeepSpeed 3D's fastest, peak.
+def headline_table(rows: pd.DataFrame, base: str = BASE) -> Table:
+    """One row per cell and configuration: throughput, MFU, peak, speed-up over the base's fastest.
 
     ``rows`` are those of ``latest_ok``. Ranges are 95 % bootstrap intervals of medians; ``~``
-    marks a speed-up that its samples do not settle (``doubts``).
+    marks a speed-up that its samples do not settle (``pairs.doubts``).
     """
-    if rows.empty:
-        return rows
-    lines = []
-    for _, cell in rows.groupby(CELL, sort=False):
-        reference = best_configuration(cell[cell["contender"] == REFERENCE])
-        for _, row in cell.iterrows():
-            lines.append(_line(row, reference))
-    return pd.DataFrame(lines)
-
-
-def _line(row: pd.Series, reference: pd.DataFrame) -> dict[str, object]:
-    fine = row["status"] == "ok"
-    line: dict[str, object] = {
-        "model": row["model"],
-        "ranks": row["num_gpus"],
-        "contender": f"{row['contender']}: {row['layout']}",
-        "tokens/s/rank": _throughput(row) if fine else row["status"],
-        "speed-up": "-",
-        "peak GiB": "-",
-        "evidence": row["evidence"],
+    bases = {
+        tuple(row[key] for key in CELL): row
+        for row in best_configuration(rows[rows["contender"] == base]).to_dict("records")
     }
-    if fine and row["samples_step_s"] and not reference.empty:
-        line["speed-up"] = _speedup(row, reference.iloc[0])
-    if pd.notna(row.get("peak_gib")):
-        line["peak GiB"] = f"{row['peak_gib']:.3f}"
-    return line
+    lines = [_line(row, bases) for row in rows.to_dict("records")]
+    worker = words.worker_word(rows)
+    columns = (
+        Column("model", "model", is_key=True),
+        Column("num_gpus", f"{worker}s", words.count, is_key=True),
+        Column("cluster", "cluster", is_key=True),
+        Column("global_batch", "batch", words.count, is_key=True),
+        Column("precision", "precision", is_key=True),
+        Column("evidence", "evidence", is_key=True),
+        Column("basis", "basis", is_key=True),
+        Column("contender", _CONTENDER),
+        Column("layout", _LAYOUT),
+        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", words.tokens, instead="shown_status"),
+        Column("mfu", "MFU", words.share),
+        Column("peak_gib", "GiB", words.gib),
+        Column("speedup", "speed-up", words.ratio, interval=True, unsure="unsure"),
+    )
+    data = pd.DataFrame(lines, columns=None if lines else [*rows.columns])
+    caption = (
+        f"Speed-up over {words.contender_label(base)}; GiB is the peak of the fullest {worker}."
+    )
+    untuned = dict.fromkeys(rows[rows["default_degrees"].eq(True)]["contender"])
+    if untuned:
+        caption += f" Default degrees: {', '.join(map(words.contender_label, untuned))}."
+    data = data.set_axis(data["record_id"].astype(str).to_list())
+    return table("headline", "Comparison", columns, data, caption=caption)
 
 
-def _throughput(row: pd.Series) -> str:
-    """Tokens a second and rank; a traced success has none."""
-    tokens = row.get("tokens_per_s_per_gpu")
-    return "-" if pd.isna(tokens) else f"{tokens:,.0f}"
+def _line(row: dict[Any, Any], bases: dict[tuple[Any, ...], dict[Any, Any]]) -> dict[Any, Any]:
+    base = bases.get(tuple(row[key] for key in CELL))
+    pair: dict[str, Any] = {"speedup": math.nan}
+    if base is not None and row["status"] == "ok":
+        pair = speedup_of(row, base)
+    fine = row["status"] == "ok"
+    return row | pair | {"shown_status": "–" if fine else words.status_label(row["status"])}
 
 
-def _speedup(row: pd.Series, reference: pd.Series) -> str:
-    if row["record_id"] == reference["record_id"]:
-        return "1.00"  # by definition: there is nothing to doubt
-    ratio = ratio_of_medians(reference["samples_step_s"], row["samples_step_s"])
-    return ratio_text(ratio, measured=row["evidence"] == "measured")
+def print_table(made: Table, console: Console) -> None:
+    """Show a table whole: where the terminal is too narrow, configurations and intervals move to
+    a second line."""
+    grid = made.grid()
+    console.print(forms.rich_table(grid if forms.fits(grid, console) else narrowed(grid)))
 
 
-def doubts(ratio: Summary) -> list[str]:
-    """Why its samples do not settle a measured ratio; empty where they do."""
-    reasons = []
-    if ratio.unstable:
-        reasons.append(f"unstable: spread {ratio.spread:.0%}, n={ratio.count}")
-    if ratio.low <= 1.0 <= ratio.high:
-        reasons.append("interval includes 1: no difference shown")
-    return reasons
+def narrowed(grid: Grid) -> Grid:
+    """The grid with the configuration below its contender and every interval below its number."""
+    heads, rows = list(grid.heads), [list(row) for row in grid.rows]
+    numeric = list(grid.numeric)
+    if _LAYOUT in heads and _CONTENDER in heads:
+        layout, contender = heads.index(_LAYOUT), heads.index(_CONTENDER)
+        for row in rows:
+            named, below = row[contender], row.pop(layout).text
+            row[contender] = dataclasses.replace(named, text=f"{named.text}\n {below}")
+        heads.pop(layout)
+        numeric.pop(layout)
+    lines = [tuple(_two_lines(cell) for cell in row) for row in rows]
+    return dataclasses.replace(
+        grid, heads=tuple(heads), numeric=tuple(numeric), rows=tuple(lines), groups=()
+    )
 
 
-def ratio_text(ratio: Summary, *, measured: bool) -> str:
-    """The ratio with its interval and, where there are ``doubts``, ``~``; a number that was not
-    measured has neither."""
-    if not measured:
-        return f"{ratio.median:.2f}"
-    mark = "~" if doubts(ratio) else ""
-    return f"{mark}{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+def _two_lines(cell: Cell) -> Cell:
+    return dataclasses.replace(cell, text=cell.text.replace(" [", "\n["))
+
+
+def answers(rows: pd.DataFrame, base: str = BASE, contender: str = "zeropp") -> Iterator[str]:
+    """What these records say of a contender over the base: a sentence per kind of evidence, basis
+    and cluster."""
+    pairs = paired_speedups(rows, base)
+    pairs = pairs[pairs["contender"] == contender]
+    who, over = words.contender_label(contender), words.contender_label(base)
+    if pairs.empty:
+        yield f"No cell of these records holds both {who} and {over}, so no speed-up can be said."
+    for (evidence, basis, cluster), mine in pairs.groupby(["evidence", "basis", "cluster"]):
+        said = ", ".join(filter(None, (str(evidence).capitalize(), str(basis))))
+        where = words.cluster_label(str(cluster))
+        untuned = ", default degrees" if mine["default_degrees"].eq(True).any() else ""
+        yield f"{said} on {where}{untuned}: {who} {_factor(mine)} {over}{_memory(mine)}."
+
+
+def _factor(pairs: pd.DataFrame) -> str:
+    """``trains 1.87 to 3.13 times as fast (geometric mean 2.26, 4 cells) as``."""
+    low, high = pairs["speedup"].min(), pairs["speedup"].max()
+    unsure = int(pairs["unsure"].eq(True).sum())
+    doubt = f", {unsure} of them unsettled" if unsure else ""
+    if len(pairs) == 1:
+        return f"trains {words.ratio(low)} times as fast{' (unsettled)' if unsure else ''} as"
+    mean = paired_ratio(list(pairs["speedup"]))
+    return (
+        f"trains {words.ratio(low)} to {words.ratio(high)} times as fast (geometric mean "
+        f"{words.ratio(mean.median)} over {len(pairs)} cells{doubt}) as"
+    )
+
+
+def _memory(pairs: pd.DataFrame) -> str:
+    ratios = pairs["memory_ratio"].dropna()
+    if ratios.empty:
+        return ""
+    low, high = words.ratio(ratios.min()), words.ratio(ratios.max())
+    return f", at {low if low == high else f'{low} to {high}'} times its peak memory"

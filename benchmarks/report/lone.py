@@ -1,7 +1,8 @@
-"""Ranks that ran without their peers (``launcher=trace`` with real tensors), one line a rank."""
+"""Ranks that ran without their peers (``launcher=trace`` with real tensors), one line per rank."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,21 +11,41 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.records.record import RankRecord, RunRecord, read_record
+from benchmarks.report import words
+from benchmarks.report.table import Column, Table, table
+
+_HEADS = (
+    Column("model", "model", is_key=True),
+    Column("cluster", "cluster", is_key=True),
+    Column("num_gpus", "ranks", words.count, is_key=True),
+    Column("global_batch", "batch", words.count, is_key=True),
+    Column("contender", "contender", is_key=True),
+    Column("layout", "layout"),
+)
+_COLUMNS = (
+    *_HEADS,
+    Column("rank", "rank", words.count),
+    Column("lone_step_s", "step without peers [s]", words.seconds),
+    Column("compute_over_kernels", "compute over kernels", words.seconds),
+    Column("host_bound", "host-bound", words.share),
+    Column("gathers_beside_compute", "gathers beside compute", words.share),
+    Column("allocated_gib", "allocated [GiB]", words.gib),
+    Column("reserved_gib", "reserved [GiB]", words.gib),
+)
 
 
-def lone_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """What each lone rank's step, compute and memory were; "-" where a CPU has no such thing."""
-    rows = rows[rows["is_lone"]]
+def lone_table(rows: pd.DataFrame) -> Table:
+    """What each lone rank's step, compute and memory were; nothing where a CPU has no such
+    thing."""
+    lone = rows[rows["is_lone"]]
+    names = [column.name for column in _HEADS]
     lines = [
-        {key: row[key] for key in ("model", "cluster")}
-        | {"GPUs": row["num_gpus"], "batch": row["global_batch"]}
-        | {key: row[key] for key in ("contender", "layout")}
-        | line
-        | {"record": row["record_id"]}
-        for _, row in rows.iterrows()
+        {name: row[name] for name in names} | line | {"records": row["record_id"]}
+        for row in lone.to_dict("records")
         for line in _lines(read_record(Path(row["path"])))
     ]
-    return pd.DataFrame(lines).set_index("record") if lines else pd.DataFrame()
+    data = pd.DataFrame(lines, columns=None if lines else [*names, "records"])
+    return table("lone_ranks", "Ranks without their peers", _COLUMNS, data.set_index("records"))
 
 
 def _lines(record: RunRecord) -> Iterator[dict[str, Any]]:
@@ -34,21 +55,20 @@ def _lines(record: RunRecord) -> Iterator[dict[str, Any]]:
     ):
         yield {
             "rank": rank,
-            "step without peers [s]": f"{statistics.median(steps):.3f}" if steps else "-",
-            "compute over kernels": _share(sums, "compute_s", "kernels_s", ".3f"),
-            "host-bound": _share(sums, "host_bound_s", "step_s", ".1%"),
-            "gathers beside compute": _share(sums, "gather_beside_compute_s", "gather_s", ".0%"),
+            "lone_step_s": statistics.median(steps) if steps else math.nan,
+            "compute_over_kernels": _share(sums, "compute_s", "kernels_s"),
+            "host_bound": _share(sums, "host_bound_s", "step_s"),
+            "gathers_beside_compute": _share(sums, "gather_beside_compute_s", "gather_s"),
             **_memory(ranks[rank]),
         }
 
 
-def _share(sums: dict[str, float], part: str, whole: str, form: str) -> str:
-    return format(sums[part] / sums[whole], form) if sums.get(whole) else "-"
+def _share(sums: dict[str, float], part: str, whole: str) -> float:
+    return sums[part] / sums[whole] if sums.get(whole) else math.nan
 
 
-def _memory(rank: RankRecord) -> dict[str, str]:
+def _memory(rank: RankRecord) -> dict[str, float]:
     peaks = {"allocated": rank.peak_allocated_bytes, "reserved": rank.peak_reserved_bytes}
     return {
-        f"{kind} [GiB]": "-" if peak is None else f"{peak / 2**30:.2f}"
-        for kind, peak in peaks.items()
+        f"{kind}_gib": math.nan if peak is None else peak / 2**30 for kind, peak in peaks.items()
     }

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks.report import style
+from benchmarks.report import style, words
 from benchmarks.report.frame import best_configuration
 from benchmarks.report.picture import PANEL, Picture, by_evidence, panel_title
 
@@ -21,16 +21,17 @@ def loss_curves(rows: pd.DataFrame) -> Iterator[Picture]:
     the same batches from the same parameters."""
     best = best_configuration(rows)
     best = best[best["losses"].map(len) > 1]
-    for suffix, words, mine in by_evidence(best):
+    for suffix, said, mine in by_evidence(best):
         groups = [panel for _, panel in mine.groupby(_SAME_BATCHES, sort=False) if len(panel) > 1]
         if groups:
             yield Picture(
                 "Loss",
                 f"loss_{suffix}",
-                f"Training loss, {words}: every contender of a panel, at the smallest and the "
+                f"Training loss, {said}: every contender of a panel, at the smallest and the "
                 "largest rank count, saw the same batches. Below, the distance from the panel's "
                 "first curve: rounding, if all is well.",
                 _curves(groups[: style.COLUMNS]),
+                style.shown(pd.concat(groups[: style.COLUMNS])),
             )
 
 
@@ -64,11 +65,14 @@ def _curves(groups: list[pd.DataFrame]) -> Figure:
 
 
 def _ends(lines: list[pd.Series]) -> list[tuple[float, float, str, str]]:
-    """One name a contender, with its rank counts, at the end of the first of its curves."""
+    """One name per contender, with its rank counts, at the end of the first of its curves."""
     ends = []
     for contender in style.ordered(row["contender"] for row in lines):
         mine = [row for row in lines if row["contender"] == contender]
         counts = " and ".join(dict.fromkeys(str(row["num_gpus"]) for row in mine))
-        losses, name = mine[0]["losses"], f"{contender}, {counts} ranks"
+        losses, name = (
+            mine[0]["losses"],
+            f"{words.contender_label(contender)}, {counts} ranks",
+        )
         ends.append((float(len(losses)), float(losses[-1]), name, style.colour(contender)))
     return ends

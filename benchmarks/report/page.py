@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs no network: tables, pictures, provenance.
+"""The report as one HTML file that needs no network: answer, tables, pictures, provenance.
 
 Fed by the tables and pictures that are also written on their own. Every row of a table links to
 where its numbers come from (commit, machine, versions, specification, raw steps).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,92 +20,94 @@ import pandas as pd
 from benchmarks.records.environment import git_state
 from benchmarks.report.frame import notes_of
 from benchmarks.report.picture import SavedPicture
+from benchmarks.report.table import Grid
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_SECTIONS = ("Throughput", "Speed-up", "Scaling", "Memory", "Timelines", "Loss", "Evidence")
-_TABLES = {
-    "throughput": "Throughput",
-    "memory": "Memory",
-    "lone_ranks": "Memory",
-    "speedup": "Speed-up",
-    "evidence": "Evidence",
-    "published": "Evidence",
+_SECTIONS = {  # the tables below each heading, after the paper's table
+    "Throughput": ("throughput",),
+    "Speed-up": ("speedup",),
+    "Ablations": ("ablation",),
+    "Scaling": (),
+    "Memory": ("memory", "lone_ranks"),
+    "Timelines": (),
+    "Loss": (),
+    "Evidence": ("evidence", "published"),
 }
+_LARGE = 300_000  # bytes of an SVG beyond which its PNG is shown, if that is smaller
 
 
 @dataclass(frozen=True)
-class _Table:
-    """A table as text; ``sources[i]`` are the records behind row i, its own first."""
+class Page:
+    """What the page shows. ``rows`` are the frame's rows behind the tables, whose grids name their
+    records; ``answers`` are the sentences on top."""
 
-    name: str
-    columns: list[str]
-    rows: list[list[str]]
-    sources: list[list[str]]
+    rows: pd.DataFrame
+    grids: Mapping[str, Sequence[Grid]]
+    pictures: Sequence[SavedPicture]
+    skipped: Sequence[str]
+    answers: Sequence[str]
 
 
-def write_page(
-    rows: pd.DataFrame,
-    tables: dict[str, pd.DataFrame],
-    pictures: Sequence[SavedPicture],
-    skipped: Sequence[str],
-    out: Path,
-) -> Path:
-    """Write ``report.html`` beside the pictures' SVG files and return its path.
-
-    ``rows`` are the frame's rows behind the tables, whose indices name their records.
-    """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    sha, dirty = git_state()
+def write_page(page: Page, out: Path) -> Path:
+    """Write ``report.html`` and return its path."""
     path = out / "report.html"
+    sha, dirty = git_state()
     path.write_text(
-        environment.get_template("report.html.j2").render(
-            sections=[_section(name, tables, pictures) for name in _SECTIONS],
-            summary=_summary(rows),
-            notes=notes_of(rows),
-            skipped=skipped,
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            paper=[grid for grid in page.grids["paper"] if grid.rows],
+            sections=[_section(name, page) for name in _SECTIONS],
+            answers=page.answers,
+            summary=_summary(page.rows),
+            notes=notes_of(page.rows),
+            skipped=page.skipped,
             commit=sha[:10] + (" with local changes" if dirty else ""),
             made=datetime.now(UTC).isoformat(timespec="seconds"),
-            sources=_sources(rows),
+            sources=_sources(page.rows),
         )
     )
     return path
 
 
-def _section(
-    section: str, tables: dict[str, pd.DataFrame], pictures: Sequence[SavedPicture]
-) -> dict[str, Any]:
-    """What the template shows below one heading; tables without rows are left out."""
-    return {
-        "name": section,
-        "tables": [
-            _table(name, tables[name])
-            for name, of in _TABLES.items()
-            if of == section and not tables[name].empty
-        ],
-        "pictures": [_image(picture) for picture in pictures if picture.section == section],
-    }
+def table_page(name: str, grids: Sequence[Grid], out: Path) -> Path:
+    """Write ``NAME.html``: the grids of one table alone."""
+    path = out / f"{name}.html"
+    path.write_text(_environment().get_template("one_table.html.j2").render(grids=grids))
+    return path
 
 
-def _table(name: str, table: pd.DataFrame) -> _Table:
-    return _Table(
-        name,
-        list(map(str, table.columns)),
-        [[str(value) for value in line] for line in table.to_numpy()],
-        [str(records).split() for records in table.index],
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
 
 
+def _section(name: str, page: Page) -> dict[str, Any]:
+    """What the template shows below one heading; tables without rows are left out."""
+    grids = [grid for table in _SECTIONS[name] for grid in page.grids[table]]
+    return {
+        "name": name,
+        "grids": [grid for grid in grids if grid.rows],
+        "pictures": [_image(picture) for picture in page.pictures if picture.section == name],
+    }
+
+
 def _image(picture: SavedPicture) -> dict[str, str]:
-    """The picture's SVG file as a data address: sharp at every size, and no second file."""
-    data = base64.b64encode(picture.paths[1].read_bytes()).decode()
+    """The picture as a data address: its SVG, which is sharp at every size, or its PNG where that
+    is much smaller."""
+    png, svg = picture.paths
+    large = svg.stat().st_size > max(_LARGE, png.stat().st_size)
+    path, kind = (png, "png") if large else (svg, "svg+xml")
+    data = base64.b64encode(path.read_bytes()).decode()
     return {
         "name": picture.name,
         "caption": picture.caption,
-        "address": f"data:image/svg+xml;base64,{data}",
+        "address": f"data:image/{kind};base64,{data}",
     }
 
 
@@ -117,7 +119,6 @@ def _summary(rows: pd.DataFrame) -> list[tuple[str, str]]:
         ("configurations", str(len(rows))),
         ("evidence", counted("evidence")),
         ("status", counted("status")),
-        ("contenders", counted("contender")),
         ("clusters", counted("cluster")),
     ]
 

@@ -10,17 +10,21 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
-PANEL = ["evidence", "cluster", "precision", "model", "global_batch", "seq"]
+from benchmarks.report import words
+
+PANEL = ["evidence", "basis", "cluster", "precision", "model", "global_batch", "seq"]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One figure: ``section`` is its heading in the page, ``name`` its file's stem."""
+    """One figure: ``section`` is its heading in the page, ``name`` its file's stem, ``shown`` the
+    line below it that says what it shows, so that it can be passed on without its caption."""
 
     section: str
     name: str
     caption: str
     figure: Figure
+    shown: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,18 @@ class SavedPicture:
     paths: tuple[Path, Path]  # PNG, SVG
 
 
-def save(picture: Picture, out: Path) -> SavedPicture:
-    """Write PNG (200 dots an inch) and SVG, and release the figure.
+def say_what_it_shows(picture: Picture) -> None:
+    """Put the picture's own line below its figure, once."""
+    if picture.shown:
+        picture.figure.supxlabel(picture.shown, fontsize=7.5, color="#555555", x=0.01, ha="left")
 
-    The panels are arranged once: left to itself, matplotlib does it twice a file.
+
+def save(picture: Picture, out: Path) -> SavedPicture:
+    """Write PNG (200 dots per inch) and SVG, and release the figure.
+
+    The panels are arranged once: left to itself, matplotlib does it twice per file.
     """
+    say_what_it_shows(picture)
     engine = picture.figure.get_layout_engine()
     if engine is not None:
         picture.figure.set_dpi(plt.rcParams["savefig.dpi"])  # letters' widths depend on it
@@ -56,13 +67,16 @@ def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
 
     No figure mixes kinds of evidence or clusters, except those that compare them.
     """
-    if rows.empty:  # no point has succeeded yet: the table has no columns either
-        return
-    for (evidence, cluster), mine in rows.groupby(["evidence", "cluster"], sort=True):
-        yield f"{evidence}_{cluster}".replace(" ", "_"), f"{evidence} on {cluster}", mine
+    keys = ["evidence", "basis", "cluster"]
+    for (evidence, basis, cluster), mine in rows.groupby(keys, sort=True):
+        kind = [str(word) for word in (evidence, basis) if word]
+        suffix = "_".join([*kind, str(cluster)]).replace(" ", "_")
+        where = words.cluster_label(str(cluster))
+        yield suffix, f"{', '.join(kind)} on {where}", mine
 
 
 def panel_title(panel: pd.DataFrame) -> str:
     """Model, batch and sequence length of the rows of one panel."""
     row = panel.iloc[0]
-    return f"{row['model']}, batch {row['global_batch']} x {row['seq']}, {row['precision']}"
+    name = words.model_label(row["model"])
+    return f"{name}, batch {row['global_batch']} x {row['seq']}, {row['precision']}"

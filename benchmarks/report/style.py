@@ -1,7 +1,8 @@
-"""How every figure looks: one colour a contender everywhere, readable in print and without colour.
+"""How every figure looks: each contender has one style everywhere, which its own folder gives.
 
-Colours are Okabe and Ito's, made for the colour-blind; hatches, dashes and markers repeat the
-distinction for print.
+Contenders are named by their keys; ``words.contender_label`` is what a legend shows. Colours are
+Okabe and Ito's, made for the colour-blind; hatches, dashes and markers repeat the distinction where
+there is no colour.
 """
 
 from __future__ import annotations
@@ -14,20 +15,15 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-COLOURS = {
-    "ZeroPP": "#0072B2",
-    "DeepSpeed 3D": "#D55E00",
-    "torch PP": "#009E73",
-    "FSDP2": "#CC79A7",
-    "3D, best known": "#E69F00",
-}
-HATCHES = {"ZeroPP": "", "DeepSpeed 3D": "//", "torch PP": "..", "FSDP2": "xx"}
-DASHES = {"ZeroPP": "-", "DeepSpeed 3D": (0, (5, 2)), "torch PP": (0, (1, 1.2)), "FSDP2": "-."}
-MARKERS = {"ZeroPP": "o", "DeepSpeed 3D": "s", "torch PP": "^", "FSDP2": "D"}
-OTHER = "#56B4E9"
+from benchmarks.report import words
+from benchmarks.specification.contenders import PRICED
+from zeropp.tune.contender import Style
+
+_OTHER = Style(colour="#56B4E9", hatch="\\\\", dashes="-", marker="v")  # none of today's
 COLUMNS = 3  # panels side by side
 WARM, COOL, NEUTRAL = "#D55E00", "#0072B2", "#777777"  # worse, better, neither
 
@@ -53,26 +49,28 @@ plt.rcParams.update(_RC)
 
 def colour(contender: str) -> str:
     """The contender's colour."""
-    return COLOURS.get(contender, OTHER)
+    return _style(contender).colour
 
 
 def hatch(contender: str) -> str:
     """The contender's hatch."""
-    return HATCHES.get(contender, "\\\\")
+    return _style(contender).hatch
 
 
 def line(contender: str) -> dict[str, Any]:
     """Colour, dashes and marker of the contender's line."""
-    return {
-        "color": colour(contender),
-        "linestyle": DASHES.get(contender, "-"),
-        "marker": MARKERS.get(contender, "v"),
-    }
+    style = _style(contender)
+    return {"color": style.colour, "linestyle": style.dashes, "marker": style.marker}
+
+
+def _style(contender: str) -> Style:
+    known = PRICED.get(contender)
+    return known.style if known else _OTHER
 
 
 def ordered(contenders: Iterable[str]) -> list[str]:
-    """Contenders without repetition, in the order of the colours: the same in every figure."""
-    rank = {name: number for number, name in enumerate(COLOURS)}
+    """Contenders without repetition, in the order of the registry: the same in every figure."""
+    rank = {name: number for number, name in enumerate(PRICED)}
     return sorted(set(contenders), key=lambda name: (rank.get(name, len(rank)), name))
 
 
@@ -83,7 +81,7 @@ def panels(
     height: float = 3.1,
     heights: Sequence[float] | None = None,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of ``count`` panels, ``columns`` side by side; sizes in inches a panel, of which
+    """A figure of ``count`` panels, ``columns`` side by side; sizes in inches per panel, of which
     ``height`` is the mean where lines of panels have ``heights`` in proportion."""
     columns = min(columns, count)
     lines = -(-count // columns)
@@ -124,6 +122,28 @@ def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str, str]]) -> Non
             arrowprops={"arrowstyle": "-", "color": shade, "linewidth": 0.6, "relpos": (0, 0.5)},
             annotation_clip=False,
         )
+
+
+def shown(rows: pd.DataFrame) -> str:
+    """What a figure's own line says of its rows: kind of evidence, cluster, model, batch, and whose
+    degrees nobody has tuned. Contenders are named by their labels."""
+    first = rows.iloc[0]
+    basis = str(first.get("basis") or "")
+    parts = [", ".join(filter(None, (str(first["evidence"]), basis)))]
+    parts.append("on " + ", ".join(words.cluster_label(str(c)) for c in rows["cluster"].unique()))
+    parts.append(_few([words.model_label(str(m)) for m in rows["model"].unique()], "models"))
+    batches = [str(batch) for batch in sorted(rows["global_batch"].unique())]
+    parts.append("batch " + _few(batches, "sizes"))
+    if "default_degrees" in rows:
+        names = rows[rows["default_degrees"].eq(True)]["contender"]
+        labels = [words.contender_label(name) for name in ordered(names)]
+        parts += [f"default degrees: {', '.join(labels)}"] if labels else []
+    return " · ".join(parts)
+
+
+def _few(names: list[str], word: str) -> str:
+    """The names, or how many there are where a line cannot hold them."""
+    return ", ".join(names) if len(names) <= 4 else f"{len(names)} {word}"
 
 
 def legend(figure: Figure, axes: Sequence[Axes]) -> None:

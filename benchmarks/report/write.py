@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
 
-from benchmarks.report.bars import bars
-from benchmarks.report.breakdown import memory_breakdown
-from benchmarks.report.evidence import evidence_distance_figure
+from benchmarks.report.ablation import ablation_table
+from benchmarks.report.drawing import draw
+from benchmarks.report.folder import report_folder
+from benchmarks.report.forms import fits, rich_table, write_table
 from benchmarks.report.frame import latest_ok, load_frame, notes_of
-from benchmarks.report.headline import headline_table
-from benchmarks.report.losses import loss_curves
-from benchmarks.report.page import write_page
-from benchmarks.report.picture import Picture, save
-from benchmarks.report.published import published_figure
-from benchmarks.report.scaling import scaling_curves, speedup_maps
-from benchmarks.report.step_timelines import step_timelines, write_traces
-from benchmarks.report.tables import (
-    MAX_PRINTED,
-    comparison_tables,
-    print_tables,
-    wide_console,
-    write_tables,
-)
+from benchmarks.report.headline import answers, headline_table, print_table
+from benchmarks.report.page import Page, table_page, write_page
+from benchmarks.report.pairs import BASE, base_of
+from benchmarks.report.paper import paper_grids
+from benchmarks.report.step_timelines import write_traces
+from benchmarks.report.table import Grid, Table
+from benchmarks.report.tables import comparison_tables
 
-FIGURES: tuple[Callable[[pd.DataFrame], Iterator[Picture]], ...] = (
-    bars,
-    speedup_maps,
-    scaling_curves,
-    memory_breakdown,
-    step_timelines,
-    loss_curves,
-    evidence_distance_figure,
-    published_figure,
-)
+MAX_PRINTED = 60  # rows in the terminal; the files have all
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a report is asked for: the ``base`` of speed-ups (empty: DeepSpeed 3D), the knobs of the
+    configuration that ablations are ``against``, and whether every timeline is drawn."""
+
+    base: str = ""
+    against: Mapping[str, str] = field(default_factory=dict)
+    timelines: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,41 +43,119 @@ class ReportPaths:
     skipped: list[str]
 
 
-def write_report(roots: Sequence[Path], out: Path, console: Console | None = None) -> ReportPaths:
+def write_report(
+    roots: Sequence[Path],
+    out: Path,
+    console: Console | None = None,
+    options: Options = Options(),
+) -> ReportPaths:
     """Write all tables, figures and the page of the records below ``roots`` into ``out``.
 
     Prints the headline table and the paths. Files that cannot be read are named and skipped.
+    Raises BaseError and AblationError where no record fits the options.
     """
-    console = console or wide_console()
+    console = console or Console()
+    rows, skipped = _rows(roots, console)
+    if rows.empty:
+        return ReportPaths([], skipped)
+    base = base_of(rows, options.base) if options.base else BASE
+    tables = comparison_tables(rows, base)
+    tables["ablation"] = ablation_table(rows, options.against)
+    _print_headline(rows, base, console)
+    with report_folder(out) as folder:
+        pictures = draw(rows, base, options.against, folder, every_timeline=options.timelines)
+        grids = {name: _grids(table) for name, table in tables.items()}
+        page = Page(rows, grids, pictures, skipped, list(answers(rows, base)))
+        files = [write_page(page, folder), *_write_tables(tables, grids, folder)]
+        files += [path for picture in pictures for path in picture.paths]
+        files += write_traces(rows, folder, every=options.timelines)
+        names = [path.relative_to(folder) for path in files]
+    _print_paths(names, out, console)
+    return ReportPaths([out / name for name in names], skipped)
+
+
+def write_one_table(
+    name: str, roots: Sequence[Path], out: Path, options: Options, console: Console | None = None
+) -> ReportPaths:
+    """Print one table of ``comparison_tables`` and write it in every form: CSV, Parquet,
+    Markdown, LaTeX, HTML."""
+    console = console or Console()
+    rows, skipped = _rows(roots, console)
+    if rows.empty:
+        return ReportPaths([], skipped)
+    base = base_of(rows, options.base) if options.base else BASE
+    table = ablation_table(rows, options.against) if name == "ablation" else None
+    table = table or comparison_tables(rows, base)[name]
+    names = write_table_forms(table, out)
+    _print_grids(table, rows, base, console)
+    for note in notes_of(rows):
+        console.print(note)
+    _print_paths(names, out, console)
+    return ReportPaths([out / name for name in names], skipped)
+
+
+def write_table_forms(table: Table, out: Path) -> list[Path]:
+    """One table in every form, in a folder of its own; the names of the files below it."""
+    with report_folder(out) as folder:
+        grids = _grids(table)
+        files = [*write_table(table, grids, folder), table_page(table.name, grids, folder)]
+        return [path.relative_to(folder) for path in files]
+
+
+def _rows(roots: Sequence[Path], console: Console) -> tuple[pd.DataFrame, list[str]]:
     frame, skipped = load_frame(roots)
     for line in skipped:
         console.print(f"skipped {line}", markup=False)
     if frame.empty:
         console.print(f"no records below {', '.join(map(str, roots))}", markup=False)
-        return ReportPaths([], skipped)
-    out.mkdir(parents=True, exist_ok=True)
-    rows = latest_ok(frame)
-    tables = comparison_tables(rows)
-    print_tables({"comparison": headline_table(rows[:MAX_PRINTED])}, console)
+    return latest_ok(frame), skipped
+
+
+def _grids(table: Table) -> list[Grid]:
+    """The text of a table; that of the paper's has a grid per kind of evidence and cluster."""
+    if table.name == "paper":
+        return list(paper_grids(table))
+    return [table.grid()]
+
+
+def _write_tables(
+    tables: Mapping[str, Table], grids: Mapping[str, list[Grid]], out: Path
+) -> list[Path]:
+    paths = [path for name, made in tables.items() for path in write_table(made, grids[name], out)]
+    together = out / "tables.md"
+    together.write_text("\n".join((out / f"{name}.md").read_text() for name in tables))
+    return [together, *paths]
+
+
+def _print_headline(rows: pd.DataFrame, base: str, console: Console) -> None:
+    made = headline_table(rows, base)
+    print_table(replace(made, data=made.data[:MAX_PRINTED]), console)
     for note in notes_of(rows):
         console.print(note)
     if len(rows) > MAX_PRINTED:
         console.print(f"... {len(rows) - MAX_PRINTED} more rows are in the files")
-    pictures = [save(picture, out) for figures in FIGURES for picture in figures(rows)]
-    images = [path for picture in pictures for path in picture.paths]
-    page = write_page(rows, tables, pictures, skipped, out)
-    files = [page, *write_tables(tables, out), *images, *write_traces(rows, out)]
-    _print_paths(files, out, console)
-    return ReportPaths(files, skipped)
 
 
-def _print_paths(files: Sequence[Path], out: Path, console: Console) -> None:
+def _print_grids(table: Table, rows: pd.DataFrame, base: str, console: Console) -> None:
+    """The table as it is where the terminal is wide enough, else a line per contender."""
+    for grid in _grids(table):
+        if fits(grid, console):
+            console.print(rich_table(grid))
+        elif table.name == "paper":
+            console.print("The terminal is too narrow for a group of columns per contender:")
+            _print_headline(rows, base, console)
+            break
+        else:
+            print_table(table, console)
+
+
+def _print_paths(names: Sequence[Path], out: Path, console: Console) -> None:
     """Where the report is: the page first, then what else there is of each kind."""
     console.print(f"Written to {out}:", markup=False, highlight=False)
-    names: dict[str, list[str]] = {}
-    for path in files:
-        names.setdefault(path.suffix.lstrip("."), []).append(path.relative_to(out).name)
-    for suffix, found in names.items():
+    kinds: dict[str, list[str]] = {}
+    for path in names:
+        kinds.setdefault(path.suffix.lstrip("."), []).append(path.name)
+    for suffix, found in kinds.items():
         more = f" and {len(found) - 4} more" if len(found) > 4 else ""
         line = f"  {suffix:<8}{', '.join(found[:4])}{more}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -5,10 +5,13 @@ Whatever is wrong with either is a SpecError of one line.
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import sys
 import tempfile
-from contextlib import redirect_stderr
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from functools import lru_cache
 from io import StringIO
 from typing import Any, cast
@@ -24,8 +27,9 @@ from benchmarks.specification.run_spec import SpecError, validated
 _CONF = CHECKOUT / "conf"
 
 
-def compose(config_name: str) -> list[dict[str, Any]]:
-    """Let Hydra compose every point of the command line; it does nothing else.
+def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Let Hydra compose every point of the command line, or of ``words`` in its place; it does
+    nothing else.
 
     Collecting the points first is what lets all of them be checked before one is started, and
     lets a launcher see the sweep as a whole. Empty where Hydra has answered (``--help``,
@@ -34,17 +38,20 @@ def compose(config_name: str) -> list[dict[str, Any]]:
     composed: list[DictConfig] = []
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise, so that the error can be one line
     collect = hydra.main(version_base="1.3", config_path=str(_CONF), config_name=config_name)
-    sys.argv[1:] = _flags_first(sys.argv[1:])
+    words = _flags_first(sys.argv[1:] if words is None else list(words))
+    asked = [_any_knob(word) for word in words]
+    _refuse_two_batches(asked)
     with (
         tempfile.TemporaryDirectory() as scratch,  # Hydra writes its own notes of a sweep there
         redirect_stderr(StringIO()) as usage,
+        _arguments(asked),
     ):
         OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
         try:
             collect(composed.append)()
             return [_plain(config) for config in composed]
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            raise SpecError(_one_line(error)) from None
+            raise SpecError(_one_line(error, asked)) from None
         except SystemExit as end:
             if not end.code:  # --version
                 raise
@@ -62,10 +69,34 @@ def preset(group: str, name: str, kind: type) -> Any:
     return validated(kind, OmegaConf.to_container(OmegaConf.load(path)), group)
 
 
+def _refuse_two_batches(words: Sequence[str]) -> None:
+    """Refuse a global batch beside sequences per GPU, since one would silently win."""
+    keys = {word.lstrip("+").partition("=")[0]: word for word in words}
+    both = [keys[name] for name in ("global_batch", "sequences_per_gpu") if name in keys]
+    if len(both) == 2:
+        raise SpecError(f"{both[0]}: {both[1]} sets it too (give one of both)")
+
+
+@contextmanager
+def _arguments(words: list[str]) -> Iterator[None]:
+    """The words as this process's command line, which is where Hydra looks for them."""
+    kept = sys.argv
+    sys.argv = [kept[0], *words]
+    try:
+        yield
+    finally:
+        sys.argv = kept
+
+
 def _flags_first(words: list[str]) -> list[str]:
     """The words with all overrides behind the flags, since Hydra takes no flag between them."""
     overrides = [w for w in words if w[:1] in ("+", "~") or ("=" in w and not w.startswith("-"))]
     return [word for word in words if word not in overrides] + overrides
+
+
+def _any_knob(word: str) -> str:
+    """Let Hydra pass on every knob: which ones a contender has, its own type says, and better."""
+    return f"++{word}" if word.startswith("contender.") else word
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
@@ -73,13 +104,50 @@ def _plain(config: DictConfig) -> dict[str, Any]:
     return cast("dict[str, Any]", values)
 
 
-def _one_line(error: Exception) -> str:
-    """The first things an error says, and the options of a group that has no such one."""
+def _one_line(error: Exception, words: Sequence[str]) -> str:
+    """The first things an error says with the way out: ``-m`` for a list, the nearest key for one
+    that is misspelt, the options of a group that has no such one."""
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key}: missing; it has no default"
     lines = [line.strip(" \t;") for line in str(error).splitlines() if line.strip()]
+    if "Ambiguous value" in lines[0]:
+        listed = next((w for w in words if "," in w and w in lines[0]), lines[0])
+        return f"{listed}: is a list of values; add -m to run each of them"
     for number, line in enumerate(lines):
         if line.startswith("Available options"):
             options = [o for o in lines[number + 1 :] if "=" not in o and ":" not in o]
             return f"{lines[0]} (try {', '.join(options)})"
+    missing = re.search(
+        r"Key '([^']+)' is not in struct|could not override '([^']+)'", str(error), re.I
+    )
+    if missing and (path := _misspelt(words, missing)):
+        return path
     return "; ".join(lines[:2])
+
+
+def _misspelt(words: Sequence[str], missing: re.Match[str]) -> str:
+    """What to write for a key that no configuration has, where some key is like it."""
+    last = next(part for part in missing.groups() if part).rpartition(".")[2]
+    word = next((w for w in words if w.partition("=")[0].rpartition(".")[2] == last), "")
+    if not word:
+        return ""
+    near = difflib.get_close_matches(last, known_keys(), n=1, cutoff=0.6)
+    hint = f" (did you mean {near[0]}?)" if near else " (see --help)"
+    return f"{word}: there is no such key{hint}"
+
+
+@lru_cache
+def known_keys() -> tuple[str, ...]:
+    """Every key of every file in ``conf``, the last part of its path alone."""
+    found: dict[str, None] = {}
+    for path in sorted(_CONF.rglob("*.yaml")):
+        _collect(OmegaConf.to_container(OmegaConf.load(path)), found)
+    found |= dict.fromkeys(sorted(p.name for p in _CONF.iterdir() if p.is_dir()))
+    return tuple(found)
+
+
+def _collect(values: Any, found: dict[str, None]) -> None:
+    if isinstance(values, dict):
+        for key, value in values.items():
+            found[str(key)] = None
+            _collect(value, found)

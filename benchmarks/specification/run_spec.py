@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from difflib import get_close_matches
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import SkipValidation, TypeAdapter, ValidationError
 
+from benchmarks.specification.contenders import CONTENDERS
 from zeropp.cluster import Cluster
-from zeropp.literals import Precision
-from zeropp.plan import PlanRequest, Settings
+from zeropp.literals import Auto, Precision
+from zeropp.plan import Candidate, Knobs, Plan, Task
+from zeropp.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0
 from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig
 
@@ -40,7 +42,7 @@ class DataSpec:
 
     kind: Literal["text", "megatron", "synthetic"]
     path: str = ""  # relative paths are looked up from the checkout
-    seed: int = 1234
+    seed: Annotated[int, AT_LEAST_0] = 1234
 
     __pydantic_config__ = _STRICT
 
@@ -49,12 +51,14 @@ class DataSpec:
 class MeasureSpec:
     """What is timed, and what must hold before it is."""
 
-    warmup_steps: int = 2
-    steps: int = 10
-    gate: bool = True  # compare one step with one process before timing
-    gate_tolerance: float = 1e-4  # relative, loss, gradient norm and parameters
+    warmup_steps: Annotated[int, AT_LEAST_0] = 2
+    steps: Annotated[int, AT_LEAST_1] = 10
+    gate: bool = True  # compare three steps with one process before timing
+    # Relative error of loss, gradient norm and each parameter's update that is allowed beside what
+    # rounding does in the run's precision (see benchmarks/worker/gate.py).
+    gate_tolerance: Annotated[float, MORE_THAN_0] = 1e-4
     timeline: bool = True  # record the spans of one extra step after the timed ones
-    timeout_s: float = 600.0  # of the whole attempt
+    timeout_s: Annotated[float, AT_LEAST_1] = 600.0  # of the whole attempt
 
     __pydantic_config__ = _STRICT
 
@@ -65,36 +69,39 @@ class RunSpec:
 
     model: ModelShape
     cluster: Cluster
-    num_gpus: int
-    contender: Settings
-    global_batch: int  # sequences a step
-    microbatch_size: int  # sequences
+    num_gpus: Annotated[int, AT_LEAST_1]
+    contender: SkipValidation[Knobs]  # validated beforehand, as the contender's own type
+    global_batch: Annotated[int, AT_LEAST_1]  # sequences per step
+    microbatch_size: Annotated[int | Auto, AT_LEAST_1]  # sequences
     precision: Precision
     optimizer: OptimizerConfig
     data: DataSpec
     measure: MeasureSpec
-    seed: int = 0  # of the initial parameters
+    seed: Annotated[int, AT_LEAST_0] = 0  # of the initial parameters
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = {"extra": "forbid", "arbitrary_types_allowed": True}  # noqa: RUF012
 
-    @property
+    @cached_property
     def spec_id(self) -> str:
         """Readable name with a hash of the whole spec: equal specs have equal ids."""
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
         return f"{self.model.name}-{self.contender.name}-{self.num_gpus}gpu-{digest}"
 
     @property
-    def request(self) -> PlanRequest:
-        """The part of the spec that a planner needs."""
-        return PlanRequest(
-            shape=self.model,
-            cluster=self.cluster,
-            num_gpus=self.num_gpus,
-            global_batch=self.global_batch,
-            microbatch_size=self.microbatch_size,
-            precision=self.precision,
-            settings=self.contender,
-        )
+    def task(self) -> Task:
+        """The part of the spec that is the same for every contender of a comparison."""
+        return Task(self.model, self.cluster, self.num_gpus, self.global_batch, self.precision)
+
+    @property
+    def candidate(self) -> Candidate[Knobs]:
+        """The contender's setting. ``microbatch_size: auto`` is one sequence, if nobody has
+        searched for a better one."""
+        size = 1 if self.microbatch_size == "auto" else self.microbatch_size
+        return Candidate(self.contender, size)
+
+    def plan(self) -> Plan:
+        """What every rank does; raises InfeasibleError where there is no plan."""
+        return CONTENDERS[self.contender.name].plan(self.task, self.candidate)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries and lists, as they come back from JSON."""
@@ -104,48 +111,6 @@ class RunSpec:
         """Canonical JSON: sorted keys, no spaces."""
         return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
 
-
-_LIMITS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
-    (
-        "at least 1",
-        lambda value: value >= 1,
-        (
-            *("num_gpus", "global_batch", "microbatch_size", "measure.steps", "measure.timeout_s"),
-            *("model.layers", "model.hidden", "model.ffn", "model.vocab", "model.heads"),
-            *("model.kv_heads", "model.seq", "cluster.gpus_per_node", "cluster.nics_per_node"),
-            *("contender.tp", "contender.pp", "contender.shard", "contender.replicate"),
-            *("contender.chunks", "contender.unit", "contender.activation_cap"),
-            "cluster.device.units",
-        ),
-    ),
-    (
-        "at least 0",
-        lambda value: value >= 0,
-        (
-            *("measure.warmup_steps", "contender.prefetch", "seed", "data.seed"),
-            *("optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm", "tolerance"),
-            *("cluster.device.overlap_slowdown", "cluster.device.reserved_gib"),
-            *("cluster.device.kernel_us", "cluster.device.launch_us"),
-            *("cluster.intra.latency_us", "cluster.inter.latency_us"),
-            *("cluster.intra.hop_us", "cluster.inter.hop_us"),
-        ),
-    ),
-    (
-        "more than 0",
-        lambda value: value > 0,
-        (
-            *("measure.gate_tolerance", "cluster.intra.bandwidth_gb_s"),
-            *("cluster.inter.bandwidth_gb_s", "cluster.intra.efficiency"),
-            *("cluster.inter.efficiency", "cluster.device.memory_gib"),
-            *("cluster.device.memory_bandwidth_gb_s", "cluster.device.memory_efficiency"),
-            *("cluster.device.matmul_bf16_tflops", "cluster.device.matmul_fp32_tflops"),
-            *("cluster.device.peak_bf16_tflops", "cluster.device.peak_fp32_tflops"),
-            *("cluster.device.attention_efficiency", "cluster.reduction_gain"),
-            *("cluster.group_shares", "contender.activation_cap_gib"),
-        ),
-    ),
-    ("from 0 to less than 1", lambda value: 0 <= value < 1, ("model.dropout",)),
-)
 
 _adapter = lru_cache(TypeAdapter)  # takes milliseconds to make
 
@@ -162,11 +127,34 @@ def validated(kind: type[T], values: Any, prefix: str = "") -> T:
 
 def spec_from_mapping(values: Mapping[str, Any]) -> RunSpec:
     """Build and check a spec; raises SpecError with one line for the first thing wrong."""
-    spec = validated(RunSpec, dict(values))
-    check_ranges(spec)
+    values = dict(values)
+    if "contender" in values:
+        values["contender"] = knobs_from(values["contender"])
+    spec = validated(RunSpec, values)
     check_heads(spec.model)
     _check_names(spec)
     return spec
+
+
+def knobs_from(values: Any) -> Knobs:
+    """A contender's knobs, as its own type; raises SpecError for an unknown contender or knob."""
+    name = values.get("name") if isinstance(values, Mapping) else values
+    if name not in CONTENDERS:
+        raise SpecError(
+            f"contender.name={name!r}: no such contender (known: {', '.join(CONTENDERS)})"
+        )
+    kind: Any = CONTENDERS[name].knobs
+    known = [field.name for field in dataclasses.fields(kind)]
+    for key, value in values.items():
+        if key not in known:
+            near = get_close_matches(key, known, 1)
+            nearest = f"did you mean contender.{near[0]}?; " if near else ""
+            raise SpecError(
+                f"contender.{key}={value!r}: {name} has no such knob ({nearest}it has "
+                f"{', '.join(known[1:])})"
+            )
+    knobs: Knobs = validated(kind, dict(values), "contender")
+    return knobs
 
 
 def check_priced(cluster: Cluster, precision: Precision) -> None:
@@ -193,7 +181,8 @@ def _one_line(error: ValidationError, values: Any, prefix: str) -> str:
         return f"{field}={first['input']!r}: unknown key"
     if first["type"] == "missing":
         return f"{field}: missing; it has no default"
-    same = [p["msg"] for p in problems if _path(p["loc"], values) == path]
+    same = [p["msg"].removeprefix("Value error, ") for p in problems]
+    same = [m for m, p in zip(same, problems, strict=True) if _path(p["loc"], values) == path]
     return f"{field}={first['input']!r}: {'; or '.join(dict.fromkeys(same)).lower()}"
 
 
@@ -206,25 +195,6 @@ def _path(location: tuple[int | str, ...], values: Any) -> list[str]:
         path.append(str(part))
         values = values.get(part)
     return path
-
-
-def check_ranges(spec: object) -> None:
-    """Refuse numbers that mean nothing, in whatever of ``_LIMITS`` a spec has; raises SpecError."""
-    for words, holds, paths in _LIMITS:
-        for path in paths:
-            for value in _numbers_at(spec, path):
-                if not math.isfinite(value):
-                    raise SpecError(f"{path}={value}: must be finite")
-                if not holds(value):
-                    raise SpecError(f"{path}={value}: must be {words}")
-
-
-def _numbers_at(spec: object, path: str) -> list[float]:
-    """The numbers at a dotted path; none where there is no such path, or no number."""
-    for name in path.split("."):
-        spec = getattr(spec, name, None)
-    values = spec if isinstance(spec, tuple) else (spec,)
-    return [value for value in values if isinstance(value, int | float)]
 
 
 def _check_names(spec: RunSpec) -> None:

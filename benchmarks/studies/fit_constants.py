@@ -2,7 +2,7 @@
 
 One set of constants a device, and a few of programs (``zeropp/programs``); none of a
 row. Least squares on the logarithm of predicted over measured throughput with a soft L1
-loss, on at most ``--rows`` rows of each of the four fitted sources, drawn by a fixed seed; weak
+loss, on at most ``--rows`` rows of each table whose rows say ``role=fitted``, by a fixed seed; weak
 priors hold constants that the data do not tell. Rounded results go into ``conf/cluster`` and
 ``zeropp/programs`` by hand. Takes some minutes.
 
@@ -21,19 +21,16 @@ from typing import Any, cast
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks import CHECKOUT
 from benchmarks.studies.validation.cases import Case, case_of
 from benchmarks.studies.validation.predict import predict_case
-from benchmarks.studies.validation.rows import Row, UnpredictableError, read_rows
-
-PUBLISHED = CHECKOUT / "results" / "published"
-FITTED = ("vtrain_a100", "libai_megatron_v100", "llm_foundry_fsdp", "act_recompute")
+from benchmarks.studies.validation.reader import read_rows, training_tables
+from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A field of the device (``of`` is its name) or of the program of a table (``of`` is its
-    file), with a physical prior and the prior's width in logarithms."""
+    """A field of the device (``of`` is its name) or of the program (``of`` is its name), with a
+    physical prior and the prior's width in logarithms."""
 
     of: str
     field: str
@@ -52,10 +49,10 @@ CONSTANTS = (
             ("kernel_us", 5.0, 0.3),
         )
     ),
-    Constant("vtrain_a100", "launch_factor", 1.0, 1.0),
-    Constant("llm_foundry_fsdp", "traffic_factor", 1.0, 1.0),
-    Constant("llm_foundry_fsdp", "attention_factor", 1.0, 0.5),
-    Constant("libai_megatron_v100", "traffic_factor", 1.0, 1.0),
+    Constant("megatron_deepspeed_2022", "launch_factor", 1.0, 1.0),
+    Constant("llm_foundry", "traffic_factor", 1.0, 1.0),
+    Constant("llm_foundry", "attention_factor", 1.0, 0.5),
+    Constant("libai", "traffic_factor", 1.0, 1.0),
 )
 
 
@@ -63,8 +60,7 @@ CONSTANTS = (
 class Sample:
     """One row, understood once."""
 
-    table: str
-    row: Row
+    row: PublishedRow
     case: Case
 
     def log_error(self, values: Sequence[float]) -> float:
@@ -73,7 +69,7 @@ class Sample:
         for constant, value in zip(CONSTANTS, values, strict=True):
             if constant.of == device.name:
                 device = replace(device, **cast("Any", {constant.field: value}))
-            elif constant.of == self.table:
+            elif constant.of == program.name:
                 program = replace(program, **cast("Any", {constant.field: value}))
         cluster = replace(self.case.cluster, device=device)
         case = replace(self.case, cluster=cluster, program=program)
@@ -83,11 +79,13 @@ class Sample:
 def samples(rows: int) -> list[Sample]:
     """Rows of throughput of the fitted sources."""
     found = []
-    for table in FITTED:
+    for table in training_tables():
         understood = []
-        for row in read_rows(PUBLISHED / f"{table}.csv"):
+        for row in (line.row for line in read_rows(table)):
+            if row is None or row.role != "fitted":
+                continue
             try:
-                sample = Sample(table, row, case_of(row))
+                sample = Sample(row, case_of(row))
                 if predict_case(row, sample.case).kind == "throughput":
                     understood.append(sample)
             except UnpredictableError:

@@ -24,24 +24,25 @@ from omegaconf import OmegaConf
 from benchmarks.records.environment import git_state
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.run_spec import knobs_from
 from zeropp.cluster import Cluster
 from zeropp.cost import price_plan
 from zeropp.engine.traced_ranks import trace_ranks
 from zeropp.literals import Precision
-from zeropp.plan import MemoryBytes, Plan, PlanRequest, Settings
+from zeropp.plan import Candidate, Knobs, MemoryBytes, Plan, Task
+from zeropp.planner.degrees import asked_degrees
 from zeropp.shape import ModelShape
 from zeropp.sim.memory_curve import peak_memory
 from zeropp.training import OptimizerConfig
 
 OUT = Path("results/reference/memory/traced_vs_simulated.csv")
 REAL = ("deepspeed_3d",)  # fake tensors stop it; real ones are computed with, so models are small
-DEGREES = ("pp", "tp", "shard", "replicate")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One plan. ``options`` are a contender's knobs as on the command line; degrees not named
-    are 1."""
+    """One plan. ``options`` are a contender's knobs as on the command line; degrees and chunks that
+    are not named are 1."""
 
     contender: str
     model: str
@@ -51,11 +52,13 @@ class Case:
     precision: Precision = "bf16"
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def knobs(self) -> Knobs:
         """The options with their values."""
         chosen = OmegaConf.to_container(OmegaConf.from_dotlist(self.options.split()))
         assert isinstance(chosen, dict)
-        return dict.fromkeys(DEGREES, 1) | {str(k): v for k, v in chosen.items()}
+        known = CONTENDERS[self.contender].knobs.__dataclass_fields__
+        ones = {axis: 1 for axis in ("pp", "tp", "shard", "replicate", "chunks") if axis in known}
+        return knobs_from({"name": self.contender, **ones, **chosen})
 
     @property
     def text(self) -> str:
@@ -66,18 +69,17 @@ class Case:
     def plan(self) -> Plan:
         """The contender's own plan."""
         knobs = self.knobs
-        request = PlanRequest(
+        degrees = asked_degrees(knobs)
+        world = prod(int(degree) for degree in degrees.values())
+        dp = int(degrees.get("shard", 1)) * int(degrees.get("replicate", 1))
+        task = Task(
             shape=preset("model", self.model, ModelShape),
             cluster=preset("cluster", "a800", Cluster),
-            num_gpus=prod(knobs[degree] for degree in DEGREES),
-            global_batch=prod(
-                (self.microbatch_size, self.num_microbatches, knobs["shard"], knobs["replicate"])
-            ),
-            microbatch_size=self.microbatch_size,
+            num_gpus=world,
+            global_batch=self.microbatch_size * self.num_microbatches * dp,
             precision=self.precision,
-            settings=Settings(self.contender, **knobs),
         )
-        return CONTENDERS[self.contender].plan(request)
+        return CONTENDERS[self.contender].plan(task, Candidate(knobs, self.microbatch_size))
 
 
 CASES = (

@@ -23,10 +23,12 @@ from typing import Any
 from benchmarks.records.environment import git_state
 from benchmarks.specification.compose import preset
 from zeropp.cluster import Cluster
+from zeropp.contender.contender import ZEROPP
+from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
-from zeropp.plan import PlanRequest, Settings
-from zeropp.planner.zeropp_plan import orders, plan_zeropp
+from zeropp.plan import Candidate, Task
+from zeropp.planner.zeropp_plan import orders
 from zeropp.schedule import build
 from zeropp.schedule.event_loop import run
 from zeropp.schedule.program import StageCost
@@ -61,10 +63,10 @@ def gain(seed: int) -> float | None:
     cluster = preset("cluster", draw.choice(("a100", "a800", "h100", "h200")), Cluster)
     pp, chunks = draw.choice((2, 4, 8, 16)), draw.choice((1, 2, 4))
     m = draw.randint(pp, 6 * pp)
-    settings = Settings("zeropp", pp=pp, shard=64 // pp, chunks=chunks, unit=draw.randint(pp, m))
-    request = PlanRequest(model, cluster, 64, m * 64 // pp, 1, "bf16", settings)
+    knobs = ZeroppKnobs(pp=pp, shard=64 // pp, chunks=chunks, unit=draw.randint(pp, m))
+    task = Task(model, cluster, 64, m * 64 // pp)
     try:
-        plan = plan_zeropp(request)
+        plan = ZEROPP.plan(task, Candidate(knobs, 1))
     except InfeasibleError:
         return None
     price = price_plan(plan, cluster)

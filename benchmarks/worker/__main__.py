@@ -74,7 +74,7 @@ def _run(spec: RunSpec, events: EventWriter) -> int:
         events.write("gate", **result)
         if not result["passed"]:
             return EXIT_GATE
-    plan = contender.plan(spec.request)
+    plan = spec.plan()
     meter = MemoryMeter(device)
     trainer = contender.build(plan, spec.optimizer, device, spec.seed)
     attempt = _Attempt(spec, plan, trainer, batches, device, events)
@@ -132,7 +132,7 @@ def _open_world(spec: RunSpec) -> torch.device:
     if world != spec.num_gpus:
         raise RuntimeError(f"WORLD_SIZE={world}, but the spec has num_gpus={spec.num_gpus}")
     timeout = timedelta(seconds=spec.measure.timeout_s)
-    if spec.cluster.device.name == "cpu":
+    if spec.cluster.device.is_cpu:
         device = torch.device("cpu")
         dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timeout)
     else:

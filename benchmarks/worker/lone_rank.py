@@ -38,11 +38,11 @@ def measure_lone_rank(spec: RunSpec, events: EventWriter, trace_file: Path) -> N
 
     ``trace_file`` (.json.gz) takes the profiler's trace of one step.
     """
-    device = torch.device("cpu" if spec.cluster.device.name == "cpu" else "cuda:0")
+    device = torch.device("cpu" if spec.cluster.device.is_cpu else "cuda:0")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     contender, batches = CONTENDERS[spec.contender.name], open_batches(spec)
-    plan = contender.plan(spec.request)
+    plan = spec.plan()
     index = 0
 
     def step() -> float:

@@ -15,12 +15,12 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 
-from benchmarks.specification.run_spec import spec_from_mapping
+from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.gloo.world import World
 from tests.unit.test_spec import mapping
 from zeropp.model import build_model, cross_entropy
 from zeropp.optimizer import build_optimizer
-from zeropp.plan import Plan, PlanRequest
+from zeropp.plan import Plan
 from zeropp.shape import ModelShape
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig
@@ -47,16 +47,14 @@ def request(
     global_batch: int = 8,
     precision: str = "fp32",
     model: dict[str, Any] | None = None,
-) -> PlanRequest:
+) -> RunSpec:
     """A small request: 6 layers of width 32, microbatches of one sequence of 16 tokens."""
     values = mapping()
     values["model"] |= {"layers": 6, "hidden": 32, "ffn": 64, "vocab": 64, "seq": 16}
     values["model"] |= model or {}
     values["cluster"] = yaml.safe_load(Path("conf/cluster/cpu_gloo.yaml").read_text())
     values |= {"num_gpus": num_gpus, "contender": contender}
-    return spec_from_mapping(
-        values | {"global_batch": global_batch, "precision": precision}
-    ).request
+    return spec_from_mapping(values | {"global_batch": global_batch, "precision": precision})
 
 
 def batch(shape: ModelShape, rows: int, step: int) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zeropp.cluster import Cluster, Device, Link
+from zeropp.contender.contender import ZEROPP
+from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.engine.engine import Engine, EngineOptions, Piece
 from zeropp.engine.randomness import seed_piece
 from zeropp.model import build_model, build_piece
-from zeropp.plan import Plan, PlanRequest, Settings
-from zeropp.planner.zeropp_plan import plan_zeropp
+from zeropp.plan import Candidate, Plan, Task
 from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig
 
@@ -48,6 +49,8 @@ class Case:
     layers: int = 6
     cap: int | str = "auto"
     compile: bool = False
+    stage_style: str = "loop"
+    split_backward: bool = True
 
     @property
     def world(self) -> int:
@@ -61,8 +64,7 @@ class Case:
         )  # type: ignore[arg-type]
 
     def plan(self) -> Plan:
-        settings = Settings(
-            "zeropp",
+        knobs = ZeroppKnobs(
             pp=self.pp,
             shard=self.shard,
             replicate=self.replicate,
@@ -76,17 +78,11 @@ class Case:
             placement=self.placement,  # type: ignore[arg-type]
             activation_cap=self.cap,  # type: ignore[arg-type]
             compile=self.compile,
+            stage_style=self.stage_style,  # type: ignore[arg-type]
+            split_backward=self.split_backward,
         )
-        request = PlanRequest(
-            self.shape,
-            CLUSTER,
-            self.world,
-            self.batch,
-            1,
-            self.precision,
-            settings,  # type: ignore[arg-type]
-        )
-        return plan_zeropp(request)
+        task = Task(self.shape, CLUSTER, self.world, self.batch, self.precision)  # type: ignore[arg-type]
+        return ZEROPP.plan(task, Candidate(knobs, 1))
 
     def data(self, step: int) -> tuple[Tensor, Tensor]:
         """The global batch of a step."""

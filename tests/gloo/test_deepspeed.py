@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from baselines.deepspeed_3d.plan import plan as plan_deepspeed
 from tests.gloo.contender_case import check, request
 from tests.gloo.world import World
 from zeropp.training import OptimizerConfig
@@ -31,7 +30,7 @@ TIED = {"tied_embeddings": True}
 def test_deepspeed_is_one_process(
     world: World, contender: dict[str, Any], model: dict[str, Any]
 ) -> None:
-    plan = plan_deepspeed(request(4, {"name": "deepspeed_3d", **contender}, model=model))
+    plan = request(4, {"name": "deepspeed_3d", **contender}, model=model).plan()
     outcomes = check(world, BUILDER, plan)
     for rank, outcome in enumerate(outcomes):
         program = plan.schedule.programs[plan.layout.coordinates(rank)["pp"]]
@@ -41,12 +40,12 @@ def test_deepspeed_is_one_process(
 @pytest.mark.parametrize("replicate_zero", [0, 1])
 def test_deepspeed_clips_and_adapts(world: World, replicate_zero: int) -> None:
     contender = {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate_zero": replicate_zero}
-    plan = plan_deepspeed(request(8, contender))
+    plan = request(8, contender).plan()
     check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1), steps=3)
 
 
 @pytest.mark.parametrize("model", [{}, TIED], ids=str)
 def test_deepspeed_bf16_is_close(world: World, model: dict[str, Any]) -> None:
     contender = {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate_zero": 1}
-    plan = plan_deepspeed(request(8, contender, precision="bf16", model=model))
+    plan = request(8, contender, precision="bf16", model=model).plan()
     check(world, BUILDER, plan, tolerance=2e-2)

@@ -44,6 +44,11 @@ CASES = [
     Case(pp=2, replicate=3, zero=True, tied=True, chunks=2, batch=12, placement="pp_inner"),
     Case(pp=2, shard=2, chunks=2, batch=8, dropout=0.2, recompute="full"),
     Case(pp=2, replicate=2, zero=True, chunks=2, batch=8, dropout=0.2, replicate_every="unit"),
+    Case(pp=4, chunks=2, unit=12, batch=12, layers=8, stage_style="v", tied=True),
+    Case(pp=2, shard=2, chunks=3, batch=12, stage_style="v", cap=3, reduce_every="step"),
+    Case(pp=2, shard=2, replicate=2, zero=True, chunks=2, batch=16, stage_style="v", tied=True),
+    Case(pp=2, shard=2, chunks=2, unit=3, batch=10, split_backward=False, recompute="full"),
+    Case(pp=3, chunks=2, batch=8, stage_style="v", split_backward=False),
 ]
 
 

@@ -10,11 +10,11 @@ import pytest
 from benchmarks.specification.contenders import CONTENDERS
 from tests.gloo.contender_case import request
 from tests.gloo.engine_cases import ADAMW, CLUSTER, Case
+from zeropp.contender.trainer import build
 from zeropp.cost import price_plan
 from zeropp.cost.flops import piece_parameters
 from zeropp.engine.flat_layout import ALIGNMENT
 from zeropp.engine.traced_ranks import trace_ranks
-from zeropp.engine.trainer import build
 from zeropp.sim.memory_curve import peak_memory
 
 
@@ -54,7 +54,7 @@ def test_the_cost_model_is_within_five_percent_of_the_trace(
     num_gpus = prod(contender.get(degree, 1) for degree in ("pp", "tp", "shard", "replicate"))
     sizes = {**SIZES, **model}
     asked = request(num_gpus, contender, global_batch=batch, model=sizes, precision="bf16")
-    plan = CONTENDERS[name].plan(asked)
+    plan = asked.plan()
     simulated = peak_memory(plan, price_plan(plan, CLUSTER))
     ends = sorted({0, plan.layout.pp - 1})
     ranks = [plan.layout.pipeline(0)[index] for index in ends]

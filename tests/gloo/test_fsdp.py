@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from baselines.fsdp.plan import plan as plan_fsdp
 from tests.gloo.contender_case import check, request
 from tests.gloo.world import World
 from zeropp.schedule.action import Op
@@ -27,7 +26,7 @@ BUILDER = "baselines.fsdp.trainer:build"
 def test_fsdp_is_one_process(
     world: World, contender: dict[str, Any], model: dict[str, Any]
 ) -> None:
-    plan = plan_fsdp(request(4, {"name": "fsdp", **contender}, model=model))
+    plan = request(4, {"name": "fsdp", **contender}, model=model).plan()
     steps = 2
     outcomes = check(world, BUILDER, plan, steps=steps)
     if model.get("tied_embeddings"):
@@ -43,10 +42,10 @@ def test_fsdp_is_one_process(
 
 
 def test_fsdp_clips_and_adapts(world: World) -> None:
-    plan = plan_fsdp(request(4, {"name": "fsdp", "shard": 4}))
+    plan = request(4, {"name": "fsdp", "shard": 4}).plan()
     check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1), steps=3)
 
 
 def test_fsdp_bf16_is_close(world: World) -> None:
-    plan = plan_fsdp(request(2, {"name": "fsdp", "shard": 2}, precision="bf16"))
+    plan = request(2, {"name": "fsdp", "shard": 2}, precision="bf16").plan()
     check(world, BUILDER, plan, tolerance=2e-2)

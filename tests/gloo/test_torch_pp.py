@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from baselines.torch_pp.plan import plan as plan_torch
 from tests.gloo.contender_case import check, request
 from tests.gloo.world import World
 from zeropp.schedule.action import Op
@@ -39,7 +38,7 @@ BUILDER = "baselines.torch_pp.trainer:build"
 def test_torch_pp_is_one_process(
     world: World, contender: dict[str, Any], model: dict[str, Any]
 ) -> None:
-    plan = plan_torch(request(4, {"name": "torch_pp", **contender}, model=model))
+    plan = request(4, {"name": "torch_pp", **contender}, model=model).plan()
     steps = 2
     outcomes = check(world, BUILDER, plan, steps=steps)
     for rank, outcome in enumerate(outcomes):
@@ -52,11 +51,11 @@ def test_torch_pp_is_one_process(
 
 def test_torch_pp_three_axes_clip_and_adapt(world: World) -> None:
     contender = {"pp": 2, "tp": 2, "shard": 2, "schedule": "interleaved_1f1b", "chunks": 2}
-    plan = plan_torch(request(8, {"name": "torch_pp", **contender}))
+    plan = request(8, {"name": "torch_pp", **contender}).plan()
     check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1), steps=3)
 
 
 def test_torch_pp_bf16_is_close(world: World) -> None:
     contender = {"pp": 2, "shard": 2, "schedule": "interleaved_zb", "chunks": 2}
-    plan = plan_torch(request(4, {"name": "torch_pp", **contender}, precision="bf16"))
+    plan = request(4, {"name": "torch_pp", **contender}, precision="bf16").plan()
     check(world, BUILDER, plan, tolerance=2e-2)

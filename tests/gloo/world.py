@@ -27,7 +27,7 @@ PRELOADED = [
     "torch",
     "torch.distributed.fsdp",
     "torch._dynamo",
-    "zeropp.engine.trainer",
+    "zeropp.contender.trainer",
     "baselines.deepspeed_3d.trainer",
     "baselines.torch_pp.trainer",
     "benchmarks.specification.run_spec",

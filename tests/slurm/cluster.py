@@ -105,12 +105,25 @@ class SlurmCluster:
 
     def kill_node(self, name: str) -> None:
         """A node dies: its slurmd and every process that it started, at once."""
-        slurmd = psutil.Process(self._daemons[name].pid)
-        steps = [p for p in psutil.process_iter(["cmdline"]) if self._is_step_on(p, name)]
-        doomed = [slurmd, *steps, *(child for step in steps for child in _children(step))]
-        for process in doomed:
+        for process in self._of_node(name):
             _kill(process)
         self._end(name)
+
+    def freeze_node(self, name: str) -> None:
+        """A node stands still with everything that it runs, and can be thawed."""
+        for process in self._of_node(name):
+            process.suspend()
+
+    def thaw_node(self, name: str) -> None:
+        """It goes on where it stood."""
+        for process in reversed(self._of_node(name)):
+            process.resume()
+
+    def _of_node(self, name: str) -> list[psutil.Process]:
+        """The slurmd of a node, its step daemons and all that they started."""
+        slurmd = psutil.Process(self._daemons[name].pid)
+        steps = [p for p in psutil.process_iter(["cmdline"]) if self._is_step_on(p, name)]
+        return [slurmd, *steps, *(child for step in steps for child in _children(step))]
 
     def run(self, *command: str, timeout_s: float = _CLIENT_TIMEOUT_S) -> str:
         """The output of a client; raises CalledProcessError or TimeoutExpired."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.records.record import RunRecord, find_records, read_record
@@ -25,36 +26,49 @@ class Suite:
         self.directory = directory
         self.runs = directory / "runs"
         self.report = directory / "report"
+        self.environment: dict[str, str] = {}  # beside that of a client of the cluster
 
-    def sweep(self, *overrides: str, expect: int = 0) -> str:
-        """Submit a sweep and return what was printed."""
-        places = (f"runs_dir={self.runs}", f"report_dir={self.report}", "launcher=slurm")
-        defaults = ("launcher.sbatch.account=science", "cluster.gpus_per_node=4")
-        command = (sys.executable, "-m", "benchmarks.run", "-m", *places, *defaults, *overrides)
-        done = subprocess.run(
-            command,
-            env=self.cluster.environment,
+    def beside(self, name: str) -> Suite:
+        """Another suite of the same cluster, in a folder of this name."""
+        return Suite(self.cluster, self.directory / name)
+
+    def sweep(self, *overrides: str, expect: int | None = 0) -> str:
+        """Submit a sweep and return what was printed; ``expect`` is the exit status, None any."""
+        process = self._start(*overrides)
+        printed, _ = process.communicate(timeout=120)
+        assert expect in (None, process.returncode), printed
+        return printed
+
+    def stand_in(self, *overrides: str, expect: int | None = 0) -> str:
+        """Submit points whose ranks are the stand-in: two ranks on a node."""
+        return self.sweep(*self._quick(), *overrides, expect=expect)
+
+    def start(self, *overrides: str) -> subprocess.Popen[str]:
+        """Begin to submit such points; the caller waits for the process."""
+        return self._start(*self._quick(), *overrides)
+
+    def _quick(self) -> tuple[str, ...]:
+        quick = ("num_gpus=2", "measure.gate=false", "measure.warmup_steps=0", "global_batch=4")
+        return (f"launcher.worker_python={_STAND_IN}", *quick)
+
+    def _start(self, *overrides: str) -> subprocess.Popen[str]:
+        places = (f"runs_dir='{_escaped(self.runs)}'", f"report_dir='{_escaped(self.report)}'")
+        shared = ("launcher.sbatch.exclusive=false", "cluster.gpus_per_node=4")
+        defaults = ("launcher=slurm", "launcher.sbatch.account=science", *shared)
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.run", "-m", *places, *defaults, *overrides],
+            env=self.cluster.environment | self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
-            check=False,
         )
-        assert done.returncode == expect, done.stdout
-        return done.stdout
-
-    def stand_in(self, *overrides: str, expect: int = 0) -> str:
-        """Submit points whose ranks are the stand-in: two ranks on a node."""
-        quick = ("num_gpus=2", "measure.gate=false", "measure.warmup_steps=0", "global_batch=4")
-        python = f"launcher.worker_python={_STAND_IN}"
-        return self.sweep(python, *quick, *overrides, expect=expect)
 
     def status(self, expect: int = 0) -> dict[str, Row]:
         """Every point as ``benchmarks.status --json`` tells it, by spec id."""
         command = (sys.executable, "-m", "benchmarks.status", str(self.runs), "--json")
         done = subprocess.run(
             command,
-            env=self.cluster.environment,
+            env=self.cluster.environment | self.environment,
             capture_output=True,
             text=True,
             timeout=120,
@@ -93,6 +107,36 @@ class Suite:
         wait_until(stepping, seconds, f"{number} steps below {self.runs}")
         return stepping()[-1].parent
 
+    def wait_for_all_steps(self, number: int, seconds: float = 90) -> dict[int, Path]:
+        """Wait until all ranks of so many attempts have measured two steps; the attempts by the
+        seeds of their points."""
+
+        def stepping() -> dict[int, Path]:
+            found = {}
+            for attempt in self.runs.glob("*/slurm-*"):
+                ranks = [f.read_text().count('"step"') for f in attempt.glob("rank_*.jsonl")]
+                if len(ranks) == 2 and min(ranks) >= 2:
+                    found[json.loads((attempt / "spec.json").read_text())["seed"]] = attempt
+            return found
+
+        what = f"steps of {number} attempts below {self.runs}"
+        wait_until(lambda: len(stepping()) >= number, seconds, what)
+        return stepping()
+
+    def recorded_by_status(self) -> int:
+        """How many records there are after a call of status, which closes what is over."""
+        self.status()
+        return len(self.records())
+
+    def workers(self) -> list[int]:
+        """Processes of ranks below this suite's runs."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or []
+            if "benchmarks.worker" in command and any(str(self.runs) in word for word in command):
+                found.append(process.pid)
+        return found
+
     def wait_until_idle(self, seconds: float) -> None:
         """Wait until none of the user's jobs is left in the queue."""
         wait_until(lambda: not self.queue(), seconds, "an empty queue")
@@ -103,6 +147,10 @@ class Suite:
         lines = self.cluster.run("squeue", "--noheader", "--array", "--format=%i %j").splitlines()
         pairs = [line.split() for line in lines]
         return [job for job, name in pairs if name.rpartition("-")[0] in sweeps]
+
+
+def _escaped(path: Path) -> str:
+    return str(path).replace("'", "\\'")
 
 
 @pytest.fixture(scope="session")
@@ -135,7 +183,6 @@ def background(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) 
     }
     suites["over_time"].stand_in(
         *("seed=3", "launcher.sbatch.time=1", "launcher.grace_s=20"),
-        "+launcher.sbatch.gpus-per-node=false",
     )
     suites["sweep"].sweep(
         *("model=gpt_tiny", "num_gpus=4,8,16", "contender=zeropp,deepspeed_3d"),

@@ -5,6 +5,7 @@ Writes the events that a worker writes, in a second and without torch, and ends 
 the spec's seed asks for, unless a file ``calm`` lies beside the runs.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -29,7 +30,16 @@ def wait_for_the_others(directory: Path) -> None:
         time.sleep(0.05)
 
 
+def die_with_launcher() -> None:
+    """As a real worker does where it was started by the local launcher."""
+    if launcher := os.environ.get("SUITE_LAUNCHER_PID"):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != int(launcher):
+            os._exit(5)
+
+
 def main() -> None:
+    die_with_launcher()
     spec, directory = Path(sys.argv[3]), Path(sys.argv[5])
     rank = int(os.environ["RANK"])
     behaviour = json.loads(spec.read_text())["seed"] % 10
@@ -46,8 +56,11 @@ def main() -> None:
 
         signal.signal(signal.SIGTERM, leave)
         signal.signal(signal.SIGUSR1, leave)
-        places = ("SLURM_NODEID", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURMD_NODENAME")
-        write("environment", **{name: os.environ[name] for name in places})
+        (directory / f"rank_{rank:03d}.pid").write_text(str(os.getpid()))
+        places = ("OMP_NUM_THREADS", "SLURM_NODEID", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        places += ("SLURMD_NODENAME",)
+        devices = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
+        write("environment", **devices, **{name: os.environ.get(name, "") for name in places})
         for index in range(_ENDLESS if behaviour == GOES_ON else _STEPS):
             time.sleep(0.1)
             write("step", index=index, seconds=0.1, loss=5.0 - index / _ENDLESS)

@@ -13,7 +13,6 @@ from tests.slurm.conftest import Suite
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
-NO_GPUS = "+launcher.sbatch.gpus-per-node=false"  # beside the background sweep
 Background = dict[str, Suite]
 
 
@@ -28,23 +27,23 @@ def test_dry_run_prints_scripts_and_submits_nothing(suite: Suite) -> None:
 
 @pytest.mark.usefixtures("background")
 def test_a_point_that_raises(suite: Suite) -> None:
-    suite.stand_in("seed=1,0", NO_GPUS)
+    suite.stand_in("seed=1,0")
     suite.wait_for_records(2, 60)
     failed = next(r for r in suite.records() if r.status != "ok")
     assert (failed.status, failed.interrupted) == ("failed", False)
     assert failed.reason == "rank 1: ValueError: token 999 is not in the vocabulary"
     assert len(failed.step_s) == 3  # what was measured is kept
     assert suite.states() == ["failed", "ok"]
-    assert "0 of 2 points to run" in suite.stand_in("seed=1,0", NO_GPUS)
+    assert "0 of 2 points to run" in suite.stand_in("seed=1,0")
     (suite.directory / "calm").touch()
-    assert "1 of 2 points to run" in suite.stand_in("seed=1,0", NO_GPUS, "rerun=failed")
+    assert "1 of 2 points to run" in suite.stand_in("seed=1,0", "rerun=failed")
     suite.wait_for_records(3, 60)
     assert suite.states() == ["ok", "ok"]
 
 
 @pytest.mark.usefixtures("background")
 def test_a_point_over_its_memory(suite: Suite) -> None:
-    suite.stand_in("seed=2", "launcher.sbatch.mem=300", NO_GPUS)
+    suite.stand_in("seed=2", "launcher.sbatch.mem=300")
     suite.wait_for_records(1, 60)
     record = suite.only_record()
     assert record.status == "oom"
@@ -55,19 +54,19 @@ def test_a_point_over_its_memory(suite: Suite) -> None:
 
 @pytest.mark.usefixtures("background")
 def test_a_bad_account_is_refused_at_submit(suite: Suite) -> None:
-    printed = suite.stand_in("seed=0", "launcher.sbatch.account=nobody", NO_GPUS, expect=1)
+    printed = suite.stand_in("seed=0", "launcher.sbatch.account=nobody", expect=1)
     assert "Invalid account" in printed
     (row,) = suite.status().values()
     assert row.state == "failed"
     assert row.detail.startswith("not submitted: sbatch: ")
-    suite.stand_in("seed=0", NO_GPUS)  # counts as missing
+    suite.stand_in("seed=0")  # counts as missing
     suite.wait_for_records(2, 60)
     assert suite.states() == ["ok"]
 
 
 @pytest.mark.usefixtures("background")
 def test_queued_points_are_never_doubled(suite: Suite) -> None:
-    held = ("seed=0,10", "+launcher.sbatch.hold=true", NO_GPUS)
+    held = ("seed=0,10", "+launcher.sbatch.hold=true")
     suite.stand_in(*held)
     queue = suite.queue()
     assert suite.states() == ["waiting", "waiting"]
@@ -77,7 +76,7 @@ def test_queued_points_are_never_doubled(suite: Suite) -> None:
     suite.cluster.run("scancel", *queue)
     wait_until(lambda: suite.states() == ["failed", "failed"], 30, "the cancellation")
     assert all("CANCELLED" in row.detail for row in suite.status().values())
-    suite.stand_in("seed=0,10", NO_GPUS)
+    suite.stand_in("seed=0,10")
     suite.wait_for_records(4, 60)
     assert suite.states() == ["ok", "ok"]
 

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Page, sync_playwright
 from rich.console import Console
 
-from benchmarks.report import write_report
+from benchmarks.report.write import write_report
 from tests.unit.synthetic_records import make_record, write_records
 
 CHROMIUM = shutil.which("chromium")

@@ -16,6 +16,8 @@ SHAPES = [
     ModelShape("gpt-tied", "gpt", 2, 48, 3, 3, 192, 80, 16, tied_embeddings=True),
     ModelShape("llama", "llama", 3, 64, 4, 4, 176, 96, 32),
     ModelShape("llama-gqa", "llama", 2, 64, 8, 2, 112, 96, 32),
+    ModelShape("llama-gelu", "llama", 2, 64, 8, 2, 112, 96, 32, gated_mlp=False),
+    ModelShape("gpt-gated", "gpt", 2, 64, 4, 4, 112, 96, 32, gated_mlp=True),
 ]
 
 

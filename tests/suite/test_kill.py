@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
 import pytest
 
+from benchmarks.launch import processes
+from benchmarks.launch.points import Point, attempt_directory, freeze, plan_point
+from benchmarks.launch.sweep import launch_points
 from benchmarks.records.record import find_records, read_record
+from benchmarks.specification.run_spec import spec_from_mapping
+from benchmarks.status import standing
+from tests.unit.test_spec import mapping
 
 SWEEP = [
     *("-m", "contender=zeropp", "model=gpt_tiny", "num_gpus=2", "seed=0,1", "global_batch=4"),
@@ -109,3 +120,112 @@ def test_second_run_completes_only_what_is_missing(runs: Path) -> None:
     assert again.returncode == 0, output
     assert "1 of 2 points to run" in output
     assert statuses(runs) == ["failed", "ok", "ok"]
+
+
+MOMENTS, SIMULATED, MEASURED = 30, 200, 20
+STAND_IN = Path(__file__).parents[1] / "slurm" / "stand_in.py"
+
+
+@pytest.fixture(scope="module")
+def many() -> dict[str, list[Point]]:
+    """The points of a sweep, by the launcher that runs them."""
+    spec = spec_from_mapping(mapping() | {"num_gpus": 2})
+    peak = replace(spec.cluster.device, peak_fp32_tflops=1.0)
+    priced = replace(spec, cluster=replace(spec.cluster, device=peak))
+    return {
+        "simulate": [plan_point(replace(priced, seed=seed)) for seed in range(SIMULATED)],
+        "local": [plan_point(replace(spec, seed=10 * seed)) for seed in range(MEASURED)],
+    }
+
+
+def run_all(many: dict[str, list[Point]], order: list[str], runs: Path) -> None:
+    """What the two commands do, without the seconds that their start takes."""
+    options = {"simulate": {"compute": "model", "traced_runs": str(runs)}, "local": {}}
+    for kind in order:
+        points = many[kind]
+        config = {"runs_dir": str(runs), "report_dir": str(runs.parent / "report")}
+        launcher = {"kind": kind, **options[kind]}
+        launch_points(points, [config | {"rerun": "missing", "launcher": launcher}] * len(points))
+
+
+def start_all(many: dict[str, list[Point]], order: list[str], runs: Path) -> int:
+    """The same in a process of its own, whose number is returned."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setsid()
+        with (runs.parent / "output").open("a") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        run_all(many, order, runs)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def start_stand_in(
+    arguments: list[str], *, rank: int, variables: dict[str, str], log: Path, on_cpu: bool
+) -> BaseProcess:
+    """In the place of ``start_rank``: a rank that takes a second and no torch."""
+    variables = variables | {"SUITE_LAUNCHER_PID": str(os.getpid())}
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=be_stand_in, args=(arguments, variables), name=f"rank {rank}")
+    process.start()
+    return process
+
+
+def be_stand_in(arguments: list[str], variables: dict[str, str]) -> None:
+    os.setsid()
+    command = [str(STAND_IN), "-m", "benchmarks.worker", *arguments]
+    os.execve(STAND_IN, command, os.environ | variables)
+
+
+def ended(pid: int) -> bool:
+    return os.waitpid(pid, os.WNOHANG)[0] == pid
+
+
+@pytest.mark.timeout(280)
+def test_a_sweep_killed_at_30_random_moments(
+    many: dict[str, list[Point]], runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "start_rank", start_stand_in)
+    runs.mkdir()
+    chance, kills = random.Random(20), 0
+    while kills < MOMENTS:
+        pid = start_all(many, chance.sample(list(many), 2), runs)
+        time.sleep(chance.uniform(0.1, 2.0))
+        assert not ended(pid), "the sweep ended before all the kills; make it longer"
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        kills += 1
+    last = start_all(many, list(many), runs)
+    deadline = time.monotonic() + 200
+    while not ended(last):
+        assert time.monotonic() < deadline, (runs.parent / "output").read_text()[-2000:]
+        time.sleep(0.2)
+    records = [read_record(path) for path in find_records([runs])]
+    successes = Counter((r.spec_id, r.provenance) for r in records if r.status == "ok")
+    points = [(p.spec.spec_id, "simulated") for p in many["simulate"]]
+    points += [(p.spec.spec_id, "measured") for p in many["local"]]
+    assert successes == Counter(points)  # complete, and nothing twice
+    assert {r.reason for r in records if r.status != "ok"} <= {"the launcher was killed"}
+    attempts = [path for path in runs.glob("*/local-*") if path.is_dir()]
+    assert all((path / "record.json").exists() for path in attempts)  # nothing lost
+    on_disk = sum(path.read_text().count('"step"') for path in runs.glob("*/*/rank_*.jsonl"))
+    assert on_disk == sum(len(rank.step_s) for r in records for rank in r.ranks)
+    assert ranks_of(runs) == {}
+    assert [row.state for row in standing(runs).rows] == ["ok"] * len(standing(runs).rows)
+
+
+def test_a_launcher_in_another_container_is_alive(many: dict[str, list[Point]], runs: Path) -> None:
+    """Its process namespace is another, where numbers mean other processes."""
+    directory = attempt_directory(many["local"][0].spec, runs, "local")
+    freeze(many["local"][0], directory, "local")
+    command = (sys.executable, "-m", "benchmarks.status", str(runs), "--json")
+    other = ("unshare", "--pid", "--fork", "--mount-proc", *command)
+    done = subprocess.run(other, capture_output=True, text=True, timeout=120, check=False)
+    if "unshare: " in done.stderr:
+        pytest.skip(f"no other process namespace here: {done.stderr.strip()}")
+    assert '"state": "running"' in done.stdout, done.stderr
+    assert not (directory / "record.json").exists()

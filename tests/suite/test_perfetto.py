@@ -26,7 +26,7 @@ from playwright.sync_api import Page, sync_playwright
 from rich.console import Console
 
 from benchmarks.records.record import find_records, read_record
-from benchmarks.report import write_report
+from benchmarks.report.write import write_report
 from tests.unit.synthetic_records import make_record, write_records
 
 DEMO = Path(__file__).resolve().parents[2] / "results" / "reference" / "demo"

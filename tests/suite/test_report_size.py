@@ -14,7 +14,7 @@ _SCRIPT = """
 import resource, sys, time
 from pathlib import Path
 from rich.console import Console
-from benchmarks.report import write_report
+from benchmarks.report.write import write_report
 paths = write_report([Path(sys.argv[1])], Path(sys.argv[2]), Console(quiet=True))
 own = resource.getrusage(resource.RUSAGE_SELF)
 print(len(paths.files), len(paths.skipped), time.process_time(), own.ru_maxrss * 1024)

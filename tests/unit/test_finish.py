@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 
 from benchmarks.launch.finish import Ending, finish_attempt, killed
 from benchmarks.launch.local import close_abandoned
+from benchmarks.launch.owner import OWNER_FILE, SILENT_S, claim, may_live, this_process
 from benchmarks.launch.points import Point, freeze, records_of, still_to_run, write_unstarted
 from benchmarks.records.rank_events import EventWriter
 from benchmarks.records.record import RecordError, read_record
@@ -96,16 +101,87 @@ def test_a_failed_gate_is_a_failure_with_its_figures(attempt: Path) -> None:
     assert record.step_s == []
 
 
-def test_a_signalled_attempt_is_preempted(attempt: Path) -> None:
+def test_a_failed_gate_names_the_worst_parameter(attempt: Path) -> None:
+    def check(kind: str, worst: str, error: float) -> dict[str, Any]:
+        return {"kind": kind, "worst": worst, "step": 2, "error": error, "limit": 0.01}
+
+    checks = [check("loss (sgd)", "", 0.02), check("mlp.up.weight", "3.mlp.up.weight", 0.5)]
+    fields = {"loss_error": 0.02, "grad_norm_error": 0.0, "parameter_error": 0.5, "shape": "toy"}
+    EventWriter(attempt, 0).write("gate", passed=False, tolerance=1e-4, checks=checks, **fields)
+    record = finish_attempt(attempt)
+    assert record.reason == (
+        "gate: 3.mlp.up.weight differs from one process by 5.0e-01 in step 2, relative to its own; "
+        "allowed 1.0e-02; 1 more of 2 checks failed"
+    )
+    assert read_record(attempt / "record.json") == record
+
+
+def test_a_signalled_attempt_is_interrupted(attempt: Path) -> None:
     write_rank(attempt, 0, done=False).write("signal", name="SIGTERM")
     record = finish_attempt(attempt)
-    assert record.status == "preempted"
+    assert (record.status, record.reason) == ("failed", "rank 0 left on SIGTERM")
     assert record.interrupted
+
+
+@pytest.mark.parametrize(("kind", "name"), [("error", "AssertionError"), ("oom", "MemoryError")])
+def test_an_exception_without_a_message(attempt: Path, kind: str, name: str) -> None:
+    write_rank(attempt, 0, done=False).write(kind, type=name, message="")
+    record = finish_attempt(attempt)
+    assert record.reason == f"rank 0: {name}"
+    assert record.step_s == [1.0, 2.0]
+
+
+def test_a_damaged_line_costs_itself_alone(attempt: Path) -> None:
+    write_rank(attempt, 0, steps=2, done=False)
+    path = attempt / "rank_000.jsonl"
+    lines = path.read_text().splitlines()
+    lines[1] = lines[1][:20]  # the warm-up
+    path.write_bytes("\n".join([*lines, "[1]", '{"event": 3}', ""]).encode() + b"\xff\x00\n")
+    write_rank(attempt, 1, steps=2)
+    record = finish_attempt(attempt)
+    assert (record.step_s, record.warmup_s) == ([2.0, 3.0], [])
+    assert record.reason == "1 of 2 ranks ended without a word"
 
 
 def test_silence_is_a_failure(attempt: Path) -> None:
     write_rank(attempt, 0)
     assert finish_attempt(attempt).reason == "1 of 2 ranks ended without a word"
+
+
+def claimed_by_a_dead_process(directory: Path) -> None:
+    process = subprocess.Popen(["true"])
+    owner = replace(this_process(), pid=process.pid)
+    process.wait(timeout=10)
+    (directory / OWNER_FILE).write_text(json.dumps(asdict(owner)))
+
+
+@pytest.mark.parametrize(
+    ("change", "lives"),
+    [
+        ({}, True),
+        ({"started": "1"}, False),  # the number was given to another process since
+        ({"boot": "before"}, False),  # rebooted
+        ({"namespace": "pid:[1]", "pid": 1}, True),  # another container: its process 1 is not ours
+        ({"host": "other", "boot": "another", "machine": "another"}, True),
+    ],
+)
+def test_who_may_still_be_at_work(attempt: Path, change: dict[str, Any], lives: bool) -> None:
+    owner = replace(this_process(), **change)
+    (attempt / OWNER_FILE).write_text(json.dumps(asdict(owner)))
+    assert may_live(attempt) == lives
+    then = time.time() - SILENT_S - 60
+    for path in (*attempt.glob("*"), attempt):
+        os.utime(path, (then, then))
+    assert may_live(attempt) == (lives and not change)  # unseen and silent for long: dead
+
+
+def test_another_users_process_is_alive(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    claim(attempt)
+    monkeypatch.setattr(os, "kill", refuse)
+    assert may_live(attempt)
 
 
 def test_an_attempt_whose_launcher_died_is_closed(attempt: Path) -> None:
@@ -114,7 +190,9 @@ def test_an_attempt_whose_launcher_died_is_closed(attempt: Path) -> None:
     other.mkdir()
     for name in ("attempt.json", "spec.json"):
         (other / name).write_text((attempt / name).read_text().replace('"seed"', '"sead"'))
-    close_abandoned(attempt.parents[1])
+    for directory in (attempt, other):
+        claimed_by_a_dead_process(directory)
+    assert close_abandoned(attempt.parents[1]) == []
     for directory in (attempt, other):
         record = read_record(directory / "record.json")
         assert record.reason == "the launcher was killed"

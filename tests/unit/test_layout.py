@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.specification.run_spec import spec_from_mapping
+from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.test_spec import mapping
+from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.contender.plan import size
 from zeropp.layout import InfeasibleError, Layout
-from zeropp.planner.degrees import microbatches_per_step, resolve_layout
+from zeropp.plan import Plan
 
 degree = st.integers(1, 4)
 
@@ -29,28 +31,35 @@ def test_ranks_and_places_are_one_to_one(
         assert places[1] == places[0] | {"tp": 1}  # tensor parallelism is innermost
 
 
-def request(num_gpus: int, gpus_per_node: int = 8, global_batch: int = 8, **contender: Any) -> Any:
+def request(
+    num_gpus: int, gpus_per_node: int = 8, global_batch: int = 8, **contender: Any
+) -> RunSpec:
     values = mapping()
     values["num_gpus"] = num_gpus
     values["global_batch"] = global_batch
     values["cluster"]["gpus_per_node"] = gpus_per_node
     values["contender"] = {"name": "zeropp", **contender}
-    return spec_from_mapping(values).request
+    return spec_from_mapping(values)
+
+
+def sized(spec: RunSpec) -> Plan:
+    assert isinstance(spec.contender, ZeroppKnobs)
+    return size(spec.task, spec.contender, 1)
 
 
 def test_auto_puts_the_shard_group_in_a_node_and_the_pipeline_across() -> None:
-    layout = resolve_layout(request(32, gpus_per_node=8, shard="auto"))
+    layout = sized(request(32, gpus_per_node=8, chunks=1)).layout
     assert (layout.pp, layout.shard, layout.replicate) == (4, 8, 1)
-    layout = resolve_layout(request(4, shard="auto"))
+    layout = sized(request(4)).layout
     assert (layout.pp, layout.shard, layout.replicate) == (2, 2, 1)
-    layout = resolve_layout(request(64, pp=2, shard="auto"))
+    layout = sized(request(64, pp=2, global_batch=32)).layout
     assert (layout.pp, layout.shard, layout.replicate) == (2, 8, 4)
 
 
 @given(st.integers(1, 64), st.sampled_from([1, 2, 4, 8]))
 def test_auto_degrees_always_make_up_the_ranks(num_gpus: int, gpus_per_node: int) -> None:
     try:
-        layout = resolve_layout(request(num_gpus, gpus_per_node, shard="auto"))
+        layout = sized(request(num_gpus, gpus_per_node, global_batch=num_gpus)).layout
     except InfeasibleError as error:
         assert "model.layers=4" in str(error)  # noqa: PT017
         return
@@ -67,18 +76,18 @@ def test_auto_degrees_always_make_up_the_ranks(num_gpus: int, gpus_per_node: int
 )
 def test_degrees_that_cannot_be(knobs: dict[str, Any], words: str) -> None:
     with pytest.raises(InfeasibleError, match=words):
-        resolve_layout(request(4, **knobs))
+        sized(request(4, **knobs))
 
 
 def test_batch_must_divide() -> None:
     asked = request(4, global_batch=7, pp=2)
     with pytest.raises(InfeasibleError, match=r"global_batch=7: .* \(try 6 or 8\)"):
-        microbatches_per_step(asked, resolve_layout(asked))
+        sized(asked)
 
 
 def test_a_step_of_too_many_actions_is_refused() -> None:
     asked = request(4, global_batch=2 * 2**16, pp=2, chunks=2)
-    assert microbatches_per_step(asked, resolve_layout(asked)) == 2**16
+    assert sized(asked).num_microbatches == 2**16
     asked = request(4, global_batch=2 * 2**16 + 2, pp=2, chunks=2)
     with pytest.raises(InfeasibleError, match=r"65537 microbatches .* x 4 stages .* most 65536 "):
-        microbatches_per_step(asked, resolve_layout(asked))
+        sized(asked)

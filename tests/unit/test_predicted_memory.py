@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.launch.points import freeze, plan_point
-from benchmarks.report import load_frame
+from benchmarks.report import words
 from benchmarks.report.breakdown import memory_breakdown
+from benchmarks.report.frame import load_frame
 from benchmarks.report.tables import memory_table
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import CONTENDERS
@@ -21,9 +22,9 @@ from zeropp.sim.simulator import simulate
 
 SETTINGS = {
     "zeropp": {"pp": 2, "shard": 2, "chunks": 2},
-    "deepspeed_3d": {"pp": 2, "tp": 2, "schedule": "1f1b"},
+    "deepspeed_3d": {"pp": 2, "tp": 2},
     "torch_pp": {"pp": 2, "shard": 2, "chunks": 2, "schedule": "interleaved_1f1b"},
-    "fsdp": {"pp": 1, "shard": 4},
+    "fsdp": {"shard": 4},
 }
 
 
@@ -47,10 +48,10 @@ def test_it_stands_beside_the_measured_peak(tmp_path: Path) -> None:
     write_records([make_record(fields={"plan": planned})], tmp_path)
     frame, _ = load_frame([tmp_path])
     table = memory_table(frame)
-    assert list(table["tensors by the cost model [GiB]"]) == ["1.000"]  # of the fuller rank
-    assert list(table["kind of peak"]) == ["resident"]
+    assert list(table.data["predicted_gib"]) == [1.0]  # of the fuller rank
+    assert list(table.data["memory_kind"]) == ["resident"]
     (picture,) = memory_breakdown(frame)
     assert picture.caption.startswith("Predicted memory of the fullest rank by kind")
     assert "The diamond is the measured peak (resident)" in picture.caption
     texts = [text.get_text() for text in picture.figure.axes[0].texts]
-    assert f"measured {frame['peak_gib'].iloc[0]:.3g}\npredicted 1" in texts
+    assert f"measured {words.gib(frame['peak_gib'].iloc[0])}\npredicted 1.00" in texts

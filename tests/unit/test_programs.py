@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.contenders import CONTENDERS, PRICED
+from tests.unit.simulated_task import task
 from zeropp.programs import ENTRIES, Entry, Program, entry_named, program_named
-from zeropp.tune.space import SPACES
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 ENTRY = pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
@@ -31,7 +31,7 @@ def test_an_unknown_program_is_an_error_that_names_the_known_ones() -> None:
 
 
 def test_no_price_and_no_simulation_depends_on_a_name() -> None:
-    names = {*ENTRIES, *SPACES, *CONTENDERS, "megatron", "deepspeed", "published"}
+    names = {*ENTRIES, *PRICED, "megatron", "deepspeed", "published"}
     files = [*(CHECKOUT / "zeropp/cost").glob("*.py"), *(CHECKOUT / "zeropp/sim").glob("*.py")]
     assert len(files) > 8
     for path in files:
@@ -45,7 +45,7 @@ def test_no_price_and_no_simulation_depends_on_a_name() -> None:
 
 
 def test_tuner_and_contenders_price_registered_programs() -> None:
-    assert {space.program for space in SPACES.values()} <= set(ENTRIES)
-    assert set(CONTENDERS) <= set(ENTRIES)
-    for name in set(CONTENDERS) & set(SPACES):  # what runs is what the tuner and the verdict price
-        assert SPACES[name].program == name
+    for name, contender in PRICED.items():
+        program = contender.size(task(), contender.knobs(), 1).program
+        assert program in ENTRIES
+        assert program == name or name not in CONTENDERS  # what runs is what is priced

@@ -12,26 +12,26 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from benchmarks.report import load_frame, style, write_report
+from benchmarks.report import style
 from benchmarks.report.breakdown import memory_breakdown
 from benchmarks.report.compare import compare, write_comparison
 from benchmarks.report.evidence import evidence_distances
-from benchmarks.report.frame import best_configuration, latest_ok, notes_of
+from benchmarks.report.frame import best_configuration, latest_ok, load_frame, notes_of
 from benchmarks.report.headline import headline_table
+from benchmarks.report.pairs import paired_speedups
+from benchmarks.report.paper import paper_grids
 from benchmarks.report.published import (
     VALIDATION,
     published_distances,
     published_figure,
     published_table,
 )
-from benchmarks.report.scaling import scaling_curves, speedup_maps
+from benchmarks.report.scaling import scaling_curves
+from benchmarks.report.speedup_map import speedup_maps
 from benchmarks.report.step_timelines import step_timelines, write_traces
-from benchmarks.report.tables import (
-    comparison_tables,
-    paired_speedups,
-    speedup_table,
-    throughput_table,
-)
+from benchmarks.report.table import Table
+from benchmarks.report.tables import comparison_tables, speedup_table, throughput_table
+from benchmarks.report.write import write_report
 from tests.unit.synthetic_records import make_record, write_records
 
 QUIET = Console(quiet=True)
@@ -42,6 +42,13 @@ def frame_of(*records: object, root: Path) -> pd.DataFrame:
     frame, skipped = load_frame([root])
     assert skipped == []
     return frame
+
+
+def column(table: Table, head: str) -> list[str]:
+    """A column of a table as people read it, top to bottom."""
+    grid = table.grid()
+    index = grid.heads.index(head)
+    return [row[index].text for row in grid.rows]
 
 
 def failed(status: str, reason: str) -> dict[str, object]:
@@ -67,8 +74,9 @@ def test_latest_success_wins_and_failures_stay(tmp_path: Path) -> None:
     rows = latest_ok(frame)
     assert list(rows["step_s"].dropna()) == [1.0]
     table = throughput_table(rows)
-    assert list(table["note"]) == ["rank 0: out of memory", ""]
-    assert "oom" in set(headline_table(rows)["tokens/s/rank"])
+    assert column(table, "note") == ["rank 0: out of memory", "default degrees"]
+    assert "OOM" in column(table, "step [s]")
+    assert "OOM" in column(headline_table(rows), "tokens/s/rank")
 
 
 def test_the_reference_is_the_fastest_and_sure_of_itself(tmp_path: Path) -> None:
@@ -77,7 +85,7 @@ def test_the_reference_is_the_fastest_and_sure_of_itself(tmp_path: Path) -> None
     later = make_record("deepspeed_3d", step_s=[2.5] * 6, attempt="local-2", fields=slow)
     ours = make_record("zeropp", step_s=[0.75] * 6)
     shown = headline_table(latest_ok(frame_of(base, later, ours, root=tmp_path)))
-    first, second, third = shown["speed-up"]  # the contenders by name, the later layout first
+    first, second, third = column(shown, "speed-up")  # contenders by key, the later layout first
     assert {first, second} == {"1.00", "~0.60 [0.20, 1.20]"}
     assert third.startswith("~2.00 [")
 
@@ -91,7 +99,9 @@ def test_what_never_had_a_plan_is_named_by_what_was_asked(tmp_path: Path) -> Non
             root=tmp_path,
         )
     )
-    assert set(headline_table(rows)["contender"]) == {"FSDP2: auto", "ZeroPP: auto"}
+    shown = headline_table(rows)
+    assert column(shown, "contender") == ["FSDP2", "ZeroPP"]
+    assert column(shown, "configuration") == ["auto", "auto"]
 
 
 def test_kinds_of_evidence_are_never_paired(tmp_path: Path) -> None:
@@ -99,7 +109,7 @@ def test_kinds_of_evidence_are_never_paired(tmp_path: Path) -> None:
     simulated = make_record("deepspeed_3d", provenance="simulated", attempt="simulate-1")
     rows = latest_ok(frame_of(measured, simulated, root=tmp_path))
     assert paired_speedups(rows).empty
-    assert set(throughput_table(rows)["evidence"]) == {"measured", "simulated"}
+    assert set(column(throughput_table(rows), "evidence")) == {"measured", "simulated"}
 
 
 def test_speedup_warns_of_what_the_samples_do_not_show(tmp_path: Path) -> None:
@@ -107,8 +117,8 @@ def test_speedup_warns_of_what_the_samples_do_not_show(tmp_path: Path) -> None:
     base = make_record("deepspeed_3d", step_s=[1.0, 1.1, 0.9, 1.0, 1.05, 1.0])
     pair = paired_speedups(latest_ok(frame_of(noisy, base, root=tmp_path))).iloc[0]
     assert pair["unsure"]
-    assert "unstable" in pair["note"]
-    assert "interval includes 1" in pair["note"]
+    assert "unstable" in pair["doubts"]
+    assert "interval includes 1" in pair["doubts"]
 
 
 def test_a_speedup_shows_its_doubts_at_the_number(tmp_path: Path) -> None:
@@ -120,19 +130,19 @@ def test_a_speedup_shows_its_doubts_at_the_number(tmp_path: Path) -> None:
             make_record("deepspeed_3d", num_gpus=gpus, step_s=quiet),
         ]
     rows = latest_ok(frame_of(*records, root=tmp_path))
-    *speedups, mean = speedup_table(rows)["speed-up"]
+    *speedups, mean = column(speedup_table(rows), "speed-up")
     assert speedups[0] == "2.00 [2.00, 2.00]"
     assert speedups[1].startswith("~0.80 [")
     assert speedups[2] == "~2.00 [2.00, 2.00]"  # one step shows nothing, however large the ratio
     assert mean.startswith("~")
-    assert "2 of them unsure" in speedup_table(rows)["note"].iloc[-1]
+    assert "2 of them unsure" in column(speedup_table(rows), "note")[-1]
     (fmap,) = speedup_maps(rows)
     texts = [text.get_text() for text in fmap.figure.axes[0].texts]
     assert [text.startswith("~") for text in texts] == [False, True, True]
     assert all("[" in text for text in texts)
-    shown = headline_table(rows).set_index(["ranks", "contender"])["speed-up"]
-    assert shown[16, "ZeroPP: PP2 V2 ZeRO-3x8 U2"] == "~2.00 [2.00, 2.00]"
-    assert list(shown[8]) == ["1.00", speedups[1]]
+    shown = headline_table(rows)
+    assert column(shown, "configuration")[-1] == "PP2 V2 ZeRO-3x8 U2"
+    assert column(shown, "speed-up")[2:] == ["1.00", speedups[1], "1.00", "~2.00 [2.00, 2.00]"]
 
 
 def test_rows_of_tables_name_their_records(tmp_path: Path) -> None:
@@ -141,9 +151,11 @@ def test_rows_of_tables_name_their_records(tmp_path: Path) -> None:
     other = make_record("zeropp", **traced, fields={"predicted": {"peak_bytes": 2**20}})
     rows = latest_ok(frame_of(ours, base, other, root=tmp_path))
     tables = comparison_tables(rows)
-    assert list(tables["speedup"].index) == [f"{ours.record_id} {base.record_id}"]
-    assert set(tables["evidence"].index) == {f"{other.record_id} {ours.record_id}"}
-    assert set(tables["throughput"].index) == {r.record_id for r in (ours, base, other)}
+    assert list(tables["speedup"].data.index) == [f"{ours.record_id} {base.record_id}"]
+    assert set(tables["evidence"].data.index) == {f"{other.record_id} {ours.record_id}"}
+    assert set(tables["throughput"].data.index) == {r.record_id for r in (ours, base, other)}
+    (measured, _) = paper_grids(tables["paper"])
+    assert measured.records == ((ours.record_id, base.record_id),)
     assert tables["published"].empty
 
 
@@ -166,7 +178,7 @@ def test_published_distances_stand_beside_simulated_records(tmp_path: Path) -> N
     committed = pd.read_csv(VALIDATION)
     slow = committed[committed["source"].str.startswith("vTrain")]["relative_error"].dropna()
     assert vtrain.median() == pytest.approx(1 / (1 + slow.median()) - 1, abs=1e-3)
-    assert len(published_table(rows)) == distances.groupby(["source", "quantity"]).ngroups
+    assert len(published_table(rows).data) == distances.groupby(["source", "quantity"]).ngroups
     (picture,) = published_figure(rows)
     assert len(picture.figure.axes) == 2
 
@@ -187,9 +199,11 @@ def test_traced_memory_is_broken_down_by_kind(tmp_path: Path) -> None:
 def test_every_kind_of_evidence_has_its_timelines(tmp_path: Path) -> None:
     records = [make_record("zeropp", num_gpus=n) for n in (4, 8, 16, 32, 64)]
     records.append(make_record(provenance="simulated", attempt="simulate-1", step_s=[0.1]))
-    names = [p.name for p in step_timelines(latest_ok(frame_of(*records, root=tmp_path)))]
-    assert sum("measured" in name for name in names) == 4
-    assert sum("simulated" in name for name in names) == 1
+    rows = latest_ok(frame_of(*records, root=tmp_path))
+    for every, measured in {False: 1, True: 5}.items():
+        names = [picture.name for picture in step_timelines(rows, every=every)]
+        assert sum("measured" in name for name in names) == measured
+        assert sum("simulated" in name for name in names) == 1
 
 
 def test_names_at_curve_ends_do_not_cover_each_other() -> None:
@@ -237,8 +251,8 @@ def test_speedup_takes_the_fastest_configuration_and_a_mean_over_cells(tmp_path:
     assert len(rows) == 6
     assert list(paired_speedups(rows)["speedup"]) == [2.0, 2.0]
     table = speedup_table(rows)
-    assert list(table["speed-up"]) == ["2.00 [2.00, 2.00]"] * 3
-    assert table.iloc[-1]["model"] == "2 cells"
+    assert column(table, "speed-up") == ["2.00 [2.00, 2.00]"] * 3
+    assert column(table, "model")[-1] == "mean of 2 cells"
 
 
 def test_unreadable_files_are_named_and_skipped(tmp_path: Path) -> None:
@@ -301,12 +315,13 @@ def test_write_report_leaves_tables_figures_page_and_traces(tmp_path: Path) -> N
     page = (tmp_path / "out" / "report.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "contender.pp=3: too many" in page
-    back = pd.read_parquet(tmp_path / "out" / "throughput.parquet")
-    pd.testing.assert_frame_equal(
-        back,
-        pd.read_csv(tmp_path / "out" / "throughput.csv", dtype=str, keep_default_na=False),
-        check_dtype=False,
-    )
+    parquet = pd.read_parquet(tmp_path / "out" / "throughput.parquet")
+    csv = pd.read_csv(tmp_path / "out" / "throughput.csv")
+    assert list(parquet.columns) == list(csv.columns)
+    for name in ("step_s", "step_s_low", "step_s_high", "tokens_per_s_per_gpu"):
+        assert csv[name].dtype.kind == "f"
+        pd.testing.assert_series_equal(csv[name], parquet[name])
+    assert csv["step_s"].notna().sum() == 2
 
 
 def test_report_of_failures_alone(tmp_path: Path) -> None:
@@ -344,14 +359,15 @@ def test_compare_says_what_changed_beyond_noise(tmp_path: Path) -> None:
     changes = compare(old, new)
     verdicts = {(r.contender, r.num_gpus): r.verdict for r in changes.itertuples()}
     assert verdicts == {
-        ("ZeroPP", 4): "faster",
-        ("DeepSpeed 3D", 4): "slower",
-        ("torch PP", 4): "no difference shown",
-        ("FSDP2", 4): "ok -> oom",
-        ("ZeroPP", 8): "only before",
+        ("zeropp", 4): "faster",
+        ("deepspeed_3d", 4): "slower",
+        ("torch_pp", 4): "no difference shown",
+        ("fsdp", 4): "ok -> oom",
+        ("zeropp", 8): "only before",
     }
-    paths = write_comparison([tmp_path / "a"], [tmp_path / "b"], tmp_path / "out", QUIET)
-    assert {"comparison.png", "comparison.csv"} <= {path.name for path in paths}
+    made = write_comparison([tmp_path / "a"], [tmp_path / "b"], tmp_path / "out", QUIET)
+    assert {"comparison.png", "comparison.csv"} <= {path.name for path in made.files}
+    assert made.slower == 1
 
 
 def test_compare_across_clusters_leaves_the_cluster_out(tmp_path: Path) -> None:
@@ -363,8 +379,9 @@ def test_compare_across_clusters_leaves_the_cluster_out(tmp_path: Path) -> None:
     assert list(compare(old, new)["verdict"]) == ["no difference shown"]
 
 
-def test_best_configuration_of_nothing_is_nothing() -> None:
-    assert best_configuration(pd.DataFrame()).empty
+def test_best_configuration_of_nothing_is_nothing(tmp_path: Path) -> None:
+    frame, _ = load_frame([tmp_path])
+    assert best_configuration(frame).empty
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +28,7 @@ def zeropp_sizes(draw: st.DrawFn) -> dict[str, int]:
     ranks, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     m = draw(st.integers(1, 12))
     unit = draw(st.integers(1, m))
-    cap = draw(st.integers(smallest_cap(chunks, m, unit), unit * chunks + 2))
+    cap = draw(st.integers(smallest_cap("loop", chunks, m, unit), unit * chunks + 2))
     return {
         "num_ranks": ranks,
         "chunks": chunks,
@@ -38,10 +39,20 @@ def zeropp_sizes(draw: st.DrawFn) -> dict[str, int]:
 
 
 @st.composite
+def any_zeropp(draw: st.DrawFn) -> dict[str, Any]:
+    """Sizes of both placements, with and without a split backward."""
+    sizes: dict[str, Any] = draw(zeropp_sizes())
+    if draw(st.booleans()):
+        chunks, most = sizes["chunks"], sizes["num_ranks"] * sizes["chunks"]
+        sizes |= {"stage_style": "v", "activation_cap": draw(st.integers(chunks, most + 2))}
+    return sizes | {"split_backward": draw(st.booleans())}
+
+
+@st.composite
 def any_schedule(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(GENERATORS))
     if name == "zeropp":
-        return build(name, **draw(zeropp_sizes()))
+        return build(name, **draw(any_zeropp()))
     ranks, m = draw(st.integers(1, 5)), draw(st.integers(1, 10))
     chunks = draw(st.integers(1, 3)) if name in (*GROUPED, "looped_bfs") else 1
     if name in GROUPED:
@@ -71,10 +82,10 @@ def test_every_generator_is_legal(schedule: Schedule) -> None:
     assert len(seen) == 3 * schedule.num_stages * schedule.num_microbatches
 
 
-@given(zeropp_sizes(), st.data())
+@given(any_zeropp(), st.data())
 @settings(max_examples=60, deadline=None)
 def test_zeropp_keeps_the_cap_and_beats_its_equal_cost_order(
-    sizes: dict[str, int], data: st.DataObject
+    sizes: dict[str, Any], data: st.DataObject
 ) -> None:
     costs = data.draw(costs_of(sizes["num_ranks"] * sizes["chunks"]))
     equal = build("zeropp", **sizes)
@@ -83,6 +94,27 @@ def test_zeropp_keeps_the_cap_and_beats_its_equal_cost_order(
         validate(schedule, activation_cap=sizes["activation_cap"])
     priced = [run(lower(s, gather=True), costs).step_s for s in (planned, equal)]
     assert priced[0] <= priced[1]
+
+
+@given(any_zeropp())
+@settings(max_examples=40, deadline=None)
+def test_the_backward_is_split_or_not(sizes: dict[str, Any]) -> None:
+    ops = {a.op for program in build("zeropp", **sizes).programs for a in program}
+    parts = {Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT}
+    assert ops == {Op.FORWARD} | (parts if sizes["split_backward"] else {Op.FULL_BACKWARD})
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(4, 2), (4, 3), (8, 4)])
+def test_a_v_gathers_every_chunk_once_and_goes_down_and_up(ranks: int, chunks: int) -> None:
+    schedule = build(
+        "zeropp", num_ranks=ranks, chunks=chunks, num_microbatches=4 * ranks, stage_style="v"
+    )
+    assert schedule.stage_rank[: 2 * ranks] == (*range(ranks), *reversed(range(ranks)))
+    assert max(max(live_activations(schedule, r)) for r in range(ranks)) <= ranks * chunks // 2
+    lowered = lower(schedule, gather=True)
+    for rank, program in enumerate(lowered.programs):
+        assert sum(a.op is Op.UNSHARD for a in program) == chunks
+        assert max(resident_chunks(lowered, rank)) == chunks
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])

@@ -7,15 +7,17 @@ from time import process_time
 
 import pytest
 
+from baselines.deepspeed_3d.contender import DEEPSPEED_3D
+from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
 from tests.unit.simulated_task import task
+from zeropp.contender.contender import ZEROPP
+from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import PlanPrice, StageExtras, StageMemory, price_plan
 from zeropp.layout import Layout
-from zeropp.plan import Plan
+from zeropp.plan import Candidate, Plan
 from zeropp.schedule import build, lower
 from zeropp.schedule.program import StageCost
 from zeropp.sim.simulator import simulate
-from zeropp.tune.search import result_of
-from zeropp.tune.space import Candidate
 
 
 def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:
@@ -55,8 +57,14 @@ def flat_price(plan: Plan, cost: StageCost, **changes: object) -> PlanPrice:
 
 
 def one_f_one_b(pp: int, m: int) -> Plan:
-    layout = Layout(pp=pp, replicate=64 // pp)
-    return result_of(task(), Candidate("deepspeed_3d", layout, 1, m, "1f1b", "none")).plan
+    knobs = DeepSpeedKnobs(tp=1, pp=pp, replicate=64 // pp)
+    return DEEPSPEED_3D.plan(task(64, m * 64 // pp), Candidate(knobs, 1))
+
+
+def zeropp_plan(pp: int, m: int, unit: int, **knobs: object) -> Plan:
+    """Two chunks per rank on 64 GPUs, with a cap of all chunk-activations of a unit."""
+    chosen = ZeroppKnobs(pp=pp, shard=64 // pp, chunks=2, unit=unit, **knobs)  # type: ignore[arg-type]
+    return ZEROPP.plan(task(64, m * 64 // pp), Candidate(chosen, 1))
 
 
 def test_1f1b_takes_m_plus_p_minus_1_slots() -> None:
@@ -93,9 +101,7 @@ def test_traced_durations_replace_the_models() -> None:
 
 
 def test_collectives_beside_compute_slow_it() -> None:
-    layout = Layout(pp=2, shard=32, chunks=2)
-    candidate = Candidate("zeropp", layout, 1, 8, "zeropp", "none", 2, 4, "unit")
-    plan = result_of(task(), candidate).plan
+    plan = zeropp_plan(2, 8, 2)
     cost = StageCost(1.0, 1.0, 1.0, unshard=0.01)
     plain = simulate(plan, task().cluster, price=flat_price(plan, cost))
     slowed = simulate(plan, task().cluster, price=flat_price(plan, cost, overlap_slowdown=0.5))
@@ -118,9 +124,7 @@ def test_memory_peak_counts_what_1f1b_keeps() -> None:
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_memory_curve_ends_where_it_began_and_peaks_at_the_peak(pp: int) -> None:
-    layout = Layout(pp=pp, shard=64 // pp, chunks=2)
-    candidate = Candidate("zeropp", layout, 1, 8, "zeropp", "none", pp, 2 * pp, "unit")
-    plan = result_of(task(), candidate).plan
+    plan = zeropp_plan(pp, 8, pp)
     result = simulate(plan, task().cluster, price=flat_price(plan, StageCost(unshard=0.1)))
     for rank, peak in enumerate(result.memory):
         curve = result.memory_curve(rank)
@@ -150,7 +154,6 @@ def test_the_large_plan_is_simulated_in_two_seconds() -> None:
 
 
 def test_price_of_equal_plans_is_equal_whatever_their_programs() -> None:
-    a = Candidate("zeropp", Layout(pp=4, shard=16, chunks=2), 1, 16, "zeropp", "none", 4, 8)
-    b = replace(a, unit=8, cap=16, reduce_every="unit")
-    prices = [price_plan(result_of(task(), c).plan, task().cluster) for c in (a, b)]
+    plans = [zeropp_plan(4, 16, 4, reduce_every="step"), zeropp_plan(4, 16, 8)]
+    prices = [price_plan(plan, task().cluster) for plan in plans]
     assert prices[0] == prices[1]  # the tuner prices a family once

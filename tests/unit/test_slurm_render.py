@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from dataclasses import asdict, replace
@@ -11,32 +10,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.launch.finish import Ending
-from benchmarks.launch.points import Point, freeze, plan_point
+from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.progress import SweepProgress
-from benchmarks.launch.slurm import attempt as slurm_attempt
-from benchmarks.launch.slurm import jobs as slurm_jobs
 from benchmarks.launch.slurm import script as slurm_script
-from benchmarks.launch.slurm.attempt import close, ending_by_state
-from benchmarks.launch.slurm.client import EndedJob, QueuedJob, SlurmError, queued_jobs
-from benchmarks.launch.slurm.jobs import (
-    Submission,
-    SubmittedArray,
-    close_ended,
-    read_tasks,
-    underway,
+from benchmarks.launch.slurm.arrays import group, resources_of
+from benchmarks.launch.slurm.client import (
+    seconds_left,
+    site_defaults,
 )
 from benchmarks.launch.slurm.launcher import check, launch
-from benchmarks.launch.slurm.script import (
-    Resources,
-    SlurmOptions,
-    group,
-    read_options,
-    render_array,
-    render_report,
-    resources_of,
-)
-from benchmarks.records.rank_events import EventWriter
+from benchmarks.launch.slurm.options import SlurmOptions, read_options, seconds_of
+from benchmarks.launch.slurm.script import render_array, render_report
 from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
 from tests.unit.test_spec import mapping
 
@@ -45,7 +29,10 @@ SUBMISSION = Path("/data/runs/slurm/zeropp-1")
 
 
 def spec_of(**changes: Any) -> RunSpec:
-    return spec_from_mapping(mapping() | changes)
+    """The spec of the unit tests on GPUs."""
+    values = mapping()
+    values["cluster"]["device"]["name"] = "A100"
+    return spec_from_mapping(values | changes)
 
 
 def options(**changes: Any) -> SlurmOptions:
@@ -91,7 +78,7 @@ def test_equal_resources_share_an_array_and_no_point_gets_those_of_another() -> 
     points = [Point(spec_of(num_gpus=n, seed=s), None, "") for n in (16, 8, 4) for s in (0, 1)]
     sized = [(point, resources_of(point.spec, options(), None)) for point in points]
     arrays = group(sized, SUBMISSION, "sweep")
-    shapes = [(a.resources.nodes, a.resources.gpus_per_node, len(a.points)) for a in arrays]
+    shapes = [(a.resources.nodes, a.resources.ranks_per_node, len(a.points)) for a in arrays]
     assert shapes == [(1, 4, 2), (1, 8, 2), (2, 8, 2)]
     assert len({array.name for array in arrays}) == 3
     texts = [render_array(array, options(), Path("/runs")) for array in arrays]
@@ -107,7 +94,7 @@ def test_equal_resources_share_an_array_and_no_point_gets_those_of_another() -> 
     ],
 )
 def test_walltime(step_s: float | None, minutes: int) -> None:
-    assert resources_of(spec_of(), options(), step_s) == Resources(1, 4, minutes)
+    assert resources_of(spec_of(), options(), step_s).minutes == minutes
 
 
 def test_ranks_must_fill_their_nodes() -> None:
@@ -123,6 +110,12 @@ def test_ranks_must_fill_their_nodes() -> None:
         ({"sbatch": {"time": [1]}}, "launcher.sbatch.time"),
         ({"account": "science"}, "launcher.account='science': "),
         ({"grace_s": "long"}, "launcher.grace_s='long': "),
+        ({"grace_s": 120, "sbatch": {"time": 2}}, "launcher.sbatch.time=2: must be above"),
+        ({"queues": {8: {"time": "0:30"}}}, "launcher.queues.8.time=0:30: must be above"),
+        ({"queues": {8: {"nodes": 2}}}, "launcher.queues.8.nodes: the suite sets"),
+        ({"sbatch": {"gpus-per-node": 4}}, "launcher.gpu_flag"),
+        ({"gpu_flag": "gpus"}, "launcher.gpu_flag='gpus'"),
+        ({"max_running": 0}, "launcher.max_running=0: must be at least 1"),
     ],
 )
 def test_bad_options_are_one_line(changes: dict[str, Any], message: str) -> None:
@@ -133,14 +126,106 @@ def test_bad_options_are_one_line(changes: dict[str, Any], message: str) -> None
 
 
 def test_flags_say_what_the_map_says() -> None:
-    resources, point = Resources(1, 4, 11), Point(spec_of(), None, "")
-    (array,) = group([(point, resources)], SUBMISSION, "sweep")
-    flags = {"time": "2-00", "gpus_per_node": False, "gres": "gpu:h100:4", "exclusive": True}
-    lines = render_array(array, options(sbatch=flags), Path("/runs")).splitlines()
+    flags = {"time": "2-00", "exclusive": True, "comment": 'my "own" sweep', "mem": None}
+    lines = script_of(options(sbatch=flags)).splitlines()
     assert "#SBATCH --time=2-00" in lines
-    assert "#SBATCH --gres=gpu:h100:4" in lines
     assert "#SBATCH --exclusive" in lines
-    assert not any("gpus-per-node" in line for line in lines)
+    assert '#SBATCH --comment="my \\"own\\" sweep"' in lines
+    assert not any("--mem" in line for line in lines)
+
+
+def script_of(settings: SlurmOptions, **changes: Any) -> str:
+    """The script of one point."""
+    point = Point(spec_of(**changes), None, "")
+    sized = [(point, resources_of(point.spec, settings, None))]
+    (array,) = group(sized, SUBMISSION, "sweep")
+    return render_array(array, settings, Path("/runs"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "--gpus-per-node=4"),
+        ({"gpu_type": "h100"}, "--gpus-per-node=h100:4"),
+        ({"gpu_flag": "gres", "gpu_type": "h100"}, "--gres=gpu:h100:4"),
+        ({"gpu_flag": "gpus-per-task"}, "--gpus-per-task=1"),
+        ({"gpu_flag": "none"}, ""),
+        ({"sbatch": {"gpus-per-node": False, "gres": "gpu:a100:8"}}, "--gres=gpu:a100:4"),
+        ({"sbatch": {"gpus_per_node": False}}, ""),
+    ],
+)
+def test_gpus_follow_the_point_whichever_flag_the_site_uses(
+    changes: dict[str, Any], expected: str
+) -> None:
+    text = script_of(options(**changes))
+    asked = [line for line in text.splitlines() if "#SBATCH" in line and ("gpu" in line)]
+    assert asked == ([f"#SBATCH {expected}"] if expected else [])
+    assert ("--gpu-bind=none" in text) == (expected == "--gpus-per-task=1")
+
+
+def test_ranks_on_cpus_ask_for_no_gpus() -> None:
+    values = mapping()["cluster"]
+    assert values["device"]["name"] == "cpu"
+    assert "gpu" not in "".join(script_of(options(), cluster=values).split("#SBATCH")[1:-1])
+    assert "--gpus-per-node" not in script_of(options(), cluster=values)
+
+
+def test_a_queue_is_chosen_by_the_size_of_the_point() -> None:
+    queues = {1: {"partition": "small"}, 16: {"partition": "large", "time": 240}}
+    settings = options(sbatch={"partition": "any", "account": "science"}, queues=queues)
+    small, large = script_of(settings), script_of(settings, num_gpus=16)
+    assert "#SBATCH --partition=small" in small
+    assert "#SBATCH --partition=large" in large
+    assert "#SBATCH --time=240" in large
+    assert all("#SBATCH --account=science" in text for text in (small, large))
+
+
+def test_arrays_are_split_and_throttled() -> None:
+    settings = options(max_running=3)
+    points = [Point(spec_of(seed=seed), None, "") for seed in range(7)]
+    sized = [(point, resources_of(point.spec, settings, None)) for point in points]
+    arrays = group(sized, SUBMISSION, "sweep", max_array_size=4)
+    assert [len(array.points) for array in arrays] == [3, 3, 1]
+    assert sorted(i for a in arrays for i in a.spec_ids) == sorted(p.spec.spec_id for p in points)
+    assert "#SBATCH --array=0-2%3" in render_array(arrays[0], settings, Path("/runs"))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("2", 120),
+        ("2:30", 150),
+        ("1:02:03", 3723),
+        ("2-00", 172800),
+        ("1-02:03", 93780),
+        ("UNLIMITED", None),
+        (True, None),
+    ],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: Any, seconds: float | None) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0:59", 59), ("9:00", 540), ("1:00:00", 3600), ("2-01:00:00", 176400), ("INVALID", None)],
+)
+def test_time_left_is_read_as_squeue_prints_it(text: str, seconds: float | None) -> None:
+    assert seconds_left(text) == seconds
+
+
+def test_variables_of_a_shell_change_no_flag_of_the_script() -> None:
+    environment = {
+        "SBATCH_PARTITION": "debug",
+        "SBATCH_TIMELIMIT": "1",
+        "SBATCH_ARRAY_INX": "0-99",
+        "SBATCH_NO_REQUEUE": "1",
+        "SBATCH_CLUSTERS": "other",
+        "SBATCH_ACCOUNT": "science",
+        "SLURM_JOB_ID": "7",
+    }
+    kept = site_defaults(environment, {"partition", "time", "requeue"})
+    assert kept == {"SBATCH_ACCOUNT": "science"}  # of which the script says nothing
 
 
 def test_a_plan_that_cannot_fit_is_refused_before_the_queue(tmp_path: Path) -> None:
@@ -155,151 +240,3 @@ def test_a_plan_that_cannot_fit_is_refused_before_the_queue(tmp_path: Path) -> N
     assert "predicted peak of " in record.reason
     assert "is over the 0.0 for tensors: cluster.device.memory_gib=16 less" in record.reason
     assert not (tmp_path / "slurm").exists()
-
-
-@pytest.mark.parametrize(
-    ("state", "expected"),
-    [
-        ("OUT_OF_MEMORY", ("oom", False)),
-        ("TIMEOUT", ("timeout", False)),
-        ("NODE_FAIL", ("lost", True)),
-        ("PREEMPTED", ("preempted", True)),
-        ("CANCELLED by 1000", ("failed", True)),
-        ("FAILED", None),
-        ("COMPLETED", None),
-    ],
-)
-def test_what_slurms_states_mean(state: str, expected: tuple[str, bool] | None) -> None:
-    ending = ending_by_state(EndedJob(state, "0:9", "node7"))
-    assert (ending and (ending.status, ending.interrupted)) == expected
-    if ending:
-        assert state in ending.reason
-        assert "node7" in ending.reason
-
-
-@pytest.fixture
-def attempt(tmp_path: Path) -> Path:
-    """Two ranks, of which rank 0 measured one step; nothing ended it yet."""
-    spec = spec_of(num_gpus=2)
-    directory = tmp_path / spec.spec_id / "slurm-7_0-0"
-    directory.mkdir(parents=True)
-    freeze(Point(spec, None, ""), directory, "slurm")
-    slurm = {"job": "7_0", "job_id": 8, "restart": 0, "nodes": "node7", "log": "a.log"}
-    (directory / "slurm.json").write_text(json.dumps(slurm))
-    for rank in range(2):
-        EventWriter(directory, rank).write("step", index=0, seconds=1.0, loss=5.0)
-    return directory
-
-
-@pytest.fixture
-def silent_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_attempt, "last_ending", lambda job, timeout_s: None)
-
-
-@pytest.mark.usefixtures("silent_slurm")
-@pytest.mark.parametrize(
-    ("caught", "log", "exits", "expected"),
-    [
-        ("USR1", "", {}, Ending("timeout", "stopped before the job's time limit (SIGUSR1)")),
-        ("TERM", "", {}, Ending("preempted", "Slurm sent SIGTERM", interrupted=True)),
-        (
-            "",
-            "slurmstepd-n1: error: StepId=4.0 exceeded memory limit (9 > 3), being killed\n",
-            {},
-            Ending("oom", "Slurm: StepId=4.0 exceeded memory limit (9 > 3), being killed"),
-        ),
-        (
-            "",
-            "slurmstepd: error: Detected 1 oom_kill event in StepId=4.0.\n",
-            {0: 5, 1: 137},
-            Ending("oom", "Slurm: Detected 1 oom_kill event in StepId=4.0."),
-        ),
-        (
-            "",
-            "",
-            {1: 139, 0: 5},
-            Ending("failed", "rank 1 was killed by signal 11 (SIGSEGV)", interrupted=True),
-        ),
-    ],
-)
-def test_why_an_attempt_ended(
-    attempt: Path, caught: str, log: str, exits: dict[int, int], expected: Ending
-) -> None:
-    (attempt / "srun.log").write_text(log)
-    for order, (rank, code) in enumerate(exits.items()):
-        path = attempt / f"rank_{rank:03d}.exit"
-        path.write_text(str(code))
-        os.utime(path, (order, order))
-    record = close(attempt, 1, caught)
-    assert Ending(record.status, record.reason, record.interrupted) == expected
-    assert record.step_s == [1.0]
-    assert record.slurm["job"] == "7_0"
-
-
-@pytest.mark.usefixtures("silent_slurm")
-def test_a_signal_after_the_last_event_changes_nothing(attempt: Path) -> None:
-    for rank in range(2):
-        EventWriter(attempt, rank).write("done")
-    assert close(attempt, 0, "TERM").status == "ok"
-
-
-def submitted(runs: Path, spec_id: str, job: str) -> None:
-    directory = runs / "slurm" / "sweep"
-    frozen = directory / "specs" / spec_id
-    frozen.mkdir(parents=True)
-    for name in ("spec.json", "attempt.json"):
-        source = next((runs / spec_id).glob(f"*/{name}"))
-        (frozen / name).write_text(source.read_text())
-    Submission(directory, [SubmittedArray("sweep-0", [spec_id], job)]).write()
-
-
-RUNNING = QueuedJob("7_0", "sweep-0_0", "RUNNING", "None", "node7", "9:00")
-
-
-@pytest.mark.parametrize(
-    ("queued", "endings", "expected"),
-    [
-        ([RUNNING], [], None),
-        ([replace(RUNNING, state="PENDING")], [EndedJob("PREEMPTED", "0:0", "n")], "preempted"),
-        ([], [EndedJob("NODE_FAIL", "0:0", "node7")], "lost"),
-        ([], [], "lost"),
-    ],
-)
-def test_attempts_without_a_record_are_closed_once_their_job_is_gone(
-    attempt: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    queued: list[QueuedJob],
-    endings: list[EndedJob],
-    expected: str | None,
-) -> None:
-    runs = attempt.parents[1]
-    submitted(runs, attempt.parent.name, "7")
-    monkeypatch.setattr(slurm_jobs, "endings", lambda job: endings)
-    closed = close_ended(read_tasks(runs), {job.key: job for job in queued}, runs)
-    assert [record.status for record in closed] == ([expected] if expected else [])
-    assert all(record.interrupted and record.step_s == [1.0] for record in closed)
-    assert close_ended(read_tasks(runs), {job.key: job for job in queued}, runs) == []
-
-
-def test_a_job_without_an_id_is_found_by_its_name(attempt: Path) -> None:
-    runs, spec_id = attempt.parents[1], attempt.parent.name
-    submitted(runs, spec_id, "")
-    assert underway(read_tasks(runs), {RUNNING.key: RUNNING}) == {spec_id: RUNNING}
-
-
-@pytest.mark.usefixtures("silent_slurm")
-@pytest.mark.parametrize(("caught", "is_underway"), [("USR1", False), ("TERM", True)])
-def test_a_job_that_only_has_to_leave_the_queue(
-    attempt: Path, caught: str, is_underway: bool
-) -> None:
-    runs, spec_id = attempt.parents[1], attempt.parent.name
-    submitted(runs, spec_id, "7")
-    close(attempt, 5, caught)  # over its time: it is done; preempted: it will be requeued
-    found = underway(read_tasks(runs), {RUNNING.key: RUNNING})
-    assert set(found) == ({spec_id} if is_underway else set())
-
-
-def test_a_missing_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(SlurmError, match="squeue: not found; is this a login node"):
-        queued_jobs()

@@ -73,10 +73,11 @@ def test_a_lone_rank_has_a_line_in_the_report(tmp_path: Path) -> None:
     write_trace(ZEROPP, tmp_path, COMPUTE)
     frame, _ = load_frame([tmp_path])
     assert list(frame["evidence"]) == ["traced with real tensors"]
-    (line,) = lone_table(latest_ok(frame)).to_dict("records")
-    assert line["compute over kernels"] == "1.200"
-    assert (line["host-bound"], line["gathers beside compute"]) == ("5.0%", "75%")
-    assert (line["allocated [GiB]"], line["reserved [GiB]"]) == ("1.00", "2.00")
+    (line,) = lone_table(latest_ok(frame)).data.to_dict("records")
+    assert line["compute_over_kernels"] == pytest.approx(1.2)
+    assert line["host_bound"] == pytest.approx(0.05)
+    assert line["gathers_beside_compute"] == pytest.approx(0.75)
+    assert (line["allocated_gib"], line["reserved_gib"]) == (1.0, 2.0)
 
 
 def test_stages_take_the_times_of_their_likes() -> None:

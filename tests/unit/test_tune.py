@@ -3,47 +3,44 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from baselines.best_3d.contender import BEST_3D
+from baselines.deepspeed_3d.contender import DEEPSPEED_3D
+from benchmarks.specification.contenders import PRICED
 from benchmarks.tune import main
-from tests.unit.simulated_task import task
-from zeropp.tune.bound import least_bytes, least_step_s, work_s
-from zeropp.tune.search import OOM, result_of, search
-from zeropp.tune.sized_plans import sized_plan
-from zeropp.tune.space import SPACES, Candidate, Task, families, members
+from tests.unit.simulated_task import everything, task
+from zeropp.contender.contender import ZEROPP
+from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.layout import InfeasibleError
+from zeropp.tune.bound import WorkBound, least_bytes, least_step_s
+from zeropp.tune.search import OOM, search
 
 SMALL = replace(
     task(8, 16), shape=replace(task().shape, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)
 )
 
 
-def everything(name: str, what: Task) -> list[Candidate]:
-    space = SPACES[name]
-    found = families(what, space, Counter())
-    return [member for family in found for member in members(space, family)]
-
-
-@pytest.mark.parametrize("name", list(SPACES))
+@pytest.mark.parametrize("name", PRICED)
 def test_bounds_hold_and_the_winner_is_the_best_of_all(name: str) -> None:
-    best = float("inf")
-    for candidate in everything(name, SMALL):
-        result = result_of(SMALL, candidate)
+    best, contender, work_s = float("inf"), PRICED[name], WorkBound(SMALL.cluster)
+    for candidate, plan in everything(contender, SMALL):
+        result = contender.simulated(SMALL, candidate)
         price, peak, step = result.price, result.peak_bytes, result.step_s
-        assert least_bytes(sized_plan(SMALL, candidate), price, candidate) <= peak, candidate
-        assert least_step_s(sized_plan(SMALL, candidate), price) <= step * (1 + 1e-9), candidate
-        assert work_s(SMALL, candidate) <= step * (1 + 1e-9), candidate
+        assert least_bytes(plan, price) <= peak, candidate
+        assert least_step_s(plan, price) <= step * (1 + 1e-9), candidate
+        assert work_s(plan) <= step * (1 + 1e-9), candidate
         if peak <= SMALL.cluster.device.usable_bytes:
             best = min(best, step)
-    winner = search(SMALL, SPACES[name], tolerance=0.0).winner
+    winner = search(SMALL, contender, tolerance=0.0).winner
     assert winner is not None
     assert winner.step_s == pytest.approx(best)
 
 
 def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
-    outcome = search(task(), SPACES["deepspeed_3d"])
+    outcome = search(task(), DEEPSPEED_3D)
     assert outcome.winner is not None
     assert outcome.runner_up is not None
     assert outcome.winner.peak_bytes <= task().cluster.device.usable_bytes
@@ -53,28 +50,41 @@ def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
 
 
 def test_what_no_planner_would_plan_is_not_tried() -> None:
-    fallen: Counter[str] = Counter()
     many = task(8, 8 * 2**18)
-    found = [*families(many, SPACES["zeropp"], fallen)]
-    assert fallen["more microbatches than can be planned"] > 0
-    assert all(f.num_microbatches * f.layout.pp * f.layout.chunks <= 2**18 for f in found)
+    plans = [plan for _, plan in everything(ZEROPP, many)]
+    assert all(p.num_microbatches * p.layout.pp * p.layout.chunks <= 2**18 for p in plans)
+    with pytest.raises(InfeasibleError) as refusal:
+        ZEROPP.size(many, ZeroppKnobs(pp=2, shard=4), 1)
+    assert refusal.value.kind == "more microbatches than can be planned"
 
 
 def test_nothing_fits_on_too_few_gpus() -> None:
     four = task(4, 8)
     device = replace(four.cluster.device, memory_gib=32)
     small = replace(four, cluster=replace(four.cluster, device=device))
-    outcome = search(small, SPACES["zeropp"])
+    outcome = search(small, ZEROPP)
     assert outcome.winner is None
     assert outcome.fallen[OOM] > 0
 
 
 def test_the_baseline_may_use_all_that_its_software_has() -> None:
-    layouts = [c.layout for c in everything("best_3d", task(16, 32))]
+    layouts = [plan.layout for _, plan in everything(BEST_3D, task(16, 32))]
     assert {layout.tp for layout in layouts} == {1, 2, 4, 8}
     assert any(layout.sequence_parallel for layout in layouts)
     assert any(layout.replicate_zero for layout in layouts)
-    assert {c.schedule for c in everything("deepspeed_3d", task(16, 32))} == {"1f1b"}
+    plans = [plan for _, plan in everything(DEEPSPEED_3D, task(16, 32))]
+    assert {plan.schedule.name for plan in plans} == {"1f1b"}
+
+
+def test_what_was_asked_for_is_kept_and_the_rest_is_searched() -> None:
+    asked = ZeroppKnobs(pp=4, unit=3, activation_cap=7, recompute="selective", keep=1)
+    winner = search(SMALL, ZEROPP, asked, 2).winner
+    assert winner is not None
+    found = winner.candidate
+    assert found.microbatch_size == 2
+    for knob in ("pp", "unit", "activation_cap", "recompute", "keep"):
+        assert getattr(found.knobs, knob) == getattr(asked, knob)
+    assert "auto" not in (found.knobs.shard, found.knobs.chunks, found.knobs.reduce_every)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +94,7 @@ def test_the_baseline_may_use_all_that_its_software_has() -> None:
         ("contenders=[abc]", "contenders"),
         ("contenders=[]", "contenders=[]: must be some of"),
         ("model.heads=7", "model.heads=7: must divide model.hidden"),
-        ("cluster.group_shares=[0,0]", "cluster.group_shares=0.0: must be more than 0"),
+        ("cluster.group_shares=[0,0]", "cluster.group_shares=0: must be more than 0"),
         ("foo=1", "foo"),
         ("cluster=cpu_gloo", "cpu_gloo"),
     ],

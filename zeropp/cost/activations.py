@@ -11,8 +11,9 @@ from zeropp.cost.blocks import Work
 from zeropp.cost.kernels import element_bytes
 
 FP32 = 4
-_SAVED = {"gpt": 2, "llama": 4}  # of the MLP: GELU and product; gate, its SiLU, up, their product
-_GATES = {"gpt": 1, "llama": 2}
+# Tensors that the MLP saves, by ``ModelShape.gates``: input and output of its non-linearity; gate,
+# the gate's non-linearity, up, and their product.
+_SAVED = {1: 2, 2: 4}
 
 
 def boundary_bytes(work: Work) -> float:
@@ -34,7 +35,7 @@ def block_saved(work: Work) -> float:
     split = sequence_split(work)
     norms = (2 * h * e + 2 * h * program.dropout_masks) / split
     products = 2 * h * e / (1 if program.keeps_gathered_inputs else split)
-    inner = (2 * h + 2 * kv + _SAVED[shape.family] * shape.ffn) * e
+    inner = (2 * h + 2 * kv + _SAVED[shape.gates] * shape.ffn) * e
     if program.flash:
         inner += FP32 * shape.heads
     elif work.recompute != "selective":
@@ -59,7 +60,7 @@ def block_kept(work: Work) -> float:
         return (boundary_bytes(work) + block_saved(work)) / 2
     shape, e = work.shape, element_bytes(work.precision)
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
-    split = (2 * h + 2 * kv + _GATES[shape.family] * shape.ffn) * e + FP32 * shape.heads
+    split = (2 * h + 2 * kv + shape.gates * shape.ffn) * e + FP32 * shape.heads
     sums = 2 * h * e  # of the row-parallel products, whole on every TP rank
     return boundary_bytes(work) + work.tokens * (split / work.tp + sums)
 
@@ -72,7 +73,7 @@ def block_deferred(work: Work) -> float:
     """
     shape, e = work.shape, element_bytes(work.precision)
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
-    outputs = (h + 2 * kv + _GATES[shape.family] * shape.ffn) / work.tp
+    outputs = (h + 2 * kv + shape.gates * shape.ffn) / work.tp
     if work.program.torch_stages:
         return block_saved(work) + work.tokens * e * (outputs + 4 * h)
     inputs = 2 * h / sequence_split(work) + (h + shape.ffn) / work.tp
@@ -83,7 +84,7 @@ def block_forward(work: Work) -> float:
     """A block's own bytes at the fullest moment of its forward: what it keeps, the output of its
     last product and its own output; where it is recomputed, the MLP's tensors come and go."""
     e, h = element_bytes(work.precision), work.shape.hidden
-    inside = _SAVED[work.shape.family] * work.shape.ffn / work.tp
+    inside = _SAVED[work.shape.gates] * work.shape.ffn / work.tp
     if work.recompute == "none":
         inside = 0.0
     return block_kept(work) + work.tokens * e * (2 * h / sequence_split(work) + inside)
@@ -96,7 +97,7 @@ def block_backward(work: Work, *, split: bool) -> float:
     e, inside = element_bytes(work.precision), work.shape.ffn / work.tp
     if split and work.program.torch_stages:
         return block_deferred(work) + work.tokens * e * inside
-    inside *= _GATES[work.shape.family] + split
+    inside *= work.shape.gates + split
     # The output is put together again from the slices of the TP ranks.
     outputs = 1 + (work.program.pipe_buffers and work.tp > 1)
     return block_saved(work) + outputs * boundary_bytes(work) + work.tokens * e * inside

@@ -58,11 +58,10 @@ def linears(work: Work) -> tuple[tuple[int, int], ...]:
     """(k, n) of a block's products as one rank runs them; fused where a program may fuse them."""
     shape, tp = work.shape, work.tp
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
-    gates = 1 if shape.family == "gpt" else 2
     return (
         (h, (h + 2 * kv) // tp),
         (h // tp or 1, h),
-        (h, gates * shape.ffn // tp),
+        (h, shape.gates * shape.ffn // tp),
         (shape.ffn // tp or 1, h),
     )
 
@@ -162,7 +161,7 @@ def block_traffic(work: Work) -> float:
     whole = 2 * 2 + 2 * 3 + (1 if work.program.dropout_masks else 0)  # two norms, two residuals
     if work.sequence_parallel:
         whole /= work.tp  # type: ignore[assignment]
-    passes = 2 if shape.family == "gpt" else 5  # GELU: in, out; SiLU in, out, product in, in, out
+    passes = 2 if shape.gates == 1 else 5  # GELU: in, out; SiLU in, out, product in, in, out
     split = passes * shape.ffn + 6 * shape.hidden  # and the layout changes around attention
     moved = work.tokens * e * (whole * shape.hidden + split / work.tp)
     return moved * work.program.traffic_factor

@@ -8,6 +8,7 @@ Norms, activations and softmax are left out, as in Megatron-LM (arXiv 2104.04473
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from zeropp.shape import ModelShape
 
@@ -16,10 +17,11 @@ def block_parameters(shape: ModelShape) -> int:
     """Parameters of one transformer block."""
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
     attention = 2 * h * h + 2 * h * kv
+    mlp = (shape.gates + 1) * h * shape.ffn
     if shape.family == "gpt":
-        biases = 2 * h + 2 * kv + shape.ffn + h
-        return attention + 2 * h * shape.ffn + biases + 4 * h  # two LayerNorms
-    return attention + 3 * h * shape.ffn + 2 * h  # two RMSNorms
+        biases = 2 * h + 2 * kv + shape.gates * shape.ffn + h
+        return attention + mlp + biases + 4 * h  # two LayerNorms
+    return attention + mlp + 2 * h  # two RMSNorms
 
 
 def piece_parameters(shape: ModelShape, index: int) -> int:
@@ -39,18 +41,18 @@ def parameter_count(shape: ModelShape) -> int:
 
 
 def block_forward_flops(shape: ModelShape) -> int:
-    """Forward FLOPs of one block, a token: projections, and attention over the whole sequence.
+    """Forward FLOPs of one block per token: projections, and attention over the whole sequence.
 
     Causal attention is counted in full (4*s*h), as Megatron-LM's and PaLM's MFU do
     (arXiv 2104.04473, eq. 3; arXiv 2204.02311, appendix B).
     """
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
-    mlp = (2 if shape.family == "gpt" else 3) * h * shape.ffn
+    mlp = (shape.gates + 1) * h * shape.ffn
     return 2 * (2 * h * h + 2 * h * kv + mlp) + 4 * shape.seq * h
 
 
 def piece_forward_flops(shape: ModelShape, index: int) -> int:
-    """Forward FLOPs of a piece, a token; an embedding look-up is none."""
+    """Forward FLOPs of a piece per token; an embedding look-up is none."""
     if index == 0:
         return 0
     if index == shape.num_pieces - 1:
@@ -59,10 +61,11 @@ def piece_forward_flops(shape: ModelShape, index: int) -> int:
 
 
 def model_flops_per_token(shape: ModelShape) -> int:
-    """Forward and backward FLOPs of the model, a token, without recomputation."""
+    """Forward and backward FLOPs of the model per token, without recomputation."""
     return 3 * sum(piece_forward_flops(shape, index) for index in range(shape.num_pieces))
 
 
+@lru_cache(maxsize=4096)
 def balanced_cuts(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
     """``cut_by_weight`` of a shape's pieces by their forward FLOPs."""
     weights = [piece_forward_flops(shape, index) for index in range(shape.num_pieces)]

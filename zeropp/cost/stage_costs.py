@@ -7,6 +7,8 @@ programs, so that the tuner can price a plan before it builds one. Equal blocks 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from zeropp.cluster import Cluster
@@ -24,7 +26,7 @@ from zeropp.cost.collectives import (
 from zeropp.cost.compute_limit import compute_limit
 from zeropp.cost.flops import piece_parameters
 from zeropp.cost.kernels import element_bytes, stream_s
-from zeropp.cost.plan_price import PlanPrice, StageExtras
+from zeropp.cost.plan_price import PlanPrice, StageExtras, StageMemory
 from zeropp.cost.stage_memory import optimizer_shards, shares_ends, stage_memory, zero1_ranks
 from zeropp.programs import Program, program_named
 from zeropp.schedule.program import StageCost
@@ -52,29 +54,94 @@ def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> 
         plan.layout.tp,
         plan.layout.sequence_parallel,
     )
-    stages = range(plan.schedule.num_stages)
-    ranks = range(max(plan.schedule.stage_rank) + 1)
     tensor = tensor_times(plan, cluster, work)
-    times = piece_times(work, tensor.forward, tensor.backward)
-    costs = tuple(_stage_cost(plan, cluster, work, s, tensor, times) for s in stages)
-    world, precision = plan.layout.world, plan.precision
-    limit = compute_limit(plan.shape, cluster, world, precision).tokens_per_s_per_gpu
+    job = _Job(plan, cluster, work, tensor, *_piece_times(work, tensor))
+    like = _first_alike(plan, cluster)
+    first = {s: _priced_stage(job, s) for s in set(like)}
+    stages = [first[s] for s in like]
+    by_rank: list[list[int]] = [[] for _ in range(max(plan.schedule.stage_rank) + 1)]
+    for stage, rank in enumerate(plan.schedule.stage_rank):
+        by_rank[rank].append(stage)
+    parameters = [sum(stages[s].parameters for s in mine) for mine in by_rank]
+    pieces = [sum(len(plan.pieces_of(s)) for s in mine) for mine in by_rank]
+    world = plan.layout.world
+    limit = compute_limit(plan.shape, cluster, world, plan.precision).tokens_per_s_per_gpu
     return PlanPrice(
-        stages=costs,
-        extras=tuple(_extras(plan, cluster, work, s, tensor, times) for s in stages),
-        replica_s=tuple(_replica_s(plan, cluster, work, s, costs[s]) for s in stages),
-        finish_s=tuple(_finish_s(plan, cluster, work, r) for r in ranks),
-        gather_updated_s=tuple(_gather_updated_s(plan, cluster, work, r) for r in ranks),
-        memory=tuple(stage_memory(plan, work, s) for s in stages),
+        stages=tuple(stage.cost for stage in stages),
+        extras=tuple(stage.extras for stage in stages),
+        replica_s=tuple(stage.replica_s for stage in stages),
+        finish_s=tuple(_finish_s(job, r, parameters[r]) for r in range(len(by_rank))),
+        gather_updated_s=tuple(map(partial(_gather_updated_s, job), parameters, pieces)),
+        memory=tuple(stage.memory for stage in stages),
         shared_ends=shares_ends(plan, program),
         gathers_ahead=program.flat_chunks or (plan.layout.shard > 1 and not program.fsdp_root),
         torch_runtime=program.torch_stages,
         steps_overlap=program.post_validation,
         resident_gradients=program.resident_gradients,
         flat_chunks=program.flat_chunks,
-        stragglers=stragglers(cluster, plan.layout.world),
+        stragglers=stragglers(cluster, world),
         overlap_slowdown=cluster.device.overlap_slowdown,
         limit_s=plan.global_batch * plan.shape.seq / (world * limit),
+    )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all stages of one plan are priced with. ``plain``: without recomputation; ``fused``:
+    with weight gradients that are added inside their product."""
+
+    plan: Plan
+    cluster: Cluster
+    work: Work
+    tensor: TensorTimes
+    times: PieceTimes
+    plain: PieceTimes
+    fused: PieceTimes
+
+
+@dataclass(frozen=True)
+class _PricedStage:
+    cost: StageCost
+    extras: StageExtras
+    replica_s: float
+    memory: StageMemory
+    parameters: float  # on one rank, before ZeRO
+
+
+@lru_cache(maxsize=4096)
+def _piece_times(work: Work, tensor: TensorTimes) -> tuple[PieceTimes, PieceTimes, PieceTimes]:
+    """A program's own pieces, those without recomputation, and those with fused accumulation."""
+    ideal = replace(work.program, fused_accumulation=True)
+    variants = (work, replace(work, recompute="none"), replace(work, program=ideal))
+    times = [piece_times(variant, tensor.forward, tensor.backward) for variant in variants]
+    return times[0], times[1], times[2]
+
+
+def _first_alike(plan: Plan, cluster: Cluster) -> list[int]:
+    """For each stage the first one that has the same price: the same pieces, and neighbours at
+    the same distance. Most stages are alike, and pricing them once saves most of the time."""
+    ranks, last = plan.schedule.stage_rank, plan.shape.num_pieces
+    hops: list[int | None] = [None]
+    for here, there in pairwise(ranks):
+        hops.append((here != there) + crosses_nodes(cluster, plan.layout, here, there))
+    hops.append(None)
+    first: dict[tuple[object, ...], int] = {}
+    like = []
+    for stage, (begin, end) in enumerate(pairwise(plan.cuts)):
+        key = (end - begin, begin == 0, end == last, hops[stage], hops[stage + 1])
+        like.append(first.setdefault(key, stage))
+    return like
+
+
+def _priced_stage(job: _Job, stage: int) -> _PricedStage:
+    parameters = stage_parameters(job.plan, stage)
+    cost = _stage_cost(job, stage)
+    return _PricedStage(
+        cost,
+        _extras(job, stage),
+        _replica_s(job, stage, cost, parameters),
+        stage_memory(job.plan, job.work, stage),
+        parameters,
     )
 
 
@@ -126,23 +193,19 @@ def tensor_times(plan: Plan, cluster: Cluster, work: Work) -> TensorTimes:
     return TensorTimes(one, 2 * one, 2 * one + more, again)
 
 
-def _extras(
-    plan: Plan, cluster: Cluster, work: Work, stage: int, tensor: TensorTimes, times: PieceTimes
-) -> StageExtras:
+def _extras(job: _Job, stage: int) -> StageExtras:
     """What a stage's durations include beside the model's kernels. The embedding and the head add
     one tensor-parallel collective each way."""
+    plan, tensor = job.plan, job.tensor
     blocks, ends = _kinds(plan, stage)
-    ideal = replace(work.program, fused_accumulation=True)
-    plain = piece_times(replace(work, recompute="none"), tensor.forward, tensor.backward)
-    fused = piece_times(replace(work, program=ideal), tensor.forward, tensor.backward)
-    unfused = _backward_s(plan, stage, times) - _backward_s(plan, stage, fused)
-    again = times.block.backward_input - plain.block.backward_input - tensor.again
-    blocking = work.program.blocking_transfers
+    unfused = _backward_s(plan, stage, job.times) - _backward_s(plan, stage, job.fused)
+    again = job.times.block.backward_input - job.plain.block.backward_input - tensor.again
+    blocking = job.work.program.blocking_transfers
     return StageExtras(
         tensor_forward=blocks * tensor.forward + ends * tensor.one,
         tensor_backward=blocks * (tensor.backward + tensor.again) + ends * tensor.one,
-        transfer_forward=_transfer_s(plan, cluster, work, stage) if blocking else 0.0,
-        transfer_backward=_transfer_s(plan, cluster, work, stage - 1) if blocking else 0.0,
+        transfer_forward=_transfer_s(job, stage) if blocking else 0.0,
+        transfer_backward=_transfer_s(job, stage - 1) if blocking else 0.0,
         recomputation=blocks * again,
         accumulation=unfused,
     )
@@ -169,9 +232,8 @@ def _kinds(plan: Plan, stage: int) -> tuple[int, int]:
     return last - first - ends, ends
 
 
-def _stage_cost(
-    plan: Plan, cluster: Cluster, work: Work, stage: int, tensor: TensorTimes, times: PieceTimes
-) -> StageCost:
+def _stage_cost(job: _Job, stage: int) -> StageCost:
+    plan, tensor, times = job.plan, job.tensor, job.times
     blocks, ends = _kinds(plan, stage)
     forward = blocks * times.block.forward + ends * tensor.one
     input_ = blocks * times.block.backward_input + ends * tensor.one
@@ -180,19 +242,18 @@ def _stage_cost(
         forward += piece.forward
         input_ += piece.backward_input
         weight += piece.backward_weight
-    transfer = _transfer_s(plan, cluster, work, stage)
-    if work.program.blocking_transfers:
+    transfer = _transfer_s(job, stage)
+    if job.work.program.blocking_transfers:
         forward, transfer = forward + transfer, 0.0
-        input_ += _transfer_s(plan, cluster, work, stage - 1)
-    return StageCost(
-        forward, input_, weight, transfer=transfer, **_shard_s(plan, cluster, work, stage)
-    )
+        input_ += _transfer_s(job, stage - 1)
+    return StageCost(forward, input_, weight, transfer=transfer, **_shard_s(job, stage))
 
 
-def _shard_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
+def _shard_s(job: _Job, stage: int) -> dict[str, float]:
     """Gather and reduction of a stage, one collective per piece or, where a chunk is flat, one in
     all; shards that are cast before their gather, on its own stream; and FSDP2's copies on the
     device. On one shard (bf16 copies of fp32 masters) casts and copies are all."""
+    plan, cluster, work = job.plan, job.cluster, job.work
     if not plan.gathers:
         return {}
     among = group_of(cluster, plan.layout, "shard")
@@ -218,9 +279,10 @@ def sent_bytes(plan: Plan, program: Program) -> int:
     return 2 if plan.reduce_dtype == "bf16" else program.state(plan.precision).reduced
 
 
-def _transfer_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> float:
+def _transfer_s(job: _Job, stage: int) -> float:
     """A boundary between a stage and the next; before the first and after the last there is none.
     Where the shard group's collectives use the same network, it gets half of it beside them."""
+    plan, cluster, work = job.plan, job.cluster, job.work
     ranks, other = plan.schedule.stage_rank, stage + 1
     if stage < 0 or other == len(ranks):
         return 0.0
@@ -237,13 +299,13 @@ def _transfer_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> float:
     return sent
 
 
-def _replica_s(plan: Plan, cluster: Cluster, work: Work, stage: int, cost: StageCost) -> float:
+def _replica_s(job: _Job, stage: int, cost: StageCost, parameters: float) -> float:
     """Reduction of a stage's gradients over the replicas, as far as nothing hides it."""
+    plan, cluster, work = job.plan, job.cluster, job.work
     replicas = group_of(cluster, plan.layout, "replicate")
     if replicas.size == 1:
         return 0.0
-    parameters = stage_parameters(plan, stage) / plan.layout.shard
-    total = parameters * sent_bytes(plan, work.program)
+    total = parameters / plan.layout.shard * sent_bytes(plan, work.program)
     scatters = (
         plan.layout.replicate_zero and not work.program.state(plan.precision).zero1_all_reduces
     )
@@ -261,33 +323,31 @@ def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
     return exposed + cluster.device.overlap_slowdown * (seconds - exposed)
 
 
-def _gather_updated_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int) -> float:
-    """ZeRO-1: gather the updated parameters over the replicas that split them."""
+def _gather_updated_s(job: _Job, parameters: float, pieces: int) -> float:
+    """ZeRO-1: gather a rank's updated parameters over the replicas that split them."""
+    plan, cluster, work = job.plan, job.cluster, job.work
     ranks = zero1_ranks(plan.layout, work.program)
     if ranks == 1:
         return 0.0
     stride = axis_stride(plan.layout, "replicate")
     among = group(cluster, ranks, stride, plan.layout.world)
-    stages = plan.schedule.stages_of(pipeline_rank)
-    size = sum(stage_parameters(plan, s) for s in stages) * element_bytes(plan.precision)
+    size = parameters * element_bytes(plan.precision)
     seconds = gather_s(cluster, among, size / plan.layout.shard)
     if work.program.updated == "broadcasts":  # each goes round the whole ring by itself
         seconds += (ranks - 1) * gather_s(cluster, among, 0.0)
     elif work.program.updated == "slices":
-        pieces = sum(len(plan.pieces_of(s)) for s in stages)
         copies = TENSORS[plan.shape.family] * pieces * ranks
         seconds += copies * cluster.device.launch_us * work.program.launch_factor * 1e-6
     if work.program.overlap_updated:  # all but the first piece's behind the next forward
-        exposed = seconds / sum(len(plan.pieces_of(s)) for s in stages)
-        seconds = _slowed(cluster, seconds, exposed)
+        seconds = _slowed(cluster, seconds, seconds / pieces)
     return seconds
 
 
-def _finish_s(plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int) -> float:
+def _finish_s(job: _Job, pipeline_rank: int, parameters: float) -> float:
     """Optimizer step, the tied embedding's all-reduce, host work. Adam reads gradient, master and
     two moments and writes all but the first; unscaling reads and writes gradients, the norm reads
     and the next step clears them."""
-    parameters = sum(stage_parameters(plan, s) for s in plan.schedule.stages_of(pipeline_rank))
+    plan, cluster, work = job.plan, job.cluster, job.work
     updated = parameters / optimizer_shards(plan.layout, work.program)
     moved = updated * (4 + 2 * 12 + element_bytes(plan.precision) + 16)
     seconds = stream_s(cluster.device, moved, kernels=4) + work.program.step_host_s

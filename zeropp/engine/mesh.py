@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import get_args
+from typing import Any, get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,7 +13,7 @@ from zeropp.literals import Axis, Placement
 _AXES: tuple[Axis, ...] = ("pp", "shard", "replicate")
 
 
-def degrees_of(mesh: DeviceMesh, knobs: Mapping[str, object]) -> dict[str, object]:
+def degrees_of(mesh: DeviceMesh, knobs: Mapping[str, object]) -> dict[str, Any]:
     """The mesh's degrees, and the placement whose numbering of ranks is the mesh's.
 
     Raises InfeasibleError where the mesh has another axis, where a degree is given twice, or where

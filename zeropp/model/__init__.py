@@ -1,5 +1,5 @@
 """Plain single-device GPT and Llama: lists of layers that know no parallelism."""
 
-from zeropp.model.pieces import build_model, build_piece, cross_entropy
+from zeropp.model.pieces import build_model, build_piece, cross_entropy, initial_std
 
-__all__ = ["build_model", "build_piece", "cross_entropy"]
+__all__ = ["build_model", "build_piece", "cross_entropy", "initial_std"]

@@ -1,4 +1,6 @@
-"""Transformer blocks for one device: GPT (LayerNorm, GELU) and Llama (RMSNorm, RoPE, SwiGLU).
+"""Transformer blocks for one device: GPT (LayerNorm, biases) and Llama (RMSNorm, RoPE).
+
+The MLP is gated where ``ModelShape.gates`` is 2 (SwiGLU), else it is one with GELU.
 
 Attention is ``scaled_dot_product_attention`` with a causal mask. Projections are separate
 ``nn.Linear`` modules, so that any of them can be sharded, or its weight gradient deferred,
@@ -63,12 +65,13 @@ class Attention(nn.Module):
 
 
 class GeluMlp(nn.Module):
-    """GPT's MLP: up, GELU (tanh form), down."""
+    """The MLP that is not gated, GPT's: up, GELU (tanh form), down."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.up = nn.Linear(shape.hidden, shape.ffn)
-        self.down = nn.Linear(shape.ffn, shape.hidden)
+        bias = shape.family == "gpt"
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=bias)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, hidden]."""
@@ -76,13 +79,14 @@ class GeluMlp(nn.Module):
 
 
 class SwigluMlp(nn.Module):
-    """Llama's MLP: SiLU(gate) * up, down."""
+    """The gated MLP, Llama's: SiLU(gate) * up, down."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+        bias = shape.family == "gpt"
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=bias)
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=bias)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, hidden]."""
@@ -104,7 +108,7 @@ class Block(nn.Module):
         self.attention_norm = make_norm(shape)
         self.attention = Attention(shape)
         self.mlp_norm = make_norm(shape)
-        self.mlp = GeluMlp(shape) if shape.family == "gpt" else SwigluMlp(shape)
+        self.mlp = SwigluMlp(shape) if shape.gates == 2 else GeluMlp(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor) -> Tensor:

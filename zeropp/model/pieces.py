@@ -6,12 +6,32 @@ its own pieces and gets the parameters that one process would.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zeropp.model.blocks import Block, make_norm
 from zeropp.shape import ModelShape
+
+_STD = ContextVar("standard deviation of initial weights", default=0.02)  # GPT-2's
+
+
+@contextmanager
+def initial_std(std: float) -> Iterator[None]:
+    """Initialise all pieces that are built meanwhile with another standard deviation than 0.02.
+
+    Attention of a narrow model is numb at 0.02: all scores are nearly equal, and the gradients of
+    queries and keys are so small that rounding hides them.
+    """
+    token = _STD.set(std)
+    try:
+        yield
+    finally:
+        _STD.reset(token)
 
 
 class Embedding(nn.Module):
@@ -47,7 +67,7 @@ def build_piece(
     shape: ModelShape, index: int, seed: int, device: torch.device | str = "cpu"
 ) -> nn.Module:
     """Piece ``index`` of ``shape.num_pieces``, initialised (GPT-2's normal 0.02, residual
-    projections scaled by 1/sqrt(2*layers)) unless ``device`` is meta.
+    projections scaled by 1/sqrt(2*layers); see ``initial_std``) unless ``device`` is meta.
 
     Raises IndexError where there is no such piece.
     """
@@ -95,7 +115,7 @@ def _initialise(piece: nn.Module, shape: ModelShape, seed: int) -> None:
     for name, module in piece.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             residual = name in ("attention.output", "mlp.down")
-            std = 0.02 * (residual_scale if residual else 1.0)
+            std = _STD.get() * (residual_scale if residual else 1.0)
             module.weight.normal_(0.0, std, generator=generator)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()

@@ -1,4 +1,8 @@
-"""How a planner fills in ``auto`` degrees, and how many microbatches a step then has."""
+"""How a planner fills in degrees left ``auto``, and how many microbatches a step then has.
+
+These are simple rules that need no prices. The tuner searches for better degrees wherever the
+cluster can be priced, and then nothing is left ``auto`` when a planner is called.
+"""
 
 from __future__ import annotations
 
@@ -6,102 +10,113 @@ from collections.abc import Mapping
 
 from zeropp.layout import InfeasibleError, Layout, divisors, most_microbatches
 from zeropp.literals import Auto, Axis
-from zeropp.plan import PlanRequest
+from zeropp.plan import Knobs, Task
+
+_AXES: tuple[Axis, ...] = ("tp", "pp", "shard", "replicate")
 
 
-def resolve_layout(request: PlanRequest) -> Layout:
-    """Fill in ``auto`` degrees and check that the degrees make up the ranks.
+def resolve_degrees(task: Task, knobs: Knobs) -> Layout:
+    """A layout of degrees alone, which make up the task's ranks.
 
-    ``pp: auto`` is one stage a node (two on one node, if the ranks allow); ``shard: auto`` the
-    largest group that fits what remains of a node; ``replicate: auto`` the rest. Raises
-    InfeasibleError with one line naming field, value and what would work.
+    Degrees that are given take their share of the ranks first. Then ``pp: auto`` is one stage per
+    node (two on one node, if the ranks allow), ``shard: auto`` the largest group that fits what
+    remains of a node, and ``replicate: auto`` the rest. Raises InfeasibleError with one line that
+    names field, value and what would work.
     """
-    settings = request.settings
-    degrees = _fill_degrees(request)
-    layout = Layout(
-        pp=degrees["pp"],
-        tp=degrees["tp"],
-        shard=degrees["shard"],
-        replicate=degrees["replicate"],
-        chunks=settings.chunks,
-        replicate_zero=settings.replicate_zero,
-        sequence_parallel=settings.sequence_parallel,
-        placement=settings.placement,
+    asked = asked_degrees(knobs)
+    degrees = _fill(task, asked)
+    return Layout(
+        pp=degrees.get("pp", 1),
+        tp=degrees.get("tp", 1),
+        shard=degrees.get("shard", 1),
+        replicate=degrees.get("replicate", 1),
     )
-    _check_stages(request, layout)
-    return layout
 
 
-def _fill_degrees(request: PlanRequest) -> dict[Axis, int]:
-    """All four degrees; those that are given first take their share of the ranks."""
-    settings, world, node = request.settings, request.num_gpus, request.cluster.gpus_per_node
-    asked: dict[Axis, int | Auto] = {
-        "tp": settings.tp,
-        "pp": settings.pp,
-        "shard": settings.shard,
-        "replicate": settings.replicate,
-    }
+def asked_degrees(knobs: Knobs) -> dict[Axis, int | Auto]:
+    """The degrees of the axes that a contender has a knob for."""
+    return {axis: getattr(knobs, axis) for axis in _AXES if hasattr(knobs, axis)}
+
+
+def _fill(task: Task, asked: Mapping[Axis, int | Auto]) -> dict[Axis, int]:
     degrees: dict[Axis, int] = {}
-    rest = world
+    rest = task.num_gpus
     for axis, degree in asked.items():
         if degree == "auto":
             continue
         if rest % degree:
             raise InfeasibleError(
                 f"contender.{axis}={degree}: the degrees {_product(asked)} must multiply to "
-                f"num_gpus={world} (try contender.{axis} in {divisors(rest)})"
+                f"num_gpus={task.num_gpus} (try contender.{axis} in {divisors(rest)})",
+                "degrees do not multiply to the GPUs",
             )
         degrees[axis], rest = degree, rest // degree
-    limits: dict[Axis, int] = {
-        "pp": max(2, world // node),
-        "shard": max(1, node // settings.tp),
-        "replicate": rest,
-    }
-    for axis, limit in limits.items():
-        if axis not in degrees:
+    for axis, limit in _limits(task, degrees).items():
+        if asked.get(axis) == "auto":
             degrees[axis] = max(d for d in divisors(rest) if d <= limit)
             rest //= degrees[axis]
-    degrees = {axis: degrees[axis] for axis in asked}
     if rest != 1:
+        given = {axis: degrees[axis] for axis in asked}
         raise InfeasibleError(
-            f"num_gpus={world}: the degrees {_product(degrees)} multiply to {world // rest} "
-            "(set one of them to auto)"
+            f"num_gpus={task.num_gpus}: the degrees {_product(given)} multiply to "
+            f"{task.num_gpus // rest} (set one of them to auto)",
+            "degrees do not multiply to the GPUs",
         )
     return degrees
 
 
-def microbatches_per_step(request: PlanRequest, layout: Layout) -> int:
-    """Microbatches a step and pipeline; raises InfeasibleError where the batch does not divide."""
-    slots = layout.dp * request.microbatch_size
-    if request.global_batch % slots:
-        below = request.global_batch // slots * slots
+def _limits(task: Task, degrees: Mapping[Axis, int]) -> dict[Axis, int]:
+    """The largest degree that the rules above give each axis, in the order of filling."""
+    node = task.cluster.gpus_per_node
+    return {
+        "pp": max(2, task.num_gpus // node),
+        "shard": max(1, node // degrees.get("tp", 1)),
+        "replicate": task.num_gpus,
+    }
+
+
+def microbatches_per_step(task: Task, layout: Layout, microbatch_size: int) -> int:
+    """Microbatches per step and pipeline; raises InfeasibleError where the batch does not divide
+    by the data-parallel ranks, or where there are more microbatches than can be planned."""
+    slots = layout.dp * microbatch_size
+    if task.global_batch % slots:
+        below = task.global_batch // slots * slots
         nearest = f"{below} or {below + slots}" if below else f"{slots}"
         raise InfeasibleError(
-            f"global_batch={request.global_batch}: must be a multiple of microbatch_size="
-            f"{request.microbatch_size} x {layout.dp} data-parallel ranks (try {nearest})"
+            f"global_batch={task.global_batch}: must be a multiple of microbatch_size="
+            f"{microbatch_size} x {layout.dp} data-parallel ranks (try {nearest})",
+            "global batch does not divide",
         )
-    count = request.global_batch // slots
+    count = task.global_batch // slots
     stages = layout.pp * layout.chunks
     if count > most_microbatches(stages):
         raise InfeasibleError(
-            f"global_batch={request.global_batch}: {count} microbatches a step and pipeline x "
+            f"global_batch={task.global_batch}: {count} microbatches per step and pipeline x "
             f"{stages} stages are more than can be planned (at most {most_microbatches(stages)} "
-            "microbatches; try a larger microbatch_size)"
+            "microbatches; try a larger microbatch_size)",
+            "more microbatches than can be planned",
         )
     return count
 
 
-def _check_stages(request: PlanRequest, layout: Layout) -> None:
-    stages, layers = layout.pp * layout.chunks, request.shape.layers
+def check_stages(task: Task, layout: Layout) -> None:
+    """Refuse more stages than the model has blocks; raises InfeasibleError."""
+    stages, layers = layout.pp * layout.chunks, task.shape.layers
     if stages > layers:
         raise InfeasibleError(
             f"contender.pp={layout.pp}: {layout.pp} x chunks={layout.chunks} = {stages} stages, "
-            f"but {request.shape.name} has model.layers={layers} "
+            f"but {task.shape.name} has model.layers={layers} "
             f"(try contender.chunks <= {layers // layout.pp})"
             if layout.pp <= layers
             else f"contender.pp={layout.pp}: more stages than model.layers={layers} of "
-            f"{request.shape.name} (try contender.pp <= {layers})"
+            f"{task.shape.name} (try contender.pp <= {layers})",
+            "more stages than layers",
         )
+
+
+def default_chunks(task: Task, layout: Layout) -> int:
+    """Chunks per rank where nobody has said or searched: two, if the model has the blocks."""
+    return 2 if layout.pp > 1 and 2 * layout.pp <= task.shape.layers else 1
 
 
 def _product(degrees: Mapping[Axis, object]) -> str:

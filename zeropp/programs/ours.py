@@ -17,12 +17,14 @@ ZEROPP = Entry(
         name="zeropp",
         bf16=_FP32_MASTERS,
         fp32=_FP32,
+        zero3=True,
         fused_rotary=False,
         loss_gradient="torch",
         resident_gradients=False,
         keeps_gathered_inputs=True,
         flat_chunks=True,
         selective="elementwise",
+        spread="flops",
     ),
     "this repository's engine",
     {
@@ -30,6 +32,7 @@ ZEROPP = Entry(
         "reduced in fp32",
         "fp32": f"{_ENGINE}/flat.py",
         "fused_accumulation": f"{_ENGINE}/deferred.py: add_wide_product",
+        "zero3": f"{_ENGINE}/sharding.py",
         "shard_copies": f"{_ENGINE}/flat.py: collectives write and read what compute uses",
         "fused_rotary": "zeropp/model/blocks.py",
         "loss_gradient": f"{_TORCH}, nn.functional.cross_entropy; {_TRACED}",
@@ -37,6 +40,7 @@ ZEROPP = Entry(
         "keeps_gathered_inputs": "no tensor parallelism, so the trait changes nothing",
         "flat_chunks": f"{_ENGINE}/flat.py; {_TRACED}",
         "selective": f"{_ENGINE}/recompute.py",
+        "spread": "zeropp/cost/flops.py, balanced_cuts",
     },
 )
 FSDP = ZEROPP.but(
@@ -85,6 +89,7 @@ DEEPSPEED_3D = Entry(
         keeps_gathered_inputs=True,
         pipe_buffers=True,
         flattens_gradients=True,
+        spread="flops",
     ),
     "DeepSpeed 0.19.8's PipelineEngine, as baselines/deepspeed_3d runs it",
     {
@@ -103,6 +108,7 @@ DEEPSPEED_3D = Entry(
         "pipe_buffers": f"{_DEEPSPEED}, runtime/pipe/engine.py, pipe_buffers; {_TRACED}",
         "flattens_gradients": f"{_DEEPSPEED}, runtime/engine.py, allreduce_bucket and "
         f"MEMORY_OPT_ALLREDUCE_SIZE; {_TRACED}",
+        "spread": "zeropp/cost/flops.py, balanced_cuts",
     },
 )
 
@@ -116,6 +122,7 @@ BEST_PUBLIC_3D = Entry(
         overlap_tensor=True,
         overlap_reduction=True,
         overlap_updated=True,
+        spread="flops",
     ),
     "a bound, not one program: the best part of every public one",
     {
@@ -125,5 +132,6 @@ BEST_PUBLIC_3D = Entry(
         "overlap_tensor": f"{_CORE}: --tp-comm-overlap, which needs sequence parallelism",
         "overlap_reduction": f"{_CORE}: --overlap-grad-reduce",
         "overlap_updated": f"{_CORE}: --overlap-param-gather",
+        "spread": "zeropp/cost/flops.py, balanced_cuts: as all contenders are cut",
     },
 )

@@ -73,6 +73,7 @@ class Program:
     overlap_updated: bool = False  # ZeRO-1's parameters are gathered beside the next forward
     updated: Updated = "gather"
     zero1_group: int = 0  # ZeRO-1 inside groups of this many replicas; 0: over all of them
+    zero3: bool = False  # its ZeRO-3 is priced: gathers beside compute, piece by piece
     shard_copies: bool = False  # ZeRO-3 copies between parameters and the collectives' buffers
     post_validation: bool = False  # no rank waits for the others' gradients before it updates
 

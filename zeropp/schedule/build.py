@@ -1,14 +1,22 @@
-"""The one door to the generators: a name and sizes in, a compute-only Schedule out."""
+"""The door to schedules: a name and sizes in, a schedule out.
+
+``build`` gives the compute actions of any generator by its name. ``step_programs`` gives whole
+ZeroPP programs, gathers, reductions and transfers included: planner, tuner and engine call it, so
+all three mean the same step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
+from zeropp.literals import ReduceEvery, StageStyle
 from zeropp.schedule import event_loop, generators, zero_bubble
 from zeropp.schedule.action import collector_paused
 from zeropp.schedule.passes import lower
 from zeropp.schedule.program import Program, Schedule, StageCost, loop_placement, v_placement
-from zeropp.schedule.zeropp_order import candidates
+from zeropp.schedule.zeropp_order import OrderSizes, candidates, default_cap, default_unit
 
 GENERATORS = (
     "gpipe",
@@ -22,6 +30,39 @@ GENERATORS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepSizes(OrderSizes):
+    """What sets the whole programs of a ZeroPP step, durations aside: the order's sizes, and what
+    ``lower`` is told."""
+
+    gather: bool
+    prefetch: int = 1
+    keep: int = 0
+    reduce_every: ReduceEvery = "unit"
+
+
+@lru_cache(maxsize=128)
+def step_programs(
+    sizes: StepSizes, costs: tuple[StageCost, ...] | None = None
+) -> tuple[Schedule, ...]:
+    """Whole programs to choose from: the order for equal durations, and with ``costs`` (one per
+    stage) one that is planned with them, where it differs.
+
+    Cached, because many plans that differ in other degrees share them. Raises ValueError where the
+    activation cap is too small.
+    """
+    return tuple(
+        lower(
+            order,
+            gather=sizes.gather,
+            prefetch=sizes.prefetch,
+            keep=sizes.keep,
+            reduce_every=sizes.reduce_every,
+        )
+        for order in candidates(sizes, costs)
+    )
+
+
 @collector_paused()
 def build(
     name: str,
@@ -31,32 +72,38 @@ def build(
     num_microbatches: int,
     unit: int | None = None,
     activation_cap: int | None = None,
+    stage_style: StageStyle = "loop",
+    split_backward: bool = True,
     costs: Sequence[StageCost] | None = None,
 ) -> Schedule:
-    """A compute-only schedule of one optimizer step.
+    """The compute actions of one optimizer step.
 
-    ``unit`` (default: P, at most m), ``activation_cap`` (live chunk-activations a rank, default
-    ``unit * chunks``) and ``costs`` (one a stage; default: equal) concern ZeroPP alone. Raises
-    ValueError where the generator has no order for these sizes.
+    ``unit`` (default: P, at most m), ``activation_cap`` (live chunk-activations per rank, default
+    ``unit * chunks``; on a V half of 1F1B's), ``stage_style``, ``split_backward`` and ``costs``
+    (durations, one per stage; default: all equal) concern ZeroPP alone. Raises ValueError where
+    the generator has no order for these sizes.
     """
     if name not in GENERATORS:
         raise ValueError(f"schedule={name!r}: no such generator (known: {', '.join(GENERATORS)})")
     if chunks > 1 and name in ("gpipe", "1f1b", "zb_h1"):
-        raise ValueError(f"chunks={chunks}: {name} has one chunk a rank")
+        raise ValueError(f"chunks={chunks}: {name} has one chunk per rank")
     if chunks != 2 and name == "zbv":
-        raise ValueError(f"chunks={chunks}: zbv has two chunks a rank")
+        raise ValueError(f"chunks={chunks}: zbv has two chunks per rank")
     m = num_microbatches
-    unit = min(unit or num_ranks, m)
-    if name == "zeropp":
-        cap = activation_cap or unit * chunks
-        return _cheapest(candidates(num_ranks, chunks, m, unit, cap, costs), costs)
-    return Schedule(
-        name=name,
+    if name != "zeropp":
+        placement = v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks)
+        return Schedule(name, m, m, placement, _programs(name, num_ranks, chunks, m))
+    unit = min(unit or default_unit(stage_style, num_ranks, m), m)
+    sizes = OrderSizes(
+        num_ranks=num_ranks,
+        chunks=chunks,
         num_microbatches=m,
-        unit=m,
-        stage_rank=v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks),
-        programs=_programs(name, num_ranks, chunks, m),
+        unit=unit,
+        activation_cap=activation_cap or default_cap(stage_style, num_ranks, chunks, unit),
+        stage_style=stage_style,
+        split_backward=split_backward,
     )
+    return _cheapest(candidates(sizes, costs), costs)
 
 
 def _cheapest(orders: Sequence[Schedule], costs: Sequence[StageCost] | None) -> Schedule:

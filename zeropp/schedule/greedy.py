@@ -39,11 +39,16 @@ class Policy:
 
 @dataclass(frozen=True)
 class Orders:
-    """What each rank may run: forwards and input gradients, each in this order."""
+    """What each rank may run: forwards and input gradients, each in this order.
+
+    Without ``split_backward`` the input gradients are full backwards, and there is nothing to put
+    off.
+    """
 
     stage_rank: tuple[int, ...]
     forward: tuple[tuple[Slot, ...], ...]
     backward: tuple[tuple[Slot, ...], ...]
+    split_backward: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ def _merge(
         Op.FORWARD: iter(forward),
         Op.BACKWARD_INPUT: iter(backward),
         Op.BACKWARD_WEIGHT: iter(backward),
+        Op.FULL_BACKWARD: iter(backward),
     }
     for op in kinds:
         stage, microbatch = next(slots[op])
@@ -163,7 +169,13 @@ class _Run:
         stage, microbatch = state.backward[state.backwards]
         state.backwards += 1
         state.forward_turn = self._policy.alternate
-        self._occupy(rank, state, Op.BACKWARD_INPUT, time + self._costs[stage].backward_input)
+        end = time + self._costs[stage].backward_input
+        if self._orders.split_backward:
+            self._occupy(rank, state, Op.BACKWARD_INPUT, end)
+        else:
+            state.weights += 1
+            end += self._costs[stage].backward_weight
+            self._occupy(rank, state, Op.FULL_BACKWARD, end)
         if stage > 0:
             self._send(self._backward_ready, state, stage, stage - 1, microbatch)
 

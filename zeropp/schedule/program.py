@@ -6,6 +6,7 @@ import csv
 import io
 from dataclasses import dataclass
 
+from zeropp.literals import StageStyle
 from zeropp.schedule.action import Action, parse_action
 
 Program = tuple[Action, ...]
@@ -90,6 +91,17 @@ def loop_placement(num_ranks: int, chunks: int) -> tuple[int, ...]:
     return tuple(s % num_ranks for s in range(num_ranks * chunks))
 
 
-def v_placement(num_ranks: int) -> tuple[int, ...]:
-    """Two chunks a rank, down and up again (``0 1 .. P-1 P-1 .. 1 0``): ZBV's placement."""
-    return (*range(num_ranks), *reversed(range(num_ranks)))
+def v_placement(num_ranks: int, chunks: int = 2) -> tuple[int, ...]:
+    """Down the ranks and up again, chunk by chunk: ``0 1 .. P-1 P-1 .. 1 0 0 1 ..``.
+
+    With two chunks per rank this is the placement of ZBV (arXiv 2401.10241).
+    """
+    down = [*range(num_ranks)]
+    return tuple(
+        rank for chunk in range(chunks) for rank in (down if chunk % 2 == 0 else down[::-1])
+    )
+
+
+def place_stages(style: StageStyle, num_ranks: int, chunks: int) -> tuple[int, ...]:
+    """The rank of every stage, by the name of a placement."""
+    return (v_placement if style == "v" else loop_placement)(num_ranks, chunks)

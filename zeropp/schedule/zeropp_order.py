@@ -1,89 +1,159 @@
 """ZeroPP's schedule (arXiv 2402.03791): scheduling units, breadth-first chunks, split backward.
 
 The microbatches of a step form units of U. Inside a unit all of them run through chunk 0, then
-chunk 1 ... (and back in reverse), so that a chunk's parameters are gathered once a unit for the
-forward phase and once for the backward phase. Input gradients run as early as they can; weight
+chunk 1 and so on (and back in reverse), so that a chunk's parameters are gathered once per unit for
+the forward phase and once for the backward phase. Input gradients run as early as they can; weight
 gradients fill what would be bubbles, also across units. With equal durations F = B = W, U >= P
 and the default cap of U*V live chunk-activations the step is at most 1 + (P-1)/(3*m*V) times its
 ideal, whether U divides m or not (a test holds it).
+
+Where memory is short, stages on a V instead of a loop need far fewer activations, but keep all
+chunks gathered: ``lean_order``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 
+from zeropp.literals import StageStyle
 from zeropp.schedule.action import collector_paused
 from zeropp.schedule.greedy import Orders, Planned, Policy, Slot, list_schedule
-from zeropp.schedule.program import Schedule, StageCost, loop_placement
+from zeropp.schedule.lean_order import lean_programs
+from zeropp.schedule.program import Program, Schedule, StageCost, loop_placement, place_stages
 
 _EQUAL_COST_POLICIES = (Policy(), Policy(alternate=True))
 # More of them gain next to nothing and take their time.
 _POLICIES = tuple(Policy(alternate=True, patience=patience) for patience in (0.0, 0.25, 0.5))
 
 
-def unit_orders(
-    num_ranks: int, chunks: int, num_microbatches: int, unit: int
-) -> tuple[Orders, ...]:
-    """Forward and input-gradient orders of all ranks, to choose from. What is left over of the
-    microbatches makes a short unit: the last one, or the last but one, where whole units on both
-    sides fill what it leaves; which is better depends on durations and cap."""
-    in_turn = [
-        range(first, min(first + unit, num_microbatches))
-        for first in range(0, num_microbatches, unit)
-    ]
-    sequences = [in_turn]
-    if num_microbatches % unit and len(in_turn) > 2:
-        sequences.append([*in_turn[:-2], in_turn[-1], in_turn[-2]])
-    return tuple(_orders_of(num_ranks, chunks, units) for units in sequences)
+@dataclass(frozen=True, kw_only=True)
+class OrderSizes:
+    """What sets the order of a ZeroPP step, durations aside.
+
+    ``unit`` is the number of microbatches for which a chunk is gathered once, ``activation_cap``
+    the most live chunk-activations per rank: one is live from its forward to the end of its weight
+    gradient. ``stage_style``: ``loop`` puts stage s on rank s mod P and runs units breadth first;
+    ``v`` goes down the ranks and up again and runs microbatches one after the other. Without
+    ``split_backward`` input and weight gradients are one action, and nothing is put off.
+    """
+
+    num_ranks: int
+    chunks: int
+    num_microbatches: int
+    unit: int
+    activation_cap: int
+    stage_style: StageStyle = "loop"
+    split_backward: bool = True
+
+    @property
+    def stage_rank(self) -> tuple[int, ...]:
+        """The rank of every stage."""
+        return place_stages(self.stage_style, self.num_ranks, self.chunks)
+
+    def check(self) -> None:
+        """Raise ValueError where the cap is too small for the order ever to finish."""
+        least = smallest_cap(self.stage_style, self.chunks, self.num_microbatches, self.unit)
+        if self.activation_cap < least:
+            raise ValueError(
+                f"activation_cap={self.activation_cap}: "
+                f"{cap_needs(self.stage_style, self.chunks, self.unit, least)}"
+            )
 
 
-def _orders_of(num_ranks: int, chunks: int, units: Sequence[range]) -> Orders:
-    stages = [range(rank, num_ranks * chunks, num_ranks) for rank in range(num_ranks)]
-    return Orders(
-        loop_placement(num_ranks, chunks),
-        tuple(_breadth_first(mine, units) for mine in stages),
-        tuple(_breadth_first(mine[::-1], units) for mine in stages),
-    )
+def default_unit(style: StageStyle, num_ranks: int, num_microbatches: int) -> int:
+    """P microbatches; on a V all of them, because all chunks stay gathered anyway."""
+    return num_microbatches if style == "v" else min(num_ranks, num_microbatches)
 
 
-def smallest_cap(chunks: int, num_microbatches: int, unit: int) -> int:
-    """The fewest live chunk-activations with which a unit can turn round: every microbatch of
-    the unit in all chunks but the last, and one in the last."""
-    return (chunks - 1) * min(unit, num_microbatches) + 1
+def default_cap(style: StageStyle, num_ranks: int, chunks: int, unit: int) -> int:
+    """A whole unit's activations, U*V (those of 1F1B's first rank at U = P); half of 1F1B's on
+    a V, which has that placement for its memory."""
+    return max(chunks, num_ranks * chunks // 2) if style == "v" else unit * chunks
+
+
+def smallest_cap(style: StageStyle, chunks: int, num_microbatches: int, unit: int) -> int:
+    """The fewest live chunk-activations per rank with which a step can be finished.
+
+    On a loop a unit must turn round: every microbatch of it in all chunks but the last, and one in
+    the last. On a V one microbatch in all chunks is enough.
+    """
+    return chunks if style == "v" else (chunks - 1) * min(unit, num_microbatches) + 1
+
+
+def cap_needs(style: StageStyle, chunks: int, unit: int, least: int) -> str:
+    """Half a sentence that says why an activation cap below ``least`` is too small."""
+    who = "one microbatch" if style == "v" else f"a unit of {unit} microbatches"
+    return f"{who} in {chunks} chunks needs at least {least} live chunk-activations"
 
 
 @collector_paused()
-def candidates(
-    num_ranks: int,
-    chunks: int,
-    num_microbatches: int,
-    unit: int,
-    activation_cap: int,
-    costs: Sequence[StageCost] | None,
-) -> tuple[Schedule, ...]:
-    """Compute-only schedules to choose from: the order for equal durations, and with ``costs`` the
-    best of several that are planned with them, gathers and reductions aside. All keep the cap of
-    live chunk-activations a rank; raises ValueError where it is too small for a unit."""
-    smallest = smallest_cap(chunks, num_microbatches, unit)
-    if activation_cap < smallest:
-        raise ValueError(
-            f"activation_cap={activation_cap}: a unit of {unit} microbatches and {chunks} chunks "
-            f"needs at least {smallest} live chunk-activations"
+def candidates(sizes: OrderSizes, costs: Sequence[StageCost] | None) -> tuple[Schedule, ...]:
+    """Compute-only schedules to choose from.
+
+    The first is the order for equal durations; with ``costs`` (one per stage) there may be a
+    second, the best of several that are planned with them, gathers and reductions aside. All keep
+    the cap; raises ValueError where it is too small.
+    """
+    sizes.check()
+    real = costs is not None and set(costs) != {StageCost()}
+    planned = (_on_a_v if sizes.stage_style == "v" else _in_units)(sizes, costs if real else None)
+    return tuple(
+        Schedule("zeropp", sizes.num_microbatches, sizes.unit, sizes.stage_rank, programs)
+        for programs in dict.fromkeys(planned)
+    )
+
+
+def _on_a_v(sizes: OrderSizes, costs: Sequence[StageCost] | None) -> list[tuple[Program, ...]]:
+    equal = [StageCost()] * len(sizes.stage_rank)
+    return [
+        lean_programs(
+            sizes.stage_rank,
+            sizes.num_microbatches,
+            sizes.activation_cap,
+            durations,
+            split_backward=sizes.split_backward,
         )
-    orders = unit_orders(num_ranks, chunks, num_microbatches, unit)
-    found = [_equal_cost_plan(orders, activation_cap)]
-    if costs is not None and set(costs) != {StageCost()}:
+        for durations in (equal, costs)
+        if durations is not None
+    ]
+
+
+def _in_units(sizes: OrderSizes, costs: Sequence[StageCost] | None) -> list[tuple[Program, ...]]:
+    orders = unit_orders(sizes)
+    planned = [_equal_cost_plan(orders, sizes.activation_cap)]
+    if costs is not None:
         plans = (
-            list_schedule(order, costs, activation_cap, policy)
+            list_schedule(order, costs, sizes.activation_cap, policy)
             for order, policy in product(orders, _POLICIES)
         )
-        best = min(plans, key=lambda plan: plan.step_s)
-        if (best.orders, best.kinds) != (found[0].orders, found[0].kinds):
-            found.append(best)
-    return tuple(
-        Schedule("zeropp", num_microbatches, unit, plan.orders.stage_rank, plan.programs())
-        for plan in found
+        planned.append(min(plans, key=lambda plan: plan.step_s))
+    return [plan.programs() for plan in planned]
+
+
+def unit_orders(sizes: OrderSizes) -> tuple[Orders, ...]:
+    """Forward and input-gradient orders of all ranks, to choose from.
+
+    Microbatches that are left over make a short unit: the last one, or the last but one, where
+    whole units on both sides fill what it leaves; which is better depends on durations and cap.
+    """
+    unit, m = sizes.unit, sizes.num_microbatches
+    in_turn = [range(first, min(first + unit, m)) for first in range(0, m, unit)]
+    sequences = [in_turn]
+    if m % unit and len(in_turn) > 2:
+        sequences.append([*in_turn[:-2], in_turn[-1], in_turn[-2]])
+    return tuple(_orders_of(sizes, units) for units in sequences)
+
+
+def _orders_of(sizes: OrderSizes, units: Sequence[range]) -> Orders:
+    ranks, stages = sizes.num_ranks, sizes.num_ranks * sizes.chunks
+    held = [range(rank, stages, ranks) for rank in range(ranks)]
+    return Orders(
+        loop_placement(ranks, sizes.chunks),
+        tuple(_breadth_first(mine, units) for mine in held),
+        tuple(_breadth_first(mine[::-1], units) for mine in held),
+        sizes.split_backward,
     )
 
 

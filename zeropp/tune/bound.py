@@ -1,4 +1,4 @@
-"""What a candidate takes at least, without a schedule: the tuner's reason not to simulate it.
+"""What a plan takes at least, without its programs: the tuner's reason not to simulate it.
 
 Both bounds hold for every order of actions that the generators can give; a test compares them
 with the simulator. They read a plan without programs and its price.
@@ -6,29 +6,44 @@ with the simulator. They read a plan without programs and its price.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import replace
 
+from zeropp.cluster import Cluster
 from zeropp.cost import PlanPrice, price_plan
 from zeropp.layout import Layout
 from zeropp.plan import Plan
-from zeropp.tune.sized_plans import sized_plan
-from zeropp.tune.space import SPACES, Candidate, Task, units_of
+from zeropp.schedule.program import Schedule
+
+_SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv", "dualpipev"})
 
 
-def work_s(task: Task, family: Candidate) -> float:
-    """Compute of the whole model, spread evenly over the pipeline: the cheapest bound."""
-    layout = Layout(tp=family.layout.tp, sequence_parallel=family.layout.sequence_parallel)
-    one = Candidate(family.contender, layout, family.microbatch_size, 1, "1f1b", family.recompute)
-    whole = _microbatch_s(task, one)
-    return whole * family.num_microbatches / family.layout.pp
+class WorkBound:
+    """Seconds of compute of the whole model, spread evenly over the pipeline: the cheapest bound.
 
+    What a microbatch takes depends on few settings, so it is priced once for each of them.
+    """
 
-@lru_cache(maxsize=4096)
-def _microbatch_s(task: Task, one: Candidate) -> float:
-    return sum(cost.compute for cost in price_plan(sized_plan(task, one), task.cluster).stages)
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._microbatch_s: dict[tuple[object, ...], float] = {}
 
+    def __call__(self, plan: Plan) -> float:
+        """The bound for a plan, in seconds per step."""
+        layout = plan.layout
+        key = (layout.tp, layout.sequence_parallel, plan.microbatch_size, plan.recompute)
+        if key not in self._microbatch_s:
+            self._microbatch_s[key] = self._price(plan)
+        return self._microbatch_s[key] * plan.num_microbatches / layout.pp
 
-_SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv"})
+    def _price(self, plan: Plan) -> float:
+        """One microbatch of the whole model as a single stage."""
+        one = replace(
+            plan,
+            layout=Layout(tp=plan.layout.tp, sequence_parallel=plan.layout.sequence_parallel),
+            schedule=Schedule("1f1b", 1, 1, (0,), ()),
+            cuts=(0, plan.shape.num_pieces),
+        )
+        return sum(cost.compute for cost in price_plan(one, self._cluster).stages)
 
 
 def least_step_s(plan: Plan, price: PlanPrice) -> float:
@@ -39,7 +54,7 @@ def least_step_s(plan: Plan, price: PlanPrice) -> float:
     its link for all its gathers and reductions.
     """
     schedule, m = plan.schedule, plan.num_microbatches
-    split = schedule.name in _SPLIT
+    split = schedule.name in _SPLIT and plan.split_backward
     arrive, back = [0.0], [0.0]
     for cost in price.stages[:-1]:
         arrive.append(arrive[-1] + cost.forward)
@@ -81,7 +96,7 @@ def _copies_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
     return copied + units * sum(price.stages[s].copy_out for s in stages[1:-1])
 
 
-def least_bytes(plan: Plan, price: PlanPrice, candidate: Candidate) -> int:
+def least_bytes(plan: Plan, price: PlanPrice) -> int:
     """Bytes that the fullest rank holds at least at its peak: in the forward that fills it, or when
     the optimizer has all gradients."""
     schedule = plan.schedule
@@ -90,7 +105,7 @@ def least_bytes(plan: Plan, price: PlanPrice, candidate: Candidate) -> int:
         memory = [price.memory[s] for s in schedule.stages_of(rank)]
         resident = sum(m.parameters + m.optimizer for m in memory)
         gradients = sum(m.gradients for m in memory)
-        kept = _least_activations(plan, candidate, rank, [m.activations for m in memory])
+        kept = _least_activations(plan, rank, [m.activations for m in memory])
         filled = kept + min(m.unsharded + m.forward - m.activations for m in memory)
         filled = max(filled, _least_gradients(plan, [m.unsharded_gradients for m in memory]))
         if price.resident_gradients:
@@ -109,17 +124,17 @@ def _least_gradients(plan: Plan, sizes: list[int]) -> int:
     return max(sizes) + (min(sizes) if units * len(sizes) > 1 else 0)
 
 
-def _least_activations(plan: Plan, candidate: Candidate, rank: int, sizes: list[int]) -> int:
+def _least_activations(plan: Plan, rank: int, sizes: list[int]) -> int:
     """Bytes of chunk-activations that live together at least once; ``sizes``: by chunk."""
-    m, pp, chunks = plan.num_microbatches, plan.layout.pp, plan.layout.chunks
+    name, m, pp = plan.schedule.name, plan.num_microbatches, plan.layout.pp
+    chunks = len(sizes)
     way_round = 2 * (pp - rank) - 1  # forwards before the first input gradient can be back
-    if candidate.schedule in ("1f1b", "zb_h1"):
+    if name in ("1f1b", "zb_h1"):
         return min(m, pp - rank) * sizes[0]
-    if candidate.schedule == "interleaved_1f1b":
+    if name == "interleaved_1f1b":
         return min(m * chunks, way_round - 1 + (chunks - 1) * pp + 1) * min(sizes)
-    if candidate.schedule == "zeropp":
-        unit = candidate.unit if candidate.cap else min(units_of(SPACES["zeropp"], pp, m))
-        last = min(unit, way_round)
-        last = min(last, candidate.cap - (chunks - 1) * unit) if candidate.cap else 1
+    if name == "zeropp" and plan.stage_style == "loop":
+        unit = plan.schedule.unit
+        last = min(unit, way_round, plan.activation_cap - (chunks - 1) * unit)
         return unit * sum(sizes[:-1]) + last * sizes[-1]
-    return sum(sizes) if candidate.schedule == "fsdp" else min(sizes)
+    return sum(sizes) if name == "accumulation" else min(sizes)

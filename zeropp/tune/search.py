@@ -14,15 +14,18 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Generic
 
 from zeropp.cost import PlanPrice, price_plan
-from zeropp.plan import Plan
+from zeropp.layout import InfeasibleError
+from zeropp.literals import Auto
+from zeropp.plan import Candidate, K, Plan, Task
 from zeropp.planner.zeropp_plan import fastest
 from zeropp.sim.memory_curve import rank_peak
 from zeropp.sim.simulator import SimResult, simulate
-from zeropp.tune.bound import least_bytes, least_step_s, work_s
-from zeropp.tune.sized_plans import sized_plan, with_programs
-from zeropp.tune.space import Candidate, Space, Task, families, members
+from zeropp.tune.bound import WorkBound, least_bytes, least_step_s
+from zeropp.tune.contender import Contender
+from zeropp.tune.space import points
 
 _LARGEST_GAIN = 1.2  # of planning with durations: 10 % at most in schedule_orders.json
 
@@ -31,11 +34,16 @@ SLOWER = "slower by its lower bound"
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """A configuration that was simulated, in the order that its contender's planner chooses."""
+class Evaluated(Generic[K]):
+    """A candidate that was simulated, in the order that its contender's planner chooses."""
 
-    candidate: Candidate
+    candidate: Candidate[K]
     result: SimResult
+
+    @property
+    def plan(self) -> Plan:
+        """The whole plan."""
+        return self.result.plan
 
     @property
     def step_s(self) -> float:
@@ -50,27 +58,28 @@ class Evaluated:
     @property
     def degrees(self) -> tuple[object, ...]:
         """What makes two configurations different enough to be winner and runner-up."""
-        layout = self.candidate.layout
+        layout, order = self.plan.layout, self.plan.schedule
         degrees = (layout.pp, layout.tp, layout.shard, layout.replicate)
-        return (*degrees, layout.chunks, self.candidate.schedule, self.candidate.recompute)
+        return (*degrees, layout.chunks, order.name, self.plan.recompute)
 
 
-Progress = Callable[[int, int, Evaluated | None], None]  # settled, known so far, best so far
+# Called with: configurations settled, configurations known so far, the best so far.
+Progress = Callable[[int, int, Evaluated[K] | None], None]
 
 
 @dataclass
-class Outcome:
+class Outcome(Generic[K]):
     """What a search found. ``fallen`` counts families and members by why they fell."""
 
     task: Task
-    space: Space
-    winner: Evaluated | None = None
-    runner_up: Evaluated | None = None
+    contender: Contender[K]
+    winner: Evaluated[K] | None = None
+    runner_up: Evaluated[K] | None = None
     fallen: Counter[str] = field(default_factory=Counter)
     simulated: int = 0
-    too_large: set[Candidate] = field(default_factory=set)  # whatever their cap beyond the tried
+    too_large: set[Plan] = field(default_factory=set)  # whatever their cap beyond the tried
 
-    def offer(self, new: Evaluated) -> None:
+    def offer(self, new: Evaluated[K]) -> None:
         """Keep the best, and the best of other degrees."""
         if self.winner is None or new.step_s < self.winner.step_s:
             if self.winner is not None and self.winner.degrees != new.degrees:
@@ -81,107 +90,156 @@ class Outcome:
         ):
             self.runner_up = new
 
-    @property
-    def to_beat(self) -> float:
+    def to_beat(self, runner_up: bool) -> float:
         """Step time above which a configuration changes nothing: the winner's, once there is
-        another to put beside it."""
-        return self.winner.step_s if self.winner and self.runner_up else float("inf")
-
-
-def search(
-    task: Task, space: Space, progress: Progress | None = None, tolerance: float = 0.005
-) -> Outcome:
-    """Find the winner and the runner-up; both are None where nothing fits.
-
-    ``tolerance``: a configuration whose bound promises less than this share of the step is not
-    simulated, so none can be faster than the winner by more.
-    """
-    outcome = Outcome(task, space)
-    queue = [
-        _Entry(work_s(task, family), number, family)
-        for number, family in enumerate(families(task, space, outcome.fallen))
-    ]
-    heapq.heapify(queue)
-    number = len(queue)
-    while queue:
-        entry = heapq.heappop(queue)
-        if progress:
-            progress(number - len(queue), number, outcome.winner)
-        if entry.bound_s >= outcome.to_beat * (1.0 - tolerance):
-            outcome.fallen[SLOWER] += 1 + len(queue)
-            break
-        if entry.is_member:
-            _evaluate(task, entry, outcome)
-            continue
-        for child in _children(task, space, entry, number, outcome):
-            number += 1
-            heapq.heappush(queue, child)
-    return outcome
+        another to put beside it where one is wanted."""
+        enough = self.winner and (self.runner_up or not runner_up)
+        return self.winner.step_s if self.winner and enough else float("inf")
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class _Entry:
+class _Entry(Generic[K]):
     """A family by its work alone, then with its price; last a member, which has its family's
-    price, because no price reads unit, cap or point of reduction."""
+    price, because no price depends on unit, cap or point of reduction."""
 
     bound_s: float
     number: int  # unique, so that nothing after it is compared
-    candidate: Candidate
+    candidate: Candidate[K]
+    plan: Plan
     price: PlanPrice | None = None
     is_member: bool = False
 
 
-def _children(
-    task: Task, space: Space, entry: _Entry, number: int, outcome: Outcome
-) -> Iterator[_Entry]:
-    """What an entry is replaced by: itself with its price, or its members."""
-    price = entry.price
-    opened = [entry.candidate] if price is None else members(space, entry.candidate)
-    for candidate in opened:
-        plan = sized_plan(task, candidate)
-        known = price or price_plan(plan, task.cluster)
-        if least_bytes(plan, known, candidate) > task.cluster.device.usable_bytes:
+def search(
+    task: Task,
+    contender: Contender[K],
+    asked: K | None = None,
+    microbatch_size: int | Auto = "auto",
+    *,
+    progress: Progress[K] | None = None,
+    tolerance: float = 0.005,
+    runner_up: bool = True,
+) -> Outcome[K]:
+    """Find the winner and the runner-up; both are None where nothing fits.
+
+    ``asked``: knobs, of which those that are ``auto`` are searched; by default all of them.
+    ``tolerance``: a configuration whose bound promises less than this share of the step is not
+    simulated, so none can be faster than the winner by more. ``runner_up``: False ends the search
+    as soon as the winner is known.
+    """
+    return _Search(task, contender, asked or contender.knobs(), progress).run(
+        microbatch_size, tolerance, runner_up
+    )
+
+
+class _Search(Generic[K]):
+    """One search: its queue of entries, lowest bound first."""
+
+    def __init__(
+        self, task: Task, contender: Contender[K], asked: K, progress: Progress[K] | None
+    ) -> None:
+        self._task = task
+        self._contender = contender
+        self._asked = asked
+        self._progress = progress
+        self._outcome = Outcome(task, contender)
+        self._limit = task.cluster.device.usable_bytes
+
+    def run(self, microbatch_size: int | Auto, tolerance: float, runner_up: bool) -> Outcome[K]:
+        """Take the lowest bound until none is below the winner."""
+        outcome = self._outcome
+        queue = list(self._families(microbatch_size))
+        heapq.heapify(queue)
+        number = len(queue)
+        while queue:
+            entry = heapq.heappop(queue)
+            if self._progress:
+                self._progress(number - len(queue), number, outcome.winner)
+            to_beat = outcome.to_beat(runner_up)
+            if entry.bound_s >= to_beat * (1.0 - tolerance):
+                outcome.fallen[SLOWER] += 1 + len(queue)
+                break
+            if entry.is_member:
+                self._evaluate(entry, to_beat)
+                continue
+            for child in self._opened(entry, number):
+                number += 1
+                heapq.heappush(queue, child)
+        return outcome
+
+    def _families(self, microbatch_size: int | Auto) -> Iterator[_Entry[K]]:
+        """Every family that its planner can size, with the cheapest bound."""
+        space, fallen, number = self._contender.space, self._outcome.fallen, 0
+        work_s = WorkBound(self._task.cluster)
+        for point, size in points(self._task, space, self._asked, microbatch_size, fallen):
+            for knobs in space.families(point):
+                candidate = Candidate(knobs, size)
+                plan = self._sized(candidate)
+                if plan is not None:
+                    number += 1
+                    yield _Entry(work_s(plan), number, candidate, plan)
+
+    def _sized(self, candidate: Candidate[K]) -> Plan | None:
+        try:
+            return self._contender.size(self._task, candidate.knobs, candidate.microbatch_size)
+        except InfeasibleError as error:
+            self._outcome.fallen[error.kind] += 1
+            return None
+
+    def _opened(self, entry: _Entry[K], number: int) -> Iterator[_Entry[K]]:
+        """What an entry is replaced by: itself with its price, or its members."""
+        if entry.price is None:
+            price = price_plan(entry.plan, self._task.cluster)
+            first = next(self._members(entry), None)  # takes the least memory
+            if first is not None and self._may_fit(first[1], price):
+                bound = least_step_s(entry.plan, price)
+                yield _Entry(bound, number + 1, entry.candidate, entry.plan, price)
+            return
+        for candidate, plan in self._members(entry):
+            if self._may_fit(plan, entry.price):
+                number += 1
+                bound = least_step_s(plan, entry.price)
+                yield _Entry(bound, number, candidate, plan, entry.price, is_member=True)
+
+    def _members(self, entry: _Entry[K]) -> Iterator[tuple[Candidate[K], Plan]]:
+        family = entry.candidate
+        for knobs in self._contender.space.members(self._asked, family.knobs, entry.plan):
+            member = replace(family, knobs=knobs)
+            plan = self._sized(member)
+            if plan is not None:
+                yield member, plan
+
+    def _may_fit(self, plan: Plan, price: PlanPrice) -> bool:
+        fits = least_bytes(plan, price) <= self._limit
+        self._outcome.fallen[OOM] += not fits
+        return fits
+
+    def _evaluate(self, entry: _Entry[K], to_beat: float) -> None:
+        """Simulate a member: first the order that needs no durations, then, if that comes near,
+        the others."""
+        outcome, cluster, price = self._outcome, self._task.cluster, entry.price
+        assert price is not None
+        uncapped = replace(entry.plan, activation_cap=0)
+        if uncapped in outcome.too_large:  # members come with the smallest cap first
             outcome.fallen[OOM] += 1
-            continue
-        number += 1
-        bound = least_step_s(plan, known)
-        yield _Entry(bound, number, candidate, known, is_member=price is not None)
+            return
+        orders = self._contender.order(entry.plan, entry.candidate.knobs, price)
+        simple = next(orders)
+        if not self._fits(simple, price):
+            outcome.fallen[OOM] += 1
+            outcome.too_large.add(uncapped)
+            return
+        outcome.simulated += 1
+        result = simulate(simple, cluster, price=price)
+        if result.step_s >= to_beat * _LARGEST_GAIN:
+            return
+        if others := list(orders):
+            result = min(result, fastest(others, cluster, price), key=lambda r: r.step_s)
+        if result.peak_bytes > self._limit:
+            outcome.fallen[OOM] += 1
+            return
+        outcome.offer(Evaluated(entry.candidate, result))
 
-
-def _evaluate(task: Task, entry: _Entry, outcome: Outcome) -> None:
-    price = entry.price
-    assert price is not None
-    uncapped = replace(entry.candidate, cap=0)
-    if uncapped in outcome.too_large:  # members come with the smallest cap first
-        outcome.fallen[OOM] += 1
-        return
-    plan = sized_plan(task, entry.candidate)
-    limit = task.cluster.device.usable_bytes
-    (simple,) = with_programs(plan, entry.candidate)
-    if not _fits(simple, price, limit):
-        outcome.fallen[OOM] += 1
-        outcome.too_large.add(uncapped)
-        return
-    outcome.simulated += 1
-    result = simulate(simple, task.cluster, price=price)
-    if result.step_s >= outcome.to_beat * _LARGEST_GAIN:
-        return
-    others = with_programs(plan, entry.candidate, price)[1:]
-    if others:
-        result = min(result, fastest(others, task.cluster, price), key=lambda r: r.step_s)
-    if result.peak_bytes > limit:
-        outcome.fallen[OOM] += 1
-        return
-    outcome.offer(Evaluated(entry.candidate, result))
-
-
-def _fits(plan: Plan, price: PlanPrice, limit: int) -> bool:
-    ranks = range(plan.schedule.num_ranks)
-    return all(rank_peak(plan, price, rank).total <= limit for rank in ranks)
-
-
-def result_of(task: Task, candidate: Candidate) -> SimResult:
-    """A configuration simulated in full, in the order that its contender's planner chooses."""
-    plan = sized_plan(task, candidate)
-    price = price_plan(plan, task.cluster)
-    return fastest(with_programs(plan, candidate, price), task.cluster, price)
+    def _fits(self, plan: Plan, price: PlanPrice) -> bool:
+        ranks = range(plan.schedule.num_ranks)
+        return all(rank_peak(plan, price, rank).total <= self._limit for rank in ranks)

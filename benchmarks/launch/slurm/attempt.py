@@ -1,93 +1,117 @@
 """Close an attempt from inside its job: the last line of an array's script.
 
-The ranks' event files say what was measured. Where they cannot say why it stopped, Slurm does:
-the signal that the script caught, what slurmstepd wrote about memory, the exit code of the rank
-that ended first.
+The ranks' event files say what was measured. Where they cannot say why it stopped, Slurm is asked:
+a signal alone does not tell the time limit from preemption, nor preemption from somebody's scancel.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.launch.finish import Ending, finish_attempt, killed
-from benchmarks.launch.slurm.client import EndedJob, last_ending
-from benchmarks.records.rank_events import rank_file, read_events
-from benchmarks.records.record import RunRecord, Status
+from benchmarks.launch.finish import Ending, finish_attempt
+from benchmarks.launch.frozen import DamagedError
+from benchmarks.launch.slurm.client import (
+    EndedJob,
+    SlurmError,
+    last_ending,
+    requeue,
+    running_on,
+    seconds_left,
+    time_left_s,
+)
+from benchmarks.launch.slurm.reasons import (
+    before_ranks,
+    ending_by_state,
+    first_kill,
+    is_complete,
+    left_on_signal,
+    memory_kill,
+    slurm_of,
+)
+from benchmarks.records.record import RunRecord
 
 _CLIENT_TIMEOUT_S = 5.0  # KillWait, 30 s by default, is all that a preempted job has
-_MEMORY_KILL = re.compile(r"slurmstepd\S*: error: (.*(?:exceeded memory limit|oom.kill).*)", re.I)
-
-_STATES: dict[str, tuple[Status, bool]] = {  # Slurm's state: status, ended from outside
-    "OUT_OF_MEMORY": ("oom", False),
-    "TIMEOUT": ("timeout", False),
-    "DEADLINE": ("timeout", False),
-    "PREEMPTED": ("preempted", True),
-    "REQUEUED": ("preempted", True),
-    "CANCELLED": ("failed", True),
-    "NODE_FAIL": ("lost", True),
-    "BOOT_FAIL": ("lost", True),
-}
+_LATE_S = 120.0  # USR1 comes up to a minute early, and ranks take a while to leave
 
 
-def slurm_of(directory: Path) -> dict[str, object]:
-    """What the script noted of its job when the attempt began."""
-    facts: dict[str, object] = json.loads((directory / "slurm.json").read_text())
-    return facts
+@dataclass(frozen=True)
+class ScriptEnd:
+    """What the script says of its own end."""
+
+    exit_code: int  # srun's, or that of the line that failed before it
+    caught: str = ""  # USR1, TERM, or nothing
+    stage: str = "ranks"  # setup: the ranks were not started yet
+    elapsed_s: float = 0.0  # since the script began
 
 
-def is_complete(directory: Path) -> bool:
-    """Whether every rank measured everything; then it does not matter what came after."""
-    spec = json.loads((directory / "spec.json").read_text())
-    events = (read_events(rank_file(directory, rank)) for rank in range(spec["num_gpus"]))
-    return all(any(event["event"] == "done" for event in rank) for rank in events)
-
-
-def ending_by_state(ended: EndedJob) -> Ending | None:
-    """What a Slurm state means for an attempt; None where it explains nothing."""
-    word = ended.state.split()[0] if ended.state else ""  # "CANCELLED by 1000"
-    if word not in _STATES:
-        return None
-    status, interrupted = _STATES[word]
-    details = f"exit code {ended.exit_code}, nodes {ended.nodes}"
-    return Ending(status, f"Slurm: {ended.state} ({details})", interrupted)
-
-
-def memory_kill(directory: Path) -> Ending | None:
-    """slurmstepd's own line about a kill by the memory limit, if it wrote one."""
-    log = directory / "srun.log"
-    found = _MEMORY_KILL.search(log.read_text(errors="replace")) if log.exists() else None
-    return Ending("oom", f"Slurm: {found[1]}") if found else None
-
-
-def close(directory: Path, exit_code: int, caught: str) -> RunRecord:
-    """Write the record of an attempt whose srun has ended."""
-    ending = None if is_complete(directory) else _ending(directory, caught)
-    slurm = slurm_of(directory) | {"exit_code": exit_code, "caught": caught}
+def close(directory: Path, end: ScriptEnd) -> RunRecord:
+    """Write the record of an attempt whose script is at its end."""
+    slurm = slurm_of(directory)
+    ending = None if is_complete(directory) else _ending(directory, end)
+    slurm |= {"exit_code": end.exit_code, "caught": end.caught}
+    if neighbours := _neighbours(directory):
+        slurm["neighbours"] = neighbours
     return finish_attempt(directory, ending=ending, slurm=slurm)
 
 
-def _ending(directory: Path, caught: str) -> Ending | None:
-    if caught == "USR1":
-        return Ending("timeout", "stopped before the job's time limit (SIGUSR1)")
-    ended = last_ending(str(slurm_of(directory)["job_id"]), _CLIENT_TIMEOUT_S)
-    explained = memory_kill(directory) or (ending_by_state(ended) if ended else None)
-    if explained is None and caught == "TERM":
-        return Ending("preempted", "Slurm sent SIGTERM", interrupted=True)
-    return explained or _first_kill(directory)
+def _ending(directory: Path, end: ScriptEnd) -> Ending | None:
+    """Why it ended; None leaves the word to the ranks' events."""
+    job = str(slurm_of(directory)["job_id"])
+    ended = last_ending(job, _CLIENT_TIMEOUT_S)
+    return (
+        memory_kill(directory)
+        or (ending_by_state(ended) if ended else None)
+        or _time_limit(directory, job, end)
+        or first_kill(directory)
+        or left_on_signal(directory, ended, end.caught)
+        or before_ranks(directory, None, end.stage)
+        or _failed_setup(directory, end, ended)
+    )
 
 
-def _first_kill(directory: Path) -> Ending | None:
-    """The rank that ended first, if a signal ended it: the others only followed."""
-    codes = [
-        (path.stat().st_mtime, int(path.stem.removeprefix("rank_")), int(path.read_text()))
-        for path in directory.glob("rank_*.exit")
-    ]
-    bad = min((code for code in codes if code[2]), default=None)
-    return killed(bad[1], bad[2] - 128) if bad and bad[2] > 128 else None
+def _time_limit(directory: Path, job: str, end: ScriptEnd) -> Ending | None:
+    """USR1 near the limit is the limit; with time left it is something else."""
+    if end.caught != "USR1":
+        return None
+    left = time_left_s(job, _CLIENT_TIMEOUT_S)
+    if left is None:  # not answered: what was left at the start, less what went by since
+        noted = seconds_left(str(slurm_of(directory).get("time_left", "")))
+        left = None if noted is None else noted - end.elapsed_s
+    grace_s = _grace_s(directory)
+    if left is None or left <= grace_s + _LATE_S:
+        stage = ", in setup" if end.stage == "setup" else ""
+        return Ending("timeout", f"stopped before the job's time limit (SIGUSR1){stage}")
+    reason = f"SIGUSR1 with {left:.0f} s left: preemption, or sent by hand"
+    return Ending("preempted", reason, interrupted=True)
+
+
+def _grace_s(directory: Path) -> float:
+    noted = slurm_of(directory).get("grace_s")
+    return float(noted) if isinstance(noted, int | float) else 60.0
+
+
+def _failed_setup(directory: Path, end: ScriptEnd, ended: EndedJob | None) -> Ending | None:
+    """A line before srun failed; the job's log says which."""
+    if end.stage != "setup":
+        return None
+    log = slurm_of(directory).get("log")
+    state = f"exit {end.exit_code}" + (f", Slurm: {ended.state}" if ended else "")
+    found = before_ranks(directory, Path(log), end.stage) if isinstance(log, str) else None
+    return found or Ending("failed", f"in setup: a line of launcher.setup failed ({state})")
+
+
+def _neighbours(directory: Path) -> list[str]:
+    """Jobs that were on the same nodes when the attempt began or ended; empty on whole nodes."""
+    noted = directory / "neighbours.txt"
+    if not noted.exists():
+        return []
+    slurm = slurm_of(directory)
+    now = running_on(str(slurm.get("nodes", "")), _CLIENT_TIMEOUT_S)
+    others = {*noted.read_text(errors="replace").split(), *now} - {str(slurm["job_id"])}
+    return sorted(others)
 
 
 def main() -> int:
@@ -95,16 +119,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.launch.slurm.attempt",
         description="Record an attempt from inside its Slurm job: what its ranks wrote, and why it "
-        "ended where they cannot say. The last line of the scripts of launcher=slurm.",
+        "ended where they cannot say. The scripts of launcher=slurm call it however they end.",
         epilog="example: python -m benchmarks.launch.slurm.attempt DIR --exit-code 0",
     )
     parser.add_argument("directory", type=Path, help="the attempt's, below results/runs")
     parser.add_argument("--exit-code", type=int, required=True, help="srun's")
     parser.add_argument("--caught", default="", help="the signal that the script caught")
+    parser.add_argument("--stage", default="ranks", help="setup or ranks (%(default)s)")
+    parser.add_argument("--elapsed-s", type=float, default=0.0, help="since the script began")
+    parser.add_argument(
+        "--requeue", action="store_true", help="put a preempted job back into the queue"
+    )
     arguments = parser.parse_args()
-    record = close(arguments.directory, arguments.exit_code, arguments.caught)
-    print(f"{record.record_id}: {record.status} {record.reason}".rstrip())
+    end = ScriptEnd(arguments.exit_code, arguments.caught, arguments.stage, arguments.elapsed_s)
+    try:
+        record = close(arguments.directory, end)
+    except (DamagedError, OSError) as error:
+        print(f"error: not recorded: {error}", file=sys.stderr)
+        return 1
+    print(f"{record.record_id}: {record.status} {record.reason}".rstrip(), flush=True)
+    if arguments.requeue and end.caught == "USR1" and record.status == "preempted":
+        _requeue(arguments.directory)
     return 0 if record.status == "ok" else 1
+
+
+def _requeue(directory: Path) -> None:
+    """A preempted job that ends by itself would count as done and not come back."""
+    try:
+        requeue(str(slurm_of(directory)["job"]))
+    except SlurmError as error:
+        print(f"not requeued: {error}; the next submission runs it again", file=sys.stderr)
 
 
 if __name__ == "__main__":

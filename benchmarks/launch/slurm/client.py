@@ -3,21 +3,58 @@
 Assumes Slurm 21.08 or newer on the PATH. What it says is never the measurement: it explains why
 one is missing. Accounting (sacct) is used where the cluster has it; slurmctld's memory is the
 fallback, and tells only the last of a requeued job's endings.
+
+Commands run without the variables that would change what they mean (``SQUEUE_STATES``,
+``SLURM_CLUSTERS``, those of a surrounding salloc). Of the variables of sbatch those stay that set
+a flag of which the script says nothing: a site's defaults.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
+import signal
 import subprocess
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.launch.slurm.options import OWNED
+
 _TIMEOUT_S = 60.0
 _NOISE = re.compile(r"^(sbatch|squeue|sacct|scontrol): (error: )?")
+_KEPT = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}  # where Slurm is and who asks
+_PREFIXES = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SALLOC_", "SRUN_")
+_ALIASES = {
+    "array-inx": "array",
+    "timelimit": "time",
+    "mem-per-node": "mem",
+    "no-requeue": "requeue",
+}
+_OVER = {
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"),
+    *("OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL", "REVOKED"),
+}
+UNSEEN = "UNSEEN"  # the state of a job that cannot be seen from here
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 class SlurmError(RuntimeError):
     """Slurm refused or did not answer; the message is one line."""
+
+
+class NoAnswerError(SlurmError):
+    """A command was cut off: what it was to do may have been done."""
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """What a submission must know of the cluster."""
+
+    identity: str = ""  # name@controller; empty where it could not be asked
+    max_array_size: int = 1001
 
 
 @dataclass(frozen=True)
@@ -32,6 +69,11 @@ class QueuedJob:
     time_left: str
 
     @property
+    def is_seen(self) -> bool:
+        """Whether Slurm told of it; see ``jobs.underway`` for the others."""
+        return self.state != UNSEEN
+
+    @property
     def has_started(self) -> bool:
         """Whether its processes may be alive."""
         return self.state not in {"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
@@ -44,28 +86,135 @@ class EndedJob:
     state: str
     exit_code: str  # "code:signal"
     nodes: str
+    preempted: bool = False  # slurmctld has begun to take its nodes
+
+    @property
+    def word(self) -> str:
+        """The state alone: ``CANCELLED`` of ``CANCELLED by 1000``."""
+        return self.state.split()[0] if self.state else ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether that was an ending at all: accounting also knows jobs that run."""
+        return self.word in _OVER
+
+    @property
+    def signal(self) -> int:
+        """The signal that ended the batch script; 0 if none did."""
+        code, _, number = self.exit_code.partition(":")
+        if number.isdigit() and int(number):
+            return int(number)
+        return int(code) - 128 if code.isdigit() and int(code) > 128 else 0
 
 
-def submit(script: Path, *flags: str) -> str:
-    """Submit a script and return the job's id; raises SlurmError."""
-    answer = _call("sbatch", "--parsable", *flags, str(script))
+def submit(script: Path, owned: Collection[str], *flags: str) -> str:
+    """Submit a script and return the job's id. ``owned``: the flags that the script decides, which
+    no variable may change. Raises SlurmError, and NoAnswerError where it may be submitted."""
+    kept = site_defaults(os.environ, owned)
+    answer = _call("sbatch", "--parsable", *flags, str(script), more=kept)
     return answer.strip().partition(";")[0]  # "17;cluster" on a federation
 
 
-def queued_jobs() -> dict[str, QueuedJob]:
-    """The user's jobs that wait or run, by key; raises SlurmError."""
-    lines = _call("squeue", "--me", "--array", "--noheader", "--format=%i|%j_%K|%T|%r|%N|%L")
-    jobs = [QueuedJob(*line.split("|")) for line in lines.splitlines()]
-    return {job.key: job for job in jobs}
+def site_defaults(environment: Mapping[str, str], owned: Collection[str]) -> dict[str, str]:
+    """The ``SBATCH_*`` variables that set flags which neither the suite nor the script decides."""
+    decided = OWNED | set(owned)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith("SBATCH_") and not {_flag_of(name), _plain_flag_of(name)} & decided
+    }
 
 
-def endings(job: str) -> list[EndedJob]:
-    """How a job ended, a requeued one several times, oldest first; empty where nobody knows."""
+def _plain_flag_of(variable: str) -> str:
+    return variable.removeprefix("SBATCH_").lower().replace("_", "-")
+
+
+def _flag_of(variable: str) -> str:
+    plain = _plain_flag_of(variable)
+    return _ALIASES.get(plain, plain)
+
+
+def cluster_facts() -> ClusterFacts:
+    """Who this cluster is, and its largest array; raises SlurmError."""
+    pairs = (line.partition("=") for line in _call("scontrol", "show", "config").splitlines())
+    found = {name.strip(): value.strip() for name, _, value in pairs}
+    host = found.get("SlurmctldHost[0]", found.get("SlurmctldHost", ""))
+    size = found.get("MaxArraySize", "")
+    identity = f"{found.get('ClusterName', '')}@{host}"
+    return ClusterFacts(identity, int(size) if size.isdigit() else ClusterFacts.max_array_size)
+
+
+def queued_jobs(names: Iterable[str]) -> dict[str, QueuedJob]:
+    """Jobs with these names that wait or run, whoever submitted them, by key; raises SlurmError."""
+    asked = ",".join(sorted(set(names)))
+    if not asked:
+        return {}
+    columns = "--format=%i|%j_%K|%T|%r|%N|%L"
+    everything = ("--array", "--noheader", "--states=all", f"--name={asked}", columns)
+    rows = [line.split("|") for line in _call("squeue", *everything).splitlines()]
+    jobs = [QueuedJob(*row) for row in rows if len(row) == 6]
+    return {job.key: job for job in jobs if job.state not in _OVER}
+
+
+def time_left_s(job: str, timeout_s: float = _TIMEOUT_S) -> float | None:
+    """Seconds until a running job's limit; None where nobody says."""
     try:
-        return _accounted(job)
+        text = _call("squeue", "--noheader", f"--job={job}", "--format=%L", timeout_s=timeout_s)
     except SlurmError:
-        last = last_ending(job)
-        return [last] if last else []
+        return None
+    return seconds_left(text.strip())
+
+
+def seconds_left(text: str) -> float | None:
+    """Seconds of a time left as squeue prints it: D-HH:MM:SS without its leading zeros."""
+    days, _, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdigit() for part in [*parts, days or "0"]) or len(parts) < 2:
+        return None
+    seconds = 0
+    for part in parts:
+        seconds = seconds * 60 + int(part)
+    return float(seconds + int(days or 0) * 86400)
+
+
+def find_job(name: str) -> str:
+    """The id of a job by its name, where the answer of sbatch was lost; empty if there is none.
+    Raises SlurmError where that cannot be told."""
+    lines = _call("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%F").split()
+    if lines:
+        return lines[0]
+    try:
+        flags = ("--allocations", "--noheader", "--parsable2", "--starttime=now-30days")
+        lines = _call("sacct", *flags, f"--name={name}", "--format=JobID").split()
+    except SlurmError:  # no accounting: what slurmctld remembers is all that there is
+        return ""
+    return lines[0].partition("_")[0] if lines else ""
+
+
+def requeue(job: str) -> None:
+    """Put a job back into the queue; raises SlurmError."""
+    _call("scontrol", "requeue", job)
+
+
+def running_on(nodes: str, timeout_s: float = _TIMEOUT_S) -> list[str]:
+    """The jobs that run on some nodes now; empty where nobody says."""
+    flags = ("--noheader", "--states=RUNNING", f"--nodelist={nodes}", "--format=%A")
+    try:
+        return _call("squeue", *flags, timeout_s=timeout_s).split()
+    except SlurmError:
+        return []
+
+
+def endings(jobs: Collection[str]) -> dict[str, list[EndedJob]]:
+    """How jobs ended, requeued ones several times, oldest first; none where nobody knows."""
+    try:
+        found = _accounted(jobs)
+    except SlurmError:
+        found = {}
+    for job in jobs:
+        if job not in found and (last := last_ending(job)):
+            found[job] = [last]
+    return found
 
 
 def last_ending(job: str, timeout_s: float = _TIMEOUT_S) -> EndedJob | None:
@@ -80,29 +229,69 @@ def last_ending(job: str, timeout_s: float = _TIMEOUT_S) -> EndedJob | None:
             continue
         if len(text.splitlines()) == 1:
             fields = dict(word.split("=", 1) for word in text.split() if "=" in word)
-            return EndedJob(fields["JobState"], fields["ExitCode"], fields["NodeList"])
+            when = fields.get("PreemptTime", "None")
+            return EndedJob(
+                fields.get("JobState", ""),
+                fields.get("ExitCode", ""),
+                fields.get("NodeList", ""),
+                preempted=when not in ("None", "Unknown", "N/A"),
+            )
     return None
 
 
-def _accounted(job: str) -> list[EndedJob]:
-    columns = "--format=State,ExitCode,NodeList"
-    flags = ("--allocations", "--duplicates", "--noheader", "--parsable2")
-    lines = _call("sacct", "--jobs", job, *flags, columns).splitlines()
-    if not lines:
-        raise SlurmError(f"no accounting of job {job}")
-    return [EndedJob(*line.split("|")) for line in lines]
+def _accounted(jobs: Collection[str]) -> dict[str, list[EndedJob]]:
+    columns = "--format=JobID,State,ExitCode,NodeList"
+    flags = ("--allusers", "--allocations", "--duplicates", "--noheader", "--parsable2")
+    asked = ",".join(sorted({job.partition("_")[0] for job in jobs}))
+    found: dict[str, list[EndedJob]] = {}
+    for line in _call("sacct", "--jobs", asked, *flags, columns).splitlines():
+        row = line.split("|")
+        for task in _tasks_of(row[0]) if len(row) == 4 else ():
+            found.setdefault(task, []).append(EndedJob(row[1], row[2], row[3]))
+    return found
 
 
-def _call(*command: str, timeout_s: float = _TIMEOUT_S) -> str:
+def _tasks_of(job: str) -> list[str]:
+    """The tasks that a job id stands for: ``17_[0-1,5%2]`` are those that never began."""
+    array, bracket, indices = job.partition("_[")
+    if not bracket:
+        return [job]
+    ranges = _RANGE.findall(indices.partition("%")[0])
+    spans = [range(int(first), int(last or first) + 1) for first, last in ranges]
+    return [f"{array}_{index}" for span in spans for index in span]
+
+
+def _call(
+    *command: str, timeout_s: float = _TIMEOUT_S, more: Mapping[str, str] | None = None
+) -> str:
+    clean = {k: v for k, v in os.environ.items() if k in _KEPT or not k.startswith(_PREFIXES)}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            preexec_fn=_end_with_the_launcher,
+            env=clean | dict(more or {}),
         )
     except FileNotFoundError:
         raise SlurmError(f"{command[0]}: not found; is this a login node of a cluster?") from None
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]}: no answer within {timeout_s:g} s") from None
+        raise NoAnswerError(f"{command[0]}: no answer within {timeout_s:g} s") from None
     if done.returncode:
         lines = [_NOISE.sub("", line) for line in done.stderr.splitlines() if line.strip()]
-        raise SlurmError(f"{command[0]}: {lines[-1] if lines else f'exit {done.returncode}'}")
+        said = f"{command[0]}: {lines[-1] if lines else f'exit {done.returncode}'}"
+        raise (NoAnswerError if _may_be_done(said) else SlurmError)(said)
     return done.stdout
+
+
+def _end_with_the_launcher() -> None:
+    """Linux: an sbatch that outlives a killed launcher would submit what is looked for already."""
+    if _PRCTL is not None:
+        _PRCTL(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _may_be_done(said: str) -> bool:
+    """Errors of the way back: the controller may have done what was asked."""
+    return bool(re.search(r"timed out|timeout|receive|connection (reset|refused)", said, re.I))

@@ -1,145 +1,294 @@
 """What became of submitted points: submissions on disk against what Slurm says now.
 
-A submission is a folder ``RUNS_DIR/slurm/<sweep>/`` with the scripts, their logs, the frozen
-specs, and ``submission.json``, written before the first sbatch: a job whose id never arrived is
-still found by its name.
+The rule for every doubt: a job that may be alive is alive. An attempt is closed for another only
+where Slurm's own word, seen by somebody who may see it, or a long silence says that it is over.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
-from benchmarks.launch.finish import Ending, finish_attempt
-from benchmarks.launch.slurm.attempt import ending_by_state, is_complete, memory_kill, slurm_of
-from benchmarks.launch.slurm.client import QueuedJob, endings, queued_jobs
-from benchmarks.records.record import RunRecord, read_record, write_atomically
+from benchmarks.launch.finish import Ending, close_for_another
+from benchmarks.launch.frozen import DamagedError
+from benchmarks.launch.owner import SILENT_S, silence_s
+from benchmarks.launch.slurm.client import (
+    UNSEEN,
+    ClusterFacts,
+    EndedJob,
+    QueuedJob,
+    cluster_facts,
+    endings,
+    find_job,
+    queued_jobs,
+)
+from benchmarks.launch.slurm.reasons import (
+    before_ranks,
+    ending_by_state,
+    is_complete,
+    killed_script,
+    left_on_signal,
+    memory_kill,
+    slurm_of,
+    with_state,
+)
+from benchmarks.launch.slurm.submissions import Submission, Task, read_submissions, tasks_of
+from benchmarks.records.record import RecordError, RunRecord, read_record, write_atomically
 
-_UNKNOWN = Ending("lost", "the job ended, and nobody knows why (no accounting)", interrupted=True)
-
-
-@dataclass(frozen=True)
-class SubmittedArray:
-    """An array as ``submission.json`` keeps it. ``job`` is empty until sbatch answered."""
-
-    name: str
-    spec_ids: list[str]
-    job: str = ""
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Submission:
-    """Everything that one call of the launcher submitted."""
-
-    directory: Path
-    arrays: list[SubmittedArray]
-    report_job: str = ""
-
-    def write(self) -> None:
-        """Write ``submission.json``."""
-        document = {"arrays": [asdict(a) for a in self.arrays], "report_job": self.report_job}
-        write_atomically(self.directory / "submission.json", json.dumps(document, indent=1))
+_UNKNOWN = Ending("lost", "the job is gone, and Slurm does not say why", interrupted=True)
+_QUIET_S = 90.0  # the script's heartbeat comes every 20 s
 
 
-@dataclass(frozen=True)
-class Task:
-    """One point of a submission."""
+@dataclass
+class View:
+    """Submissions, then the queue, read in that order: an attempt that began in between would look
+    dead otherwise."""
 
-    spec_id: str
-    key: str  # as in QueuedJob
-    job: str  # "17_3"; empty where sbatch gave no id
-    frozen: Path
-    log: Path
-    attempts: list[Path] = field(default_factory=list)  # oldest first
+    runs_dir: Path
+    submissions: list[Submission]
+    tasks: list[Task]
+    queued: dict[str, QueuedJob] = field(default_factory=dict)
+    facts: ClusterFacts = field(default_factory=ClusterFacts)
+    problems: list[str] = field(default_factory=list)  # a line per damaged or unwritable file
+
+    @cached_property
+    def latest(self) -> dict[str, Task]:
+        """The newest task of each point that Slurm took."""
+        return {task.spec_id: task for task in self.tasks if not task.refused}
+
+    def is_of_this_cluster(self, submission: Submission) -> bool:
+        """Whether a submission went to the cluster that answers here; elsewhere its job numbers
+        are those of other jobs."""
+        known = submission.cluster and self.facts.identity
+        return not known or submission.cluster == self.facts.identity
+
+    def sees(self, submission: Submission) -> bool:
+        """Whether this user's question to this cluster tells all about a submission's jobs."""
+        return self.is_of_this_cluster(submission) and submission.is_mine
 
 
-def read_tasks(runs_dir: Path) -> list[Task]:
-    """Every point of every submission, oldest first."""
-    found = sorted(runs_dir.glob("slurm/*/submission.json"))
-    return [task for path in found for task in _tasks_of(path, runs_dir)]
+def read_view(runs_dir: Path) -> View:
+    """What is on disk alone."""
+    submissions, problems = read_submissions(runs_dir)
+    tasks = [task for submission in submissions for task in tasks_of(submission, runs_dir)]
+    return View(runs_dir, submissions, tasks, problems=problems)
 
 
-def close_ended(
-    tasks: list[Task], queued: Mapping[str, QueuedJob], runs_dir: Path
-) -> list[RunRecord]:
+def look(runs_dir: Path) -> View:
+    """Submissions, then the queue; asks Slurm only where something is not settled yet. Raises
+    SlurmError where Slurm does not answer."""
+    view = read_view(runs_dir)
+    unsettled = [s for s in view.submissions if not _is_settled(s, view.tasks)]
+    if not unsettled:
+        return view
+    facts = cluster_facts()
+    found = [_find_lost(s) for s in view.submissions]
+    view = replace(
+        view,
+        submissions=found,
+        tasks=[task for submission in found for task in tasks_of(submission, runs_dir)],
+        facts=facts,
+    )
+    open_names = {submission.name for submission in unsettled}
+    view.queued = queued_jobs(name for s in found if s.name in open_names for name in s.job_names)
+    return view
+
+
+def _is_settled(submission: Submission, tasks: list[Task]) -> bool:
+    """Whether every point has an end that no requeue changes."""
+    mine = [task for task in tasks if task.submission is submission]
+    return all(task.refused or (task.attempts and _has_final_record(task)) for task in mine)
+
+
+def _has_final_record(task: Task) -> bool:
+    record = _record_of(task.attempts[-1])
+    return record is not None and not record.interrupted
+
+
+def _find_lost(submission: Submission) -> Submission:
+    """Ids of arrays whose sbatch did not answer, looked up by their names and kept."""
+    if not any(_is_lost(array.job, array.error, array.lost) for array in submission.arrays):
+        return submission
+    arrays = [
+        replace(array, job=find_job(array.name))
+        if _is_lost(array.job, array.error, array.lost)
+        else array
+        for array in submission.arrays
+    ]
+    found = replace(submission, arrays=arrays)
+    if arrays != submission.arrays and not submission.is_damaged:
+        with suppress(OSError):  # found again next time
+            found.write()
+    return found
+
+
+def _is_lost(job: str, error: str, lost: bool) -> bool:
+    """No id, and no refusal either: also where the launcher was killed while sbatch ran."""
+    return not job and (lost or not error)
+
+
+def close_ended(view: View) -> list[RunRecord]:
     """Record every attempt that can no longer record itself, with Slurm's reason.
 
-    ``tasks`` must have been read before ``queued``: an attempt that began in between would look
-    dead otherwise.
+    What cannot be recorded becomes a line of ``view.problems``.
     """
+    absent = [task for task in view.tasks if not task.refused and _is_open(task, view)]
+    asked = [task.job for task in absent if task.job and view.is_of_this_cluster(task.submission)]
+    told = endings(asked) if asked else {}
     closed = []
-    for task in tasks:
-        job = queued.get(task.key)
-        if task.job and job is None and not task.attempts:
-            _open_unstarted(task, runs_dir)
-        for attempt in task.attempts:
-            is_last = attempt == task.attempts[-1]
-            may_live = job is not None and job.has_started and is_last
-            if not may_live and not (attempt / "record.json").exists():
-                closed.append(_close(attempt))
+    for task in absent:
+        try:
+            over = _over(task, view, told)
+        except OSError as error:
+            view.problems.append(str(error))
+            continue
+        for attempt in over:
+            try:
+                record = _close(attempt, task, told)
+            except (DamagedError, OSError) as error:
+                view.problems.append(str(error))
+                continue
+            if record is not None:
+                closed.append(record)
     return closed
 
 
-def underway(tasks: list[Task], queued: Mapping[str, QueuedJob]) -> dict[str, QueuedJob]:
-    """The points that wait or run, by spec id; not those whose job only has to leave the queue."""
-    return {
-        task.spec_id: queued[task.key]
-        for task in tasks
-        if task.key in queued and not _is_over(task)
-    }
+def _is_open(task: Task, view: View) -> bool:
+    """Whether an attempt of a task, or the task itself, lacks a record and may be over."""
+    job = view.queued.get(task.key)
+    if not task.attempts:
+        return job is None and bool(task.job)
+    lacking = [attempt for attempt in task.attempts if not _is_recorded(attempt)]
+    runs = job is not None and job.has_started
+    return bool([a for a in lacking if not (runs and a == task.attempts[-1])])
+
+
+def _over(task: Task, view: View, told: Mapping[str, list[EndedJob]]) -> list[Path]:
+    """The attempts without a record that are over; for a job that ended before it began, a new
+    one."""
+    job = view.queued.get(task.key)
+    ended = bool(told.get(task.job)) and told[task.job][-1].is_over
+    attempts = task.found_attempts()
+    if not attempts:
+        gone = job is None and ended and bool(task.job)
+        vanished = job is None and bool(task.job) and view.sees(task.submission)
+        return [_open_unstarted(task)] if gone or (vanished and not told.get(task.job)) else []
+    over = [a for a in attempts[:-1] if not _is_recorded(a)]
+    last = attempts[-1]
+    if _is_recorded(last) or (job is not None and job.has_started):
+        return over
+    silent_for = _QUIET_S if view.sees(task.submission) else SILENT_S
+    requeued = job is not None
+    return [*over, last] if requeued or ended or silence_s(last) > silent_for else over
+
+
+def _is_recorded(attempt: Path) -> bool:
+    return (attempt / "record.json").exists()
+
+
+def underway(view: View) -> dict[str, QueuedJob]:
+    """The points that wait or run, by spec id; not those whose job only has to leave the queue.
+
+    Also those of which that cannot be told from here, with what to do about it as the reason.
+    """
+    found = {}
+    for task in view.tasks:
+        if task.key in view.queued:
+            if not _is_over(task):
+                found[task.spec_id] = view.queued[task.key]
+        elif not task.refused and _may_run_unseen(task, view):
+            found[task.spec_id] = _unseen(task)
+    return found
 
 
 def _is_over(task: Task) -> bool:
     """Whether the last attempt ended by itself: only what was interrupted is requeued."""
-    path = task.attempts[-1] / "record.json" if task.attempts else None
-    return path is not None and path.exists() and not read_record(path).interrupted
+    record = _record_of(task.attempts[-1]) if task.attempts else None
+    return record is not None and not record.interrupted
 
 
-def look(runs_dir: Path) -> tuple[list[Task], dict[str, QueuedJob]]:
-    """Submissions, then the queue, in that order; asks Slurm only where something was submitted."""
-    tasks = read_tasks(runs_dir)
-    return tasks, queued_jobs() if tasks else {}
+def _record_of(attempt: Path) -> RunRecord | None:
+    try:
+        return read_record(attempt / "record.json")
+    except RecordError:
+        return None
 
 
-def _tasks_of(path: Path, runs_dir: Path) -> Iterator[Task]:
-    for array in json.loads(path.read_text())["arrays"]:
-        for index, spec_id in enumerate(array["spec_ids"]):
-            job = f"{array['job']}_{index}" if array["job"] else ""
-            attempts = (runs_dir / spec_id).glob(f"slurm-{job}-*") if job else ()
-            yield Task(
-                spec_id=spec_id,
-                key=f"{array['name']}_{index}",
-                job=job,
-                frozen=path.parent / "specs" / spec_id,
-                log=path.parent / f"{array['name']}-{index}.log",
-                attempts=sorted(attempts, key=_restart_of),
-            )
+def _may_run_unseen(task: Task, view: View) -> bool:
+    """Whether a job that the queue does not show may live: of another cluster or another user; or
+    one whose script spoke a moment ago."""
+    attempts = task.found_attempts()
+    recorded = bool(attempts) and _is_recorded(attempts[-1])
+    if view.sees(task.submission):
+        return bool(attempts) and not recorded and silence_s(attempts[-1]) <= _QUIET_S
+    if not recorded:
+        return True
+    record = _record_of(attempts[-1])
+    return record is not None and record.status == "preempted"  # it may come again
 
 
-def _restart_of(attempt: Path) -> int:
-    return int(attempt.name.rpartition("-")[2])
+def _unseen(task: Task) -> QueuedJob:
+    submission = task.submission
+    name = submission.cluster.partition("@")[0] or "another cluster"
+    where = f"submitted to {name} by user {submission.user} from {submission.host or 'elsewhere'}"
+    way = f"unseen from here: ask there, or remove {submission.directory} if its jobs are gone"
+    return QueuedJob(task.job or "?", task.key, UNSEEN, f"{where}; {way}", "", "")
 
 
-def _open_unstarted(task: Task, runs_dir: Path) -> None:
+def _open_unstarted(task: Task) -> Path:
     """An attempt for a job that left the queue without having run a line of its script."""
-    attempt = runs_dir / task.spec_id / f"slurm-{task.job}-0"
-    attempt.mkdir(parents=True)
+    attempt = task.point / f"slurm-{task.job}-0"
+    attempt.mkdir(parents=True, exist_ok=True)
     for name in ("spec.json", "attempt.json"):
-        shutil.copy(task.frozen / name, attempt / name)
+        try:
+            frozen = (task.frozen / name).read_text()
+        except (OSError, ValueError):  # damaged: what can be known without it is recorded
+            continue
+        write_atomically(attempt / name, frozen)
     slurm = {"job": task.job, "job_id": task.job, "restart": 0, "nodes": "", "log": str(task.log)}
-    write_atomically(attempt / "slurm.json", json.dumps(slurm))
-    task.attempts.append(attempt)
+    write_atomically(attempt / "slurm.json", json.dumps(slurm | {"key": task.key}))
+    return attempt
 
 
-def _close(attempt: Path) -> RunRecord:
+def _close(attempt: Path, task: Task, told: Mapping[str, list[EndedJob]]) -> RunRecord | None:
+    """Record one attempt with the ending that belongs to its restart."""
     slurm = slurm_of(attempt)
-    ended = endings(str(slurm["job"]))
-    restart = min(_restart_of(attempt), len(ended) - 1)
-    explained = ending_by_state(ended[restart]) if ended else _UNKNOWN
-    ending = None if is_complete(attempt) else memory_kill(attempt) or explained
-    state = ended[restart].state if ended else ""
-    return finish_attempt(attempt, ending=ending, slurm=slurm | {"state": state})
+    all_ended = [ended for ended in told.get(task.job, []) if ended.is_over]
+    restart = slurm["restart"] if isinstance(slurm.get("restart"), int) else 0
+    ended = all_ended[min(restart, len(all_ended) - 1)] if all_ended else None
+    ending = None if is_complete(attempt) else _ending(attempt, task.log, ended)
+    return close_for_another(attempt, ending, with_state(slurm, ended))
+
+
+def _ending(attempt: Path, log: Path, ended: EndedJob | None) -> Ending | None:
+    """Why an attempt ended that its own script could not record."""
+    if ended is None:
+        return memory_kill(attempt) or _UNKNOWN
+    by_state = ending_by_state(ended)
+    if by_state is None:
+        return (
+            memory_kill(attempt)
+            or killed_script(ended)
+            or left_on_signal(attempt, ended, "")
+            or before_ranks(attempt, log)
+        )
+    told = before_ranks(attempt, log) if by_state.status == "timeout" else None
+    reason = f"{by_state.reason}, {told.reason}" if told else by_state.reason
+    return memory_kill(attempt) or replace(by_state, reason=reason)
+
+
+def unreported(view: View) -> Iterable[Submission]:
+    """Submissions whose points are still under way and whose report job is not in the queue."""
+    for submission in view.submissions:
+        waiting = [
+            task
+            for task in view.tasks
+            if task.submission is submission and task.key in view.queued and not _is_over(task)
+        ]
+        report_key = f"{submission.job_names[-1]}_N/A"
+        if waiting and report_key not in view.queued and view.sees(submission):
+            yield submission

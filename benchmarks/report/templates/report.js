@@ -9,7 +9,7 @@ function sortKey(text) {
 // Numbers, then words ("oom" in a column of times), then nothing: whichever way a column is sorted.
 function place(key) {
   if (typeof key === "number") return 0;
-  return key === "" || key === "-" ? 2 : 1;
+  return key === "" || key === "–" ? 2 : 1;
 }
 
 function compare(a, b, sign) {
@@ -20,7 +20,7 @@ function compare(a, b, sign) {
 function sortBy(header) {
   const table = header.closest("table");
   const direction = header.getAttribute("aria-sort") === "ascending" ? "descending" : "ascending";
-  for (const other of header.parentElement.children) other.setAttribute("aria-sort", "none");
+  for (const other of header.parentElement.querySelectorAll("[aria-sort]")) other.setAttribute("aria-sort", "none");
   header.setAttribute("aria-sort", direction);
   const sign = direction === "ascending" ? 1 : -1;
   const body = table.tBodies[0];

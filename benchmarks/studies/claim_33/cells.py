@@ -8,15 +8,28 @@ microbatch and recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
-from zeropp.layout import Layout, divisors
-from zeropp.literals import Recompute
+from baselines.best_3d.contender import BEST_3D
+from baselines.best_3d.knobs import Best3DKnobs
+from baselines.deepspeed_3d.contender import DEEPSPEED_3D
+from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
+from baselines.fsdp.contender import FSDP
+from zeropp.contender.contender import ZEROPP
+from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.layout import divisors
+from zeropp.plan import Candidate, Knobs, Task
 from zeropp.sim.losses import Losses
 from zeropp.sim.simulator import SimResult
-from zeropp.tune.search import Evaluated, result_of, search
-from zeropp.tune.space import SPACES, Candidate, Task
+from zeropp.tune.contender import Contender
+from zeropp.tune.describe import describe
+from zeropp.tune.search import Evaluated, search
+
+# Who is compared, in the order of the tables.
+COMPARED: tuple[Contender[Any], ...] = (DEEPSPEED_3D, BEST_3D, ZEROPP, FSDP)
+Recompute = Literal["none", "full"]
 
 
 @dataclass(frozen=True)
@@ -72,29 +85,31 @@ class Row:
 def rows_of(cell: Cell, tolerance: float) -> list[Row]:
     """Every contender at its best plan, then all at equal degrees."""
     rows = []
-    for name, winner in winners(cell, tolerance).items():
+    for name, winner in winners(cell, tolerance, COMPARED).items():
         if winner is None:
             rows.append(Row(*cell.key, name, "best", "simulated", "no plan fits"))
         else:
-            rows.append(_row(cell, winner.candidate, winner.result, "best"))
-    return rows + [_row(cell, c, r, "equal") for c, r in _equal_plans(cell.priced)]
+            rows.append(_row(cell, winner.result, "best"))
+    return rows + [_row(cell, result, "equal") for result in _equal_plans(cell.priced)]
 
 
-def winners(cell: Cell, tolerance: float) -> dict[str, Evaluated | None]:
+def winners(
+    cell: Cell, tolerance: float, contenders: Iterable[Contender[Any]]
+) -> dict[str, Evaluated[Any] | None]:
     """Every contender's best plan; None where none fits."""
     return {
-        name: search(cell.priced, space, tolerance=tolerance).winner
-        for name, space in SPACES.items()
+        contender.name: search(cell.priced, contender, tolerance=tolerance).winner
+        for contender in contenders
     }
 
 
-def _row(cell: Cell, candidate: Candidate, result: SimResult, mode: str) -> Row:
+def _row(cell: Cell, result: SimResult, mode: str) -> Row:
     return Row(
         *cell.key,
-        candidate.contender,
+        result.plan.contender,
         mode,
         "simulated",
-        candidate.describe(),
+        describe(result.plan),
         result.step_s,
         result.tokens_per_s_per_gpu,
         result.peak_bytes / 2**30,
@@ -104,20 +119,25 @@ def _row(cell: Cell, candidate: Candidate, result: SimResult, mode: str) -> Row:
     )
 
 
-def _equal_plans(task: Task) -> list[tuple[Candidate, SimResult]]:
+def _equal_plans(task: Task) -> list[SimResult]:
     """The smallest pipeline, with as little recomputation as possible, that fits for all three;
     empty where there is none."""
-    for recompute in ("none", "full"):
-        for candidates in _equal_candidates(task, recompute):
-            results = [(c, result_of(task, c)) for c in candidates]
-            if all(r.peak_bytes <= task.cluster.device.usable_bytes for _, r in results):
+    recomputes: tuple[Recompute, ...] = ("none", "full")
+    for recompute in recomputes:
+        for setting in _equal_settings(task, recompute):
+            results = [
+                contender.simulated(task, Candidate(knobs, 1)) for contender, knobs in setting
+            ]
+            if all(r.peak_bytes <= task.cluster.device.usable_bytes for r in results):
                 return results
     return []
 
 
-def _equal_candidates(task: Task, recompute: Recompute) -> Iterator[list[Candidate]]:
+def _equal_settings(
+    task: Task, recompute: Recompute
+) -> Iterator[list[tuple[Contender[Any], Knobs]]]:
     """DeepSpeed's 1F1B, interleaved 1F1B with sequence parallelism, and ZeroPP with U = P; two
-    chunks a rank for the last two; one sequence a microbatch."""
+    chunks per rank for the last two; one sequence per microbatch."""
     group = min(task.cluster.gpus_per_node, task.num_gpus // 2)
     for pp in divisors(task.num_gpus // group)[1:] or [2]:
         replicas = task.num_gpus // group // pp
@@ -126,12 +146,35 @@ def _equal_candidates(task: Task, recompute: Recompute) -> Iterator[list[Candida
         even = task.global_batch % (replicas * group) == 0 and m_tensor % pp == 0
         if not even or m_shard < 1 or 2 * pp > task.shape.layers:
             continue
-        three = Layout(pp, group, 1, replicas, replicate_zero=1 if replicas > 1 else 0)
-        two_chunks = replace(three, chunks=2, sequence_parallel=True)
-        shards = Layout(pp, 1, group, replicas, chunks=2)
-        unit = min(pp, m_shard)
-        yield [
-            Candidate("deepspeed_3d", three, 1, m_tensor, "1f1b", recompute),
-            Candidate("best_3d", two_chunks, 1, m_tensor, "interleaved_1f1b", recompute),
-            Candidate("zeropp", shards, 1, m_shard, "zeropp", recompute, unit, 2 * unit, "unit"),
-        ]
+        yield _equal_knobs(pp, group, replicas, min(pp, m_shard), recompute)
+
+
+def _equal_knobs(
+    pp: int, group: int, replicas: int, unit: int, recompute: Recompute
+) -> list[tuple[Contender[Any], Knobs]]:
+    zero: Literal[0, 1] = 1 if replicas > 1 else 0
+    three = DeepSpeedKnobs(
+        tp=group, pp=pp, replicate=replicas, replicate_zero=1, recompute=recompute
+    )
+    best = Best3DKnobs(
+        tp=group,
+        pp=pp,
+        replicate=replicas,
+        replicate_zero=zero,
+        chunks=2,
+        schedule="interleaved_1f1b",
+        sequence_parallel=True,
+        recompute=recompute,
+    )
+    shards = ZeroppKnobs(
+        pp=pp,
+        shard=group,
+        replicate=replicas,
+        replicate_zero=0,
+        chunks=2,
+        unit=unit,
+        activation_cap=2 * unit,
+        recompute=recompute,
+        reduce_every="unit",
+    )
+    return [(DEEPSPEED_3D, three), (BEST_3D, best), (ZEROPP, shards)]

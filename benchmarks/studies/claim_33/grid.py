@@ -11,8 +11,8 @@ from benchmarks.specification.run_spec import validated
 from benchmarks.studies.claim_33.cells import Cell
 from zeropp.cluster import Cluster
 from zeropp.literals import Precision
+from zeropp.plan import Task
 from zeropp.shape import ModelShape
-from zeropp.tune.space import Task
 
 _STRICT = {"extra": "forbid"}
 

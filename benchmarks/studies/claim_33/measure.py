@@ -1,8 +1,8 @@
-"""The same comparison with a launcher that runs: the best plans that the simulator finds, as
-points of a sweep.
+"""The same comparison with a launcher that runs: the best plan of every contender that can be run,
+found by the simulator, as points of a sweep.
 
-"3D, best known" is measured as torch's own pipelines, the public program that has those
-schedules; what a contender's engine lacks is recorded as infeasible, with its reason.
+"3D, best known" is nobody's program and cannot be run. In its place stand torch's own pipelines,
+the public program that has most of its schedules, at their own best plan.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import dataclasses
 from collections.abc import Iterable
 
 from benchmarks.launch.points import Point, plan_point
+from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.studies.claim_33.cells import Cell, winners
-from zeropp.plan import Settings
-from zeropp.tune.space import Candidate
-
-_ENGINES = {"best_3d": "torch_pp"}
+from zeropp.plan import Candidate, Knobs
 
 
 def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Point]:
@@ -24,42 +22,20 @@ def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Po
     what is timed."""
     points = []
     for cell in cells:
-        for winner in winners(cell, tolerance).values():
+        for winner in winners(cell, tolerance, CONTENDERS.values()).values():
             if winner is not None:
                 points.append(plan_point(_spec(cell, winner.candidate, base)))
     return points
 
 
-def _spec(cell: Cell, candidate: Candidate, base: RunSpec) -> RunSpec:
+def _spec(cell: Cell, candidate: Candidate[Knobs], base: RunSpec) -> RunSpec:
     return dataclasses.replace(
         base,
         model=cell.task.shape,
         cluster=cell.task.cluster,
         num_gpus=cell.task.num_gpus,
         global_batch=cell.task.global_batch,
-        contender=settings_of(candidate),
+        contender=candidate.knobs,
         microbatch_size=candidate.microbatch_size,
         precision=cell.task.precision,
-    )
-
-
-def settings_of(candidate: Candidate) -> Settings:
-    """The knobs that make a contender's own planner give this configuration."""
-    layout = candidate.layout
-    engine = _ENGINES.get(candidate.contender, candidate.contender)
-    return Settings(
-        name=engine,
-        pp=layout.pp,
-        tp=layout.tp,
-        shard=layout.shard,
-        replicate=layout.replicate,
-        replicate_zero=layout.replicate_zero,
-        chunks=layout.chunks,
-        unit=candidate.unit or "auto",
-        activation_cap=candidate.cap or "auto",
-        schedule="auto" if candidate.schedule in ("zeropp", "fsdp") else candidate.schedule,
-        sequence_parallel=layout.sequence_parallel,
-        recompute=candidate.recompute,
-        reduce_every=candidate.reduce_every,
-        placement=layout.placement,
     )

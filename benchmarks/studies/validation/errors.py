@@ -1,162 +1,140 @@
-"""What ``benchmarks.validate`` prints and writes: rows, errors by source, pairs, CSV, scatter."""
+"""What validation says of all rows: outcomes, errors by source and kind, refusals by reason."""
 
 from __future__ import annotations
 
-import csv
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullFormatter
 
-from benchmarks.report import style
-from benchmarks.report.published import FITTED
-from benchmarks.studies.validation.pairs import Pair
-from benchmarks.studies.validation.predict import Prediction
+from benchmarks.studies.validation.pairs import pairs_of
+from benchmarks.studies.validation.predict import Prediction, predict
+from benchmarks.studies.validation.reader import Line
+from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
 
-ANSWERS = ("predicted", "relative_error", "reason")
+KINDS = ("throughput", "memory", "ratio")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row with its prediction, or the reason why there is none."""
+    """A line of a table with its prediction, or the reason why there is none."""
 
-    row: dict[str, str]
+    line: Line
     prediction: Prediction | None
-    reason: str
+    reason: str = ""
 
 
-def configuration(row: dict[str, str]) -> str:
-    """A row's degrees and batch in one word a knob."""
-    words = [f"{row.get('n_gpus', '')}gpu"]
-    words += [f"{k}{row[k]}" for k in ("tp", "pp", "vp", "dp") if row.get(k)]
-    words += [f"mb{row.get('micro_batch', '')}", f"gb{row.get('global_batch', '')}"]
-    return " ".join(words)
+@dataclass(frozen=True)
+class Predicted:
+    """A row that was predicted."""
+
+    row: PublishedRow
+    prediction: Prediction
 
 
-def row_line(outcome: Outcome) -> str:
-    """Measured, predicted and error of one row; or the reason."""
-    row = outcome.row
-    head = f"{row.get('source', '')[:28]:28} {row.get('model', '')[:14]:14} "
-    head += f"{configuration(row):38} {row.get('metric', '')[:20]:20}"
-    value = f"{row.get('value', '')[:10]:>10} {row.get('unit', '')[:10]:10}"
-    if outcome.prediction is None:
-        return f"{head} {value} not predicted: {outcome.reason}"
-    error = f"{outcome.prediction.relative_error:+8.1%}"
-    return f"{head} {value} {outcome.prediction.text:>10} {error}"
+def outcome_of(line: Line, cluster: str | None = None) -> Outcome:
+    """Predict a line, on another cluster preset where one is named, or say why not."""
+    if line.row is None:
+        return Outcome(line, None, line.refusal)
+    try:
+        return Outcome(line, predict(line.row, cluster))
+    except UnpredictableError as error:
+        return Outcome(line, None, str(error))
+
+
+def predicted_rows(outcomes: Iterable[Outcome]) -> list[Predicted]:
+    """The rows that have a prediction."""
+    return [
+        Predicted(o.line.row, o.prediction)
+        for o in outcomes
+        if o.line.row is not None and o.prediction is not None
+    ]
+
+
+def first_of_runs(predicted: Iterable[Predicted]) -> list[Predicted]:
+    """One row per run and quantity: a run whose speed is printed in three units counts once, by
+    the first of its rows. Equal rows of one metric are runs of their own, repeated."""
+    repeats: Counter[tuple[Any, ...]] = Counter()
+    seen: set[tuple[Any, ...]] = set()
+    first = []
+    for one in predicted:
+        row, kind = one.row, one.row.measure.kind
+        speed = kind in ("time", "rate", "flops", "utilization")
+        repeats[row.run, row.metric] += 1
+        key = (row.run, "speed" if speed else row.metric, repeats[row.run, row.metric])
+        if key not in seen:
+            seen.add(key)
+            first.append(one)
+    return first
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Absolute relative errors of one kind (throughput, memory, ratio of two rows) and source."""
+    """Absolute relative errors of one kind (throughput, memory, or the ratio of two runs) and
+    source. ``rows`` are numbers that were printed; ``median`` and ``p90`` are over ``runs``."""
 
     kind: str
     source: str
     role: str  # fitted, held out, or both for "all sources"
     rows: int
+    runs: int
     median: float
     p90: float
 
     def line(self) -> str:
-        """As it is printed."""
-        name = self.source if self.source.startswith("all") else f"{self.source} ({self.role})"
-        numbers = f"n={self.rows:5}  median {self.median:6.1%}  p90 {self.p90:6.1%}"
-        return f"{self.kind:10} {name[:72]:72} {numbers}"
+        """As it is printed, under ``HEADER``."""
+        return (
+            f"{self.kind:10}  {self.source[:58]:58}  {self.role:8}  {self.rows:5}  {self.runs:5}  "
+            f"{self.median:6.1%}  {self.p90:6.1%}"
+        )
 
 
-def errors_of(outcomes: Sequence[Outcome], pairs: Sequence[Pair]) -> list[Errors]:
+HEADER = f"{'kind':10}  {'source':58}  {'role':8}  {'rows':>5}  {'runs':>5}  median     p90"
+
+
+def errors_of(predicted: Sequence[Predicted]) -> list[Errors]:
     """Median and 90th percentile by kind and source, and over all; ratios of pairs last."""
+    rows: Counter[tuple[str, str, str]] = Counter()
+    errors: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for one in predicted:
+        rows.update(_groups(one.prediction.kind, one.row))
+    runs = first_of_runs(predicted)
+    for one in runs:
+        for group in _groups(one.prediction.kind, one.row):
+            errors[group].append(abs(one.prediction.relative_error))
+    for pair in pairs_of([one.row for one in runs], [one.prediction for one in runs]):
+        groups = _groups("ratio", runs[pair.first].row)
+        rows.update(groups)
+        for group in groups:
+            errors[group].append(abs(pair.relative_error))
     found = [
-        (o.prediction.kind, o.row.get("source", ""), o.prediction.relative_error)
-        for o in outcomes
-        if o.prediction is not None and o.prediction.kind != "oom"
+        Errors(*group, rows[group], len(of), *(float(p) for p in np.percentile(of, (50, 90))))
+        for group, of in errors.items()
+        if group[0] in KINDS
     ]
-    found += [("ratio", pair.source, pair.relative_error) for pair in pairs]
-    groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for kind, source, error in found:
-        role = "fitted" if any(word in source for word in FITTED) else "held out"
-        groups[kind, source, role].append(abs(error))
-        groups[kind, f"all {role} sources", role].append(abs(error))
-        groups[kind, "all sources", "both"].append(abs(error))
-    return [
-        Errors(*key, len(errors), *(float(p) for p in np.percentile(errors, (50, 90))))
-        for key, errors in sorted(groups.items(), key=_order)
-    ]
+    return sorted(found, key=lambda e: (KINDS.index(e.kind), e.source.startswith("all"), e.source))
 
 
-def oom_line(outcomes: Sequence[Outcome]) -> str:
+def _groups(kind: str, row: PublishedRow) -> list[tuple[str, str, str]]:
+    role = row.role.replace("_", " ")
+    whole = [("all sources", "both"), (f"all on {row.device}", "both")]
+    return [(kind, *group) for group in ((row.source, role), (f"all {role} sources", role), *whole)]
+
+
+def oom_line(predicted: Sequence[Predicted]) -> str:
     """How often the model's word on memory agrees with what happened: of runs that were out of
     memory, and of all that ran (every row with a number did)."""
-    found = [o.prediction for o in outcomes if o.prediction is not None]
-    out = [p for p in found if p.kind == "oom" and (p.text == "OOM") == (p.relative_error == 0)]
-    ran = [p for p in found if p not in out]
+    out = [p.prediction for p in predicted if p.row.unit == "yes/no" and p.row.value == "yes"]
+    ran = [p.prediction for p in predicted if p.row.unit != "yes/no" or p.row.value == "no"]
     right, wrong = sum(not p.fits for p in out), sum(not p.fits for p in ran)
     first = f"{right} of {len(out)} such rows predicted" if out else "no such rows"
     return f"out of memory: {first}; {wrong} of {len(ran)} rows that ran predicted not to fit"
 
 
-def _order(item: tuple[tuple[str, str, str], list[float]]) -> tuple[int, bool, str]:
-    (kind, source, _), _ = item
-    return ("throughput", "memory", "ratio").index(kind), source.startswith("all"), source
-
-
-def write(outcomes: Sequence[Outcome], errors: Sequence[Errors], out: Path) -> None:
-    """``validation.csv`` (every input column, then predicted, relative_error, reason; a row a
-    row), ``errors.csv`` (a row a kind and source) and ``validation.png``."""
-    out.mkdir(parents=True, exist_ok=True)
-    columns = list(dict.fromkeys(key for outcome in outcomes for key in outcome.row))
-    with (out / "validation.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*columns, *ANSWERS])
-        writer.writeheader()
-        for outcome in outcomes:
-            writer.writerow(outcome.row | _answer(outcome))
-    with (out / "errors.csv").open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, [f.name for f in fields(Errors)])
-        table.writeheader()
-        table.writerows(
-            asdict(e) | {"median": f"{e.median:.4f}", "p90": f"{e.p90:.4f}"} for e in errors
-        )
-    _scatter(outcomes, out / "validation.png")
-
-
-def _answer(outcome: Outcome) -> dict[str, str]:
-    prediction = outcome.prediction
-    if prediction is None:
-        return {"predicted": "", "relative_error": "", "reason": outcome.reason}
-    error = f"{prediction.relative_error:.4f}"
-    return {"predicted": prediction.text, "relative_error": error, "reason": ""}
-
-
-def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Predicted over measured, against measured, a panel a kind and unit, a colour a source."""
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for outcome in outcomes:
-        prediction = outcome.prediction
-        if prediction is None or prediction.kind == "oom" or prediction.relative_error <= -1:
-            continue
-        ratio = 1 + prediction.relative_error
-        unit = f"{prediction.kind}, measured [{outcome.row.get('unit', '')}]"
-        panels[unit][outcome.row.get("source", "")].append((prediction.value / ratio, ratio))
-    names = sorted(panels, reverse=True) or ["nothing predicted"]
-    sources = sorted({source for of_panel in panels.values() for source in of_panel})
-    shades = {source: f"C{number}" for number, source in enumerate(sources)}
-    figure, axes = style.panels(len(names))
-    highest = max([2.0] + [y for of in panels.values() for ps in of.values() for _, y in ps])
-    for axis, name in zip(axes, names, strict=True):
-        for source, points in panels[name].items():
-            x, y = zip(*points, strict=True)
-            axis.scatter(x, y, s=9, alpha=0.6, color=shades[source], label=source)
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set(xscale="log", xlabel=name, ylabel="predicted / measured")
-        axis.set_ylim(0.4, 1.05 * highest)
-        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.xaxis.set_major_formatter("{x:,g}")
-        axis.xaxis.set_minor_formatter(NullFormatter())
-    entries = {s: Line2D([], [], color=c, marker="o", linestyle="") for s, c in shades.items()}
-    figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=2)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+def refusals(outcomes: Iterable[Outcome]) -> Counter[tuple[str, str]]:
+    """Rows without a prediction, counted by table and reason."""
+    return Counter(
+        (o.line.place.rpartition(":")[0], o.reason) for o in outcomes if o.prediction is None
+    )

@@ -1,4 +1,4 @@
-"""Speed-ups: pairs of rows that differ in schedule or in parallelism alone.
+"""Speed-ups: pairs of runs that differ in schedule or in parallelism alone.
 
 The error of a pair is that of the ratio of its two values, predicted over measured.
 """
@@ -9,17 +9,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 from benchmarks.studies.validation.predict import Prediction
-from benchmarks.studies.validation.rows import Row
+from benchmarks.studies.validation.rows import PublishedRow
 
-# What must be equal; the degrees, chunks, ZeRO stage and schedule may differ. The microbatch
-# belongs to the kernels' sizes and not to the parallelism.
-EQUAL = (
-    "source", "model", "hidden", "layers", "vocab", "seq", "gpu", "n_gpus", "micro_batch",
-    "global_batch", "recompute", "dtype", "metric", "unit", "cp", "ep", "notes",
+# What may differ, of which at least one must. The microbatch belongs to the kernels' sizes and not
+# to the parallelism.
+DIFFER = (
+    "tp", "pp", "chunks", "dp", "zero", "zero1_group", "zero3_group", "schedule",
+    "sequence_parallel",
 )  # fmt: skip
-DIFFER = ("tp", "pp", "vp", "dp", "zero_stage", "schedule")
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,21 @@ class Pair:
         return self.predicted / self.measured - 1.0
 
 
-def pairs_of(rows: Sequence[Row], predictions: Sequence[Prediction | None]) -> list[Pair]:
-    """All such pairs of predicted throughput rows."""
-    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+def pairs_of(rows: Sequence[PublishedRow], predictions: Sequence[Prediction]) -> list[Pair]:
+    """All such pairs of predicted throughput rows with the same metric and unit."""
+    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, (row, prediction) in enumerate(zip(rows, predictions, strict=True)):
-        if prediction is not None and prediction.kind == "throughput":
-            groups[tuple(row.get(field, "") for field in EQUAL)].append(index)
+        if prediction.kind == "throughput":
+            equal = tuple(pair for pair in row.run if pair[0] not in (*DIFFER, "table"))
+            groups[row.metric, row.unit, equal].append(index)
     return [
         _pair(rows, predictions, i, j)
         for members in groups.values()
         for i, j in combinations(members, 2)
-        if any(rows[i].get(field) != rows[j].get(field) for field in DIFFER)
+        if any(getattr(rows[i], field) != getattr(rows[j], field) for field in DIFFER)
     ]
 
 
-def _pair(rows: Sequence[Row], predictions: Sequence[Prediction | None], i: int, j: int) -> Pair:
-    first, second = predictions[i], predictions[j]
-    assert first is not None
-    assert second is not None
-    predicted = first.value / second.value
-    measured = predicted * (1 + second.relative_error) / (1 + first.relative_error)
-    return Pair(i, j, rows[i].get("source", ""), measured, predicted)
+def _pair(rows: Sequence[PublishedRow], predictions: Sequence[Prediction], i: int, j: int) -> Pair:
+    predicted = predictions[i].value / predictions[j].value
+    return Pair(i, j, rows[i].source, rows[i].measured / rows[j].measured, predicted)

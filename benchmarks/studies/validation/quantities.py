@@ -1,94 +1,59 @@
-"""What a row measured: a number in a unit, or whether the run fitted into memory.
+"""The closed list of metrics that a published row may report, with units and definitions.
 
-Rules. A unit is the row's, else what follows the number (``45%``), else a word of the metric
-(``iteration_time_ms``, ``peak_memory_gib``); ``per second per GPU``, ``/s/GPU`` and ``/gpu/sec``
-are one. MFU without a unit is a percentage above 1.5, else a fraction. ``tps``, ``wps`` and
-``TGS`` are tokens per second *a GPU*, as torchtitan and InternEvo print them. A run was out of
-memory where the value, metric or unit says so, or where there is no value and a note says so; a
-metric that asks (``oom``, ``status``, ``fits``) is answered by yes or no.
+A metric's name is its definition: ``model_`` and ``mfu`` count the model's FLOPs alone,
+``hardware_`` and ``hfu`` also what recomputation runs again (arXiv 2205.05198, appendix);
+``allocated`` is what tensors take, ``reserved`` what torch's allocator holds. The unit says the
+rest: GB is 10^9 bytes, GiB is 2^30.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from benchmarks.studies.validation.rows import Row, UnpredictableError
+Kind = Literal["time", "rate", "flops", "utilization", "layer", "memory", "limit"]
+Unit = Literal[
+    "us", "ms", "s", "min", "1/s", "samples/s", "samples/s/GPU", "tok/s", "tok/s/GPU",
+    "TFLOP/s/GPU", "PFLOP/s", "%", "fraction", "GB", "GiB", "MB", "MiB", "yes/no",
+]  # fmt: skip
 
-_NUMBER = re.compile(r"[~≈<>≤≥]?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*([^\d\s].*)?")
-_BLANK = ("", "-", "--", "n/a", "na", "nan", "none", "null", "x", "/", "failed", "fail", "crash")
-_OOM = re.compile(r"(?<!no )\boom\b|out[ -]?of[ -]?memory|\bexceeds? (?:the )?memory\b")
-_FITS = re.compile(r"\bfits?\b")
-_YES, _NO = ("1", "true", "yes", "y"), ("0", "false", "no", "n")
-_RAN = ("ok", "okay", "ran", "runs", "success", "pass", "passed", "fits", "fit", "no oom", "done")
+_TIMES = {"us": 1e6, "ms": 1e3, "s": 1.0, "min": 1 / 60}
+_BYTES = {"GB": 1e-9, "GiB": 2.0**-30, "MB": 1e-6, "MiB": 2.0**-20}
+_SHARES = {"%": 100.0, "fraction": 1.0}
 
 
 @dataclass(frozen=True)
-class Reading:
-    """``value`` in ``unit``; or, for a row of memory's limit alone, whether it was exceeded."""
+class Metric:
+    """``units`` maps each unit to its scale: a value in it is the value in SI units (seconds, per
+    second, FLOP/s, a fraction, bytes) times the scale. ``per_gpu``: divided by the GPUs of the run.
+    """
 
-    value: float | None
-    unit: str  # normalised: lower case, ``tok/s/gpu``, ``ms``, ``gib``, ``%``
-    ran_out: bool | None = None
-
-
-def reading_of(row: Row) -> Reading:
-    """Understand value and unit; raises UnpredictableError where there is neither a number nor a
-    word of memory."""
-    text = row.get("value", "").strip().lower().replace(",", "")
-    metric = row.get("metric", "").lower().replace("_", " ")
-    unit = row.get("unit", "").lower()
-    status = _status(text, metric, unit, row.get("notes", "").lower())
-    if status is not None:
-        return Reading(None, "", status)
-    found = _NUMBER.fullmatch(text)
-    if text in _BLANK:
-        raise UnpredictableError(f"value={row.get('value', '')!r}: nothing was measured")
-    if not found or re.match(r"-|–|to\b", found[2] or ""):
-        raise UnpredictableError(f"value={row.get('value', '')!r} is not a number")
-    after = found[2] or ""
-    thousands = after == "k"
-    number = float(found[1]) * (1e3 if thousands else 1.0)
-    return Reading(number, _unit(unit or ("" if thousands else after), metric))
+    kind: Kind
+    units: Mapping[str, float]
+    hardware: bool = False  # counts the FLOPs that recomputation runs again
+    per_gpu: bool = False
 
 
-def _status(text: str, metric: str, unit: str, notes: str) -> bool | None:
-    """Whether the run was out of memory; None where the row is of something else."""
-    asks = re.search(r"\bstatus\b|\bresult\b|\boutcome\b|\bfeasible\b", metric) or _FITS.search(
-        metric
-    )
-    if _OOM.search(metric) or _OOM.search(unit):
-        return text not in (*_NO, *_RAN)
-    if _OOM.search(text) and text not in _RAN:
-        return True
-    if asks and text in (*_RAN, *_YES):
-        return False
-    if asks and text in _NO:
-        return True
-    if (text in _BLANK or text in ("0", "0.0")) and _OOM.search(notes):
-        return True
-    return None
-
-
-def _unit(text: str, metric: str) -> str:
-    """One spelling of a unit."""
-    unit = text.strip().replace("·", "/").replace("*", "/")
-    unit = re.sub(r"\bper\b|\ba\b(?= gpu)", "/", unit)
-    unit = re.sub(r"\s*/\s*", "/", unit)
-    unit = re.sub(r"\b(?:seconds?|secs?)\b", "s", unit)
-    unit = re.sub(r"\b(?:milliseconds?|msec)\b", "ms", unit)
-    unit = re.sub(r"\b(?:minutes?|mins?)\b", "min", unit)
-    unit = re.sub(r"\b(?:iterations?|iters?|steps?|batch(?:es)?)\b", "it", unit)
-    unit = re.sub(r"\b(?:gpus?|devices?|chips?|cards?|accelerators?|rank)\b", "gpu", unit)
-    unit = re.sub(r"^(tps|wps|tgs)(/gpu)?$", "tok/s/gpu", unit)
-    if not unit:
-        unit = _unit_of_metric(metric)
-    return unit
-
-
-def _unit_of_metric(metric: str) -> str:
-    if re.search(r"\b(?:tps|wps|tgs)\b", metric):
-        return "tok/s/gpu"
-    found = re.search(r"\b(ms|us|s|gib|gb|mib|mb|pct|percent)\b", metric)
-    unit = found[1] if found else ""
-    return "%" if unit in ("pct", "percent") else unit
+METRICS: Mapping[str, Metric] = {
+    "step_time": Metric("time", _TIMES),
+    "steps_per_s": Metric("rate", {"1/s": 1.0}),
+    "samples_per_s": Metric("rate", {"samples/s": 1.0}),
+    "samples_per_s_per_gpu": Metric("rate", {"samples/s/GPU": 1.0}, per_gpu=True),
+    "tokens_per_s": Metric("rate", {"tok/s": 1.0}),
+    "tokens_per_s_per_gpu": Metric("rate", {"tok/s/GPU": 1.0}, per_gpu=True),
+    "model_tflops_per_gpu": Metric("flops", {"TFLOP/s/GPU": 1e-12}, per_gpu=True),
+    "hardware_tflops_per_gpu": Metric("flops", {"TFLOP/s/GPU": 1e-12}, True, per_gpu=True),
+    "model_pflops": Metric("flops", {"PFLOP/s": 1e-15}),
+    "hardware_pflops": Metric("flops", {"PFLOP/s": 1e-15}, True),
+    "mfu": Metric("utilization", _SHARES),
+    "hfu": Metric("utilization", _SHARES, True),
+    "layer_forward_time": Metric("layer", _TIMES),
+    "layer_backward_time": Metric("layer", _TIMES),
+    "layer_time": Metric("layer", _TIMES),
+    "peak_memory_allocated": Metric("memory", _BYTES),
+    "peak_memory_reserved": Metric("memory", _BYTES),
+    "activation_memory": Metric("memory", _BYTES),  # of the first pipeline rank
+    "state_memory": Metric("memory", _BYTES),  # parameters, gradients and optimizer, same rank
+    "ran_out_of_memory": Metric("limit", {"yes/no": 1.0}),
+}

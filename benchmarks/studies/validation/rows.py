@@ -1,145 +1,261 @@
-"""Rows of published tables, and the rules that fill what a source left blank.
+"""The schema of published training measurements: what a row must say, and must not contradict.
 
-Fed by CSV files of the one schema (``results/published/README.md``). No rule reads a row's
-measured value. A row that cannot be understood raises ``UnpredictableError`` with the reason.
+One CSV file per table, one line per measured number, columns as in ``PublishedRow``
+(``docs/published_rows.md`` explains each one). No rule reads prose: ``source``, ``url``, ``table``,
+``model``, ``verified`` and ``remark`` are for people and decide no price.
 """
 
 from __future__ import annotations
 
-import csv
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from benchmarks.specification.run_spec import SpecError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from benchmarks.studies.validation.cells import Count, Decimal, Text, Whole, YesNo
+from benchmarks.studies.validation.quantities import METRICS, Metric, Unit
+from zeropp.cost import parameter_count
+from zeropp.literals import Recompute
+from zeropp.programs import entry_named
 from zeropp.shape import Family, ModelShape
 
-Row = Mapping[str, str]
-
-NEEDED = ("metric", "value", "n_gpus")  # columns of every table of training measurements
+Role = Literal["fitted", "held_out"]
+Device = Literal["v100", "a100", "a800", "h100", "h800", "h200", "b200", "gb200", "stated"]
+Precise = Literal[
+    "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "int8", "fp4", "nvfp4", "mxfp4"
+]  # of the products
+Half = Literal["fp32", "fp16", "bf16"]
+ScheduleName = Literal[
+    "none", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "zbv",
+    "interleaved_zb", "dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min", "seq1f1b",
+]  # fmt: skip
+CHUNKED = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "hanayo", "seq1f1b")
+TWO_CHUNKS = ("zbv", "dualpipe", "dualpipev", "v_half", "v_min")
+# Boards' nominal power in W, to which ``power_w`` is compared (results/published/hardware.csv).
+POWER_W = {"v100": 300, "a100": 400, "a800": 400, "h100": 700, "h800": 700, "h200": 700}
+SLACK = 0.03  # parameters may differ by this share from those of the shape
 
 
 class UnpredictableError(ValueError):
-    """Why a row has no prediction; one line."""
+    """Why a row that is well understood has no price; one line."""
 
 
-@dataclass(frozen=True)
-class KnownShape:
-    """Sizes that a source names but does not print."""
+def _registered(name: str) -> str:
+    entry_named(name)
+    return name
 
+
+class PublishedRow(BaseModel):
+    """One measured number and everything that its price depends on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: Text
+    url: Text
+    table: Text
+    verified: Literal["yes", "secondary"]
+    role: Role
+    assumed: str = ""  # columns of this row that the source does not state, separated by spaces
+    program: Annotated[Text, AfterValidator(_registered)]
+    # The model.
+    model: Text
+    params_b: Decimal | None = None
     family: Family
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    tied: bool = False
+    gated_mlp: YesNo
+    layers: Count
+    hidden: Count
+    heads: Count
+    kv_heads: Count
+    ffn: Count
+    vocab: Count
+    seq: Count
+    tied_embeddings: YesNo
+    # Device and network; what is blank is the device's preset in ``conf/cluster``.
+    device: Device
+    memory_gib: Decimal | None = None
+    memory_bandwidth_gb_s: Decimal | None = None
+    peak_bf16_tflops: Decimal | None = None
+    power_w: Decimal | None = None
+    intra_link: Literal["nvlink", "pcie"] | None = None
+    gpus_per_node: Count | None = None
+    nics_per_node: Count | None = None
+    nic_gbit_s: Decimal | None = None
+    # Degrees.
+    num_gpus: Count
+    tp: Count
+    pp: Count
+    chunks: Count
+    dp: Count
+    cp: Count
+    ep: Count
+    sequence_parallel: YesNo
+    zero: Whole
+    zero3_group: Count | None = None  # ranks over which ZeRO-3 shards; blank: all of dp
+    zero1_group: Count | None = None  # replicas over which ZeRO-1 shards; blank: all of them
+    schedule: ScheduleName
+    # Batch, recomputation and types.
+    micro_batch: Count
+    global_batch: Count
+    recompute: Recompute
+    recompute_blocks: Count | None = None  # blank: all blocks
+    dtype: Precise
+    gradient_dtype: Half | None = None  # of the sum over microbatches; blank: the program's
+    reduce_dtype: Half | None = None  # on the wire; blank: the program's
+    # What the run had otherwise than its program; blank: as the program has it.
+    attention: Literal["flash", "unfused"] | None = None
+    compiled: YesNo | None = None
+    overlap_gradients: YesNo | None = None
+    overlap_tensor: YesNo | None = None
+    offload: Literal["none", "optimizer", "parameters", "activations"]
+    # The number.
+    metric: Text
+    value: Text
+    unit: Unit
+    attention_flops: Literal["full", "causal"] | None = None  # of FLOPs and utilization alone
+    utilization_peak_tflops: Decimal | None = None  # blank: the device's dense peak
+    remark: str = ""
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's sizes."""
+        return ModelShape(
+            self.model, self.family, self.layers, self.hidden, self.heads, self.kv_heads, self.ffn,
+            self.vocab, self.seq, self.tied_embeddings, gated_mlp=self.gated_mlp,
+        )  # fmt: skip
+
+    @property
+    def measure(self) -> Metric:
+        """The metric's kind, units and definition."""
+        return METRICS[self.metric]
+
+    @property
+    def measured(self) -> float:
+        """The number in the row's unit; 1 for yes and 0 for no."""
+        return float(self.value == "yes") if self.unit == "yes/no" else float(self.value)
+
+    @property
+    def run(self) -> tuple[tuple[str, Any], ...]:
+        """What two rows of one run share: all columns but those of the number itself."""
+        return tuple((name, value) for name, value in self if name not in _OF_THE_NUMBER)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PublishedRow:
+        for check in _CHECKS:
+            wrong = check(self)
+            if wrong:
+                raise ValueError(wrong)
+        return self
 
 
-# Llama sizes: arXiv 2302.13971 (table 2), 2307.09288, 2407.21783 (table 3). The four with
-# 131,072 tokens are nanotron's, worked out from its parameter counts: Llama 3's blocks with as
-# many key/value heads as heads.
-KNOWN_SHAPES: Mapping[str, KnownShape] = {
-    "llama 7b": KnownShape("llama", 4096, 32, 32, 32, 11008, 32000),
-    "llama 13b": KnownShape("llama", 5120, 40, 40, 40, 13824, 32000),
-    "llama 30b": KnownShape("llama", 6656, 60, 52, 52, 17920, 32000),
-    "llama 65b": KnownShape("llama", 8192, 80, 64, 64, 22016, 32000),
-    "llama 2 70b": KnownShape("llama", 8192, 80, 64, 8, 28672, 32000),
-    "llama 70b": KnownShape("llama", 8192, 80, 64, 8, 28672, 128256),
-    "llama 8b": KnownShape("llama", 4096, 32, 32, 8, 14336, 128256),
-    "llama 405b": KnownShape("llama", 16384, 126, 128, 8, 53248, 128256),
-    "1.34b": KnownShape("llama", 2048, 16, 32, 32, 8192, 131072, tied=True),
-    "3.57b": KnownShape("llama", 3072, 28, 24, 24, 8192, 131072, tied=True),
-    "8.86b": KnownShape("llama", 4096, 32, 32, 32, 14336, 131072),
-    "80b": KnownShape("llama", 8192, 80, 64, 64, 28672, 131072),
-}
-_GATED = ("llama", "mistral", "internlm", "qwen", "baichuan", "yi ")
+COLUMNS = tuple(PublishedRow.model_fields)
+_NUMBER: TypeAdapter[float] = TypeAdapter(Decimal)
+_OF_THE_NUMBER = (
+    "metric", "value", "unit", "attention_flops", "utilization_peak_tflops", "verified", "assumed",
+    "remark",
+)  # fmt: skip
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a file; missing cells become empty. Files of other tables give no rows. Raises
-    SpecError where it cannot be read."""
+def _metric(row: PublishedRow) -> str:
+    if row.metric not in METRICS:
+        return f"metric={row.metric!r}: must be one of {', '.join(METRICS)}"
+    if row.unit not in row.measure.units:
+        return f"unit={row.unit!r}: {row.metric} must be in {' or '.join(row.measure.units)}"
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise SpecError(f"{path}: {(error.strerror or str(error)).lower()}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise SpecError(f"{path}: not a CSV file in UTF-8 ({error})") from None
-    return [
-        {k: v if isinstance(v, str) else "" for k, v in row.items() if k is not None}
-        for row in rows
-        if all(name in row for name in NEEDED)
-    ]
+        if row.unit == "yes/no" and row.value not in ("yes", "no"):
+            return f"value={row.value!r}: {row.metric} must be yes or no"
+        if row.unit != "yes/no":
+            _NUMBER.validate_python(row.value)
+    except ValidationError:
+        return f"value={row.value!r}: must be a number above 0 in digits, without unit or commas"
+    kind, share = row.measure.kind, row.measured / row.measure.units[row.unit]
+    if kind == "utilization" and share > 1:
+        return f"value={row.value}: {row.metric} above 100 % in unit={row.unit!r}"
+    if (kind in ("flops", "utilization")) != (row.attention_flops is not None):
+        wanted = "full or causal" if row.attention_flops is None else "blank"
+        return f"attention_flops={row.attention_flops or ''!r}: must be {wanted} for {row.metric}"
+    if kind != "utilization" and row.utilization_peak_tflops:
+        return f"utilization_peak_tflops={row.utilization_peak_tflops}: {row.metric} has no peak"
+    return ""
 
 
-def number(row: Row, field: str) -> int | None:
-    """A whole number; blank is None. ``8k`` is 8,192 of a sequence and 8,000 else, ``48 x 8`` the
-    product. Raises UnpredictableError where there is text instead."""
-    text = row.get(field, "").strip().lower().replace(",", "")
-    if not text or text in ("n/a", "na", "-", "none", "null", "not stated"):
-        return None
-    product = re.fullmatch(r"(\d+)\s*[x×*]\s*(\d+)", text)
-    if product:
-        return int(product[1]) * int(product[2])
-    match = re.match(r"([-+]?\d+(?:\.\d+)?)\s*([km]\b)?", text)
-    if not match:
-        raise UnpredictableError(f"{field}={text!r} is not a number")
-    thousand = 1024 if field == "seq" else 1000
-    return int(float(match[1]) * {"k": thousand, "m": thousand**2, None: 1}[match[2]])
+def _shape(row: PublishedRow) -> str:
+    if row.hidden % row.heads:
+        return f"heads={row.heads}: must divide hidden={row.hidden}"
+    if row.heads % row.kv_heads:
+        return f"kv_heads={row.kv_heads}: must divide heads={row.heads}"
+    if row.params_b is None:
+        return ""
+    whole = parameter_count(row.shape) / 1e9
+    if abs(row.params_b / whole - 1) > SLACK:
+        return f"params_b={row.params_b:g}: the shape has {whole:.4g} billion parameters"
+    return ""
 
 
-def shape_of(row: Row) -> ModelShape:
-    """The model. Blank sizes: a known model of that name; else GPT-3's proportions (ffn 4 hidden,
-    heads of 128), 50,304 tokens of vocabulary (BERT 30,592, Llama 32,000), sequences of 2,048
-    (Llama 4,096)."""
-    name = row.get("model", "").strip()
-    known = _known(row)
-    hidden = number(row, "hidden") or (known.hidden if known else None)
-    layers = number(row, "layers") or (known.layers if known else None)
-    if not hidden or not layers:
-        raise UnpredictableError(f"model {name!r}: hidden size or layers not stated")
-    ffn = number(row, "ffn") or (known.ffn if known else 0)
-    family = known.family if known else _family(name, hidden, ffn)
-    heads = number(row, "heads") or (known.heads if known else max(1, hidden // 128))
-    kv_heads = number(row, "kv_heads") or (known.kv_heads if known else heads)
-    default_vocab = 30592 if "bert" in name.lower() else 32000 if family == "llama" else 50304
-    if hidden % heads:
-        raise UnpredictableError(f"heads={heads} do not divide hidden={hidden}")
-    return ModelShape(
-        name=name or "model",
-        family=family,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn=ffn or (4 * hidden if family == "gpt" else -(-8 * hidden // 3 // 256) * 256),
-        vocab=number(row, "vocab") or (known.vocab if known else default_vocab),
-        seq=number(row, "seq") or (4096 if family == "llama" else 2048),
-        tied_embeddings=known.tied if known else family == "gpt",
-    )
+def _degrees(row: PublishedRow) -> str:
+    made = row.tp * row.pp * row.dp * row.cp
+    if made != row.num_gpus:
+        return (
+            f"num_gpus={row.num_gpus}: tp={row.tp} x pp={row.pp} x dp={row.dp} x cp={row.cp} is "
+            f"{made}"
+        )
+    if row.zero > 3:
+        return f"zero={row.zero}: must be 0, 1, 2 or 3"
+    for name, group, zeros in (
+        ("zero3_group", row.zero3_group, (3,)),
+        ("zero1_group", row.zero1_group, (1, 2)),
+    ):
+        if group and (row.zero not in zeros or row.dp % group):
+            return f"{name}={group}: needs zero={zeros[0]}, and must divide dp={row.dp}"
+    if row.sequence_parallel and row.tp == 1:
+        return "sequence_parallel=yes: needs tp above 1"
+    return ""
 
 
-def _known(row: Row) -> KnownShape | None:
-    name = re.sub(r"[-_ ]+", " ", row.get("model", "").lower()).strip()
-    if name in KNOWN_SHAPES:
-        return KNOWN_SHAPES[name]
-    size = re.search(r"(\d+(?:\.\d+)?) ?b\b", name)
-    if size is None or "llama" not in name:
-        return None
-    old = re.search(r"llama ?2\b", name)
-    keys = [f"llama 2 {size.group(1)}b"] if old else []
-    keys.append(f"llama {size.group(1)}b")
-    return next((KNOWN_SHAPES[key] for key in keys if key in KNOWN_SHAPES), None)
+def _device(row: PublishedRow) -> str:
+    numbers = (row.memory_gib, row.memory_bandwidth_gb_s, row.peak_bf16_tflops)
+    if row.device == "stated" and None in numbers:
+        return "device=stated: needs memory_gib, memory_bandwidth_gb_s and peak_bf16_tflops"
+    if row.power_w and row.device not in POWER_W:
+        return f"power_w={row.power_w:g}: no nominal power of device={row.device} is known"
+    for name in ("heads", "ffn"):
+        if getattr(row, name) % row.tp:
+            return f"tp={row.tp}: must divide {name}={getattr(row, name)}"
+    return ""
 
 
-def _family(name: str, hidden: int, ffn: int) -> Family:
-    gated = any(word in name.lower() for word in _GATED) or (ffn > 0 and ffn != 4 * hidden)
-    return "llama" if gated else "gpt"
+def _schedule(row: PublishedRow) -> str:
+    if (row.schedule == "none") != (row.pp == 1):
+        return f"schedule={row.schedule}: pp={row.pp} stages (none is for pp=1 and only for it)"
+    wanted = 2 if row.schedule in TWO_CHUNKS else 1
+    if row.schedule not in CHUNKED and row.chunks != wanted:
+        return f"chunks={row.chunks}: schedule={row.schedule} has {wanted}"
+    if row.schedule.startswith("interleaved") and row.chunks == 1:
+        return f"chunks=1: schedule={row.schedule} has 2 or more"
+    if row.pp * row.chunks > row.layers + 2:
+        return f"chunks={row.chunks}: pp={row.pp} x chunks are more stages than layers={row.layers}"
+    return ""
 
 
-def recompute_text(row: Row) -> str:
-    """Everything that a row says of recomputation and sequence parallelism, in lower case."""
-    return f"{row.get('recompute', '')} {row.get('table', '')} {row.get('notes', '')}".lower()
+def _batch(row: PublishedRow) -> str:
+    if row.global_batch % (row.micro_batch * row.dp):
+        return (
+            f"global_batch={row.global_batch}: must be a multiple of micro_batch="
+            f"{row.micro_batch} x dp={row.dp} (in sequences)"
+        )
+    blocks = row.recompute_blocks
+    if blocks and (row.recompute == "none" or blocks > row.layers):
+        return f"recompute_blocks={blocks}: recompute={row.recompute}, layers={row.layers}"
+    unknown = [name for name in row.assumed.split() if name not in COLUMNS]
+    return f"assumed={unknown[0]!r}: must name columns" if unknown else ""
+
+
+_CHECKS: tuple[Callable[[PublishedRow], str], ...] = (
+    _metric, _shape, _degrees, _device, _schedule, _batch,
+)  # fmt: skip

@@ -18,21 +18,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import cut_by_weight
 from zeropp.engine.checks import agreed, check_batch, check_layers, described
-from zeropp.engine.engine import Engine, EngineOptions, Piece
+from zeropp.engine.engine import Engine, EngineOptions, MakeOptimizer, Piece, one_group
 from zeropp.engine.flat_layout import Name
 from zeropp.engine.interpreter import LossFunction
-from zeropp.engine.knobs import Knobs, check_knobs
 from zeropp.engine.mesh import degrees_of
+from zeropp.engine.sharding import GroupOf
 from zeropp.engine.trial import Layer, LayerSizes, try_layers
+from zeropp.keywords import Keywords, knobs_of
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
-from zeropp.literals import Precision
-from zeropp.plan import Settings
-from zeropp.planner.zeropp_plan import Sizes, programs
+from zeropp.literals import Precision, if_auto
 from zeropp.schedule import validate
+from zeropp.schedule.build import StepSizes, step_programs
 from zeropp.schedule.program import Schedule
-from zeropp.schedule.zeropp_order import smallest_cap
+from zeropp.schedule.zeropp_order import default_cap, default_unit
 from zeropp.training import OptimizerConfig, StepResult
 
 
@@ -85,13 +86,37 @@ class ParallelModel:
         """Unsharded fp32 CPU copies of this rank's layers, named ``{layer}.{parameter}``."""
         return self.engine.full_parameters()
 
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """On rank 0 all parameters, unsharded, fp32 and on the CPU, named ``{layer}.{parameter}``;
+        empty on the other ranks. For models that fit into one machine's memory."""
+        mine = dict(self.full_parameters()) if self.data_parallel_rank == 0 else {}
+        parts: list[dict[str, Tensor]] | None = None
+        if dist.get_rank() == 0:
+            parts = [{} for _ in range(dist.get_world_size())]
+        dist.gather_object(mine, parts, dst=0)
+        return {name: value for part in parts or [] for name, value in part.items()}
+
     def save(self, directory: Path | str) -> None:
-        """Write a checkpoint that any topology can load."""
+        """Write a checkpoint that any topology can load: parameters, optimizer, steps done.
+
+        It is whole or not there: the last checkpoint of that name stays until this one is written.
+        """
         self.engine.save(directory)
 
     def load(self, directory: Path | str) -> None:
-        """Read a checkpoint of this topology or another."""
+        """Read a checkpoint of this topology or another; raises CheckpointError where a file is
+        missing or is not as it was written."""
         self.engine.load(directory)
+
+    def close(self) -> None:
+        """Give up the threads and process groups of this model, which is of no more use."""
+        self.engine.close()
+
+    def __enter__(self) -> ParallelModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def parallelize(
@@ -101,14 +126,15 @@ def parallelize(
     sample: Tensor,
     global_batch: int,
     mesh: DeviceMesh | None = None,
-    optimizer: OptimizerConfig | None = None,
+    optimizer: OptimizerConfig | MakeOptimizer | None = None,
+    group_of: GroupOf = one_group,
     precision: Precision = "fp32",
     weights: Sequence[float] | None = None,
     tied: tuple[Name, Name] | None = None,
     device: torch.device | str | None = None,
     lr_schedule: Callable[[int], float] | None = None,
     dropout_seed: int | None = None,
-    **knobs: Unpack[Knobs],
+    **keywords: Unpack[Keywords],
 ) -> ParallelModel:
     """Cut layers into ``pp * chunks`` stages and build this rank's.
 
@@ -117,6 +143,10 @@ def parallelize(
     ``sample`` is one microbatch of inputs. ``mesh`` has axes among ``pp``, ``shard`` and
     ``replicate`` and stands for these degrees. ``weights`` are the layers' relative costs, by
     default their numbers of parameters. ``tied`` names two parameters as (layer, name).
+    ``optimizer``: a configuration, or a function that makes any optimizer of ``torch.optim`` that
+    works element by element, from flat fp32 tensors by group: ``lambda groups:
+    torch.optim.AdamW([{"params": groups["all"]}], lr=1e-3)``. ``group_of`` puts a parameter into a
+    group, given its (layer, name) and itself. Clipping needs ``OptimizerConfig``.
     ``device`` is by default the mesh's, or this process's CUDA device where the process group has
     NCCL, else the CPU. The last layer's weight gradients are not put off: its output is taken to
     be wide.
@@ -124,18 +154,19 @@ def parallelize(
     Raises TypeError for an argument that there is not, and InfeasibleError with one line, the same
     on every rank, where something does not fit or ranks were given different things.
     """
-    check_knobs(knobs)
+    knobs = knobs_of(keywords)
     if not dist.is_initialized():
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
-    degrees = degrees_of(mesh, knobs) if mesh is not None else {}
-    settings = Settings("zeropp", **{"pp": 1, "replicate": 1, **knobs, **degrees})  # type: ignore[arg-type]
+    if mesh is not None:
+        knobs = replace(knobs, **degrees_of(mesh, keywords))
     config = optimizer or OptimizerConfig()
-    request = (settings, config, precision, weights, tied, dropout_seed, global_batch)
+    asked = config if isinstance(config, OptimizerConfig) else "of the caller's own"
+    request = (knobs, asked, precision, weights, tied, dropout_seed, global_batch)
     agreed(
         lambda: check_layers(layers, weights, tied),
         lambda: (*request, tuple(sample.shape), sample.dtype, len(layers)),
     )
-    stages = _cut(layers, settings, sample, global_batch, precision, weights)
+    stages = _cut(layers, knobs, sample, global_batch, precision, weights)
     device = _device(device, mesh)
     pieces = stages.pieces(layers, device)
     _compare_values(pieces)
@@ -147,7 +178,7 @@ def parallelize(
         partial(stages.boundary, device=device),
         config,
         device,
-        _options(settings, precision, tied, lr_schedule, dropout_seed),
+        _options(knobs, precision, tied, lr_schedule, dropout_seed, group_of),
     )
     return ParallelModel(engine, sample.shape[0], stages.rows(global_batch), stages.layout)
 
@@ -180,23 +211,25 @@ def _compare_values(pieces: Sequence[Piece]) -> None:
 
 
 def _options(
-    settings: Settings,
+    knobs: ZeroppKnobs,
     precision: Precision,
     tied: tuple[Name, Name] | None,
     lr_schedule: Callable[[int], float] | None,
     dropout_seed: int | None,
+    group_of: GroupOf,
 ) -> EngineOptions:
-    if dropout_seed is None and not settings.compile:
+    if dropout_seed is None and not knobs.compile:
         dropout_seed = 0
     return EngineOptions(
         precision,
-        settings.recompute,
-        settings.replicate_every,
-        settings.reduce_dtype,
+        if_auto(knobs.recompute, "none"),
+        knobs.replicate_every,
+        knobs.reduce_dtype,
         tied,
         lr_schedule,
         dropout_seed,
-        compile=settings.compile,
+        compile=knobs.compile,
+        group_of=group_of,
     )
 
 
@@ -236,19 +269,19 @@ class _Stages:
 
 def _cut(
     layers: Sequence[Layer],
-    settings: Settings,
+    knobs: ZeroppKnobs,
     sample: Tensor,
     global_batch: int,
     precision: Precision,
     weights: Sequence[float] | None,
 ) -> _Stages:
     layout = Layout(
-        pp=int(settings.pp),
-        shard=int(settings.shard),
-        replicate=int(settings.replicate),
-        chunks=settings.chunks,
-        replicate_zero=settings.replicate_zero,
-        placement=settings.placement,
+        pp=if_auto(knobs.pp, 1),
+        shard=if_auto(knobs.shard, 1),
+        replicate=if_auto(knobs.replicate, 1),
+        chunks=if_auto(knobs.chunks, 1),
+        replicate_zero=if_auto(knobs.replicate_zero, 0),
+        placement=if_auto(knobs.placement, "dp_inner"),
     )
     count = layout.pp * layout.chunks
     if len(layers) < count:
@@ -257,29 +290,35 @@ def _cut(
             f"{len(layers)} layers"
         )
     microbatches = _microbatches(layout, global_batch, sample.shape[0])
-    schedule = _schedule(layout, settings, microbatches, precision)
+    schedule = _schedule(layout, knobs, microbatches, precision)
     sizes = try_layers(layers, sample)
     costs = list(weights) if weights is not None else [max(1, s.parameters) for s in sizes]
     return _Stages(layout, schedule, cut_by_weight(costs, count), sizes, precision)
 
 
 def _schedule(
-    layout: Layout, settings: Settings, microbatches: int, precision: Precision
+    layout: Layout, knobs: ZeroppKnobs, microbatches: int, precision: Precision
 ) -> Schedule:
-    unit = min(layout.pp if settings.unit == "auto" else settings.unit, microbatches)
-    cap = unit * layout.chunks if settings.activation_cap == "auto" else settings.activation_cap
-    smallest = smallest_cap(layout.chunks, microbatches, unit)
-    if cap < smallest:
-        raise InfeasibleError(
-            f"activation_cap={cap}: a unit of {unit} microbatches in {layout.chunks} chunks needs "
-            f"at least {smallest} (or a smaller unit)"
-        )
-    sharded = layout.shard > 1 or precision == "bf16"
-    sizes = Sizes(layout.pp, layout.chunks, microbatches, unit, cap, sharded)
-    sizes = replace(
-        sizes, prefetch=settings.prefetch, keep=settings.keep, reduce_every=settings.reduce_every
+    style, sharded = knobs.stage_style, layout.shard > 1 or precision == "bf16"
+    unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
+    cap = if_auto(knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
+    sizes = StepSizes(
+        num_ranks=layout.pp,
+        chunks=layout.chunks,
+        num_microbatches=microbatches,
+        unit=unit,
+        activation_cap=cap,
+        stage_style=style,
+        split_backward=knobs.split_backward,
+        gather=sharded,
+        prefetch=knobs.prefetch,
+        keep=if_auto(knobs.keep, 0),
+        reduce_every=if_auto(knobs.reduce_every, "unit"),
     )
-    (schedule,) = programs(sizes)
+    try:
+        (schedule,) = step_programs(sizes)
+    except ValueError as error:
+        raise InfeasibleError(f"{error} (or a smaller unit)") from None
     validate(schedule, activation_cap=cap)
     return schedule
 

@@ -1,0 +1,84 @@
+"""The plan of the best public 3D parallelism: any public schedule of a pipeline. Imports no torch.
+
+It has what Megatron Core, zero-bubble pipelines and the distributed optimizer have between them.
+No single program does, so it has no trainer: it is the bound that the verdict is held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from baselines.best_3d.knobs import Best3DKnobs, Best3DSchedule
+from baselines.tensor_parallel import check_tensor_parallel
+from zeropp.cost import PlanPrice, balanced_cuts
+from zeropp.layout import InfeasibleError
+from zeropp.literals import if_auto
+from zeropp.plan import Plan, Task
+from zeropp.planner.degrees import check_stages, microbatches_per_step, resolve_degrees
+from zeropp.schedule import build, lower
+from zeropp.schedule.program import Schedule, loop_placement, v_placement
+
+_FIXED_CHUNKS = {"1f1b": 1, "zb_h1": 1, "zbv": 2}
+
+
+def size(task: Task, knobs: Best3DKnobs, microbatch_size: int) -> Plan:
+    """TP x PP x DP (ZeRO-0 or 1): the plan without programs; raises InfeasibleError in one line."""
+    schedule: Best3DSchedule = if_auto(knobs.schedule, "1f1b")
+    layout = replace(
+        resolve_degrees(task, replace(knobs, tp=if_auto(knobs.tp, 1))),
+        chunks=if_auto(knobs.chunks, _FIXED_CHUNKS.get(schedule, 2)),
+        replicate_zero=if_auto(knobs.replicate_zero, 0),
+        sequence_parallel=if_auto(knobs.sequence_parallel, False),
+        placement=if_auto(knobs.placement, "dp_inner"),
+    )
+    check_stages(task, layout)
+    check_tensor_parallel(task.shape, layout)
+    microbatches = microbatches_per_step(task, layout, microbatch_size)
+    _check_schedule(schedule, layout.pp, layout.chunks, microbatches)
+    pp, chunks = layout.pp, layout.chunks
+    placement = v_placement(pp) if schedule == "zbv" else loop_placement(pp, chunks)
+    return Plan(
+        contender="best_3d",
+        shape=task.shape,
+        layout=layout,
+        microbatch_size=microbatch_size,
+        schedule=Schedule(schedule, microbatches, microbatches, placement, ()),
+        cuts=balanced_cuts(task.shape, len(placement)),
+        program="best_public_3d",
+        precision=task.precision,
+        recompute=if_auto(knobs.recompute, "none"),
+        reduce_every="step",
+    )
+
+
+def order(plan: Plan, knobs: Best3DKnobs, price: PlanPrice) -> Iterator[Plan]:
+    """The plan in its schedule's order."""
+    layout = plan.layout
+    schedule = _schedule(plan.schedule.name, layout.pp, layout.chunks, plan.num_microbatches)
+    yield replace(plan, schedule=schedule)
+
+
+@lru_cache(maxsize=128)
+def _schedule(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> Schedule:
+    """A lowered schedule; many plans that differ in other degrees share it."""
+    order = build(name, num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches)
+    return lower(order, gather=False, reduce_every="step")
+
+
+def _check_schedule(name: Best3DSchedule, pp: int, chunks: int, num_microbatches: int) -> None:
+    fixed = _FIXED_CHUNKS.get(name, chunks)
+    if chunks != fixed:
+        raise InfeasibleError(f"contender.chunks={chunks}: {name} has another number (use {fixed})")
+    if pp == 1 and name != "1f1b":
+        raise InfeasibleError(
+            f"contender.schedule={name}: one pipeline rank leaves nothing to schedule (use 1f1b)",
+            "no pipeline to schedule",
+        )
+    if name.startswith("interleaved") and num_microbatches % pp:
+        raise InfeasibleError(
+            f"contender.schedule={name}: {num_microbatches} microbatches per step and pipeline "
+            f"must be a multiple of contender.pp={pp} (change global_batch)",
+            "microbatches do not divide into groups of pp",
+        )

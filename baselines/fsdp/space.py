@@ -1,0 +1,30 @@
+"""What the tuner tries for FSDP2. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from baselines.fsdp.knobs import FSDPKnobs
+from zeropp.literals import Recompute, ReduceEvery
+from zeropp.plan import Plan
+from zeropp.tune.space import Point, Space, choices
+
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+_REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
+
+
+def families(point: Point[FSDPKnobs]) -> Iterator[FSDPKnobs]:
+    """Every setting but the point of reduction."""
+    asked, degrees = point.asked, point.degrees
+    for recompute in choices(asked.recompute, _RECOMPUTE):
+        yield replace(asked, shard=degrees.shard, replicate=degrees.replicate, recompute=recompute)
+
+
+def members(asked: FSDPKnobs, family: FSDPKnobs, plan: Plan) -> Iterator[FSDPKnobs]:
+    """Gradients reduced after every microbatch, or once per step."""
+    for reduce_every in choices(asked.reduce_every, _REDUCE):
+        yield replace(family, reduce_every=reduce_every)
+
+
+SPACE = Space(families=families, members=members, pipelines=(1, 1), shards=(2, 0))

@@ -1,0 +1,20 @@
+"""The entry of torch's pipelines in the registry of contenders."""
+
+from __future__ import annotations
+
+from baselines.torch_pp.knobs import TorchPPKnobs
+from baselines.torch_pp.plan import check, order, size
+from baselines.torch_pp.space import SPACE
+from zeropp.tune.contender import Contender, Style
+
+TORCH_PP = Contender(
+    name="torch_pp",
+    label="torch PP",
+    style=Style(colour="#009E73", hatch="..", dashes=(0, (1, 1.2)), marker="^"),
+    knobs=TorchPPKnobs,
+    size=size,
+    order=order,
+    space=SPACE,
+    check=check,
+    trainer="baselines.torch_pp.trainer:build",
+)

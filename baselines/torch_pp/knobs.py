@@ -1,0 +1,32 @@
+"""What can be set of torch's pipelines with FSDP2 and tensor parallelism. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from zeropp.literals import Auto, Placement, Recompute
+from zeropp.ranges import AT_LEAST_1
+
+TorchSchedule = Literal[
+    "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"
+]
+
+
+@dataclass(frozen=True)
+class TorchPPKnobs:
+    """``auto`` is chosen by the tuner; where the cluster has no prices, by a simple rule."""
+
+    name: Literal["torch_pp"] = "torch_pp"
+    tp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # tensor-parallel ranks
+    pp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # pipeline ranks
+    shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of an FSDP2 group
+    replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # data-parallel copies of the groups
+    chunks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # model chunks per rank (V)
+    schedule: TorchSchedule | Auto = "auto"
+    sequence_parallel: bool | Auto = "auto"
+    recompute: Recompute | Auto = "auto"
+    placement: Placement | Auto = "auto"  # which ranks share a node
+    compile: bool = False  # torch.compile each block
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012

@@ -1,0 +1,58 @@
+"""What the tuner tries for torch's pipelines. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from baselines.torch_pp.knobs import TorchPPKnobs, TorchSchedule
+from baselines.torch_pp.plan import SCHEDULES, SPLIT_BACKWARD
+from zeropp.literals import Recompute
+from zeropp.tune.space import (
+    Point,
+    Space,
+    choices,
+    one_member,
+    placement_choices,
+    sequence_choices,
+)
+
+_CHUNKS: dict[TorchSchedule, tuple[int, ...]] = {
+    "1f1b": (1,),
+    "interleaved_1f1b": (2, 3, 4, 6, 8),
+    "looped_bfs": (2, 3, 4, 6, 8),
+    "interleaved_zb": (2, 3, 4, 6, 8),
+    "zbv": (2,),
+    "dualpipev": (2,),
+}
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+
+
+def families(point: Point[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
+    """Every setting at a point; nothing is left open."""
+    asked, degrees = point.asked, point.degrees
+    for sequence, placement, schedule in product(
+        sequence_choices(asked.sequence_parallel, degrees),
+        placement_choices(asked.placement, point),
+        choices(asked.schedule, SCHEDULES if degrees.pp > 1 else ("1f1b",)),
+    ):
+        recomputes = _RECOMPUTE[:1] if schedule in SPLIT_BACKWARD else _RECOMPUTE
+        for chunks, recompute in product(
+            choices(asked.chunks, _CHUNKS[schedule]), choices(asked.recompute, recomputes)
+        ):
+            yield replace(
+                asked,
+                tp=degrees.tp,
+                pp=degrees.pp,
+                shard=degrees.shard,
+                replicate=degrees.replicate,
+                chunks=chunks,
+                schedule=schedule,
+                sequence_parallel=sequence,
+                recompute=recompute,
+                placement=placement,
+            )
+
+
+SPACE = Space(families=families, members=one_member, tensor=True, shards=(1, 0))

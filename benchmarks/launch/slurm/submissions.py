@@ -1,0 +1,185 @@
+"""Submissions on disk: what was handed to Slurm, by whom, where, and the attempts that came of it.
+
+A submission is a folder ``RUNS_DIR/slurm/<sweep>/`` with the scripts, their logs, the frozen
+specs, and ``submission.json``, written before the first sbatch: a job whose id never arrived is
+still found by its name. A damaged ``submission.json`` is made out again from the scripts beside
+it, because a job that is forgotten would be submitted twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from benchmarks.launch.slurm.reasons import ATTEMPT, slurm_of
+from benchmarks.launch.slurm.script import report_name
+from benchmarks.records.record import write_atomically
+
+_SPECS = re.compile(r"^specs=\(\n(.*?)^\)", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class SubmittedArray:
+    """An array as ``submission.json`` keeps it. ``job`` is empty until sbatch answered."""
+
+    name: str
+    spec_ids: list[str]
+    job: str = ""
+    error: str = ""
+    lost: bool = False  # sbatch did not answer: it may be submitted
+
+
+@dataclass(frozen=True)
+class _Document:
+    arrays: list[SubmittedArray]
+    report_job: str = ""
+    cluster: str = ""  # see ClusterFacts.identity; empty where it was not known
+    user: int | None = None
+    host: str = ""
+
+
+_DOCUMENT = TypeAdapter(_Document)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Everything that one call of the launcher submitted."""
+
+    directory: Path
+    arrays: list[SubmittedArray]
+    report_job: str = ""
+    cluster: str = ""
+    user: int | None = None
+    host: str = ""
+    is_damaged: bool = False  # submission.json is, and stays as it is
+
+    @property
+    def name(self) -> str:
+        """The sweep's name, with which the names of its jobs begin."""
+        return self.directory.name
+
+    @property
+    def job_names(self) -> list[str]:
+        """The names of its jobs, the report's last."""
+        return [*(array.name for array in self.arrays), report_name(self.name)]
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this user submitted it, or may see everybody's jobs; also one that does not say
+        who did (of an older version)."""
+        return self.user is None or os.getuid() in (0, self.user)
+
+    @property
+    def report_script(self) -> Path:
+        """The script of its report job."""
+        return self.directory / f"{report_name(self.name)}.sbatch"
+
+    def write(self) -> None:
+        """Write ``submission.json``; raises OSError where that cannot be."""
+        document = _Document(self.arrays, self.report_job, self.cluster, self.user, self.host)
+        write_atomically(self.directory / "submission.json", json.dumps(asdict(document), indent=1))
+
+
+@dataclass(frozen=True)
+class Task:
+    """One point of a submission."""
+
+    spec_id: str
+    key: str  # as in QueuedJob
+    job: str  # "17_3"; empty where sbatch gave no id
+    submission: Submission
+    log: Path
+    point: Path  # the folder of its attempts
+    refused: bool = False  # sbatch refused it
+    attempts: list[Path] = field(default_factory=list)  # oldest first
+
+    @property
+    def frozen(self) -> Path:
+        """Its spec as it was submitted."""
+        return self.submission.directory / "specs" / self.spec_id
+
+    def found_attempts(self) -> list[Path]:
+        """Its attempts as they are on disk now."""
+        return find_attempts(self.point, self.key, self.job)
+
+
+def read_submissions(runs_dir: Path) -> tuple[list[Submission], list[str]]:
+    """Every submission, oldest first, and a line for each damaged file."""
+    submissions, problems = [], []
+    for directory in sorted((runs_dir / "slurm").glob("*")):
+        if not directory.is_dir() or directory.name.startswith("."):
+            continue
+        found, problem = _read(directory)
+        if problem:
+            problems.append(problem)
+        submissions.append(found)
+    return submissions, problems
+
+
+def _read(directory: Path) -> tuple[Submission, str]:
+    path = directory / "submission.json"
+    try:
+        told = _DOCUMENT.validate_json(path.read_bytes())
+    except FileNotFoundError:  # killed before the first sbatch, or deleted
+        return Submission(directory, _arrays_of_scripts(directory)), ""
+    except (OSError, ValidationError) as error:
+        why = str(error).splitlines()[0]
+        line = f"{path}: not readable ({why}); its jobs are looked up by the scripts beside it"
+        return Submission(directory, _arrays_of_scripts(directory), is_damaged=True), line
+    return (
+        Submission(directory, told.arrays, told.report_job, told.cluster, told.user, told.host),
+        "",
+    )
+
+
+def _arrays_of_scripts(directory: Path) -> list[SubmittedArray]:
+    """Arrays by their scripts, with ids from the attempts that name them; each may be queued."""
+    arrays = []
+    for path in sorted(directory.glob(f"{directory.name}-[0-9]*.sbatch")):
+        try:
+            listed = _SPECS.search(path.read_text(errors="replace"))
+        except OSError:
+            continue
+        if listed:
+            arrays.append(SubmittedArray(path.stem, listed[1].split(), lost=True))
+    return arrays
+
+
+def tasks_of(submission: Submission, runs_dir: Path) -> Iterator[Task]:
+    """The points of a submission with their attempts."""
+    for array in submission.arrays:
+        for index, spec_id in enumerate(array.spec_ids):
+            job = f"{array.job}_{index}" if array.job else ""
+            key, point = f"{array.name}_{index}", runs_dir / spec_id
+            yield Task(
+                spec_id=spec_id,
+                key=key,
+                job=job,
+                submission=submission,
+                log=submission.directory / f"{array.name}-{index}.log",
+                point=point,
+                refused=bool(array.error) and not array.lost,
+                attempts=find_attempts(point, key, job),
+            )
+
+
+def find_attempts(point: Path, key: str, job: str) -> list[Path]:
+    """A task's attempts, oldest first: by the job's id, or by the key that each has noted."""
+    if job:
+        found = [(ATTEMPT.fullmatch(path.name), path) for path in point.glob(f"slurm-{job}-*")]
+        mine = [(int(name["restart"]), path) for name, path in found if name and path.is_dir()]
+    else:
+        paths = [path for path in point.glob("slurm-*") if slurm_of(path).get("key") == key]
+        mine = [(_restart_of(path), path) for path in paths]
+    return [path for _, path in sorted(mine)]
+
+
+def _restart_of(attempt: Path) -> int:
+    named = ATTEMPT.fullmatch(attempt.name)
+    return int(named["restart"]) if named else 0

@@ -1,0 +1,252 @@
+"""Hand a sweep to Slurm: freeze its points, write its scripts, submit the arrays and the report."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import CHECKOUT
+from benchmarks.launch.points import Point, freeze, or_unwritten, write_unstarted
+from benchmarks.launch.slurm.arrays import MAX_ARRAY_SIZE, Array, group, resources_of
+from benchmarks.launch.slurm.client import (
+    ClusterFacts,
+    NoAnswerError,
+    SlurmError,
+    cluster_facts,
+    find_job,
+    site_defaults,
+    submit,
+)
+from benchmarks.launch.slurm.options import Flags, SlurmOptions, words
+from benchmarks.launch.slurm.script import (
+    array_flags,
+    checkout_of,
+    render_array,
+    render_report,
+    report_flags,
+)
+from benchmarks.launch.slurm.submissions import Submission, SubmittedArray
+from benchmarks.records.record import RunRecord
+from benchmarks.specification.run_spec import SpecError
+from zeropp.sim.simulator import simulate
+
+_FLAG = re.compile(r"^#SBATCH --([\w-]+)", re.M)
+_OUT = Console(soft_wrap=True, markup=False, highlight=False)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One call of the launcher: where it writes, and what it was asked for."""
+
+    directory: Path  # RUNS_DIR/slurm/<sweep>
+    runs_dir: Path
+    options: SlurmOptions
+
+    def arrays(self, points: Sequence[Point], max_array_size: int) -> list[Array]:
+        """The points by what they ask for."""
+        sized = [(p, resources_of(p.spec, self.options, _predicted_step_s(p))) for p in points]
+        return group(sized, self.directory, self.directory.name, max_array_size)
+
+    def scripts(self, arrays: Sequence[Array]) -> dict[Path, str]:
+        """Every script by its place, the report's last; none without arrays."""
+        if not arrays:
+            return {}
+        name, directory = self.directory.name, self.directory
+        report = render_report(directory, name, self.options, self.runs_dir)
+        scripts = {a.script: render_array(a, self.options, self.runs_dir) for a in arrays}
+        return scripts | {Submission(directory, []).report_script: report}
+
+
+def say(line: str) -> None:
+    """Print one line, whatever the width of the terminal."""
+    _OUT.print(line)
+
+
+def _predicted_step_s(point: Point) -> float | None:
+    """The simulator's step; None on CPUs, where it cannot know how many ranks share a core."""
+    if point.plan is None or point.spec.cluster.device.is_cpu:
+        return None
+    return simulate(point.plan, point.spec.cluster).step_s
+
+
+def show(points: Sequence[Point], sweep: Sweep) -> None:
+    """Print what each point would ask for and every script; write and submit nothing."""
+    try:
+        size = cluster_facts().max_array_size
+    except SlurmError:
+        size = MAX_ARRAY_SIZE
+    arrays = sweep.arrays(points, size)
+    for array in arrays:
+        asks = " ".join(_asks(array_flags(array, sweep.options)))
+        for index, spec_id in enumerate(array.spec_ids):
+            say(f"  {spec_id}: task {index} of {array.name}: {asks}")
+    for array in arrays[:1]:
+        _say_site_defaults(array, sweep.options)
+    for path, script in sweep.scripts(arrays).items():
+        say(f"# --- {path}\n{script}")
+
+
+def _asks(flags: Flags) -> list[str]:
+    """The flags that cost something: not names, logs and bookkeeping."""
+    hidden = ("job-name", "array", "output", "open-mode", "signal", "requeue")
+    return words({name: value for name, value in flags.items() if name not in hidden})
+
+
+def submit_points(
+    points: Sequence[Point], sweep: Sweep, facts: ClusterFacts, beat: Callable[[], None]
+) -> list[RunRecord]:
+    """Submit the arrays and the report job; returns records of what Slurm refused.
+
+    ``beat`` is called between the calls of sbatch. Raises OSError where files cannot be written.
+    """
+    if not points:
+        return []
+    facts = facts if facts.identity else cluster_facts()
+    arrays = _prepare(sweep.arrays(points, facts.max_array_size), sweep)
+    submission = Submission(
+        sweep.directory,
+        [SubmittedArray(array.name, array.spec_ids) for array in arrays],
+        cluster=facts.identity,
+        user=os.getuid(),
+        host=socket.gethostname(),
+    )
+    submission.write()
+    _say_site_defaults(arrays[0], sweep.options)
+    records: list[RunRecord] = []
+    for number, array in enumerate(arrays):
+        beat()
+        before = submission.arrays[number - 1].job if number and sweep.options.chain else ""
+        submission.arrays[number] = _submit_array(array, sweep.options, before)
+        submission.write()
+        records += _say_submitted(array, submission.arrays[number], sweep.runs_dir)
+    if any(array.job for array in submission.arrays):
+        _submit_report(submission, sweep.options)
+        say(f"  scripts     {submission.directory}")
+        say(f"  watch with  python -m benchmarks.status {sweep.runs_dir}")
+    return records
+
+
+def _prepare(arrays: list[Array], sweep: Sweep) -> list[Array]:
+    """Freeze every point and write every script; a submission that cannot be written whole is
+    taken back."""
+    try:
+        scripts = sweep.scripts(arrays)
+        for point in (point for array in arrays for point in array.points):
+            frozen = sweep.directory / "specs" / point.spec.spec_id
+            frozen.mkdir(parents=True)
+            freeze(point, frozen, "slurm")
+        for path, script in scripts.items():
+            path.write_text(script)
+        if sweep.options.snapshot:
+            _copy_checkout(checkout_of(sweep.directory, sweep.options))
+    except BaseException:
+        shutil.rmtree(sweep.directory, ignore_errors=True)
+        raise
+    return arrays
+
+
+def _copy_checkout(target: Path) -> None:
+    """The checkout's files as they are now, over a clone at its commit: ranks can still say their
+    commit, and what differs from it."""
+    clone = ("clone", "--quiet", "--shared", "--no-checkout", str(CHECKOUT), str(target))
+    _git(*clone)
+    listed = _git(
+        "-C", str(CHECKOUT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"
+    )
+    for name in filter(None, listed.split("\0")):
+        source = CHECKOUT / name
+        if source.is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name)
+    _git("-C", str(target), "reset", "--quiet")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        raise SpecError(f"launcher.snapshot=true: git cannot copy {CHECKOUT}: {said}")
+    return done.stdout
+
+
+def _submit_array(array: Array, options: SlurmOptions, before: str) -> SubmittedArray:
+    """Submit one array, after another one's end where ``before`` names it."""
+    flags = [f"--dependency=afterany:{before}"] if before else []
+    told = partial(SubmittedArray, array.name, array.spec_ids)
+    try:
+        return told(submit(array.script, array_flags(array, options), *flags))
+    except NoAnswerError as error:
+        job = _found(array.name)
+        return told(job) if job else told("", str(error), lost=True)
+    except SlurmError as error:
+        return told("", str(error))
+
+
+def _found(name: str) -> str:
+    """The job whose sbatch did not answer; empty where it is not there, or nobody says."""
+    try:
+        return find_job(name)
+    except SlurmError:
+        return ""
+
+
+def _say_submitted(array: Array, told: SubmittedArray, runs_dir: Path) -> list[RunRecord]:
+    """Say what became of an array; a refusal becomes records, for everybody to see."""
+    size, count = array.resources, len(array.points)
+    if told.job:
+        unit = "GPUs" if size.has_gpus else "ranks"
+        each = f"{size.nodes} x {size.ranks_per_node} {unit} each"
+        say(f"  submitted   job {told.job}: {count} point{'s' * (count > 1)}, {each}")
+        return []
+    if told.lost:
+        say(f"  unanswered  {array.name}: {told.error}; the same command looks for it again")
+        return []
+    return [not_submitted(point, runs_dir, told.error) for point in array.points]
+
+
+def not_submitted(point: Point, runs_dir: Path, why: str) -> RunRecord:
+    """A record, for everybody to see, of a point that waits in no queue; it counts as missing."""
+    refuse = partial(write_unstarted, point, runs_dir, "slurm", "failed", f"not submitted: {why}")
+    return or_unwritten(point, "slurm", lambda: refuse(interrupted=True))
+
+
+def _say_site_defaults(array: Array, options: SlurmOptions) -> None:
+    for name, value in site_defaults(os.environ, array_flags(array, options)).items():
+        say(f"  environment {name}={value} holds: launcher.sbatch says nothing of it")
+
+
+def _submit_report(submission: Submission, options: SlurmOptions) -> None:
+    flags = report_flags(submission.directory, submission.name, options)
+    _submit_report_script(submission, list(flags))
+
+
+def report_again(submission: Submission) -> None:
+    """Submit the report job of a submission that lacks it while its points are under way."""
+    try:
+        flags = _FLAG.findall(submission.report_script.read_text(errors="replace"))
+    except OSError:
+        return
+    _submit_report_script(submission, flags)
+
+
+def _submit_report_script(submission: Submission, owned: Sequence[str]) -> None:
+    jobs = ":".join(array.job for array in submission.arrays if array.job)
+    try:
+        job = submit(submission.report_script, owned, f"--dependency=afterany:{jobs}")
+    except SlurmError as error:
+        say(f"  report      {error}")
+        return
+    if not submission.is_damaged:
+        replace(submission, report_job=job).write()
+    say(f"  report      job {job}, after all of them")

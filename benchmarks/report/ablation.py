@@ -1,0 +1,216 @@
+"""Ablations: what every change of a knob is worth against one base configuration.
+
+Fed by the rows of ``latest_ok``: wherever a contender ran in several configurations of one cell,
+whatever differs between them is a factor. No configuration is left out because another was faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.records.recorded_spec import default_knobs
+from benchmarks.report import style, words
+from benchmarks.report.frame import CELL
+from benchmarks.report.pairs import speedup_of
+from benchmarks.report.picture import Picture
+from benchmarks.report.table import MISSING, Column, Table, table
+
+MAX_GROUPS = 6  # panels of a figure; the table has all
+_GROUP = [*CELL, "contender"]
+_NAMES = ["change", "is_base", "knobs_text", *_GROUP, "on_cpu", "layout"]
+_NAMES += ["status", "shown_status", "reason"]
+_NAMES += [
+    f"{name}{end}" for name in ("step_s", "tokens_per_s_per_gpu") for end in ("", "_low", "_high")
+]
+_NAMES += ["speedup", "speedup_low", "speedup_high", "unsure", "peak_gib", "memory_ratio"]
+
+
+class AblationError(ValueError):
+    """A base configuration that nobody ran, in one line."""
+
+
+def ablations(rows: pd.DataFrame, against: Mapping[str, str] | None = None) -> pd.DataFrame:
+    """One row per configuration of every contender that ran in several in one cell, its base
+    first: ``change`` in words, ``speedup`` over the base, ``memory_ratio``.
+
+    ``against`` gives knobs of the base, e.g. ``{"unit": "8"}``; without it the base is the
+    configuration that differs least from the contender's defaults. Raises AblationError where no
+    configuration of any group has those knobs.
+    """
+    groups = [group for _, group in rows.groupby(_GROUP, sort=False) if len(group) > 1]
+    lines: list[dict[Any, Any]] = []
+    for group in groups:
+        members: list[dict[Any, Any]] = group.to_dict("records")
+        base = _base(members, against or {})
+        if base is not None and any(member["knobs"] for member in members):
+            lines += _lines(members, base)
+    if against and groups and not lines:
+        asked = " ".join(f"{k}={v}" for k, v in against.items())
+        raise AblationError(
+            f"--against {asked}: no configuration has these knobs; {_varied(groups)}"
+        )
+    return pd.DataFrame(lines, columns=[*_NAMES, "record_id"])
+
+
+def _varied(groups: list[pd.DataFrame]) -> str:
+    """Which knobs differ somewhere, with their values."""
+    values: dict[str, dict[str, None]] = {}
+    for group in groups:
+        for knobs in group["knobs"]:
+            for name, value in knobs.items():
+                values.setdefault(name, {})[str(value)] = None
+    varied = [f"{name} {'|'.join(found)}" for name, found in values.items() if len(found) > 1]
+    return f"there are {', '.join(varied)}" if varied else "nothing was varied"
+
+
+def _base(members: list[dict[Any, Any]], against: Mapping[str, str]) -> dict[Any, Any] | None:
+    """The member that the others are compared with: of those with the knobs of ``against`` the
+    one that differs least from the contender's defaults, a success sooner than a failure."""
+    fine = [m for m in members if all(_is(m["knobs"], k, v) for k, v in against.items())]
+    plain = default_knobs(members[0]["contender"]) or {}
+
+    def distance(member: dict[Any, Any]) -> tuple[bool, int]:
+        knobs = member["knobs"]
+        apart = sum(knobs[name] not in ("auto", plain.get(name, knobs[name])) for name in knobs)
+        return member["status"] != "ok", apart
+
+    return min(fine, key=distance, default=None)
+
+
+def _is(knobs: Mapping[str, Any], name: str, value: str) -> bool:
+    """Whether a knob was asked to be a value; a unit that was cut counts as what was asked."""
+    return str(knobs.get(name)).split(" (")[0].lower() == value.lower()
+
+
+def _lines(members: list[dict[Any, Any]], base: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+    others = [member for member in members if member is not base]
+    for member in (base, *others):
+        peaks = member["peak_gib"] / base["peak_gib"]
+        same_kind = member["memory_kind"] == base["memory_kind"]
+        yield (
+            member
+            | speedup_of(member, base)
+            | {
+                "change": _change(member["knobs"], base["knobs"]) or "base",
+                "is_base": member is base,
+                "knobs_text": " ".join(f"{k}={v}" for k, v in member["knobs"].items()),
+                "shown_status": words.status_label(member["status"]),
+                "memory_ratio": peaks if same_kind else math.nan,
+            }
+        )
+
+
+def _change(knobs: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    """The knobs that differ from the base's, as ``unit 8 → 16``."""
+    names = dict.fromkeys([*base, *knobs])
+    return ", ".join(
+        f"{name} {base.get(name)} → {knobs.get(name)}"
+        for name in names
+        if knobs.get(name) != base.get(name)
+    )
+
+
+def ablation_table(rows: pd.DataFrame, against: Mapping[str, str] | None = None) -> Table:
+    """Every configuration beside its base: throughput, speed-up, memory."""
+    found = ablations(rows, against)
+    worker = words.worker_word(rows)
+    columns = (
+        Column("model", "model", is_key=True),
+        Column("cluster", "cluster", is_key=True),
+        Column("num_gpus", f"{worker}s", words.count, is_key=True),
+        Column("global_batch", "batch", words.count, is_key=True),
+        Column("seq", "sequence", words.count, is_key=True),
+        Column("precision", "precision", is_key=True),
+        Column("evidence", "evidence", is_key=True),
+        Column("contender", "contender", is_key=True),
+        Column("change", "change"),
+        Column("layout", "configuration"),
+        Column("step_s", "step [s]", words.seconds, interval=True, instead="shown_status"),
+        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", words.tokens, interval=True),
+        Column("speedup", "over the base", words.ratio, interval=True, unsure="unsure"),
+        Column("peak_gib", "peak [GiB]", words.gib),
+        Column("memory_ratio", "peak over the base's", words.ratio),
+        Column("reason", "note"),
+        Column("is_base", "is the base", hidden=True),
+        Column("knobs_text", "knobs", hidden=True),
+        Column("status", "status", hidden=True),
+    )
+    caption = "Every configuration that was run, against the one called base in the same cell."
+    data = found.set_axis(found["record_id"].astype(str).to_list())
+    return table("ablation", "Ablations", columns, data, caption=caption)
+
+
+def ablation_figure(
+    rows: pd.DataFrame, against: Mapping[str, str] | None = None
+) -> Iterator[Picture]:
+    """Throughput and peak memory of every configuration over the base's, a row of panels per
+    contender and cell."""
+    found = ablations(rows, against)
+    for (evidence, cluster), mine in found.groupby(["evidence", "cluster"], sort=True):
+        groups = [group for _, group in mine.groupby(_GROUP, sort=False)][:MAX_GROUPS]
+        more = mine.groupby(_GROUP).ngroups - len(groups)
+        yield Picture(
+            "Ablations",
+            f"ablation_{evidence}_{cluster}".replace(" ", "_"),
+            f"Throughput and peak memory of every configuration over those of its base, {evidence} "
+            f"on {words.cluster_label(str(cluster))}."
+            + (f" The table has {more} more groups." if more else ""),
+            _panels(groups),
+            style.shown(mine),
+        )
+
+
+def _panels(groups: list[pd.DataFrame]) -> Figure:
+    heights = [len(group) + 1.5 for group in groups]
+    mean = 0.3 * sum(heights) / len(heights) + 0.4
+    figure, axes = style.panels(2 * len(groups), 2, width=5.6, height=mean, heights=heights)
+    for number, group in enumerate(groups):
+        left, right = axes[2 * number : 2 * number + 2]
+        _bars(left, group, "speedup", "tokens_per_s_per_gpu", words.tokens)
+        _bars(right, group, "memory_ratio", "peak_gib", words.gib)
+        first = group.iloc[0]
+        left.set_title(
+            f"{words.contender_label(first['contender'])}, {words.model_label(first['model'])}, "
+            f"{first['num_gpus']} {words.worker_word(group)}s, batch {first['global_batch']}",
+            loc="left",
+        )
+        right.set_yticklabels([])
+    axes[-2].set_xlabel("throughput over the base's")
+    axes[-1].set_xlabel("peak memory over the base's")
+    return figure
+
+
+def _bars(axis: Axes, group: pd.DataFrame, ratio: str, value: str, form: words.Form) -> None:
+    places = range(len(group))
+    ratios = group[ratio].to_numpy(dtype=float)
+    colours = [
+        style.NEUTRAL if base else style.colour(group["contender"].iloc[0])
+        for base in group["is_base"]
+    ]
+    axis.barh(list(places), np.nan_to_num(ratios), 0.7, color=colours)
+    for place, row in zip(places, group.to_dict("records"), strict=True):
+        number = row[ratio]
+        failed = row["status"] != "ok"
+        text = row["shown_status"] if failed else MISSING
+        if not words.is_missing(number) and not failed:
+            text = f"{words.ratio(number)}  ({form(row[value])})"
+        axis.text(
+            0 if failed or words.is_missing(number) else number,
+            place,
+            f" {text}",
+            va="center",
+            fontsize=8,
+        )
+    axis.set_yticks(list(places), list(group["change"]), fontsize=8)
+    axis.invert_yaxis()
+    axis.axvline(1.0, color="#333333", linewidth=0.8)
+    axis.margins(x=0.35)
+    axis.set_xlim(left=0)
+    axis.grid(visible=False)

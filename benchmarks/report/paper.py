@@ -1,0 +1,231 @@
+"""The table of a paper: model size and GPU count down, a group of columns per contender across.
+
+Fed by the rows of ``latest_ok``; every contender stands in the fastest of its configurations that
+were run. There is one grid per kind of evidence, basis of comparison and cluster, since a table
+never mixes them; the numbers of all are one tidy table, a line per cell and contender.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.report import words
+from benchmarks.report.frame import CELL, best_or_failed
+from benchmarks.report.pairs import BASE, speedup_of
+from benchmarks.report.table import MISSING, Cell, Column, Grid, Table, table
+
+_KINDS = {
+    "allocated": "the allocator's peak",
+    "resident": "resident memory above the start",
+    "predicted": "predicted",
+}
+
+
+@dataclass(frozen=True)
+class _Metric:
+    """One column of a contender's group; ``best`` picks the value to set in bold."""
+
+    name: str
+    head: str
+    form: words.Form
+    best: Any = max
+
+
+_METRICS = (
+    _Metric("model_tflops_per_gpu", "TFLOP/s", words.tflops),
+    _Metric("mfu", "MFU", words.share),
+    _Metric("tokens_per_s_per_gpu", "tokens/s", words.tokens),
+    _Metric("peak_gib", "GiB", words.gib, min),
+    _Metric("speedup", "speed-up", words.ratio),
+)
+_KEYS = {
+    "model": Column("model", "model", is_key=True),
+    "num_gpus": Column("num_gpus", "GPUs", words.count, is_key=True),
+    "cluster": Column("cluster", "cluster", is_key=True),
+    "global_batch": Column("global_batch", "batch", words.count, is_key=True),
+    "seq": Column("seq", "sequence", words.count, is_key=True),
+    "precision": Column("precision", "precision", is_key=True),
+}
+_ALWAYS = ("model", "num_gpus")
+_COLUMNS = (
+    *_KEYS.values(),
+    Column("parameters", "parameters", words.count),
+    Column("evidence", "evidence"),
+    Column("basis", "basis"),
+    Column("contender", "contender"),
+    Column("label", "label"),
+    Column("default_degrees", "default degrees"),
+    Column("layout", "layout"),
+    Column("status", "status"),
+    Column("reason", "reason"),
+    *(Column(m.name, m.head, m.form, interval=m.name != "peak_gib") for m in _METRICS),
+    Column("memory_kind", "kind of peak"),
+    Column("unsure", "unsure"),
+    Column("base", "base"),
+    Column("record_id", "record"),
+)
+
+
+def paper_table(rows: pd.DataFrame, base: str = BASE) -> Table:
+    """The numbers of the paper's table, a line per cell and contender; its text is
+    ``paper_grids``."""
+    chosen = best_or_failed(rows)
+    bases = {
+        tuple(row[key] for key in CELL): row
+        for row in chosen[chosen["contender"] == base].to_dict("records")
+    }
+    lines = []
+    for row in chosen.to_dict("records"):
+        reference = bases.get(tuple(row[key] for key in CELL))
+        pair = {"speedup": math.nan} if reference is None else speedup_of(row, reference)
+        lines.append(row | pair | {"base": base, "label": words.contender_label(row["contender"])})
+    data = pd.DataFrame(lines, columns=None if lines else [*chosen.columns])
+    return table("paper", "Comparison", _COLUMNS, data.set_axis(data["record_id"].astype(str)))
+
+
+def paper_grids(paper: Table) -> Iterator[Grid]:
+    """The text of the paper's table: a grid per kind of evidence, basis and cluster."""
+    groups = paper.data.groupby(["evidence", "basis", "cluster"], sort=True)
+    for number, ((evidence, basis, _), mine) in enumerate(groups):
+        name = "paper" if number == 0 else f"paper_{number + 1}"
+        yield _grid(name, ", ".join(filter(None, (str(evidence), str(basis)))), mine)
+
+
+def _grid(name: str, evidence: str, mine: pd.DataFrame) -> Grid:
+    contenders = list(dict.fromkeys(mine["contender"]))
+    base = str(mine["base"].iloc[0])
+    contenders.sort(key=lambda c: (c != "zeropp", c != base, list(mine["contender"]).index(c)))
+    keys = [key for key in _KEYS if key in _ALWAYS or _varies(mine, key)]
+    groups = {name: _metrics(mine, name, base) for name in contenders}
+    lines = [_line(cell, keys, groups) for _, cell in mine.groupby([*CELL], sort=False)]
+    worker = words.worker_word(mine)
+    heads = [f"{worker}s" if key == "num_gpus" else _KEYS[key].head for key in keys]
+    metrics = [metric for group in groups.values() for metric in group]
+    return Grid(
+        name,
+        f"Throughput and peak memory on {words.cluster_label(mine['cluster'].iloc[0])}, {evidence}",
+        _caption(mine, evidence, keys, worker, base),
+        (*heads, *(metric.head for metric in metrics)),
+        (*(_KEYS[key].form is not None for key in keys), *(True for _ in metrics)),
+        tuple(cells for cells, _ in lines),
+        tuple(records for _, records in lines),
+        (("", len(keys)), *((words.contender_label(c), len(g)) for c, g in groups.items())),
+        len(keys),
+        _notes(mine),
+    )
+
+
+def _varies(mine: pd.DataFrame, key: str) -> bool:
+    """Whether a column is needed to tell rows apart: a sequence length that each model has for
+    itself is told in the caption."""
+    groups = mine.groupby("model")[key] if key == "seq" else mine.groupby("evidence")[key]
+    return bool((groups.nunique() > 1).any())
+
+
+def _told(mine: pd.DataFrame, key: str) -> str:
+    """A key that has no column, for the caption."""
+    if key == "seq" and mine["seq"].nunique() > 1:
+        pairs = mine.drop_duplicates("model")[["model", "seq"]].itertuples(index=False)
+        return "sequence " + ", ".join(f"{n} ({words.model_label(str(m))})" for m, n in pairs)
+    return f"{_KEYS[key].head} {_key_cell(key, mine[key].iloc[0]).text}"
+
+
+def _metrics(mine: pd.DataFrame, contender: str, base: str) -> list[_Metric]:
+    """The columns of one contender: those that any row of the table knows; no speed-up of the
+    base over itself."""
+    known = [m for m in _METRICS if mine[m.name].notna().any()]
+    return [m for m in known if m.name != "speedup" or contender != base] or [_METRICS[2]]
+
+
+def _line(
+    cell: pd.DataFrame, keys: list[str], groups: dict[str, list[_Metric]]
+) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
+    """One line of the table, and the records behind it."""
+    named = {row["contender"]: row for row in cell.to_dict("records")}
+    first = cell.iloc[0]
+    cells = [_key_cell(key, first[key]) for key in keys]
+    for contender, metrics in groups.items():
+        row = named.get(contender)
+        if row is None:
+            cells += [Cell(MISSING) for _ in metrics]
+        elif row["status"] != "ok":
+            cells += [Cell(words.status_label(row["status"]))] + [Cell(MISSING)] * (
+                len(metrics) - 1
+            )
+        else:
+            cells += [_metric_cell(row, metric, cell) for metric in metrics]
+    order = [named[name]["record_id"] for name in groups if name in named]
+    return tuple(cells), tuple(map(str, order))
+
+
+def _key_cell(key: str, value: Any) -> Cell:
+    labels = {"model": words.model_label, "cluster": words.cluster_label}
+    if key in labels:
+        return Cell(labels[key](value))
+    return Cell(str(value), sort=float(value) if _KEYS[key].form else None)
+
+
+def _metric_cell(row: Mapping[Any, Any], metric: _Metric, cell: pd.DataFrame) -> Cell:
+    value = row[metric.name]
+    if words.is_missing(value):
+        return Cell(MISSING)
+    text = metric.form(value)
+    mark = "~" if metric.name == "speedup" and row["unsure"] is True else ""
+    return Cell(mark + text, bold=text == _best(metric, cell), sort=float(value))
+
+
+def _best(metric: _Metric, cell: pd.DataFrame) -> str:
+    """The best value of a line as it is shown; none where there is nothing to be better than,
+    or where peaks are of different kinds."""
+    fine = cell[(cell["status"] == "ok") & cell[metric.name].notna()]
+    kinds = fine["memory_kind"].nunique() if metric.name == "peak_gib" else 1
+    if len(fine) < 2 or kinds > 1:
+        return ""
+    return metric.form(metric.best(fine[metric.name]))
+
+
+def _caption(mine: pd.DataFrame, evidence: str, keys: list[str], worker: str, base: str) -> str:
+    """What a reader must know: evidence, units, what never varies, and who was not tuned."""
+    told = [_told(mine, key) for key in _KEYS if key not in keys]
+    kinds = [_KINDS.get(kind, kind) for kind in dict.fromkeys(mine["memory_kind"]) if kind]
+    parts = [f"{evidence.capitalize()}"]
+    if mine["tokens_per_s_per_gpu_low"].notna().any():
+        parts[0] += ", medians of timed steps"
+    if told:
+        parts.append("All rows: " + ", ".join(told))
+    parts.append(
+        f"TFLOP/s (of the model), MFU and tokens/s are per {worker}"
+        if mine["mfu"].notna().any()
+        else f"TFLOP/s and tokens/s are per {worker}"
+    )
+    if kinds:
+        parts.append(f"GiB: peak of the fullest {worker} ({' or '.join(kinds)})")
+    if mine["speedup"].notna().any():
+        parts.append(f"speed-up over {words.contender_label(base)}; bold: best of the line")
+    if mine["unsure"].eq(True).any():
+        parts.append("~: not settled by its samples")
+    return "; ".join(parts) + "." + _untuned(mine)
+
+
+def _untuned(mine: pd.DataFrame) -> str:
+    names = mine[mine["default_degrees"].eq(True)]["contender"]
+    labels = [words.contender_label(name) for name in dict.fromkeys(names)]
+    return f" Default degrees, not tuned: {', '.join(labels)}." if labels else ""
+
+
+def _notes(mine: pd.DataFrame) -> tuple[str, ...]:
+    """Why the lines without a number have none; equal reasons once."""
+    failed = mine[mine["status"] != "ok"]
+    reasons: dict[str, list[str]] = {}
+    for row in failed.itertuples():
+        who = f"{words.model_label(str(row.model))} on {row.num_gpus}, {row.label}"
+        reasons.setdefault(f"{words.status_label(str(row.status))}: {row.reason}", []).append(who)
+    return tuple(
+        f"{reason} ({'; '.join(who[:4])}{f' and {len(who) - 4} more' if len(who) > 4 else ''})."
+        for reason, who in reasons.items()
+    )

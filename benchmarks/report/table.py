@@ -1,0 +1,152 @@
+"""A table: numbers for programs, and from the same numbers the text that people read.
+
+``Table`` holds the numbers, an interval as three columns (``name``, ``name_low``, ``name_high``).
+``Grid`` is its text, ready for a terminal, Markdown, HTML or LaTeX (see ``forms``): columns that
+never vary have moved into the caption, and every number was rounded once (see ``words``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.report import words
+from benchmarks.report.words import Form, is_missing
+
+MISSING = "–"
+_LABELS = {
+    "model": words.model_label,
+    "cluster": words.cluster_label,
+    "contender": words.contender_label,
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The text of one cell; ``sort`` is the number that it shows, where it shows one."""
+
+    text: str
+    bold: bool = False
+    sort: float | None = None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as text.
+
+    ``groups`` are headings above the heads, each with the number of columns that it spans; empty
+    where there are none. The first ``keys`` columns name a row. ``records[i]`` are the records
+    behind row i, its own first.
+    """
+
+    name: str
+    title: str
+    caption: str
+    heads: tuple[str, ...]
+    numeric: tuple[bool, ...]  # set to the right
+    rows: tuple[tuple[Cell, ...], ...]
+    records: tuple[tuple[str, ...], ...]
+    groups: tuple[tuple[str, int], ...] = ()
+    keys: int = 1
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Column:
+    """How one quantity of a table is shown."""
+
+    name: str  # of the column of numbers
+    head: str  # what people read, with the unit
+    form: Form | None = None  # None: text
+    interval: bool = False  # name_low and name_high are shown where they are known
+    instead: str = ""  # column of text to show where the number is missing
+    unsure: str = ""  # column of booleans: a "~" stands before the number
+    is_key: bool = False  # names the row; moves into the caption where it never varies
+    hidden: bool = False  # in the files of numbers alone
+
+    @property
+    def stored(self) -> list[str]:
+        """The columns of numbers behind this one."""
+        ends = [f"{self.name}_low", f"{self.name}_high"] if self.interval else []
+        return [self.name, *ends, *filter(None, (self.instead, self.unsure))]
+
+    def cell(self, row: dict[str, Any]) -> Cell:
+        """This column's cell of one row."""
+        value = row[self.name]
+        if is_missing(value) or value == "":
+            return Cell(str(row[self.instead]) if self.instead else MISSING * (value != ""))
+        if self.form is None:
+            return Cell(_LABELS.get(self.name, str)(value))
+        text = self.form(value)
+        if self.interval and not is_missing(row[f"{self.name}_low"]):
+            ends = (self.form(row[f"{self.name}_{end}"]) for end in ("low", "high"))
+            text += f" [{', '.join(ends)}]"
+        mark = "~" if self.unsure and row[self.unsure] is True else ""
+        return Cell(mark + text, sort=float(value))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers with what people are told of them; the index of ``data`` names a row's records."""
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    data: pd.DataFrame
+    caption: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def empty(self) -> bool:
+        """There is no row; the files then hold the header alone."""
+        return self.data.empty
+
+    @property
+    def numbers(self) -> pd.DataFrame:
+        """The columns that CSV and Parquet hold, without repetition."""
+        names = dict.fromkeys(name for column in self.columns for name in column.stored)
+        return self.data.reindex(columns=list(names)).reset_index(drop=True)
+
+    def grid(self) -> Grid:
+        """The table as text; key columns that never vary are told in the caption."""
+        rows: list[dict[str, Any]] = self.data.to_dict("records")  # type: ignore[assignment]
+        visible = [c for c in self.columns if not c.hidden]
+        shown = [c for c in visible if not (c.is_key and self._constant(c))]
+        told = [
+            c for c in visible if c.is_key and self._constant(c) and not _is_blank(self.data, c)
+        ]
+        shown = [c for c in shown if not _is_blank(self.data, c)]
+        said = "; ".join(f"{c.head}: {c.cell(rows[0]).text}" for c in told) if rows else ""
+        return Grid(
+            self.name,
+            self.title,
+            " ".join(filter(None, (self.caption, f"All rows: {said}." if said else ""))),
+            tuple(c.head for c in shown),
+            tuple(c.form is not None for c in shown),
+            tuple(tuple(c.cell(row) for c in shown) for row in rows),
+            tuple(tuple(str(records).split()) for records in self.data.index),
+            keys=max(1, sum(c.is_key for c in shown)),
+            notes=self.notes,
+        )
+
+    def _constant(self, column: Column) -> bool:
+        return len(self.data) > 1 and self.data[column.name].nunique() == 1
+
+
+def _is_blank(data: pd.DataFrame, column: Column) -> bool:
+    """A column in which no row has anything to show."""
+    if column.instead:
+        return False
+    return bool(data[column.name].isna().all() or (data[column.name] == "").all())
+
+
+def table(
+    name: str, title: str, columns: Sequence[Column], data: pd.DataFrame, **more: Any
+) -> Table:
+    """A table whose data has all of its columns, also where there is no row."""
+    wanted = dict.fromkeys(stored for column in columns for stored in column.stored)
+    missing = {column: None for column in wanted if column not in data}
+    return Table(name, title, tuple(columns), data.assign(**missing), **more)

@@ -1,0 +1,43 @@
+"""How the cells of a published table are spelt: one spelling per type, everything else refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+_WHOLE = re.compile(r"[0-9]{1,15}")
+_DECIMAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]+)?(?:e[-+]?[0-9]{1,2})?")
+
+
+def _whole(cell: Any) -> int:
+    if isinstance(cell, str) and _WHOLE.fullmatch(cell):
+        return int(cell)
+    raise ValueError("must be a whole number in digits alone, for example 8192")
+
+
+def _decimal(cell: Any) -> float:
+    if isinstance(cell, str) and _DECIMAL.fullmatch(cell) and math.isfinite(float(cell)):
+        return float(cell)
+    raise ValueError("must be a number in digits with at most a point, for example 41.5")
+
+
+def _yes_or_no(cell: Any) -> bool:
+    if cell in ("yes", "no"):
+        return bool(cell == "yes")
+    raise ValueError("must be yes or no")
+
+
+def _not_blank(cell: Any) -> str:
+    if isinstance(cell, str) and cell.strip():
+        return cell
+    raise ValueError("must not be blank")
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Decimal = Annotated[float, BeforeValidator(_decimal), Field(gt=0)]
+YesNo = Annotated[bool, BeforeValidator(_yes_or_no)]
+Text = Annotated[str, BeforeValidator(_not_blank)]

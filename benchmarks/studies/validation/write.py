@@ -1,0 +1,80 @@
+"""Validation's files: every row with its prediction, the errors by source, and the picture."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from benchmarks.report import style
+from benchmarks.studies.validation.errors import Errors, Outcome, first_of_runs, predicted_rows
+from benchmarks.studies.validation.rows import COLUMNS
+
+ANSWERS = ("place", "predicted", "relative_error", "first_of_run", "reason")
+
+
+def write(outcomes: Sequence[Outcome], errors: Sequence[Errors], out: Path) -> None:
+    """``validation.csv`` (every input column, then its place, what was predicted, the relative
+    error, whether it is the row by which its run is counted, and the reason of a refusal),
+    ``errors.csv`` (one line per kind and source) and ``validation.png``."""
+    out.mkdir(parents=True, exist_ok=True)
+    first = {id(one.prediction) for one in first_of_runs(predicted_rows(outcomes))}
+    with (out / "validation.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*COLUMNS, *ANSWERS])
+        writer.writeheader()
+        for outcome in outcomes:
+            writer.writerow(outcome.line.cells | _answer(outcome, first))
+    with (out / "errors.csv").open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, [f.name for f in fields(Errors)])
+        table.writeheader()
+        table.writerows(
+            asdict(e) | {"median": f"{e.median:.4f}", "p90": f"{e.p90:.4f}"} for e in errors
+        )
+    _scatter(outcomes, out / "validation.png")
+
+
+def _answer(outcome: Outcome, first: set[int]) -> dict[str, str]:
+    prediction, place = outcome.prediction, {"place": outcome.line.place}
+    if prediction is None:
+        return place | {"reason": outcome.reason}
+    return place | {
+        "predicted": prediction.text,
+        "relative_error": f"{prediction.relative_error:.4f}",
+        "first_of_run": "yes" if id(prediction) in first else "no",
+    }
+
+
+def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Predicted over measured, against measured: one panel per kind and unit, one colour per
+    source, one dot per run."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for one in first_of_runs(predicted_rows(outcomes)):
+        row, prediction = one.row, one.prediction
+        if prediction.kind != "oom":
+            name = f"{prediction.kind}, measured [{row.unit}]"
+            panels[name][row.source].append((row.measured, 1 + prediction.relative_error))
+    names = sorted(panels, reverse=True) or ["nothing predicted"]
+    sources = sorted({source for of_panel in panels.values() for source in of_panel})
+    shades = {source: f"C{number}" for number, source in enumerate(sources)}
+    figure, axes = style.panels(len(names))
+    highest = max([2.0] + [y for of in panels.values() for ps in of.values() for _, y in ps])
+    for axis, name in zip(axes, names, strict=True):
+        for source, points in panels[name].items():
+            x, y = zip(*points, strict=True)
+            axis.scatter(x, y, s=9, alpha=0.6, color=shades[source], label=source)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set(xscale="log", xlabel=name, ylabel="predicted / measured")
+        axis.set_ylim(0.4, 1.05 * highest)
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter("{x:,g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+    entries = {s: Line2D([], [], color=c, marker="o", linestyle="") for s, c in shades.items()}
+    figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=2)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,106 @@
+"""What the gate expects: the outcome of one process, and what rounding alone does to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.specification.run_spec import RunSpec
+from benchmarks.worker.data import BatchSource
+from benchmarks.worker.reference import EXACT, ROUNDED, OneProcess, Trajectory
+from zeropp.model import build_model
+from zeropp.training import OptimizerConfig
+
+STEPS = 3
+_FIRST_DECREASE = 0.1  # of the loss, by the first step of SGD, to first order
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one process does with an optimizer; equal on every rank, but for ``updates``.
+
+    ``losses`` and ``grad_norms``: fp64 [steps]; ``update_norms``: fp64 [steps, parameters], in the
+    order of ``shapes``. ``loss_rounding``, ``grad_norm_rounding`` (numbers) and ``update_rounding``
+    (fp64 [parameters]): what rounding does to them, relative to them, the largest of all steps.
+    ``updates``: the update of each step by name, on rank 0 alone.
+    """
+
+    optimizer: OptimizerConfig
+    shapes: dict[str, torch.Size]
+    losses: Tensor
+    grad_norms: Tensor
+    update_norms: Tensor
+    loss_rounding: float
+    grad_norm_rounding: float
+    update_rounding: Tensor
+    total_rounding: float
+    updates: Sequence[dict[str, Tensor]]
+
+
+def sgd_for(spec: RunSpec, batches: BatchSource, device: torch.device) -> OptimizerConfig:
+    """Plain SGD whose first step should lower the loss by a tenth. Collective."""
+    rate = torch.zeros((), dtype=torch.float64, device=device)
+    if dist.get_rank() == 0:
+        alone = OneProcess(spec, batches, device, ROUNDED[spec.precision])
+        loss, norm = alone.first_gradient()
+        rate.fill_(_FIRST_DECREASE * loss / norm**2)
+    dist.broadcast(rate, 0)
+    return OptimizerConfig(kind="sgd", lr=float(rate))
+
+
+def expect(
+    spec: RunSpec, batches: BatchSource, device: torch.device, optimizer: OptimizerConfig
+) -> Expected:
+    """Rank 0 trains the whole model alone with an optimizer, in both kinds of types; the outcome is
+    broadcast. Collective."""
+    named = build_model(spec.model, 0, "meta").named_parameters()
+    shapes = {name: parameter.shape for name, parameter in named}
+    table = torch.zeros(STEPS, 6 + 2 * len(shapes), dtype=torch.float64, device=device)
+    updates: Sequence[dict[str, Tensor]] = [{} for _ in range(STEPS)]
+    if dist.get_rank() == 0:
+        exact, rounded = (
+            OneProcess(spec, batches, device, types[spec.precision]).train(optimizer, STEPS)
+            for types in (EXACT, ROUNDED)
+        )
+        updates = exact.updates
+        table = _tabulate(exact, rounded, list(shapes)).to(device)
+    dist.broadcast(table, 0)
+    sizes, roundings = table.cpu().chunk(2, dim=1)
+    relative = (roundings / sizes).nan_to_num(nan=0.0).max(dim=0).values
+    return Expected(
+        optimizer,
+        shapes,
+        sizes[:, 0],
+        sizes[:, 1],
+        sizes[:, 3:],
+        float(relative[0]),
+        float(relative[1]),
+        relative[3:],
+        float(relative[2]),
+        updates,
+    )
+
+
+def _tabulate(exact: Trajectory, rounded: Trajectory, names: Sequence[str]) -> Tensor:
+    """One row per step: loss, gradient norm, norm of the whole update and of each parameter's; then
+    by how much the rounded run differs in each of these."""
+    rows = []
+    for step in range(STEPS):
+        wide, narrow = exact.updates[step], rounded.updates[step]
+        norms = [norm_of(wide[name]) for name in names]
+        differences = [norm_of(narrow[name].double() - wide[name]) for name in names]
+        loss, norm = exact.losses[step], exact.grad_norms[step]
+        sizes = [loss, norm, math.hypot(*norms), *norms]
+        off = [rounded.losses[step] - loss, rounded.grad_norms[step] - norm]
+        rows.append([*sizes, *map(abs, off), math.hypot(*differences), *differences])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def norm_of(values: Tensor) -> float:
+    """L2 norm, summed in fp64."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))

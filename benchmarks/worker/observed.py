@@ -1,0 +1,84 @@
+"""What a contender does in the steps of the gate, compared with what one process did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.worker.data import BatchSource
+from benchmarks.worker.data.local_batch import local_batch
+from benchmarks.worker.expected import Expected, norm_of
+from zeropp.layout import Layout
+from zeropp.training import Trainer
+
+
+@dataclass(frozen=True)
+class Observed:
+    """By how much a contender differs from one process, relative to one process and largest over
+    ranks: fp64 [steps], and [steps, parameters]. Infinite where something is missing or no number.
+    """
+
+    losses: Tensor
+    grad_norms: Tensor
+    updates: Tensor
+
+
+def observe(
+    trainer: Trainer,
+    layout: Layout,
+    batches: BatchSource,
+    device: torch.device,
+    expected: Expected,
+) -> Observed:
+    """Train as many steps as the reference did and compare after each of them. Collective."""
+    before = _copies(trainer)
+    rows = []
+    for step, updates in enumerate(expected.updates):
+        result = trainer.step(*local_batch(batches, layout, step, device))
+        after = _copies(trainer)
+        loss, norm = float(expected.losses[step]), float(expected.grad_norms[step])
+        scalars = [abs(result.loss - loss) / loss, abs(result.grad_norm - norm) / norm]
+        distances = _distances(before, after, updates, expected.shapes, device)
+        sizes = expected.update_norms[step].tolist()
+        rows.append([*scalars, *map(_ratio, distances, sizes)])
+        before = after
+    table = torch.tensor(rows, dtype=torch.float64).nan_to_num(nan=math.inf).to(device)
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    table = torch.where(table < 0, math.inf, table).cpu()  # a parameter that no rank gave
+    return Observed(table[:, 0], table[:, 1], table[:, 2:])
+
+
+def _copies(trainer: Trainer) -> dict[str, Tensor]:
+    """The parameters as they are now; on a CPU a trainer may give the very tensors it updates."""
+    return {name: parameter.clone() for name, parameter in trainer.full_parameters()}
+
+
+def _distances(
+    before: dict[str, Tensor],
+    after: dict[str, Tensor],
+    updates: dict[str, Tensor],
+    shapes: dict[str, torch.Size],
+    device: torch.device,
+) -> Iterator[float]:
+    """L2 norm of the difference between this rank's updates and those that rank 0 knows, parameter
+    by parameter; -1 for one that this rank does not hold."""
+    for name, shape in shapes.items():
+        wanted = updates[name].to(device) if updates else torch.empty(shape, device=device)
+        dist.broadcast(wanted, 0)
+        if name in after:
+            seen = after[name].double() - before[name]
+            yield norm_of(seen - wanted.cpu())
+        else:
+            yield -1.0
+
+
+def _ratio(distance: float, size: float) -> float:
+    """A distance relative to the update that was wanted; -1 stays what it is."""
+    if distance <= 0:
+        return distance
+    return distance / size if size else math.inf

@@ -1,0 +1,148 @@
+"""One process that trains the whole model: what the gate holds every contender against.
+
+Nothing here is distributed. The model is the plain one of ``zeropp.model``, its gradients come
+from one backward per microbatch, and the optimizer is torch's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.specification.run_spec import RunSpec
+from benchmarks.worker.data import BatchSource
+from zeropp.engine.randomness import seed_piece
+from zeropp.literals import Precision
+from zeropp.model import build_model, cross_entropy
+from zeropp.optimizer import build_optimizer
+from zeropp.training import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Types:
+    """Number types of one training run: parameters that the optimizer updates, and the copies of
+    them with which the model computes. Gradients are summed in the type of ``masters``."""
+
+    masters: torch.dtype
+    compute: torch.dtype
+
+
+# With the types of the run itself, one process makes the rounding errors that any contender makes.
+ROUNDED: dict[Precision, Types] = {
+    "fp32": Types(torch.float32, torch.float32),
+    "bf16": Types(torch.float32, torch.bfloat16),
+}
+# With the next wider types it makes almost none.
+EXACT: dict[Precision, Types] = {
+    "fp32": Types(torch.float64, torch.float64),
+    "bf16": Types(torch.float32, torch.float32),
+}
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Some steps of one process, one entry per step: mean loss (nats per token), global L2 norm of
+    the gradient before clipping, and by how much the step changed each parameter (fp32, on the
+    CPU, by name)."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    updates: list[dict[str, Tensor]]
+
+
+class OneProcess:
+    """The whole model of a spec on one device, in the given types."""
+
+    def __init__(
+        self, spec: RunSpec, batches: BatchSource, device: torch.device, types: Types
+    ) -> None:
+        self._spec, self._batches, self._device = spec, batches, device
+        self._masters = build_model(spec.model, spec.seed, device).to(types.masters)
+        self._working = build_model(spec.model, spec.seed, device).to(types.compute)
+        if spec.model.dropout:
+            drawn_in = ROUNDED[spec.precision].compute
+            for block in list(self._working)[1:-1]:
+                block.dropout = _Dropout(spec.model.dropout, drawn_in)
+
+    def first_gradient(self) -> tuple[float, float]:
+        """Loss and gradient norm of the first batch; changes no parameter."""
+        loss = self._accumulate(0)
+        norm = nn.utils.clip_grad_norm_(self._masters.parameters(), math.inf)
+        return loss, float(norm)
+
+    def train(self, config: OptimizerConfig, steps: int) -> Trajectory:
+        """Train for some steps from where the parameters stand."""
+        optimizer = build_optimizer(self._masters.parameters(), config)
+        trajectory = Trajectory([], [], [])
+        for step in range(steps):
+            before = {name: p.detach().clone() for name, p in self._masters.named_parameters()}
+            trajectory.losses.append(self._accumulate(step))
+            limit = config.clip_norm or math.inf
+            norm = nn.utils.clip_grad_norm_(self._masters.parameters(), limit)
+            trajectory.grad_norms.append(float(norm))
+            optimizer.step()
+            trajectory.updates.append(dict(self._changes(before)))
+        return trajectory
+
+    def _changes(self, before: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._masters.named_parameters():
+            yield name, (parameter.detach() - before[name]).float().cpu()
+
+    def _accumulate(self, step: int) -> float:
+        """Sum the gradients of all microbatches of a step into the masters; gives the loss. One
+        microbatch at a time, so that memory does not grow with the batch."""
+        self._masters.zero_grad()
+        pairs = list(zip(self._masters.parameters(), self._working.parameters(), strict=True))
+        for master, working in pairs:
+            working.data.copy_(master.data)
+        inputs, targets = (torch.from_numpy(p).to(self._device) for p in self._batches.batch(step))
+        count = self._spec.global_batch // self._spec.candidate.microbatch_size
+        total = 0.0
+        for number, (x, y) in enumerate(
+            zip(inputs.chunk(count), targets.chunk(count), strict=True)
+        ):
+            loss = cross_entropy(self._forward(x, step, number), y) / count
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+            for master, working in pairs:
+                _add_gradient(master, working)
+        return total
+
+    def _forward(self, tokens: Tensor, step: int, microbatch: int) -> Tensor:
+        hidden = tokens
+        for index, piece in enumerate(self._working):
+            if self._spec.model.dropout:
+                seed_piece(self._spec.seed, step, microbatch, index)
+            hidden = piece(hidden)
+        return hidden
+
+
+def _add_gradient(master: nn.Parameter, working: nn.Parameter) -> None:
+    """Move a working copy's gradient into its master's sum."""
+    if working.grad is None:
+        return
+    fresh = working.grad.to(master.dtype)
+    master.grad = fresh if master.grad is None else master.grad + fresh
+    working.grad = None
+
+
+class _Dropout(nn.Module):
+    """Dropout whose masks are those of ``nn.Dropout`` on an input of type ``drawn_in``.
+
+    A GPU draws other masks for other types from the same seed, and the run in wider types must
+    drop what the run itself drops.
+    """
+
+    def __init__(self, probability: float, drawn_in: torch.dtype) -> None:
+        super().__init__()
+        self._probability, self._drawn_in = probability, drawn_in
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape in, the same shape out."""
+        kept = F.dropout(torch.ones_like(x, dtype=self._drawn_in), self._probability) != 0
+        return x * kept / (1 - self._probability)

@@ -1,0 +1,350 @@
+"""Faults that are injected into a contender on a rank, for the gate to find.
+
+They are put where every contender passes, whatever it is made of: into the gradients that its torch
+optimizer is about to apply, into the batch that it is given, into the model's blocks, and into the
+collectives. A fault is a context manager; while it is open, trainers are built and run with it. It
+gives what has still to be done to a trainer after it was built.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule as instructions
+from torch import Tensor
+
+from baselines.deepspeed_3d.trainer import DeepSpeedTrainer
+from benchmarks.records.record import GateCheck
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.run_spec import RunSpec
+from benchmarks.worker.data import open_batches
+from benchmarks.worker.expected import expect, sgd_for
+from benchmarks.worker.gate import gated_spec, sgd_checks
+from benchmarks.worker.observed import observe
+from zeropp.engine import randomness
+from zeropp.engine.sharding import local
+from zeropp.model import initial_std
+from zeropp.model.blocks import Block
+from zeropp.optimizer import build_optimizer
+from zeropp.plan import Plan
+
+CPU = torch.device("cpu")
+_BUILDERS = ("zeropp.engine.engine", "baselines.torch_pp.trainer")
+_BUILDERS += ("baselines.fsdp.trainer", "baselines.deepspeed_3d.trainer")
+_TIED = (
+    "zeropp.engine.tied.TiedWeights.sum_gradients",
+    "baselines.torch_pp.tied.TiedEnds.sum_gradients",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands, and in which plan."""
+
+    plan: Plan
+    dp_index: int
+    pp: int
+    tp: int
+
+
+Prepare = Callable[[Any], Any]  # a trainer, made faulty
+Fault = Callable[[Place], AbstractContextManager[Prepare]]
+Edit = Callable[[list[Tensor], int], None]  # gradients about to be applied, step from 1
+
+
+def find(spec: RunSpec, faults: list[str]) -> dict[str, list[GateCheck]]:
+    """On a rank: for each fault the checks of plain SGD that fail; ``none`` is no fault."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # DeepSpeed asks for it
+    contender = CONTENDERS[spec.contender.name]
+    spec, batches, _ = gated_spec(spec, contender, open_batches(spec))
+    plan = spec.plan()
+    at = plan.layout.coordinates(dist.get_rank())
+    place = Place(plan, plan.layout.dp_index(dist.get_rank()), at["pp"], at["tp"])
+    found = {}
+    with initial_std(spec.model.hidden**-0.5):
+        optimizer = sgd_for(spec, batches, CPU)
+        expected = expect(spec, batches, CPU, optimizer)
+        for name in faults:
+            with FAULTS[name](place) as prepare:
+                trainer = prepare(contender.build(plan, optimizer, CPU, spec.seed))
+                observed = observe(trainer, plan.layout, batches, CPU, expected)
+            checks = sgd_checks(spec, expected, observed)
+            found[name] = [check for check in checks if check.error > check.limit]
+    return found
+
+
+@contextmanager
+def _nothing(place: Place) -> Iterator[Prepare]:
+    del place
+    yield lambda trainer: trainer
+
+
+def _editing(edit: Callable[[Place], Edit]) -> Fault:
+    """Edit this rank's gradients right before its optimizer applies them."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        apply, steps = edit(place), [0]
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            steps[0] += 1
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            apply([local(p.grad) for p in parameters if p.grad is not None], steps[0])
+
+        def build(*arguments: Any) -> torch.optim.Optimizer:
+            optimizer = build_optimizer(*arguments)
+            optimizer.register_step_pre_hook(before)
+            return optimizer
+
+        with ExitStack() as stack:
+            for module in _BUILDERS:
+                stack.enter_context(mock.patch(f"{module}.build_optimizer", build))
+            yield lambda trainer: trainer
+
+    return fault
+
+
+def _scaled_part(begin: float, end: float, factor: float) -> Fault:
+    """Scale a part of the gradients: from ``begin`` to ``end`` of all elements on this rank."""
+
+    def apply(gradients: list[Tensor], step: int) -> None:
+        del step
+        total = sum(gradient.numel() for gradient in gradients)
+        first, last, start = int(begin * total), int(end * total), 0
+        for gradient in gradients:
+            piece = slice(max(first - start, 0), max(last - start, 0))
+            gradient.view(-1)[piece] *= factor
+            start += gradient.numel()
+
+    return _editing(lambda place: apply)
+
+
+def _idle(where: Callable[[Place, int], bool]) -> Fault:
+    """The optimizer changes nothing on some ranks, or in some steps."""
+
+    def edit(place: Place) -> Edit:
+        def apply(gradients: list[Tensor], step: int) -> None:
+            for gradient in gradients:
+                gradient.mul_(0.0 if where(place, step) else 1.0)
+
+        return apply
+
+    return _editing(edit)
+
+
+def _not_zeroed(place: Place) -> Edit:
+    del place
+    before: list[Tensor] = []
+
+    def apply(gradients: list[Tensor], step: int) -> None:
+        del step
+        for gradient, old in zip(gradients, before, strict=False):
+            gradient.add_(old)
+        before[:] = [gradient.clone() for gradient in gradients]
+
+    return apply
+
+
+@contextmanager
+def _swapped_targets(place: Place) -> Iterator[Prepare]:
+    """The first two microbatches of the first data-parallel rank have each other's targets."""
+    size = place.plan.microbatch_size
+
+    def swap(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, *rest = targets.split(size)
+        pair = (second, first) if place.dp_index == 0 else (first, second)
+        return inputs, torch.cat((*pair, *rest))
+
+    yield _feeding(swap)
+
+
+@contextmanager
+def _replica_left_out(place: Place) -> Iterator[Prepare]:
+    """The second data-parallel rank repeats its first microbatch and leaves out the others."""
+    size, count = place.plan.microbatch_size, place.plan.num_microbatches
+
+    def repeat(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if place.dp_index != 1:
+            return inputs, targets
+        return inputs[:size].repeat(count, 1), targets[:size].repeat(count, 1)
+
+    yield _feeding(repeat)
+
+
+def _feeding(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Prepare:
+    def prepare(trainer: Any) -> Any:
+        step = trainer.step
+        trainer.step = lambda inputs, targets: step(*change(inputs, targets))
+        return trainer
+
+    return prepare
+
+
+def _scaled_norm_weight(factor: float) -> Fault:
+    """The gradient of one norm's weight on this rank is scaled."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        del place
+        forward, norms = torch.nn.LayerNorm.forward, []
+
+        def scaled(norm: torch.nn.LayerNorm, x: Tensor) -> Tensor:
+            norms.append(norm)
+            if norm is not norms[0]:
+                return forward(norm, x)
+            weight = norm.weight.detach() + factor * (norm.weight - norm.weight.detach())
+            shape = norm.normalized_shape
+            return torch.nn.functional.layer_norm(x, shape, weight, norm.bias, norm.eps)
+
+        with mock.patch.object(torch.nn.LayerNorm, "forward", scaled):
+            yield lambda trainer: trainer
+
+    return fault
+
+
+@contextmanager
+def _swapped_input_gradients(place: Place) -> Iterator[Prepare]:
+    """In the second block on this rank every second microbatch takes the input gradient of the one
+    before it."""
+    del place
+    forward, blocks, last = Block.forward, [], []
+
+    def stale(grad: Tensor) -> Tensor:
+        if last:
+            return last.pop()
+        last.append(grad.clone())
+        return grad
+
+    def wrong(block: Block, x: Tensor) -> Tensor:
+        if block not in blocks:
+            blocks.append(block)
+        if block is blocks[min(1, len(blocks) - 1)] and len(blocks) > 1 and x.requires_grad:
+            x = x.view_as(x)
+            x.register_hook(stale)
+        return forward(block, x)
+
+    with mock.patch.object(Block, "forward", wrong):
+        yield lambda trainer: trainer
+
+
+def _tied_gradients(times: int) -> Fault:
+    """The gradients of tied weights are summed so many times: 0 leaves each end its own half."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        def prepare(trainer: Any) -> Any:
+            if isinstance(trainer, DeepSpeedTrainer):
+                handlers = trainer._engine._INSTRUCTION_MAP
+                kind = instructions.ReduceTiedGrads
+                handlers[kind] = _repeated(handlers[kind], times)
+            return trainer
+
+        with ExitStack() as stack:
+            for path in _TIED:
+                owner, _, name = path.rpartition(".")
+                original = getattr(pkgutil.resolve_name(owner), name)
+                stack.enter_context(mock.patch(path, _repeated(original, times)))
+            yield prepare
+
+    return fault
+
+
+def _repeated(function: Callable[..., Any], times: int) -> Callable[..., None]:
+    """A function that runs so many times whenever it is called."""
+
+    def repeated(*arguments: Any, **keywords: Any) -> None:
+        for _ in range(times):
+            function(*arguments, **keywords)
+
+    return repeated
+
+
+@contextmanager
+def _dropped_reduction(place: Place) -> Iterator[Prepare]:
+    """One reduction of gradients in each step is lost."""
+    calls = [0]
+
+    def losing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce(*arguments: Any, **keywords: Any) -> Any:
+            work = original(*arguments, **keywords)
+            output = keywords.get("output", arguments[0] if arguments else None)
+            if calls[0] == 0:
+                if work is not None:
+                    work.wait()
+                output.zero_()
+            calls[0] += 1
+            return work
+
+        return reduce
+
+    def prepare(trainer: Any) -> Any:
+        step = trainer.step
+
+        def counted(inputs: Tensor, targets: Tensor) -> Any:
+            calls[0] = 0
+            return step(inputs, targets)
+
+        trainer.step = counted
+        if isinstance(trainer, DeepSpeedTrainer) and place.pp == 0:
+            handlers = trainer._engine._INSTRUCTION_MAP
+            handlers[instructions.ReduceGrads] = _alone(handlers[instructions.ReduceGrads])
+        return trainer
+
+    with ExitStack() as stack:
+        for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
+            if hasattr(dist, name):
+                wrapped = losing(getattr(dist, name))
+                stack.enter_context(mock.patch.object(dist, name, wrapped))
+        yield prepare
+
+
+def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose all-reduces do nothing."""
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with mock.patch.object(dist, "all_reduce", mock.MagicMock()):
+            return function(*arguments, **keywords)
+
+    return run
+
+
+@contextmanager
+def _other_masks(place: Place) -> Iterator[Prepare]:
+    """The first data-parallel rank draws the dropout masks of the next microbatch."""
+    original = randomness.seed_piece
+
+    def shifted(seed: int, step: int, microbatch: int, piece: int) -> None:
+        original(seed, step, microbatch + (place.dp_index == 0), piece)
+
+    with mock.patch.object(randomness, "seed_piece", shifted):
+        yield lambda trainer: trainer
+
+
+FAULTS: dict[str, Fault] = {
+    "none": _nothing,
+    "a quarter of the parameters never updated": _scaled_part(0.4, 0.65, 0.0),
+    "a quarter of the gradients doubled": _scaled_part(0.4, 0.65, 2.0),
+    "a quarter of the gradients times 1.05": _scaled_part(0.4, 0.65, 1.05),
+    "a norm's weight never updated": _scaled_norm_weight(0.0),
+    "a norm's gradient doubled": _scaled_norm_weight(2.0),
+    "a norm's gradient times 1.05": _scaled_norm_weight(1.05),
+    "the optimizer idle from step 2": _idle(lambda place, step: step > 1),
+    "gradients not zeroed": _editing(_not_zeroed),
+    "targets of two microbatches swapped": _swapped_targets,
+    "input gradients of two microbatches mixed": _swapped_input_gradients,
+    "one data-parallel rank never updated": _idle(lambda place, step: place.dp_index == 1),
+    "one data-parallel rank's batch left out": _replica_left_out,
+    "one reduction dropped": _dropped_reduction,
+    "one tensor-parallel rank never updated": _idle(lambda place, step: place.tp == 1),
+    "tied weights summed twice": _tied_gradients(2),
+    "tied weights not summed": _tied_gradients(0),
+    "other dropout masks": _other_masks,
+}

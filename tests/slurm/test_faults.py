@@ -1,0 +1,166 @@
+"""The table of faults in docs/slurm.md, each provoked in a running job of two nodes.
+
+All points of a test run at the same time, each meets a fault of its own, and the record of each is
+compared with the table. Afterwards the same command completes what was interrupted, and no more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.records.record import RunRecord
+from tests.slurm.cluster import wait_until
+from tests.slurm.conftest import Suite
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
+
+TWO_NODES = ("cluster.gpus_per_node=1", "num_gpus=2")
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A running attempt and its processes."""
+
+    suite: Suite
+    attempt: Path
+
+    @property
+    def job(self) -> str:
+        """The job's own number."""
+        return str(json.loads((self.attempt / "slurm.json").read_text())["job_id"])
+
+    @property
+    def worker(self) -> psutil.Process:
+        """Rank 1, on the second node."""
+        return psutil.Process(int((self.attempt / "rank_001.pid").read_text()))
+
+    @property
+    def script(self) -> psutil.Process:
+        """The batch script: the shell that slurmstepd started for the job."""
+        place = f"{self.suite.cluster.directory}/spool/"
+        for process in psutil.process_iter(["cmdline"]):
+            command = " ".join(process.info["cmdline"] or [])
+            mine = place in command and f"job{int(self.job):05d}/slurm_script" in command
+            parent = process.parent() if mine else None
+            if parent is not None and parent.name() == "slurmstepd":
+                return process
+        raise AssertionError(f"no script of job {self.job}")
+
+    def scancel(self, *flags: str) -> None:
+        """scancel with these flags."""
+        task = json.loads((self.attempt / "slurm.json").read_text())["job"]
+        self.suite.cluster.run("scancel", *flags, task)
+
+
+def kill_worker_and_shell(victim: Victim) -> None:
+    worker = victim.worker
+    shell = worker.parent()
+    assert shell is not None
+    shell.kill()
+    worker.kill()
+
+
+# What happens: fault, status, interrupted, words of the reason
+FAULTS: list[tuple[Callable[[Victim], None], str, bool, str]] = [
+    (lambda v: v.scancel(), "failed", True, "Slurm: CANCELLED"),
+    (lambda v: v.scancel("--signal=TERM"), "failed", True, "left on SIGTERM, sent by hand"),
+    (lambda v: v.scancel("--signal=USR1"), "failed", True, "left on SIGUSR1, sent by hand"),
+    (lambda v: v.scancel("--signal=TERM", "--batch"), "failed", True, "SIGTERM, sent by hand"),
+    (lambda v: v.worker.kill(), "failed", True, "rank 1 was killed by signal 9 (SIGKILL)"),
+    (kill_worker_and_shell, "failed", True, ""),
+    (lambda v: v.script.kill(), "failed", True, "the batch script was killed by signal 9"),
+]
+
+
+def test_each_fault_has_its_own_word(suite: Suite) -> None:
+    seeds = [10 * index + 3 for index in range(len(FAULTS))]  # they go on until they are stopped
+    command = (f"seed={','.join(map(str, seeds))}", *TWO_NODES)
+    suite.stand_in(*command)
+    attempts = suite.wait_for_all_steps(len(FAULTS))
+    for seed, (fault, *_) in zip(seeds, FAULTS, strict=True):
+        fault(Victim(suite, attempts[seed]))
+    wait_until(lambda: suite.recorded_by_status() >= len(FAULTS), 100, "a record for each fault")
+    records = {record.spec["seed"]: record for record in suite.records()}
+    assert len(suite.records()) == len(FAULTS)
+    for seed, (_, status, interrupted, words) in zip(seeds, FAULTS, strict=True):
+        record: RunRecord = records[seed]
+        assert (record.status, record.interrupted) == (status, interrupted), record.reason
+        assert words in record.reason
+        assert len(record.step_s) >= 2  # what was measured is kept
+    suite.wait_until_idle(60)
+    assert suite.workers() == []
+    (suite.directory / "calm").touch()
+    assert f"{len(FAULTS)} of {len(FAULTS)} points to run" in suite.stand_in(*command)
+    suite.wait_for_records(2 * len(FAULTS), 120)
+    assert suite.states() == ["ok"] * len(FAULTS)
+
+
+def test_failures_before_the_ranks_start_are_told_and_not_repeated(suite: Suite) -> None:
+    broken = ("seed=0,10", "launcher.setup=['module load nonesuch']")
+    suite.stand_in(*broken)
+    records = suite.wait_for_records(2, 60)
+    assert {(r.status, r.interrupted) for r in records} == {("failed", False)}
+    assert all("in setup: " in r.reason and "module" in r.reason for r in records)
+    assert "0 of 2 points to run" in suite.stand_in(*broken)
+
+
+def test_variables_of_a_surrounding_job_and_of_a_login_shell(suite: Suite) -> None:
+    suite.environment = {
+        "SLURM_JOB_ID": "4242",
+        "SLURM_NTASKS_PER_NODE": "7",
+        "SLURM_EXPORT_ENV": "NONE",
+        "SBATCH_EXPORT": "NONE",
+        "SBATCH_TIMELIMIT": "0:01",
+        "SBATCH_JOB_NAME": "mine",
+        "SBATCH_WAIT": "1",
+        "SQUEUE_STATES": "SUSPENDED",
+        "SQUEUE_FORMAT": "%u",
+        "OMP_NUM_THREADS": "77",
+    }
+    printed = suite.stand_in("seed=0,3")
+    assert "environment SBATCH_EXPORT=NONE holds" in printed
+    suite.wait_for_steps(3)
+    suite.wait_for_records(1, 60)
+    assert sorted(r.state for r in suite.status().values()) == ["ok", "running"]
+    assert "left alone" in suite.stand_in("seed=3")
+    ok = suite.only_record()
+    assert ok.ranks[0].environment["OMP_NUM_THREADS"] == "1"
+    suite.cluster.run("scancel", *suite.queue())
+
+
+def test_the_user_signal_at_preemption_is_not_the_time_limit(suite: Suite) -> None:
+    gentle = ("launcher.sbatch.partition=gentle", "+launcher.sbatch.nodelist=zpnode4")
+    suite.stand_in("seed=3", *gentle)
+    suite.wait_for_steps(3)
+    (suite.directory / "calm").touch()  # the second attempt shall end
+    urgent = ("--partition=urgent", "--nodelist=zpnode4", "--exclusive", "--time=1")
+    suite.cluster.run("sbatch", *urgent, "--account=science", "--output=/dev/null", "--wrap=true")
+    first, after = suite.wait_for_records(2, 100)
+    assert (first.status, first.interrupted) == ("preempted", True)
+    assert after.status == "ok"
+    assert first.slurm["job"] == after.slurm["job"]  # the same job came back
+
+
+def test_a_frozen_node_is_lost_and_its_job_does_not_run_beside_the_next(suite: Suite) -> None:
+    once = ("seed=3", "+launcher.sbatch.nodelist=zpnode5", "launcher.sbatch.requeue=false")
+    suite.stand_in(*once, "+launcher.sbatch.no-requeue=true")
+    attempt = suite.wait_for_steps(2)
+    suite.cluster.freeze_node("zpnode5")
+    try:
+        wait_until(lambda: suite.states() == ["lost"], 60, "the loss of the node")
+        lost = (attempt / "record.json").read_bytes()
+        assert b"NODE_FAIL" in lost
+    finally:
+        suite.cluster.thaw_node("zpnode5")
+    wait_until(lambda: suite.workers() == [], 60, "the end of its ranks")
+    assert (attempt / "record.json").read_bytes() == lost
+    (suite.directory / "calm").touch()
+    assert "1 of 1 points to run" in suite.stand_in("seed=3")
+    suite.wait_for_records(2, 60)
+    assert suite.states() == ["ok"]

@@ -1,0 +1,147 @@
+"""The paper's table: from records and from the verdict's plans, in every form."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from benchmarks import CHECKOUT
+from benchmarks.report import forms
+from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.report.pairs import BaseError
+from benchmarks.report.paper import paper_grids, paper_table
+from benchmarks.report.words import gib, model_label, tflops
+from benchmarks.report.write import Options, write_one_table
+from tests.unit.synthetic_records import make_record, write_records
+
+REFERENCE = CHECKOUT / "results" / "reference"
+QUIET = Console(quiet=True)
+_DOCUMENT = r"""\documentclass[a4paper]{article}
+\usepackage[margin=2.5cm]{geometry}
+\usepackage{booktabs,graphicx}
+\begin{document}
+%s
+\end{document}
+"""
+
+
+def compiled(texts: list[str], folder: Path) -> str:
+    """pdflatex's log of a document of these texts; it must not stop, and no box may be too wide."""
+    (folder / "document.tex").write_text(_DOCUMENT % "\n".join(texts))
+    subprocess.run(
+        ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "document.tex"],
+        cwd=folder,
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
+    return (folder / "document.log").read_text(errors="replace")
+
+
+def test_models_are_named_as_people_write_them() -> None:
+    names = {"gpt_14_6b": "GPT 14.6B", "llama_405b": "Llama 405B", "gpt_tiny": "GPT tiny"}
+    assert {name: model_label(name) for name in names} == names
+    assert model_label("my_own") == "my_own"
+
+
+def test_sizes_are_in_their_natural_order_and_the_best_is_bold(tmp_path: Path) -> None:
+    records = [
+        make_record(contender, model, 4)
+        for model in ("gpt_1_5b", "gpt_tiny", "gpt_mini")
+        for contender in ("zeropp", "deepspeed_3d")
+    ]
+    write_records(records, tmp_path)
+    (grid,) = paper_grids(paper_table(latest_ok(load_frame([tmp_path])[0])))
+    assert [row[0].text for row in grid.rows] == ["GPT tiny", "GPT mini", "GPT 1.5B"]
+    assert [name for name, _ in grid.groups] == ["", "ZeroPP", "DeepSpeed 3D"]
+    speed = grid.heads.index("tokens/s")
+    assert all(row[speed].bold for row in grid.rows)  # synthetic ZeroPP is the faster one
+    assert "measured" in grid.caption.lower()
+    assert "GPU" not in " ".join((*grid.heads, grid.caption))  # it was a CPU
+
+
+def test_a_failure_is_a_word_and_keeps_its_reason(tmp_path: Path) -> None:
+    lost = {"status": "oom", "reason": "rank 3: out of memory", "step_s": []}
+    write_records([make_record(), make_record("deepspeed_3d", fields=lost)], tmp_path)
+    table = paper_table(latest_ok(load_frame([tmp_path])[0]))
+    (grid,) = paper_grids(table)
+    assert "OOM" in [cell.text for cell in grid.rows[0]]
+    assert any("rank 3: out of memory" in note for note in grid.notes)
+    assert table.data["speedup"].isna().all()
+
+
+def test_the_base_can_be_chosen(tmp_path: Path) -> None:
+    names = {"zeropp": 1.0, "deepspeed_3d": 2.0, "fsdp": 4.0}
+    write_records([make_record(n, step_s=[s] * 6) for n, s in names.items()], tmp_path)
+    rows = latest_ok(load_frame([tmp_path])[0])
+    table = paper_table(rows, "fsdp").numbers.set_index("contender")
+    assert table["speedup"].to_dict() == {"zeropp": 4.0, "deepspeed_3d": 2.0, "fsdp": 1.0}
+    with pytest.raises(BaseError, match="there are deepspeed_3d, fsdp, zeropp"):
+        write_one_table("paper", [tmp_path], tmp_path / "out", Options(base="magic"), QUIET)
+
+
+@pytest.mark.parametrize("folder", ["demo", "claim_33"])
+def test_every_form_of_the_committed_tables(folder: str, tmp_path: Path) -> None:
+    made = write_one_table("paper", [REFERENCE / folder], tmp_path, Options(), QUIET)
+    assert {path.suffix for path in made.files} == {".csv", ".parquet", ".md", ".tex", ".html"}
+    csv, parquet = pd.read_csv(tmp_path / "paper.csv"), pd.read_parquet(tmp_path / "paper.parquet")
+    assert len(csv) == len(parquet) > 4
+    for name in ("tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_gib", "speedup"):
+        assert csv[name].dtype.kind == "f"
+        if name != "peak_gib":
+            assert {f"{name}_low", f"{name}_high"} <= set(csv.columns)
+    assert csv["tokens_per_s_per_gpu"].notna().all()
+    text = (tmp_path / "paper.md").read_text()
+    assert text.count("**") > 2 * csv["model"].nunique()
+
+
+def test_the_verdicts_table_says_what_its_plans_say() -> None:
+    rows = latest_ok(load_frame([REFERENCE / "claim_33"])[0])
+    numbers = paper_table(rows).numbers
+    plans = pd.read_csv(REFERENCE / "claim_33" / "plans.csv")
+    own = plans[plans["bandwidth"] == 1.0]
+    assert len(numbers) == len(own) > 200
+    keys = ["model", "cluster", "num_gpus", "global_batch", "contender"]
+    best = own[own["mode"] == "best"].set_index(keys)["tokens_per_s_per_gpu"].sort_index()
+    mine = numbers[numbers["basis"] == "best plans"].set_index(keys)["tokens_per_s_per_gpu"]
+    pd.testing.assert_series_equal(mine.sort_index(), best, rtol=1e-4)
+    assert numbers["mfu"].between(0.05, 0.8).all()
+
+
+def test_an_empty_table_has_a_header(tmp_path: Path) -> None:
+    table = paper_table(load_frame([tmp_path])[0])
+    paths = forms.write_numbers(table, tmp_path)
+    assert all(
+        next(iter(read(path).columns)) == "model"
+        for path, read in zip(paths, (pd.read_csv, pd.read_parquet), strict=True)
+    )
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex (Debian's texlive)")
+def test_latex_compiles_and_fits_the_text(tmp_path: Path) -> None:
+    odd = {"status": "failed", "reason": r"100 % of #1_x & \y{z} ~ ^ é → 你", "step_s": []}
+    write_records([make_record(), make_record("fsdp", fields=odd)], tmp_path / "runs")
+    texts = []
+    for number, root in enumerate((REFERENCE / "claim_33", REFERENCE / "demo", tmp_path / "runs")):
+        write_one_table("paper", [root], tmp_path / str(number), Options(), QUIET)
+        texts.append((tmp_path / str(number) / "paper.tex").read_text())
+    log = compiled(texts, tmp_path)
+    assert not re.findall(r"Overfull \\hbox.*", log)
+    assert "Float too large" not in log
+
+
+def test_numbers_are_rounded_by_size() -> None:
+    assert [gib(x) for x in (0.0114, 0.99961, 4.561, 9.996, 74.84)] == [
+        "0.011",
+        "1.00",
+        "4.56",
+        "10.0",
+        "74.8",
+    ]
+    assert [tflops(x) for x in (0.00281, 161.94)] == ["0.00281", "161.9"]

@@ -1,0 +1,249 @@
+"""The schema of published rows: what a row says wrongly is refused, never priced as another."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from benchmarks import CHECKOUT
+from benchmarks.specification.run_spec import SpecError
+from benchmarks.studies.validation.cases import Case, case_of
+from benchmarks.studies.validation.predict import predict
+from benchmarks.studies.validation.quantities import METRICS
+from benchmarks.studies.validation.reader import OTHER_TABLES, Line, read_rows, training_tables
+from benchmarks.studies.validation.rows import COLUMNS, PublishedRow, UnpredictableError
+from benchmarks.validate import main
+from tests.unit.published_cells import CELLS, line_of, predicted, row, write_table
+
+REQUIRED = tuple(name for name, field in PublishedRow.model_fields.items() if field.is_required())
+FREE = ("source", "url", "table", "model", "remark")  # for people
+LISTS = (
+    "verified", "role", "program", "family", "gated_mlp", "tied_embeddings", "device",
+    "sequence_parallel", "schedule", "recompute", "dtype", "offload", "metric", "unit",
+)  # fmt: skip
+SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "micro_batch",
+         "global_batch", "num_gpus", "tp", "pp", "dp", "chunks", "cp", "ep", "zero")  # fmt: skip
+NUMBERS = (*SIZES, "memory_gib", "params_b", "value")
+PROSE = (
+    "{} (not stated)",
+    "about {}",
+    "{}?",
+    " {}",
+    "{} ",
+    "{}, {}",
+    "-{}",
+    "{}k",
+    "{} x 8",
+    "{}M",
+)
+
+
+def good_rows() -> list[dict[str, str]]:
+    """Cells of rows of the committed tables, and of one more, that all have a price."""
+    lines = [line for table in training_tables() for line in read_rows(table)]
+    understood = [line.cells for line in lines if line.row is not None and line.row.dtype != "fp8"]
+    return [CELLS, *random.Random(0).sample(understood, 60)]
+
+
+GOOD = good_rows()
+
+
+def outcome(cells: dict[str, str]) -> tuple[PublishedRow, Case] | str:
+    """The row and its case, or why it is refused."""
+    try:
+        made = PublishedRow.model_validate({k: v for k, v in cells.items() if v})
+        return made, case_of(made)
+    except (ValidationError, UnpredictableError) as error:
+        return str(error)
+
+
+def assert_says(cells: dict[str, str], case: Case) -> None:
+    """The case is what the cells say, read once more by other means."""
+    for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"):
+        assert getattr(case.shape, name) == int(cells[name])
+    assert case.shape.gates == {"yes": 2, "no": 1}[cells["gated_mlp"]]
+    assert case.shape.family == cells["family"]
+    assert case.shape.tied_embeddings == (cells["tied_embeddings"] == "yes")
+    layout, dp = case.layout, int(cells["dp"])
+    assert (layout.tp, layout.pp, layout.dp) == (int(cells["tp"]), int(cells["pp"]), dp)
+    assert layout.chunks == int(cells["chunks"])
+    assert layout.sequence_parallel == (cells["sequence_parallel"] == "yes")
+    assert case.zero3 == (cells["zero"] == "3")
+    assert layout.shard == (int(cells["zero3_group"] or dp) if case.zero3 else 1)
+    assert case.microbatch == int(cells["micro_batch"])
+    assert case.microbatch * case.num_microbatches * dp == int(cells["global_batch"])
+    assert case.recompute == cells["recompute"]
+    assert cells["cp"] == cells["ep"] == "1"
+    assert cells["offload"] == "none"
+    assert case.precision == {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}[cells["dtype"]]
+    assert case.schedule == (cells["schedule"] if layout.pp > 1 else "1f1b")
+    assert case.program.name == cells["program"]
+    if cells["device"] != "stated":
+        assert case.cluster.device.name == cells["device"]
+
+
+def test_good_rows_are_priced_as_what_they_say() -> None:
+    assert len(GOOD) > 50
+    for cells in GOOD:
+        found = outcome(cells)
+        assert not isinstance(found, str), found
+        assert_says(cells, found[1])
+
+
+def test_600_mutated_rows_are_refused_or_priced_as_what_they_say() -> None:
+    """Cells that are blank, those of another row, prose, other numbers, or in upper case."""
+    draw = random.Random(1)
+    refused = 0
+    for _ in range(600):
+        cells = dict(draw.choice(GOOD))
+        name = draw.choice([column for column in COLUMNS if column not in FREE])
+        other, prose = draw.choice(GOOD)[name], draw.choice(PROSE).replace("{}", cells[name])
+        choices = ["", other, prose, str(draw.randint(0, 300)), cells[name].upper()]
+        cells[name] = draw.choice(choices)
+        found = outcome(cells)
+        refused += isinstance(found, str)
+        if not isinstance(found, str):
+            assert_says(cells, found[1])
+            assert set(cells["assumed"].split()) <= set(COLUMNS)
+            assert cells["unit"] in METRICS[cells["metric"]].units
+    assert 200 < refused < 500
+
+
+@pytest.mark.parametrize("name", [*LISTS, *NUMBERS])
+def test_prose_in_a_typed_column_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    cells = [pattern.replace("{}", CELLS[name]) for pattern in PROSE]
+    lines = read_rows(write_table(tmp_path, *(CELLS | {name: cell} for cell in cells)))
+    for cell, line in zip(cells, lines, strict=True):
+        assert line.row is None
+        assert f"{name}={cell!r}" in line.refusal
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_is_no_number_is_refused(name: str, tmp_path: Path) -> None:
+    cells = ["nan", "inf", "1e999", "1,024", "8.5.1", "\u0668", "1_000", "0x8", "-1"]
+    cells += [] if name == "zero" else ["0"]
+    for line in read_rows(write_table(tmp_path, *(CELLS | {name: cell} for cell in cells))):
+        assert line.row is None
+        assert name in line.refusal
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_blank_cell_that_must_be_given_is_refused(name: str, tmp_path: Path) -> None:
+    line = line_of(tmp_path, **{name: ""})
+    assert line.row is None
+    assert line.refusal == f"blank, but must be given: {name}"
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_missing_column_is_refused(name: str, tmp_path: Path) -> None:
+    cells = {column: cell for column, cell in CELLS.items() if column != name}
+    with pytest.raises(SpecError, match=f"column '{name}' is missing"):
+        read_rows(write_table(tmp_path, cells))
+
+
+def test_a_line_with_another_number_of_cells_is_refused(tmp_path: Path) -> None:
+    table = write_table(tmp_path, CELLS)
+    with table.open("a") as file:
+        file.write("a,b\n\n")
+    first, second = read_rows(table)
+    assert first.row is not None
+    assert second.refusal == f"2 cells, but {len(COLUMNS)} columns"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": "bf16 (fp32 grad accumulation)"}, "dtype='bf16 (fp32 grad accumulation)': must"),
+        ({"dtype": "NVFP4"}, "dtype='NVFP4': must be one of 'fp32'"),
+        ({"metric": "training_time", "unit": "days"}, "unit='days': must be one of"),
+        ({"unit": "days"}, "unit='days': must be one of"),
+        ({"unit": "tok/s"}, "unit='tok/s': step_time must be in us or ms or s or min"),
+        ({"metric": "training_days"}, "metric='training_days': must be one of step_time"),
+        ({"gated_mlp": "yes"}, "params_b=1.3: the shape has 1.72"),
+        ({"hidden": "4096", "heads": "32", "kv_heads": "32"}, "params_b=1.3: the shape has"),
+        ({"params_b": "1300"}, "params_b=1300: the shape has 1.318 billion parameters"),
+        ({"params_b": "1.36"}, "params_b=1.36: the shape has 1.318 billion parameters"),
+        ({"heads": "7"}, "heads=7: must divide hidden=2048"),
+        ({"kv_heads": "5"}, "kv_heads=5: must divide heads=16"),
+        ({"dp": "3"}, "num_gpus=8: tp=1 x pp=4 x dp=3 x cp=1 is 12"),
+        ({"global_batch": "63"}, "global_batch=63: must be a multiple of micro_batch=2 x dp=2"),
+        ({"schedule": "none"}, "schedule=none: pp=4"),
+        ({"chunks": "2"}, "chunks=2: schedule=1f1b has 1"),
+        ({"schedule": "interleaved_1f1b"}, "chunks=1: schedule=interleaved_1f1b has 2 or more"),
+        ({"zero": "4"}, "zero=4"),
+        ({"zero3_group": "2"}, "zero3_group=2: needs zero=3"),
+        ({"sequence_parallel": "yes"}, "needs tp above 1"),
+        ({"tp": "3", "num_gpus": "24"}, "tp=3: must divide heads=16"),
+        ({"device": "stated"}, "device=stated: needs memory_gib, memory_bandwidth_gb_s"),
+        ({"device": "b200", "power_w": "900"}, "no nominal power of device=b200"),
+        ({"program": "megatron"}, "program='megatron': not registered"),
+        ({"assumed": "layers colour"}, "assumed='colour'"),
+        ({"recompute_blocks": "3"}, "recompute_blocks=3: recompute=none"),
+        ({"metric": "mfu", "unit": "fraction", "value": "45", "attention_flops": "full"}, "100 %"),
+        ({"metric": "mfu", "unit": "%"}, "attention_flops='': must be full or causal for mfu"),
+        ({"attention_flops": "full"}, "attention_flops='full': must be blank for step_time"),
+        ({"value": "OOM"}, "value='OOM': must be a number above 0"),
+        ({"metric": "ran_out_of_memory", "unit": "yes/no"}, "value='1.5': ran_out_of_memory must"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused_with_both_numbers(
+    changes: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    line = line_of(tmp_path, **changes)
+    assert line.row is None
+    assert words in line.refusal
+
+
+def test_grouped_attention_with_an_ungated_mlp_is_priced_as_such() -> None:
+    grouped = {"family": "llama", "kv_heads": "4", "params_b": ""}
+    gated, plain = (predicted(**grouped, gated_mlp=word).value for word in ("yes", "no"))
+    assert 1.15 < gated / plain < 1.5  # three matrices for two in the MLP
+
+
+def test_types_of_gradients_do_not_change_the_type_of_products() -> None:
+    assert predicted(gradient_dtype="fp32").value == predicted().value
+    assert predicted(dtype="fp32").value > 5 * predicted().value
+
+
+def test_every_row_of_the_committed_tables_is_understood_or_says_why_not() -> None:
+    lines = [line for table in training_tables() for line in read_rows(table)]
+    refused = [line for line in lines if line.row is None]
+    assert len(lines) == 2301
+    # The fragments of the Ultra-Scale Playbook do not say which model they are of.
+    assert [line.place.split(":")[0] for line in refused] == ["nanotron_ultrascale.csv"] * 16
+    assert all("hidden" in line.refusal for line in refused)
+    others = {path.name for path in training_tables()[0].parent.glob("*.csv")}
+    assert set(OTHER_TABLES) < others
+
+
+def _page() -> str:
+    return (CHECKOUT / "docs" / "published_rows.md").read_text(encoding="utf-8")
+
+
+def test_the_page_describes_every_column_and_every_metric() -> None:
+    named = re.findall(r"`([a-z0-9_]+)`", "\n".join(re.findall(r"^\| (`[^|]*)\|", _page(), re.M)))
+    assert set(COLUMNS) | set(METRICS) == set(named)
+
+
+def test_the_page_s_worked_row_is_read_and_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = re.findall(r"<!-- template -->\n```csv\n(.*?)```", _page(), re.DOTALL)
+    table = tmp_path / "mine.csv"
+    table.write_text(block)
+    (line,) = read_rows(table)
+    assert tuple(line.cells) == COLUMNS
+    assert line.row is not None
+    assert abs(predict(line.row).relative_error) < 0.1
+    assert main(["-v", str(table)]) == 0
+    assert "1 of 1 rows predicted" in capsys.readouterr().out
+
+
+def test_the_good_row_is_good(tmp_path: Path) -> None:
+    line = line_of(tmp_path)
+    assert isinstance(line, Line)
+    assert line.row == row()

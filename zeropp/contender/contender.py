@@ -1,0 +1,20 @@
+"""ZeroPP's entry in the registry of contenders."""
+
+from __future__ import annotations
+
+from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.contender.plan import order, size
+from zeropp.contender.space import SPACE
+from zeropp.tune.contender import Contender, Style
+
+ZEROPP = Contender(
+    name="zeropp",
+    label="ZeroPP",
+    style=Style(colour="#0072B2", hatch="", dashes="-", marker="o"),
+    knobs=ZeroppKnobs,
+    size=size,
+    order=order,
+    space=SPACE,
+    reproduces_dropout=True,
+    trainer="zeropp.contender.trainer:build",
+)

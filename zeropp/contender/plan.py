@@ -1,0 +1,119 @@
+"""ZeroPP's planner: from a task and knobs to the Plan that the engine runs. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from decimal import ROUND_CEILING, Context
+
+from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.cost import PlanPrice, balanced_cuts
+from zeropp.layout import InfeasibleError, Layout
+from zeropp.literals import if_auto
+from zeropp.plan import Plan, Task
+from zeropp.planner.degrees import (
+    check_stages,
+    default_chunks,
+    microbatches_per_step,
+    resolve_degrees,
+)
+from zeropp.planner.zeropp_plan import orders
+from zeropp.schedule.program import Schedule, place_stages
+from zeropp.schedule.zeropp_order import cap_needs, default_cap, default_unit, smallest_cap
+
+
+def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
+    """PP x ZeRO-3 (x replicas), no tensor parallelism: the plan without programs.
+
+    Simple rules for what is ``auto``: a stage per node, two chunks, units of as many microbatches
+    as there are stages, and a cap of all chunk-activations of a unit. Raises InfeasibleError.
+    """
+    _refuse(task, knobs)
+    layout = _layout(task, knobs)
+    microbatches = microbatches_per_step(task, layout, microbatch_size)
+    style = knobs.stage_style
+    unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
+    cap = if_auto(knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
+    placement = place_stages(style, layout.pp, layout.chunks)
+    plan = Plan(
+        contender="zeropp",
+        shape=task.shape,
+        layout=layout,
+        microbatch_size=microbatch_size,
+        schedule=Schedule("zeropp", microbatches, unit, placement, ()),
+        cuts=balanced_cuts(task.shape, len(placement)),
+        program="zeropp",
+        precision=task.precision,
+        recompute=if_auto(knobs.recompute, "none"),
+        reduce_every=if_auto(knobs.reduce_every, "unit"),
+        replicate_every=knobs.replicate_every,
+        reduce_dtype=knobs.reduce_dtype,
+        prefetch=knobs.prefetch,
+        keep=if_auto(knobs.keep, 0),
+        stage_style=style,
+        split_backward=knobs.split_backward,
+        activation_cap=cap,
+        compile=knobs.compile,
+    )
+    _check_cap(plan)
+    return plan
+
+
+def order(plan: Plan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Plan]:
+    """The plan in the order for equal durations, then in the one planned with its price's."""
+    if knobs.activation_cap_gib != "auto":
+        plan = replace(plan, activation_cap=_cap_by_size(plan, price, knobs.activation_cap_gib))
+    yield from orders(plan, plan.activation_cap)
+    yield from orders(plan, plan.activation_cap, price)[1:]
+
+
+def _layout(task: Task, knobs: ZeroppKnobs) -> Layout:
+    layout = resolve_degrees(task, knobs)
+    layout = replace(
+        layout,
+        chunks=if_auto(knobs.chunks, default_chunks(task, layout)),
+        replicate_zero=if_auto(knobs.replicate_zero, 0),
+        placement=if_auto(knobs.placement, "dp_inner"),
+    )
+    check_stages(task, layout)
+    return layout
+
+
+def _check_cap(plan: Plan) -> None:
+    smallest, needs = _smallest_cap(plan)
+    if plan.activation_cap < smallest:
+        raise InfeasibleError(f"contender.activation_cap={plan.activation_cap}: {needs}")
+
+
+def _smallest_cap(plan: Plan) -> tuple[int, str]:
+    """The fewest chunk-activations that a unit needs, and that in words."""
+    unit, chunks, style = plan.schedule.unit, plan.layout.chunks, plan.stage_style
+    smallest = smallest_cap(style, chunks, plan.num_microbatches, unit)
+    return smallest, cap_needs(style, chunks, unit, smallest)
+
+
+def _cap_by_size(plan: Plan, price: PlanPrice, cap_gib: float) -> int:
+    """As many chunk-activations as the GiB hold of the largest chunk's."""
+    gib = max(max(m.activations, m.deferred) for m in price.memory) / 2**30
+    cap = min(int(cap_gib // gib), plan.num_microbatches * plan.layout.chunks)
+    smallest, needs = _smallest_cap(plan)
+    if cap < smallest:
+        enough = Context(prec=2, rounding=ROUND_CEILING).create_decimal(smallest * gib)
+        raise InfeasibleError(
+            f"contender.activation_cap_gib={cap_gib}: holds {cap} chunk-activations, but {needs} "
+            f"(use {enough:f} or more)"
+        )
+    return cap
+
+
+def _refuse(task: Task, knobs: ZeroppKnobs) -> None:
+    if knobs.activation_cap_gib != "auto" and knobs.activation_cap != "auto":
+        raise InfeasibleError(
+            f"contender.activation_cap_gib={knobs.activation_cap_gib}: "
+            f"contender.activation_cap={knobs.activation_cap} sets it too (set one to auto)"
+        )
+    if knobs.compile and task.shape.dropout > 0:
+        raise InfeasibleError(
+            f"contender.compile={knobs.compile}: compiled blocks draw dropout from a generator of "
+            "their own (use false, or model.dropout=0)"
+        )

@@ -1,0 +1,64 @@
+"""The keywords of ``parallelize`` that set ZeroPP's knobs. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+
+from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.layout import InfeasibleError
+from zeropp.literals import Placement, Recompute, ReduceEvery, StageStyle, WireType
+
+
+class Keywords(TypedDict, total=False):
+    """The knobs of ``ZeroppKnobs`` that the API has, without ``auto``; degrees are 1 by default."""
+
+    pp: int
+    shard: int
+    replicate: int
+    replicate_zero: Literal[0, 1]
+    chunks: int
+    unit: int
+    activation_cap: int
+    reduce_every: ReduceEvery
+    replicate_every: ReduceEvery
+    reduce_dtype: WireType
+    prefetch: int
+    keep: int
+    stage_style: StageStyle
+    split_backward: bool
+    placement: Placement
+    recompute: Recompute
+    compile: bool
+
+
+def knobs_of(keywords: Mapping[str, Any]) -> ZeroppKnobs:
+    """The knobs that keywords ask for.
+
+    Raises TypeError for the first that is no keyword, and InfeasibleError in one line for a value
+    that a keyword cannot have.
+    """
+    known = get_type_hints(Keywords)
+    for field, value in keywords.items():
+        if field not in known:
+            raise TypeError(
+                f"parallelize() got an unexpected keyword argument {field!r} "
+                f"(knobs: {', '.join(known)})"
+            )
+        _check(field, value, known[field])
+    return ZeroppKnobs(**{"pp": 1, "shard": 1, "replicate": 1, "chunks": 1, **keywords})
+
+
+def _check(field: str, value: object, kind: Any) -> None:
+    choices = (False, True) if kind is bool else get_args(kind)
+    if choices and value not in choices:
+        known = ", ".join(map(repr, choices))
+        raise InfeasibleError(f"{field}={value!r}: must be one of {known}")
+    if not choices and type(value) is not int:
+        raise InfeasibleError(f"{field}={value!r}: must be a whole number")
+    annotated = get_type_hints(ZeroppKnobs, include_extras=True)[field]
+    for limit in get_args(annotated)[1:] if get_origin(annotated) is Annotated else ():
+        try:
+            limit.check(value)
+        except ValueError as error:
+            raise InfeasibleError(f"{field}={value!r}: {error}") from None

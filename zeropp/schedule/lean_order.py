@@ -1,0 +1,71 @@
+"""ZeroPP's order on a V-shaped placement: the fewest activations for a given step.
+
+On a loop every rank's first chunk is early in the data flow and its last one late; a microbatch
+must pass all stages behind before its activations in the first chunk are freed, and units make it
+wait for its unit, too. On a V (``0 1 .. P-1 P-1 .. 1 0``, with more chunks down and up again) early
+and late stages stand on the same rank, and microbatches follow each other one by one, in a pattern
+that repeats (``pattern``). Half of 1F1B's activations then take next to no time, a third of them
+some. The price: a rank turns to another chunk with every action, so all its chunks stay gathered
+through the step, each gathered once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from zeropp.schedule.action import Action, Op
+from zeropp.schedule.justify import Actions, Order, justify
+from zeropp.schedule.pattern import Pattern, find_pattern
+from zeropp.schedule.program import Program, StageCost
+
+_KINDS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+_FULL_KINDS = (Op.FORWARD, Op.FULL_BACKWARD, Op.BACKWARD_WEIGHT)
+_MANY_ACTIONS = 40_000  # beyond, planning tries less, to remain a matter of seconds
+
+
+def lean_programs(
+    stage_rank: tuple[int, ...],
+    num_microbatches: int,
+    activation_cap: int,
+    costs: Sequence[StageCost],
+    *,
+    split_backward: bool = True,
+) -> tuple[Program, ...]:
+    """Compute actions of every rank, planned with ``costs`` (one per stage).
+
+    Keeps ``activation_cap`` live chunk-activations per rank; raises ValueError where one
+    microbatch alone has more.
+    """
+    pattern = find_pattern(stage_rank, activation_cap, split_backward)
+    chunks = len(stage_rank) // len(set(stage_rank))
+    actions = Actions(stage_rank, num_microbatches, split_backward, window=6 * chunks)
+    order = _repeated(actions, pattern)
+    many = actions.per_kind * len(_KINDS) > _MANY_ACTIONS
+    found = [
+        justify(actions, order, costs, activation_cap, passes=3 if many else 5, weights_last=last)
+        for last in ((False,) if many else (False, True))
+    ]
+    best = min(found, key=lambda result: result.step_s)
+    return tuple(_program(actions, rank) for rank in best.order)
+
+
+def _repeated(actions: Actions, pattern: Pattern) -> Order:
+    """Every rank's actions in the order of their slots, the pattern repeated per microbatch."""
+    starts = [pattern.forward, pattern.backward_input, pattern.backward_weight]
+    kinds = starts if actions.split_backward else starts[:2]
+    slots: list[list[tuple[int, int]]] = [[] for _ in range(max(actions.stage_rank) + 1)]
+    microbatches = range(actions.num_microbatches)
+    for (kind, by_stage), (stage, rank) in product(enumerate(kinds), enumerate(actions.stage_rank)):
+        first = kind * actions.per_kind + stage * actions.num_microbatches
+        slots[rank] += [(by_stage[stage] + j * pattern.period, first + j) for j in microbatches]
+    return [[action for _, action in sorted(rank)] for rank in slots]
+
+
+def _program(actions: Actions, order: Sequence[int]) -> Program:
+    ops = _KINDS if actions.split_backward else _FULL_KINDS
+    per_kind, count = actions.per_kind, actions.num_microbatches
+    return tuple(
+        Action(number % per_kind // count, ops[number // per_kind], number % count)
+        for number in order
+    )

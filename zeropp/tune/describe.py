@@ -1,0 +1,38 @@
+"""A plan's settings in one line, and as the overrides that ``benchmarks.run`` takes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from zeropp.plan import Candidate, K, Plan
+
+
+def describe(plan: Plan) -> str:
+    """Degrees and knobs of a plan as a person would say them, for example
+    ``pp=4 shard=16 b=1 m=32 zeropp V=2 U=8 cap=16 reduce=unit``."""
+    layout, order = plan.layout, plan.schedule
+    degrees = [(k, getattr(layout, k)) for k in ("pp", "tp", "shard", "replicate")]
+    words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["one GPU"]
+    words += [f"b={plan.microbatch_size}", f"m={plan.num_microbatches}", order.name]
+    if 1 < layout.chunks < plan.shape.num_pieces:  # FSDP's stages are all pieces
+        words.append(f"V={layout.chunks}")
+    if plan.activation_cap:
+        words.append(f"U={order.unit} cap={plan.activation_cap} reduce={plan.reduce_every}")
+    words += ["zero1"] * layout.replicate_zero + ["sp"] * layout.sequence_parallel
+    words += [f"keep={plan.keep}"] * (plan.keep > 0)
+    if layout.placement == "pp_inner":
+        words.append("pp inside the node")
+    if plan.recompute != "none":
+        words.append(f"{plan.recompute} recompute")
+    return " ".join(words)
+
+
+def overrides(candidate: Candidate[K]) -> list[str]:
+    """What to write behind ``benchmarks.run`` for exactly this candidate."""
+    knobs = asdict(candidate.knobs)  # type: ignore[call-overload]
+    words = [f"contender={knobs.pop('name')}", f"microbatch_size={candidate.microbatch_size}"]
+    return words + [f"contender.{name}={_value(value)}" for name, value in knobs.items()]
+
+
+def _value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
