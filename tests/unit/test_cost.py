@@ -195,7 +195,7 @@ def test_one_shard_pays_for_the_copies_of_mixed_precision_alone() -> None:
 
 def test_gathers_and_copies_grow_as_they_must() -> None:
     inside, outside = (price_plan(plan(shard=shard, pp=2), A100).stages[0] for shard in (8, 32))
-    assert outside.unshard > 1.5 * inside.unshard  # NICs are slower than NVLink
+    assert outside.unshard > 1.4 * inside.unshard  # NICs are slower than NVLink
     assert outside.copy_out == inside.copy_out == 0  # flat buffers are not copied
 
 

@@ -139,7 +139,8 @@ def shares_ends(plan: Plan, program: Program) -> bool:
 def _parameters(plan: Plan, program: Program, piece: int) -> float:
     """Parameters of a piece on one rank before ZeRO; what both ends share is the first's."""
     size = piece_parameters(plan.shape, piece)
-    if shares_ends(plan, program) and piece == plan.shape.num_pieces - 1:
+    one_chunk = program.flat_chunks and plan.shape.tied_embeddings and plan.schedule.num_stages == 1
+    if (shares_ends(plan, program) or one_chunk) and piece == plan.shape.num_pieces - 1:
         size -= plan.shape.vocab * plan.shape.hidden
     whole = 0  # learned positions are cut by sequence parallelism alone
     if piece == 0 and plan.shape.family == "gpt" and not plan.layout.sequence_parallel:

@@ -193,6 +193,11 @@ class _Rank:
         if self._runtime and stage == 0:
             return self._full_backward(stage)
         memory = self._memory[stage]
+        if self._flat:  # the buffer is there before what is added to it
+            self._sum(stage, early=False)
+            begin = self._moment(0, self.activations, 0)
+            self.activations -= memory.deferred
+            return begin
         self.activations -= memory.deferred
         if self._runtime and memory.made_gradients:
             if stage not in self._made:  # they stand beside the sum until the next backward
