@@ -88,9 +88,9 @@ class _CountedReduceScatter(DefaultReduceScatter):
         return super().__call__(*arguments, **keywords)
 
 
-def prepare_block(block: nn.Module, plan: Plan) -> None:
+def prepare_block(block: nn.Module, plan: Plan, *, recomputed: bool) -> None:
     """Recompute and compile a transformer block where the plan says so, inside FSDP2's hooks."""
-    if plan.recompute != "none":
+    if recomputed:
         block.forward = partial(
             run_recomputed,
             block.forward,

@@ -5,7 +5,6 @@ Attempts whose job ended without a word are recorded first, with the reason that
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -17,12 +16,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.launch.local import close_abandoned
-from benchmarks.launch.slurm.client import QueuedJob, SlurmError
+from benchmarks.launch.slurm.client import QueuedJob
+from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.jobs import View, close_ended, look, read_view, underway
 from benchmarks.launch.slurm.submissions import Task
 from benchmarks.records.rank_events import rank_file, read_events
 from benchmarks.records.record import RecordError, RunRecord, find_records, read_record
-from benchmarks.specification.command import run_command
+from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.run_spec import SpecError
 
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
@@ -159,7 +159,7 @@ def main() -> int:
 
 
 def _status() -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m benchmarks.status",
         description="Every point of every sweep, and where it stands. Attempts whose job ended "
         "without a word are recorded first, with the reason that Slurm gives.",

@@ -3,34 +3,39 @@
     python -m benchmarks.tune model=gpt_14_6b cluster=a800 num_gpus=64 global_batch=512
 
 All contenders are searched by the same code under the same memory limit and global batch
-(``zeropp.tune``). Exit status 0, or 2 with one line on bad input. Every figure is simulated; for
-PP x ZeRO-3 with gathers a unit (ZeroPP) no published measurement exists to hold it against.
+(``zeropp.tune``). Each winner comes with the line that runs it, and with ``out=FOLDER`` as an
+experiment file. Exit status 0, or 2 with one line on bad input or where nothing fits. Every figure
+is simulated; for PP x ZeRO-3 with gathers per unit (ZeroPP) no published measurement exists to hold
+it against.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import itemgetter
+from pathlib import Path
 from typing import Annotated, Any
 
+from omegaconf import OmegaConf
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.launch.progress import progress_line
 from benchmarks.records.metrics import UNMEASURED
+from benchmarks.records.record import check_writable, write_atomically
 from benchmarks.specification.command import run_command
 from benchmarks.specification.compose import compose
-from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.contenders import CONTENDERS, PRICED
 from benchmarks.specification.run_spec import SpecError, check_heads, check_priced, validated
 from zeropp.cluster import Cluster
 from zeropp.cost import compute_limit
 from zeropp.literals import Precision
-from zeropp.plan import Task
+from zeropp.plan import Candidate, Task
 from zeropp.ranges import AT_LEAST_0, AT_LEAST_1
 from zeropp.shape import ModelShape
-from zeropp.tune.describe import describe
+from zeropp.tune.describe import describe, overrides
 from zeropp.tune.search import Evaluated, Outcome, search
 
 
@@ -45,6 +50,7 @@ class TuneSpec:
     precision: Precision
     contenders: tuple[str, ...]
     tolerance: Annotated[float, AT_LEAST_0]
+    out: str | None = None
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -61,9 +67,49 @@ def main() -> int:
 
 def _tune() -> int:
     specs = [_checked(config) for config in compose("tune")]
+    statuses = []
     for spec in specs:
-        show([tune(spec, name) for name in spec.contenders])
+        outcomes = [tune(spec, name) for name in spec.contenders]
+        show(outcomes)
+        statuses.append(hand_over(spec, outcomes))
+    return max(statuses, default=0)
+
+
+def hand_over(spec: TuneSpec, outcomes: list[Outcome[Any]]) -> int:
+    """Print every winner that can be run as one line to paste, and write it into ``out`` as an
+    experiment; 2 where no contender has a plan that fits."""
+    winners = [outcome.winner for outcome in outcomes if outcome.winner is not None]
+    if not winners:
+        print("error: no plan of any contender fits (try more GPUs)", file=sys.stderr)
+        return 2
+    cell: dict[str, Any] = {"num_gpus": spec.num_gpus, "global_batch": spec.global_batch}
+    cell["precision"] = spec.precision
+    words = [f"model={spec.model.name}", f"cluster={spec.cluster.name}"]
+    words += [f"{key}={value}" for key, value in cell.items()]
+    for winner in winners:
+        name = winner.candidate.knobs.name
+        if name not in CONTENDERS:  # a bound that nobody can run
+            continue
+        command = " ".join(["python -m benchmarks.run", *words, *overrides(winner.candidate)])
+        if spec.out is not None:
+            path = Path(spec.out) / "experiment" / f"best_{name}.yaml"
+            check_writable("out", Path(spec.out))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, _experiment(spec, cell, winner.candidate))
+            command = f"python -m benchmarks.run --config-dir {spec.out} experiment={path.stem}"
+        print(command)
     return 0
+
+
+def _experiment(spec: TuneSpec, cell: dict[str, Any], candidate: Candidate[Any]) -> str:
+    """A Hydra experiment of one candidate. Models and clusters are named by their presets."""
+    groups = {"model": spec.model.name, "cluster": spec.cluster.name}
+    groups["contender"] = candidate.knobs.name
+    values = cell | {"microbatch_size": candidate.microbatch_size}
+    values["contender"] = asdict(candidate.knobs)
+    defaults = [{f"override /{group}": name} for group, name in groups.items()]
+    body = OmegaConf.to_yaml(OmegaConf.create({"defaults": defaults} | values))
+    return f"# @package _global_\n{body}"
 
 
 def tune(spec: TuneSpec, name: str) -> Outcome[Any]:

@@ -5,7 +5,6 @@ One simulator prices everything: zeropp.sim.simulator.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.records.metrics import UNMEASURED
 from benchmarks.records.record import check_writable
-from benchmarks.specification.command import run_command
+from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.compose import preset
 from benchmarks.specification.run_spec import SpecError
 from benchmarks.studies.validation.errors import (
@@ -56,8 +55,8 @@ def _validate(arguments: Sequence[str] | None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="python -m benchmarks.validate",
         description="Hold the simulator against published measurements: errors by source, and what "
         "was refused with its reason. docs/published_rows.md has the columns of a table.",

@@ -115,6 +115,9 @@ pd.DataFrame(halves)
 # %%
 speedups.set_index(["model", "num_gpus", "contender"])[["speedup", "memory_ratio"]].round(2)
 
+# %%
+show(api.figures(frame, "Memory"))
+
 # %% [markdown]
 # ## What a step looks like, and what it trains
 

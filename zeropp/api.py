@@ -29,7 +29,7 @@ from zeropp.engine.sharding import GroupOf
 from zeropp.engine.trial import Layer, LayerSizes, try_layers
 from zeropp.keywords import Keywords, knobs_of
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
-from zeropp.literals import Precision, if_auto
+from zeropp.literals import Precision, StageStyle, if_auto
 from zeropp.schedule import validate
 from zeropp.schedule.build import StepSizes, step_programs
 from zeropp.schedule.program import Schedule
@@ -299,7 +299,8 @@ def _cut(
 def _schedule(
     layout: Layout, knobs: ZeroppKnobs, microbatches: int, precision: Precision
 ) -> Schedule:
-    style, sharded = knobs.stage_style, layout.shard > 1 or precision == "bf16"
+    style: StageStyle = "loop" if knobs.stage_style == "auto" else knobs.stage_style
+    sharded = layout.shard > 1 or precision == "bf16"
     unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
     cap = if_auto(knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
     sizes = StepSizes(

@@ -92,6 +92,8 @@ class Plan:
     program: str  # name in the registry: what it has, overlaps, copies and keeps
     precision: Precision = "fp32"
     recompute: Recompute = "none"
+    # Blocks of each stage that are recomputed, always its first ones; empty: all of them.
+    recomputed: tuple[int, ...] = ()
     reduce_every: ReduceEvery = "unit"
     replicate_every: ReduceEvery = "step"
     reduce_dtype: WireType = "fp32"
@@ -128,3 +130,20 @@ class Plan:
     def pieces_of(self, stage: int) -> range:
         """Indices of the pieces that a stage holds."""
         return range(self.cuts[stage], self.cuts[stage + 1])
+
+    def blocks_of(self, stage: int) -> int:
+        """How many transformer blocks a stage holds."""
+        pieces = self.pieces_of(stage)
+        return len(pieces) - (0 in pieces) - (self.shape.num_pieces - 1 in pieces)
+
+    def recomputed_blocks(self, stage: int) -> int:
+        """How many blocks of a stage are recomputed; they are its first ones."""
+        if self.recompute == "none":
+            return 0
+        blocks = self.blocks_of(stage)
+        return min(blocks, self.recomputed[stage]) if self.recomputed else blocks
+
+    def recomputes(self, stage: int, piece: int) -> bool:
+        """Whether a piece of a stage is a block that is recomputed."""
+        first = max(1, self.cuts[stage])
+        return first <= piece < first + self.recomputed_blocks(stage)

@@ -6,15 +6,15 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Lane = Literal["compute", "gather", "reduce", "transfer", "memory"]
 Provenance = Literal["measured", "traced", "simulated", "published"]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One action on one lane of one pipeline rank; times in seconds from the step's start.
+class Span(NamedTuple):
+    """One action on one lane of one pipeline rank; times in seconds from the step's start. A tuple,
+    because the timeline of a large step has hundreds of thousands of them.
 
     ``action`` is the text form of the schedule's action (``3F1``) or a plain word (``optimizer``).
     """

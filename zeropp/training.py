@@ -64,5 +64,7 @@ class Trainer(Protocol):
         ...
 
     def spans(self) -> list[Span]:
-        """Spans of the last step if recording was on; ``rank`` is the pipeline rank."""
+        """Spans of the last step if recording was on; ``rank`` is the pipeline rank. On a GPU a
+        span begins and ends when the stream that computes has caught up, whatever other streams
+        still do."""
         ...

@@ -180,11 +180,12 @@ class DeepSpeedTrainer:
             self._spans.append(Span(stage, LANES[op], action, start, self._clock()))
 
     def _clock(self) -> float:
-        """Seconds since the step began; while spans are recorded, with the device caught up."""
+        """Seconds since the step began; while spans are recorded, with the compute stream caught
+        up, as every contender's clock."""
         if self._spans is None:
             return 0.0
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
         return time.perf_counter() - self._begin
 
     def _clip(self) -> None:

@@ -110,7 +110,7 @@ class FsdpTrainer:
         for index in range(shape.num_pieces):
             piece = build_piece(shape, index, seed, self._device)
             if 0 < index < head:
-                prepare_block(piece, plan)
+                prepare_block(piece, plan, recomputed=plan.recomputes(index, index))
             # Tied ends share a parameter, and so they must share the root's group.
             if not (shape.tied_embeddings and index in (0, head)):
                 sharded = shard(piece, mesh, plan.precision, reshard_after_forward=index != head)
@@ -162,7 +162,7 @@ class FsdpTrainer:
             ]
 
     def _clock(self) -> float:
-        """Seconds since the step began, with the device caught up."""
+        """Seconds since the step began, with the compute stream caught up."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
         return time.perf_counter() - self._begin

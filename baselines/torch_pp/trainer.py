@@ -219,7 +219,7 @@ class TorchPipelineTrainer:
             if layout.tp > 1:
                 cut_piece(piece, self._mesh["tp"], sequence_parallel=layout.sequence_parallel)
             if 0 < index < shape.num_pieces - 1:
-                prepare_block(piece, plan)
+                prepare_block(piece, plan, recomputed=plan.recomputes(stage, index))
             sharded = shard(piece, mesh, plan.precision, reshard_after_forward=False)
             if not pieces:  # one of a chunk's pieces counts for the chunk
                 count_collectives(sharded, self._counters)

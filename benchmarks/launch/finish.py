@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from benchmarks.launch.frozen import DamagedError, Header, read_frozen_spec, read_header
 from benchmarks.launch.owner import release
 from benchmarks.launch.points import now
+from benchmarks.launch.run_code import code_fields, code_notes
 from benchmarks.records.rank_events import rank_of, read_events
 from benchmarks.records.record import (
     SCHEMA_VERSION,
@@ -87,8 +88,8 @@ def assemble(
         interrupted=ending.interrupted,
         ended_at=now(),
         slurm=dict(slurm or {}),
-        notes=[header.damage] if header.damage else [],
-        **header.fields,
+        notes=[*filter(None, [header.damage]), *code_notes(header, ranks)],
+        **header.fields | code_fields(header, ranks),
         **_measured(ranks, header),
     )
 
@@ -102,6 +103,7 @@ def _measured(ranks: Mapping[int, Events], header: Header) -> dict[str, Any]:
         "step_s": _slowest(ranks, "step"),
         "ranks": [_rank_record(rank, events, header) for rank, events in ranks.items()],
         "spans": _spans(ranks),
+        "span_clock": _span_clock(ranks),
         "predicted": _alone(ranks),
     }
 
@@ -231,6 +233,11 @@ def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:
 def _spans(ranks: Mapping[int, Events]) -> list[list[Any]]:
     found = [event for events in ranks.values() for event in _of_kind(events, "spans")]
     return [row for event in found for row in event["rows"]]
+
+
+def _span_clock(ranks: Mapping[int, Events]) -> str:
+    found = [event for events in ranks.values() for event in _of_kind(events, "spans")]
+    return str(found[0].get("clock", "")) if found else ""
 
 
 def _alone(ranks: Mapping[int, Events]) -> dict[str, Any]:

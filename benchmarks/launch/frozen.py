@@ -34,6 +34,7 @@ class Header:
     started_at: str  # ISO 8601, UTC
     git_sha: str = "unknown"
     git_dirty: bool = True
+    code_digest: str = ""  # these three as the launcher saw them; the ranks' own word counts
     variant: str = ""
     plan: dict[str, Any] = field(default_factory=dict)
     damage: str = ""

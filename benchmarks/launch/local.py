@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.launch.finish import Ending, close_for_another
 from benchmarks.launch.frozen import DamagedError
+from benchmarks.launch.options import LocalOptions
 from benchmarks.launch.owner import may_live
 from benchmarks.launch.points import Point, or_unwritten
 from benchmarks.launch.processes import is_here, run_attempt
@@ -19,7 +19,7 @@ from benchmarks.specification.run_spec import SpecError
 _KILLED = Ending("failed", "the launcher was killed", interrupted=True)
 
 
-def check(points: Sequence[Point], options: dict[str, Any]) -> None:
+def check(points: Sequence[Point], options: LocalOptions) -> None:
     """Refuse what this machine cannot run; raises SpecError before any process is started."""
     del options
     for point in points:
@@ -31,7 +31,7 @@ def check(points: Sequence[Point], options: dict[str, Any]) -> None:
 
 
 def launch(
-    points: Sequence[Point], options: dict[str, Any], runs_dir: Path, progress: SweepProgress
+    points: Sequence[Point], options: LocalOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Run every point; a point that fails does not stop the next."""
     del options

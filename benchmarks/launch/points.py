@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.launch.auto import with_best_plan
 from benchmarks.launch.owner import claim, release
-from benchmarks.records.environment import git_state
+from benchmarks.records.environment import read_code
 from benchmarks.records.record import (
     SCHEMA_VERSION,
     RecordError,
@@ -23,7 +24,7 @@ from benchmarks.records.record import (
     read_record,
     write_atomically,
 )
-from benchmarks.specification.run_spec import RunSpec, SpecError
+from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import check_data
 from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
@@ -40,12 +41,6 @@ PROVENANCE: dict[str, Provenance] = {
     "simulate": "simulated",
 }
 
-# Launchers that can do another thing under the same provenance: option and what it is called.
-_VARIANTS = {
-    "trace": ("tensors", {"fake": "", "real": "real tensors"}),
-    "simulate": ("compute", {"model": "", "traced": "traced compute"}),
-}
-
 
 @dataclass(frozen=True)
 class Point:
@@ -57,28 +52,16 @@ class Point:
 
 
 def plan_point(spec: RunSpec) -> Point:
-    """Check a spec's contender and data and plan it, with the memory that the cost model predicts
-    for the plan; raises SpecError on bad input."""
+    """Check a spec's data, let the tuner choose what the spec leaves open, and plan it, with the
+    memory that the cost model predicts for the plan; raises SpecError on bad input."""
     check_data(spec)
     try:
+        spec = with_best_plan(spec)
         plan = spec.plan()
     except InfeasibleError as error:
         return Point(spec, None, str(error))
     memory = peak_memory(plan, price_plan(plan, spec.cluster))
     return Point(spec, replace(plan, memory=memory))
-
-
-def variant_of(options: dict[str, Any]) -> str:
-    """What a launcher's options make of it (see ``RunRecord.variant``); raises SpecError."""
-    kind = options["kind"]
-    if kind not in _VARIANTS:
-        return ""
-    option, names = _VARIANTS[kind]
-    if options.get(option) not in names:
-        raise SpecError(
-            f"launcher.{option}={options.get(option)!r}: must be one of {', '.join(names)}"
-        )
-    return names[options[option]]
 
 
 def still_to_run(
@@ -145,14 +128,15 @@ def attempt_directory(spec: RunSpec, runs_dir: Path, launcher: str) -> Path:
 
 def freeze(point: Point, directory: Path, launcher: str, variant: str = "") -> None:
     """Write what ranks and the finishing step read: spec, plan, and where it came from."""
-    sha, dirty = git_state()
+    code = read_code()
     header = {
         "launcher": launcher,
         "provenance": PROVENANCE[launcher],
         "variant": variant,
         "started_at": now(),
-        "git_sha": sha,
-        "git_dirty": dirty,
+        "git_sha": code.sha,
+        "git_dirty": code.dirty,
+        "code_digest": code.digest,
         "plan": plan_summary(point.plan) if point.plan else {},
     }
     write_atomically(directory / "spec.json", json.dumps(point.spec.to_dict(), indent=1))
@@ -219,7 +203,7 @@ def launcher_record(
 ) -> RunRecord:
     """The record of an attempt without ranks of its own, ended now; ``more`` are fields of
     RunRecord."""
-    sha, dirty = git_state()
+    code = read_code()
     return RunRecord(
         schema_version=SCHEMA_VERSION,
         record_id=f"{spec.spec_id}/{attempt}",
@@ -230,8 +214,9 @@ def launcher_record(
         reason=reason,
         started_at=started_at,
         ended_at=now(),
-        git_sha=sha,
-        git_dirty=dirty,
+        git_sha=code.sha,
+        git_dirty=code.dirty,
+        code_digest=code.digest,
         launcher=launcher,
         **more,
     )

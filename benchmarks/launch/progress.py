@@ -7,11 +7,21 @@ reason by itself.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Column
 
 from benchmarks.launch.points import Point
@@ -19,6 +29,7 @@ from benchmarks.records.metrics import peak_memory_gib
 from benchmarks.records.record import RunRecord
 
 _CONSOLE = Console(stderr=True)
+_LOG_EVERY_S = 10.0
 
 
 def announce(points: Sequence[Point], todo: Sequence[Point], launcher: str) -> None:
@@ -38,9 +49,10 @@ def say(line: str) -> None:
 
 
 def progress_line() -> Progress:
-    """A bar, counts, time and what is being done, in one line of any terminal; none in a log."""
+    """A bar, counts, time and what is being done, in one line of any terminal; in a log a line of
+    its own now and then."""
     rest_of_the_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-    return Progress(
+    return _Logged(
         BarColumn(bar_width=8),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -52,8 +64,36 @@ def progress_line() -> Progress:
     )
 
 
+class _Logged(Progress):
+    """A progress bar that prints a line every ``_LOG_EVERY_S`` where there is no terminal."""
+
+    def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
+        super().__init__(*columns, **options)
+        self._started = self._told = time.monotonic()
+
+    def update(self, task_id: TaskID, **fields: Any) -> None:
+        """Change a task as rich does, and say so in a log from time to time."""
+        super().update(task_id, **fields)
+        self._tell(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Move a task on as rich does, and say so in a log from time to time."""
+        super().advance(task_id, advance)
+        self._tell(task_id)
+
+    def _tell(self, task_id: TaskID) -> None:
+        now = time.monotonic()
+        if not self.disable or now - self._told < _LOG_EVERY_S:
+            return
+        self._told = now
+        task = next(task for task in self.tasks if task.id == task_id)
+        of = "" if task.total is None else f" of {task.total:.0f}"
+        line = f"  {now - self._started:.0f} s: {task.completed:.0f}{of}, {task.description}"
+        self.console.print(line, markup=False, soft_wrap=True)
+
+
 class SweepProgress:
-    """A progress bar over the points of a sweep; quiet where the output is not a terminal."""
+    """A progress bar over the points of a sweep, or lines where the output is not a terminal."""
 
     def __init__(self, total: int) -> None:
         self._bar = progress_line()
@@ -80,13 +120,23 @@ class SweepProgress:
         """Print the outcome of a point and move the bar on."""
         detail = record.reason
         if record.status == "ok":
-            detail = _outcome(record)
+            detail = ", ".join(filter(None, (_outcome(record), over_device(record))))
         _say(record.status, record.spec_id, detail)
         self._bar.advance(self._task)
 
 
 def _say(status: str, spec_id: str, detail: str) -> None:
     _CONSOLE.print(f"  {status:<10}  {spec_id}: {detail}", markup=False, soft_wrap=True)
+
+
+def over_device(record: RunRecord) -> str:
+    """A warning where a success needs more memory than its device has, as a trace may; else
+    nothing."""
+    peak = peak_memory_gib(record)
+    device = record.spec.get("cluster", {}).get("device", {}).get("memory_gib")
+    if record.provenance != "traced" or peak is None or device is None or peak[0] <= device:
+        return ""
+    return f"WARNING: {peak[0]:.1f} GiB are more than the device's {device:g} GiB"
 
 
 def _outcome(record: RunRecord) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.launch.options import SimulateOptions
 from benchmarks.launch.points import (
     Point,
     attempt_directory,
@@ -19,7 +20,6 @@ from benchmarks.launch.points import (
     now,
     or_unwritten,
     plan_summary,
-    variant_of,
     write_record,
 )
 from benchmarks.launch.progress import SweepProgress
@@ -33,17 +33,17 @@ from zeropp.sim.simulator import SimResult, simulate
 _SPANS = 20_000  # a record keeps a timeline of at most so many
 
 
-def check(points: Sequence[Point], options: dict[str, Any]) -> None:
+def check(points: Sequence[Point], options: SimulateOptions) -> None:
     """Refuse a device whose peak is not known for the precision, and points whose compute is to
     be traced and is not."""
     for point in points:
         check_priced(point.spec.cluster, point.spec.precision)
-        if options["compute"] == "traced" and point.plan is not None:
-            traced_record(point.spec, point.plan, Path(options["traced_runs"]))
+        if options.compute == "traced" and point.plan is not None:
+            traced_record(point.spec, point.plan, Path(options.traced_runs))
 
 
 def launch(
-    points: Sequence[Point], options: dict[str, Any], runs_dir: Path, progress: SweepProgress
+    points: Sequence[Point], options: SimulateOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Price every point and write its record."""
     records = []
@@ -55,18 +55,18 @@ def launch(
     return records
 
 
-def _price(point: Point, options: dict[str, Any], runs_dir: Path) -> RunRecord:
+def _price(point: Point, options: SimulateOptions, runs_dir: Path) -> RunRecord:
     started = now()
     assert point.plan is not None  # infeasible points never reach a launcher
     source = None
-    if options["compute"] == "traced":
-        source = traced_record(point.spec, point.plan, Path(options["traced_runs"]))
+    if options.compute == "traced":
+        source = traced_record(point.spec, point.plan, Path(options.traced_runs))
     result = _simulate(point.spec, point.plan, source)
     directory = attempt_directory(point.spec, runs_dir, "simulate")
     record = simulated_record(point.spec, point.plan, directory.name, started, result)
     if source is not None:
         predicted = {**record.predicted, "compute_from": source.record_id}
-        record = replace(record, variant=variant_of(options), predicted=predicted)
+        record = replace(record, variant=options.variant, predicted=predicted)
     write_record(record, directory)
     return record
 

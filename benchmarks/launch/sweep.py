@@ -9,13 +9,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
+from benchmarks.launch.options import LauncherOptions, read_launcher_options
 from benchmarks.launch.points import (
     PROVENANCE,
     Point,
     Rerun,
     or_unwritten,
     still_to_run,
-    variant_of,
     write_unstarted,
 )
 from benchmarks.launch.progress import SweepProgress, announce, say
@@ -78,16 +78,15 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
     groups = _by_launcher(points, configs)
     _say_equal_points(points, groups)
     for options, group in groups:
-        variant_of(options)
         _launcher(options).check(group, options)
-    dry_run = any(options.get("dry_run") for options, _ in groups)  # then nothing is written
+    dry_run = any(options.dry_run for options, _ in groups)  # then nothing is written
     if not dry_run:
         check_writable("runs_dir", runs_dir)
         check_writable("report_dir", Path(configs[0]["report_dir"]))
     records: list[RunRecord] = []
     for options, group in groups:
-        kind = options["kind"]
-        todo = still_to_run(group, runs_dir, PROVENANCE[kind], variant_of(options), rerun)
+        kind = options.kind
+        todo = still_to_run(group, runs_dir, PROVENANCE[kind], options.variant, rerun)
         announce(group, todo, kind)
         feasible = [point for point in todo if point.plan is not None]
         if not dry_run:
@@ -99,39 +98,34 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
 
 def _by_launcher(
     points: list[Point], configs: list[dict[str, Any]]
-) -> list[tuple[dict[str, Any], list[Point]]]:
+) -> list[tuple[LauncherOptions, list[Point]]]:
     """Points with equal options of the launcher together, equal points once; raises SpecError on
-    an unknown launcher."""
-    groups: list[tuple[dict[str, Any], list[Point]]] = []
+    an unknown launcher or option."""
+    groups: list[tuple[dict[str, Any], LauncherOptions, dict[str, Point]]] = []
     for point, config in zip(points, configs, strict=True):
-        options = config["launcher"]
-        if options["kind"] not in PROVENANCE:
-            known = ", ".join(PROVENANCE)
-            raise SpecError(f"launcher.kind={options['kind']!r}: must be one of {known}")
-        same = [group for known, group in groups if known == options]
-        if same and point.spec.spec_id in {known.spec.spec_id for known in same[0]}:
-            continue
-        if same:
-            same[0].append(point)
-        else:
-            groups.append((options, [point]))
-    return groups
+        values = config["launcher"]
+        same = next((group for known, _, group in groups if known == values), None)
+        if same is None:
+            same = {}
+            groups.append((values, read_launcher_options(values), same))
+        same.setdefault(point.spec.spec_id, point)
+    return [(options, list(group.values())) for _, options, group in groups]
 
 
 def _say_equal_points(
-    points: list[Point], groups: list[tuple[dict[str, Any], list[Point]]]
+    points: list[Point], groups: list[tuple[LauncherOptions, list[Point]]]
 ) -> None:
     repeated = len(points) - sum(len(group) for _, group in groups)
     if repeated:
         say(f"{repeated} of {len(points)} points are equal to others of the sweep: one point each")
 
 
-def _launcher(options: dict[str, Any]) -> ModuleType:
-    return importlib.import_module(f"benchmarks.launch.{_MODULES[options['kind']]}")
+def _launcher(options: LauncherOptions) -> ModuleType:
+    return importlib.import_module(f"benchmarks.launch.{_MODULES[options.kind]}")
 
 
-def _record_infeasible(points: list[Point], runs_dir: Path, options: dict[str, Any]) -> None:
-    kind, variant = options["kind"], variant_of(options)
+def _record_infeasible(points: list[Point], runs_dir: Path, options: LauncherOptions) -> None:
+    kind, variant = options.kind, options.variant
     for point in points:
         if point.plan is None:
             refuse = partial(write_unstarted, point, runs_dir, kind, "infeasible", point.reason)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launch.local import close_abandoned
+from benchmarks.launch.options import TraceOptions
 from benchmarks.launch.points import (
     Point,
     attempt_directory,
@@ -22,7 +23,6 @@ from benchmarks.launch.points import (
     now,
     or_unwritten,
     plan_summary,
-    variant_of,
     write_record,
 )
 from benchmarks.launch.processes import is_here, run_attempt
@@ -35,15 +35,13 @@ from zeropp.plan import Plan
 _TRACED = ("zeropp", "torch_pp", "fsdp")  # with fake tensors; why not DeepSpeed: docs/simulator.md
 
 
-def check(points: Sequence[Point], options: dict[str, Any]) -> None:
+def check(points: Sequence[Point], options: TraceOptions) -> None:
     """Refuse what does not run without peers, and pipeline ranks that a plan lacks."""
-    ranks = options["pipeline_ranks"]
-    if not isinstance(ranks, list) or not ranks or not all(type(rank) is int for rank in ranks):
-        raise SpecError(
-            f"launcher.pipeline_ranks={ranks!r}: must be a list of pipeline ranks (try [0,-1])"
-        )
+    ranks = options.pipeline_ranks
+    if not ranks:
+        raise SpecError("launcher.pipeline_ranks=[]: must name pipeline ranks (try [0,-1])")
     for point in points:
-        (_check_real if options["tensors"] == "real" else _check_fake)(point)
+        (_check_real if options.tensors == "real" else _check_fake)(point)
         pp = point.plan.layout.pp if point.plan is not None else max(map(abs, ranks)) + 1
         for rank in ranks:
             if not -pp <= rank < pp:
@@ -77,7 +75,7 @@ def _check_real(point: Point) -> None:
 
 
 def launch(
-    points: Sequence[Point], options: dict[str, Any], runs_dir: Path, progress: SweepProgress
+    points: Sequence[Point], options: TraceOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Trace every point: fake ranks as many at a time as there are cores, real ones in turn."""
     close_abandoned(runs_dir)
@@ -86,10 +84,9 @@ def launch(
         assert point.plan is not None  # infeasible points never reach a launcher
         pipeline = point.plan.layout.pipeline(0)
         ranks = [
-            pipeline[index]
-            for index in sorted({r % len(pipeline) for r in options["pipeline_ranks"]})
+            pipeline[index] for index in sorted({r % len(pipeline) for r in options.pipeline_ranks})
         ]
-        if variant := variant_of(options):
+        if variant := options.variant:
             lone = [[rank] for rank in ranks]
             more: dict[str, Any] = {"variant": variant, "arguments": ["--lone"]}
             run = partial(run_attempt, point, "trace", lone, runs_dir, progress, **more)

@@ -1,12 +1,14 @@
-"""What a process ran on, captured by the process itself."""
+"""What a process ran and what it ran on, captured by the process itself."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ import psutil
 from benchmarks import CHECKOUT
 
 _PACKAGES = ("torch", "deepspeed", "numpy", "triton", "transformers", "nvidia-nccl-cu12")
-_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_", "TORCH_NCCL_", "PYTORCH_")
+_CODE = (("benchmarks", "*.py"), ("baselines", "*.py"), ("zeropp", "*.py"), ("conf", "*.yaml"))
+_VARIABLES = ("CUDA_", "OMP_", "MKL_", "NCCL_", "TORCH_NCCL_", "PYTORCH_")
 
 
 def capture_environment() -> dict[str, Any]:
@@ -32,6 +35,28 @@ def capture_environment() -> dict[str, Any]:
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
         **_cuda(),
     }
+
+
+@dataclass(frozen=True)
+class Code:
+    """The checkout as it is at one moment. ``digest`` is of the contents of all Python files of
+    the suite and of conf, whether git knows them or not: two checkouts with equal digests run the
+    same. ``sha`` is empty where git was not asked."""
+
+    sha: str
+    dirty: bool
+    digest: str
+
+
+def read_code(*, ask_git: bool = True) -> Code:
+    """Read the checkout; ``ask_git=False`` spares two processes, for all ranks but the first."""
+    sha, dirty = git_state() if ask_git else ("", False)
+    total = hashlib.sha256()
+    for folder, pattern in _CODE:
+        for path in sorted((CHECKOUT / folder).rglob(pattern)):
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            total.update(f"{path.relative_to(CHECKOUT)} {content}\n".encode())
+    return Code(sha, dirty, total.hexdigest()[:16])
 
 
 def git_state() -> tuple[str, bool]:

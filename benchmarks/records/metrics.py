@@ -18,12 +18,12 @@ def tokens_per_step(spec: RecordedSpec) -> int:
 
 
 def tokens_per_s_per_gpu(spec: RecordedSpec, step_s: float) -> float:
-    """Tokens a second and rank."""
+    """Tokens per second and rank."""
     return tokens_per_step(spec) / step_s / spec.num_gpus
 
 
 def model_tflops_per_gpu(spec: RecordedSpec, step_s: float) -> float | None:
-    """Model TFLOP/s a rank: forward and backward once, no recomputation, attention counted whole
+    """Model TFLOP/s per rank: forward and backward once, no recomputation, attention counted whole
     (``zeropp.cost.model_flops_per_token``); None where the model's sizes are not all known."""
     shape = spec.model.shape
     if shape is None:

@@ -96,9 +96,10 @@ class RunRecord:
     reason: str  # one line; empty when ok
     started_at: str  # ISO 8601, UTC
     ended_at: str
-    git_sha: str
+    git_sha: str  # of the checkout as rank 0 read it; of the launcher's where no rank started
     git_dirty: bool
     launcher: str
+    code_digest: str = ""  # of the suite's files, see environment.Code; empty in older records
     variant: str = ""  # traced with "real tensors", simulated with "traced compute"
     interrupted: bool = False  # ended from outside (signal, lost node): counts as missing
     plan: dict[str, Any] = field(default_factory=dict)  # layout, cuts, schedule, predicted memory
@@ -108,9 +109,10 @@ class RunRecord:
     step_s: list[float] = field(default_factory=list)  # slowest rank, each timed step
     ranks: list[RankRecord] = field(default_factory=list)
     spans: list[list[Any]] = field(default_factory=list)  # Timeline.to_rows of one step
+    span_clock: str = ""  # what spans wait for: "compute stream" or "host"; empty in older records
     predicted: dict[str, Any] = field(default_factory=dict)  # simulated or traced: what was found
     slurm: dict[str, Any] = field(default_factory=dict)  # job id, nodes, state; empty elsewhere
-    notes: list[str] = field(default_factory=list)  # what a reader must know besides, a line each
+    notes: list[str] = field(default_factory=list)  # what a reader must know besides, one line each
 
     def write(self, path: Path) -> None:
         """Write atomically: a reader sees the whole record or none. Raises FileExistsError where

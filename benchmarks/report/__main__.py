@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.records.record import check_writable
-from benchmarks.specification.command import run_command
+from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.run_spec import SpecError
 
 _TABLES = ("paper", "ablation", "throughput", "memory", "speedup", "evidence", "published")
@@ -30,6 +30,8 @@ def _main() -> int:
             raise SpecError(f"{path}: no such file or directory")
     if arguments.compare and (arguments.runs or arguments.table):
         raise SpecError("--compare takes both sets itself: give no RUNS and no --table beside it")
+    if arguments.tensorboard or arguments.wandb:
+        return _track(runs, arguments)
     out = arguments.out or Path("results/reports", arguments.table or "latest")
     check_writable("--out", out)
     if arguments.compare:
@@ -39,6 +41,19 @@ def _main() -> int:
         comparison = write_comparison([before], [after], out)
         return 1 if comparison.slower or not comparison.files else 0
     return _report(runs, out, arguments)
+
+
+def _track(runs: list[Path], arguments: argparse.Namespace) -> int:
+    from benchmarks.report.trackers import to_tensorboard, to_wandb
+
+    sent = 0
+    if arguments.tensorboard:
+        sent = to_tensorboard(runs, arguments.tensorboard)
+        print(f"{sent} records as runs in {arguments.tensorboard}")
+    if arguments.wandb:
+        sent = to_wandb(runs, arguments.wandb)
+        print(f"{sent} records as runs of the project {arguments.wandb}")
+    return 0 if sent else 1
 
 
 def _report(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
@@ -64,8 +79,8 @@ def _knobs(words: str) -> dict[str, str]:
     return {knob.removeprefix("contender."): value for knob, _, value in pairs}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="python -m benchmarks.report",
         description="Tables, figures and a page of records, one table, or what changed between "
         "two sets.",
@@ -106,6 +121,12 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DIR",
         help="folder to write to (results/reports/latest, or results/reports/TABLE)",
+    )
+    parser.add_argument(
+        "--tensorboard", type=Path, metavar="DIR", help="write the records as TensorBoard runs"
+    )
+    parser.add_argument(
+        "--wandb", metavar="PROJECT", help="send the records as runs to Weights & Biases"
     )
     return parser
 

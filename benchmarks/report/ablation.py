@@ -91,6 +91,7 @@ def _is(knobs: Mapping[str, Any], name: str, value: str) -> bool:
 
 def _lines(members: list[dict[Any, Any]], base: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
     others = [member for member in members if member is not base]
+    others.sort(key=lambda member: _change(member["knobs"], base["knobs"]).count("→"))
     for member in (base, *others):
         peaks = member["peak_gib"] / base["peak_gib"]
         same_kind = member["memory_kind"] == base["memory_kind"]
@@ -182,8 +183,8 @@ def _panels(groups: list[pd.DataFrame]) -> Figure:
             loc="left",
         )
         right.set_yticklabels([])
-    axes[-2].set_xlabel("throughput over the base's")
-    axes[-1].set_xlabel("peak memory over the base's")
+    axes[-2].set_xlabel("throughput over the base's (tokens/s each)")
+    axes[-1].set_xlabel("peak memory over the base's (GiB)")
     return figure
 
 

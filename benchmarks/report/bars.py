@@ -96,7 +96,7 @@ def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: words.Form) -> None
         axis.bar_label(drawn, texts, padding=3, fontsize=8, rotation=turn, in_layout=False)
     axis.set_xticks(np.arange(len(counts)), [str(count) for count in counts])
     axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    axis.margins(y=0.22)
+    axis.margins(y=0.35 if turn else 0.22)
     axis.set_ylim(bottom=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from benchmarks.records.record import RunRecord
@@ -86,6 +87,8 @@ def source_of(record: RunRecord) -> dict[str, Any]:
         "started": record.started_at,
         "ended": record.ended_at,
         "commit": record.git_sha + (" with local changes" if record.git_dirty else ""),
+        "suite's files": record.code_digest,
+        "notes": record.notes,
         "launcher": record.launcher,
         "hosts": sorted({rank.environment.get("host", "?") for rank in record.ranks}),
         "device": first.get("device", "none"),
@@ -93,7 +96,7 @@ def source_of(record: RunRecord) -> dict[str, Any]:
         "python": first.get("python", ""),
         "versions": first.get("versions", {}),
         "variables": first.get("variables", {}),
-        "correctness gate": None if record.gate is None else vars(record.gate),
+        "correctness gate": None if record.gate is None else asdict(record.gate),
         "raw steps [s]": record.step_s,
         "plan": record.plan,
         "slurm": record.slurm,

@@ -89,4 +89,9 @@ def _one_per_contender(ranked: pd.DataFrame) -> pd.DataFrame:
 def notes_of(rows: pd.DataFrame) -> list[str]:
     """What must be said beside the numbers of these rows."""
     simulated = rows["evidence"].str.startswith("simulated") & rows["contender"].eq("zeropp")
-    return [UNMEASURED] if simulated.any() else []
+    shared = rows["source"].map(lambda source: bool(source.get("slurm", {}).get("neighbours")))
+    beside = (
+        f"{shared.sum()} of {len(rows)} rows were measured beside other jobs on their nodes "
+        "(slurm.neighbours in their records)"
+    )
+    return [UNMEASURED] * bool(simulated.any()) + [beside] * bool(shared.any())

@@ -47,9 +47,8 @@ def headline_table(rows: pd.DataFrame, base: str = BASE) -> Table:
         Column("speedup", "speed-up", words.ratio, interval=True, unsure="unsure"),
     )
     data = pd.DataFrame(lines, columns=None if lines else [*rows.columns])
-    caption = (
-        f"Speed-up over {words.contender_label(base)}; GiB is the peak of the fullest {worker}."
-    )
+    over = f"Speed-up over {words.contender_label(base)}. " if bases else ""
+    caption = f"{over}GiB is the peak of the fullest {worker}."
     untuned = dict.fromkeys(rows[rows["default_degrees"].eq(True)]["contender"])
     if untuned:
         caption += f" Default degrees: {', '.join(map(words.contender_label, untuned))}."

@@ -18,6 +18,7 @@ from benchmarks.report import words
 from benchmarks.report.frame import CELL, best_or_failed
 from benchmarks.report.pairs import BASE, speedup_of
 from benchmarks.report.table import MISSING, Cell, Column, Grid, Table, table
+from benchmarks.specification.contenders import PRICED
 
 _KINDS = {
     "allocated": "the allocator's peak",
@@ -97,9 +98,9 @@ def paper_grids(paper: Table) -> Iterator[Grid]:
 
 
 def _grid(name: str, evidence: str, mine: pd.DataFrame) -> Grid:
-    contenders = list(dict.fromkeys(mine["contender"]))
+    contenders = sorted(set(mine["contender"]), key=_place)
     base = str(mine["base"].iloc[0])
-    contenders.sort(key=lambda c: (c != "zeropp", c != base, list(mine["contender"]).index(c)))
+    contenders.sort(key=lambda name: (name != "zeropp", name != base))
     keys = [key for key in _KEYS if key in _ALWAYS or _varies(mine, key)]
     groups = {name: _metrics(mine, name, base) for name in contenders}
     lines = [_line(cell, keys, groups) for _, cell in mine.groupby([*CELL], sort=False)]
@@ -118,6 +119,11 @@ def _grid(name: str, evidence: str, mine: pd.DataFrame) -> Grid:
         len(keys),
         _notes(mine),
     )
+
+
+def _place(contender: str) -> int:
+    """The place of a contender in the suite's own order; one that it no longer has is last."""
+    return list(PRICED).index(contender) if contender in PRICED else len(PRICED)
 
 
 def _varies(mine: pd.DataFrame, key: str) -> bool:
@@ -197,7 +203,7 @@ def _caption(mine: pd.DataFrame, evidence: str, keys: list[str], worker: str, ba
     if mine["tokens_per_s_per_gpu_low"].notna().any():
         parts[0] += ", medians of timed steps"
     if told:
-        parts.append("All rows: " + ", ".join(told))
+        parts.append("all rows: " + ", ".join(told))
     parts.append(
         f"TFLOP/s (of the model), MFU and tokens/s are per {worker}"
         if mine["mfu"].notna().any()

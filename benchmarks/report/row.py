@@ -56,6 +56,7 @@ class Row:
     gate: str = "-"
     started_at: str = ""
     git: str = ""
+    code: str = ""  # digest of the suite's files that ran; empty in older records
     path: str = ""
     samples_step_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -103,6 +104,7 @@ def row_of(record: RunRecord, path: str = "") -> Row:
         gate="-" if record.gate is None else ("passed" if record.gate.passed else "FAILED"),
         started_at=record.started_at,
         git=record.git_sha[:10] + ("+" if record.git_dirty else ""),
+        code=record.code_digest,
         path=path,
         spec_id=record.spec_id,
         record_id=record.record_id,

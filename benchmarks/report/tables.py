@@ -62,7 +62,7 @@ def throughput_table(rows: pd.DataFrame) -> Table:
         Column("note", "note"),
     )
     data = rows.assign(
-        note=[_note(row) for row in rows.to_dict("records")],
+        note=[_note(row, _usual_code(rows)) for row in rows.to_dict("records")],
         shown_status=[words.status_label(s) if s != "ok" else "–" for s in rows["status"]],
     )
     return table("throughput", "Throughput", columns, _named(data, data["record_id"]))
@@ -155,10 +155,18 @@ def _named(data: pd.DataFrame, records: pd.Series) -> pd.DataFrame:
     return data.set_axis(records.astype(str).to_list())
 
 
-def _note(row: Mapping[Any, Any]) -> str:
+def _usual_code(rows: pd.DataFrame) -> str:
+    """The version of the suite's files that most rows ran; empty where none is known."""
+    known = rows.loc[rows["code"] != "", "code"]
+    return "" if known.empty else str(known.mode().iloc[0])
+
+
+def _note(row: Mapping[Any, Any], usual_code: str) -> str:
     if row["status"] != "ok":
         return str(row["reason"])
     notes = ["default degrees"] if row["default_degrees"] is True else []
     if row["unstable"] is True:
         notes.append(f"unstable: spread {row['spread']:.0%}, n={len(row['samples_step_s'])}")
+    if row["code"] not in ("", usual_code):
+        notes.append("other version of the suite's files than most rows")
     return "; ".join(notes)

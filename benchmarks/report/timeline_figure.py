@@ -1,4 +1,4 @@
-"""The picture of a step: a row a pipeline rank, compute boxes, thin strips for communication.
+"""The picture of a step: a row per pipeline rank, compute boxes, thin strips for communication.
 
 Fed by Timelines, simulated or measured; several are stacked on one time axis so that they can be
 compared. Colours are Okabe and Ito's; later chunks of a rank are darker. A box carries its
@@ -9,11 +9,13 @@ other name (``optimizer``) is drawn grey.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from benchmarks.report import style  # noqa: F401  (sets the look of every figure)
 from zeropp.schedule.action import Action, Op, parse_action
@@ -39,11 +41,12 @@ _STRIPS = {
 _OTHER, _BUBBLE = "#999999", "#e9e9e9"
 _BOX_HEIGHT, _STRIP_HEIGHT = 0.64, 0.09
 _WIDTH_IN, _ROW_IN = 13.0, 0.36
+_Colour = tuple[float, float, float]
 _LETTER_IN = 0.085  # room that one digit of a box's number needs
 
 
 def timeline_figure(timelines: Sequence[Timeline], time_unit: str = "s") -> Figure:
-    """One panel a timeline on a common time axis; ``time_unit`` labels the axis."""
+    """One panel per timeline on a common time axis; ``time_unit`` labels the axis."""
     rows = [max(1, len(t.ranks)) for t in timelines]
     figure = Figure(figsize=(_WIDTH_IN, _ROW_IN * sum(rows) + 0.75 * len(rows) + 0.7))
     figure.set_layout_engine("constrained")
@@ -67,17 +70,18 @@ def timeline_figure(timelines: Sequence[Timeline], time_unit: str = "s") -> Figu
 def _draw(axis: Axes, timeline: Timeline, end: float, used: dict[str, str]) -> None:
     row = {rank: number for number, rank in enumerate(timeline.ranks)}
     shade_of = _shades(timeline)
+    boxes = _Boxes()
     for number in row.values():
-        axis.add_patch(Rectangle((0, number), timeline.step_s, _BOX_HEIGHT, color=_BUBBLE, lw=0))
+        boxes.add(0, timeline.step_s, number, _BOX_HEIGHT, to_rgb(_BUBBLE))
     for span in timeline.spans:
         if span.lane == "compute":
-            _draw_compute(axis, span, row[span.rank], end, shade_of, used)
+            _draw_compute(axis, boxes, span, row[span.rank], end, shade_of, used)
         elif span.lane in _STRIPS:
             colour, offset, word = _STRIPS[span.lane]
             used[word] = colour
-            width = span.end_s - span.start_s
-            place = (span.start_s, row[span.rank] + offset)
-            axis.add_patch(Rectangle(place, width, _STRIP_HEIGHT, color=colour, lw=0))
+            place = row[span.rank] + offset
+            boxes.add(span.start_s, span.end_s, place, _STRIP_HEIGHT, to_rgb(colour))
+    boxes.draw(axis)
     axis.set_title(f"{timeline.title}  ({timeline.provenance})", loc="left")
     axis.set_xlim(0, end)
     axis.set_ylim(len(row), -0.15)
@@ -87,8 +91,35 @@ def _draw(axis: Axes, timeline: Timeline, end: float, used: dict[str, str]) -> N
     axis.grid(False)
 
 
+@dataclass
+class _Boxes:
+    """All boxes of a panel, drawn as one collection: an artist per box takes many times as long."""
+
+    corners: list[list[tuple[float, float]]] = field(default_factory=list)
+    faces: list[_Colour] = field(default_factory=list)
+    edges: list[float] = field(default_factory=list)  # points
+
+    def add(
+        self, start: float, end: float, top: float, height: float, face: _Colour, edge: float = 0.0
+    ) -> None:
+        """A box from ``start`` to ``end`` seconds with a white edge so many points wide."""
+        low = top + height
+        self.corners.append([(start, top), (end, top), (end, low), (start, low)])
+        self.faces.append(face)
+        self.edges.append(edge)
+
+    def draw(self, axis: Axes) -> None:
+        """Put them on the axis, those that were added first below."""
+        axis.add_collection(
+            PolyCollection(
+                self.corners, facecolors=self.faces, edgecolors="white", linewidths=self.edges
+            )
+        )
+
+
 def _draw_compute(
     axis: Axes,
+    boxes: _Boxes,
     span: Span,
     row: int,
     end: float,
@@ -104,11 +135,8 @@ def _draw_compute(
         used[_WORDS[action.op]] = _COLOURS[action.op]
         face = _shaded(_COLOURS[action.op], shade_of[span.rank, action.stage])
     inches = width / end * (_WIDTH_IN - 1)
-    edge = min(0.6, 7 * inches)  # points: an edge of full width would hide a narrow box
-    box = Rectangle(
-        (span.start_s, row), width, _BOX_HEIGHT, facecolor=face, edgecolor="white", linewidth=edge
-    )
-    axis.add_patch(box)
+    edge = min(0.6, 7 * inches)  # an edge of full width would hide a narrow box
+    boxes.add(span.start_s, span.end_s, row, _BOX_HEIGHT, face, edge)
     label = "" if action is None else str(action.microbatch)
     if label and inches > _LETTER_IN * len(label):
         middle = (span.start_s + width / 2, row + _BOX_HEIGHT / 2)
@@ -138,7 +166,7 @@ def _parse(span: Span) -> Action | None:
     return action if action.op.is_compute else None
 
 
-def _shaded(colour: str, shade: float) -> tuple[float, float, float]:
+def _shaded(colour: str, shade: float) -> _Colour:
     """Between a lightened (shade 0) and the plain colour (shade 1)."""
     white = 0.5 * (1 - shade)
     red, green, blue = (part + (1 - part) * white for part in to_rgb(colour))

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from benchmarks.specification.run_spec import SpecError
 
 INTERRUPTED = 130  # what a shell expects of a command that Ctrl-C ended
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse whose complaints are bad input like any other: one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise SpecError with what argparse found wrong."""
+        raise SpecError(f"{message} (see --help)")
 
 
 def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> int:

@@ -159,13 +159,18 @@ def knobs_from(values: Any) -> Knobs:
 
 def check_priced(cluster: Cluster, precision: Precision) -> None:
     """Refuse a device whose peak is not known for the precision; raises SpecError."""
+    if not is_priced(cluster, precision):
+        raise SpecError(
+            f"cluster={cluster.name}: device {cluster.device.name} has no peak_{precision}_tflops "
+            "to price with (use another cluster or precision)"
+        )
+
+
+def is_priced(cluster: Cluster, precision: Precision) -> bool:
+    """Whether the device's peak is known for the precision, so that plans can be compared."""
     device = cluster.device
     peaks = {"bf16": device.peak_bf16_tflops, "fp32": device.peak_fp32_tflops}
-    if peaks[precision] is None:
-        raise SpecError(
-            f"cluster={cluster.name}: device {device.name} has no peak_{precision}_tflops to price "
-            "with (use another cluster or precision)"
-        )
+    return peaks[precision] is not None
 
 
 def load_spec(path: Path) -> RunSpec:

@@ -53,6 +53,7 @@ CONSTANTS = (
     Constant("llm_foundry", "traffic_factor", 1.0, 1.0),
     Constant("llm_foundry", "attention_factor", 1.0, 0.5),
     Constant("libai", "traffic_factor", 1.0, 1.0),
+    Constant("megatron_lm_v100", "traffic_factor", 1.0, 1.0),
 )
 
 

@@ -14,6 +14,7 @@ import argparse
 import csv
 import logging
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from zeropp.schedule.program import Schedule, StageCost
 
 RANKS = (4, 8, 16)
 MICROBATCHES_PER_RANK = (1, 2, 4, 8)
+# Share of 1F1B's activations -> chunks per rank, for ZeroPP's stages on a V and as a loop.
+LEAN = {0.5: (2, 4), 0.34: (4, 8, 12)}
+LEAN_MICROBATCHES_PER_RANK = (4, 8)
 PEERS = (
     ("ScheduleInterleaved1F1B", (2, 4)),
     ("ScheduleInterleavedZeroBubble", (2, 4)),
@@ -97,24 +101,69 @@ def measure(schedule: Schedule) -> dict[str, Any]:
 
 def rows() -> Iterator[dict[str, Any]]:
     """All rows, sizes first; a peer without an order for a size is left out."""
-    for num_ranks in RANKS:
-        for factor in MICROBATCHES_PER_RANK:
-            m = num_ranks * factor
-            sizes = {"ranks": num_ranks, "microbatches": m}
-            for name, options in PEERS:
-                for chunks in options:
-                    if name == "ScheduleDualPipeV" and m < 2 * num_ranks:
-                        continue
-                    schedule = torch_schedule(name, num_ranks, chunks, m)
-                    yield {**sizes, "schedule": name, "chunks": chunks, **measure(schedule)}
-            for chunks in (2, 4):
-                for unit in sorted({num_ranks, min(2 * num_ranks, m)}):
-                    for keep in (0, min(TORCH_KEEPS, chunks)):
-                        schedule = zeropp_schedule(num_ranks, chunks, m, unit, keep)
-                        bound = f"{1 + (num_ranks - 1) / (3 * m * chunks):.4f}"
-                        named = {"schedule": "ZeroPP", "chunks": chunks, "unit": unit}
-                        knobs = {"keep": keep, "bound": bound}
-                        yield {**sizes, **named, **knobs, **measure(schedule)}
+    for num_ranks, factor in product(RANKS, MICROBATCHES_PER_RANK):
+        m = num_ranks * factor
+        lean = lean_rows(num_ranks, m) if factor in LEAN_MICROBATCHES_PER_RANK else ()
+        for row in (*peer_rows(num_ranks, m), *unit_rows(num_ranks, m), *lean):
+            yield {"ranks": num_ranks, "microbatches": m, **row}
+
+
+def peer_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
+    """Torch's schedules."""
+    for name, options in PEERS:
+        for chunks in options:
+            if name == "ScheduleDualPipeV" and m < 2 * num_ranks:
+                continue
+            schedule = torch_schedule(name, num_ranks, chunks, m)
+            yield {"schedule": name, "chunks": chunks, **measure(schedule)}
+
+
+def unit_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
+    """ZeroPP in units, within the activations of one unit."""
+    for chunks in (2, 4):
+        for unit in sorted({num_ranks, min(2 * num_ranks, m)}):
+            for keep in (0, min(TORCH_KEEPS, chunks)):
+                schedule = zeropp_schedule(num_ranks, chunks, m, unit, keep)
+                bound = f"{1 + (num_ranks - 1) / (3 * m * chunks):.4f}"
+                named = {"schedule": "ZeroPP", "chunks": chunks, "unit": unit}
+                yield {**named, "keep": keep, "bound": bound, **measure(schedule)}
+
+
+def lean_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
+    """ZeroPP within half and a third of 1F1B's activations: stages on a V, and, where a unit of
+    at least two microbatches can turn round within so much, as a loop."""
+    for share, options in LEAN.items():
+        for chunks in options:
+            cap = int(share * num_ranks * chunks)
+            named = {"chunks": chunks, "cap": cap}
+            schedule = lean_schedule(num_ranks, chunks, m, cap)
+            yield {"schedule": "ZeroPP on a V", "unit": m, **named, **measure(schedule)}
+            unit = min(num_ranks, cap // chunks)
+            if unit < 2:
+                continue
+            compute = build(
+                "zeropp",
+                num_ranks=num_ranks,
+                chunks=chunks,
+                num_microbatches=m,
+                unit=unit,
+                activation_cap=cap,
+            )
+            lowered = lower(compute, gather=True)
+            yield {"schedule": "ZeroPP, small units", "unit": unit, **named, **measure(lowered)}
+
+
+def lean_schedule(num_ranks: int, chunks: int, num_microbatches: int, cap: int) -> Schedule:
+    """ZeroPP on a V, within ``cap`` live chunk-activations per rank."""
+    compute = build(
+        "zeropp",
+        num_ranks=num_ranks,
+        chunks=chunks,
+        num_microbatches=num_microbatches,
+        activation_cap=cap,
+        stage_style="v",
+    )
+    return lower(compute, gather=True)
 
 
 def zeropp_schedule(
@@ -137,7 +186,7 @@ def main() -> None:
     default = Path("results/reference/schedules.csv")
     parser.add_argument("out", nargs="?", type=Path, default=default, help="the CSV (%(default)s)")
     out = parser.parse_args().out
-    header = ["ranks", "microbatches", "schedule", "chunks", "unit", "keep"]
+    header = ["ranks", "microbatches", "schedule", "chunks", "unit", "keep", "cap"]
     header += ["step_over_ideal", "bound"]
     header += ["activations_over_1f1b", "gathers_per_step", "parameter_passes_per_step"]
     header += ["resident_chunks", "resident_share"]

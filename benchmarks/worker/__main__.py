@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,11 +28,15 @@ from benchmarks.specification.run_spec import RunSpec, load_spec
 from benchmarks.worker.data import BatchSource, open_batches
 from benchmarks.worker.data.local_batch import local_batch
 from benchmarks.worker.gate import run_gate
+from benchmarks.worker.loaded_code import LOADED
 from benchmarks.worker.lone_rank import measure_lone_rank, synchronise
 from benchmarks.worker.memory_meter import MemoryMeter
 from zeropp.plan import Plan
 from zeropp.training import Trainer
 
+# What has caught up when a span begins and when it ends, the same for every contender: on a GPU the
+# stream that computes (transfers that were posted early may still be on their way).
+SPAN_CLOCK = {"cuda": "compute stream", "cpu": "host"}
 EXIT_GATE = 3
 EXIT_OOM = 4
 EXIT_SIGNAL = 5
@@ -66,7 +70,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _run(spec: RunSpec, events: EventWriter) -> int:
     device = _open_world(spec)
-    events.write("environment", **capture_environment())
+    events.write("environment", **capture_environment(), code=asdict(LOADED))
     contender = CONTENDERS[spec.contender.name]
     batches = open_batches(spec)
     if spec.measure.gate:
@@ -123,7 +127,7 @@ class _Attempt:
         place = layout.coordinates(dist.get_rank())
         if layout.dp_index(dist.get_rank()) == 0 and place["tp"] == 0:
             rows = [[s.rank, s.lane, s.action, s.start_s, s.end_s] for s in trainer.spans()]
-            self.events.write("spans", rows=rows)
+            self.events.write("spans", clock=SPAN_CLOCK[self.device.type], rows=rows)
         trainer.record_spans(False)
 
 

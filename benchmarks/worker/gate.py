@@ -60,6 +60,7 @@ from zeropp.tune.contender import Contender
 _MAX_PARAMETERS = 100_000_000
 _ROUNDINGS = 8
 _UNIT_ROUNDOFF: dict[Precision, float] = {"fp32": 2.0**-24, "bf16": 2.0**-9}
+_MOST = 1e12  # stands for an infinite error or limit, which JSON does not know
 _BLIND = 0.5  # a limit above this share of an update says little about it
 
 
@@ -173,4 +174,5 @@ class _Rounding:
 
 def _worst_step(kind: str, errors: Tensor, limit: float, parameter: str = "") -> GateCheck:
     step = int(errors.argmax())
-    return GateCheck(kind, parameter, step + 1, float(errors[step]), limit)
+    error, limit = (min(number, _MOST) for number in (float(errors[step]), limit))
+    return GateCheck(kind, parameter, step + 1, error, limit)

@@ -27,6 +27,7 @@ from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import open_batches
 from benchmarks.worker.data.local_batch import local_batch
 from benchmarks.worker.kernel_profile import kernels_of, read_trace, summarise_kernels
+from benchmarks.worker.loaded_code import LOADED
 from benchmarks.worker.memory_meter import MemoryMeter
 from zeropp.engine.fake_world import fake_world
 from zeropp.schedule.action import parse_action
@@ -57,7 +58,7 @@ def measure_lone_rank(spec: RunSpec, events: EventWriter, trace_file: Path) -> N
 
     rank, fill_integers = int(os.environ["RANK"]), partial(contender.fill_integers, plan)
     with fake_world(rank, spec.num_gpus, fill_integers):
-        events.write("environment", **capture_environment())
+        events.write("environment", **capture_environment(), code=asdict(LOADED))
         meter = MemoryMeter(device)
         trainer = contender.build(plan, spec.optimizer, device, spec.seed)
         for _ in range(spec.measure.warmup_steps):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ class Case:
     unit: int = 2
     batch: int = 8
     recompute: str = "none"
+    recomputed: tuple[int, ...] = ()
     reduce_every: str = "unit"
     replicate_every: str = "step"
     keep: int = 0
@@ -82,7 +83,7 @@ class Case:
             split_backward=self.split_backward,
         )
         task = Task(self.shape, CLUSTER, self.world, self.batch, self.precision)  # type: ignore[arg-type]
-        return ZEROPP.plan(task, Candidate(knobs, 1))
+        return replace(ZEROPP.plan(task, Candidate(knobs, 1)), recomputed=self.recomputed)
 
     def data(self, step: int) -> tuple[Tensor, Tensor]:
         """The global batch of a step."""
@@ -134,6 +135,7 @@ def build_engine(
             dropout_seed=SEED if case.dropout else None,
             lr_schedule=lr_schedule,
             compile=plan.compile,
+            recomputed=plan.recomputed,
         ),
     )
 

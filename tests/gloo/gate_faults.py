@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule as instructions
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from baselines.deepspeed_3d.trainer import DeepSpeedTrainer
 from benchmarks.records.record import GateCheck
@@ -30,7 +32,6 @@ from benchmarks.worker.expected import expect, sgd_for
 from benchmarks.worker.gate import gated_spec, sgd_checks
 from benchmarks.worker.observed import observe
 from zeropp.engine import randomness
-from zeropp.engine.sharding import local
 from zeropp.model import initial_std
 from zeropp.model.blocks import Block
 from zeropp.optimizer import build_optimizer
@@ -97,7 +98,7 @@ def _editing(edit: Callable[[Place], Edit]) -> Fault:
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             steps[0] += 1
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            apply([local(p.grad) for p in parameters if p.grad is not None], steps[0])
+            apply([_local(p.grad) for p in parameters if p.grad is not None], steps[0])
 
         def build(*arguments: Any) -> torch.optim.Optimizer:
             optimizer = build_optimizer(*arguments)
@@ -110,6 +111,10 @@ def _editing(edit: Callable[[Place], Edit]) -> Fault:
             yield lambda trainer: trainer
 
     return fault
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _scaled_part(begin: float, end: float, factor: float) -> Fault:
@@ -299,11 +304,18 @@ def _dropped_reduction(place: Place) -> Iterator[Prepare]:
         return trainer
 
     with ExitStack() as stack:
-        for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
-            if hasattr(dist, name):
-                wrapped = losing(getattr(dist, name))
-                stack.enter_context(mock.patch.object(dist, name, wrapped))
+        for module, name in _reductions():
+            wrapped = losing(getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, wrapped))
         yield prepare
+
+
+def _reductions() -> Iterator[tuple[Any, str]]:
+    """Where reduce-scatters are called: torch's own functions, and what modules made of them."""
+    for module in (dist, *(m for n, m in sys.modules.items() if n.startswith("zeropp.engine."))):
+        for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
+            if hasattr(module, name):
+                yield module, name
 
 
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:

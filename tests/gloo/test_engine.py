@@ -29,6 +29,7 @@ CASES = [
     Case(pp=1, chunks=1, unit=3, batch=4),
     Case(pp=2, chunks=1, batch=4),
     Case(pp=2, chunks=3, unit=4, batch=6, recompute="full"),
+    Case(pp=2, chunks=2, unit=4, batch=8, layers=9, recompute="full", recomputed=(1, 0, 2, 1)),
     Case(pp=4, chunks=2, unit=4, batch=8, layers=9, cap=7),
     Case(pp=1, shard=2, chunks=3, unit=2, batch=8),
     Case(pp=2, shard=2, chunks=2, unit=2, batch=8, recompute="selective"),

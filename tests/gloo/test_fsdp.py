@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,6 +40,11 @@ def test_fsdp_is_one_process(
         recorded = [span.action for span in outcome.spans]
         compute = [str(action) for action in program if action.op.is_compute]
         assert recorded == [text for text in compute if not text.startswith("0B")]
+
+
+def test_fsdp_recomputes_some_blocks(world: World) -> None:
+    plan = request(4, {"name": "fsdp", "shard": 4, "recompute": "full"}).plan()
+    check(world, BUILDER, replace(plan, recomputed=(0, 1, 1, *([0] * 5))))
 
 
 def test_fsdp_clips_and_adapts(world: World) -> None:

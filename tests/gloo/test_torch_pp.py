@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,12 @@ def test_torch_pp_is_one_process(
         assert outcome.counters.get("unshard", 0) == steps * planned[Op.UNSHARD]
         recorded = [s.action for s in outcome.spans if s.lane == "compute"]
         assert recorded == [str(a) for a in program if a.op.is_compute]
+
+
+def test_torch_pp_recomputes_some_blocks_of_a_stage(world: World) -> None:
+    contender = {"pp": 2, "shard": 2, "schedule": "1f1b", "recompute": "full"}
+    plan = request(4, {"name": "torch_pp", **contender}).plan()
+    check(world, BUILDER, replace(plan, recomputed=(2, 1)))
 
 
 def test_torch_pp_three_axes_clip_and_adapt(world: World) -> None:

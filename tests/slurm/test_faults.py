@@ -73,7 +73,7 @@ FAULTS: list[tuple[Callable[[Victim], None], str, bool, str]] = [
     (lambda v: v.scancel("--signal=USR1"), "failed", True, "left on SIGUSR1, sent by hand"),
     (lambda v: v.scancel("--signal=TERM", "--batch"), "failed", True, "SIGTERM, sent by hand"),
     (lambda v: v.worker.kill(), "failed", True, "rank 1 was killed by signal 9 (SIGKILL)"),
-    (kill_worker_and_shell, "failed", True, ""),
+    (kill_worker_and_shell, "failed", True, "rank 1 was killed by signal 9 (SIGKILL)"),
     (lambda v: v.script.kill(), "failed", True, "the batch script was killed by signal 9"),
 ]
 

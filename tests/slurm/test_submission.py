@@ -100,7 +100,7 @@ def test_a_full_disk_before_and_during_a_run(suite: Suite) -> None:
         suite.stand_in("seed=3")
         attempt = suite.wait_for_steps(3)
         fill(filler)
-        suite.cluster.run("scancel", "--signal=KILL", *suite.queue()[:1])
+        suite.cluster.run("scancel", "--signal=KILL", *points_in_the_queue(suite))
         suite.wait_until_idle(60)
         assert list(suite.status()) == [attempt.parent.name]  # says what can be said
         filler.unlink()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import CHECKOUT
 from benchmarks.records.record import read_record
 from benchmarks.run import main
+
+DEMO = CHECKOUT / "results" / "reference" / "demo"
+BODIES = {"main", "show", "status", "tune", "validate"}  # what each command's main runs
 
 # arguments, what the line must say
 CASES = [
@@ -23,8 +28,17 @@ CASES = [
     ("contender.pp=2 contender.shard=1 contender.replicate=1", "num_gpus=4: the degrees"),
     ("data=text data.path=/nowhere.txt", "data.path='/nowhere.txt': no such file"),
     ("data=text", "data.path"),
-    ("colour=blue", "colour"),
-    ("contender.colour=blue", "colour"),
+    ("colour=blue", "colour=blue: there is no such key"),
+    ("contender.colour=blue", "contender.colour=blue: there is no such key"),
+    ("num_gpus=2,4", "num_gpus=2,4: is a list of values; add -m"),
+    ("contender=zeropp,fsdp", "contender=zeropp,fsdp: is a list of values; add -m"),
+    ("num_gpu=4", "num_gpu=4: there is no such key (did you mean num_gpus?)"),
+    ("contender.unti=8", "contender.unti=8: there is no such key (did you mean unit?)"),
+    ("measure.step=3", "measure.step=3: there is no such key (did you mean steps?)"),
+    ("sequences_per_gpu=0", "sequences_per_gpu=0: must be a whole number, at least 1"),
+    ("sequences_per_gpu=two", "sequences_per_gpu='two': must be a whole number"),
+    ("sequences_per_gpu=2 num_gpus=lots", "num_gpus='lots'"),
+    ("global_batch=8 sequences_per_gpu=2", "global_batch=8: sequences_per_gpu=2 sets it too"),
     ("contender=magic", "try deepspeed_3d, fsdp"),
     ("--bogus", "unrecognized arguments: --bogus (see --help)"),
     ("model=gpt_9t", "try gpt_14_6b"),
@@ -58,10 +72,10 @@ CASES = [
     ("data=text data.path=/", "data.path='/': no such file"),
     ("model.name=a/b", "model.name='a/b': folders and files are named by it"),
     ("report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot be written to"),
-    ("launcher=trace launcher.tensors=both", "launcher.tensors='both': must be one of fake, real"),
+    ("launcher=trace launcher.tensors=both", "launcher.tensors='both': input should be"),
     (
         "launcher=simulate launcher.compute=no",
-        "launcher.compute='no': must be one of model, traced",
+        "launcher.compute='no': input should be",
     ),
     (
         "launcher=simulate launcher.compute=traced cluster=a100 data=synthetic",
@@ -95,6 +109,88 @@ def test_bad_input_is_one_line_and_status_2(
     assert words in lines[0]
     assert printed.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+OTHER_CASES = [
+    ("report /nowhere", "/nowhere: no such file or directory"),
+    ("report --bogus", "unrecognized arguments: --bogus (see --help)"),
+    ("report --table magic", "argument --table: invalid choice: 'magic'"),
+    ("report {demo} --base magic", "--base=magic: no record of that contender (there are"),
+    ("report {demo} --table paper --base magic", "--base=magic: no record of that contender"),
+    ("report {demo} --against unit", "--against='unit': must be knobs as in 'unit=8 chunks=2'"),
+    ("report --compare {demo}", "argument --compare: expected 2 arguments"),
+    ("report {demo} --compare {demo} {demo}", "--compare takes both sets itself"),
+    ("report --compare {demo} /nowhere", "/nowhere: no such file or directory"),
+    ("report {demo} --out /dev/null/here", "--out=/dev/null/here: cannot be written to"),
+    ("show", "what to show?"),
+    ("show schedule name=magic", "magic"),
+    ("show schedule microbatches=800000", "microbatches=800000: 4 stages take at most 65536"),
+    ("show schedule unit=999", "unit=999: must be at most microbatches=8"),
+    ("show schedule chunk=2", "chunk=2: unknown key (did you mean chunks?)"),
+    ("show schedule ranks=0", "ranks=0: must be at least 1"),
+    ("show schedule ranks=four", "ranks=four: needs a number"),
+    ("show schedule forward=-1", "forward=-1: must be more than 0"),
+    ("status /nowhere", "/nowhere: no such folder; nothing was run yet"),
+    ("status --bogus", "unrecognized arguments: --bogus (see --help)"),
+    ("tune num_gpu=8", "num_gpu=8: there is no such key (did you mean num_gpus?)"),
+    ("tune contenders=[magic]", "contenders='magic': must be among"),
+    ("tune model=gpt_9t", "try gpt_14_6b"),
+    ("validate /nowhere.csv", "/nowhere.csv"),
+    ("validate --cluster magic", "cluster='magic': no such preset"),
+]
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len({*CASES, *OTHER_CASES}) == len(CASES) + len(OTHER_CASES) >= 60
+
+
+@pytest.mark.parametrize(("line", "words"), OTHER_CASES, ids=[case[0] for case in OTHER_CASES])
+def test_other_commands_refuse_it_too(
+    line: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    name, *arguments = line.format(demo=DEMO).split()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    module = "benchmarks.report.__main__" if name == "report" else f"benchmarks.{name}"
+    assert importlib.import_module(module).main() == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert words in lines[0]
+
+
+def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
+    """As ``benchmarks.report ... | head -1`` does, sooner than anything is printed."""
+    commands = ("show schedule microbatches=64", f"report {DEMO} --table paper --out {tmp_path}")
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-c", f"{sys.executable} -m benchmarks.{command} | true"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.stderr == ""
+
+
+@pytest.mark.parametrize("module", ["report.__main__", "show", "status", "tune", "validate"])
+def test_ctrl_c_is_one_line_in_every_command(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = importlib.import_module(f"benchmarks.{module}")
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    body = next(name for name in vars(command) if name.startswith("_") and name[1:] in BODIES)
+    monkeypatch.setattr(command, body, interrupt)
+    monkeypatch.setattr(sys, "argv", [module])
+    assert command.main() == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_an_interruption_is_one_line(
@@ -145,3 +241,15 @@ def test_help_and_configuration_read_well(command: str, words: list[str]) -> Non
     )
     assert done.stderr == ""
     assert all(word in done.stdout for word in words)
+
+
+def test_a_command_line_imports_nothing_that_only_a_report_needs() -> None:
+    code = (
+        "import sys; sys.argv = ['run', '--cfg', 'job']; import benchmarks.run as run; run.main();"
+        "print(sorted({'pandas', 'matplotlib', 'torch', 'scipy'} & set(sys.modules)), "
+        "file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr.strip() == "[]"

@@ -63,7 +63,50 @@ def test_tables_are_filled(page: Page) -> None:
     assert page.locator("#table-throughput tbody tr").count() == 6
     assert page.locator("#table-speedup tbody tr").count() == 3  # two cells and their mean
     assert page.locator("#table-evidence tbody tr").count() == 2  # step and memory
-    assert "oom" in column(page, "step [s]")
+    assert "OOM" in column(page, "step [s]")
+
+
+def test_the_answer_and_the_papers_table_are_on_the_first_screen(page: Page) -> None:
+    answer = page.locator("p.answer").first
+    assert "times as fast" in answer.inner_text()
+    box = page.locator("#table-paper").bounding_box()
+    assert box is not None
+    assert box["y"] + box["height"] < 900
+    assert page.locator("#table-paper b").count() >= 4  # the best of each line
+    assert page.locator("#table-paper tr.groups th").all_inner_texts()[1] == "ZeroPP"
+
+
+def test_numbers_are_set_to_the_right_and_names_stay_in_view(page: Page) -> None:
+    number = page.locator("#table-throughput td.number").first
+    assert number.evaluate("node => getComputedStyle(node).textAlign") == "right"
+    first = page.locator("#table-throughput tbody td").first
+    assert first.evaluate("node => getComputedStyle(node).position") == "sticky"
+
+
+def test_a_phone_scrolls_tables_and_not_the_page(page: Page) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    wide = page.evaluate("document.documentElement.scrollWidth")
+    page.set_viewport_size({"width": 1280, "height": 900})
+    assert wide <= 390
+
+
+def test_nothing_is_cut_off_on_paper(page: Page) -> None:
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 1032, "height": 700})  # A4 landscape without its margins
+    wide = page.evaluate("document.documentElement.scrollWidth")
+    page.emulate_media(media="screen")
+    page.set_viewport_size({"width": 1280, "height": 900})
+    assert wide <= 1032
+
+
+def test_dark_mode_is_dark(page: Page) -> None:
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(colour)
+    page.emulate_media(color_scheme="dark")
+    dark = page.evaluate(colour)
+    page.emulate_media(color_scheme="light")
+    assert light == "rgb(255, 255, 255)"
+    assert sum(map(int, dark[4:-1].split(","))) < 120
 
 
 def numbers(texts: list[str]) -> list[float]:
@@ -71,17 +114,17 @@ def numbers(texts: list[str]) -> list[float]:
 
 
 def test_sorting_by_number_up_and_down_keeps_what_has_none_last(page: Page) -> None:
-    button = page.locator("#table-throughput th button", has_text="tokens/s/GPU")
+    button = page.locator("#table-throughput th button", has_text="tokens/s/rank")
     button.click()
-    *rising, last = column(page, "tokens/s/GPU")
-    assert last == "-"
+    *rising, last = column(page, "tokens/s/rank")
+    assert last == "–"
     assert numbers(rising) == sorted(numbers(rising))
     assert len(set(rising)) > 2
     button.click()
     head = page.locator("#table-throughput th[aria-sort=descending]")
-    assert head.inner_text().startswith("tokens/s/GPU")
-    *falling, last = column(page, "tokens/s/GPU")
-    assert last == "-"
+    assert head.inner_text().startswith("tokens/s/rank")
+    *falling, last = column(page, "tokens/s/rank")
+    assert last == "–"
     assert numbers(falling) == sorted(numbers(rising), reverse=True)
 
 
@@ -90,7 +133,7 @@ def test_sorting_keeps_words_below_numbers(page: Page) -> None:
     for _ in range(2):
         button.click()
         *steps, last = column(page, "step [s]")
-        assert last == "oom"
+        assert last == "OOM"
         assert len(numbers(steps)) == 5
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.launch import simulate, trace
+from benchmarks.launch.options import SimulateOptions, TraceOptions
 from benchmarks.launch.points import plan_point
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.specification.run_spec import SpecError, spec_from_mapping
@@ -22,7 +23,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "deepspeed_3d": {"pp": 2, "tp": 2, "replicate_zero": 1},
     "fsdp": {"shard": 8},
 }
-OPTIONS = {"kind": "trace", "tensors": "real", "pipeline_ranks": [0, -1]}
+OPTIONS = TraceOptions(tensors="real", pipeline_ranks=(0, -1))
 
 
 @pytest.mark.parametrize("name", CONTENDERS)
@@ -50,7 +51,7 @@ def test_lone_ranks_compute_what_the_simulator_takes(name: str, tmp_path: Path) 
         with gzip.open(path, "rt") as file:
             names = {event.get("name", "") for event in json.load(file)["traceEvents"]}
         assert name == "fsdp" or any(re.fullmatch(r"(PP:)?\d+F\d+", action) for action in names)
-    priced = {"kind": "simulate", "compute": "traced", "traced_runs": str(tmp_path)}
+    priced = SimulateOptions(compute="traced", traced_runs=str(tmp_path))
     simulate.check([point], priced)
     with SweepProgress(1) as progress:
         (simulated,) = simulate.launch([point], priced, tmp_path, progress)

@@ -32,9 +32,11 @@ def task(num_gpus: int = 64, global_batch: int = 256) -> Task:
     return Task(shape, cluster, num_gpus, global_batch)
 
 
-def everything(contender: Contender[Any], what: Task) -> list[tuple[Candidate[Any], Plan]]:
-    """All that a contender's space holds and its planner can size."""
-    found, asked = [], contender.knobs()
+def everything(
+    contender: Contender[Any], what: Task, asked: Any = None
+) -> list[tuple[Candidate[Any], Plan]]:
+    """All that a contender's space holds (within what was asked) and its planner can size."""
+    found, asked = [], asked or contender.knobs()
     for point, size in points(what, contender.space, asked, "auto", Counter()):
         for family in contender.space.families(point):
             try:

@@ -67,10 +67,14 @@ def make_record(
     seed: int = 0,
     spans: bool = True,
     fields: dict[str, Any] | None = None,
+    contender_knobs: dict[str, Any] | None = None,
     **spec_fields: Any,
 ) -> RunRecord:
-    """A successful record; ``fields`` replaces fields of the record, the rest those of the spec."""
-    spec = spec_from_mapping(spec_values(contender, model, num_gpus, **spec_fields))
+    """A successful record; ``fields`` replaces fields of the record, ``contender_knobs`` adds knobs
+    of its contender, the rest replaces keys of the spec."""
+    mapping = spec_values(contender, model, num_gpus, **spec_fields)
+    mapping["contender"] = mapping["contender"] | (contender_knobs or {})
+    spec = spec_from_mapping(mapping)
     draw = random.Random(f"{spec.spec_id}{seed}")
     base = 0.4 * spec.model.hidden / num_gpus**0.9 * _SLOWER[contender] / 64
     steps = step_s or [base * (1 + noise * draw.random()) for _ in range(10)]

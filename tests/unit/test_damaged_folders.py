@@ -29,7 +29,9 @@ from benchmarks.launch.points import Point, freeze, write_unstarted
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.slurm import client
 from benchmarks.launch.slurm.launcher import launch
+from benchmarks.launch.slurm.options import SlurmOptions
 from benchmarks.launch.slurm.submissions import Submission, SubmittedArray
+from benchmarks.records.environment import Code
 from benchmarks.records.rank_events import EventWriter, read_events
 from benchmarks.records.record import find_records, read_record
 from benchmarks.report.frame import latest_ok, load_frame
@@ -38,7 +40,7 @@ from benchmarks.status import standing
 from tests.unit.test_slurm_render import spec_of
 
 NUMBER = 500
-OPTIONS = {"kind": "slurm", "report_dir": "report"}
+OPTIONS = SlurmOptions("slurm", report_dir="report")
 POINTS = [Point(spec_of(num_gpus=2, seed=seed), None, "") for seed in range(4)]
 
 
@@ -141,8 +143,8 @@ def fake_slurm(
 
 @pytest.fixture
 def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(client, "_call", fake_slurm)
-    monkeypatch.setattr(points, "git_state", lambda: ("abc", False))
+    monkeypatch.setattr(client, "call", fake_slurm)
+    monkeypatch.setattr(points, "read_code", lambda: Code("abc", False, "digest"))
     runs = tmp_path / "whole"
     make_folder(runs)
     return runs
@@ -235,7 +237,7 @@ def test_jobs_of_a_damaged_submission_are_not_submitted_again(
         assert command[0] != "sbatch" or "report" in command[-1], command
         return fake_slurm(*command)
 
-    monkeypatch.setattr(client, "_call", still_running)
+    monkeypatch.setattr(client, "call", still_running)
     with SweepProgress(1) as progress:
         assert launch(POINTS[1:], OPTIONS, whole, progress) == []
     assert capsys.readouterr().out.count("left alone") == 3

@@ -16,6 +16,7 @@ from benchmarks.launch.finish import Ending, finish_attempt, killed
 from benchmarks.launch.local import close_abandoned
 from benchmarks.launch.owner import OWNER_FILE, SILENT_S, claim, may_live, this_process
 from benchmarks.launch.points import Point, freeze, records_of, still_to_run, write_unstarted
+from benchmarks.records.environment import read_code
 from benchmarks.records.rank_events import EventWriter
 from benchmarks.records.record import RecordError, read_record
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
@@ -62,6 +63,13 @@ def test_a_whole_attempt(attempt: Path, spec: RunSpec) -> None:
     assert record.ranks[1].environment["host"] == "node1"
     assert record.spec_id == spec.spec_id
     assert read_record(attempt / "record.json") == record
+
+
+def test_spans_say_by_which_clock(attempt: Path) -> None:
+    row = [0, "compute", "0F0", 0.0, 1.0]
+    write_rank(attempt, 0, done=False).write("spans", clock="compute stream", rows=[row])
+    record = finish_attempt(attempt)
+    assert (record.spans, record.span_clock) == ([row], "compute stream")
 
 
 def test_what_was_measured_before_a_kill_is_kept(attempt: Path) -> None:
@@ -235,3 +243,36 @@ def test_record_rejects_other_fields(attempt: Path, spec: RunSpec) -> None:
     (attempt / "record.json").write_text(json.dumps(document))
     with pytest.raises(RecordError, match="status"):
         read_record(attempt / "record.json")
+
+
+def test_the_code_is_that_of_the_rank_and_not_of_the_launcher(attempt: Path) -> None:
+    for rank, digest in enumerate(("edited", "edited", "another")):
+        code = {"sha": "abc", "dirty": rank == 0, "digest": digest}
+        EventWriter(attempt, rank).write("environment", host="node", code=code)
+    record = finish_attempt(attempt)
+    assert (record.git_sha, record.git_dirty, record.code_digest) == ("abc", True, "edited")
+    assert record.notes == [
+        "the suite's files changed between submission and start; the ranks' count",
+        "other files of the suite than on rank 0 ran on ranks 2",
+    ]
+
+
+def test_without_a_word_of_rank_0_the_launcher_s_code_stands(attempt: Path) -> None:
+    record = finish_attempt(attempt)
+    code = read_code()
+    assert (record.git_sha, record.code_digest) == (code.sha, code.digest)
+    assert record.notes == []
+
+
+def test_the_digest_follows_contents_of_python_files_and_of_conf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.records.environment.CHECKOUT", tmp_path)
+    for name in ("zeropp/a.py", "conf/b.yaml", "results/c.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1")
+    before = read_code(ask_git=False).digest
+    (tmp_path / "results/c.json").write_text("2")
+    assert read_code(ask_git=False).digest == before
+    (tmp_path / "conf/b.yaml").write_text("2")
+    assert read_code(ask_git=False).digest != before

@@ -12,6 +12,7 @@ from rich.console import Console
 from benchmarks.launch import progress
 from benchmarks.launch.points import Point, write_unstarted
 from benchmarks.specification.run_spec import spec_from_mapping
+from tests.unit.synthetic_records import make_record
 from tests.unit.test_spec import mapping
 
 POINT = Point(spec_from_mapping(mapping()), None, "global_batch=16: " + "too odd, " * 19 + "try 8")
@@ -44,3 +45,27 @@ def test_the_bar_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert bars
     assert all(re.search(r"\d:\d\d:\d\d", line) for line in bars)
     assert all(len(line) == 80 and line.endswith("…") for line in bars)
+
+
+def test_a_log_has_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=False)
+    monkeypatch.setattr(progress, "_CONSOLE", console)
+    clock = iter(range(0, 1000, 4))  # every look at the clock is 4 s later
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
+    with progress.progress_line() as bar:
+        line = bar.add_task("cells", total=9)
+        for _ in range(9):
+            bar.advance(line)
+    lines = out.getvalue().splitlines()
+    assert 2 <= len(lines) <= 5
+    assert all(" of 9, cells" in text for text in lines)
+
+
+def test_a_trace_over_the_device_warns() -> None:
+    fields = {"step_s": [], "ranks": [], "predicted": {"peak_bytes": 20 * 2**30}}
+    traced = make_record(provenance="traced", fields=fields)  # on a device of 16 GiB
+    assert progress.over_device(traced) == "WARNING: 20.0 GiB are more than the device's 16 GiB"
+    small = make_record(provenance="traced", fields=fields | {"predicted": {"peak_bytes": 2**30}})
+    assert progress.over_device(small) == ""
+    assert progress.over_device(make_record()) == ""

@@ -21,9 +21,9 @@ from benchmarks.launch.slurm.client import (
     ClusterFacts,
     EndedJob,
     QueuedJob,
-    SlurmError,
     queued_jobs,
 )
+from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.jobs import View, close_ended, read_view, underway, unreported
 from benchmarks.launch.slurm.reasons import ending_by_state
 from benchmarks.launch.slurm.submissions import Submission, SubmittedArray
@@ -126,6 +126,12 @@ TIME_LIMIT = Ending("timeout", "stopped before the job's time limit (SIGUSR1)")
             {1: 139, 0: 5},
             Ending("failed", "rank 1 was killed by signal 11 (SIGSEGV)", interrupted=True),
         ),
+        (
+            ScriptEnd(1),
+            "srun: error: node7: task 1: Killed\n",
+            {0: 5},
+            Ending("failed", "rank 1 was killed by signal 9 (SIGKILL)", interrupted=True),
+        ),
     ],
 )
 def test_why_an_attempt_ended(
@@ -140,6 +146,18 @@ def test_why_an_attempt_ended(
     assert Ending(record.status, record.reason, record.interrupted) == expected
     assert record.step_s == [1.0]
     assert record.slurm["job"] == "7_0"
+
+
+def test_a_job_that_leaves_its_nodes_is_explained_by_accounting(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaving, cancelled = EndedJob("COMPLETING", "0:0", "n"), EndedJob("CANCELLED by 0", "0:0", "n")
+    told: list[list[EndedJob]] = [[], [EndedJob("RUNNING", "0:0", "n")], [cancelled]]
+    monkeypatch.setattr(slurm_attempt, "last_ending", lambda job, timeout_s: leaving)
+    monkeypatch.setattr(slurm_attempt, "accounted", lambda job, timeout_s: told.pop(0))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    record = close(attempt, ScriptEnd(5, "TERM"))
+    assert record.reason == "Slurm: CANCELLED by 0 (exit code 0:0, nodes n)"
 
 
 @pytest.mark.parametrize(

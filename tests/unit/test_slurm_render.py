@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,8 @@ from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.slurm import script as slurm_script
 from benchmarks.launch.slurm.arrays import group, resources_of
-from benchmarks.launch.slurm.client import (
-    seconds_left,
-    site_defaults,
-)
+from benchmarks.launch.slurm.client import seconds_left
+from benchmarks.launch.slurm.command import site_defaults
 from benchmarks.launch.slurm.launcher import check, launch
 from benchmarks.launch.slurm.options import SlurmOptions, read_options, seconds_of
 from benchmarks.launch.slurm.script import render_array, render_report
@@ -89,7 +87,7 @@ def test_equal_resources_share_an_array_and_no_point_gets_those_of_another() -> 
     ("step_s", "minutes"),
     [
         (None, 20),  # measure.timeout_s of 600 s and a minute of grace, in steps of 10 min
-        (1.0, 10),  # 300 s to start, 15 steps of 1 s three times over, and the grace
+        (1.0, 10),  # 300 s to start, 25 steps of 1 s three times over, and the grace
         (100.0, 20),  # never more than measure.timeout_s
     ],
 )
@@ -99,7 +97,7 @@ def test_walltime(step_s: float | None, minutes: int) -> None:
 
 def test_ranks_must_fill_their_nodes() -> None:
     with pytest.raises(SpecError, match="num_gpus=9: must be a multiple of the 2 nodes"):
-        check([Point(spec_of(num_gpus=9), None, "")], {"kind": "slurm", "report_dir": "report"})
+        check([Point(spec_of(num_gpus=9), None, "")], options())
 
 
 @pytest.mark.parametrize(
@@ -233,9 +231,9 @@ def test_a_plan_that_cannot_fit_is_refused_before_the_queue(tmp_path: Path) -> N
     values["cluster"]["device"]["reserved_gib"] = 15.999  # of 16
     points, settings = [plan_point(spec_from_mapping(values))], options(report_dir="report")
     with SweepProgress(1) as progress:
-        assert launch(points, asdict(replace(settings, dry_run=True)), tmp_path, progress) == []
+        assert launch(points, replace(settings, dry_run=True), tmp_path, progress) == []
         assert list(tmp_path.iterdir()) == []
-        (record,) = launch(points, asdict(settings), tmp_path, progress)
+        (record,) = launch(points, settings, tmp_path, progress)
     assert record.status == "infeasible"
     assert "predicted peak of " in record.reason
     assert "is over the 0.0 for tensors: cluster.device.memory_gib=16 less" in record.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import pytest
 
 from benchmarks.launch import simulate as launcher
 from benchmarks.launch.finish import finish_attempt
+from benchmarks.launch.options import SimulateOptions
 from benchmarks.launch.points import (
     Point,
     attempt_directory,
     freeze,
     plan_point,
     still_to_run,
-    variant_of,
     write_unstarted,
 )
 from benchmarks.launch.progress import SweepProgress
@@ -29,7 +30,7 @@ from benchmarks.specification.run_spec import SpecError, spec_from_mapping
 from tests.unit.test_spec import changed
 from zeropp.cost import price_plan
 
-OPTIONS = {"kind": "simulate", "compute": "traced"}
+OPTIONS = SimulateOptions(compute="traced")
 KERNELS = {"step_s": 2.0, "compute_s": 1.2, "kernels_s": 1.0, "host_bound_s": 0.1}
 KERNELS |= {"gather_s": 0.4, "gather_beside_compute_s": 0.3}
 OF_BLOCK = {"F": 1.0, "I": 2.0, "W": 0.5}
@@ -104,13 +105,13 @@ def test_full_backwards_are_split_and_tensor_parallelism_is_added() -> None:
 
 
 def test_the_launcher_prices_with_traced_compute(tmp_path: Path) -> None:
-    options = OPTIONS | {"traced_runs": str(tmp_path)}
+    options = replace(OPTIONS, traced_runs=str(tmp_path))
     with pytest.raises(SpecError, match=r"launcher\.tensors=real"):
         launcher.check([ZEROPP], options)
     source = write_trace(ZEROPP, tmp_path, COMPUTE)
     launcher.check([ZEROPP], options)
     with SweepProgress(2) as progress:
-        (plain,) = launcher.launch([ZEROPP], {"compute": "model"}, tmp_path, progress)
+        (plain,) = launcher.launch([ZEROPP], SimulateOptions(), tmp_path, progress)
         (record,) = launcher.launch([ZEROPP], options, tmp_path, progress)
     assert record.predicted["compute_from"] == source.record_id
     assert record.predicted["memory"] == plain.predicted["memory"]
@@ -122,8 +123,8 @@ def test_the_launcher_prices_with_traced_compute(tmp_path: Path) -> None:
 
 def test_an_infeasible_point_of_a_sweep_stops_nothing(tmp_path: Path) -> None:
     infeasible = Point(ZEROPP.spec, None, "no plan")
-    launcher.check([infeasible], OPTIONS | {"traced_runs": str(tmp_path)})
-    variant = variant_of(OPTIONS)
+    launcher.check([infeasible], replace(OPTIONS, traced_runs=str(tmp_path)))
+    variant = OPTIONS.variant
     write_unstarted(infeasible, tmp_path, "simulate", "infeasible", "no plan", variant=variant)
     assert not still_to_run([infeasible], tmp_path, "simulated", variant, "missing")
 
@@ -133,10 +134,10 @@ def test_a_trace_of_another_plan_is_not_taken(tmp_path: Path) -> None:
     path = tmp_path / record.record_id / "record.json"
     path.write_text(path.read_text().replace('"unit": 2', '"unit": 1'))
     with pytest.raises(SpecError, match="planned as it is today"):
-        launcher.check([ZEROPP], OPTIONS | {"traced_runs": str(tmp_path)})
+        launcher.check([ZEROPP], replace(OPTIONS, traced_runs=str(tmp_path)))
 
 
 def test_a_stage_without_a_like_is_named(tmp_path: Path) -> None:
     write_trace(ZEROPP, tmp_path, {"0F": 1.0, "7F": 1.0})
     with pytest.raises(SpecError, match=r"like stage 1 .*pipeline_ranks=\[0,1,-1\]"):
-        launcher.check([ZEROPP], OPTIONS | {"traced_runs": str(tmp_path)})
+        launcher.check([ZEROPP], replace(OPTIONS, traced_runs=str(tmp_path)))

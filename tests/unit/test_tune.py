@@ -39,6 +39,17 @@ def test_bounds_hold_and_the_winner_is_the_best_of_all(name: str) -> None:
     assert winner.step_s == pytest.approx(best)
 
 
+def test_stages_on_a_v_are_searched_where_asked_and_their_bounds_hold() -> None:
+    asked = ZeroppKnobs(pp=4, chunks=2, stage_style="auto", recompute="none")
+    found = everything(ZEROPP, SMALL, asked)
+    on_a_v = [(c, plan) for c, plan in found if plan.stage_style == "v"]
+    assert 0 < len(on_a_v) < len(found)
+    for candidate, plan in on_a_v:
+        result = ZEROPP.simulated(SMALL, candidate)
+        assert least_bytes(plan, result.price) <= result.peak_bytes, candidate
+        assert least_step_s(plan, result.price) <= result.step_s * (1 + 1e-9), candidate
+
+
 def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
     outcome = search(task(), DEEPSPEED_3D)
     assert outcome.winner is not None

@@ -73,7 +73,7 @@ def test_flops_count_recomputation_and_attention_as_the_row_says() -> None:
         ({"dtype": "tf32"}, "dtype=tf32"),
         ({"schedule": "dualpipe", "chunks": "2"}, "no generator"),
         ({"offload": "optimizer"}, "host's memory"),
-        ({"recompute": "full", "recompute_blocks": "4"}, "recompute_blocks=4"),
+        ({"recompute": "full", "recompute_blocks": "6"}, "recompute_blocks=6"),
         ({"zero": "3", "program": "megatron_deepspeed_2022"}, "no price for its ZeRO-3"),
         ({"schedule": "interleaved_1f1b", "chunks": "2", "micro_batch": "16"}, "groups of pp=4"),
         ({"global_batch": "9999998", "micro_batch": "1"}, "too many"),
@@ -105,6 +105,23 @@ def test_zero_bubble_with_twice_the_memory_is_faster_and_holds_twice_the_activat
     assert 1.7 < more / plain < 2.3
     assert value(**deep, schedule="zb_h2") < value(**deep, schedule="zb_h1")
     assert value(**deep, schedule="zb_h1") < value(**deep, schedule="1f1b")
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_recomputing_a_part_of_the_blocks_costs_a_part(whole: bool) -> None:
+    fsdp = {"program": "fsdp", "pp": "1", "dp": "8", "zero": "3", "schedule": "none"}
+    more = fsdp if whole else {}
+    none, all_ = value(**more), value(**more, recompute="full")
+    half = value(**more, recompute="full", recompute_blocks="12")
+    assert half == pytest.approx((none + all_) / 2, rel=0.02)
+    assert value(**more, recompute="full", recompute_blocks="24") == pytest.approx(all_)
+    flops = {"metric": "hardware_tflops_per_gpu", "unit": "TFLOP/s/GPU", "attention_flops": "full"}
+    counted = [
+        value(**flops, **more) * none,
+        value(**flops, **more, recompute="full") * all_,
+        value(**flops, **more, recompute="full", recompute_blocks="12") * half,
+    ]
+    assert counted[2] == pytest.approx((counted[0] + counted[1]) / 2)
 
 
 def test_layers_that_do_not_divide_are_cut_as_programs_cut_them() -> None:

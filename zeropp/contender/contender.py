@@ -15,6 +15,7 @@ ZEROPP = Contender(
     size=size,
     order=order,
     space=SPACE,
+    left_open=lambda knobs: knobs.is_open,
     reproduces_dropout=True,
     trainer="zeropp.contender.trainer:build",
 )

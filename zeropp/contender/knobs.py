@@ -28,9 +28,18 @@ class ZeroppKnobs:
     reduce_dtype: WireType = "fp32"  # in which gradients are sent; they are summed in fp32
     prefetch: Annotated[int, AT_LEAST_0] = 1  # chunks gathered ahead of their use
     keep: Annotated[int | Auto, AT_LEAST_0] = "auto"  # chunks that may stay gathered between uses
-    stage_style: StageStyle = "loop"  # how stages are dealt out; v needs fewer activations
+    # How stages are dealt out. A v needs fewer activations; it won in no cell that was tried, so
+    # the tuner looks at it only where it is asked to, with auto.
+    stage_style: StageStyle | Auto = "loop"
     split_backward: bool = True  # weight gradients are put off; False: full backwards
     placement: Placement | Auto = "auto"  # which ranks share a node
     compile: bool = False  # torch.compile each block
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a knob is left for the tuner to choose; the cap may be given in either way."""
+        cap = {self.activation_cap, self.activation_cap_gib} == {"auto"}
+        others = {k: v for k, v in vars(self).items() if not k.startswith("activation_cap")}
+        return cap or "auto" in others.values()
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012

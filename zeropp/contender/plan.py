@@ -9,7 +9,7 @@ from decimal import ROUND_CEILING, Context
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import PlanPrice, balanced_cuts
 from zeropp.layout import InfeasibleError, Layout
-from zeropp.literals import if_auto
+from zeropp.literals import StageStyle, if_auto
 from zeropp.plan import Plan, Task
 from zeropp.planner.degrees import (
     check_stages,
@@ -31,7 +31,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
     _refuse(task, knobs)
     layout = _layout(task, knobs)
     microbatches = microbatches_per_step(task, layout, microbatch_size)
-    style = knobs.stage_style
+    style: StageStyle = "loop" if knobs.stage_style == "auto" else knobs.stage_style
     unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
     cap = if_auto(knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
     placement = place_stages(style, layout.pp, layout.chunks)

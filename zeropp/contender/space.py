@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from zeropp.contender.knobs import ZeroppKnobs
-from zeropp.literals import Auto, Recompute, ReduceEvery
+from zeropp.literals import Auto, Recompute, ReduceEvery, StageStyle
 from zeropp.plan import Plan
 from zeropp.schedule.zeropp_order import smallest_cap
 from zeropp.tune.space import Point, Space, choices, placement_choices, zero_choices
@@ -19,6 +19,8 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
 _UNITS = (0.5, 1, 2, 4)  # as multiples of the pipeline's ranks, beside all microbatches
 _CAPS = (0.0, 1.0, 1.5)  # as multiples of U*V, between the smallest and all of a step
+_V_CHUNKS = (2, 4)  # with one chunk a V is a loop, and more than four gain little
+_V_CAPS = (0.375, 0.5)  # as multiples of P*V, the activations of 1F1B's first rank
 
 
 def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
@@ -26,10 +28,10 @@ def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     one, with which a bound on the step's time holds for the smaller ones."""
     asked, degrees = point.asked, point.degrees
     unit = point.num_microbatches if asked.unit == "auto" else asked.unit
-    for zero, placement, chunks, recompute in product(
+    for zero, placement, (chunks, style), recompute in product(
         zero_choices(asked.replicate_zero, degrees),
         placement_choices(asked.placement, point),
-        choices(asked.chunks, _CHUNKS),
+        _stages(asked),
         choices(asked.recompute, _RECOMPUTE),
     ):
         yield replace(
@@ -40,19 +42,30 @@ def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
             replicate_zero=zero,
             placement=placement,
             chunks=chunks,
+            stage_style=style,
             recompute=recompute,
             unit=unit,
             activation_cap="auto",
         )
 
 
+def _stages(asked: ZeroppKnobs) -> Iterator[tuple[int, StageStyle]]:
+    """Chunks per rank, and how their stages are dealt out."""
+    for chunks in choices(asked.chunks, _CHUNKS):
+        styles: tuple[StageStyle, ...] = ("loop", "v") if chunks in _V_CHUNKS else ("loop",)
+        for style in choices(asked.stage_style, styles):
+            yield chunks, style
+
+
 def members(asked: ZeroppKnobs, family: ZeroppKnobs, plan: Plan) -> Iterator[ZeroppKnobs]:
     """A family's units, activation caps and points of reduction, least memory first."""
-    m, pp, chunks = plan.num_microbatches, plan.layout.pp, plan.layout.chunks
-    for unit in choices(asked.unit, _units(pp, m)):
+    m = plan.num_microbatches
+    # On a V all chunks stay gathered through the step, so units save nothing.
+    units = [m] if plan.stage_style == "v" else _units(plan.layout.pp, m)
+    for unit in choices(asked.unit, units):
         unit = min(unit, m)
         reductions = choices(asked.reduce_every, _REDUCE if unit < m else ("step",))
-        for cap, reduce_every in product(_caps(asked, unit, chunks, m), reductions):
+        for cap, reduce_every in product(_caps(asked, unit, plan), reductions):
             yield replace(
                 family,
                 unit=unit,
@@ -66,11 +79,16 @@ def _units(pp: int, m: int) -> list[int]:
     return sorted({min(m, max(1, int(pp * factor))) for factor in _UNITS} | {m})
 
 
-def _caps(asked: ZeroppKnobs, unit: int, chunks: int, m: int) -> tuple[int | Auto, ...]:
+def _caps(asked: ZeroppKnobs, unit: int, plan: Plan) -> tuple[int | Auto, ...]:
+    """Activation caps to try, in ascending order."""
     if asked.activation_cap_gib != "auto":
         return ("auto",)
-    smallest = smallest_cap(asked.stage_style, chunks, m, unit)
-    wanted = {round(unit * chunks * factor) for factor in _CAPS}
+    chunks, m = plan.layout.chunks, plan.num_microbatches
+    smallest = smallest_cap(plan.stage_style, chunks, m, unit)
+    if plan.stage_style == "v":
+        wanted = {int(plan.layout.pp * chunks * factor) for factor in _V_CAPS}
+    else:
+        wanted = {round(unit * chunks * factor) for factor in _CAPS}
     return choices(
         asked.activation_cap, sorted({min(max(cap, smallest), m * chunks) for cap in wanted})
     )

@@ -54,6 +54,7 @@ def build_engine(
             dropout_seed=seed if shape.dropout else None,
             random=shape.dropout > 0,
             compile=plan.compile,
+            recomputed=plan.recomputed,
         ),
     )
 

@@ -8,15 +8,17 @@ against which every plan is held. ``model_flops_per_token`` is what MFU counts.
 Map, from the smallest formula to the whole price:
 
 * ``kernels``: seconds of one matrix product and of one pass over memory on a device.
-* ``flops``: parameters and FLOPs of a model's pieces, and cuts of the pieces into stages.
+* ``flops``: parameters and FLOPs of a model's pieces.
 * ``blocks``: seconds of one block's forward, input gradient and weight gradient.
 * ``compute_limit``: tokens per second and GPU if only those kernels took time.
 * ``collectives``: seconds of collectives and messages between the ranks of a layout.
 * ``activations`` and ``stage_memory``: bytes of a microbatch's tensors, and of one stage.
+* ``cuts``: stages of equal work.
 * ``stage_costs``: ``price_plan``, which puts them together; ``plan_price`` is its result's type.
 """
 
 from zeropp.cost.compute_limit import ComputeLimit, compute_limit
+from zeropp.cost.cuts import cut_by_cost
 from zeropp.cost.flops import (
     balanced_cuts,
     cut_by_weight,
@@ -33,6 +35,7 @@ __all__ = [
     "StageMemory",
     "balanced_cuts",
     "compute_limit",
+    "cut_by_cost",
     "cut_by_weight",
     "model_flops_per_token",
     "parameter_count",

@@ -53,6 +53,11 @@ class PassTimes:
     backward_input: float  # recomputation included
     backward_weight: float
 
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward_input + self.backward_weight
+
 
 def linears(work: Work) -> tuple[tuple[int, int], ...]:
     """(k, n) of a block's products as one rank runs them; fused where a program may fuse them."""
@@ -105,7 +110,7 @@ def _block(work: Work, forward_tp: float, backward_tp: float) -> PassTimes:
 
 
 def accumulation_bytes(work: Work) -> int:
-    """Bytes that adding a microbatch's weight gradient moves, a parameter: read and write the
+    """Bytes per parameter that adding a microbatch's weight gradient moves: read and write the
     sum, and, where it is not fused into the product, write and read the gradient as well."""
     total = 2 * work.program.state(work.precision).gradients
     return total if work.program.fused_accumulation else total + 2 * element_bytes(work.precision)

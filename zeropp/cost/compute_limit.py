@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from zeropp.cluster import Cluster, Device
 from zeropp.cost.activations import block_kept, head_kept
-from zeropp.cost.blocks import PassTimes, Work, piece_times
+from zeropp.cost.blocks import Work, piece_times
 from zeropp.cost.flops import parameter_count
 from zeropp.literals import Precision
 from zeropp.programs import Program, StateBytes
@@ -65,9 +65,5 @@ def _fits(work: Work, device: Device, num_gpus: int) -> bool:
 
 def _tokens_per_s(work: Work) -> float:
     times = piece_times(work, 0.0, 0.0)
-    whole = work.shape.layers * _total(times.block) + _total(times.embedding) + _total(times.head)
+    whole = work.shape.layers * times.block.total + times.embedding.total + times.head.total
     return work.tokens / whole
-
-
-def _total(times: PassTimes) -> float:
-    return times.forward + times.backward_input + times.backward_weight

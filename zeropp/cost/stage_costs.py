@@ -43,17 +43,8 @@ SLOW_NODE_LOSS = 0.1
 def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> PlanPrice:
     """Durations (seconds) and bytes of a plan. ``program``: a variant of the plan's own, which is
     the registered one by default."""
-    program = program or program_named(plan.program)
-    work = Work(
-        plan.shape,
-        cluster.device,
-        program,
-        plan.precision,
-        plan.recompute,
-        plan.microbatch_size,
-        plan.layout.tp,
-        plan.layout.sequence_parallel,
-    )
+    work = work_of(plan, cluster, program)
+    program = work.program
     tensor = tensor_times(plan, cluster, work)
     job = _Job(plan, cluster, work, tensor, *_piece_times(work, tensor))
     like = _first_alike(plan, cluster)
@@ -82,6 +73,20 @@ def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> 
         stragglers=stragglers(cluster, world),
         overlap_slowdown=cluster.device.overlap_slowdown,
         limit_s=plan.global_batch * plan.shape.seq / (world * limit),
+    )
+
+
+def work_of(plan: Plan, cluster: Cluster, program: Program | None = None) -> Work:
+    """What a plan's pieces are priced for; ``program`` as for ``price_plan``."""
+    return Work(
+        plan.shape,
+        cluster.device,
+        program or program_named(plan.program),
+        plan.precision,
+        plan.recompute,
+        plan.microbatch_size,
+        plan.layout.tp,
+        plan.layout.sequence_parallel,
     )
 
 
@@ -128,7 +133,8 @@ def _first_alike(plan: Plan, cluster: Cluster) -> list[int]:
     first: dict[tuple[object, ...], int] = {}
     like = []
     for stage, (begin, end) in enumerate(pairwise(plan.cuts)):
-        key = (end - begin, begin == 0, end == last, hops[stage], hops[stage + 1])
+        where = (begin == 0, end == last, hops[stage], hops[stage + 1])
+        key = (end - begin, plan.recomputed_blocks(stage), *where)
         like.append(first.setdefault(key, stage))
     return like
 
@@ -198,15 +204,16 @@ def _extras(job: _Job, stage: int) -> StageExtras:
     one tensor-parallel collective each way."""
     plan, tensor = job.plan, job.tensor
     blocks, ends = _kinds(plan, stage)
+    repeated = plan.recomputed_blocks(stage)
     unfused = _backward_s(plan, stage, job.times) - _backward_s(plan, stage, job.fused)
     again = job.times.block.backward_input - job.plain.block.backward_input - tensor.again
     blocking = job.work.program.blocking_transfers
     return StageExtras(
         tensor_forward=blocks * tensor.forward + ends * tensor.one,
-        tensor_backward=blocks * (tensor.backward + tensor.again) + ends * tensor.one,
+        tensor_backward=blocks * tensor.backward + repeated * tensor.again + ends * tensor.one,
         transfer_forward=_transfer_s(job, stage) if blocking else 0.0,
         transfer_backward=_transfer_s(job, stage - 1) if blocking else 0.0,
-        recomputation=blocks * again,
+        recomputation=repeated * again,
         accumulation=unfused,
     )
 
@@ -227,16 +234,17 @@ def _ends_of(plan: Plan, stage: int, times: PieceTimes) -> list[PassTimes]:
 
 def _kinds(plan: Plan, stage: int) -> tuple[int, int]:
     """Blocks of a stage, and how many of embedding and head it holds."""
-    first, last = plan.cuts[stage], plan.cuts[stage + 1]
-    ends = (first == 0) + (last == plan.shape.num_pieces)
-    return last - first - ends, ends
+    blocks = plan.blocks_of(stage)
+    return blocks, len(plan.pieces_of(stage)) - blocks
 
 
 def _stage_cost(job: _Job, stage: int) -> StageCost:
     plan, tensor, times = job.plan, job.tensor, job.times
     blocks, ends = _kinds(plan, stage)
+    repeated = plan.recomputed_blocks(stage)
     forward = blocks * times.block.forward + ends * tensor.one
-    input_ = blocks * times.block.backward_input + ends * tensor.one
+    input_ = (blocks - repeated) * job.plain.block.backward_input + ends * tensor.one
+    input_ += repeated * times.block.backward_input
     weight = blocks * times.block.backward_weight
     for piece in _ends_of(plan, stage, times):
         forward += piece.forward

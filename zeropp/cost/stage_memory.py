@@ -8,7 +8,8 @@ whose traces (``zeropp.engine.traced_ranks``) a test compares.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeropp.cost.activations import (
     FP32,
@@ -51,7 +52,8 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     half = (
         element_bytes(plan.precision) if separate and summed > element_bytes(plan.precision) else 0
     )
-    activations, later = _kept(work, len(sizes) - len(ends), head=last in pieces)
+    blocks = _Blocks(len(sizes) - len(ends), plan.recomputed_blocks(stage))
+    activations, later = _kept(work, blocks, head=last in pieces)
     held, buffers = _messages(plan, work, stage)
     activations += held
     return StageMemory(
@@ -73,17 +75,31 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
         deferred=int(later),
         boundary=int(boundary_bytes(work)),
         buffers=int(buffers),
-        **_moments(work, len(sizes) - len(ends), last in pieces, activations, later),
+        **_moments(work, blocks, last in pieces, activations, later),
     )
 
 
-def _kept(work: Work, blocks: int, *, head: bool) -> tuple[float, float]:
+class _Blocks(NamedTuple):
+    """A stage's blocks, and how many of them (the first ones) are recomputed."""
+
+    held: int
+    recomputed: int
+
+    def kept(self, work: Work, without: int = 0) -> float:
+        """Bytes that they keep from their forward to their backward, ``without`` those that were
+        last in the forward."""
+        plain = max(0, self.held - self.recomputed - without)
+        recomputed = min(self.recomputed, self.held - without)
+        return recomputed * block_kept(work) + plain * block_kept(replace(work, recompute="none"))
+
+
+def _kept(work: Work, blocks: _Blocks, *, head: bool) -> tuple[float, float]:
     """Bytes from a forward to its input gradient, and from there to its weight gradient. Torch's
     pipeline stages keep their outputs, and with weight gradients the gradient of their input."""
     runtime = work.program.torch_stages
     output = 0.0 if head or not runtime else boundary_bytes(work)
-    activations = blocks * block_kept(work) + head * head_kept(work) + output
-    later = blocks * block_deferred(work) + head * head_deferred(work)
+    activations = blocks.kept(work) + head * head_kept(work) + output
+    later = blocks.held * block_deferred(work) + head * head_deferred(work)
     return activations, later + (boundary_bytes(work) if runtime else 0.0)
 
 
@@ -108,24 +124,29 @@ def _messages(plan: Plan, work: Work, stage: int) -> tuple[float, float]:
 
 
 def _moments(
-    work: Work, blocks: int, head: bool, activations: float, later: float
+    work: Work, blocks: _Blocks, head: bool, activations: float, later: float
 ) -> dict[str, int]:
     """The stage's own bytes of a microbatch at the fullest moment of each of its passes.
 
-    A backward is fullest in the head, in the last block (the others still keep theirs) or in the
-    first (the others have deferred).
+    A backward is fullest in the head, in the last block or in the last one that is recomputed (the
+    blocks before it still keep theirs), or in the first block (the others have deferred).
     """
-    kept, deferred = block_kept(work), block_deferred(work)
-    in_block = block_forward(work) - kept if blocks else 0.0
+    deferred = block_deferred(work)
+    plain = work if blocks.recomputed == blocks.held else replace(work, recompute="none")
+    last = block_forward(plain) - block_kept(plain) if blocks.held else 0.0
+    again = block_forward(work) - block_kept(work) if blocks.recomputed else 0.0
     in_head = head_forward(work) if head else 0.0
     loss = activations + head * head_backward(work)
     split, full = loss, loss
-    if blocks:
-        others = max(later - deferred, (blocks - 1) * kept)
-        split = max(split, others + block_backward(work, split=True))
-        full = max(full, (blocks - 1) * kept + block_backward(work, split=False))
+    after = blocks.held - blocks.recomputed  # blocks behind the last one that is recomputed
+    for behind in {0, after} if blocks.recomputed else {0} if blocks.held else set():
+        others = blocks.kept(work, without=behind + 1)
+        split = max(split, behind * deferred + others + block_backward(work, split=True))
+        full = max(full, others + block_backward(work, split=False))
+    if blocks.held:
+        split = max(split, later - deferred + block_backward(work, split=True))
     return {
-        "forward": int(activations + max(in_block, in_head)),
+        "forward": int(activations + max(last, again, in_head)),
         "backward_input": int(max(split, later)),
         "full_backward": int(full),
     }

@@ -32,7 +32,8 @@ class Chunk:
 
     Linear layers of ``deferrable`` pieces put off their weight gradients while ``store`` is open.
     ``recompute`` full checkpoints each deferrable piece (a transformer block); selective keeps
-    the outputs of its matrix products and of attention and recomputes the rest. ``compiled``:
+    the outputs of its matrix products and of attention and recomputes the rest. ``recomputed``:
+    only so many of them, the first ones; None: all. ``compiled``:
     deferrable pieces run through torch.compile. ``seed`` is called with a piece's index in the
     chunk and the microbatch before every piece runs; None where nothing is seeded. ``random``:
     pieces may draw random numbers, and what is recomputed must draw the same ones again. ``first``:
@@ -50,12 +51,13 @@ class Chunk:
         *,
         random: bool,
         first: bool,
+        recomputed: int | None = None,
     ) -> None:
         self.shards = shards
         self._seed, self._random, self._first = seed, random, first
         self.store = store
-        self._deferrable = {id(piece) for piece in deferrable}
         self._recompute = recompute
+        self._recomputed = {id(piece) for piece in deferrable[:recomputed]}
         self._live: dict[int, _Live] = {}
         if compiled:
             for piece in deferrable:
@@ -75,7 +77,7 @@ class Chunk:
         return output
 
     def _run_piece(self, piece: nn.Module, x: Tensor) -> Tensor:
-        recompute = self._recompute if id(piece) in self._deferrable else "none"
+        recompute = self._recompute if id(piece) in self._recomputed else "none"
         return run_recomputed(piece, x, recompute, random=self._random)
 
     def set_output(self, microbatch: int, output: Tensor) -> None:

@@ -77,6 +77,7 @@ class EngineOptions:
     random: bool = True
     compile: bool = False
     group_of: GroupOf = one_group
+    recomputed: tuple[int, ...] = ()  # blocks of each stage, its first ones; empty: all of them
 
     def __post_init__(self) -> None:
         if self.compile and self.dropout_seed is not None:
@@ -242,6 +243,7 @@ class Engine:
             seed,
             random=options.random,
             first=stage == 0,
+            recomputed=options.recomputed[stage] if options.recomputed else None,
         )
 
     def _make_optimizer(self, optimizer: OptimizerConfig | MakeOptimizer) -> torch.optim.Optimizer:

@@ -1,4 +1,14 @@
-"""Pipeline schedules as data: actions, generators, passes and validation. Imports no torch."""
+"""Pipeline schedules as data: who computes what, in which order. Imports no torch.
+
+In: sizes (ranks, chunks, microbatches, unit, activation cap) and, where known, durations.
+Out: a ``Schedule``, one list of actions per pipeline rank, ready for engine and simulator.
+
+Read in this order: ``action`` (the vocabulary), ``program`` (a schedule and its stages' places),
+``build`` (the door: a name or ZeroPP's sizes in, a schedule out); then the generators
+(``generators``, ``zero_bubble``, and ZeroPP's: ``zeropp_order`` with ``greedy`` for stages in a
+loop, ``lean_order`` with ``pattern`` and ``justify`` for stages on a V); ``passes`` adds gathers,
+reductions and transfers; ``legality`` refuses what must not run; ``event_loop`` prices a schedule.
+"""
 
 from zeropp.schedule.build import GENERATORS, build
 from zeropp.schedule.legality import ScheduleError, validate

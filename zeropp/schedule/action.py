@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class Op(StrEnum):
-    """What an action does to its stage; the value is torch's abbreviation."""
+    """What an action does to its stage. The value is torch's abbreviation."""
 
     FORWARD = "F"
     BACKWARD_INPUT = "I"  # gradient of the stage's input only
@@ -42,7 +42,7 @@ class Op(StrEnum):
 
     @property
     def has_microbatch(self) -> bool:
-        """True where the action names a microbatch (all but UNSHARD, RESHARD, REDUCE_GRAD)."""
+        """True for compute and transfers; the other actions concern all microbatches."""
         return self in COMPUTE or self in TRANSFER
 
 
@@ -59,9 +59,9 @@ _PATTERN = re.compile(r"(\d+)(" + "|".join(sorted(map(str, Op), key=len, reverse
 class Action(NamedTuple):
     """One step of one rank's program.
 
-    ``stage`` is the global stage index, 0 to P*V-1; ``microbatch`` is None exactly for the
-    actions that concern a stage's parameters as a whole. A tuple, because a step of 64 ranks has
-    a million of them.
+    ``stage`` is the global index of the stage, from 0 to P*V-1. ``microbatch`` is None for the
+    actions that concern a stage's parameters as a whole, and a number for all others. This is a
+    tuple and not a dataclass because a training step of 64 ranks has a million actions.
     """
 
     stage: int
@@ -74,8 +74,11 @@ class Action(NamedTuple):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """While many actions are made: no cycle holds any, and the garbage collector, which goes
-    through all of them again and again, would take most of the time."""
+    """Switch the garbage collector off while very many actions are created.
+
+    Actions hold no reference cycles, so there is nothing for it to find; but it would walk through
+    all of them again and again, which takes most of the time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -86,7 +89,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def parse_action(text: str) -> Action:
-    """Read torch's text form of one action; raises ValueError on anything else."""
+    """Read one action in torch's text form. Raises ValueError where the text is not one."""
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"not an action: {text!r} (examples: 0F3, 2I1, 1UNSHARD, 0SEND_F3)")

@@ -1,13 +1,13 @@
-"""The event loop: what a set of programs takes on given durations.
+"""The event loop: how long a set of programs takes, given the durations of their actions.
 
-Every rank's program is in order, so the times are the longest paths through the programs and
-the messages between them. A rank has lanes that run beside each other, each in order: compute,
-the shard group's link (gathers and reductions, which share its bandwidth), and transfers (one
-lane a direction of the pipeline). An action of another lane starts no sooner than the compute
-actions before it have ended; a gather's copy is done by the first compute action that uses it, a
-reduction's before it starts. With programs that hold no transfers (compute only) a message takes
-its boundary's ``transfer`` from the producer's end. Inner loops work on numbers: a step of 64
-ranks has a million actions.
+A rank has four lanes that work side by side, each in the order of the program: compute; the link of
+its shard group (gathers and reductions, which share its bandwidth); and one lane for transfers in
+each direction of the pipeline. A gather, reduction or transfer starts once the compute actions
+before it in the program have ended. The copy that belongs to a gather is done by the first compute
+action that uses the parameters; the copy that belongs to a reduction is done before it starts. In
+programs without transfers (compute actions alone) a message takes ``StageCost.transfer`` from the
+end of the action that produces it. Inner loops work on plain numbers, because a step of 64 ranks
+has a million actions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from zeropp.schedule.action import TRANSFER, Op
+from zeropp.schedule.action import TRANSFER, Op, collector_paused
 from zeropp.schedule.program import Program, Schedule, StageCost
 from zeropp.timeline import Lane, Span
 
@@ -39,9 +39,11 @@ LANES: dict[Op, Lane] = {
     Op.RECV_B: "transfer",
 }
 
+_NAMES = {op: op.value for op in Op}
+
 
 class DeadlockError(ValueError):
-    """The programs wait for each other. ``stuck[r]`` is the index at which rank r stopped."""
+    """The programs wait for each other. Rank r stopped at index ``stuck[r]`` of its program."""
 
     def __init__(self, message: str, stuck: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -50,11 +52,11 @@ class DeadlockError(ValueError):
 
 @dataclass(frozen=True)
 class EventResult:
-    """Outcome of one run. Times in the unit of the costs.
+    """Outcome of one run. All times are in the unit of the costs.
 
-    ``start[r][i]`` and ``end[r][i]`` belong to action ``i`` of rank ``r``; a receive and a release
-    take no time. ``exposed_gather[r]`` is the time that the compute lane stood still for
-    parameters, ``exposed_wait[r]`` for messages.
+    ``start[r][i]`` and ``end[r][i]`` belong to action ``i`` of rank ``r``; receives and releases
+    take no time. ``busy[r]`` is the sum of rank r's compute. ``exposed_gather[r]`` is the time
+    during which its compute waited for parameters, ``exposed_wait[r]`` for messages.
     """
 
     programs: tuple[Program, ...]
@@ -67,38 +69,42 @@ class EventResult:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which the busiest rank's compute lane stands still."""
+        """Share of the step in which the rank with the most compute has nothing to compute."""
         return 1.0 - max(self.busy) / self.step_s
 
     @property
     def over_ideal(self) -> float:
-        """Step over the busiest rank's compute: 1 is a pipeline without bubbles."""
+        """Step divided by the compute of the rank that has most; 1 means no bubble at all."""
         return self.step_s / max(self.busy)
 
+    @collector_paused()
     def spans(self) -> tuple[Span, ...]:
-        """Spans for a Timeline; receives and releases take no time and are left out."""
+        """Spans for a Timeline. Receives and releases take no time and are left out."""
+        lanes, names = LANES, _NAMES
         return tuple(
-            Span(rank, LANES[action.op], str(action), self.start[rank][i], self.end[rank][i])
+            Span(rank, lanes[op], f"{stage}{names[op]}{'' if j is None else j}", start, end)
             for rank, program in enumerate(self.programs)
-            for i, action in enumerate(program)
-            if self.end[rank][i] > self.start[rank][i]
+            for (stage, op, j), start, end in zip(
+                program, self.start[rank], self.end[rank], strict=True
+            )
+            if end > start
         )
 
 
 def run(schedule: Schedule, costs: Sequence[StageCost]) -> EventResult:
-    """Price a schedule; one cost a stage. Raises DeadlockError where it cannot end."""
+    """Price a schedule, with one cost per stage. Raises DeadlockError where it cannot finish."""
     return run_programs(schedule.programs, schedule.stage_rank, costs)
 
 
 def run_programs(
     programs: Sequence[Program], stage_rank: Sequence[int], costs: Sequence[StageCost]
 ) -> EventResult:
-    """As ``run``, on bare programs."""
+    """As ``run``, for programs that are not part of a Schedule."""
     return _Loop(programs, stage_rank, costs).result()
 
 
 class _Loop:
-    """State of a run. Tables of times are by stage and microbatch: ``stage * M + microbatch``."""
+    """State of a run. Tables of times are indexed by ``stage * microbatches + microbatch``."""
 
     def __init__(
         self, programs: Sequence[Program], stage_rank: Sequence[int], costs: Sequence[StageCost]
@@ -152,8 +158,8 @@ class _Loop:
         )
 
     def _handlers(self) -> dict[Op, _Handler]:
-        """For each kind of action what takes its rank, stage and key and gives its start and end,
-        or None where it waits for what is not yet known."""
+        """One method per kind of action. It takes rank, stage and table index and returns start and
+        end, or None where the action waits for something that is not known yet."""
         return {
             Op.FORWARD: self._forward,
             Op.BACKWARD_INPUT: self._backward_input,
@@ -169,7 +175,7 @@ class _Loop:
         }
 
     def _advance(self, rank: int, handlers: dict[Op, _Handler]) -> None:
-        """Run a rank until its program ends or it waits for another rank."""
+        """Run one rank until its program ends or it has to wait for another rank."""
         program, microbatches = self._programs[rank], self._microbatches
         starts, ends = self._start[rank], self._end[rank]
         for i in range(self._position[rank], len(program)):
@@ -219,7 +225,7 @@ class _Loop:
 
     def _backward_weight(self, rank: int, stage: int, key: int) -> _Times | None:
         if not self._done_i[key]:
-            return None  # nor ever: its own rank would have to do it first
+            return None  # a deadlock: its input gradient stands later in the same program
         start = self._compute[rank]
         duration = self._costs[stage].backward_weight
         end = self._compute[rank] = start + duration
@@ -227,7 +233,7 @@ class _Loop:
         return start, end
 
     def _use(self, rank: int, stage: int, ready: float, duration: float) -> _Times:
-        """Compute that needs an input and the gathered parameters."""
+        """Times of a compute action that needs its input and the gathered parameters."""
         start = self._compute[rank]
         if ready > start:
             self._stall_wait[rank] += ready - start
@@ -242,7 +248,7 @@ class _Loop:
         return start, end
 
     def _arrive(self, ready: list[float], waiting: dict[int, int], key: int, time: float) -> None:
-        """An input is at hand: wake the rank that waits for it."""
+        """Note when an input arrives, and wake the rank that waits for it."""
         ready[key] = time
         rank = waiting.pop(key, None)
         if rank is not None:
@@ -287,7 +293,7 @@ class _Loop:
         key: int,
         time: float,
     ) -> None:
-        """A message comes: an input is at hand if its receive is posted, else it is kept."""
+        """A message arrives: it is an input if its receive is posted, otherwise it is kept."""
         if ready[key] == _POSTED:
             self._arrive(ready, waiting, key, time)
         else:
@@ -300,7 +306,7 @@ class _Loop:
         return self._post(rank, self._ready_b, self._message_b[key], key)
 
     def _post(self, rank: int, ready: list[float], message: float, key: int) -> _Times:
-        """A receive never blocks, the compute action that needs it does."""
+        """Post a receive. It never blocks; the compute action that needs the message does."""
         if message < 0.0:
             ready[key] = _POSTED
             return self._compute[rank], self._compute[rank]
@@ -311,8 +317,8 @@ class _Loop:
 def _hops(
     programs: Sequence[Program], stage_rank: Sequence[int], costs: Sequence[StageCost]
 ) -> list[float | None]:
-    """What passes between each stage's output and the next one's input at hand, either way; None
-    where programs hold transfers for it."""
+    """Time from each stage's output to its arrival at the next stage, in either direction; None
+    where the programs have transfers of their own for it."""
     lowered = any(action.op in TRANSFER for program in programs for action in program)
     remote = [None if lowered else cost.transfer for cost in costs]
     pairs = zip(remote, stage_rank, stage_rank[1:], strict=False)

@@ -1,6 +1,7 @@
-"""Generators of compute-only schedules without split backward: GPipe, 1F1B and their relatives.
+"""Schedules without a split backward: GPipe, 1F1B and their relatives.
 
-Each returns one list of actions a rank; transfers, gathers and reductions are the passes' work.
+Each function returns one list of compute actions per rank. Transfers, gathers and reductions are
+added later, by ``zeropp.schedule.passes``.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from zeropp.schedule.program import Program
 
 
 def looped_bfs(num_ranks: int, chunks: int, num_microbatches: int) -> tuple[Program, ...]:
-    """Breadth first over chunks: every microbatch through chunk 0, then chunk 1 ...; back in
-    reverse (arXiv 2211.05953, figure 4). With one chunk this is GPipe (arXiv 1811.06965)."""
+    """Breadth first: all microbatches run through chunk 0, then all through chunk 1, and so on;
+    the backward takes the chunks in reverse (arXiv 2211.05953, figure 4). With one chunk per rank
+    this is GPipe (arXiv 1811.06965)."""
     microbatches = range(num_microbatches)
     programs = []
     for rank in range(num_ranks):
@@ -23,9 +25,10 @@ def looped_bfs(num_ranks: int, chunks: int, num_microbatches: int) -> tuple[Prog
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
-    """PipeDream-flush (arXiv 2006.09503): P - r forwards to fill, then one backward, one forward.
+    """1F1B, PipeDream-flush (arXiv 2006.09503).
 
-    The order of DeepSpeed's ``TrainSchedule`` and of Megatron's non-interleaved schedule.
+    Rank r begins with P - r forwards and then alternates between one backward and one forward.
+    DeepSpeed's ``TrainSchedule`` and Megatron's non-interleaved schedule have the same order.
     """
     programs = []
     for rank in range(num_ranks):
@@ -39,7 +42,7 @@ def interleaved_1f1b(num_ranks: int, chunks: int, num_microbatches: int) -> tupl
     """Megatron's interleaved 1F1B (arXiv 2104.04473, section 2.2).
 
     Microbatches go through the chunks in groups of P. Raises ValueError where P does not divide
-    the microbatches: the order is not defined there.
+    the number of microbatches, because the order is not defined then.
     """
     require_groups("interleaved_1f1b", num_ranks, num_microbatches)
     programs = []
@@ -54,7 +57,7 @@ def interleaved_1f1b(num_ranks: int, chunks: int, num_microbatches: int) -> tupl
 
 
 def require_groups(name: str, num_ranks: int, num_microbatches: int) -> None:
-    """Raise ValueError unless the microbatches come in whole groups of P."""
+    """Raise ValueError unless the number of microbatches is a multiple of P."""
     if num_microbatches % num_ranks:
         raise ValueError(
             f"{name}: num_microbatches={num_microbatches} must be a multiple of "
@@ -65,7 +68,7 @@ def require_groups(name: str, num_ranks: int, num_microbatches: int) -> None:
 def interleaved_order(
     rank: int, num_ranks: int, chunks: int, num_microbatches: int, backward: bool
 ) -> list[tuple[int, int]]:
-    """Stage and microbatch of a rank's steps in one direction: groups of P through the chunks."""
+    """The (stage, microbatch) pairs of one rank in one direction, in groups of P microbatches."""
     chunk_order = [*range(chunks)][:: -1 if backward else 1]
     return [
         (chunk * num_ranks + rank, group + offset)
@@ -76,7 +79,7 @@ def interleaved_order(
 
 
 def _alternate(forward: list[Action], backward: list[Action], warmup: int) -> Program:
-    """``warmup`` forwards, then backward and forward in turn, then the backwards that remain."""
+    """``warmup`` forwards; then a backward and a forward in turn; then the remaining backwards."""
     warmup = min(warmup, len(forward))
     steady = [action for pair in zip(backward, forward[warmup:], strict=False) for action in pair]
     return (*forward[:warmup], *steady, *backward[len(forward) - warmup :])

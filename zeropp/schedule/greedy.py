@@ -1,10 +1,11 @@
-"""ZeroPP's list scheduler: orders of forwards and input gradients in, programs out.
+"""ZeroPP's list scheduler: it merges the orders of forwards and backwards into one per rank.
 
-Every rank has a fixed order of forwards and of input gradients; weight gradients queue up in the
-order in which the input gradients made them possible. Time runs; whenever a rank is free it takes
-an input gradient or a forward (if the activation cap allows) that can start, and a weight
-gradient where there is neither. An activation counts from its forward to its weight gradient, so
-the cap bounds both the microbatches in flight and the weight gradients put off.
+Every rank has a fixed order of its forwards and a fixed order of its input gradients. Weight
+gradients wait in a queue, in the order of their input gradients. Simulated time runs from event to
+event; whenever a rank is free it takes an input gradient or a forward that can start (a forward
+only if the activation cap allows it), and a weight gradient where there is neither. An activation
+counts from its forward to the end of its weight gradient, so the cap limits both the microbatches
+in flight and the weight gradients that are put off.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from zeropp.schedule.program import Program, StageCost
 Slot = tuple[int, int]  # stage, microbatch
 
 _NEVER = float("inf")
-_END = (-1, -1)  # stands behind the last slot of an order, and is never ready
+_END = (-1, -1)  # marks the end of an order; its input never arrives
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How a rank chooses. No policy is best for all sizes, so a planner tries several.
+    """How a rank chooses between several actions that could start. No policy is best for all
+    sizes, so a planner tries several.
 
-    ``alternate``: an input gradient is followed by a forward, where there is one that can start;
-    if the cap forbids it, first by a weight gradient that makes room for it. So the next unit gets
-    through while this one's input gradients are at hand (which else go first, always).
-    ``patience``: put off a weight gradient if work from another rank is due within this share of
-    its duration; 0 starts it at once.
+    Without ``alternate`` an input gradient always goes before a forward. With it, an input gradient
+    is followed by a forward if one can start (if the cap forbids it, by a weight gradient first,
+    which makes room), so that the next unit advances while this one is still in its backward.
+    ``patience``: a weight gradient is not started if other work is due within this share of its
+    duration; with 0 it is started at once.
     """
 
     alternate: bool = False
@@ -39,10 +41,9 @@ class Policy:
 
 @dataclass(frozen=True)
 class Orders:
-    """What each rank may run: forwards and input gradients, each in this order.
+    """The order of every rank's forwards and of its input gradients.
 
-    Without ``split_backward`` the input gradients are full backwards, and there is nothing to put
-    off.
+    Without ``split_backward`` the input gradients are full backwards, and nothing is put off.
     """
 
     stage_rank: tuple[int, ...]
@@ -53,15 +54,15 @@ class Orders:
 
 @dataclass(frozen=True)
 class Planned:
-    """What the ranks take up one after the other, by kind, and when the last rank ends on the
-    costs planned with."""
+    """The result: for every rank the kinds of its actions in turn (which action of a kind comes
+    next is known from ``orders``), and when the last rank ends, in the unit of the costs."""
 
     orders: Orders
     kinds: tuple[Sequence[Op], ...]
     step_s: float
 
     def programs(self) -> tuple[Program, ...]:
-        """One program a rank."""
+        """One program per rank."""
         return tuple(
             tuple(_merge(forward, backward, kinds))
             for forward, backward, kinds in zip(
@@ -85,15 +86,16 @@ def _merge(
 
 
 def list_schedule(orders: Orders, costs: Sequence[StageCost], cap: int, policy: Policy) -> Planned:
-    """An order of every rank's work with at most ``cap`` live chunk-activations a rank.
+    """Schedule all work with at most ``cap`` live chunk-activations per rank.
 
-    Raises ValueError where the cap is too small for the orders ever to finish.
+    ``costs`` are durations, one per stage. Raises ValueError where the cap is so small that the
+    orders can never finish.
     """
     return _Run(orders, costs, cap, policy).result()
 
 
 class _Rank:
-    """State of one rank while time runs: how far it is in each of its orders."""
+    """How far one rank has come in each of its orders, and until when it is busy."""
 
     def __init__(self, forward: Sequence[Slot], backward: Sequence[Slot]) -> None:
         self.forward, self.backward = (*forward, _END), (*backward, _END)
@@ -112,7 +114,7 @@ class _Run:
         self._last = len(orders.stage_rank) - 1
         pairs = zip(orders.forward, orders.backward, strict=True)
         self._ranks = [_Rank(forward, backward) for forward, backward in pairs]
-        # Time at which an input is there, by stage and microbatch; the last row is that of _END.
+        # When the input of each stage and microbatch arrives; the last row belongs to _END.
         count = 1 + max((j for _, j in orders.forward[0]), default=0)
         rows = len(orders.stage_rank) + 1
         self._forward_ready = [[_NEVER] * count for _ in range(rows)]
@@ -197,7 +199,8 @@ class _Run:
         target: int,
         microbatch: int,
     ) -> None:
-        """Say when a slot's input will be there; a rank that is busy until then looks anyway."""
+        """Note when an output arrives at the next stage, and wake that rank then. A rank that is
+        busy at that time needs no waking: it looks for work when it is done."""
         rank = self._stage_rank[target]
         receiver = self._ranks[rank]
         arrival = sender.free_at

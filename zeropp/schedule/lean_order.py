@@ -21,7 +21,7 @@ from zeropp.schedule.program import Program, StageCost
 
 _KINDS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _FULL_KINDS = (Op.FORWARD, Op.FULL_BACKWARD, Op.BACKWARD_WEIGHT)
-_MANY_ACTIONS = 40_000  # beyond, planning tries less, to remain a matter of seconds
+_PASSES = ((80_000, 5), (150_000, 3))  # up to so many actions in a step, so many passes; beyond 1
 
 
 def lean_programs(
@@ -41,10 +41,11 @@ def lean_programs(
     chunks = len(stage_rank) // len(set(stage_rank))
     actions = Actions(stage_rank, num_microbatches, split_backward, window=6 * chunks)
     order = _repeated(actions, pattern)
-    many = actions.per_kind * len(_KINDS) > _MANY_ACTIONS
+    total = len(_KINDS) * actions.per_kind
+    passes = next((passes for most, passes in _PASSES if total <= most), 1)
     found = [
-        justify(actions, order, costs, activation_cap, passes=3 if many else 5, weights_last=last)
-        for last in ((False,) if many else (False, True))
+        justify(actions, order, costs, activation_cap, passes=passes, weights_last=last)
+        for last in ((False, True) if total <= _PASSES[0][0] else (False,))
     ]
     best = min(found, key=lambda result: result.step_s)
     return tuple(_program(actions, rank) for rank in best.order)

@@ -1,4 +1,4 @@
-"""Refuse an illegal, deadlocking or over-memory program at plan time, with the grid to look at."""
+"""Refuse a program that is illegal, deadlocks or needs too much memory, before anything runs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ _PARTS = {op: (op,) for op in COMPUTE} | {Op.FULL_BACKWARD: (Op.BACKWARD_INPUT, 
 
 
 class ScheduleError(ValueError):
-    """A program that must not be run; the message ends with the grid, the bad cell in [[ ]]."""
+    """A program that must not be run. The message ends with the programs of all ranks around the
+    bad action, which is marked with [[ ]]."""
 
 
 @collector_paused()
 def validate(schedule: Schedule, *, activation_cap: int | None = None) -> None:
-    """Check a schedule, compute-only or lowered; raises ScheduleError.
+    """Check a schedule, with compute actions alone or lowered. Raises ScheduleError.
 
-    Held: every stage on its rank; every forward, input gradient and weight gradient exactly once;
-    dependencies kept and no deadlock; at most ``activation_cap`` live chunk-activations a rank;
-    in a lowered program parameters gathered wherever they are used, at most once a chunk, unit
-    and phase, never gathered twice at a time, and gradients reduced after they are complete.
+    Checked are: every action is on the rank of its stage; every forward, input gradient and weight
+    gradient is there exactly once; dependencies are kept and there is no deadlock; no rank has more
+    than ``activation_cap`` live chunk-activations. In a lowered program also: parameters are
+    gathered wherever they are used, at most once per chunk, unit and phase, and never while they
+    are gathered already; and all gradients are reduced once they are complete.
     """
     _check_each_action_once(schedule)
     try:
@@ -48,7 +50,8 @@ def validate(schedule: Schedule, *, activation_cap: int | None = None) -> None:
 
 
 def live_activations(schedule: Schedule, rank: int) -> list[int]:
-    """Live chunk-activations after each action: from a forward to its weight gradient."""
+    """Number of live chunk-activations after each action of a rank; each is live from its forward
+    to its weight gradient."""
     live, counts = 0, []
     for action in schedule.programs[rank]:
         live += action.op is Op.FORWARD
@@ -58,7 +61,7 @@ def live_activations(schedule: Schedule, rank: int) -> list[int]:
 
 
 def resident_chunks(schedule: Schedule, rank: int) -> list[int]:
-    """Chunks whose parameters are gathered (or being gathered) after each action."""
+    """Number of chunks whose parameters are gathered, or being gathered, after each action."""
     resident, counts = 0, []
     for action in schedule.programs[rank]:
         resident += action.op is Op.UNSHARD

@@ -1,7 +1,8 @@
-"""Lowering: add transfers, parameter gathers and releases, and gradient reductions.
+"""Lowering: add gradient reductions, parameter gathers and releases, and transfers.
 
-Input is a compute-only schedule. Reductions and gathers look at one rank's program at a time; the
-transfers' pass looks at all, because receives must be posted before the sends, in their order.
+The input is a schedule with compute actions alone. Reductions and gathers are added to one rank's
+program at a time. Transfers need all programs at once, because a receive must be posted before its
+message is sent, and in the order of the sends.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ def lower(
 ) -> Schedule:
     """The whole program of a schedule, ready to be run.
 
-    ``gather``: parameters are sharded, so gathers and releases are added, each gather
-    ``prefetch`` windows ahead of its use. ``keep``: parameters are released as soon as no window
-    needs them (0), or that many chunks may stay gathered at once where that saves a gather; the
-    one that is needed last goes first. On schedules without units a phase is the whole step's
-    forwards or backwards of a stage. Gradients are reduced after the last weight gradient of
-    a stage's unit, or of its step. Raises ValueError on a schedule that is lowered already.
+    ``gather``: parameters are sharded, so they are gathered ``prefetch`` windows ahead of their
+    use and released afterwards (see ``parameter_windows``). ``keep``: with 0, parameters are
+    released as soon as their window ends; with more, so many chunks may stay gathered at once,
+    which saves gathers, and the one whose next use is furthest away is released first.
+    ``reduce_every``: gradients of a stage are reduced after its last weight gradient in a unit, or
+    in the step. Raises ValueError on a schedule that is lowered already.
     """
     if any(not a.op.is_compute for program in schedule.programs for a in program):
         raise ValueError(f"schedule {schedule.name} is lowered already")
@@ -66,12 +67,13 @@ class Window:
 
 
 def parameter_windows(program: Program, unit: int) -> list[Window]:
-    """Where a rank needs which parameters, in the order in which the needs begin.
+    """The windows in which a rank needs each stage's parameters, ordered by their beginnings.
 
-    A phase is the forwards, or the input gradients, of one stage and unit; weight gradients need
-    no parameters. Two phases of a stage that overlap, or between which no other phase begins, are
-    one window: the parameters stay, which saves a gather (the last chunk turns round from forward
-    to backward; chunk 0 does from one unit to the next).
+    A phase is all forwards, or all input gradients, of one stage in one unit (in the whole step
+    where a schedule has no units); weight gradients need no parameters. Two phases of a stage are
+    one window if they overlap or if no other phase begins between them: the parameters stay, which
+    saves a gather. This happens where the last chunk goes from forward to backward, and where the
+    first chunk goes from one unit to the next.
     """
     phases: dict[tuple[int, int, bool], Window] = {}
     for index, action in enumerate(program):
@@ -141,13 +143,14 @@ def _add_reductions(program: Program, span: int) -> Program:
 
 
 def _add_transfers(programs: Sequence[Program], compute: Schedule) -> tuple[Program, ...]:
-    """Sends right after their producer; receives posted early, and on each channel (ordered pair
-    of ranks) in the order of the sends.
+    """Add sends right after the action that produces the message, and receives well before use.
 
-    A receive stands before the action that its rank runs, in the equal-cost run, while the message
-    is sent, and at least one compute action ahead of its consumer. So there is one order of all
-    actions in which every receive is posted before its send: even a transport that blocks each
-    send until its receive is posted cannot deadlock, whatever the durations are.
+    On each channel (an ordered pair of ranks) receives are posted in the order of the sends. To
+    place them, the schedule is run once with equal durations: a receive is placed before the action
+    that its rank is running when the message is sent, and at least one compute action before the
+    one that needs it. So there is an order of all actions in which every receive is posted before
+    its send. Therefore even a transport that blocks each send until its receive is posted cannot
+    deadlock, whatever the real durations are.
     """
     end = event_loop.run(compute, [StageCost()] * compute.num_stages).end
     places = _use_places(compute)
@@ -171,7 +174,7 @@ def _add_transfers(programs: Sequence[Program], compute: Schedule) -> tuple[Prog
 
 
 class _Route(NamedTuple):
-    """Where a compute action's output goes: to ``stage`` on ``rank``."""
+    """Where the output of a compute action is sent: to ``stage`` on ``rank``."""
 
     send: Op
     receive: Op
@@ -180,7 +183,7 @@ class _Route(NamedTuple):
 
 
 def _routes(stage_rank: Sequence[int]) -> dict[tuple[int, Op], _Route]:
-    """By stage and operation, where the output leaves the rank."""
+    """The routes of all outputs that leave their rank, by stage and operation."""
     routes = {}
     for stage, (here, there) in enumerate(pairwise(stage_rank)):
         if here != there:
@@ -191,8 +194,8 @@ def _routes(stage_rank: Sequence[int]) -> dict[tuple[int, Op], _Route]:
 
 
 def _use_places(compute: Schedule) -> dict[Op, list[list[int]]]:
-    """By the receive that brings the input, stage and microbatch: the place of the action that
-    needs it."""
+    """Where in its program the action stands that needs each message: by kind of receive, then
+    stage, then microbatch."""
     rows = range(compute.num_stages)
     forward, backward = ([[0] * compute.num_microbatches for _ in rows] for _ in "FB")
     for program in compute.programs:
@@ -203,7 +206,7 @@ def _use_places(compute: Schedule) -> dict[Op, list[list[int]]]:
 
 
 def _in_order(receives: list[tuple[int, Action]]) -> Iterator[tuple[int, Action]]:
-    """One channel's receives with their places, none later than any that was sent after it."""
+    """Move receives of one channel forward until their places are in the order of the sends."""
     places = [place for place, _ in receives]
     earliest = [*accumulate(reversed(places), min)][::-1]
     return ((place, receive) for place, (_, receive) in zip(earliest, receives, strict=True))
@@ -223,8 +226,8 @@ def _insert(
 def _insert_transfers(
     program: Program, sends: Sequence[Action | None], receives: list[tuple[int, Action]]
 ) -> Program:
-    """Receives before the compute action at their place, sends behind theirs; places count compute
-    actions only."""
+    """Insert receives before, and sends after, the compute action at their place. Places count
+    compute actions alone."""
     receives.sort(key=itemgetter(0))
     out: list[Action] = []
     index = posted = 0

@@ -1,4 +1,4 @@
-"""A schedule: one program of actions for every pipeline rank, and where the stages live."""
+"""A schedule: one program of actions for every pipeline rank, and the rank of every stage."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ Program = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class StageCost:
-    """Durations of one stage's actions, in seconds (or any one unit) for one microbatch.
+    """Durations of one stage's actions, in seconds (or any other unit, the same for all).
 
-    ``unshard``, ``reduce_grad`` and ``transfer`` are the durations of one gather, one
-    reduce-scatter and one boundary tensor between a stage and the next, either way.
-    ``copy_out`` and ``copy_in`` are what a gather and a reduction take of the compute lane, to
-    move parameters out of, and gradients into, the collective's buffer. Recomputation, where
-    there is any, is part of ``backward_input``.
+    ``forward``, ``backward_input`` and ``backward_weight`` are for one microbatch; recomputation,
+    where there is any, is part of ``backward_input``. ``unshard`` and ``reduce_grad`` are one
+    gather of the stage's parameters and one reduce-scatter of its gradients. ``transfer`` is one
+    boundary tensor between this stage and the next, in either direction. ``copy_out`` and
+    ``copy_in`` are the time that a gather and a reduction take away from compute, to move
+    parameters out of the collective's buffer and gradients into it.
     """
 
     forward: float = 1.0
@@ -44,9 +45,9 @@ class Schedule:
 
     ``stage_rank[s]`` is the pipeline rank that holds stage ``s``; stages are numbered in the
     order in which data flows through them. ``unit`` is the number of microbatches for which a
-    chunk's parameters are gathered once (equal to ``num_microbatches`` where a schedule knows
-    no units). ``programs[r]`` is in issue order: an asynchronous action (gather, reduction,
-    transfer) starts no sooner than the compute actions before it have ended.
+    chunk's parameters are gathered once (all of them where a schedule has no units).
+    ``programs[r]`` lists rank r's actions in the order in which they are issued: a gather, a
+    reduction or a transfer starts once the compute actions listed before it have ended.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Schedule:
         return tuple(s for s, r in enumerate(self.stage_rank) if r == rank)
 
     def to_csv(self) -> str:
-        """Torch's CSV form: one line a rank, one action a cell."""
+        """The CSV form that torch reads and writes: one line per rank, one action per cell."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         for program in self.programs:
@@ -79,7 +80,7 @@ class Schedule:
 
 
 def programs_from_csv(text: str) -> tuple[Program, ...]:
-    """Read torch's CSV form back; empty cells (bubbles) are skipped."""
+    """Read torch's CSV form. Empty cells, which mark idle time, are skipped."""
     return tuple(
         tuple(parse_action(cell) for cell in row if cell.strip())
         for row in csv.reader(io.StringIO(text))

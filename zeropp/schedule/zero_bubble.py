@@ -1,8 +1,8 @@
-"""Zero-bubble generators (arXiv 2401.10241): backward split in input and weight gradients.
+"""Zero-bubble schedules (arXiv 2401.10241): backward split into input and weight gradients.
 
-ZB-H1 and its interleaved form follow 1F1B's order with weight gradients put off by as many
-input gradients as the rank has ranks before it; ZBV has two chunks a rank, down and up again.
-Each returns one list of compute actions a rank.
+ZB-H1 and its interleaved form follow 1F1B's order, but rank r runs each weight gradient r input
+gradients later. ZBV puts two chunks on each rank, going down the ranks and up again. Each function
+returns one list of compute actions per rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from zeropp.schedule.program import Program
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
-    """ZB-H1: no more activations than 1F1B's first rank, a third of its bubble at F=I=W."""
+    """ZB-H1: as many activations as 1F1B's first rank, and a third of 1F1B's bubble where forward,
+    input gradient and weight gradient take equally long."""
     programs = []
     for rank in range(num_ranks):
         slots = [(rank, j) for j in range(num_microbatches)]
@@ -22,9 +23,9 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
 
 
 def interleaved_zb(num_ranks: int, chunks: int, num_microbatches: int) -> tuple[Program, ...]:
-    """ZB-H1 over chunks: the order of torch's ``ScheduleInterleavedZeroBubble``.
+    """ZB-H1 with several chunks per rank: the order of torch's ``ScheduleInterleavedZeroBubble``.
 
-    Raises ValueError where P does not divide the microbatches.
+    Raises ValueError where P does not divide the number of microbatches.
     """
     require_groups("interleaved_zb", num_ranks, num_microbatches)
     programs = []
@@ -39,7 +40,7 @@ def interleaved_zb(num_ranks: int, chunks: int, num_microbatches: int) -> tuple[
 def _delayed(
     forward: list[tuple[int, int]], backward: list[tuple[int, int]], warmup: int, delay: int
 ) -> Program:
-    """Forwards to fill, then F I W in turn with W ``delay`` input gradients behind."""
+    """``warmup`` forwards, then F, I and W in turn; W is ``delay`` input gradients behind I."""
     total = len(forward)
     warmup = min(warmup, total)
     actions = [Action(stage, Op.FORWARD, j) for stage, j in forward[:warmup]]
@@ -56,10 +57,11 @@ def _delayed(
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
-    """ZBV: chunk 0 down the ranks and chunk 1 back up, so the first rank holds both ends.
+    """ZBV: chunk 0 goes down the ranks and chunk 1 up again, so rank 0 has the first and the last
+    stage.
 
-    The order is defined for at least 2P-1 microbatches; for fewer, the actions of the
-    microbatches that there are, in that order.
+    The order is defined for at least 2P-1 microbatches. With fewer it is the order for 2P-1
+    without the actions of the microbatches that are missing.
     """
     count = max(num_microbatches, 2 * num_ranks - 1)
     return tuple(
@@ -87,7 +89,7 @@ def _zbv_rank(num_ranks: int, rank: int, count: int) -> list[Action]:
 
 
 class _Tape:
-    """Actions in the order in which they were added; each kind numbers its own microbatches."""
+    """Collects actions in order and numbers the microbatches of each stage and kind by itself."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []

@@ -14,8 +14,9 @@ chunks gathered: ``lean_order``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from operator import itemgetter
 
 from zeropp.literals import StageStyle
 from zeropp.schedule.action import collector_paused
@@ -26,6 +27,8 @@ from zeropp.schedule.program import Program, Schedule, StageCost, loop_placement
 _EQUAL_COST_POLICIES = (Policy(), Policy(alternate=True))
 # More of them gain next to nothing and take their time.
 _POLICIES = tuple(Policy(alternate=True, patience=patience) for patience in (0.0, 0.25, 0.5))
+_MANY_ACTIONS = 100_000  # beyond, the policy is chosen on so many units:
+_SAMPLED_UNITS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +127,26 @@ def _in_units(sizes: OrderSizes, costs: Sequence[StageCost] | None) -> list[tupl
     orders = unit_orders(sizes)
     planned = [_equal_cost_plan(orders, sizes.activation_cap)]
     if costs is not None:
-        plans = (
-            list_schedule(order, costs, sizes.activation_cap, policy)
-            for order, policy in product(orders, _POLICIES)
-        )
-        planned.append(min(plans, key=lambda plan: plan.step_s))
+        planned.append(_real_cost_plan(sizes, orders, costs))
     return [plan.programs() for plan in planned]
+
+
+def _real_cost_plan(
+    sizes: OrderSizes, orders: Sequence[Orders], costs: Sequence[StageCost]
+) -> Planned:
+    """The best of all policies; which that is, is found out on the first units of a long step."""
+    cap = sizes.activation_cap
+    units = _SAMPLED_UNITS * sizes.unit + sizes.num_microbatches % sizes.unit
+    if units < sizes.num_microbatches and 3 * len(costs) * sizes.num_microbatches > _MANY_ACTIONS:
+        sample = unit_orders(replace(sizes, num_microbatches=units))
+        tried = [
+            (list_schedule(order, costs, cap, policy).step_s, number, policy)
+            for policy, (number, order) in product(_POLICIES, enumerate(sample))
+        ]
+        _, number, policy = min(tried, key=itemgetter(0))
+        return list_schedule(orders[number], costs, cap, policy)
+    plans = (list_schedule(o, costs, cap, policy) for o, policy in product(orders, _POLICIES))
+    return min(plans, key=lambda plan: plan.step_s)
 
 
 def unit_orders(sizes: OrderSizes) -> tuple[Orders, ...]:

@@ -39,8 +39,12 @@ def peak_memory(plan: Plan, price: PlanPrice) -> tuple[MemoryBytes, ...]:
 
 def rank_peak(plan: Plan, price: PlanPrice, rank: int) -> MemoryBytes:
     """Bytes by kind at the peak of one pipeline rank."""
-    fullest = max(walk(plan, price, rank), key=lambda change: change.total)
-    return as_memory(plan, price, rank, fullest)
+    most, fullest = -1, _EMPTY
+    for change in _changes(plan, price, rank):
+        total = change[2] + change[3] + change[4] + change[5]
+        if total > most:
+            most, fullest = total, change
+    return as_memory(plan, price, rank, Change._make(fullest))
 
 
 def as_memory(plan: Plan, price: PlanPrice, rank: int, change: Change) -> MemoryBytes:
@@ -59,22 +63,31 @@ def as_memory(plan: Plan, price: PlanPrice, rank: int, change: Change) -> Memory
 
 def walk(plan: Plan, price: PlanPrice, rank: int) -> Iterator[Change]:
     """At every action that moves anything: its fullest moment, and what it leaves."""
+    return map(Change._make, _changes(plan, price, rank))
+
+
+def _changes(plan: Plan, price: PlanPrice, rank: int) -> Iterator[_Change]:
+    """The fields of every ``Change``; bare tuples, because a search looks at millions of them."""
     state = _Rank(plan, price, rank)
-    yield Change(0, True, 0, 0, 0, 0)
-    for index, action in enumerate(plan.schedule.programs[rank]):
-        run = state.handlers.get(action.op)
+    handlers = state.handlers
+    yield _EMPTY
+    for index, (stage, op, _) in enumerate(plan.schedule.programs[rank]):
+        run = handlers.get(op)
         if run is None:
             continue
-        moment = run(action.stage)
+        moment = run(stage)
         if moment is not None:
-            yield Change(index, True, state.unsharded, *moment)
-        left = (state.gradients, state.activations, state.copy)
-        yield Change(index, action.op in GROWING, state.unsharded, *left)
+            yield (index, True, state.unsharded, *moment)
+        yield (
+            index, op in GROWING, state.unsharded, state.gradients, state.activations, state.copy
+        )  # fmt: skip
     flat = sum(price.memory[s].flat_gradients for s in plan.schedule.stages_of(rank))
     if flat:
-        yield Change(index, False, state.unsharded, state.gradients, state.activations, flat)
+        yield index, False, state.unsharded, state.gradients, state.activations, flat
 
 
+_Change = tuple[int, bool, int, int, int, int]
+_EMPTY: _Change = (0, True, 0, 0, 0, 0)
 GROWING = frozenset({Op.UNSHARD, Op.RECV_F, Op.RECV_B})
 Moment = tuple[int, int, int]  # gradients, activations, workspace
 

@@ -148,11 +148,12 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
         return list(price.stages)
     costs = list(price.stages)
     for rank, program in enumerate(plan.schedule.programs):
-        beside = sum(
-            costs[a.stage].unshard if a.op is Op.UNSHARD else costs[a.stage].reduce_grad
-            for a in program
-            if a.op is Op.UNSHARD or a.op is Op.REDUCE_GRAD
-        )
+        beside = 0.0
+        for stage, op, _ in program:
+            if op is Op.UNSHARD:
+                beside += costs[stage].unshard
+            elif op is Op.REDUCE_GRAD:
+                beside += costs[stage].reduce_grad
         stages = plan.schedule.stages_of(rank)
         compute = plan.num_microbatches * sum(costs[s].compute for s in stages)
         factor = 1.0 + price.overlap_slowdown * min(1.0, beside / compute)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 from zeropp.cost import PlanPrice, price_plan
-from zeropp.plan import Candidate, K, Plan, Task
+from zeropp.plan import Candidate, K, Knobs, Plan, Task
 from zeropp.planner.zeropp_plan import fastest
 from zeropp.schedule import validate
 from zeropp.sim.simulator import SimResult
@@ -34,6 +34,11 @@ class Style:
     marker: str
 
 
+def any_auto(knobs: Knobs) -> bool:
+    """Whether a knob is left for the tuner to choose."""
+    return "auto" in vars(knobs).values()
+
+
 def check_schedule(plan: Plan) -> None:
     """Refuse an illegal or deadlocking schedule, or one over its cap; raises ScheduleError."""
     validate(plan.schedule, activation_cap=plan.activation_cap or None)
@@ -48,7 +53,7 @@ class Contender(Generic[K]):
     it fills in what is ``auto`` by simple rules and raises InfeasibleError in one line. ``order``
     gives that plan with the programs among which the simulator chooses: the first is made without
     durations, the others only when they are asked for. ``check`` refuses a schedule that cannot
-    run.
+    run, and ``left_open`` says whether the tuner has something to choose.
     """
 
     name: str
@@ -59,6 +64,7 @@ class Contender(Generic[K]):
     order: Callable[[Plan, K, PlanPrice], Iterator[Plan]]
     space: Space[K]
     check: Callable[[Plan], None] = check_schedule
+    left_open: Callable[[K], bool] = any_auto
     trainer: str = ""  # empty: it can be priced, and not run
     # Dropout's masks depend on the step, the microbatch and the piece alone (see
     # zeropp/engine/randomness.py), so that one process can draw them, too.

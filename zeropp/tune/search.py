@@ -14,6 +14,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from time import process_time
 from typing import Generic
 
 from zeropp.cost import PlanPrice, price_plan
@@ -77,6 +78,7 @@ class Outcome(Generic[K]):
     runner_up: Evaluated[K] | None = None
     fallen: Counter[str] = field(default_factory=Counter)
     simulated: int = 0
+    is_complete: bool = True  # False: the budget ended the search
     too_large: set[Plan] = field(default_factory=set)  # whatever their cap beyond the tried
 
     def offer(self, new: Evaluated[K]) -> None:
@@ -119,15 +121,17 @@ def search(
     progress: Progress[K] | None = None,
     tolerance: float = 0.005,
     runner_up: bool = True,
+    budget_s: float = float("inf"),
 ) -> Outcome[K]:
     """Find the winner and the runner-up; both are None where nothing fits.
 
     ``asked``: knobs, of which those that are ``auto`` are searched; by default all of them.
     ``tolerance``: a configuration whose bound promises less than this share of the step is not
     simulated, so none can be faster than the winner by more. ``runner_up``: False ends the search
-    as soon as the winner is known.
+    as soon as the winner is known. ``budget_s``: seconds of CPU time after which the best so far
+    is the winner, if there is one.
     """
-    return _Search(task, contender, asked or contender.knobs(), progress).run(
+    return _Search(task, contender, asked or contender.knobs(), progress, budget_s).run(
         microbatch_size, tolerance, runner_up
     )
 
@@ -136,8 +140,14 @@ class _Search(Generic[K]):
     """One search: its queue of entries, lowest bound first."""
 
     def __init__(
-        self, task: Task, contender: Contender[K], asked: K, progress: Progress[K] | None
+        self,
+        task: Task,
+        contender: Contender[K],
+        asked: K,
+        progress: Progress[K] | None,
+        budget_s: float,
     ) -> None:
+        self._ends = process_time() + budget_s
         self._task = task
         self._contender = contender
         self._asked = asked
@@ -158,6 +168,9 @@ class _Search(Generic[K]):
             to_beat = outcome.to_beat(runner_up)
             if entry.bound_s >= to_beat * (1.0 - tolerance):
                 outcome.fallen[SLOWER] += 1 + len(queue)
+                break
+            if outcome.winner and process_time() > self._ends:
+                outcome.is_complete = False
                 break
             if entry.is_member:
                 self._evaluate(entry, to_beat)
@@ -210,9 +223,10 @@ class _Search(Generic[K]):
                 yield member, plan
 
     def _may_fit(self, plan: Plan, price: PlanPrice) -> bool:
-        fits = least_bytes(plan, price) <= self._limit
-        self._outcome.fallen[OOM] += not fits
-        return fits
+        if least_bytes(plan, price) <= self._limit:
+            return True
+        self._outcome.fallen[OOM] += 1
+        return False
 
     def _evaluate(self, entry: _Entry[K], to_beat: float) -> None:
         """Simulate a member: first the order that needs no durations, then, if that comes near,

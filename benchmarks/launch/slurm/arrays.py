@@ -13,7 +13,8 @@ from benchmarks.specification.run_spec import RunSpec, SpecError
 
 _START_S = 300.0  # imports, process groups, the gate and building, on a slow file system
 _TIME_STEP_MIN = 10  # points whose estimates differ by less share an array
-_EXTRA_STEPS = 3  # the gate's, its reference, and the one with spans
+# Six of the gate, as many of its reference (on one rank, but of a smaller model), one with spans.
+_EXTRA_STEPS = 13
 MAX_ARRAY_SIZE = 1001  # Slurm's default
 
 

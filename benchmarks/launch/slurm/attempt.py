@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.launch.finish import Ending, finish_attempt
 from benchmarks.launch.frozen import DamagedError
 from benchmarks.launch.slurm.client import (
     EndedJob,
-    SlurmError,
+    accounted,
     last_ending,
     requeue,
     running_on,
     seconds_left,
     time_left_s,
 )
+from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.reasons import (
     before_ranks,
     ending_by_state,
     first_kill,
     is_complete,
+    killed_with_its_shell,
     left_on_signal,
     memory_kill,
     slurm_of,
@@ -59,17 +64,33 @@ def close(directory: Path, end: ScriptEnd) -> RunRecord:
 
 def _ending(directory: Path, end: ScriptEnd) -> Ending | None:
     """Why it ended; None leaves the word to the ranks' events."""
-    job = str(slurm_of(directory)["job_id"])
-    ended = last_ending(job, _CLIENT_TIMEOUT_S)
+    slurm = slurm_of(directory)
+    job, ended = str(slurm["job"]), _word_of(slurm)
     return (
         memory_kill(directory)
         or (ending_by_state(ended) if ended else None)
         or _time_limit(directory, job, end)
         or first_kill(directory)
+        or (None if end.caught else killed_with_its_shell(directory))
         or left_on_signal(directory, ended, end.caught)
         or before_ranks(directory, None, end.stage)
         or _failed_setup(directory, end, ended)
     )
+
+
+def _word_of(slurm: Mapping[str, Any]) -> EndedJob | None:
+    """What Slurm says of the job now. While a job leaves its nodes slurmctld says no more than
+    that, whoever sent it away; accounting knows, a moment later."""
+    now = last_ending(str(slurm["job"]), _CLIENT_TIMEOUT_S)
+    restart = slurm.get("restart")
+    if now is None or now.word != "COMPLETING" or not isinstance(restart, int):
+        return now
+    for wait_s in (0.0, 1.0, 2.0):
+        time.sleep(wait_s)
+        told = [e for e in accounted(str(slurm["job"]), _CLIENT_TIMEOUT_S) if e.is_over]
+        if len(told) > restart:
+            return told[restart]
+    return now
 
 
 def _time_limit(directory: Path, job: str, end: ScriptEnd) -> Ending | None:

@@ -1,52 +1,26 @@
-"""Slurm's own commands, each with a time limit and one line of error.
+"""What is asked of Slurm, and its answers as types.
 
 Assumes Slurm 21.08 or newer on the PATH. What it says is never the measurement: it explains why
 one is missing. Accounting (sacct) is used where the cluster has it; slurmctld's memory is the
 fallback, and tells only the last of a requeued job's endings.
-
-Commands run without the variables that would change what they mean (``SQUEUE_STATES``,
-``SLURM_CLUSTERS``, those of a surrounding salloc). Of the variables of sbatch those stay that set
-a flag of which the script says nothing: a site's defaults.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import signal
-import subprocess
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.launch.slurm.options import OWNED
+from benchmarks.launch.slurm.command import TIMEOUT_S, SlurmError, call, site_defaults
 
-_TIMEOUT_S = 60.0
-_NOISE = re.compile(r"^(sbatch|squeue|sacct|scontrol): (error: )?")
-_KEPT = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}  # where Slurm is and who asks
-_PREFIXES = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SALLOC_", "SRUN_")
-_ALIASES = {
-    "array-inx": "array",
-    "timelimit": "time",
-    "mem-per-node": "mem",
-    "no-requeue": "requeue",
-}
 _OVER = {
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"),
     *("OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL", "REVOKED"),
 }
 UNSEEN = "UNSEEN"  # the state of a job that cannot be seen from here
-_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-
-
-class SlurmError(RuntimeError):
-    """Slurm refused or did not answer; the message is one line."""
-
-
-class NoAnswerError(SlurmError):
-    """A command was cut off: what it was to do may have been done."""
 
 
 @dataclass(frozen=True)
@@ -111,32 +85,13 @@ def submit(script: Path, owned: Collection[str], *flags: str) -> str:
     """Submit a script and return the job's id. ``owned``: the flags that the script decides, which
     no variable may change. Raises SlurmError, and NoAnswerError where it may be submitted."""
     kept = site_defaults(os.environ, owned)
-    answer = _call("sbatch", "--parsable", *flags, str(script), more=kept)
+    answer = call("sbatch", "--parsable", *flags, str(script), more=kept)
     return answer.strip().partition(";")[0]  # "17;cluster" on a federation
-
-
-def site_defaults(environment: Mapping[str, str], owned: Collection[str]) -> dict[str, str]:
-    """The ``SBATCH_*`` variables that set flags which neither the suite nor the script decides."""
-    decided = OWNED | set(owned)
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith("SBATCH_") and not {_flag_of(name), _plain_flag_of(name)} & decided
-    }
-
-
-def _plain_flag_of(variable: str) -> str:
-    return variable.removeprefix("SBATCH_").lower().replace("_", "-")
-
-
-def _flag_of(variable: str) -> str:
-    plain = _plain_flag_of(variable)
-    return _ALIASES.get(plain, plain)
 
 
 def cluster_facts() -> ClusterFacts:
     """Who this cluster is, and its largest array; raises SlurmError."""
-    pairs = (line.partition("=") for line in _call("scontrol", "show", "config").splitlines())
+    pairs = (line.partition("=") for line in call("scontrol", "show", "config").splitlines())
     found = {name.strip(): value.strip() for name, _, value in pairs}
     host = found.get("SlurmctldHost[0]", found.get("SlurmctldHost", ""))
     size = found.get("MaxArraySize", "")
@@ -151,15 +106,15 @@ def queued_jobs(names: Iterable[str]) -> dict[str, QueuedJob]:
         return {}
     columns = "--format=%i|%j_%K|%T|%r|%N|%L"
     everything = ("--array", "--noheader", "--states=all", f"--name={asked}", columns)
-    rows = [line.split("|") for line in _call("squeue", *everything).splitlines()]
+    rows = [line.split("|") for line in call("squeue", *everything).splitlines()]
     jobs = [QueuedJob(*row) for row in rows if len(row) == 6]
     return {job.key: job for job in jobs if job.state not in _OVER}
 
 
-def time_left_s(job: str, timeout_s: float = _TIMEOUT_S) -> float | None:
+def time_left_s(job: str, timeout_s: float = TIMEOUT_S) -> float | None:
     """Seconds until a running job's limit; None where nobody says."""
     try:
-        text = _call("squeue", "--noheader", f"--job={job}", "--format=%L", timeout_s=timeout_s)
+        text = call("squeue", "--noheader", f"--job={job}", "--format=%L", timeout_s=timeout_s)
     except SlurmError:
         return None
     return seconds_left(text.strip())
@@ -180,12 +135,12 @@ def seconds_left(text: str) -> float | None:
 def find_job(name: str) -> str:
     """The id of a job by its name, where the answer of sbatch was lost; empty if there is none.
     Raises SlurmError where that cannot be told."""
-    lines = _call("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%F").split()
+    lines = call("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%F").split()
     if lines:
         return lines[0]
     try:
         flags = ("--allocations", "--noheader", "--parsable2", "--starttime=now-30days")
-        lines = _call("sacct", *flags, f"--name={name}", "--format=JobID").split()
+        lines = call("sacct", *flags, f"--name={name}", "--format=JobID").split()
     except SlurmError:  # no accounting: what slurmctld remembers is all that there is
         return ""
     return lines[0].partition("_")[0] if lines else ""
@@ -193,14 +148,14 @@ def find_job(name: str) -> str:
 
 def requeue(job: str) -> None:
     """Put a job back into the queue; raises SlurmError."""
-    _call("scontrol", "requeue", job)
+    call("scontrol", "requeue", job)
 
 
-def running_on(nodes: str, timeout_s: float = _TIMEOUT_S) -> list[str]:
+def running_on(nodes: str, timeout_s: float = TIMEOUT_S) -> list[str]:
     """The jobs that run on some nodes now; empty where nobody says."""
     flags = ("--noheader", "--states=RUNNING", f"--nodelist={nodes}", "--format=%A")
     try:
-        return _call("squeue", *flags, timeout_s=timeout_s).split()
+        return call("squeue", *flags, timeout_s=timeout_s).split()
     except SlurmError:
         return []
 
@@ -217,14 +172,14 @@ def endings(jobs: Collection[str]) -> dict[str, list[EndedJob]]:
     return found
 
 
-def last_ending(job: str, timeout_s: float = _TIMEOUT_S) -> EndedJob | None:
+def last_ending(job: str, timeout_s: float = TIMEOUT_S) -> EndedJob | None:
     """What slurmctld remembers of a job (for MinJobAge seconds); None where it does not.
 
     Tasks that were cancelled before any of their array began are known by the array's id alone.
     """
     for known_as in dict.fromkeys((job, job.partition("_")[0])):
         try:
-            text = _call("scontrol", "--oneliner", "show", "job", known_as, timeout_s=timeout_s)
+            text = call("scontrol", "--oneliner", "show", "job", known_as, timeout_s=timeout_s)
         except SlurmError:
             continue
         if len(text.splitlines()) == 1:
@@ -239,12 +194,21 @@ def last_ending(job: str, timeout_s: float = _TIMEOUT_S) -> EndedJob | None:
     return None
 
 
-def _accounted(jobs: Collection[str]) -> dict[str, list[EndedJob]]:
+def accounted(job: str, timeout_s: float = TIMEOUT_S) -> list[EndedJob]:
+    """How accounting says that a job ended, oldest first; empty where there is none."""
+    try:
+        return _accounted([job], timeout_s).get(job, [])
+    except SlurmError:
+        return []
+
+
+def _accounted(jobs: Collection[str], timeout_s: float = TIMEOUT_S) -> dict[str, list[EndedJob]]:
     columns = "--format=JobID,State,ExitCode,NodeList"
     flags = ("--allusers", "--allocations", "--duplicates", "--noheader", "--parsable2")
     asked = ",".join(sorted({job.partition("_")[0] for job in jobs}))
     found: dict[str, list[EndedJob]] = {}
-    for line in _call("sacct", "--jobs", asked, *flags, columns).splitlines():
+    listed = call("sacct", "--jobs", asked, *flags, columns, timeout_s=timeout_s)
+    for line in listed.splitlines():
         row = line.split("|")
         for task in _tasks_of(row[0]) if len(row) == 4 else ():
             found.setdefault(task, []).append(EndedJob(row[1], row[2], row[3]))
@@ -259,39 +223,3 @@ def _tasks_of(job: str) -> list[str]:
     ranges = _RANGE.findall(indices.partition("%")[0])
     spans = [range(int(first), int(last or first) + 1) for first, last in ranges]
     return [f"{array}_{index}" for span in spans for index in span]
-
-
-def _call(
-    *command: str, timeout_s: float = _TIMEOUT_S, more: Mapping[str, str] | None = None
-) -> str:
-    clean = {k: v for k, v in os.environ.items() if k in _KEPT or not k.startswith(_PREFIXES)}
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            preexec_fn=_end_with_the_launcher,
-            env=clean | dict(more or {}),
-        )
-    except FileNotFoundError:
-        raise SlurmError(f"{command[0]}: not found; is this a login node of a cluster?") from None
-    except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"{command[0]}: no answer within {timeout_s:g} s") from None
-    if done.returncode:
-        lines = [_NOISE.sub("", line) for line in done.stderr.splitlines() if line.strip()]
-        said = f"{command[0]}: {lines[-1] if lines else f'exit {done.returncode}'}"
-        raise (NoAnswerError if _may_be_done(said) else SlurmError)(said)
-    return done.stdout
-
-
-def _end_with_the_launcher() -> None:
-    """Linux: an sbatch that outlives a killed launcher would submit what is looked for already."""
-    if _PRCTL is not None:
-        _PRCTL(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def _may_be_done(said: str) -> bool:
-    """Errors of the way back: the controller may have done what was asked."""
-    return bool(re.search(r"timed out|timeout|receive|connection (reset|refused)", said, re.I))

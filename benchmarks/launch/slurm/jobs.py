@@ -29,8 +29,10 @@ from benchmarks.launch.slurm.client import (
 from benchmarks.launch.slurm.reasons import (
     before_ranks,
     ending_by_state,
+    first_kill,
     is_complete,
     killed_script,
+    killed_with_its_shell,
     left_on_signal,
     memory_kill,
     slurm_of,
@@ -273,6 +275,8 @@ def _ending(attempt: Path, log: Path, ended: EndedJob | None) -> Ending | None:
         return (
             memory_kill(attempt)
             or killed_script(ended)
+            or first_kill(attempt)
+            or killed_with_its_shell(attempt)
             or left_on_signal(attempt, ended, "")
             or before_ranks(attempt, log)
         )

@@ -10,15 +10,14 @@ import secrets
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from benchmarks.launch.folder_lock import LockedError, only_one
 from benchmarks.launch.points import Point, or_unwritten, unwritten_record, write_unstarted
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.slurm.arrays import nodes_of
-from benchmarks.launch.slurm.client import SlurmError
+from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.jobs import View, close_ended, look, underway, unreported
-from benchmarks.launch.slurm.options import read_options
+from benchmarks.launch.slurm.options import SlurmOptions
 from benchmarks.launch.slurm.submit import (
     Sweep,
     not_submitted,
@@ -32,25 +31,24 @@ from benchmarks.records.record import RunRecord
 _GIB = 2**30
 
 
-def check(points: Sequence[Point], options: dict[str, Any]) -> None:
-    """Refuse unknown options and ranks that do not divide over their nodes; raises SpecError."""
-    read_options(options)
+def check(points: Sequence[Point], options: SlurmOptions) -> None:
+    """Refuse ranks that do not divide over their nodes; raises SpecError."""
+    del options
     for point in points:
         nodes_of(point.spec)
 
 
 def launch(
-    points: Sequence[Point], options: dict[str, Any], runs_dir: Path, progress: SweepProgress
+    points: Sequence[Point], options: SlurmOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Submit what is not in the queue yet; the records are of points that end here and now."""
-    settings = read_options(options)
     runs_dir = runs_dir.resolve()
     name = f"zeropp-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
-    sweep = Sweep(runs_dir / "slurm" / name, runs_dir, settings)
+    sweep = Sweep(runs_dir / "slurm" / name, runs_dir, options)
     reasons = {point.spec.spec_id: too_large(point) for point in points}
     todo = [point for point in points if not reasons[point.spec.spec_id]]
     refused = [point for point in points if reasons[point.spec.spec_id]]
-    if settings.dry_run:
+    if options.dry_run:
         for point in refused:
             say(f"  infeasible  {point.spec.spec_id}: {reasons[point.spec.spec_id]}")
         show(todo, sweep)

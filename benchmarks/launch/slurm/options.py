@@ -53,6 +53,8 @@ class SlurmOptions:
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
+    variant = ""  # every record of this launcher is of one kind
+
     @property
     def interpreter(self) -> str:
         """Python of the batch script."""

@@ -30,6 +30,15 @@ _NO_CAUSE = re.compile(
     r"JOB .* ON .* CANCELLED|^slurm\S+: error: \*\*\*|task \d+.*: exited",
     re.I,
 )
+_SIGNALS = {  # as srun names the end of a task
+    "Killed": 9,
+    "Segmentation fault": 11,
+    "Aborted": 6,
+    "Bus error": 7,
+    "Illegal instruction": 4,
+    "Floating point exception": 8,
+}
+_TASK_KILL = re.compile(rf"error: \S+: tasks? ([\d,-]+): ({'|'.join(_SIGNALS)})")
 _LOG_BYTES = 20_000  # of a log's end
 
 _STATES: dict[str, tuple[Status, bool]] = {  # Slurm's state: status, ended from outside
@@ -38,6 +47,8 @@ _STATES: dict[str, tuple[Status, bool]] = {  # Slurm's state: status, ended from
     "DEADLINE": ("timeout", False),
     "PREEMPTED": ("preempted", True),
     "REQUEUED": ("preempted", True),
+    "PENDING": ("preempted", True),  # asked from inside: the job is back in the queue already
+    "REQUEUE_HOLD": ("preempted", True),
     "CANCELLED": ("failed", True),
     "NODE_FAIL": ("lost", True),
     "BOOT_FAIL": ("lost", True),
@@ -48,11 +59,12 @@ def slurm_of(directory: Path) -> dict[str, Any]:
     """What the script noted of its job when the attempt began; where that is damaged, what the
     folder's name tells."""
     named = ATTEMPT.fullmatch(directory.name)
-    told = {"job": named["job"], "restart": int(named["restart"])} if named else {}
+    job, restart = (named["job"], int(named["restart"])) if named else ("", 0)
+    told: dict[str, Any] = {"job": job, "job_id": job, "restart": restart}
     try:
-        return {"job_id": told.get("job", ""), **told, **read_object(directory / "slurm.json")}
+        return told | read_object(directory / "slurm.json")
     except DamagedError:
-        return {"job_id": told.get("job", ""), **told}
+        return told
 
 
 def is_complete(directory: Path) -> bool:
@@ -93,6 +105,20 @@ def first_kill(directory: Path) -> Ending | None:
             continue
     bad = min((code for code in codes if code[2]), default=None)
     return killed(bad[1], bad[2] - 128) if bad and bad[2] > 128 else None
+
+
+def killed_with_its_shell(directory: Path) -> Ending | None:
+    """A rank that was killed together with the shell that would have noted it; srun tells.
+
+    Where the script was signalled that tells nothing: srun then kills the ranks itself.
+    """
+    found = _TASK_KILL.search(_tail(directory / "srun.log"))
+    if found is None:
+        return None
+    if found[1].isdigit():
+        return killed(int(found[1]), _SIGNALS[found[2]])
+    reason = f"ranks {found[1]} were killed by signal {_SIGNALS[found[2]]}"
+    return Ending("failed", reason, interrupted=True)
 
 
 def before_ranks(directory: Path, log: Path | None, stage: str = "") -> Ending | None:

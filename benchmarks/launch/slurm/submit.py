@@ -19,13 +19,11 @@ from benchmarks.launch.points import Point, freeze, or_unwritten, write_unstarte
 from benchmarks.launch.slurm.arrays import MAX_ARRAY_SIZE, Array, group, resources_of
 from benchmarks.launch.slurm.client import (
     ClusterFacts,
-    NoAnswerError,
-    SlurmError,
     cluster_facts,
     find_job,
-    site_defaults,
     submit,
 )
+from benchmarks.launch.slurm.command import NoAnswerError, SlurmError, site_defaults
 from benchmarks.launch.slurm.options import Flags, SlurmOptions, words
 from benchmarks.launch.slurm.script import (
     array_flags,

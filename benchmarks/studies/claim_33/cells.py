@@ -8,8 +8,9 @@ microbatch and recomputation.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from baselines.best_3d.contender import BEST_3D
@@ -17,6 +18,8 @@ from baselines.best_3d.knobs import Best3DKnobs
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
 from baselines.fsdp.contender import FSDP
+from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.run_spec import validated
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.layout import divisors
@@ -72,6 +75,7 @@ class Row:
     peak_gib: float | None = None
     bubble: float | None = None
     share_of_limit: float | None = None  # throughput over that of the compute limit
+    setting: str = ""  # knobs and microbatch size as JSON, from which ``priced_again`` simulates
     losses: Losses | None = None
 
     def columns(self) -> dict[str, object]:
@@ -89,8 +93,19 @@ def rows_of(cell: Cell, tolerance: float) -> list[Row]:
         if winner is None:
             rows.append(Row(*cell.key, name, "best", "simulated", "no plan fits"))
         else:
-            rows.append(_row(cell, winner.result, "best"))
-    return rows + [_row(cell, result, "equal") for result in _equal_plans(cell.priced)]
+            rows.append(_row(cell, winner.candidate, winner.result, "best"))
+    equal = _equal_plans(cell.priced)
+    return rows + [_row(cell, candidate, result, "equal") for candidate, result in equal]
+
+
+def priced_again(cell: Cell, setting: str) -> Row:
+    """The row of a ``setting`` as today's code computes it; raises SpecError where its contender
+    knows these knobs no more."""
+    values = json.loads(setting)
+    contender = PRICED[values["knobs"]["name"]]
+    knobs = validated(contender.knobs, values["knobs"], "setting.knobs")
+    candidate = Candidate(knobs, values["microbatch_size"])
+    return _row(cell, candidate, contender.simulated(cell.priced, candidate), "")
 
 
 def winners(
@@ -103,7 +118,7 @@ def winners(
     }
 
 
-def _row(cell: Cell, result: SimResult, mode: str) -> Row:
+def _row(cell: Cell, candidate: Candidate[Any], result: SimResult, mode: str) -> Row:
     return Row(
         *cell.key,
         result.plan.contender,
@@ -115,20 +130,22 @@ def _row(cell: Cell, result: SimResult, mode: str) -> Row:
         result.peak_bytes / 2**30,
         result.bubble,
         result.limit_share,
+        json.dumps(asdict(candidate)),
         result.losses,
     )
 
 
-def _equal_plans(task: Task) -> list[SimResult]:
+def _equal_plans(task: Task) -> list[tuple[Candidate[Any], SimResult]]:
     """The smallest pipeline, with as little recomputation as possible, that fits for all three;
     empty where there is none."""
     recomputes: tuple[Recompute, ...] = ("none", "full")
     for recompute in recomputes:
         for setting in _equal_settings(task, recompute):
             results = [
-                contender.simulated(task, Candidate(knobs, 1)) for contender, knobs in setting
+                (candidate, contender.simulated(task, candidate))
+                for contender, candidate in ((c, Candidate(knobs, 1)) for c, knobs in setting)
             ]
-            if all(r.peak_bytes <= task.cluster.device.usable_bytes for r in results):
+            if all(r.peak_bytes <= task.cluster.device.usable_bytes for _, r in results):
                 return results
     return []
 

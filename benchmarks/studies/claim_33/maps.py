@@ -10,9 +10,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 
-from benchmarks.report import loss_split
+from benchmarks.report import loss_split, words
 from benchmarks.report.picture import Picture, save
-from benchmarks.studies.claim_33.grid import VerdictSpec
+from benchmarks.studies.claim_33.grid import BandwidthSpec, VerdictSpec
 from benchmarks.studies.claim_33.judge import BASELINES
 from zeropp.sim.losses import Losses
 
@@ -28,14 +28,14 @@ def draw(verdicts: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
     wires = best[(best.model == band.model) & (best.cluster == band.cluster)]
     wires = wires[(wires.num_gpus == band.num_gpus) & wires.bandwidth.isin(band.factors)]
     wires = wires[wires.sequences_per_gpu.isin(band.sequences_per_gpu)]
-    where = f"{grid.model} on {grid.cluster}"
+    where = f"{words.model_label(grid.model)} on {words.cluster_label(grid.cluster)}"
     pictures = [
         _map(own, "num_gpus", "GPUs", f"{where}, best plans, simulated", "map_gpus_batch"),
         _map(
             wires,
             "bandwidth",
             "inter-node bandwidth, multiples of the cluster's own",
-            f"{band.model} on {band.num_gpus} x {band.cluster}, best plans, simulated",
+            _place(band),
             "map_bandwidth_batch",
         ),
     ]
@@ -55,8 +55,13 @@ def draw_losses(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]
         loss_split.Cell(f"{sequences} sequences per GPU", _losses(own, sequences * band.num_gpus))
         for sequences in band.sequences_per_gpu
     ]
-    where = f"{band.model} on {band.num_gpus} x {band.cluster}, best plans, simulated"
+    where = _place(band)
     return list(save(loss_split.loss_split(cells, "losses", where), out).paths)
+
+
+def _place(band: BandwidthSpec) -> str:
+    model, cluster = words.model_label(band.model), words.cluster_label(band.cluster)
+    return f"{model} on {band.num_gpus} {cluster}, best plans, simulated"
 
 
 def _losses(plans: pd.DataFrame, global_batch: int) -> dict[str, dict[str, float]]:
@@ -77,7 +82,7 @@ def _map(rows: pd.DataFrame, column: str, label: str, title: str, name: str) -> 
         _panel(axis, table)
         axis.set_title(f"ZeroPP over {BASELINES[over]}")
         axis.set_xlabel(label)
-    axes[0].set_ylabel("sequences a GPU and step")
+    axes[0].set_ylabel("sequences per GPU and step")
     figure.suptitle(f"Speed-up of ZeroPP: {title}", fontsize=10)
     return Picture("Verdict", name, title, figure)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from benchmarks.report import words
 from benchmarks.studies.claim_33.judge import BASELINES, CLAIM
 
 _REPRODUCED = [
@@ -16,16 +17,32 @@ _REPRODUCED = [
 
 
 def page_tables(verdicts: pd.DataFrame) -> dict[str, str]:
-    """Markdown by name: ``best``, ``reproduced``, ``memory``, ``network``, ``equal``."""
+    """Markdown by name: ``answer`` (two sentences), and the tables ``best``, ``reproduced``,
+    ``memory``, ``network``, ``equal``."""
     own = verdicts[verdicts.bandwidth == 1.0]
     best, equal = (own[own["mode"] == mode] for mode in ("best", "equal"))
     return {
+        "answer": _answer(best),
         "best": _spread(best, list(BASELINES)),
         "reproduced": _reproduced(best),
         "memory": _memory(best, equal),
         "network": _network(verdicts[verdicts["mode"] == "best"]),
         "equal": _spread(equal, ["deepspeed_3d", "best_3d"]),
     }
+
+
+def _answer(best: pd.DataFrame) -> str:
+    """What the cells say of the claim, over the plainest and over the best baseline."""
+    told = []
+    for name in ("deepspeed_3d", "best_3d"):
+        speedups = best[f"speedup_over_{name}"].dropna()
+        reached = int((speedups >= CLAIM).sum())
+        told.append(
+            f"Over {BASELINES[name]}, ZeroPP at its best plan reaches {CLAIM} times the speed in "
+            f"{reached} of {len(speedups)} cells (median {words.ratio(speedups.median())}, from "
+            f"{words.ratio(speedups.min())} to {words.ratio(speedups.max())})."
+        )
+    return " ".join(told)
 
 
 def _spread(cells: pd.DataFrame, names: list[str]) -> str:
@@ -39,13 +56,17 @@ def _spread(cells: pd.DataFrame, names: list[str]) -> str:
                 [f"{sequences:g}", BASELINES[name], str(len(speedups))]
                 + [f"{value:.2f}" for value in (low, median, high)]
             )
-    return _markdown(["sequences a GPU", "over", "cells", "lowest", "median", "highest"], rows)
+    return _markdown(["sequences per GPU", "over", "cells", "lowest", "median", "highest"], rows)
 
 
 def _reproduced(cells: pd.DataFrame) -> str:
     found = cells[cells.speedup_over_deepspeed_3d >= CLAIM].sort_values(_REPRODUCED[:4])
     rows = [
-        [str(v) for v in row[:4]] + [f"{v:.2f}" for v in row[4:6]] + [f"{v:.0f}" for v in row[6:]]
+        [
+            *(words.model_label(row[0]), words.cluster_label(row[1]), *map(str, row[2:4])),
+            *(words.ratio(value) for value in row[4:6]),
+            *(f"{value:.0f}" for value in row[6:]),
+        ]
         for row in found[_REPRODUCED].itertuples(index=False, name=None)
     ]
     heads = ["model", "cluster", "GPUs", "batch", "over DeepSpeed", "over best known"]
@@ -73,7 +94,7 @@ def _network(best: pd.DataFrame) -> str:
         for name in ("deepspeed_3d", "best_3d")
         for sequences, group in varied.groupby("sequences_per_gpu")
     ]
-    return _markdown(["over", "sequences a GPU", *(f"{factor:g}×" for factor in factors)], rows)
+    return _markdown(["over", "sequences per GPU", *(f"{factor:g}×" for factor in factors)], rows)
 
 
 def _by_factor(group: pd.DataFrame, name: str, factors: list[float]) -> Iterator[str]:
@@ -82,5 +103,11 @@ def _by_factor(group: pd.DataFrame, name: str, factors: list[float]) -> Iterator
 
 
 def _markdown(heads: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    """A table whose columns of numbers are set to the right."""
+    rules = ["---:" if _is_numeric([row[i] for row in rows]) else "---" for i in range(len(heads))]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "|".join(rules) + "|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def _is_numeric(texts: list[str]) -> bool:
+    return bool(texts) and all(text.replace(".", "", 1).isdigit() for text in texts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from benchmarks.launch.progress import progress_line
 from benchmarks.launch.sweep import run_points, spec_of
 from benchmarks.records.environment import git_state
 from benchmarks.records.record import check_writable, write_atomically
+from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.report.paper import paper_table
+from benchmarks.report.write import write_table_forms
 from benchmarks.studies.claim_33.cells import Cell, rows_of
 from benchmarks.studies.claim_33.grid import VerdictSpec, cells_of, verdict_spec
 from benchmarks.studies.claim_33.judge import judge, summary
@@ -61,12 +65,20 @@ def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
     paths = draw(verdicts, spec, out) + draw_losses(plans, spec, out)
     console = Console()
     console.print(text, markup=False)
+    rows = latest_ok(load_frame([out / "plans.csv"])[0])
+    paper = write_table_forms(paper_table(rows), out / "paper")
     names = ["plans.csv", "verdict.csv", "verdict.md", *(path.name for path in paths)]
+    names += [f"paper/{path}" for path in paper]
     console.print(f"Written to {out}: " + ", ".join(names))
 
 
+def _ignore_interrupts() -> None:
+    """Leave Ctrl-C to the parent, which says so in one line."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bool) -> None:
-    """Add the rows of the cells that are missing in ``path``, a worker a core; sorted."""
+    """Add the rows of the cells that are missing in ``path``, one worker per core; sorted."""
     rows: list[dict[str, Any]] = []
     if path.exists() and not anew:
         rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
@@ -75,7 +87,7 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
     sha, dirty = git_state()
     commit = sha[:12] + ("+changes" if dirty else "")
     with (
-        multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool,
+        multiprocessing.get_context("spawn").Pool(os.cpu_count(), _ignore_interrupts) as pool,
         progress_line() as bar,
     ):
         line = bar.add_task("cells", total=len(todo))

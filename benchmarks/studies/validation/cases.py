@@ -42,6 +42,7 @@ class Case:
     num_microbatches: int
     recompute: Recompute
     precision: Precision
+    recompute_blocks: int | None = None  # of the whole model; None: all
 
 
 def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
@@ -67,6 +68,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
         num_microbatches=count,
         recompute=row.recompute,
         precision=_precision(row),
+        recompute_blocks=row.recompute_blocks,
     )
 
 
@@ -78,9 +80,11 @@ def _refuse_what_has_no_price(row: PublishedRow) -> None:
         raise UnpredictableError(f"offload={row.offload}: no price for the host's memory")
     if row.schedule in _UNPRICED_SCHEDULES:
         raise UnpredictableError(f"schedule={row.schedule}: no generator")
-    if row.recompute_blocks not in (None, row.layers):
+    stages = row.pp * row.chunks
+    if row.recompute_blocks and row.recompute_blocks % stages:
         raise UnpredictableError(
-            f"recompute_blocks={row.recompute_blocks}: no price for a part of the blocks"
+            f"recompute_blocks={row.recompute_blocks}: no price where they do not divide over "
+            f"pp={row.pp} x chunks={row.chunks} stages"
         )
     if row.zero == 3 and not program_named(row.program).zero3:
         raise UnpredictableError(f"program={row.program}: no price for its ZeRO-3")
@@ -151,7 +155,19 @@ def plan_of(case: Case) -> Plan:
         program=case.program.name,
         precision=case.precision,
         recompute=case.recompute,
+        recomputed=_recomputed(case, cuts),
     )
+
+
+def _recomputed(case: Case, cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """Blocks that every stage recomputes: equally many, or, where every piece is a stage, all
+    those of the model's first blocks; empty where all are."""
+    blocks, stages = case.recompute_blocks, len(cuts) - 1
+    if blocks is None:
+        return ()
+    if stages == case.shape.num_pieces:
+        return tuple(int(0 < stage <= blocks) for stage in range(stages))
+    return (blocks // stages,) * stages
 
 
 def _cuts(case: Case, stages: int) -> tuple[int, ...]:

@@ -102,7 +102,8 @@ def _flops_per_token(row: PublishedRow, case: Case) -> float:
     left_out = attention / 2 if row.attention_flops == "causal" else 0.0
     again = {"none": 0.0, "full": block_forward_flops(shape) - left_out, "selective": attention}
     counted = model_flops_per_token(shape) - 3 * shape.layers * left_out
-    return counted + (shape.layers * again[case.recompute] if row.measure.hardware else 0.0)
+    blocks = case.recompute_blocks or shape.layers
+    return counted + (blocks * again[case.recompute] if row.measure.hardware else 0.0)
 
 
 def _memory_bytes(row: PublishedRow, case: Case, result: SimResult) -> float:

@@ -1,0 +1,122 @@
+"""``auto``: the tuner chooses what a command line leaves open, the same way for all contenders.
+
+Where the cluster can be priced, every knob that is ``auto`` is searched under the device's memory,
+and the spec that runs, is recorded and names the record holds what was chosen. Where it cannot
+(CPUs), the planners' simple rules apply. Choices are kept in the user's cache folder, by the
+question and by a digest of the code that answered it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import CHECKOUT
+from benchmarks.records.record import write_atomically
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.run_spec import RunSpec, SpecError, is_priced, knobs_from
+from zeropp.layout import InfeasibleError
+from zeropp.tune.describe import describe
+from zeropp.tune.search import search
+
+_TOLERANCE = 0.02  # no plan is faster than the chosen one by more than this share
+_BUDGET_S = 10.0  # of CPU time; then the best so far is taken
+_CODE = ("zeropp", "baselines")
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What the tuner chose, as it is kept in the cache."""
+
+    knobs: dict[str, Any]
+    microbatch_size: int
+    words: str  # the plan and its speed
+
+
+def with_best_plan(spec: RunSpec) -> RunSpec:
+    """The spec with everything that it leaves open chosen; itself where nothing is open.
+
+    Knobs stay ``auto`` where the cluster has no prices, for the planner's simple rules. Raises
+    InfeasibleError where no plan fits the device's memory.
+    """
+    contender = CONTENDERS[spec.contender.name]
+    is_open = spec.microbatch_size == "auto" or contender.left_open(spec.contender)
+    if not is_open:
+        return spec
+    if not is_priced(spec.cluster, spec.precision):
+        return replace(spec, microbatch_size=spec.candidate.microbatch_size)
+    path = _cache_path(spec)
+    choice, source = _read(path), "remembered"
+    if choice is None:
+        choice, source = _search(spec)
+        with suppress(OSError):  # a cache that cannot be written only costs time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(asdict(choice)))
+    where = f"{spec.model.name} on {spec.num_gpus} x {spec.cluster.name}"
+    line = f"auto: {contender.label}, {where}: {choice.words} ({source})"
+    Console(stderr=True).print(line, soft_wrap=True, markup=False, highlight=False)
+    return replace(spec, contender=knobs_from(choice.knobs), microbatch_size=choice.microbatch_size)
+
+
+def _search(spec: RunSpec) -> tuple[_Choice, str]:
+    """The choice, and in words how it was found."""
+    outcome = search(
+        spec.task,
+        CONTENDERS[spec.contender.name],
+        spec.contender,
+        spec.microbatch_size,
+        tolerance=_TOLERANCE,
+        runner_up=False,
+        budget_s=_BUDGET_S,
+    )
+    if outcome.winner is None:
+        spec.plan()  # a fixed value that cannot be is refused in its own words
+        gib = spec.cluster.device.usable_bytes / 2**30
+        raise InfeasibleError(
+            f"contender={spec.contender.name}: no plan fits {spec.num_gpus} x {gib:.0f} GiB for "
+            "what is auto (use more GPUs, or set the degrees to run it all the same)"
+        )
+    winner = outcome.winner
+    speed = winner.result.tokens_per_s_per_gpu
+    words = f"{describe(winner.plan)}, {speed:,.0f} tokens/s/GPU simulated"
+    choice = _Choice(asdict(winner.candidate.knobs), winner.candidate.microbatch_size, words)
+    ended = f"best of {outcome.simulated} simulated plans"
+    return choice, ended if outcome.is_complete else f"{ended} in {_BUDGET_S:.0f} s"
+
+
+def _cache_path(spec: RunSpec) -> Path:
+    question = json.dumps(
+        [asdict(spec.task), asdict(spec.contender), spec.microbatch_size],  # type: ignore[call-overload]
+        sort_keys=True,
+    )
+    digest = hashlib.sha256((_code_digest() + question).encode()).hexdigest()
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "zeropp" / "plans" / f"{digest[:32]}.json"
+
+
+@lru_cache
+def _code_digest() -> str:
+    """Of all code that plans, prices and searches: a change of any of it asks anew."""
+    digest = hashlib.sha256()
+    for package in _CODE:
+        for path in sorted((CHECKOUT / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> _Choice | None:
+    """A choice that was kept; None where there is none, or none that can be read."""
+    try:
+        choice = _Choice(**json.loads(path.read_text(encoding="utf-8")))
+        knobs_from(choice.knobs)
+    except (OSError, ValueError, TypeError, SpecError):
+        return None
+    return choice

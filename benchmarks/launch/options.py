@@ -1,0 +1,93 @@
+"""The options of the launchers, each a type: what ``conf/launcher/<name>.yaml`` may say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from benchmarks.launch.points import PROVENANCE
+from benchmarks.launch.slurm.options import read_options as read_slurm_options
+from benchmarks.specification.run_spec import SpecError, validated
+
+_STRICT = {"extra": "forbid"}
+
+
+class LauncherOptions(Protocol):
+    """What every launcher's options have."""
+
+    @property
+    def kind(self) -> str:
+        """The launcher's name."""
+        ...
+
+    @property
+    def variant(self) -> str:
+        """What the options make of a record; see ``RunRecord.variant``."""
+        ...
+
+    @property
+    def dry_run(self) -> bool:
+        """Whether to show only what would be done, and leave nothing behind."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """``conf/launcher/local.yaml``: there is nothing to choose."""
+
+    kind: Literal["local"] = "local"
+    variant = ""
+    dry_run = False
+
+    __pydantic_config__ = _STRICT
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """``conf/launcher/simulate.yaml``; each field is explained there."""
+
+    kind: Literal["simulate"] = "simulate"
+    compute: Literal["model", "traced"] = "model"
+    traced_runs: str = ""
+    dry_run = False
+
+    __pydantic_config__ = _STRICT
+
+    @property
+    def variant(self) -> str:
+        """Another kind of number where the compute was traced."""
+        return "traced compute" if self.compute == "traced" else ""
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """``conf/launcher/trace.yaml``; each field is explained there."""
+
+    kind: Literal["trace"] = "trace"
+    pipeline_ranks: tuple[int, ...] = (0, -1)
+    tensors: Literal["fake", "real"] = "fake"
+    dry_run = False
+
+    __pydantic_config__ = _STRICT
+
+    @property
+    def variant(self) -> str:
+        """Another kind of number where tensors were real."""
+        return "real tensors" if self.tensors == "real" else ""
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], LauncherOptions]] = {
+    "local": lambda values: validated(LocalOptions, dict(values), "launcher"),
+    "simulate": lambda values: validated(SimulateOptions, dict(values), "launcher"),
+    "trace": lambda values: validated(TraceOptions, dict(values), "launcher"),
+    "slurm": read_slurm_options,
+}
+
+
+def read_launcher_options(values: Mapping[str, Any]) -> LauncherOptions:
+    """Check what a configuration says of its launcher; raises SpecError with one line."""
+    kind = values.get("kind")
+    if kind not in _READERS:
+        raise SpecError(f"launcher.kind={kind!r}: must be one of {', '.join(PROVENANCE)}")
+    return _READERS[kind](values)

@@ -1,0 +1,92 @@
+"""Slurm's own commands, each with a time limit and one line of error.
+
+Commands run without the variables that would change what they mean (``SQUEUE_STATES``,
+``SLURM_CLUSTERS``, those of a surrounding salloc). Of the variables of sbatch those stay that set
+a flag of which the script says nothing: a site's defaults.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Collection, Mapping
+
+from benchmarks.launch.slurm.options import OWNED
+
+TIMEOUT_S = 60.0
+_NOISE = re.compile(r"^(sbatch|squeue|sacct|scontrol): (error: )?")
+_KEPT = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}  # where Slurm is and who asks
+_PREFIXES = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SALLOC_", "SRUN_")
+_ALIASES = {
+    "array-inx": "array",
+    "timelimit": "time",
+    "mem-per-node": "mem",
+    "no-requeue": "requeue",
+}
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
+
+
+class SlurmError(RuntimeError):
+    """Slurm refused or did not answer; the message is one line."""
+
+
+class NoAnswerError(SlurmError):
+    """A command was cut off: what it was to do may have been done."""
+
+
+def site_defaults(environment: Mapping[str, str], owned: Collection[str]) -> dict[str, str]:
+    """The ``SBATCH_*`` variables that set flags which neither the suite nor the script decides."""
+    decided = OWNED | set(owned)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith("SBATCH_") and not {_flag_of(name), _plain_flag_of(name)} & decided
+    }
+
+
+def _plain_flag_of(variable: str) -> str:
+    return variable.removeprefix("SBATCH_").lower().replace("_", "-")
+
+
+def _flag_of(variable: str) -> str:
+    plain = _plain_flag_of(variable)
+    return _ALIASES.get(plain, plain)
+
+
+def call(*command: str, timeout_s: float = TIMEOUT_S, more: Mapping[str, str] | None = None) -> str:
+    """The output of a command, within a time limit; ``more`` is added to its environment. Raises
+    SlurmError in one line."""
+    clean = {k: v for k, v in os.environ.items() if k in _KEPT or not k.startswith(_PREFIXES)}
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            preexec_fn=_end_with_the_launcher,
+            env=clean | dict(more or {}),
+        )
+    except FileNotFoundError:
+        raise SlurmError(f"{command[0]}: not found; is this a login node of a cluster?") from None
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError(f"{command[0]}: no answer within {timeout_s:g} s") from None
+    if done.returncode:
+        lines = [_NOISE.sub("", line) for line in done.stderr.splitlines() if line.strip()]
+        said = f"{command[0]}: {lines[-1] if lines else f'exit {done.returncode}'}"
+        raise (NoAnswerError if _may_be_done(said) else SlurmError)(said)
+    return done.stdout
+
+
+def _end_with_the_launcher() -> None:
+    """Linux: an sbatch that outlives a killed launcher would submit what is looked for already."""
+    if _PRCTL is not None:
+        _PRCTL(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _may_be_done(said: str) -> bool:
+    """Errors of the way back: the controller may have done what was asked."""
+    return bool(re.search(r"timed out|timeout|receive|connection (reset|refused)", said, re.I))

@@ -1,0 +1,119 @@
+"""Hold the committed tables against today's code, or write them anew.
+
+A table that was computed by yesterday's code looks like any other. So some rows of each are
+computed again, other ones every day, and a row that differs by more than rounding is an error.
+
+    python -m benchmarks.studies.recheck                 # a sample, drawn by today's date
+    python -m benchmarks.studies.recheck --rows 0        # every row (an hour)
+    python -m benchmarks.studies.recheck --renew         # all tables anew, and what moved
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from benchmarks import CHECKOUT
+from benchmarks.specification.command import run_command
+from benchmarks.specification.run_spec import SpecError
+from benchmarks.studies.recheck.compare import differences, moved
+from benchmarks.studies.recheck.tables import TABLES, Row, StaleError, Table
+
+REFERENCE = CHECKOUT / "results" / "reference"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 where every drawn row is what today's code computes, 1 where one is not, 2 on bad input."""
+    return run_command(partial(_recheck, arguments))
+
+
+def _recheck(arguments: Sequence[str] | None) -> int:
+    options = _parser().parse_args(arguments)
+    tables = [table for table in TABLES if options.only in table.path]
+    if not tables:
+        known = ", ".join(table.path for table in TABLES)
+        raise SpecError(f"--only {options.only}: no such table (known: {known})")
+    for table in tables:
+        if not (options.reference / table.path).exists():
+            raise SpecError(f"--reference {options.reference}: {table.path} is not there")
+    if options.renew:
+        status = max(_renew(table, options.reference) for table in tables)
+        print("pages that quote these tables are written by: python docs/make.py")
+        return status
+    print(f"seed {options.seed}")
+    stale = sum(
+        _check(table, options.reference, random.Random(options.seed), options.rows)
+        for table in tables
+    )
+    return 1 if stale else 0
+
+
+def _check(table: Table, reference: Path, draw: random.Random, count: int | None) -> int:
+    """How many of the drawn rows differ; prints each with the columns that do."""
+    rows = table.read(reference)
+    wanted = table.rows if count is None else count or len(rows)
+    drawn = draw.sample(rows, min(wanted, len(rows)))
+    if not drawn:
+        raise SpecError(f"{table.path}: no rows")
+    found = [line for row in drawn for line in _stale(table, row, reference)]
+    print("\n".join([f"{table.path}: {len(found)} of {len(drawn)} rows differ", *found]))
+    return len(found)
+
+
+def _stale(table: Table, row: Row, reference: Path) -> Iterator[str]:
+    name = " ".join(filter(None, (row.get(key, "") for key in table.keys)))
+    try:
+        different = differences(row, table.again(row, reference))
+    except StaleError as error:
+        yield f"  {name}: {error}"
+        return
+    if different:
+        words = (f"{column} {old!r} -> {new!r}" for column, (old, new) in different.items())
+        yield f"  {name}: " + ", ".join(words)
+
+
+def _renew(table: Table, reference: Path) -> int:
+    """Run the study that writes a table, and print what moved in it."""
+    if not table.command:
+        return 0  # the study before it wrote this one, too
+    old = table.read(reference)
+    words = [word.format(reference=reference) for word in table.command]
+    print(f"{table.path}: python -m {' '.join(words)}", flush=True)
+    status = subprocess.run([sys.executable, "-m", *words], cwd=CHECKOUT, stdout=sys.stderr)
+    if status.returncode:
+        print(f"  ended with status {status.returncode}")
+        return 1
+    if reference == REFERENCE:
+        for picture in (reference / "claim_33").glob("*.[ps][nv]g"):
+            picture.replace(CHECKOUT / "docs" / "images" / picture.name)
+    lines = list(moved(old, table.read(reference), table.keys))
+    print("\n".join(f"  {line}" for line in lines or ["nothing moved"]))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.recheck",
+        description="Compute rows of the committed tables again and fail where one differs by more "
+        "than rounding; --renew writes the tables anew and says what moved.",
+        epilog="example: python -m benchmarks.studies.recheck --only plans --rows 20 --seed 7",
+    )
+    today = datetime.now(UTC).date().toordinal()
+    parser.add_argument("--seed", type=int, default=today, help="of the sample (today's date)")
+    parser.add_argument(
+        "--rows", type=int, help="rows of each table; 0: all (a few seconds' worth)"
+    )
+    parser.add_argument("--only", default="", metavar="PART", help="tables with this in their path")
+    parser.add_argument("--reference", type=Path, default=REFERENCE, help="the tables' folder")
+    parser.add_argument("--renew", action="store_true", help="write the tables anew")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

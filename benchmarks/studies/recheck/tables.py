@@ -1,0 +1,188 @@
+"""The committed tables of results/reference, and how one row of each is computed again.
+
+A row is a mapping of column to text, as it stands in the file. To compute it again, its identifying
+columns are read and the others are computed by the very functions of the study that wrote it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.specification.compose import preset
+from benchmarks.studies import memory_table, schedule_orders, schedule_table
+from benchmarks.studies.claim_33.cells import Cell, priced_again
+from benchmarks.studies.claim_33.judge import judge
+from benchmarks.studies.validation.errors import outcome_of
+from benchmarks.studies.validation.reader import read_rows, training_tables
+from zeropp.cluster import Cluster
+from zeropp.plan import Task
+from zeropp.shape import ModelShape
+
+Row = dict[str, str]
+Computed = dict[str, Any]
+
+
+class StaleError(ValueError):
+    """A row that today's code would not write at all; the message says why."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One committed table. ``again`` computes some columns of a row anew; ``keys`` identify a row
+    in messages; ``rows`` of it are drawn by default; ``command`` writes the whole table anew."""
+
+    path: str  # below results/reference
+    keys: tuple[str, ...]
+    rows: int
+    again: Callable[[Row, Path], Computed]
+    command: tuple[str, ...]
+
+    def read(self, reference: Path) -> list[Row]:
+        """All rows of the file."""
+        text = (reference / self.path).read_text()
+        if self.path.endswith(".json"):
+            return _orders_rows(json.loads(text))
+        return list(csv.DictReader(text.splitlines()))
+
+
+def _schedule(row: Row, reference: Path) -> Computed:
+    del reference
+    ranks, m, chunks = int(row["ranks"]), int(row["microbatches"]), int(row["chunks"])
+    if row["schedule"] != "ZeroPP":
+        order = schedule_table.torch_schedule(row["schedule"], ranks, chunks, m)
+    else:
+        unit, keep = int(row["unit"]), int(row["keep"])
+        order = schedule_table.zeropp_schedule(ranks, chunks, m, unit, keep)
+    return schedule_table.measure(order)
+
+
+def _memory(row: Row, reference: Path) -> Computed:
+    del reference
+    key = row["contender"], row["model"], row["plan"]
+    cases = {(case.contender, case.model, case.text): case for case in memory_table.CASES}
+    if key not in cases:
+        raise StaleError("the study has no such plan any more")
+    computed = memory_table.price(cases[key], dict(row))
+    return {name: value for name, value in computed.items() if name.startswith("simulated_")}
+
+
+def _validation(row: Row, reference: Path) -> Computed:
+    del reference
+    lines = _published()
+    if row["place"] not in lines:
+        raise StaleError("results/published has no such row any more")
+    outcome = outcome_of(lines[row["place"]])
+    computed: Computed = {"reason": outcome.reason, "predicted": ""}
+    if outcome.prediction is not None:
+        computed["predicted"] = outcome.prediction.text
+        computed["relative_error"] = f"{outcome.prediction.relative_error:.4f}"
+    return {**lines[row["place"]].cells, **computed}
+
+
+@cache
+def _published() -> dict[str, Any]:
+    return {line.place: line for path in training_tables() for line in read_rows(path)}
+
+
+def _plan(row: Row, reference: Path) -> Computed:
+    del reference
+    if not row.get("setting"):
+        if row["plan"] == "no plan fits":
+            return {"step_s": ""}
+        raise StaleError("the row has no setting: it was written by an older study")
+    shape, cluster = (
+        preset("model", row["model"], ModelShape),
+        preset("cluster", row["cluster"], Cluster),
+    )
+    task = Task(shape, cluster, int(row["num_gpus"]), int(row["global_batch"]))
+    computed = priced_again(Cell(task, float(row["bandwidth"])), row["setting"]).columns()
+    computed["mode"] = row["mode"]
+    # Other digits than the file's six would say that nothing ever agrees.
+    return {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in computed.items()}
+
+
+VERDICT_KEYS = ("model", "cluster", "num_gpus", "global_batch", "bandwidth", "mode")
+
+
+def _verdict(row: Row, reference: Path) -> Computed:
+    keys = [row[key] for key in VERDICT_KEYS]
+    for judged in _judged(reference / "claim_33" / "plans.csv"):
+        if [str(judged[key]) for key in VERDICT_KEYS] == keys:
+            return {name: value for name, value in judged.items() if name not in VERDICT_KEYS}
+    raise StaleError("plans.csv has no such cell")
+
+
+@cache
+def _judged(plans: Path) -> list[Row]:
+    """The verdict on a file of plans, as it would be written."""
+    text = judge(pd.read_csv(plans)).to_csv(index=False, float_format="%.4g")
+    return list(csv.DictReader(text.splitlines()))
+
+
+def _orders_rows(document: dict[str, Any]) -> list[Row]:
+    """The sizes that the document speaks of, as rows: each is claimed to keep to the largest step
+    over the bound that was found."""
+    bound = document["bound"]
+    return [
+        {"ranks": str(p), "chunks": str(v), "unit": str(u), "microbatches": str(m)}
+        | {"within_bound": "yes", "largest": str(bound["largest_over_bound"])}
+        for p, v, u, m in schedule_orders.sizes(bound["largest_ranks"])
+    ]
+
+
+def _orders(row: Row, reference: Path) -> Computed:
+    del reference
+    size = tuple(int(row[key]) for key in ("ranks", "chunks", "unit", "microbatches"))
+    ratio = schedule_orders.over_bound(size)  # type: ignore[arg-type]
+    return {"within_bound": "yes" if ratio <= float(row["largest"]) + 1e-9 else f"no, {ratio}"}
+
+
+_STUDY = "benchmarks.studies"
+_FOR_CLAIM_33 = ("benchmarks.run", "experiment=claim_33", "rerun=all")
+
+TABLES: Sequence[Table] = (
+    Table(
+        "schedules.csv",
+        ("ranks", "microbatches", "schedule", "chunks", "unit", "keep"),
+        8,
+        _schedule,
+        (f"{_STUDY}.schedule_table", "{reference}/schedules.csv"),
+    ),
+    Table(
+        "schedule_orders.json",
+        ("ranks", "chunks", "unit", "microbatches"),
+        20,
+        _orders,
+        (f"{_STUDY}.schedule_orders", "--out", "{reference}/schedule_orders.json"),
+    ),
+    Table(
+        "memory/traced_vs_simulated.csv",
+        ("contender", "model", "plan", "pipeline_rank"),
+        3,
+        _memory,
+        (f"{_STUDY}.memory_table", "{reference}/memory/traced_vs_simulated.csv"),
+    ),
+    Table(
+        "validation/validation.csv",
+        ("place",),
+        20,
+        _validation,
+        ("benchmarks.validate", "--out", "{reference}/validation"),
+    ),
+    Table(
+        "claim_33/plans.csv",
+        (*VERDICT_KEYS, "contender"),
+        4,
+        _plan,
+        (*_FOR_CLAIM_33, "report_dir={reference}/claim_33"),
+    ),
+    Table("claim_33/verdict.csv", VERDICT_KEYS, 10, _verdict, ()),
+)

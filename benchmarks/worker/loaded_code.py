@@ -1,0 +1,14 @@
+"""The code that this rank runs, read when the rank's modules are imported.
+
+A checkout may be edited after the rank has started, and a job may start long after it was
+submitted. Ranks that are forked share what the process they come from has read: its modules are
+theirs.
+"""
+
+from __future__ import annotations
+
+import os
+
+from benchmarks.records.environment import read_code
+
+LOADED = read_code(ask_git=os.environ.get("RANK", "0") == "0")

@@ -1,0 +1,89 @@
+"""The committed tables are what today's code computes, and an altered one is noticed."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.studies.recheck.__main__ import REFERENCE, main
+from benchmarks.studies.recheck.compare import moved, same
+from benchmarks.studies.recheck.tables import TABLES, Table
+
+
+def test_a_sample_of_every_committed_table_is_what_the_code_computes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status = main([])
+    said = capsys.readouterr().out
+    assert [table.path for table in TABLES if table.path not in said] == []
+    assert status == 0, said
+
+
+# A number of each table that is made larger by a percent.
+ALTERED = {
+    "schedules.csv": "step_over_ideal",
+    "memory/traced_vs_simulated.csv": "simulated_total_gib",
+    "validation/validation.csv": "predicted",
+    "claim_33/plans.csv": "step_s",
+    "claim_33/verdict.csv": "zeropp_tokens_per_s_per_gpu",
+}
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.path)
+def test_an_altered_number_is_noticed(
+    table: Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in {table.path, "claim_33/plans.csv"}:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text((REFERENCE / path).read_text())
+    if table.path in ALTERED:
+        _alter(tmp_path / table.path, ALTERED[table.path])
+    else:
+        _claim_a_better_bound(tmp_path / table.path)
+    assert main(["--only", table.path, "--reference", str(tmp_path), "--rows", "1"]) == 1
+    assert f"{table.path}: 1 of 1 rows differ" in capsys.readouterr().out
+
+
+def _alter(path: Path, column: str) -> None:
+    """Leave one row, with a wrong number."""
+    rows = csv.DictReader(path.read_text().splitlines())
+    row = next(row for row in rows if row[column].replace(".", "").isdigit())
+    row[column] = f"{1.01 * float(row[column]):.6g}"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        writer.writeheader()
+        writer.writerow(row)
+
+
+def _claim_a_better_bound(path: Path) -> None:
+    document = json.loads(path.read_text())
+    document["bound"]["largest_over_bound"] = 0.5
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("stored", "computed", "equal"),
+    [
+        ("1.3750", "1.3750", True),
+        ("1.3750", "1.37504", True),
+        ("1.3750", "1.3752", False),
+        ("2", "3", False),
+        ("OOM", "fits", False),
+        ("", "0.0", False),
+        ("1338.88", "1338.8811", True),
+    ],
+)
+def test_rounding_is_no_difference(stored: str, computed: str, equal: bool) -> None:
+    assert same(stored, computed) is equal
+
+
+def test_what_moved_is_said_in_a_line_per_column() -> None:
+    old = [{"plan": "a", "step_s": "1.0"}, {"plan": "b", "step_s": "2.0"}]
+    new = [{"plan": "a", "step_s": "1.5"}, {"plan": "c", "step_s": "2.0"}]
+    assert list(moved(old, new, ["plan"])) == [
+        "1 rows went, 1 came",
+        "step_s: 1 of 2 rows differ, by 50.00% at most",
+    ]

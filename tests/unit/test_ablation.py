@@ -1,0 +1,67 @@
+"""Ablations: every configuration of a sweep beside a base that one can name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from benchmarks.launch.points import plan_point, plan_summary
+from benchmarks.report.ablation import AblationError, ablation_figure, ablation_table, ablations
+from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.report.write import write_report
+from benchmarks.specification.run_spec import spec_from_mapping
+from tests.unit.synthetic_records import make_record, spec_values, write_records
+
+
+def sweep(root: Path) -> pd.DataFrame:
+    """Units 2, 4 and 16 with and without recomputation: six points that were planned for real;
+    the unit of 16 is cut to the 8 microbatches of a step."""
+    records = []
+    for number, unit in enumerate((2, 4, 16)):
+        for recompute in ("none", "full"):
+            knobs = {"name": "zeropp", "pp": 2, "shard": 2, "chunks": 2}
+            knobs |= {"unit": unit, "recompute": recompute}
+            point = plan_point(spec_from_mapping(spec_values() | {"contender": knobs}))
+            assert point.plan is not None
+            step = 1.0 - 0.1 * number + (0.3 if recompute == "full" else 0.0)
+            fields = {"plan": plan_summary(point.plan)}
+            records.append(make_record(step_s=[step] * 6, fields=fields, contender_knobs=knobs))
+    write_records(records, root)
+    return latest_ok(load_frame([root])[0])
+
+
+def test_six_points_are_six_rows_and_one_figure(tmp_path: Path) -> None:
+    rows = sweep(tmp_path / "runs")
+    table = ablation_table(rows, {"unit": "2", "recompute": "none"})
+    assert len(table.data) == 6
+    changes = dict(zip(table.data["change"], table.data["speedup"], strict=True))
+    assert changes["base"] == 1.0
+    assert changes["unit 2 → 4"] == pytest.approx(1 / 0.9)
+    assert changes["recompute none → full"] == pytest.approx(1 / 1.3)
+    (picture,) = ablation_figure(rows)
+    assert len(picture.figure.axes[0].patches) == 6
+    made = write_report([tmp_path / "runs"], tmp_path / "out", Console(quiet=True))
+    assert "ablation_measured_cpu_gloo.png" in {path.name for path in made.files}
+    assert len(pd.read_csv(tmp_path / "out" / "ablation.csv")) == 6
+
+
+def test_a_unit_that_was_cut_says_so(tmp_path: Path) -> None:
+    found = ablations(sweep(tmp_path), {"unit": "2"})
+    assert any("16 (run as 8)" in change for change in found["change"])
+    assert sum("U8 (16 asked)" in layout for layout in found["layout"]) == 2
+
+
+def test_a_base_that_nobody_ran_names_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(AblationError, match=r"there are unit .*16 \(run as 8\).*, recompute"):
+        ablation_table(sweep(tmp_path), {"unit": "3"})
+
+
+def test_no_sweep_is_a_header_alone(tmp_path: Path) -> None:
+    write_records([make_record()], tmp_path)
+    rows = latest_ok(load_frame([tmp_path])[0])
+    assert ablation_table(rows).empty
+    assert list(ablation_figure(rows)) == []
+    assert "change" in ablation_table(rows).numbers.columns

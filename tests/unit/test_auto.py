@@ -1,0 +1,86 @@
+"""``auto``: the best plan by the tuner, recorded and remembered; simple rules on CPUs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.launch import auto
+from benchmarks.launch.points import plan_point
+from benchmarks.specification.compose import preset
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
+from tests.unit.synthetic_records import spec_values
+from zeropp.cluster import Cluster
+from zeropp.sim.simulator import simulate
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def spec_of(cluster: str, name: str, **knobs: object) -> RunSpec:
+    values: dict[str, Any] = spec_values() | {"contender": {"name": name, **knobs}}
+    machine = preset("cluster", cluster, Cluster)
+    return spec_from_mapping(
+        values
+        | {"cluster": asdict(machine), "precision": "bf16", "microbatch_size": "auto"}
+        | {"num_gpus": 8, "global_batch": 32}
+    )
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_every_contender_gets_its_best_plan_and_the_spec_says_which(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_of("a800", name)
+    point = plan_point(spec)
+    assert point.plan is not None, point.reason
+    chosen = point.spec
+    assert isinstance(chosen.microbatch_size, int)
+    assert not CONTENDERS[name].left_open(chosen.contender)
+    assert spec_from_mapping(chosen.to_dict()) == chosen
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(f"auto: {CONTENDERS[name].label}, ")
+    simple = simulate(spec.plan(), spec.cluster).step_s
+    assert simulate(point.plan, spec.cluster).step_s <= simple * 1.02
+
+
+def test_what_was_chosen_is_remembered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_of("a800", "fsdp")
+    first = auto.with_best_plan(spec)
+    monkeypatch.setattr(auto, "search", None)  # asked again, it would fail
+    assert auto.with_best_plan(spec) == first
+    assert "remembered" in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(TypeError):
+        auto.with_best_plan(replace(spec, global_batch=64))
+
+
+def test_what_is_fixed_is_kept_and_a_closed_spec_stays_as_it_is() -> None:
+    spec = spec_of("a800", "zeropp", pp=4, chunks=1, activation_cap_gib=8.0)
+    chosen: Any = auto.with_best_plan(spec)
+    assert (chosen.contender.pp, chosen.contender.chunks) == (4, 1)
+    assert chosen.contender.activation_cap_gib == 8.0
+    assert auto.with_best_plan(chosen) is chosen
+
+
+def test_without_prices_simple_rules_apply() -> None:
+    spec = spec_of("cpu_gloo", "zeropp")
+    chosen = auto.with_best_plan(spec)
+    assert chosen == replace(spec, microbatch_size=1)  # a record holds a number
+    plan = chosen.plan()
+    assert (plan.layout.pp, plan.layout.chunks, plan.microbatch_size) == (2, 2, 1)
+
+
+def test_where_nothing_fits_the_reason_says_so() -> None:
+    spec = spec_of("a800", "zeropp")
+    large = preset("model", "gpt_175b", type(spec.model))
+    point = plan_point(replace(spec, model=large))
+    assert point.plan is None
+    assert "no plan fits 8 x" in point.reason

@@ -1,0 +1,56 @@
+"""Partial recomputation: time and memory lie between none and full, in equal steps per block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from baselines.deepspeed_3d.contender import DEEPSPEED_3D
+from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
+from tests.unit.simulated_task import task
+from zeropp.cost import price_plan
+from zeropp.layout import Layout
+from zeropp.plan import Candidate, Plan
+from zeropp.schedule.program import Schedule, loop_placement
+from zeropp.sim.simulator import simulate
+
+
+def sized(program: str, recompute: str, recomputed: tuple[int, ...]) -> Plan:
+    layout = Layout(pp=4, shard=16)
+    schedule = Schedule("1f1b", 8, 8, loop_placement(4, 1), ())
+    plan = Plan(program, task().shape, layout, 1, schedule, (0, 11, 21, 31, 42), program, "bf16")
+    return replace(plan, recompute=recompute, recomputed=recomputed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("program", ["zeropp", "torch_pp", "deepspeed_3d", "best_public_3d"])
+def test_each_recomputed_block_costs_the_same_time_and_saves_the_same_memory(program: str) -> None:
+    def price(recompute: str, *recomputed: int) -> tuple[float, int, int, int]:
+        priced = price_plan(sized(program, recompute, recomputed), task().cluster)
+        memory = priced.memory[1]
+        moments = (memory.forward, memory.backward_input)
+        return (priced.stages[1].backward_input, memory.activations, *moments)
+
+    none, full = price("none"), price("full")
+    found = [price("full", *([n] * 4)) for n in range(11)]
+    assert found[0] == pytest.approx(none, rel=1e-6)
+    assert found[10] == pytest.approx(full, rel=1e-6)
+    for n, (seconds, activations, *_) in enumerate(found):
+        assert seconds == pytest.approx(none[0] + n / 10 * (full[0] - none[0]), rel=1e-6)
+        assert activations == pytest.approx(none[1] + n / 10 * (full[1] - none[1]), rel=1e-6)
+    for before, after in pairwise(found[1:]):
+        assert after[2] <= before[2] + 1  # bytes, rounded down
+    assert full[0] > none[0]
+    assert full[1] < none[1]
+
+
+def test_the_loss_of_recomputation_is_that_of_its_blocks() -> None:
+    knobs = DeepSpeedKnobs(pp=4, replicate=16, recompute="full")
+    result = DEEPSPEED_3D.simulated(task(64, 128), Candidate(knobs, 1))
+    blocks = [result.plan.blocks_of(stage) for stage in range(4)]
+    half = replace(result.plan, recomputed=tuple(count // 2 for count in blocks))
+    lost = simulate(half, task().cluster).losses.recomputation
+    share = sum(count // 2 for count in blocks) / sum(blocks)
+    assert lost == pytest.approx(share * result.losses.recomputation)
+    assert simulate(half, task().cluster).peak_bytes > 0

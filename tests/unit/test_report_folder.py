@@ -1,0 +1,77 @@
+"""A report's folder belongs to one report, and an interruption leaves the last one whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.report.folder import report_folder
+from benchmarks.report.write import write_report
+from tests.unit.synthetic_records import make_record, write_records
+
+
+def names(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+
+
+def write(folder: Path, *files: str) -> None:
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def test_stale_files_go_and_those_of_others_stay(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(out, "notes.txt")
+    with report_folder(out) as folder:
+        write(folder, "a.csv", "traces/b.json")
+    with report_folder(out) as folder:
+        write(folder, "a.csv", "c.csv")
+    assert names(out) == {"notes.txt", "a.csv", "c.csv", ".report.json"}
+    assert not (out / "traces").exists()
+    assert list(tmp_path.iterdir()) == [out]  # nothing is left beside it
+
+
+def interrupted_report(out: Path) -> None:
+    with report_folder(out) as folder:
+        write(folder, "b.csv")
+        raise KeyboardInterrupt
+
+
+def test_an_interruption_leaves_the_last_report_whole(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with report_folder(out) as folder:
+        write(folder, "a.csv")
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_report(out)
+    assert names(out) == {"a.csv", ".report.json"}
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_figure_of_the_last_report_does_not_stay(tmp_path: Path) -> None:
+    both = [make_record(c) for c in ("zeropp", "deepspeed_3d")]
+    write_records(both, tmp_path / "both")
+    write_records(both[:1], tmp_path / "one")
+    out, quiet = tmp_path / "out", Console(quiet=True)
+    write_report([tmp_path / "both"], out, quiet)
+    assert "speedup_zeropp_measured_cpu_gloo.png" in names(out)
+    write_report([tmp_path / "one"], out, quiet)
+    assert not [name for name in names(out) if name.startswith("speedup_zeropp")]
+
+
+@pytest.mark.parametrize(("steps", "status"), [(1.5, 1), (0.7, 0), (1.0, 0)])
+def test_compare_ends_with_1_where_something_became_slower(
+    steps: float, status: int, tmp_path: Path
+) -> None:
+    for name, step in (("before", 1.0), ("after", steps)):
+        write_records(
+            [make_record(step_s=[step * (1 + 0.001 * i) for i in range(9)])], tmp_path / name
+        )
+    command = ["-m", "benchmarks.report", "--compare", str(tmp_path / "before")]
+    command += [str(tmp_path / "after"), "--out", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, *command], capture_output=True, timeout=120, check=False)
+    assert done.returncode == status, done.stderr
