@@ -24,6 +24,7 @@ class Best3DKnobs:
     schedule: Best3DSchedule | Auto = "auto"
     sequence_parallel: bool | Auto = "auto"
     recompute: Literal["none", "full"] | Auto = "auto"
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # per stage, its first ones
     placement: Placement | Auto = "auto"  # which ranks share a node
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012

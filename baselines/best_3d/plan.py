@@ -12,11 +12,16 @@ from functools import lru_cache
 
 from baselines.best_3d.knobs import Best3DKnobs, Best3DSchedule
 from baselines.tensor_parallel import check_tensor_parallel
-from zeropp.cost import PlanPrice, balanced_cuts
+from zeropp.cost import PlanPrice, cut_by_cost
 from zeropp.layout import InfeasibleError
 from zeropp.literals import if_auto
 from zeropp.plan import Plan, Task
-from zeropp.planner.degrees import check_stages, microbatches_per_step, resolve_degrees
+from zeropp.planner.degrees import (
+    check_stages,
+    microbatches_per_step,
+    recomputed_blocks,
+    resolve_degrees,
+)
 from zeropp.schedule import build, lower
 from zeropp.schedule.program import Schedule, loop_placement, v_placement
 
@@ -39,18 +44,20 @@ def size(task: Task, knobs: Best3DKnobs, microbatch_size: int) -> Plan:
     _check_schedule(schedule, layout.pp, layout.chunks, microbatches)
     pp, chunks = layout.pp, layout.chunks
     placement = v_placement(pp) if schedule == "zbv" else loop_placement(pp, chunks)
-    return Plan(
+    plan = Plan(
         contender="best_3d",
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
         schedule=Schedule(schedule, microbatches, microbatches, placement, ()),
-        cuts=balanced_cuts(task.shape, len(placement)),
+        cuts=(),
         program="best_public_3d",
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
+        recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
         reduce_every="step",
     )
+    return replace(plan, cuts=cut_by_cost(plan, task.cluster))
 
 
 def order(plan: Plan, knobs: Best3DKnobs, price: PlanPrice) -> Iterator[Plan]:

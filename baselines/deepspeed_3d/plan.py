@@ -12,7 +12,7 @@ from math import prod
 
 from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
 from baselines.tensor_parallel import check_tensor_parallel
-from zeropp.cost import PlanPrice, balanced_cuts
+from zeropp.cost import PlanPrice, cut_by_cost
 from zeropp.layout import InfeasibleError
 from zeropp.literals import ReplicateZero, if_auto
 from zeropp.plan import Plan, Task
@@ -45,18 +45,19 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> Plan:
     check_tensor_parallel(task.shape, layout)
     placement = loop_placement(layout.pp, 1)
     microbatches = microbatches_per_step(task, layout, microbatch_size)
-    return Plan(
+    plan = Plan(
         contender="deepspeed_3d",
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
         schedule=Schedule("1f1b", microbatches, microbatches, placement, ()),
-        cuts=balanced_cuts(task.shape, len(placement)),
+        cuts=(),
         program="deepspeed_3d",
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         reduce_every="step",
     )
+    return replace(plan, cuts=cut_by_cost(plan, task.cluster))
 
 
 def order(plan: Plan, knobs: DeepSpeedKnobs, price: PlanPrice) -> Iterator[Plan]:

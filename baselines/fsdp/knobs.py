@@ -17,6 +17,7 @@ class FSDPKnobs:
     shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of a ZeRO-3 group
     replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # data-parallel copies of the groups
     recompute: Recompute | Auto = "auto"
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # of the model, its first ones
     reduce_every: ReduceEvery | Auto = "auto"  # unit: after every microbatch; step: once
     compile: bool = False  # torch.compile each block
 

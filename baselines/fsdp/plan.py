@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from baselines.fsdp.knobs import FSDPKnobs
 from zeropp.cost import PlanPrice
-from zeropp.literals import ReduceEvery, if_auto
+from zeropp.literals import Auto, ReduceEvery, if_auto
 from zeropp.plan import Plan, Task
 from zeropp.planner.degrees import microbatches_per_step, resolve_degrees
 from zeropp.schedule import lower
@@ -36,9 +36,16 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> Plan:
         program="fsdp",
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
+        recomputed=_recomputed(knobs.recompute_blocks, pieces),
         reduce_every=if_auto(knobs.reduce_every, "unit"),
         compile=knobs.compile,
     )
+
+
+def _recomputed(asked: int | Auto, pieces: int) -> tuple[int, ...]:
+    """Every piece is a stage; the first blocks are recomputed, the embedding and the head are no
+    blocks."""
+    return () if asked == "auto" else tuple(int(0 < i <= asked) for i in range(pieces))
 
 
 def order(plan: Plan, knobs: FSDPKnobs, price: PlanPrice) -> Iterator[Plan]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from baselines.fsdp.knobs import FSDPKnobs
 from zeropp.literals import Recompute, ReduceEvery
 from zeropp.plan import Plan
-from zeropp.tune.space import Point, Space, choices
+from zeropp.tune.space import Point, Space, choices, recompute_choices
 
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
@@ -17,8 +17,16 @@ _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
 def families(point: Point[FSDPKnobs]) -> Iterator[FSDPKnobs]:
     """Every setting but the point of reduction."""
     asked, degrees = point.asked, point.degrees
-    for recompute in choices(asked.recompute, _RECOMPUTE):
-        yield replace(asked, shard=degrees.shard, replicate=degrees.replicate, recompute=recompute)
+    for recompute, blocks in recompute_choices(
+        asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
+    ):
+        yield replace(
+            asked,
+            shard=degrees.shard,
+            replicate=degrees.replicate,
+            recompute=recompute,
+            recompute_blocks=blocks,
+        )
 
 
 def members(asked: FSDPKnobs, family: FSDPKnobs, plan: Plan) -> Iterator[FSDPKnobs]:

@@ -26,6 +26,7 @@ class TorchPPKnobs:
     schedule: TorchSchedule | Auto = "auto"
     sequence_parallel: bool | Auto = "auto"
     recompute: Recompute | Auto = "auto"
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # per stage, its first ones
     placement: Placement | Auto = "auto"  # which ranks share a node
     compile: bool = False  # torch.compile each block
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from baselines.tensor_parallel import check_tensor_parallel
 from baselines.torch_pp.dualpipev import dualpipev
 from baselines.torch_pp.knobs import TorchPPKnobs, TorchSchedule
-from zeropp.cost import PlanPrice, balanced_cuts
+from zeropp.cost import PlanPrice, cut_by_cost
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import if_auto
 from zeropp.plan import Plan, Task
@@ -22,6 +22,7 @@ from zeropp.planner.degrees import (
     check_stages,
     default_chunks,
     microbatches_per_step,
+    recomputed_blocks,
     resolve_degrees,
 )
 from zeropp.schedule import build, lower, validate
@@ -56,19 +57,21 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
     _check_microbatches(schedule, layout.pp, microbatches)
     place = v_placement(layout.pp) if schedule in _V_SHAPED else None
     placement = place or loop_placement(layout.pp, layout.chunks)
-    return Plan(
+    plan = Plan(
         contender="torch_pp",
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
         schedule=Schedule(schedule, microbatches, microbatches, placement, ()),
-        cuts=balanced_cuts(task.shape, len(placement)),
+        cuts=(),
         program="torch_pp",
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
+        recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
         reduce_every="step",
         compile=knobs.compile,
     )
+    return replace(plan, cuts=cut_by_cost(plan, task.cluster))
 
 
 def order(plan: Plan, knobs: TorchPPKnobs, price: PlanPrice) -> Iterator[Plan]:

@@ -17,8 +17,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks import CHECKOUT
 from benchmarks.records.record import write_atomically
 from benchmarks.specification.contenders import CONTENDERS
@@ -41,8 +39,9 @@ class _Choice:
     words: str  # the plan and its speed
 
 
-def with_best_plan(spec: RunSpec) -> RunSpec:
-    """The spec with everything that it leaves open chosen; itself where nothing is open.
+def with_best_plan(spec: RunSpec) -> tuple[RunSpec, str]:
+    """The spec with everything that it leaves open chosen, and a line that says what was chosen;
+    the spec itself and no line where nothing is open.
 
     Knobs stay ``auto`` where the cluster has no prices, for the planner's simple rules. Raises
     InfeasibleError where no plan fits the device's memory.
@@ -50,9 +49,9 @@ def with_best_plan(spec: RunSpec) -> RunSpec:
     contender = CONTENDERS[spec.contender.name]
     is_open = spec.microbatch_size == "auto" or contender.left_open(spec.contender)
     if not is_open:
-        return spec
+        return spec, ""
     if not is_priced(spec.cluster, spec.precision):
-        return replace(spec, microbatch_size=spec.candidate.microbatch_size)
+        return replace(spec, microbatch_size=spec.candidate.microbatch_size), ""
     path = _cache_path(spec)
     choice, source = _read(path), "remembered"
     if choice is None:
@@ -62,8 +61,8 @@ def with_best_plan(spec: RunSpec) -> RunSpec:
             write_atomically(path, json.dumps(asdict(choice)))
     where = f"{spec.model.name} on {spec.num_gpus} x {spec.cluster.name}"
     line = f"auto: {contender.label}, {where}: {choice.words} ({source})"
-    Console(stderr=True).print(line, soft_wrap=True, markup=False, highlight=False)
-    return replace(spec, contender=knobs_from(choice.knobs), microbatch_size=choice.microbatch_size)
+    knobs = knobs_from(choice.knobs)
+    return replace(spec, contender=knobs, microbatch_size=choice.microbatch_size), line
 
 
 def _search(spec: RunSpec) -> tuple[_Choice, str]:

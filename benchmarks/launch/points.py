@@ -49,6 +49,7 @@ class Point:
     spec: RunSpec
     plan: Plan | None
     reason: str = ""  # one line; set exactly where plan is None
+    note: str = ""  # what the tuner chose, in one line; empty where nothing was left open
 
 
 def plan_point(spec: RunSpec) -> Point:
@@ -56,12 +57,12 @@ def plan_point(spec: RunSpec) -> Point:
     memory that the cost model predicts for the plan; raises SpecError on bad input."""
     check_data(spec)
     try:
-        spec = with_best_plan(spec)
+        spec, note = with_best_plan(spec)
         plan = spec.plan()
     except InfeasibleError as error:
         return Point(spec, None, str(error))
     memory = peak_memory(plan, price_plan(plan, spec.cluster))
-    return Point(spec, replace(plan, memory=memory))
+    return Point(spec, replace(plan, memory=memory), note=note)
 
 
 def still_to_run(
@@ -231,6 +232,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "num_microbatches": plan.num_microbatches,
         "unit": plan.schedule.unit,
         "recompute": plan.recompute,
+        "recomputed": list(plan.recomputed),
         "reduce_every": plan.reduce_every,
         "predicted_memory": [asdict(memory) for memory in plan.memory],
     }

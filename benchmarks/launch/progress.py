@@ -37,6 +37,9 @@ def announce(points: Sequence[Point], todo: Sequence[Point], launcher: str) -> N
     skipped = len(points) - len(todo)
     done = f", {skipped} already recorded (rerun=all runs them again)" if skipped else ""
     say = f"{len(todo)} of {len(points)} points to run with launcher={launcher}{done}"
+    for point in points:
+        if point.note:
+            _CONSOLE.print(point.note, soft_wrap=True, markup=False, highlight=False)
     _CONSOLE.print(say, soft_wrap=True)
     for point in todo:
         if point.plan is None:

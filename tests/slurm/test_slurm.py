@@ -139,20 +139,19 @@ def test_sweep_of_real_ranks_over_nodes(background: Background) -> None:
     suite = background["sweep"]
     wait_until(lambda: not suite.queue(), 200, "the end of the sweep")
     records = suite.records()
-    assert [r.status for r in records] == ["ok"] * 6, [r.reason for r in records]
+    assert [r.status for r in records] == ["ok"] * 4, [r.reason for r in records]
     assert all(len(r.step_s) == 2 for r in records)
     assert {(r.spec["num_gpus"], _node_count(r.slurm["nodes"])) for r in records} == {
         (4, 1),
         (8, 2),
-        (16, 4),
     }
-    assert len({r.slurm["job_id"] for r in records}) == 6  # nothing ran twice
+    assert len({r.slurm["job_id"] for r in records}) == 4  # nothing ran twice
     losses = [r.losses[-1] for r in records]  # the same batches, however they were divided
-    assert losses == pytest.approx([losses[0]] * 6, rel=1e-4)
-    assert "6 ok" in _report_log(suite)
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
+    assert "4 ok" in _report_log(suite)
     assert list(suite.report.glob("throughput.*"))
-    assert "0 of 6 points to run" in suite.sweep(
-        *("model=gpt_tiny", "num_gpus=4,8,16", "contender=zeropp,deepspeed_3d"),
+    assert "0 of 4 points to run" in suite.sweep(
+        *("model=gpt_tiny", "num_gpus=4,8", "contender=zeropp,deepspeed_3d"),
         *("measure.warmup_steps=1", "measure.steps=2", "measure.gate=false"),
         "measure.timeline=false",
     )

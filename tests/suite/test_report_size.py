@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from tests.unit.synthetic_records import make_record
@@ -31,11 +32,7 @@ def test_five_thousand_records(tmp_path: Path) -> None:
         for m in ("gpt_tiny", "gpt_mini", "gpt_1_5b")
         for n in (4, 8, 16, 32, 64)
     ]
-    texts = []
-    for record in kinds:
-        record.write(tmp_path / "one.json")
-        texts.append((tmp_path / "one.json").read_text())
-    (tmp_path / "one.json").unlink()
+    texts = [json.dumps(asdict(record), indent=1) for record in kinds]
     for number in range(RECORDS):
         document = json.loads(texts[number % len(texts)])
         document["spec"]["global_batch"] = 16 * (1 + number // len(texts))  # other cells

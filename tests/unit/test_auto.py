@@ -35,7 +35,7 @@ def spec_of(cluster: str, name: str, **knobs: object) -> RunSpec:
 
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_every_contender_gets_its_best_plan_and_the_spec_says_which(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str,
 ) -> None:
     spec = spec_of("a800", name)
     point = plan_point(spec)
@@ -44,35 +44,34 @@ def test_every_contender_gets_its_best_plan_and_the_spec_says_which(
     assert isinstance(chosen.microbatch_size, int)
     assert not CONTENDERS[name].left_open(chosen.contender)
     assert spec_from_mapping(chosen.to_dict()) == chosen
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith(f"auto: {CONTENDERS[name].label}, ")
+    assert point.note.startswith(f"auto: {CONTENDERS[name].label}, ")
     simple = simulate(spec.plan(), spec.cluster).step_s
     assert simulate(point.plan, spec.cluster).step_s <= simple * 1.02
 
 
-def test_what_was_chosen_is_remembered(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_chosen_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("a800", "fsdp")
-    first = auto.with_best_plan(spec)
+    first, _ = auto.with_best_plan(spec)
     monkeypatch.setattr(auto, "search", None)  # asked again, it would fail
-    assert auto.with_best_plan(spec) == first
-    assert "remembered" in capsys.readouterr().err.splitlines()[-1]
+    again, line = auto.with_best_plan(spec)
+    assert again == first
+    assert "(remembered)" in line
     with pytest.raises(TypeError):
         auto.with_best_plan(replace(spec, global_batch=64))
 
 
 def test_what_is_fixed_is_kept_and_a_closed_spec_stays_as_it_is() -> None:
     spec = spec_of("a800", "zeropp", pp=4, chunks=1, activation_cap_gib=8.0)
-    chosen: Any = auto.with_best_plan(spec)
+    found, _ = auto.with_best_plan(spec)
+    chosen: Any = found
     assert (chosen.contender.pp, chosen.contender.chunks) == (4, 1)
     assert chosen.contender.activation_cap_gib == 8.0
-    assert auto.with_best_plan(chosen) is chosen
+    assert auto.with_best_plan(chosen) == (chosen, "")
 
 
 def test_without_prices_simple_rules_apply() -> None:
     spec = spec_of("cpu_gloo", "zeropp")
-    chosen = auto.with_best_plan(spec)
+    chosen, _ = auto.with_best_plan(spec)
     assert chosen == replace(spec, microbatch_size=1)  # a record holds a number
     plan = chosen.plan()
     assert (plan.layout.pp, plan.layout.chunks, plan.microbatch_size) == (2, 2, 1)

@@ -14,6 +14,7 @@ import random
 import resource
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -28,6 +29,7 @@ from benchmarks.launch.owner import OWNER_FILE, this_process
 from benchmarks.launch.points import Point, freeze, write_unstarted
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.slurm import client
+from benchmarks.launch.slurm.jobs import look, unreported
 from benchmarks.launch.slurm.launcher import launch
 from benchmarks.launch.slurm.options import SlurmOptions
 from benchmarks.launch.slurm.submissions import Submission, SubmittedArray
@@ -142,10 +144,21 @@ def fake_slurm(
 
 
 @pytest.fixture
-def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: these tests write ten thousand files."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory, prefix="damaged-") as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(client, "call", fake_slurm)
     monkeypatch.setattr(points, "read_code", lambda: Code("abc", False, "digest"))
-    runs = tmp_path / "whole"
+    runs = folder / "whole"
     make_folder(runs)
     return runs
 
@@ -162,29 +175,30 @@ def contents(runs: Path) -> dict[str, bytes]:
     return {str(path.relative_to(runs)): path.read_bytes() for path in kept}
 
 
-def look_at_everything(runs: Path, *, tables: bool) -> list[str]:
-    """Status, the rows of a report (and, which takes long, its tables), and a submission; returns
-    the lines that status notes."""
+def look_at_everything(runs: Path, *, whole: bool) -> list[str]:
+    """Status, the rows of a report, and all that a submission reads; with ``whole``, which takes
+    long, the report's tables and the submission itself. Returns the lines that status notes."""
     found = standing(runs)
     assert {row.spec_id for row in found.rows} >= {p.name for p in runs.iterdir()} - {"slurm"}
     frame, _ = load_frame([runs])
     rows = latest_ok(frame)
-    if tables:
-        comparison_tables(rows)
+    list(unreported(look(runs)))
+    if not whole:
+        return found.notes
+    comparison_tables(rows)
     with SweepProgress(1) as progress:
         launch(POINTS, OPTIONS, runs, progress)
     return found.notes
 
 
-def test_500_damaged_folders(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.timeout(900)
+def test_500_damaged_folders(whole: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
     assert len(files) > 20
     seen: set[tuple[str, str]] = set()
     for number in range(NUMBER):
         chance = random.Random(number)
-        runs = tmp_path / "runs"
+        runs = folder / "runs"
         shutil.copytree(whole, runs)
         victims = [files[number % len(files)]]
         victims += chance.sample(files, chance.choice([0, 0, 1, 5]))
@@ -193,7 +207,7 @@ def test_500_damaged_folders(
             damage(runs / victim, chance)
             seen.add((str(victim), damage.__name__))
         before, steps = contents(runs), steps_on_disk(runs)
-        notes = look_at_everything(runs, tables=number % 10 == 0)
+        notes = look_at_everything(runs, whole=number % 7 == 0)
         after = contents(runs)
         lost = [name for name in before if after.get(name) != before[name]]
         assert lost == [], (number, damage.__name__, victims)

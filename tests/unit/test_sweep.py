@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks import CHECKOUT
 from benchmarks.launch.folder_lock import LockedError, only_one
 from benchmarks.launch.owner import OWNER_FILE, SILENT_S, this_process
 from benchmarks.launch.points import Point
+from benchmarks.launch.slurm.submit import copy_checkout
 from benchmarks.launch.sweep import launch_points
 from benchmarks.records.record import find_records
 from benchmarks.specification.run_spec import SpecError, spec_from_mapping
@@ -46,6 +49,20 @@ def test_a_lock_is_held_by_one_and_left_by_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with only_one(tmp_path, said.append):
         pass
+
+
+def test_a_snapshot_is_the_checkout_at_its_commit(tmp_path: Path) -> None:
+    def git(directory: Path, *arguments: str) -> str:
+        command = ("git", "-C", str(directory), *arguments)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return done.stdout
+
+    if not git(CHECKOUT, "rev-parse", "HEAD"):
+        pytest.skip("not a git checkout")
+    copy_checkout(tmp_path / "copy")
+    for question in (("rev-parse", "HEAD"), ("status", "--porcelain")):
+        assert git(tmp_path / "copy", *question) == git(CHECKOUT, *question)
+    assert (tmp_path / "copy" / "benchmarks" / "worker" / "__main__.py").exists()
 
 
 def lock_of_another_host(directory: Path, silent_s: float) -> None:

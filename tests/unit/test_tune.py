@@ -10,11 +10,14 @@ import pytest
 from baselines.best_3d.contender import BEST_3D
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from benchmarks.specification.contenders import PRICED
+from benchmarks.studies import schedule_orders
 from benchmarks.tune import main
 from tests.unit.simulated_task import everything, task
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.layout import InfeasibleError
+from zeropp.plan import Candidate
+from zeropp.tune import search as search_module
 from zeropp.tune.bound import WorkBound, least_bytes, least_step_s
 from zeropp.tune.search import OOM, search
 
@@ -119,3 +122,29 @@ def test_bad_input_ends_with_2_and_one_line(
     assert word in printed.err
     assert len(printed.err.strip().splitlines()) == 1
     assert printed.out == ""
+
+
+def test_planning_with_durations_gains_less_than_the_search_reckons_with() -> None:
+    gains = [gain for seed in range(12) if (gain := schedule_orders.gain(seed)) is not None]
+    assert len(gains) >= 4
+    assert max(gains) < search_module._LARGEST_GAIN - 1
+
+
+def test_the_winner_recomputes_no_more_blocks_than_it_must() -> None:
+    asked = ZeroppKnobs(pp=2, shard=4, chunks=1, unit=4, activation_cap=8, recompute="full")
+    found = set()
+    for tenths in range(70, 120, 2):  # from a device that holds nothing to one with room
+        device = replace(SMALL.cluster.device, memory_gib=tenths / 10)
+        small = replace(SMALL, cluster=replace(SMALL.cluster, device=device))
+        winner = search(small, ZEROPP, asked, 1).winner
+        if winner is None:
+            continue
+        assert winner.peak_bytes <= device.usable_bytes
+        (blocks,) = set(winner.plan.recomputed)
+        found.add(blocks)
+        if blocks > 1:
+            knobs = replace(winner.candidate.knobs, recompute_blocks=blocks - 1)
+            fewer = ZEROPP.simulated(small, Candidate(knobs, 1))
+            assert fewer.peak_bytes > device.usable_bytes
+    assert 1 in found
+    assert found & {2, 3}  # of the four blocks of a stage

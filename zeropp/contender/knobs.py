@@ -23,6 +23,7 @@ class ZeroppKnobs:
     activation_cap: Annotated[int | Auto, AT_LEAST_1] = "auto"  # live chunk-activations per rank
     activation_cap_gib: Annotated[float | Auto, MORE_THAN_0] = "auto"  # the same cap by its size
     recompute: Recompute | Auto = "auto"
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # per stage, its first ones
     reduce_every: ReduceEvery | Auto = "auto"  # when gradients are reduced over the shards
     replicate_every: ReduceEvery = "step"  # and, at most as often, over the replicas
     reduce_dtype: WireType = "fp32"  # in which gradients are sent; they are summed in fp32

@@ -7,7 +7,7 @@ from dataclasses import replace
 from decimal import ROUND_CEILING, Context
 
 from zeropp.contender.knobs import ZeroppKnobs
-from zeropp.cost import PlanPrice, balanced_cuts
+from zeropp.cost import PlanPrice, cut_by_cost
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import StageStyle, if_auto
 from zeropp.plan import Plan, Task
@@ -15,6 +15,7 @@ from zeropp.planner.degrees import (
     check_stages,
     default_chunks,
     microbatches_per_step,
+    recomputed_blocks,
     resolve_degrees,
 )
 from zeropp.planner.zeropp_plan import orders
@@ -41,10 +42,11 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
         layout=layout,
         microbatch_size=microbatch_size,
         schedule=Schedule("zeropp", microbatches, unit, placement, ()),
-        cuts=balanced_cuts(task.shape, len(placement)),
+        cuts=(),
         program="zeropp",
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
+        recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
         reduce_every=if_auto(knobs.reduce_every, "unit"),
         replicate_every=knobs.replicate_every,
         reduce_dtype=knobs.reduce_dtype,
@@ -56,7 +58,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
         compile=knobs.compile,
     )
     _check_cap(plan)
-    return plan
+    return replace(plan, cuts=cut_by_cost(plan, task.cluster))
 
 
 def order(plan: Plan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Plan]:

@@ -10,7 +10,14 @@ from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.literals import Auto, Recompute, ReduceEvery, StageStyle
 from zeropp.plan import Plan
 from zeropp.schedule.zeropp_order import smallest_cap
-from zeropp.tune.space import Point, Space, choices, placement_choices, zero_choices
+from zeropp.tune.space import (
+    Point,
+    Space,
+    choices,
+    placement_choices,
+    recompute_choices,
+    zero_choices,
+)
 
 _CHUNKS = (1, 2, 3, 4, 6, 8, 12)
 # Selective recomputation was tried in all cells of the verdict, and no best plan had it: smaller
@@ -28,25 +35,29 @@ def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     one, with which a bound on the step's time holds for the smaller ones."""
     asked, degrees = point.asked, point.degrees
     unit = point.num_microbatches if asked.unit == "auto" else asked.unit
-    for zero, placement, (chunks, style), recompute in product(
+    for zero, placement, (chunks, style) in product(
         zero_choices(asked.replicate_zero, degrees),
         placement_choices(asked.placement, point),
         _stages(asked),
-        choices(asked.recompute, _RECOMPUTE),
     ):
-        yield replace(
-            asked,
-            pp=degrees.pp,
-            shard=degrees.shard,
-            replicate=degrees.replicate,
-            replicate_zero=zero,
-            placement=placement,
-            chunks=chunks,
-            stage_style=style,
-            recompute=recompute,
-            unit=unit,
-            activation_cap="auto",
-        )
+        largest = -(-point.task.shape.layers // (degrees.pp * chunks))
+        for recompute, blocks in recompute_choices(
+            asked.recompute, asked.recompute_blocks, _RECOMPUTE, largest
+        ):
+            yield replace(
+                asked,
+                pp=degrees.pp,
+                shard=degrees.shard,
+                replicate=degrees.replicate,
+                replicate_zero=zero,
+                placement=placement,
+                chunks=chunks,
+                stage_style=style,
+                recompute=recompute,
+                recompute_blocks=blocks,
+                unit=unit,
+                activation_cap="auto",
+            )
 
 
 def _stages(asked: ZeroppKnobs) -> Iterator[tuple[int, StageStyle]]:

@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING
 from zeropp.cluster import Cluster
 from zeropp.cost.blocks import piece_times
 from zeropp.cost.stage_costs import tensor_times, work_of
+from zeropp.programs import Program
 
 if TYPE_CHECKING:
     from zeropp.plan import Plan
 
 
-def cut_by_cost(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
+def cut_by_cost(plan: Plan, cluster: Cluster, program: Program | None = None) -> tuple[int, ...]:
     """Cuts of a plan's model by what its pieces take on the cluster: forward, input gradient and
     weight gradient of one microbatch, the embedding's and the head's among them. The plan's own
-    ``cuts`` are not read. See ``spread_blocks`` for what is minimised."""
-    work = work_of(plan, cluster)
+    ``cuts`` are not read; ``program`` as for ``price_plan``. See ``spread_blocks`` for what
+    is minimised."""
+    work = work_of(plan, cluster, program)
     tensor = tensor_times(plan, cluster, work)
     times = piece_times(work, tensor.forward, tensor.backward)
     block = times.block.total

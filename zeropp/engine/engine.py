@@ -143,7 +143,8 @@ class Engine:
         result = self._reduce_result(losses)
         if self._clip_norm and result.grad_norm > self._clip_norm:
             scale = self._clip_norm / (result.grad_norm + 1e-6)  # as torch's clip_grad_norm_
-            torch._foreach_mul_(_gradients(self.flats), scale)
+            for gradient in _gradients(self.flats):
+                gradient.mul_(scale)
         self.update()
         return result
 

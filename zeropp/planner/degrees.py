@@ -121,3 +121,8 @@ def default_chunks(task: Task, layout: Layout) -> int:
 
 def _product(degrees: Mapping[Axis, object]) -> str:
     return " x ".join(f"{name}={value}" for name, value in degrees.items())
+
+
+def recomputed_blocks(asked: int | Auto, num_stages: int) -> tuple[int, ...]:
+    """``Plan.recomputed`` for the same number of blocks on every stage; ``auto`` is all blocks."""
+    return () if asked == "auto" else (asked,) * num_stages

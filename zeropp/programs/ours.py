@@ -24,7 +24,7 @@ ZEROPP = Entry(
         keeps_gathered_inputs=True,
         flat_chunks=True,
         selective="elementwise",
-        spread="flops",
+        spread="cost",
     ),
     "this repository's engine",
     {
@@ -40,7 +40,7 @@ ZEROPP = Entry(
         "keeps_gathered_inputs": "no tensor parallelism, so the trait changes nothing",
         "flat_chunks": f"{_ENGINE}/flat.py; {_TRACED}",
         "selective": f"{_ENGINE}/recompute.py",
-        "spread": "zeropp/cost/flops.py, balanced_cuts",
+        "spread": "zeropp/cost/cuts.py, cut_by_cost",
     },
 )
 FSDP = ZEROPP.but(
@@ -89,7 +89,7 @@ DEEPSPEED_3D = Entry(
         keeps_gathered_inputs=True,
         pipe_buffers=True,
         flattens_gradients=True,
-        spread="flops",
+        spread="cost",
     ),
     "DeepSpeed 0.19.8's PipelineEngine, as baselines/deepspeed_3d runs it",
     {
@@ -108,7 +108,7 @@ DEEPSPEED_3D = Entry(
         "pipe_buffers": f"{_DEEPSPEED}, runtime/pipe/engine.py, pipe_buffers; {_TRACED}",
         "flattens_gradients": f"{_DEEPSPEED}, runtime/engine.py, allreduce_bucket and "
         f"MEMORY_OPT_ALLREDUCE_SIZE; {_TRACED}",
-        "spread": "zeropp/cost/flops.py, balanced_cuts",
+        "spread": "zeropp/cost/cuts.py, cut_by_cost",
     },
 )
 
@@ -122,7 +122,7 @@ BEST_PUBLIC_3D = Entry(
         overlap_tensor=True,
         overlap_reduction=True,
         overlap_updated=True,
-        spread="flops",
+        spread="cost",
     ),
     "a bound, not one program: the best part of every public one",
     {
@@ -132,6 +132,6 @@ BEST_PUBLIC_3D = Entry(
         "overlap_tensor": f"{_CORE}: --tp-comm-overlap, which needs sequence parallelism",
         "overlap_reduction": f"{_CORE}: --overlap-grad-reduce",
         "overlap_updated": f"{_CORE}: --overlap-param-gather",
-        "spread": "zeropp/cost/flops.py, balanced_cuts: as all contenders are cut",
+        "spread": "zeropp/cost/cuts.py, cut_by_cost: as all contenders are cut",
     },
 )

@@ -25,8 +25,9 @@ Updated = Literal["gather", "broadcasts", "slices"]
 # alone; or the temporaries of torch's own cross-entropy.
 LossGradient = Literal["in_place", "in_place_under_tp", "torch"]
 # What a program spreads evenly over pipeline stages: blocks, where the embedding and the head count
-# as one block each if the blocks do not divide; blocks alone; or FLOPs.
-Spread = Literal["pieces", "blocks", "flops"]
+# as one block each if the blocks do not divide; blocks alone; FLOPs; or the time that pieces take
+# on the cluster.
+Spread = Literal["pieces", "blocks", "flops", "cost"]
 
 
 @dataclass(frozen=True)

@@ -30,18 +30,21 @@ class WorkBound:
     def __call__(self, plan: Plan) -> float:
         """The bound for a plan, in seconds per step."""
         layout = plan.layout
-        key = (layout.tp, layout.sequence_parallel, plan.microbatch_size, plan.recompute)
+        recomputed = sum(map(plan.recomputed_blocks, range(plan.schedule.num_stages)))
+        split = (layout.tp, layout.sequence_parallel)
+        key = (*split, plan.microbatch_size, plan.recompute, recomputed)
         if key not in self._microbatch_s:
-            self._microbatch_s[key] = self._price(plan)
+            self._microbatch_s[key] = self._price(plan, recomputed)
         return self._microbatch_s[key] * plan.num_microbatches / layout.pp
 
-    def _price(self, plan: Plan) -> float:
+    def _price(self, plan: Plan, recomputed: int) -> float:
         """One microbatch of the whole model as a single stage."""
         one = replace(
             plan,
             layout=Layout(tp=plan.layout.tp, sequence_parallel=plan.layout.sequence_parallel),
             schedule=Schedule("1f1b", 1, 1, (0,), ()),
             cuts=(0, plan.shape.num_pieces),
+            recomputed=(recomputed,),
         )
         return sum(cost.compute for cost in price_plan(one, self._cluster).stages)
 

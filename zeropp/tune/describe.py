@@ -24,8 +24,16 @@ def describe(plan: Plan) -> str:
     if layout.placement == "pp_inner":
         words.append("pp inside the node")
     if plan.recompute != "none":
-        words.append(f"{plan.recompute} recompute")
+        words.append(f"{plan.recompute} recompute{_some(plan)}")
     return " ".join(words)
+
+
+def _some(plan: Plan) -> str:
+    if not plan.recomputed:
+        return ""
+    if plan.layout.chunks == plan.shape.num_pieces:  # every piece is a stage
+        return f" of {sum(plan.recomputed)} blocks"
+    return f" of {max(plan.recomputed)} blocks per stage"
 
 
 def overrides(candidate: Candidate[K]) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from zeropp.layout import Layout, divisors
-from zeropp.literals import Auto, Placement, ReplicateZero
+from zeropp.literals import Auto, Placement, Recompute, ReplicateZero
 from zeropp.plan import K, Plan, Task
 from zeropp.planner.degrees import asked_degrees
 
@@ -71,6 +71,20 @@ def zero_choices(asked: ReplicateZero | Auto, degrees: Layout) -> tuple[Replicat
 def sequence_choices(asked: bool | Auto, degrees: Layout) -> tuple[bool, ...]:
     """Without and with sequence parallelism, where there is tensor parallelism."""
     return choices(asked, (False, True) if degrees.tp > 1 else (False,))
+
+
+def recompute_choices(
+    asked: Recompute | Auto, blocks: int | Auto, kinds: Iterable[Recompute], per_stage: int
+) -> Iterator[tuple[Recompute, int | Auto]]:
+    """Kinds of recomputation, and of how many blocks per stage, of which the largest has
+    ``per_stage``: half of them, or all. The search takes its winner further, block by block."""
+    halves = sorted({-(-per_stage // 2), per_stage})
+    for kind in choices(asked, kinds):
+        if kind == "none":
+            yield kind, "auto"
+            continue
+        for count in choices(blocks, halves):
+            yield kind, count
 
 
 def placement_choices(asked: Placement | Auto, point: Point[K]) -> tuple[Placement, ...]:

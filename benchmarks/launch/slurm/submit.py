@@ -145,14 +145,14 @@ def _prepare(arrays: list[Array], sweep: Sweep) -> list[Array]:
         for path, script in scripts.items():
             path.write_text(script)
         if sweep.options.snapshot:
-            _copy_checkout(checkout_of(sweep.directory, sweep.options))
+            copy_checkout(checkout_of(sweep.directory, sweep.options))
     except BaseException:
         shutil.rmtree(sweep.directory, ignore_errors=True)
         raise
     return arrays
 
 
-def _copy_checkout(target: Path) -> None:
+def copy_checkout(target: Path) -> None:
     """The checkout's files as they are now, over a clone at its commit: ranks can still say their
     commit, and what differs from it."""
     clone = ("clone", "--quiet", "--shared", "--no-checkout", str(CHECKOUT), str(target))

@@ -13,7 +13,7 @@ from benchmarks.specification.compose import preset
 from benchmarks.studies.validation.clusters import cluster_of
 from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
 from zeropp.cluster import Cluster
-from zeropp.cost import balanced_cuts
+from zeropp.cost import balanced_cuts, cut_by_cost
 from zeropp.layout import Layout
 from zeropp.literals import Precision, Recompute
 from zeropp.plan import Plan
@@ -133,6 +133,13 @@ def _with_state(program: Program, state: StateBytes, precision: Precision) -> Pr
     return replace(program, bf16=state) if precision == "bf16" else replace(program, fp32=state)
 
 
+def _cuts(case: Case, stages: int) -> tuple[int, ...]:
+    """Cuts that need no prices."""
+    if case.program.spread == "flops":
+        return balanced_cuts(case.shape, stages)
+    return even_cuts(case.shape, stages, blocks=case.program.spread == "blocks")
+
+
 @lru_cache(maxsize=4096)
 def plan_of(case: Case) -> Plan:
     """The case's Plan; raises UnpredictableError where no schedule of that name fits the sizes."""
@@ -145,7 +152,7 @@ def plan_of(case: Case) -> Plan:
             cuts = _cuts(case, schedule.num_stages)
     except ValueError as error:
         raise UnpredictableError(str(error)) from error
-    return Plan(
+    plan = Plan(
         contender=case.program.name,
         shape=case.shape,
         layout=case.layout,
@@ -157,6 +164,9 @@ def plan_of(case: Case) -> Plan:
         recompute=case.recompute,
         recomputed=_recomputed(case, cuts),
     )
+    if case.program.spread == "cost" and case.layout.pp > 1:
+        return replace(plan, cuts=cut_by_cost(plan, case.cluster, case.program))
+    return plan
 
 
 def _recomputed(case: Case, cuts: tuple[int, ...]) -> tuple[int, ...]:
@@ -168,12 +178,6 @@ def _recomputed(case: Case, cuts: tuple[int, ...]) -> tuple[int, ...]:
     if stages == case.shape.num_pieces:
         return tuple(int(0 < stage <= blocks) for stage in range(stages))
     return (blocks // stages,) * stages
-
-
-def _cuts(case: Case, stages: int) -> tuple[int, ...]:
-    if case.program.spread == "flops":
-        return balanced_cuts(case.shape, stages)
-    return even_cuts(case.shape, stages, blocks=case.program.spread == "blocks")
 
 
 def _pipeline_schedule(case: Case) -> Schedule:

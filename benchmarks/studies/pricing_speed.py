@@ -1,0 +1,107 @@
+"""How fast plans are priced: plans per minute and core, and where the time goes.
+
+Plans of 64 GPUs, spread evenly over everything that the tuner may try for one model: each is
+sized, priced, put in order, simulated, and gives its Timeline. Processor time, so that a busy
+machine changes little; each core takes an equal part of the plans.
+
+    python -m benchmarks.studies.pricing_speed --plans 5000 --cores 2
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
+from time import process_time
+from typing import Any
+
+from benchmarks.specification.compose import preset
+from benchmarks.specification.contenders import PRICED
+from zeropp.cluster import Cluster
+from zeropp.cost import price_plan
+from zeropp.layout import InfeasibleError
+from zeropp.plan import Candidate, Task
+from zeropp.shape import ModelShape
+from zeropp.sim.simulator import simulate
+from zeropp.tune.contender import Contender
+from zeropp.tune.space import points
+
+Found = tuple[Contender[Any], Candidate[Any]]
+PHASES = ("size", "price", "order", "simulate", "timeline")
+
+
+def task(model: str, cluster: str) -> Task:
+    """64 GPUs, four sequences per GPU and step."""
+    shape, machine = preset("model", model, ModelShape), preset("cluster", cluster, Cluster)
+    return Task(shape, machine, 64, 256)
+
+
+def everything(what: Task) -> Iterator[Found]:
+    """All candidates that the tuner may try, contender by contender."""
+    for contender in PRICED.values():
+        space, asked = contender.space, contender.knobs()
+        for point, size in points(what, space, asked, "auto", Counter()):
+            for family in space.families(point):
+                try:
+                    plan = contender.size(what, family, size)
+                except InfeasibleError:
+                    continue
+                for knobs in space.members(asked, family, plan):
+                    yield contender, Candidate(knobs, size)
+
+
+def priced(what: Task, found: Found, spent: Counter[str]) -> bool:
+    """Price one candidate and add the seconds of every phase; False where it is infeasible."""
+    contender, candidate = found
+    clock = [process_time()]
+    try:
+        plan = contender.size(what, candidate.knobs, candidate.microbatch_size)
+        clock.append(process_time())
+        price = price_plan(plan, what.cluster)
+        clock.append(process_time())
+        plan = next(contender.order(plan, candidate.knobs, price))
+    except InfeasibleError:
+        return False
+    clock.append(process_time())
+    result = simulate(plan, what.cluster, price=price)
+    clock.append(process_time())
+    result.timeline()
+    clock.append(process_time())
+    for phase, before, after in zip(PHASES, clock, clock[1:], strict=False):
+        spent[phase] += after - before  # type: ignore[assignment]
+    return True
+
+
+def part(job: tuple[str, str, int, int, int]) -> tuple[int, Counter[str]]:
+    """One core's part: how many plans were priced, and the seconds of every phase."""
+    model, cluster, plans, cores, core = job
+    what = task(model, cluster)
+    count = sum(1 for _ in everything(what))
+    chosen = islice(everything(what), 0, None, max(1, count // plans))
+    spent: Counter[str] = Counter()
+    done = sum(priced(what, found, spent) for found in islice(chosen, core, plans, cores))
+    return done, spent
+
+
+def main() -> None:
+    """Print plans per minute and core, and each phase's share."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="gpt_14_6b")
+    parser.add_argument("--cluster", default="a800")
+    parser.add_argument("--plans", type=int, default=5000)
+    parser.add_argument("--cores", type=int, default=2)
+    asked = parser.parse_args()
+    jobs = [(asked.model, asked.cluster, asked.plans, asked.cores, i) for i in range(asked.cores)]
+    with ProcessPoolExecutor(asked.cores) as pool:
+        parts = list(pool.map(part, jobs))
+    plans = sum(done for done, _ in parts)
+    spent = sum((seconds for _, seconds in parts), Counter())
+    total = sum(spent.values())
+    print(f"{plans} plans in {total:.1f} s of processor time: {60 * plans / total:.0f} per minute")
+    print(", ".join(f"{phase} {100 * spent[phase] / total:.0f} %" for phase in PHASES))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Flat buffers: every element has one owner, whatever the sizes; torch's private parts stay out."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import zeropp
+from zeropp.engine.flat_layout import ALIGNMENT, Cut, FlatLayout, lay_out
+
+SHAPES = [(3, 5), (), (7,), (0, 4), (2, 2, 2), (31,)]
+
+
+def layouts(shards: int, rows: int) -> list[FlatLayout]:
+    """The same parameters as every rank sees them."""
+    parameters = [
+        (((0, str(place)),), shape, "decay" if len(shape) > 1 else "plain")
+        for place, shape in enumerate(SHAPES)
+    ]
+    return [
+        lay_out(parameters, Cut(shard, shards, row, rows))
+        for shard in range(shards)
+        for row in range(rows)
+    ]
+
+
+@pytest.mark.parametrize(("shards", "rows"), [(1, 1), (2, 1), (3, 2), (1, 3), (40, 1)])
+def test_ranks_own_every_element_once_in_equal_parts(shards: int, rows: int) -> None:
+    found = layouts(shards, rows)
+    owned = sorted((layout.owned.begin, layout.owned.end) for layout in found)
+    assert owned[0][0] == 0
+    assert owned[-1][1] == found[0].size
+    assert all(end == begin for (_, end), (begin, _) in pairwise(owned))
+    assert len({len(layout.part) for layout in found}) == 1
+
+
+@pytest.mark.parametrize(("shards", "rows"), [(1, 1), (2, 1), (3, 2), (40, 1)])
+def test_a_rank_has_one_stretch_of_a_group_and_groups_cover_all_parameters(
+    shards: int, rows: int
+) -> None:
+    found = layouts(shards, rows)
+    for slot in found[0].slots:
+        assert slot.begin % ALIGNMENT == 0
+        stretches = [dict(layout.groups()).get(slot.group) for layout in found]
+        covered = sum(len(slot.stretch.meet(stretch)) for stretch in stretches if stretch)
+        assert covered == len(slot.stretch)
+
+
+def test_the_engine_uses_no_underscore_name_of_torch() -> None:
+    private = re.compile(r"^\s*(from|import) torch[.\w]*\._|\btorch\._|(dist|nn|functional)\._")
+    traces = {"traced_ranks.py", "fake_world.py"}  # which say why
+    files = [f for f in Path(zeropp.__file__).parent.glob("engine/*.py") if f.name not in traces]
+    assert len(files) > 10
+    lines = [(f.name, line) for f in files for line in f.read_text().splitlines()]
+    assert [found for found in lines if private.search(found[1])] == []
