@@ -89,7 +89,9 @@ class ParallelModel:
     def full_state_dict(self) -> dict[str, Tensor]:
         """On rank 0 all parameters, unsharded, fp32 and on the CPU, named ``{layer}.{parameter}``;
         empty on the other ranks. For models that fit into one machine's memory."""
-        mine = dict(self.full_parameters()) if self.data_parallel_rank == 0 else {}
+        mine = dict(self.full_parameters())  # which all ranks gather
+        if self.data_parallel_rank > 0:
+            mine = {}
         parts: list[dict[str, Tensor]] | None = None
         if dist.get_rank() == 0:
             parts = [{} for _ in range(dist.get_world_size())]
