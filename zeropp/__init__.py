@@ -2,30 +2,42 @@
 
     import zeropp
 
-    engine = zeropp.parallelize(layers, loss_fn, sample=inputs[:1], global_batch=64, pp=4, shard=2)
-    result = engine.step((inputs, targets))
+    model = zeropp.parallelize(layers, loss_fn, sample=inputs[:1], global_batch=64, pp=4, shard=2)
+    result = model.train_step(inputs, targets)
 
 Importing the package imports no torch: planning and schedules need none.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeropp.api import ParallelModel, parallelize
-    from zeropp.training import OptimizerConfig
+    from zeropp.engine.checkpoint_directory import CheckpointError
+    from zeropp.layout import InfeasibleError
+    from zeropp.training import OptimizerConfig, StepResult
 
-__all__ = ["OptimizerConfig", "ParallelModel", "parallelize"]
+__all__ = [
+    "CheckpointError",
+    "InfeasibleError",
+    "OptimizerConfig",
+    "ParallelModel",
+    "StepResult",
+    "parallelize",
+]
+_HOMES = {
+    "CheckpointError": "zeropp.engine.checkpoint_directory",
+    "InfeasibleError": "zeropp.layout",
+    "OptimizerConfig": "zeropp.training",
+    "StepResult": "zeropp.training",
+    "ParallelModel": "zeropp.api",
+    "parallelize": "zeropp.api",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "OptimizerConfig":
-        from zeropp.training import OptimizerConfig
-
-        return OptimizerConfig
-    if name in __all__:
-        from zeropp import api
-
-        return getattr(api, name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'zeropp' has no attribute {name!r}")

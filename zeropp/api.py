@@ -8,7 +8,7 @@ the targets. ``torch.distributed`` must be initialised; every rank calls with eq
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -16,13 +16,17 @@ from typing import Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import cut_by_weight
-from zeropp.engine.engine import Engine, EngineOptions, Piece
+from zeropp.engine.checks import agreed, check_batch, check_layers, described
+from zeropp.engine.engine import Engine, EngineOptions, MakeOptimizer, Piece, one_group
 from zeropp.engine.flat_layout import Name
 from zeropp.engine.interpreter import LossFunction
+from zeropp.engine.mesh import degrees_of
+from zeropp.engine.sharding import GroupOf
+from zeropp.engine.trial import Layer, LayerSizes, try_layers
 from zeropp.keywords import Keywords, knobs_of
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
 from zeropp.literals import Precision, StageStyle, if_auto
@@ -32,33 +36,89 @@ from zeropp.schedule.program import Schedule
 from zeropp.schedule.zeropp_order import default_cap, default_unit
 from zeropp.training import OptimizerConfig, StepResult
 
-Layer = nn.Module | Callable[[], nn.Module]
-
 
 class ParallelModel:
-    """What ``parallelize`` gives. Every method is collective."""
+    """What ``parallelize`` gives: this rank's part of the model, its optimizer included.
 
-    def __init__(self, engine: Engine, microbatch_size: int, rows: slice) -> None:
+    Every method but ``close`` is collective: all ranks call it. ``rows`` are this rank's of a
+    global batch, those of ``data_parallel_rank`` out of ``data_parallel_size`` equal parts, as a
+    ``DistributedSampler`` numbers them.
+    """
+
+    def __init__(self, engine: Engine, microbatch_size: int, rows: slice, layout: Layout) -> None:
         self.engine = engine
-        self.rows = rows  # of the global batch: what this rank's ``step`` is to be given
+        self.rows = rows
+        self.data_parallel_rank = layout.dp_index(dist.get_rank())
+        self.data_parallel_size = layout.dp
         self._microbatch_size = microbatch_size
+        self._failure = ""
 
-    def step(self, batch: tuple[Tensor, Tensor]) -> StepResult:
-        """Train one step on (inputs, targets), this rank's ``rows`` of the global batch."""
-        inputs, targets = (torch.split(part, self._microbatch_size) for part in batch)
-        return self.engine.step(inputs, targets)
+    def train_step(self, inputs: Tensor, targets: Tensor) -> StepResult:
+        """Train one step on this rank's ``rows`` of the global batch.
+
+        ``inputs`` and ``targets`` have [rows, ...] entries; microbatch j is rows j*b .. (j+1)*b-1.
+        Gives the mean loss over the global batch and the gradient's norm before clipping, equal
+        on every rank. Raises ValueError where the number of rows is another, and RuntimeError
+        under ``torch.no_grad`` or after a step that raised: what it left undone on the ranks
+        cannot be told, so the model must be built anew.
+        """
+        if self._failure:
+            raise RuntimeError(
+                f"an earlier step raised {self._failure}; build the model anew and load a "
+                "checkpoint"
+            )
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_step: gradients are disabled (leave torch.no_grad first)")
+        check_batch(inputs, targets, self.rows.stop - self.rows.start)
+        try:
+            microbatches = (torch.split(part, self._microbatch_size) for part in (inputs, targets))
+            return self.engine.step(*microbatches)
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of this rank's shards, for ``torch.optim.lr_scheduler``."""
+        return self.engine.optimizer
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies of this rank's layers, named ``{layer}.{parameter}``."""
         return self.engine.full_parameters()
 
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """On rank 0 all parameters, unsharded, fp32 and on the CPU, named ``{layer}.{parameter}``;
+        empty on the other ranks. For models that fit into one machine's memory."""
+        mine = dict(self.full_parameters())  # which all ranks gather
+        if self.data_parallel_rank > 0:
+            mine = {}
+        parts: list[dict[str, Tensor]] | None = None
+        if dist.get_rank() == 0:
+            parts = [{} for _ in range(dist.get_world_size())]
+        dist.gather_object(mine, parts, dst=0)
+        return {name: value for part in parts or [] for name, value in part.items()}
+
     def save(self, directory: Path | str) -> None:
-        """Write a checkpoint that any topology can load."""
+        """Write a checkpoint that any topology can load: parameters, optimizer, steps done.
+
+        It is whole or not there: the last checkpoint of that name stays until this one is written.
+        """
         self.engine.save(directory)
 
     def load(self, directory: Path | str) -> None:
-        """Read a checkpoint of this topology or another."""
+        """Read a checkpoint of this topology or another; raises CheckpointError where a file is
+        missing or is not as it was written."""
         self.engine.load(directory)
+
+    def close(self) -> None:
+        """Give up the threads and process groups of this model, which is of no more use."""
+        self.engine.close()
+
+    def __enter__(self) -> ParallelModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def parallelize(
@@ -67,37 +127,89 @@ def parallelize(
     *,
     sample: Tensor,
     global_batch: int,
-    optimizer: OptimizerConfig | None = None,
+    mesh: DeviceMesh | None = None,
+    optimizer: OptimizerConfig | MakeOptimizer | None = None,
+    group_of: GroupOf = one_group,
     precision: Precision = "fp32",
-    weights: Sequence[int] | None = None,
+    weights: Sequence[float] | None = None,
     tied: tuple[Name, Name] | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     lr_schedule: Callable[[int], float] | None = None,
     dropout_seed: int | None = None,
     **keywords: Unpack[Keywords],
 ) -> ParallelModel:
     """Cut layers into ``pp * chunks`` stages and build this rank's.
 
-    ``layers`` are modules, or functions that make the same one at every call: they are made one at
-    a time to learn their sizes, and only this rank's are kept. ``sample`` is one microbatch of
-    inputs. ``weights`` are the layers' relative costs, by default their numbers of parameters.
-    ``tied`` names two parameters as (layer, name). The last layer's weight gradients are not put
-    off: its output is taken to be wide. Raises InfeasibleError where something does not fit.
+    ``layers`` are modules, or functions that make the same one at every call: a function is called
+    on the meta device to learn sizes, and for real only on the ranks that hold its layer.
+    ``sample`` is one microbatch of inputs. ``mesh`` has axes among ``pp``, ``shard`` and
+    ``replicate`` and stands for these degrees. ``weights`` are the layers' relative costs, by
+    default their numbers of parameters. ``tied`` names two parameters as (layer, name).
+    ``optimizer``: a configuration, or a function that makes any optimizer of ``torch.optim`` that
+    works element by element, from flat fp32 tensors by group: ``lambda groups:
+    torch.optim.AdamW([{"params": groups["all"]}], lr=1e-3)``. ``group_of`` puts a parameter into a
+    group, given its (layer, name) and itself. Clipping needs ``OptimizerConfig``.
+    ``device`` is by default the mesh's, or this process's CUDA device where the process group has
+    NCCL, else the CPU. The last layer's weight gradients are not put off: its output is taken to
+    be wide.
+
+    Raises TypeError for an argument that there is not, and InfeasibleError with one line, the same
+    on every rank, where something does not fit or ranks were given different things.
     """
     knobs = knobs_of(keywords)
+    if not dist.is_initialized():
+        raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
+    if mesh is not None:
+        knobs = replace(knobs, **degrees_of(mesh, keywords))
+    config = optimizer or OptimizerConfig()
+    asked = config if isinstance(config, OptimizerConfig) else "of the caller's own"
+    request = (knobs, asked, precision, weights, tied, dropout_seed, global_batch)
+    agreed(
+        lambda: check_layers(layers, weights, tied),
+        lambda: (*request, tuple(sample.shape), sample.dtype, len(layers)),
+    )
     stages = _cut(layers, knobs, sample, global_batch, precision, weights)
-    device = torch.device(device)
+    device = _device(device, mesh)
+    pieces = stages.pieces(layers, device)
+    _compare_values(pieces)
     engine = Engine(
-        stages.pieces(layers, device),
+        pieces,
         stages.schedule,
         stages.layout,
         loss_fn,
         partial(stages.boundary, device=device),
-        optimizer or OptimizerConfig(),
+        config,
         device,
-        _options(knobs, precision, tied, lr_schedule, dropout_seed),
+        _options(knobs, precision, tied, lr_schedule, dropout_seed, group_of),
     )
-    return ParallelModel(engine, sample.shape[0], stages.rows(global_batch))
+    return ParallelModel(engine, sample.shape[0], stages.rows(global_batch), stages.layout)
+
+
+def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
+    """Where this rank trains: as asked, else where its process group's tensors live."""
+    if asked is not None:
+        return torch.device(asked)
+    on_cuda = (
+        "nccl" in str(dist.get_backend_config()) if mesh is None else mesh.device_type == "cuda"
+    )
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+
+
+def _compare_values(pieces: Sequence[Piece]) -> None:
+    """Refuse ranks that hold the same layer with other values; collective."""
+    mine = {piece.index: described(piece.module.named_parameters()) for piece in pieces}
+    held: list[dict[int, dict[str, object]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(held, mine)
+    first: dict[int, tuple[int, dict[str, object]]] = {}
+    for rank, layers in enumerate(held):
+        for index, values in layers.items():
+            owner, expected = first.setdefault(index, (rank, values))
+            for name in expected | values:
+                if expected.get(name) != values.get(name):
+                    raise InfeasibleError(
+                        f"layers[{index}]: {name!r} is not the same on ranks {owner} and {rank} "
+                        "(seed all ranks alike before the layers are made, or load a checkpoint)"
+                    )
 
 
 def _options(
@@ -106,6 +218,7 @@ def _options(
     tied: tuple[Name, Name] | None,
     lr_schedule: Callable[[int], float] | None,
     dropout_seed: int | None,
+    group_of: GroupOf,
 ) -> EngineOptions:
     if dropout_seed is None and not knobs.compile:
         dropout_seed = 0
@@ -118,6 +231,7 @@ def _options(
         lr_schedule,
         dropout_seed,
         compile=knobs.compile,
+        group_of=group_of,
     )
 
 
@@ -128,12 +242,15 @@ class _Stages:
     layout: Layout
     schedule: Schedule
     cuts: tuple[int, ...]
-    outputs: Sequence[tuple[torch.Size, torch.dtype]]  # of every layer
+    sizes: Sequence[LayerSizes]  # of every layer
+    precision: Precision
 
     def boundary(self, stage: int, device: torch.device) -> Tensor:
         """An empty tensor for the message into a stage."""
-        size, dtype = self.outputs[self.cuts[stage] - 1]
-        return torch.empty(size, dtype=dtype, device=device)
+        output = self.sizes[self.cuts[stage] - 1]
+        bf16 = self.precision == "bf16" and output.output_dtype.is_floating_point
+        dtype = torch.bfloat16 if bf16 else output.output_dtype
+        return torch.empty(output.output_size, dtype=dtype, device=device)
 
     def pieces(self, layers: Sequence[Layer], device: torch.device) -> list[Piece]:
         """This rank's layers."""
@@ -158,7 +275,7 @@ def _cut(
     sample: Tensor,
     global_batch: int,
     precision: Precision,
-    weights: Sequence[int] | None,
+    weights: Sequence[float] | None,
 ) -> _Stages:
     layout = Layout(
         pp=if_auto(knobs.pp, 1),
@@ -176,8 +293,9 @@ def _cut(
         )
     microbatches = _microbatches(layout, global_batch, sample.shape[0])
     schedule = _schedule(layout, knobs, microbatches, precision)
-    outputs, parameters = _outputs(layers, sample, precision)
-    return _Stages(layout, schedule, cut_by_weight(weights or parameters, count), outputs)
+    sizes = try_layers(layers, sample)
+    costs = list(weights) if weights is not None else [max(1, s.parameters) for s in sizes]
+    return _Stages(layout, schedule, cut_by_weight(costs, count), sizes, precision)
 
 
 def _schedule(
@@ -227,20 +345,3 @@ def _microbatches(layout: Layout, global_batch: int, microbatch_size: int) -> in
             "that can be planned (or take a larger microbatch)"
         )
     return global_batch // slots
-
-
-def _outputs(
-    layers: Sequence[Layer], sample: Tensor, precision: Precision
-) -> tuple[list[tuple[torch.Size, torch.dtype]], list[int]]:
-    """Every layer's output (size, type) and number of parameters, without computing anything."""
-    outputs, sizes = [], []
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    x: Tensor = mode.from_tensor(sample)
-    for layer in layers:
-        module = layer if isinstance(layer, nn.Module) else layer()
-        with mode, torch.no_grad():
-            x = module(x)
-        bf16 = precision == "bf16" and x.is_floating_point()
-        outputs.append((x.shape, torch.bfloat16 if bf16 else x.dtype))
-        sizes.append(sum(parameter.numel() for parameter in module.parameters()))
-    return outputs, sizes

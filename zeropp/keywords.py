@@ -33,12 +33,18 @@ class Keywords(TypedDict, total=False):
 
 
 def knobs_of(keywords: Mapping[str, Any]) -> ZeroppKnobs:
-    """The knobs that keywords ask for; raises InfeasibleError in one line for the first that is no
-    keyword, or whose value it cannot have."""
+    """The knobs that keywords ask for.
+
+    Raises TypeError for the first that is no keyword, and InfeasibleError in one line for a value
+    that a keyword cannot have.
+    """
     known = get_type_hints(Keywords)
     for field, value in keywords.items():
         if field not in known:
-            raise InfeasibleError(f"{field}={value!r}: no such knob (known: {', '.join(known)})")
+            raise TypeError(
+                f"parallelize() got an unexpected keyword argument {field!r} "
+                f"(knobs: {', '.join(known)})"
+            )
         _check(field, value, known[field])
     return ZeroppKnobs(**{"pp": 1, "shard": 1, "replicate": 1, "chunks": 1, **keywords})
 

@@ -113,7 +113,7 @@ def engine(hidden: int, seq: int, layers: int, microbatches: int, repeats: int) 
     )
     steps: tuple[Callable[[], object], ...] = (
         lambda: plain_step(plain, optimizer, inputs, targets),
-        lambda: parallel.step((inputs, targets)),
+        lambda: parallel.train_step(inputs, targets),
     )
     rows = [[seconds(step) for step in steps] for _ in range(repeats + 1)]
     timed = rows[1:]  # the first is warm-up

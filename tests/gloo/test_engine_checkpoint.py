@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.gloo.engine_cases import ADAMW, Case, build_engine, local_microbatches
 from tests.gloo.world import World
+from zeropp.engine import checkpoint
+from zeropp.engine.checkpoint_directory import CheckpointError
 
 CASES = [
     Case(pp=4, shard=2, batch=16, unit=4, chunks=1, tied=True, dropout=0.1),
@@ -48,3 +51,64 @@ def test_loss_curve_goes_on_in_other_topologies(world: World, tmp_path: Path) ->
         checkpoint = target
     assert losses == pytest.approx(expected, rel=1e-5)
     assert losses[-1] < losses[0]
+
+
+def save_after(directory: Path, steps: int, killed_in: str) -> str:
+    """Train and save; in ``killed_in`` a rank dies while it writes. Gives what then was raised."""
+    case = CASES[0]
+    engine = build_engine(case, torch.float32, ADAMW)
+    for step in range(steps):
+        engine.step(*local_microbatches(case, step))
+    if killed_in:
+        write = checkpoint.state_dict_saver.save
+
+        def fail(state: dict[str, Any], **options: Any) -> None:
+            write(state, **options)
+            raise KeyboardInterrupt
+
+        checkpoint.state_dict_saver.save = fail  # type: ignore[assignment]
+        try:
+            engine.save(directory)
+        except KeyboardInterrupt:
+            return "died"
+        finally:
+            checkpoint.state_dict_saver.save = write
+    engine.save(directory)
+    return "saved"
+
+
+def load_from(directory: Path) -> str:
+    """Steps done of a checkpoint, or what its load says."""
+    engine = build_engine(CASES[0], torch.float32, ADAMW)
+    try:
+        engine.load(directory)
+    except CheckpointError as error:
+        return str(error)
+    return f"{engine.steps_done} steps"
+
+
+def test_the_last_whole_checkpoint_survives_a_death_while_saving(
+    world: World, tmp_path: Path
+) -> None:
+    place = tmp_path / "checkpoint"
+    assert set(world.run(save_after, place, 1, "", size=8)) == {"saved"}
+    assert set(world.run(save_after, place, 2, "the save", size=8)) == {"died"}
+    assert set(world.run(load_from, place, size=8)) == {"1 steps"}
+    assert set(world.run(save_after, place, 2, "", size=8)) == {"saved"}
+    assert set(world.run(load_from, place, size=8)) == {"2 steps"}
+    place.rename(tmp_path / "checkpoint.previous")  # as between the two renames
+    assert set(world.run(load_from, place, size=8)) == {"2 steps"}
+
+
+def test_a_flipped_byte_is_refused_on_every_rank(world: World, tmp_path: Path) -> None:
+    place = tmp_path / "checkpoint"
+    world.run(save_after, place, 1, "", size=8)
+    victim = sorted(place.glob("*.distcp"))[0]
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    (said,) = set(world.run(load_from, place, size=8))
+    assert said.startswith(f"{victim}: not as it was written")
+    victim.unlink()
+    (said,) = set(world.run(load_from, place, size=8))
+    assert said.startswith(f"{victim}: missing")

@@ -31,6 +31,8 @@ PRELOADED = [
     "baselines.deepspeed_3d.trainer",
     "baselines.torch_pp.trainer",
     "benchmarks.specification.run_spec",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
 ]
 GRACE_S = 3.0  # for the other ranks to say what went wrong, after the first did
 

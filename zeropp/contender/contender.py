@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.contender.plan import order, size
 from zeropp.contender.space import SPACE
@@ -15,7 +17,7 @@ ZEROPP = Contender(
     size=size,
     order=order,
     space=SPACE,
-    left_open=lambda knobs: knobs.is_open,
+    left_open=attrgetter("is_open"),
     reproduces_dropout=True,
     trainer="zeropp.contender.trainer:build",
 )

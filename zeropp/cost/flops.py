@@ -72,7 +72,7 @@ def balanced_cuts(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
     return cut_by_weight(weights, num_stages)
 
 
-def cut_by_weight(weights: Sequence[int], num_stages: int) -> tuple[int, ...]:
+def cut_by_weight(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Cut pieces into contiguous stages whose largest weight is as small as it can be.
 
     Of the cuts that reach it, the one with the most even stages from the front. Every stage
@@ -80,9 +80,9 @@ def cut_by_weight(weights: Sequence[int], num_stages: int) -> tuple[int, ...]:
     """
     if num_stages > len(weights):
         raise ValueError(f"{num_stages} stages for {len(weights)} pieces")
-    best: dict[tuple[int, int], tuple[int, int, int]] = {}  # -> (largest, sum of squares, cut)
+    best: dict[tuple[int, int], tuple[float, float, int]] = {}  # -> (largest, sum of squares, cut)
 
-    def solve(first: int, stages: int) -> tuple[int, int]:
+    def solve(first: int, stages: int) -> tuple[float, float]:
         if stages == 1:
             load = sum(weights[first:])
             return load, load * load

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from zeropp.engine.checkpoint_directory import checked, write_whole
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Slot, Stretch
 
@@ -86,18 +87,24 @@ def state_of(
 
 
 def save(state: State, directory: Path | str) -> None:
-    """Write a state; collective."""
-    state_dict_saver.save(
-        state.whole, checkpoint_id=str(directory), planner=_SavePlanner(state.parts)
-    )
+    """Write a state, whole or not at all; collective."""
+
+    def write(place: Path) -> None:
+        planner = _SavePlanner(state.parts)
+        state_dict_saver.save(state.whole, checkpoint_id=str(place), planner=planner)
+
+    write_whole(Path(directory), write)
 
 
 def load(state: State, directory: Path | str) -> int:
-    """Read into the tensors of a state; collective. Gives the number of steps done."""
+    """Read into the tensors of a state; collective. Gives the number of steps done.
+
+    Raises CheckpointError where the checkpoint is not whole.
+    """
+    place = checked(Path(directory))
     with torch.no_grad():
-        state_dict_loader.load(
-            state.whole, checkpoint_id=str(directory), planner=_LoadPlanner(state.parts)
-        )
+        planner = _LoadPlanner(state.parts)
+        state_dict_loader.load(state.whole, checkpoint_id=str(place), planner=planner)
     return int(state.whole["steps_done"])
 
 

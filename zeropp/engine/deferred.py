@@ -48,7 +48,7 @@ class WeightGradStore:
 
     def run(self, microbatch: int) -> None:
         """Do all that was put off for a microbatch, freeing its tensors as it goes."""
-        pending = self._pending.pop(microbatch)
+        pending = self._pending.pop(microbatch, deque())  # a frozen chunk has put off nothing
         while pending:
             pending.popleft()()
 

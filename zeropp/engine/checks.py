@@ -1,0 +1,143 @@
+"""What ``parallelize`` is given, checked before anything is cut, and compared over the ranks.
+
+A wrong argument on one rank would leave the others waiting for it in a collective. So whatever a
+rank finds is told to all, and every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeropp.engine.trial import Layer
+from zeropp.layout import InfeasibleError
+
+ParameterName = tuple[int, str]  # layer, and the parameter's name in it
+_SHOWN = 60  # characters of a value in a message
+
+
+def agreed(check: Callable[[], object], description: Callable[[], object]) -> None:
+    """Run a check, and compare what ranks describe; collective.
+
+    ``check`` raises InfeasibleError where something is wrong on this rank. ``description`` is
+    whatever must be equal on all ranks (compared by ``repr``), and is asked for only where the
+    check passed everywhere. Raises the same InfeasibleError on every rank.
+    """
+    try:
+        check()
+        found = ""
+    except InfeasibleError as error:
+        found = str(error)
+    problems = _gathered(found)
+    for rank, problem in enumerate(problems):
+        if problem:
+            everywhere = len(set(problems)) == 1
+            raise InfeasibleError(problem if everywhere else f"{problem} (on rank {rank})")
+    _compare(description())
+
+
+def _compare(description: object) -> None:
+    texts = _gathered(repr(description))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            ours, theirs = _difference(texts[0], text)
+            raise InfeasibleError(
+                f"ranks differ: rank 0 has {ours} where rank {rank} has {theirs}; every rank must "
+                "call parallelize with equal arguments and layers of equal values"
+            )
+
+
+def _difference(first: str, second: str) -> tuple[str, str]:
+    """The part in which two texts differ, shortened, with a little of what stands before it."""
+    pairs = enumerate(zip(first, second, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+    start = max(first.rfind("(", 0, at), first.rfind("'", 0, at - 1), at - _SHOWN // 2, 0)
+    return first[start : start + _SHOWN], second[start : start + _SHOWN]
+
+
+def _gathered(text: str) -> list[str]:
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts
+
+
+def check_layers(
+    layers: Sequence[Layer],
+    weights: Sequence[float] | None,
+    tied: tuple[ParameterName, ParameterName] | None,
+) -> None:
+    """Refuse layers that cannot be trained apart; raises InfeasibleError.
+
+    A module or a parameter that two entries share would be trained twice, each with half of its
+    gradients; ``tied`` names the one pair that may be shared.
+    """
+    if not layers:
+        raise InfeasibleError("layers=[]: there is nothing to train")
+    if weights is not None and len(weights) != len(layers):
+        raise InfeasibleError(
+            f"weights: {len(weights)} numbers for {len(layers)} layers; give one per layer"
+        )
+    if weights is not None and not all(weight > 0 for weight in weights):
+        raise InfeasibleError(f"weights={list(weights)}: every weight must be more than 0")
+    _check_tied(layers, tied)
+    _check_not_shared(layers, tied)
+
+
+def _check_tied(layers: Sequence[Layer], tied: tuple[ParameterName, ParameterName] | None) -> None:
+    if tied is None:
+        return
+    (first, _), (second, _) = tied
+    if (first, second) != (0, len(layers) - 1):
+        raise InfeasibleError(
+            f"tied={tied}: must name a parameter of the first layer (0) and then one of the last "
+            f"({len(layers) - 1})"
+        )
+    for index, name in tied:
+        layer = layers[index]
+        if isinstance(layer, nn.Module) and name not in dict(layer.named_parameters()):
+            raise InfeasibleError(f"tied={tied}: layers[{index}] has no parameter {name!r}")
+
+
+def _check_not_shared(
+    layers: Sequence[Layer], tied: tuple[ParameterName, ParameterName] | None
+) -> None:
+    owners: dict[int, ParameterName] = {}
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            continue
+        for name, parameter in layer.named_parameters():
+            before = owners.setdefault(id(parameter), (index, name))
+            if before[0] != index and (before, (index, name)) != tied:
+                raise InfeasibleError(
+                    f"layers[{index}]: shares {name!r} with layers[{before[0]}], but layers are "
+                    "trained apart (give each its own parameters; first and last layer may share "
+                    f"one with tied=({before}, {(index, name)}))"
+                )
+
+
+def described(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, object]:
+    """What must be equal wherever a layer is trained: shapes, types, and sums over the values."""
+    found: dict[str, object] = {}
+    for name, parameter in named_parameters:
+        values = parameter.detach()
+        if values.is_meta:
+            sums: tuple[float, ...] = ()
+        else:
+            wide = values.double()
+            sums = float(wide.sum()), float(wide.square().sum())
+        kind = tuple(values.shape), str(values.dtype), parameter.requires_grad
+        found[name] = (*kind, *sums)
+    return found
+
+
+def check_batch(inputs: torch.Tensor, targets: torch.Tensor, rows: int) -> None:
+    """Refuse a batch that is not this rank's rows; raises ValueError."""
+    for name, part in (("inputs", inputs), ("targets", targets)):
+        if len(part) != rows:
+            raise ValueError(
+                f"{name}: {len(part)} rows, but this rank trains on {rows} rows per step; give it "
+                "its own part of the global batch (see `rows`, `data_parallel_rank`)"
+            )
