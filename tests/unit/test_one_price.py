@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from baselines.best_3d.contender import BEST_3D
-from baselines.best_3d.knobs import Best3DKnobs
+from baselines.public_3d.contender import BEST_3D
+from baselines.public_3d.knobs import Best3DKnobs
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
