@@ -39,7 +39,7 @@ OFFERS: dict[Public3D, Offer] = {
     ),
     # DeepSpeed's PipelineModule under Megatron's layers: plain 1F1B, no sequence parallelism.
     "megatron_deepspeed": Offer(
-        "megatron_deepspeed_2022",
+        "megatron_deepspeed",
         {"1f1b": (1,)},
         recomputed=frozenset({"1f1b"}),
         sequence_parallel=False,
