@@ -208,7 +208,7 @@ def _prepare_cuda() -> None:
     """
     wanted = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     missing = [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
-    if missing and torch.cuda.is_initialized():
+    if missing and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         warnings.warn(f"set {' '.join(missing)} before CUDA is used: steps may hang", stacklevel=3)
     for name, value in wanted.items():
         os.environ.setdefault(name, value)

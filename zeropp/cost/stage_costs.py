@@ -260,7 +260,8 @@ def _stage_cost(job: _Job, stage: int) -> StageCost:
 def _shard_s(job: _Job, stage: int) -> dict[str, float]:
     """Gather and reduction of a stage, one collective per piece or, where a chunk is flat, one in
     all; shards that are cast before their gather, on its own stream; and what stands on the compute
-    stream: FSDP2's copies, or the clearing of a flat buffer. On one shard (bf16 copies of fp32 masters) casts and copies are all."""
+    stream: FSDP2's copies, or the clearing of a flat buffer. On one shard (bf16 copies of fp32
+    masters) casts and copies are all."""
     plan, cluster, work = job.plan, job.cluster, job.work
     if not plan.gathers:
         return {}
