@@ -93,7 +93,7 @@ def _speedups(cells: pd.DataFrame) -> Picture:
     axis.set_xlabel("speed of ZeroPP over that of ... (dotted: the claim, 1.33)")
     title = "ZeroPP at its best plan over every contender at its own: simulated, a dot per cell"
     axis.set_title(title, fontsize=10)
-    axis.legend(loc="upper right", fontsize=8)
+    axis.legend(loc="lower right", fontsize=8)
     return Picture("Verdict", "speedups", title, figure)
 
 
