@@ -7,6 +7,8 @@ the targets. ``torch.distributed`` must be initialised; every rank calls with eq
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -168,8 +170,10 @@ def parallelize(
         lambda: check_layers(layers, weights, tied),
         lambda: (*request, tuple(sample.shape), sample.dtype, len(layers)),
     )
-    stages = _cut(layers, knobs, sample, global_batch, precision, weights)
     device = _device(device, mesh)
+    if device.type == "cuda":
+        _prepare_cuda()
+    stages = _cut(layers, knobs, sample, global_batch, precision, weights)
     pieces = stages.pieces(layers, device)
     _compare_values(pieces)
     engine = Engine(
@@ -195,6 +199,21 @@ def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
+def _prepare_cuda() -> None:
+    """Ask CUDA for what early receives need, as long as it can be asked.
+
+    A kernel that is loaded on first use would wait for receives that are posted early; of the 8
+    hardware queues that are the default, two streams could share one. Warns where CUDA was
+    initialised without these settings.
+    """
+    wanted = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    missing = [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
+    if missing and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        warnings.warn(f"set {' '.join(missing)} before CUDA is used: steps may hang", stacklevel=3)
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
 def _compare_values(pieces: Sequence[Piece]) -> None:
     """Refuse ranks that hold the same layer with other values; collective."""
     mine = {piece.index: described(piece.module.named_parameters()) for piece in pieces}
@@ -205,7 +224,7 @@ def _compare_values(pieces: Sequence[Piece]) -> None:
         for index, values in layers.items():
             owner, expected = first.setdefault(index, (rank, values))
             for name in expected | values:
-                if expected.get(name) != values.get(name):
+                if repr(expected.get(name)) != repr(values.get(name)):  # NaN equals itself here
                     raise InfeasibleError(
                         f"layers[{index}]: {name!r} is not the same on ranks {owner} and {rank} "
                         "(seed all ranks alike before the layers are made, or load a checkpoint)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baselines.torch_pp.knobs import TorchPPKnobs
+from baselines.torch_pp.knobs import TorchPPKnobs, TorchtitanKnobs
 from baselines.torch_pp.plan import check, order, size
 from baselines.torch_pp.space import SPACE
 from zeropp.tune.contender import Contender, Style
@@ -17,4 +17,15 @@ TORCH_PP = Contender(
     space=SPACE,
     check=check,
     trainer="baselines.torch_pp.trainer:build",
+)
+# torchtitan puts the same schedules, FSDP2 and DTensor together; it is priced and not run here.
+TORCHTITAN = Contender(
+    name="torchtitan",
+    label="torchtitan",
+    style=Style(colour="#CC79A7", hatch="oo", dashes=(0, (6, 1)), marker="D"),
+    knobs=TorchtitanKnobs,
+    size=size,
+    order=order,
+    space=SPACE,
+    check=check,
 )

@@ -31,3 +31,10 @@ class TorchPPKnobs:
     compile: bool = False  # torch.compile each block
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class TorchtitanKnobs(TorchPPKnobs):
+    """torchtitan has the same degrees and torch's own schedules."""
+
+    name: Literal["torchtitan"] = "torchtitan"  # type: ignore[assignment]

@@ -34,6 +34,8 @@ SPLIT_BACKWARD: tuple[TorchSchedule, ...] = ("interleaved_zb", "zbv", "dualpipev
 SCHEDULES = (*UNSPLIT, *SPLIT_BACKWARD)
 _V_SHAPED = ("zbv", "dualpipev")
 _ACTIVE_STAGES = 3
+# Programs, by contender, that put torch's schedules, FSDP2 and DTensor together.
+_PROGRAMS = {"torch_pp": "torch_pp", "torchtitan": "torchtitan_compiled"}
 
 
 def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
@@ -58,13 +60,13 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
     place = v_placement(layout.pp) if schedule in _V_SHAPED else None
     placement = place or loop_placement(layout.pp, layout.chunks)
     plan = Plan(
-        contender="torch_pp",
+        contender=knobs.name,
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
         schedule=Schedule(schedule, microbatches, microbatches, placement, ()),
         cuts=(),
-        program="torch_pp",
+        program=_PROGRAMS[knobs.name],
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),

@@ -162,7 +162,8 @@ def _kill(processes: Processes) -> None:
     for process in processes.values():
         process.kill()
         with suppress(ProcessLookupError):  # its children, in the session that it leads
-            os.killpg(process.pid or 0, signal.SIGKILL)
+            if process.pid is not None:
+                os.killpg(process.pid, signal.SIGKILL)
     for process in processes.values():
         process.join(timeout=30)
 

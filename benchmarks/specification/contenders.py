@@ -8,16 +8,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from baselines.best_3d.contender import BEST_3D
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from baselines.fsdp.contender import FSDP
-from baselines.torch_pp.contender import TORCH_PP
+from baselines.public_3d.contender import (
+    BEST_3D,
+    MEGATRON_CORE,
+    MEGATRON_DEEPSPEED,
+    ZERO_BUBBLE,
+)
+from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
 from zeropp.contender.contender import ZEROPP
 from zeropp.tune.contender import Contender
 
 # Every contender that can be priced, in the order in which tables and figures show them.
 PRICED: dict[str, Contender[Any]] = {
-    contender.name: contender for contender in (ZEROPP, DEEPSPEED_3D, TORCH_PP, FSDP, BEST_3D)
+    contender.name: contender
+    for contender in (
+        ZEROPP,
+        DEEPSPEED_3D,
+        TORCH_PP,
+        FSDP,
+        MEGATRON_DEEPSPEED,
+        MEGATRON_CORE,
+        ZERO_BUBBLE,
+        TORCHTITAN,
+        BEST_3D,
+    )
 }
 # Those that can be run, too.
 CONTENDERS: dict[str, Contender[Any]] = {

@@ -180,14 +180,17 @@ def test_cuts_are_contiguous_and_give_every_stage_a_piece(stages: int, layers: i
 def test_a_plan_has_the_price_of_its_program_and_an_unknown_program_is_refused() -> None:
     known = plan(pp=2, tp=2)
     assert price_plan(known, A100) != price_plan(replace(known, program="deepspeed_3d"), A100)
-    with pytest.raises(ValueError, match=r"program='fsdp3': not registered .*torchtitan, zero"):
+    with pytest.raises(
+        ValueError, match=r"program='fsdp3': not registered .*torchtitan_compiled, zero"
+    ):
         replace(known, program="fsdp3")
 
 
 def test_one_shard_pays_for_the_copies_of_mixed_precision_alone() -> None:
     (bf16,) = price_plan(plan(), A100).stages
     assert bf16.unshard > 0  # a cast beside compute
-    assert bf16.copy_out == bf16.copy_in == 0  # and nothing in line with it
+    assert bf16.copy_out == 0
+    assert bf16.copy_in > 0  # the buffer of gradients is cleared
     assert bf16.reduce_grad == 0
     (fp32,) = price_plan(replace(plan(), precision="fp32"), A100).stages
     assert (fp32.unshard, fp32.copy_out, fp32.copy_in) == (0, 0, 0)

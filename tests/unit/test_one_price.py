@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from baselines.best_3d.contender import BEST_3D
-from baselines.best_3d.knobs import Best3DKnobs
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
 from baselines.fsdp.contender import FSDP
 from baselines.fsdp.knobs import FSDPKnobs
+from baselines.public_3d.contender import BEST_3D
+from baselines.public_3d.knobs import Best3DKnobs
 from benchmarks.specification.compose import preset
 from benchmarks.studies.claim_33.cells import Cell, winners
 from benchmarks.studies.validation.cases import case_of

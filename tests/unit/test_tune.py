@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from baselines.best_3d.contender import BEST_3D
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
+from baselines.public_3d.contender import BEST_3D
 from benchmarks.specification.contenders import PRICED
 from benchmarks.studies import schedule_orders
 from benchmarks.tune import main

@@ -40,7 +40,8 @@ class ZeroppKnobs:
     def is_open(self) -> bool:
         """Whether a knob is left for the tuner to choose; the cap may be given in either way."""
         cap = {self.activation_cap, self.activation_cap_gib} == {"auto"}
-        others = {k: v for k, v in vars(self).items() if not k.startswith("activation_cap")}
+        closed = ("activation_cap", "recompute_blocks" if self.recompute == "none" else "-")
+        others = {k: v for k, v in vars(self).items() if not k.startswith(closed)}
         return cap or "auto" in others.values()
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012

@@ -259,8 +259,9 @@ def _stage_cost(job: _Job, stage: int) -> StageCost:
 
 def _shard_s(job: _Job, stage: int) -> dict[str, float]:
     """Gather and reduction of a stage, one collective per piece or, where a chunk is flat, one in
-    all; shards that are cast before their gather, on its own stream; and FSDP2's copies on the
-    device. On one shard (bf16 copies of fp32 masters) casts and copies are all."""
+    all; shards that are cast before their gather, on its own stream; and what stands on the compute
+    stream: FSDP2's copies, or the clearing of a flat buffer. On one shard (bf16 copies of fp32
+    masters) casts and copies are all."""
     plan, cluster, work = job.plan, job.cluster, job.work
     if not plan.gathers:
         return {}
@@ -279,6 +280,8 @@ def _shard_s(job: _Job, stage: int) -> dict[str, float]:
     if work.program.shard_copies:  # every byte is read once and written once
         for copy, name in (("copy_out", "unshard"), ("copy_in", "reduce_grad")):
             seconds[copy] = stream_s(work.device, 2 * sum(sizes) * wire[name], 2 * len(sizes))
+    if work.program.flat_chunks:  # the fp32 buffer of gradients is cleared for every reduction
+        seconds["copy_in"] = stream_s(work.device, 4 * sum(sizes), len(sizes))
     return seconds
 
 
@@ -339,7 +342,8 @@ def _gather_updated_s(job: _Job, parameters: float, pieces: int) -> float:
         return 0.0
     stride = axis_stride(plan.layout, "replicate")
     among = group(cluster, ranks, stride, plan.layout.world)
-    size = parameters * element_bytes(plan.precision)
+    masters = work.program.state(plan.precision).casts_parameters  # what is updated is what is sent
+    size = parameters * (4 if masters else element_bytes(plan.precision))
     seconds = gather_s(cluster, among, size / plan.layout.shard)
     if work.program.updated == "broadcasts":  # each goes round the whole ring by itself
         seconds += (ranks - 1) * gather_s(cluster, among, 0.0)

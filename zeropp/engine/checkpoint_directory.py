@@ -40,8 +40,8 @@ def write_whole(directory: Path, write: Callable[[Path], None]) -> None:
     if dist.get_rank() == 0:
         (partial / _DIGESTS).write_text(json.dumps(digests, indent=1, sort_keys=True))
         previous = _beside(directory, "previous")
-        shutil.rmtree(previous, ignore_errors=True)
-        if directory.exists():
+        if directory.exists():  # else what is beside it may be the only whole one
+            shutil.rmtree(previous, ignore_errors=True)
             directory.rename(previous)
         partial.rename(directory)
         shutil.rmtree(previous, ignore_errors=True)

@@ -70,3 +70,9 @@ TORCHTITAN = Entry(
         "expandable_segments": "run_train.sh: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     },
 )
+TORCHTITAN_COMPILED = TORCHTITAN.but(
+    "torchtitan_compiled",
+    "torchtitan of 2025 with --compile",
+    {"traffic_factor": "torch.compile makes one kernel of an element-wise chain"},
+    traffic_factor=1.0,
+)

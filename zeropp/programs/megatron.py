@@ -118,8 +118,15 @@ ZERO_BUBBLE = MEGATRON_LM_2021.but(
 CONTROLLABLE_MEMORY = ZERO_BUBBLE.but(
     "controllable_memory",
     "the fork of arXiv 2405.15362 (examples/pretrain_zero_bubble.sh), with flash attention",
-    {},
+    {"dropout_masks": "the suite's models have no dropout"},
     flash=True,
+    dropout_masks=False,
+)
+MEGATRON_DEEPSPEED = MEGATRON_DEEPSPEED_2022.but(
+    "megatron_deepspeed",
+    "Megatron-DeepSpeed of 2022 on models without dropout",
+    {"dropout_masks": "the suite's models have no dropout"},
+    dropout_masks=False,
 )
 
 INTERNEVO = MEGATRON_CORE_R08.but(

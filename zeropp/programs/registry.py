@@ -18,6 +18,7 @@ ENTRIES: dict[str, Entry] = {
         megatron.MEGATRON_LM_2022,
         megatron.MEGATRON_LM_V100,
         megatron.MEGATRON_DEEPSPEED_2022,
+        megatron.MEGATRON_DEEPSPEED,
         megatron.MEGATRON_CORE_R08,
         megatron.MEGATRON_CORE,
         megatron.NEMO_H100,
@@ -28,6 +29,7 @@ ENTRIES: dict[str, Entry] = {
         megatron.NANOTRON,
         fully_sharded.LLM_FOUNDRY,
         fully_sharded.TORCHTITAN,
+        fully_sharded.TORCHTITAN_COMPILED,
     )
 }
 

@@ -75,6 +75,8 @@ def least_step_s(plan: Plan, price: PlanPrice) -> float:
             sum(price.stages[s].backward_weight for s in stages) * m * slowed if split else 0.0
         )
         end = arrive[first] + max(work, work - weights + back[first])
+        if price.steps_overlap:  # a rank's next step begins while the others end this one
+            end = work
         after = price.finish_s[rank] + price.gather_updated_s[rank]
         worst = max(worst, end + after, beside + after)
     return worst

@@ -35,8 +35,12 @@ class Style:
 
 
 def any_auto(knobs: Knobs) -> bool:
-    """Whether a knob is left for the tuner to choose."""
-    return "auto" in vars(knobs).values()
+    """Whether a knob is left for the tuner to choose.
+
+    How many blocks are recomputed is a question only where there is recomputation.
+    """
+    settled = {"recompute_blocks"} if getattr(knobs, "recompute", "none") == "none" else set()
+    return any(value == "auto" for name, value in vars(knobs).items() if name not in settled)
 
 
 def check_schedule(plan: Plan) -> None:

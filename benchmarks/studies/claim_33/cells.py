@@ -13,11 +13,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from baselines.best_3d.contender import BEST_3D
-from baselines.best_3d.knobs import Best3DKnobs
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
 from baselines.fsdp.contender import FSDP
+from baselines.public_3d.contender import (
+    BEST_3D,
+    MEGATRON_CORE,
+    MEGATRON_DEEPSPEED,
+    ZERO_BUBBLE,
+)
+from baselines.public_3d.knobs import MegatronCoreKnobs
+from baselines.torch_pp.contender import TORCHTITAN
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.run_spec import validated
 from zeropp.contender.contender import ZEROPP
@@ -31,7 +37,16 @@ from zeropp.tune.describe import describe
 from zeropp.tune.search import Evaluated, search
 
 # Who is compared, in the order of the tables.
-COMPARED: tuple[Contender[Any], ...] = (DEEPSPEED_3D, BEST_3D, ZEROPP, FSDP)
+COMPARED: tuple[Contender[Any], ...] = (
+    DEEPSPEED_3D,
+    MEGATRON_DEEPSPEED,
+    MEGATRON_CORE,
+    ZERO_BUBBLE,
+    TORCHTITAN,
+    FSDP,
+    BEST_3D,
+    ZEROPP,
+)
 Recompute = Literal["none", "full"]
 
 
@@ -153,8 +168,8 @@ def _equal_plans(task: Task) -> list[tuple[Candidate[Any], SimResult]]:
 def _equal_settings(
     task: Task, recompute: Recompute
 ) -> Iterator[list[tuple[Contender[Any], Knobs]]]:
-    """DeepSpeed's 1F1B, interleaved 1F1B with sequence parallelism, and ZeroPP with U = P; two
-    chunks per rank for the last two; one sequence per microbatch."""
+    """DeepSpeed's 1F1B, Megatron-Core's interleaved 1F1B with sequence parallelism, and ZeroPP
+    with U = P; two chunks per rank for the last two; one sequence per microbatch."""
     group = min(task.cluster.gpus_per_node, task.num_gpus // 2)
     for pp in divisors(task.num_gpus // group)[1:] or [2]:
         replicas = task.num_gpus // group // pp
@@ -173,7 +188,7 @@ def _equal_knobs(
     three = DeepSpeedKnobs(
         tp=group, pp=pp, replicate=replicas, replicate_zero=1, recompute=recompute
     )
-    best = Best3DKnobs(
+    core = MegatronCoreKnobs(
         tp=group,
         pp=pp,
         replicate=replicas,
@@ -194,4 +209,4 @@ def _equal_knobs(
         recompute=recompute,
         reduce_every="unit",
     )
-    return [(DEEPSPEED_3D, three), (BEST_3D, best), (ZEROPP, shards)]
+    return [(DEEPSPEED_3D, three), (MEGATRON_CORE, core), (ZEROPP, shards)]

@@ -8,15 +8,21 @@ it is faster by more than 6 % the direction holds, not the size; within 6 % it i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
 from benchmarks.records.metrics import UNMEASURED
+from benchmarks.studies.claim_33.cells import COMPARED
 
 CLAIM = 1.33
 TIE = 0.06  # the simulator's median error of ratios
-BASELINES = {"deepspeed_3d": "3D, DeepSpeed", "best_3d": "3D, best known", "fsdp": "FSDP"}
+# Everyone that ZeroPP is compared with, and those over whom every cell gets a verdict: the program
+# of the claim as it is run here, the program that most people would use, and the bound.
+BASELINES = {c.name: c.label for c in COMPARED if c.name != "zeropp"}
+JUDGED = ("deepspeed_3d", "megatron_core", "best_3d")
+EQUAL = ("deepspeed_3d", "megatron_core")  # those that are compared at equal degrees, too
 KEYS = ["model", "cluster", "num_gpus", "global_batch", "bandwidth", "mode"]
 
 
@@ -36,8 +42,8 @@ def judge(plans: pd.DataFrame) -> pd.DataFrame:
                 out[f"{name}_share_of_limit"] = row["share_of_limit"].get(name)
         for name in BASELINES:
             out[f"speedup_over_{name}"] = speed["zeropp"] / speed.get(name, float("nan"))
-        for name in ("deepspeed_3d", "best_3d"):
-            missing = "" if pd.notna(speed[name]) else "baseline does not fit"
+        for name in JUDGED:
+            missing = "" if pd.notna(speed.get(name)) else "baseline does not fit"
             out[f"verdict_over_{name}"] = missing or _word(out[f"speedup_over_{name}"])
         out["regime"] = _regime(row)
         rows.append(out)
@@ -51,9 +57,9 @@ def summary(verdicts: pd.DataFrame) -> str:
     for mode in ("best", "equal"):
         mine = own[own["mode"] == mode]
         lines += [f"## Every contender at {'its best plan' if mode == 'best' else 'equal degrees'}"]
-        for name, label in list(BASELINES.items())[: 3 if mode == "best" else 2]:
-            lines += ["", _counts(mine[f"speedup_over_{name}"].dropna(), label)]
-        lines += ["", *_table(mine, with_fsdp=mode == "best"), ""]
+        for name in BASELINES if mode == "best" else EQUAL:
+            lines += ["", _counts(mine[f"speedup_over_{name}"].dropna(), BASELINES[name])]
+        lines += ["", *_table(mine, JUDGED if mode == "best" else EQUAL), ""]
     return "\n".join(lines)
 
 
@@ -67,19 +73,21 @@ def _counts(speedups: pd.Series[float], label: str) -> str:
     )
 
 
-def _table(rows: pd.DataFrame, *, with_fsdp: bool) -> list[str]:
-    names = ["zeropp", "deepspeed_3d", "best_3d", *(["fsdp"] if with_fsdp else [])]
+def _table(rows: pd.DataFrame, judged: Sequence[str]) -> list[str]:
+    """A row per cell: speeds and memory, then speed-up and verdict over everyone judged."""
+    names = ["zeropp", *judged]
     labels = {"zeropp": "ZeroPP", **BASELINES}
     head = ["model", "cluster", "GPUs", "batch"]
     head += [f"{labels[n]} tokens/s/GPU (GiB)" for n in names]
-    head += ["over DeepSpeed", "over best known", "verdict", "regime"]
+    head += [f"over {labels[name]}" for name in judged] + ["regime"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for _, row in rows.iterrows():
         cells = [row["model"], row["cluster"], str(row["num_gpus"]), str(row["global_batch"])]
         cells += [_speed(row, name) for name in names]
-        cells += [_ratio(row[f"speedup_over_{n}"]) for n in ("deepspeed_3d", "best_3d")]
-        verdict = f"{row['verdict_over_deepspeed_3d']}; {row['verdict_over_best_3d']}"
-        lines.append("| " + " | ".join([*cells, verdict, row["regime"]]) + " |")
+        for name in judged:
+            ratio = _ratio(row[f"speedup_over_{name}"])
+            cells.append(f"{ratio}: {row[f'verdict_over_{name}']}")
+        lines.append("| " + " | ".join([*cells, row["regime"]]) + " |")
     return lines
 
 

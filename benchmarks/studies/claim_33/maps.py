@@ -13,14 +13,12 @@ from matplotlib.colors import TwoSlopeNorm
 from benchmarks.report import loss_split, words
 from benchmarks.report.picture import Picture, save
 from benchmarks.studies.claim_33.grid import BandwidthSpec, VerdictSpec
-from benchmarks.studies.claim_33.judge import BASELINES
+from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, JUDGED
 from zeropp.sim.losses import Losses
-
-_OVER = ("deepspeed_3d", "best_3d")
 
 
 def draw(verdicts: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
-    """Write both maps as PNG and SVG."""
+    """Write the speed-ups over everyone and both maps, as PNG and SVG."""
     best = verdicts[verdicts["mode"] == "best"]
     grid, band = spec.map, spec.bandwidth
     own = best[(best.model == grid.model) & (best.cluster == grid.cluster) & (best.bandwidth == 1)]
@@ -30,6 +28,7 @@ def draw(verdicts: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
     wires = wires[wires.sequences_per_gpu.isin(band.sequences_per_gpu)]
     where = f"{words.model_label(grid.model)} on {words.cluster_label(grid.cluster)}"
     pictures = [
+        _speedups(best[best.bandwidth == 1]),
         _map(own, "num_gpus", "GPUs", f"{where}, best plans, simulated", "map_gpus_batch"),
         _map(
             wires,
@@ -75,9 +74,32 @@ def _losses(plans: pd.DataFrame, global_batch: int) -> dict[str, dict[str, float
     }
 
 
+def _speedups(cells: pd.DataFrame) -> Picture:
+    """One dot per cell, a line per contender that ZeroPP is compared with; bars at the medians."""
+    names = list(BASELINES)
+    batches = sorted(cells.sequences_per_gpu.unique())
+    figure, axis = plt.subplots(figsize=(9.0, 4.2), layout="constrained")
+    for place, name in enumerate(reversed(names)):
+        for shift, batch in enumerate(batches):
+            height = place + 0.25 * (1 - shift)
+            values = cells[cells.sequences_per_gpu == batch][f"speedup_over_{name}"].dropna()
+            label = f"{batch:g} sequences per GPU and step" if place == 0 else None
+            axis.plot(values, [height] * len(values), "o", ms=4, alpha=0.5, color=f"C{shift}")
+            axis.plot([values.median()], [height], "|", ms=14, mew=2.5, color=f"C{shift}")
+            axis.plot([], [], "o", color=f"C{shift}", label=label)
+    axis.set_yticks(range(len(names)), [BASELINES[name] for name in reversed(names)])
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.axvline(CLAIM, color="black", linewidth=0.8, linestyle=":")
+    axis.set_xlabel("speed of ZeroPP over that of ... (dotted: the claim, 1.33)")
+    title = "ZeroPP at its best plan over every contender at its own: simulated, a dot per cell"
+    axis.set_title(title, fontsize=10)
+    axis.legend(loc="lower right", fontsize=8)
+    return Picture("Verdict", "speedups", title, figure)
+
+
 def _map(rows: pd.DataFrame, column: str, label: str, title: str, name: str) -> Picture:
-    figure, axes = plt.subplots(1, len(_OVER), figsize=(9.0, 3.2), layout="constrained")
-    for axis, over in zip(axes, _OVER, strict=True):
+    figure, axes = plt.subplots(1, len(JUDGED), figsize=(12.0, 3.2), layout="constrained")
+    for axis, over in zip(axes, JUDGED, strict=True):
         table = rows.pivot(index="sequences_per_gpu", columns=column, values=f"speedup_over_{over}")
         _panel(axis, table)
         axis.set_title(f"ZeroPP over {BASELINES[over]}")

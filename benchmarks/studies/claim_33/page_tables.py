@@ -7,34 +7,37 @@ from collections.abc import Iterator
 import pandas as pd
 
 from benchmarks.report import words
-from benchmarks.studies.claim_33.judge import BASELINES, CLAIM
+from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, EQUAL, JUDGED
+
+_LABELS = {"zeropp": "ZeroPP", **BASELINES}
 
 _REPRODUCED = [
     *("model", "cluster", "num_gpus", "global_batch"),
-    *("speedup_over_deepspeed_3d", "speedup_over_best_3d"),
+    *(f"speedup_over_{name}" for name in JUDGED),
     *("zeropp_peak_gib", "deepspeed_3d_peak_gib"),
 ]
 
 
 def page_tables(verdicts: pd.DataFrame) -> dict[str, str]:
-    """Markdown by name: ``answer`` (two sentences), and the tables ``best``, ``reproduced``,
-    ``memory``, ``network``, ``equal``."""
+    """Markdown by name: ``answer`` (a sentence per baseline), and the tables ``best``, ``limit``,
+    ``reproduced``, ``memory``, ``network``, ``equal``."""
     own = verdicts[verdicts.bandwidth == 1.0]
     best, equal = (own[own["mode"] == mode] for mode in ("best", "equal"))
     return {
         "answer": _answer(best),
-        "best": _spread(best, list(BASELINES)),
+        "best": _spread(best, list(BASELINES), "speedup_over_{}", "ZeroPP over"),
+        "limit": _spread(best, ["zeropp", *BASELINES], "{}_share_of_limit", "contender"),
         "reproduced": _reproduced(best),
         "memory": _memory(best, equal),
         "network": _network(verdicts[verdicts["mode"] == "best"]),
-        "equal": _spread(equal, ["deepspeed_3d", "best_3d"]),
+        "equal": _spread(equal, list(EQUAL), "speedup_over_{}", "ZeroPP over"),
     }
 
 
 def _answer(best: pd.DataFrame) -> str:
-    """What the cells say of the claim, over the plainest and over the best baseline."""
+    """What the cells say of the claim, over everyone that is judged."""
     told = []
-    for name in ("deepspeed_3d", "best_3d"):
+    for name in JUDGED:
         speedups = best[f"speedup_over_{name}"].dropna()
         reached = int((speedups >= CLAIM).sum())
         told.append(
@@ -45,18 +48,18 @@ def _answer(best: pd.DataFrame) -> str:
     return " ".join(told)
 
 
-def _spread(cells: pd.DataFrame, names: list[str]) -> str:
-    """Cells, lowest, median and highest speed-up by batch and baseline."""
+def _spread(cells: pd.DataFrame, names: list[str], column: str, head: str) -> str:
+    """Median, lowest and highest of a column per contender, by sequences per GPU and step."""
+    batches = dict(list(cells.groupby("sequences_per_gpu")))
     rows = []
-    for sequences, group in cells.groupby("sequences_per_gpu"):
-        for name in names:
-            speedups = group[f"speedup_over_{name}"].dropna()
-            low, median, high = speedups.min(), speedups.median(), speedups.max()
-            rows.append(
-                [f"{sequences:g}", BASELINES[name], str(len(speedups))]
-                + [f"{value:.2f}" for value in (low, median, high)]
-            )
-    return _markdown(["sequences per GPU", "over", "cells", "lowest", "median", "highest"], rows)
+    for name in names:
+        row = [_LABELS[name]]
+        for group in batches.values():
+            values = group[column.format(name)].dropna()
+            spread = f"{values.median():.2f} ({values.min():.2f} to {values.max():.2f})"
+            row.append(spread if len(values) else "nothing fits")
+        rows.append(row)
+    return _markdown([head, *(f"{float(str(batch)):g} per GPU" for batch in batches)], rows)
 
 
 def _reproduced(cells: pd.DataFrame) -> str:
@@ -64,20 +67,20 @@ def _reproduced(cells: pd.DataFrame) -> str:
     rows = [
         [
             *(words.model_label(row[0]), words.cluster_label(row[1]), *map(str, row[2:4])),
-            *(words.ratio(value) for value in row[4:6]),
-            *(f"{value:.0f}" for value in row[6:]),
+            *(words.ratio(value) for value in row[4:7]),
+            *(f"{value:.0f}" for value in row[7:]),
         ]
         for row in found[_REPRODUCED].itertuples(index=False, name=None)
     ]
-    heads = ["model", "cluster", "GPUs", "batch", "over DeepSpeed", "over best known"]
+    heads = ["model", "cluster", "GPUs", "batch", *(f"over {_LABELS[name]}" for name in JUDGED)]
     return _markdown([*heads, "ZeroPP GiB", "DeepSpeed GiB"], rows)
 
 
 def _memory(best: pd.DataFrame, equal: pd.DataFrame) -> str:
-    """ZeroPP's peak over that of DeepSpeed's 3D and of the best known."""
+    """ZeroPP's peak over that of those it is judged against."""
     rows = []
-    for label, cells in (("best plans", best), ("equal degrees", equal)):
-        for name in ("deepspeed_3d", "best_3d"):
+    for label, cells, names in (("best plans", best, JUDGED), ("equal degrees", equal, EQUAL)):
+        for name in names:
             ratios = (cells["zeropp_peak_gib"] / cells[f"{name}_peak_gib"]).dropna()
             values = (ratios.min(), ratios.median(), ratios.max())
             rows.append([label, BASELINES[name], *(f"{value:.2f}" for value in values)])
@@ -91,7 +94,7 @@ def _network(best: pd.DataFrame) -> str:
     factors = sorted(varied.bandwidth.unique())
     rows = [
         [BASELINES[name], f"{sequences:g}", *_by_factor(group, name, factors)]
-        for name in ("deepspeed_3d", "best_3d")
+        for name in JUDGED
         for sequences, group in varied.groupby("sequences_per_gpu")
     ]
     return _markdown(["over", "sequences per GPU", *(f"{factor:g}×" for factor in factors)], rows)

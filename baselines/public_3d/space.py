@@ -1,13 +1,14 @@
-"""What the tuner tries for the best public 3D parallelism. Imports no torch."""
+"""What the tuner tries for a public 3D program. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from baselines.best_3d.knobs import Best3DKnobs, Best3DSchedule
+from baselines.public_3d.knobs import Public3DKnobs, Public3DSchedule
+from baselines.public_3d.offers import OFFERS
 from zeropp.literals import Auto
 from zeropp.tune.space import (
     Point,
@@ -20,25 +21,23 @@ from zeropp.tune.space import (
     zero_choices,
 )
 
-_CHUNKS: dict[Best3DSchedule, tuple[int, ...]] = {
-    "1f1b": (1,),
-    "interleaved_1f1b": (2, 3, 4, 6, 8, 12),
-    "zb_h1": (1,),
-    "interleaved_zb": (2, 3, 4, 6, 8, 12),
-    "zbv": (2,),
-}
+P = TypeVar("P", bound=Public3DKnobs)
+
 # Megatron's selective recomputation drops attention scores, which fused attention never keeps.
 _RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
 
 
-def families(point: Point[Best3DKnobs]) -> Iterator[Best3DKnobs]:
-    """Every setting at a point; nothing is left open."""
+def families(point: Point[P]) -> Iterator[P]:
+    """Every setting at a point that the program has; nothing is left open."""
     asked, degrees = point.asked, point.degrees
+    offer = OFFERS[asked.name]
+    sequences = sequence_choices(asked.sequence_parallel, degrees)
+    placements = placement_choices(asked.placement, point)
     for zero, sequence, placement, schedule in product(
         zero_choices(asked.replicate_zero, degrees),
-        sequence_choices(asked.sequence_parallel, degrees),
-        placement_choices(asked.placement, point),
-        choices(asked.schedule, _CHUNKS),
+        sequences if offer.sequence_parallel else (False,),
+        [placement for placement in placements if placement in offer.placements],
+        [s for s in choices(asked.schedule, offer.schedules) if s in offer.schedules],
     ):
         for chunks, recompute, blocks in _chunks_and_blocks(point, schedule):
             yield replace(
@@ -57,16 +56,18 @@ def families(point: Point[Best3DKnobs]) -> Iterator[Best3DKnobs]:
 
 
 def _chunks_and_blocks(
-    point: Point[Best3DKnobs], schedule: Best3DSchedule
+    point: Point[P], schedule: Public3DSchedule
 ) -> Iterator[tuple[int, Literal["none", "full"], int | Auto]]:
     asked, layers = point.asked, point.task.shape.layers
-    for chunks in choices(asked.chunks, _CHUNKS[schedule]):
+    offer = OFFERS[asked.name]
+    kinds = _RECOMPUTE if schedule in offer.recomputed else _RECOMPUTE[:1]
+    for chunks in choices(asked.chunks, offer.schedules[schedule]):
         largest = -(-layers // (point.degrees.pp * chunks))
         for recompute, blocks in recompute_choices(
-            asked.recompute, asked.recompute_blocks, _RECOMPUTE, largest
+            asked.recompute, asked.recompute_blocks, kinds, largest
         ):
             assert recompute != "selective"
             yield chunks, recompute, blocks
 
 
-SPACE = Space(families=families, members=one_member, tensor=True)
+SPACE: Space[Any] = Space(families=families, members=one_member, tensor=True)

@@ -1,4 +1,4 @@
-"""What can be set of the best public 3D parallelism. Imports no torch."""
+"""What can be set of the public 3D programs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,23 +8,52 @@ from typing import Annotated, Literal
 from zeropp.literals import Auto, Placement
 from zeropp.ranges import AT_LEAST_1
 
-Best3DSchedule = Literal["1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv"]
+Public3D = Literal["best_3d", "megatron_core", "megatron_deepspeed", "zero_bubble"]
+Public3DSchedule = Literal["1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv"]
 
 
 @dataclass(frozen=True)
-class Best3DKnobs:
+class Public3DKnobs:
     """``auto`` is chosen by the tuner; where the cluster has no prices, by a simple rule."""
 
-    name: Literal["best_3d"] = "best_3d"
+    name: Public3D
     tp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # tensor-parallel ranks
     pp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # pipeline ranks
     replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # data-parallel ranks
     replicate_zero: Literal[0, 1] | Auto = "auto"  # 1: distributed optimizer
     chunks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # model chunks per rank (V)
-    schedule: Best3DSchedule | Auto = "auto"
+    schedule: Public3DSchedule | Auto = "auto"
     sequence_parallel: bool | Auto = "auto"
     recompute: Literal["none", "full"] | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # per stage, its first ones
     placement: Placement | Auto = "auto"  # which ranks share a node
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class Best3DKnobs(Public3DKnobs):
+    """The bound: the best of all public parts."""
+
+    name: Literal["best_3d"] = "best_3d"
+
+
+@dataclass(frozen=True)
+class MegatronCoreKnobs(Public3DKnobs):
+    """Megatron-Core as released."""
+
+    name: Literal["megatron_core"] = "megatron_core"
+
+
+@dataclass(frozen=True)
+class MegatronDeepSpeedKnobs(Public3DKnobs):
+    """Megatron-DeepSpeed of 2022."""
+
+    name: Literal["megatron_deepspeed"] = "megatron_deepspeed"
+
+
+@dataclass(frozen=True)
+class ZeroBubbleKnobs(Public3DKnobs):
+    """The zero-bubble fork of Megatron-LM."""
+
+    name: Literal["zero_bubble"] = "zero_bubble"

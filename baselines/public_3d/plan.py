@@ -1,8 +1,4 @@
-"""The plan of the best public 3D parallelism: any public schedule of a pipeline. Imports no torch.
-
-It has what Megatron Core, zero-bubble pipelines and the distributed optimizer have between them.
-No single program does, so it has no trainer: it is the bound that the verdict is held against.
-"""
+"""The plan of a public 3D program: TP x PP x DP with one of its schedules. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from baselines.best_3d.knobs import Best3DKnobs, Best3DSchedule
+from baselines.public_3d.knobs import Public3DKnobs, Public3DSchedule
+from baselines.public_3d.offers import OFFERS
 from baselines.tensor_parallel import check_tensor_parallel
 from zeropp.cost import PlanPrice, cut_by_cost
 from zeropp.layout import InfeasibleError
@@ -28,9 +25,9 @@ from zeropp.schedule.program import Schedule, loop_placement, v_placement
 _FIXED_CHUNKS = {"1f1b": 1, "zb_h1": 1, "zbv": 2}
 
 
-def size(task: Task, knobs: Best3DKnobs, microbatch_size: int) -> Plan:
+def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> Plan:
     """TP x PP x DP (ZeRO-0 or 1): the plan without programs; raises InfeasibleError in one line."""
-    schedule: Best3DSchedule = if_auto(knobs.schedule, "1f1b")
+    schedule: Public3DSchedule = if_auto(knobs.schedule, "1f1b")
     layout = replace(
         resolve_degrees(task, replace(knobs, tp=if_auto(knobs.tp, 1))),
         chunks=if_auto(knobs.chunks, _FIXED_CHUNKS.get(schedule, 2)),
@@ -38,6 +35,7 @@ def size(task: Task, knobs: Best3DKnobs, microbatch_size: int) -> Plan:
         sequence_parallel=if_auto(knobs.sequence_parallel, False),
         placement=if_auto(knobs.placement, "dp_inner"),
     )
+    _check_offer(knobs, schedule)
     check_stages(task, layout)
     check_tensor_parallel(task.shape, layout)
     microbatches = microbatches_per_step(task, layout, microbatch_size)
@@ -45,13 +43,13 @@ def size(task: Task, knobs: Best3DKnobs, microbatch_size: int) -> Plan:
     pp, chunks = layout.pp, layout.chunks
     placement = v_placement(pp) if schedule == "zbv" else loop_placement(pp, chunks)
     plan = Plan(
-        contender="best_3d",
+        contender=knobs.name,
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
         schedule=Schedule(schedule, microbatches, microbatches, placement, ()),
         cuts=(),
-        program="best_public_3d",
+        program=OFFERS[knobs.name].program,
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
@@ -60,7 +58,7 @@ def size(task: Task, knobs: Best3DKnobs, microbatch_size: int) -> Plan:
     return replace(plan, cuts=cut_by_cost(plan, task.cluster))
 
 
-def order(plan: Plan, knobs: Best3DKnobs, price: PlanPrice) -> Iterator[Plan]:
+def order(plan: Plan, knobs: Public3DKnobs, price: PlanPrice) -> Iterator[Plan]:
     """The plan in its schedule's order."""
     layout = plan.layout
     schedule = _schedule(plan.schedule.name, layout.pp, layout.chunks, plan.num_microbatches)
@@ -74,7 +72,20 @@ def _schedule(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> 
     return lower(order, gather=False, reduce_every="step")
 
 
-def _check_schedule(name: Best3DSchedule, pp: int, chunks: int, num_microbatches: int) -> None:
+def _check_offer(knobs: Public3DKnobs, schedule: Public3DSchedule) -> None:
+    offer = OFFERS[knobs.name]
+    if schedule not in offer.schedules:
+        known = ", ".join(offer.schedules)
+        raise InfeasibleError(
+            f"contender.schedule={schedule}: {knobs.name} does not have it (use one of {known})"
+        )
+    if knobs.sequence_parallel is True and not offer.sequence_parallel:
+        raise InfeasibleError(
+            f"contender.sequence_parallel=true: {knobs.name} does not have it (use false)"
+        )
+
+
+def _check_schedule(name: Public3DSchedule, pp: int, chunks: int, num_microbatches: int) -> None:
     fixed = _FIXED_CHUNKS.get(name, chunks)
     if chunks != fixed:
         raise InfeasibleError(f"contender.chunks={chunks}: {name} has another number (use {fixed})")

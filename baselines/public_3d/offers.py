@@ -1,0 +1,67 @@
+"""What each public 3D program can be set to, with the source. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baselines.public_3d.knobs import Public3D, Public3DSchedule
+from zeropp.literals import Placement
+
+_VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One program's choices. ``schedules``: numbers of model chunks per rank that each may have;
+    ``program`` is its name in the registry of programs, whose traits set the price.
+
+    ``recomputed``: schedules under which activations can be recomputed.
+    """
+
+    program: str
+    schedules: Mapping[Public3DSchedule, tuple[int, ...]]
+    recomputed: frozenset[Public3DSchedule]
+    sequence_parallel: bool = True
+    placements: tuple[Placement, ...] = ("dp_inner", "pp_inner")
+
+
+_MEGATRON_SCHEDULES: dict[Public3DSchedule, tuple[int, ...]] = {
+    "1f1b": (1,),
+    "interleaved_1f1b": _VIRTUAL_STAGES,
+}
+
+OFFERS: dict[Public3D, Offer] = {
+    # megatron/core/pipeline_parallel/schedules.py (core_v0.12): 1F1B and interleaved 1F1B, no
+    # split backward. Ranks are numbered tp-dp-pp, or tp-pp-dp with --use-tp-pp-dp-mapping.
+    "megatron_core": Offer(
+        "megatron_core", _MEGATRON_SCHEDULES, recomputed=frozenset(_MEGATRON_SCHEDULES)
+    ),
+    # DeepSpeed's PipelineModule under Megatron's layers: plain 1F1B, no sequence parallelism.
+    "megatron_deepspeed": Offer(
+        "megatron_deepspeed",
+        {"1f1b": (1,)},
+        recomputed=frozenset({"1f1b"}),
+        sequence_parallel=False,
+        placements=("dp_inner",),
+    ),
+    # arXiv 2401.10241 and 2405.15362: ZB-H1 and ZB-V beside Megatron's own; recomputation under a
+    # split backward is left out, because examples/pretrain_zero_bubble.sh has none.
+    "zero_bubble": Offer(
+        "controllable_memory",
+        {**_MEGATRON_SCHEDULES, "zb_h1": (1,), "zbv": (2,)},
+        recomputed=frozenset(_MEGATRON_SCHEDULES),
+        placements=("dp_inner",),
+    ),
+    # Nobody's program: the best of every public part at once.
+    "best_3d": Offer(
+        "best_public_3d",
+        {
+            **_MEGATRON_SCHEDULES,
+            "zb_h1": (1,),
+            "interleaved_zb": _VIRTUAL_STAGES,
+            "zbv": (2,),
+        },
+        recomputed=frozenset({*_MEGATRON_SCHEDULES, "zb_h1", "interleaved_zb", "zbv"}),
+    ),
+}
