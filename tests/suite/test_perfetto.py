@@ -26,7 +26,7 @@ from playwright.sync_api import Page, sync_playwright
 from rich.console import Console
 
 from benchmarks.records.record import find_records, read_record
-from benchmarks.report.write import write_report
+from benchmarks.report.write import Options, write_report
 from tests.unit.synthetic_records import make_record, write_records
 
 DEMO = Path(__file__).resolve().parents[2] / "results" / "reference" / "demo"
@@ -124,7 +124,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def traces(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     out = tmp_path_factory.mktemp("report")
-    write_report(runs, out, Console(quiet=True))
+    write_report(runs, out, Console(quiet=True), Options(timelines=True))
     return sorted((out / "traces").iterdir())
 
 

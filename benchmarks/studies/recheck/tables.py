@@ -56,6 +56,10 @@ class Table:
 def _schedule(row: Row, reference: Path) -> Computed:
     del reference
     ranks, m, chunks = int(row["ranks"]), int(row["microbatches"]), int(row["chunks"])
+    if row["cap"]:
+        named = schedule_table.lean_rows(ranks, m)
+        keys = ("schedule", "chunks", "cap")
+        return next(lean for lean in named if all(str(lean[key]) == row[key] for key in keys))
     if row["schedule"] != "ZeroPP":
         order = schedule_table.torch_schedule(row["schedule"], ranks, chunks, m)
     else:
