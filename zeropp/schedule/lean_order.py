@@ -12,6 +12,7 @@ through the step, each gathered once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import product
 
 from zeropp.schedule.action import Action, Op
@@ -43,10 +44,15 @@ def lean_programs(
     order = _repeated(actions, pattern)
     total = len(_KINDS) * actions.per_kind
     passes = next((passes for most, passes in _PASSES if total <= most), 1)
-    found = [
-        justify(actions, order, costs, activation_cap, passes=passes, weights_last=last)
-        for last in ((False, True) if total <= _PASSES[0][0] else (False,))
-    ]
+    found = []
+    for last in (False, True) if total <= _PASSES[0][0] else (False,):
+        with suppress(ValueError):  # durations far apart may leave no way to keep the cap
+            found.append(
+                justify(actions, order, costs, activation_cap, passes=passes, weights_last=last)
+            )
+    if not found:
+        equal = [StageCost()] * len(stage_rank)
+        found = [justify(actions, order, equal, activation_cap, passes=1, weights_last=False)]
     best = min(found, key=lambda result: result.step_s)
     return tuple(_program(actions, rank) for rank in best.order)
 
