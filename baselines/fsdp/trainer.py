@@ -1,4 +1,4 @@
-"""FSDP2 alone on a rank: gradient accumulation over microbatches, reduced each or once a step."""
+"""FSDP2 alone on one rank: accumulated gradients, reduced per microbatch or once per step."""
 
 from __future__ import annotations
 

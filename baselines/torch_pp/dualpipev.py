@@ -1,4 +1,4 @@
-"""DualPipeV's order (arXiv 2412.19437; its V-shaped form): eight phases a rank, as torch runs them.
+"""DualPipeV's order (arXiv 2412.19437; its V-shaped form): eight phases per rank, as in torch.
 
 A forward and a backward that DualPipeV overlaps stand here one after the other, as torch computes
 them. Where a rank's weight gradients are split off they are run first in, first out.
