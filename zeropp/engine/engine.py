@@ -148,12 +148,28 @@ class Engine:
 
     def save(self, directory: Path | str) -> None:
         """Write parameters, optimizer state and the number of steps; any topology can load it."""
-        checkpoint.save(self._state(), directory)
+        checkpoint.save(self.state(), directory)
 
     def load(self, directory: Path | str) -> None:
         """Read what ``save`` wrote, in this topology or another."""
-        self.steps_done = checkpoint.load(self._state(), directory)
+        state = self.state()
+        checkpoint.load(state, directory)
+        self.take_over(state)
+
+    def state(self) -> checkpoint.State:
+        """Parameters, buffers and optimizer state, as this rank holds them: tensors that share
+        their memory."""
+        self._settle()
+        return checkpoint.state_of(self.flats, self.optimizer, self.steps_done, self.buffers())
+
+    def take_over(self, state: checkpoint.State) -> None:
+        """Go on from what has been written into the tensors of ``state()``."""
+        self.steps_done = int(state.steps_done)
         self._gather_updated()
+
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's persistent buffers, named ``{piece}.{name}``."""
+        return checkpoint.persistent_buffers({p.index: p.module for p in self._pieces})
 
     def counters(self) -> dict[str, int]:
         """Actions run since construction, by name in lower case."""
@@ -225,10 +241,6 @@ class Engine:
     def _settle(self) -> None:
         for flat in self.flats:
             flat.settle()
-
-    def _state(self) -> checkpoint.State:
-        self._settle()
-        return checkpoint.state_of(self.flats, self.optimizer, self.steps_done)
 
     def _gather_updated(self) -> None:
         for chunk in self.chunks.values():
