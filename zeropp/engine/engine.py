@@ -25,6 +25,7 @@ from zeropp.engine.randomness import StepSeeds
 from zeropp.engine.sharding import ChunkShards, ShardOptions
 from zeropp.engine.tied import TiedWeights
 from zeropp.engine.values import TensorShape
+from zeropp.engine.watch import ParameterWatch
 from zeropp.layout import Layout
 from zeropp.optimizer import build_optimizer, square_norm
 from zeropp.schedule.program import Schedule
@@ -62,6 +63,7 @@ class Engine:
             self._seeds = StepSeeds(options.dropout_seed, first, device)
         self._groups = make_groups(layout, device)
         self.lanes = make_lanes(device)
+        self._used: set[int] = set()  # weights that have had gradients, by identity
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
         stages = schedule.stages_of(layout.coordinates(rank)["pp"])
         between = {
@@ -84,6 +86,7 @@ class Engine:
         self._evaluator = Evaluator(schedule, layout, self.chunks, self._channels, loss, reduction)
         shards = [chunk.shards for chunk in self.chunks.values()]
         self.flats = [flat for chunk in shards for flat in chunk.flats]
+        self._watch = ParameterWatch(self.flats, self._used)
         self._tied = TiedWeights(options.tied, shards, schedule, layout)
         self._clip_norm = optimizer.clip_norm if isinstance(optimizer, OptimizerConfig) else 0.0
         self.optimizer = self._make_optimizer(optimizer)
@@ -128,7 +131,8 @@ class Engine:
         if schedule is not None:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * schedule(self.steps_done)
-        self.optimizer.step()
+        with self._watch.keeping_unused(self.optimizer):
+            self.optimizer.step()
         self._gather_updated()
         self.steps_done += 1
 
@@ -199,9 +203,10 @@ class Engine:
         pieces = {piece.index: piece for piece in self._pieces if piece.stage == stage}
         deferrable = [piece.module for piece in pieces.values() if piece.deferrable]
         others = [piece.module for piece in pieces.values() if not piece.deferrable]
-        store = WeightGradStore()
-        deferred = defer_weight_grads(deferrable, store)
-        defer_weight_grads(others, WeightGradStore())  # never open: at once, inside the product
+        store = WeightGradStore(self._used)
+        deferred = defer_weight_grads(deferrable, store, warn=True)
+        # A store that is never open: at once, inside the product.
+        defer_weight_grads(others, WeightGradStore(self._used))
         shards = ChunkShards(
             {index: piece.module for index, piece in pieces.items()},
             self._groups,
@@ -256,18 +261,22 @@ class Engine:
                 yield f"{piece}.{name}", tensor.to(dtype, copy=True).cpu()
 
     def _reduce_result(self, losses: Sequence[Tensor]) -> StepResult:
-        """Mean loss and gradient norm, the same on every rank: one all-reduce of two numbers.
+        """Loss and gradient norm, the same on every rank: one all-reduce of three numbers.
 
-        Replicas that hold the same gradients count for one part of their number each.
+        Replicas that hold the same gradients count for one part of their number each. The third
+        number says whether any rank has news of its parameters, which then all ranks are told.
         """
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         if losses:
             totals[0] = torch.stack(list(losses)).sum()
         gradients = _gradients(flat for flat in self.flats if flat is not self._tied.copy)
         copies = 1 if self._layout.replicate_zero else self._layout.replicate
         totals[1] = square_norm(((gradient, copies) for gradient in gradients), self._device)
+        totals[2] = self._watch.has_news()
         dist.all_reduce(totals)
-        loss, square = totals.tolist()
+        loss, square, news = totals.tolist()
+        if news:
+            self._watch.exchange()
         return StepResult(loss, math.sqrt(square))
 
 

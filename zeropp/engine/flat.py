@@ -104,7 +104,7 @@ class FlatParameters:
         deferred: bool,
     ) -> None:
         self.layout, self.trainable, self.deferred = layout, trainable, deferred
-        self._held, self._groups, self._lanes, self._types = tuple(held), groups, lanes, types
+        self.held, self._groups, self._lanes, self._types = tuple(held), groups, lanes, types
         self._zero = zero and groups.replicate is not None
         self.master = self._take_masters()
         self._resident = groups.gather is None and types.compute == types.master
@@ -149,7 +149,7 @@ class FlatParameters:
         if self._fresh is not None or not self.trainable:
             return
         self._fresh = zeros(self.layout.size, self._types.master, self.master.device)
-        for held in self._held:
+        for held in self.held:
             gradient = _view(self._fresh, held.slot)
             for parameter in held.parameters:
                 made, parameter.grad = parameter.grad, gradient
@@ -158,7 +158,7 @@ class FlatParameters:
 
     def reduce(self, *, cross: bool) -> None:
         """Start to sum the gradients over the shards, and then over the replicas if ``cross``."""
-        if any(parameter.grad is not None for held in self._held for parameter in held.parameters):
+        if any(parameter.grad is not None for held in self.held for parameter in held.parameters):
             self.make_gradients()
         if self._fresh is None:
             return
@@ -189,7 +189,7 @@ class FlatParameters:
     def clear_gradients(self) -> None:
         """Forget all gradients."""
         self._fresh = None
-        for held in self._held:
+        for held in self.held:
             for parameter in held.parameters:
                 parameter.grad = None
         self._partial = self._crossed = None
@@ -221,12 +221,12 @@ class FlatParameters:
 
     def views(self, whole: Tensor) -> Iterator[tuple[Slot, Tensor]]:
         """Every parameter's part of a tensor that is shaped as the buffer."""
-        for held in self._held:
+        for held in self.held:
             yield held.slot, _view(whole, held.slot)
 
     def names(self) -> Iterator[Name]:
         """All names of all parameters."""
-        for held in self._held:
+        for held in self.held:
             yield from held.slot.names
 
     def gathered_bytes(self) -> int:
@@ -243,9 +243,9 @@ class FlatParameters:
 
     def _take_masters(self) -> Tensor:
         part = self.layout.part
-        (device,) = {p.device for held in self._held for p in held.parameters}
+        (device,) = {p.device for held in self.held for p in held.parameters}
         master = torch.zeros(len(part), dtype=self._types.master, device=device)
-        for held in self._held:
+        for held in self.held:
             mine = held.slot.stretch.meet(part)
             if len(mine):
                 values = held.parameters[0].detach().flatten()
@@ -254,13 +254,13 @@ class FlatParameters:
 
     def _make_buffer(self) -> Tensor:
         """The compute buffer, put in the place of the parameters' own memory."""
-        for held in self._held:
+        for held in self.held:
             for parameter in held.parameters:
                 parameter.data = parameter.data.new_empty(0)
         buffer = self.master
         if not self._resident:
             buffer = self.master.new_empty(self.layout.size, dtype=self._types.compute)
-        for held in self._held:
+        for held in self.held:
             for parameter in held.parameters:
                 parameter.data = _view(buffer, held.slot)
                 if self.trainable:
@@ -283,7 +283,7 @@ class FlatParameters:
     def _take_fresh(self) -> Tensor:
         """The sums so far; parameters have no gradients until they are given new ones."""
         fresh, self._fresh = self._fresh, None
-        for held in self._held:
+        for held in self.held:
             for parameter in held.parameters:
                 parameter.grad = None
         assert fresh is not None
