@@ -1,4 +1,5 @@
-"""The ZeroPP contender on a rank: builds the pieces of a Plan and trains them."""
+"""The ZeroPP contender on one rank: builds this rank's pieces of the model and trains them with
+ZeroPP's engine."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from zeropp.training import OptimizerConfig, StepResult
 
 
 def build(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int) -> ZeroppTrainer:
-    """Build this rank's part of a plan; collective."""
+    """Build this rank's part of a plan. All ranks of the world must call it."""
     return ZeroppTrainer(plan, optimizer, device, seed)
 
 
@@ -26,7 +27,8 @@ def build_engine(
     device: torch.device,
     seed: int,
 ) -> Engine:
-    """The engine of this rank for a plan."""
+    """This rank's engine for a plan, with the suite's model and torch's optimizer in it. All ranks
+    of the world must call it."""
     shape, layout = plan.shape, plan.layout
     last = shape.num_pieces - 1
     pieces = [
@@ -42,7 +44,7 @@ def build_engine(
         plan.schedule,
         layout,
         cross_entropy,
-        lambda _: torch.empty(size, dtype=dtype, device=device),  # all boundaries are alike
+        lambda _: torch.empty(size, dtype=dtype, device=device),  # the same between all stages
         optimizer,
         device,
         EngineOptions(
@@ -60,7 +62,7 @@ def build_engine(
 
 
 class ZeroppTrainer:
-    """A ``zeropp.training.Trainer`` over the engine."""
+    """A ``zeropp.training.Trainer`` that runs ZeroPP's engine."""
 
     def __init__(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
