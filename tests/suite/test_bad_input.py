@@ -61,7 +61,7 @@ CASES = [
     ("num_gpus=4,3 -m launcher=slurm launcher.grace_s=long", "launcher.grace_s='long'"),
     ("contender.pp=all", "contender.pp='all': input should be a valid integer"),
     ("model=null", "must be a string"),
-    ("report_dir=null", "report_dir=None: must be a folder's path"),
+    ("report_dir=null", "report_dir=None: must be the path of a folder"),
     ("~report_dir", "report_dir: missing"),
     ("~launcher", "launcher: missing"),
     ("~launcher.kind", "must be one of local, slurm"),
@@ -70,7 +70,7 @@ CASES = [
     ("contender.activation_cap_gib=inf", "contender.activation_cap_gib=inf: must be finite"),
     ("contender.activation_cap_gib=nan", "contender.activation_cap_gib=nan: must be finite"),
     ("data=text data.path=/", "data.path='/': no such file"),
-    ("model.name=a/b", "model.name='a/b': folders and files are named by it"),
+    ("model.name=a/b", "model.name='a/b': must be a name for files"),
     ("report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot be written to"),
     ("launcher=trace launcher.tensors=both", "launcher.tensors='both': input should be"),
     (
