@@ -120,7 +120,7 @@ OTHER_CASES = [
     ("report {demo} --table paper --base magic", "--base=magic: no record of that contender"),
     ("report {demo} --against unit", "--against='unit': must be knobs as in 'unit=8 chunks=2'"),
     ("report --compare {demo}", "argument --compare: expected 2 arguments"),
-    ("report {demo} --compare {demo} {demo}", "--compare takes both sets itself"),
+    ("report {demo} --compare {demo} {demo}", "--compare names both sets of runs"),
     ("report --compare {demo} /nowhere", "/nowhere: no such file or directory"),
     ("report {demo} --out /dev/null/here", "--out=/dev/null/here: cannot be written to"),
     ("show", "what to show?"),
