@@ -8,6 +8,7 @@ Placement = Literal["dp_inner", "pp_inner"]  # how ranks are numbered; see ``Lay
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 ReduceEvery = Literal["unit", "step"]  # how often gradients are reduced
+LossReduction = Literal["mean", "sum"]  # what a loss function does over its batch
 WireType = Literal["fp32", "bf16"]  # the type in which gradients are sent
 ReplicateZero = Literal[0, 1]
 StageStyle = Literal["loop", "v"]  # how stages are assigned to ranks, in torch's words

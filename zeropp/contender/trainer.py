@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.engine.engine import Engine, EngineOptions, Piece
+from zeropp.engine.engine import Engine
+from zeropp.engine.options import EngineOptions, Piece
+from zeropp.engine.values import TensorShape
 from zeropp.model import build_piece, cross_entropy
 from zeropp.plan import Plan
 from zeropp.timeline import Span
@@ -37,14 +39,13 @@ def build_engine(
         for index in plan.pieces_of(stage)
     ]
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-    size = (plan.microbatch_size, shape.seq, shape.hidden)
-
+    size = torch.Size((plan.microbatch_size, shape.seq, shape.hidden))
     return Engine(
         pieces,
         plan.schedule,
         layout,
         cross_entropy,
-        lambda _: torch.empty(size, dtype=dtype, device=device),  # the same between all stages
+        lambda _: [TensorShape(size, dtype)],  # the same between all stages
         optimizer,
         device,
         EngineOptions(
