@@ -17,13 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.arguments import Arguments, request_of
-from zeropp.cut import cut
+from zeropp.arguments import Arguments, Request, request_of
+from zeropp.choose import Job, choose
+from zeropp.cut import Stages, cut_as
 from zeropp.engine.checks import agreed, check_keywords, check_layers, described
 from zeropp.engine.engine import Engine
 from zeropp.engine.interpreter import LossFunction
 from zeropp.engine.options import Piece
-from zeropp.engine.trial import Layer
+from zeropp.engine.saved import saved_bytes
+from zeropp.engine.trial import Layer, try_layers
 from zeropp.engine.values import keywords_of
 from zeropp.layout import InfeasibleError
 from zeropp.parallel_model import ParallelModel
@@ -59,7 +61,7 @@ def parallelize(
     device = _device(request.device, request.mesh)
     if device.type == "cuda":
         _prepare_cuda()
-    stages = cut(layers, request, sample, global_batch)
+    request, stages = _cut(layers, request, sample, global_batch)
     named = [keywords_of(loss_fn), *(size.names for size in stages.sizes)]
     check_keywords(request.sample_keywords, len(sample), named)
     pieces = stages.pieces(layers, device)
@@ -71,6 +73,18 @@ def parallelize(
     )  # fmt: skip
     rows = stages.rows(global_batch)
     return ParallelModel(engine, sample, request.sample_keywords, rows, stages.layout)
+
+
+def _cut(
+    layers: Sequence[Layer], request: Request, sample: Tensor, global_batch: int
+) -> tuple[Request, Stages]:
+    """The request with nothing left open, and the stages that come of it."""
+    sizes = try_layers(layers, sample, request.sample_keywords)
+    if request.open:
+        saved = saved_bytes(layers, sample, request.sample_keywords)
+        job = Job(sizes, saved, dist.get_world_size(), global_batch, len(sample))
+        request = choose(request, job)
+    return request, cut_as(request, sizes, global_batch, len(sample))
 
 
 def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:

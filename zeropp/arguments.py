@@ -18,7 +18,7 @@ from zeropp.engine.options import EngineOptions, MakeOptimizer, one_group
 from zeropp.engine.sharding import GroupOf
 from zeropp.keywords import Keywords, check, knobs_of
 from zeropp.layer_costs import Conditions
-from zeropp.literals import LossReduction, Precision, if_auto
+from zeropp.literals import LossReduction, Precision, Recompute, if_auto
 from zeropp.named_cluster import named_cluster
 from zeropp.training import OptimizerConfig
 
@@ -66,9 +66,14 @@ class Arguments(Keywords, total=False):
 
 @dataclass(frozen=True)
 class Request:
-    """``Arguments`` with their defaults; the knobs in one object."""
+    """``Arguments`` with their defaults; the knobs in one object.
+
+    ``open``: the knobs that were asked for as ``auto``. The others that are ``auto`` in ``knobs``
+    have simple defaults.
+    """
 
     knobs: ZeroppKnobs
+    open: frozenset[str] = frozenset()
     mesh: DeviceMesh | None = None
     optimizer: OptimizerConfig | MakeOptimizer = field(default_factory=OptimizerConfig)
     group_of: GroupOf = one_group
@@ -96,7 +101,7 @@ class Request:
         """What durations depend on; None where no cluster was named."""
         if self.cluster is None:
             return None
-        recompute = if_auto(self.knobs.recompute, "none")
+        recompute: Recompute = if_auto(self.knobs.recompute, "none")
         return Conditions(self.cluster, self.precision, recompute, self.knobs.reduce_dtype)
 
     def engine_options(self) -> EngineOptions:
@@ -124,7 +129,7 @@ def request_of(arguments: Mapping[str, Any]) -> Request:
     Raises TypeError for one that there is not, and InfeasibleError in one line for a value that an
     argument cannot have.
     """
-    own = {one.name for one in fields(Request)} - {"knobs"}
+    own = {one.name for one in fields(Request)} - {"knobs", "open"}
     given = {name: value for name, value in arguments.items() if name in own and value is not None}
     keywords = {name: value for name, value in arguments.items() if name not in own}
     knobs = knobs_of(keywords, also=own)
@@ -138,4 +143,5 @@ def request_of(arguments: Mapping[str, Any]) -> Request:
     if "tied" in given:
         first, second = sorted(given["tied"])
         given["tied"] = (first, second)
-    return Request(knobs, **given)
+    left_open = frozenset(name for name, value in keywords.items() if value == "auto")
+    return Request(knobs, left_open, **given)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from zeropp.arguments import Request
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import cut_by_weight
 from zeropp.engine.options import Piece
-from zeropp.engine.trial import Layer, LayerSizes, try_layers
+from zeropp.engine.trial import Layer, LayerSizes
 from zeropp.engine.values import TensorShape
 from zeropp.layer_costs import layer_costs, stage_costs
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
@@ -33,6 +33,7 @@ class Stages:
     cuts: tuple[int, ...]
     sizes: Sequence[LayerSizes]  # of every layer
     precision: Precision
+    activation_cap: int  # live chunk-activations per rank
 
     def boundary(self, stage: int) -> list[TensorShape]:
         """The tensors that one microbatch sends into a stage."""
@@ -60,10 +61,9 @@ class Stages:
         return slice(first, first + count)
 
 
-def cut(layers: Sequence[Layer], request: Request, sample: Tensor, global_batch: int) -> Stages:
-    """Cut layers into ``pp * chunks`` stages of about equal cost; raises InfeasibleError."""
-    knobs = request.knobs
-    layout = Layout(
+def layout_of(knobs: ZeroppKnobs) -> Layout:
+    """The degrees that knobs ask for."""
+    return Layout(
         pp=if_auto(knobs.pp, 1),
         shard=if_auto(knobs.shard, 1),
         replicate=if_auto(knobs.replicate, 1),
@@ -71,20 +71,30 @@ def cut(layers: Sequence[Layer], request: Request, sample: Tensor, global_batch:
         replicate_zero=if_auto(knobs.replicate_zero, 0),
         placement=if_auto(knobs.placement, "dp_inner"),
     )
+
+
+def cut_as(
+    request: Request, sizes: Sequence[LayerSizes], global_batch: int, microbatch_size: int
+) -> Stages:
+    """Cut layers of these sizes into ``pp * chunks`` stages of about equal cost.
+
+    Raises InfeasibleError where degrees, batch or layers do not go together.
+    """
+    layout = layout_of(request.knobs)
     count = layout.pp * layout.chunks
-    if len(layers) < count:
+    if len(sizes) < count:
         raise InfeasibleError(
             f"chunks={layout.chunks}: {layout.pp} x {layout.chunks} stages, but there are "
-            f"{len(layers)} layers"
+            f"{len(sizes)} layers"
         )
-    microbatches = _microbatches(layout, global_batch, sample.shape[0])
-    planned = _step_sizes(layout, knobs, microbatches, request.precision)
-    sizes = try_layers(layers, sample, request.sample_keywords)
+    microbatches = _microbatches(layout, global_batch, microbatch_size)
+    planned = _step_sizes(layout, request.knobs, microbatches, request.precision)
     cuts = cut_by_weight(_weights(request, sizes), count)
     costs = None
     if (conditions := request.conditions()) is not None:
         costs = stage_costs(sizes, cuts, planned.stage_rank, layout, conditions)
-    return Stages(layout, _schedule(planned, costs), cuts, sizes, request.precision)
+    schedule, cap = _schedule(planned, costs), planned.activation_cap
+    return Stages(layout, schedule, cuts, sizes, request.precision, cap)
 
 
 def _weights(request: Request, sizes: Sequence[LayerSizes]) -> list[float]:

@@ -1,4 +1,4 @@
-"""``cluster=``: layers cut by their durations, and the order that ZeroPP's planner gives the suite.
+"""``cluster=``: layers cut by their durations, orders as good as the planner's, and ``auto``.
 
 One process as one rank of a job (``fake_world``): cutting needs no peers."""
 
@@ -14,10 +14,13 @@ from torch import nn
 import zeropp
 from benchmarks import CHECKOUT
 from zeropp.arguments import request_of
+from zeropp.choose import Job, choose
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
-from zeropp.cut import Stages, cut
+from zeropp.cost import price_plan
+from zeropp.cut import Stages, cut_as
 from zeropp.engine.fake_world import fake_world
+from zeropp.engine.saved import saved_bytes
 from zeropp.engine.trial import try_layers
 from zeropp.layer_costs import layer_costs, stage_costs
 from zeropp.model import build_piece
@@ -31,8 +34,9 @@ GPT = ModelShape("gpt", "gpt", 30, 2048, 16, 16, 8192, 51200, 2048)
 
 def cut_on(world: int, layers: list[Any], sample: torch.Tensor, batch: int, **more: Any) -> Stages:
     """What rank 0 of a job gets."""
+    request = request_of(more)
     with fake_world(0, world):
-        return cut(layers, request_of(more), sample, batch)
+        return cut_as(request, try_layers(layers, sample, {}), batch, len(sample))
 
 
 def makers(shape: ModelShape) -> list[Any]:
@@ -40,18 +44,18 @@ def makers(shape: ModelShape) -> list[Any]:
     return [lambda i=i: build_piece(shape, i, seed=0) for i in range(shape.num_pieces)]
 
 
-@pytest.mark.parametrize(("pp", "shard", "chunks"), [(4, 2, 2), (8, 1, 3)])
-def test_the_order_is_that_of_the_planner(pp: int, shard: int, chunks: int) -> None:
+def test_cut_and_order_are_as_good_as_the_planners() -> None:
     cluster = named_cluster("a800")
-    knobs = ZeroppKnobs(pp=pp, shard=shard, replicate=1, chunks=chunks, unit=8, replicate_zero=0)
-    task = Task(GPT, cluster, pp * shard, 32 * shard, "bf16")
-    planned = ZEROPP.plan(task, Candidate(knobs, 1))
+    degrees = {"pp": 4, "shard": 2, "chunks": 2, "unit": 8}
+    knobs = ZeroppKnobs(**degrees, replicate=1, replicate_zero=0)  # type: ignore[arg-type]
+    planned = ZEROPP.plan(Task(GPT, cluster, 8, 32, "bf16"), Candidate(knobs, 1))
     tokens = torch.zeros(1, GPT.seq, dtype=torch.long)
-    found = cut_on(
-        pp * shard, makers(GPT), tokens, 32 * shard, pp=pp, shard=shard, chunks=chunks, unit=8,
-        precision="bf16", cluster="a800",
-    )  # fmt: skip
-    assert found.schedule.programs == planned.schedule.programs
+    found = cut_on(8, makers(GPT), tokens, 32, **degrees, precision="bf16", cluster="a800")
+    assert found.cuts == planned.cuts
+    price = price_plan(planned, cluster).stages
+    orders = found.schedule, planned.schedule
+    steps = [event_loop.run(order, price).step_s for order in orders]
+    assert steps[0] <= 1.005 * steps[1]
 
 
 def uneven() -> list[nn.Module]:
@@ -93,3 +97,43 @@ def test_names_of_clusters() -> None:
     with pytest.raises(zeropp.InfeasibleError, match="must be one of a100, a800") as caught:
         named_cluster("b900")
     assert "\n" not in str(caught.value)
+
+
+def chosen(shape: ModelShape, world: int, **more: Any) -> ZeroppKnobs:
+    """What is chosen for a model of the suite on A800s, one sequence per microbatch."""
+    tokens = torch.zeros(1, shape.seq, dtype=torch.long)
+    layers = makers(shape)
+    job = Job(try_layers(layers, tokens, {}), saved_bytes(layers, tokens, {}), world, 4 * world, 1)
+    with fake_world(0, world):
+        return choose(request_of({"precision": "bf16", "cluster": "a800", **more}), job).knobs
+
+
+EVERYTHING = dict.fromkeys(("pp", "shard", "replicate", "chunks", "unit", "recompute"), "auto")
+
+
+def test_auto_takes_what_fits() -> None:
+    small = ModelShape("small", "gpt", 6, 512, 8, 8, 2048, 1000, 512)
+    knobs = chosen(small, 8, **EVERYTHING)
+    assert knobs.pp * knobs.shard * knobs.replicate == 8  # type: ignore[operator]
+    assert knobs.recompute == "none"
+    large = chosen(
+        ModelShape("large", "gpt", 24, 8192, 64, 64, 32768, 51200, 2048), 8, **EVERYTHING
+    )
+    assert large.pp * large.shard >= 4  # type: ignore[operator]
+    kept = chosen(small, 8, pp="auto", shard=2, replicate="auto", recompute="full")
+    assert (kept.shard, kept.recompute) == (2, "full")
+
+
+@pytest.mark.parametrize(
+    ("layers", "more", "words"),
+    [
+        (24, {"cluster": None}, "pp='auto': needs cluster="),
+        (96, {}, "pp='auto': 4 settings need more memory than a device has"),
+        (24, {"shard": 3}, "pp='auto': no degrees make up 8 ranks"),
+    ],
+)
+def test_auto_is_refused_in_one_line(layers: int, more: dict[str, Any], words: str) -> None:
+    shape = ModelShape("large", "gpt", layers, 12288, 96, 96, 49152, 51200, 2048)
+    with pytest.raises(zeropp.InfeasibleError) as caught:
+        chosen(shape, 8, **{"pp": "auto", "shard": "auto" if not more else 1, **more})
+    assert str(caught.value).startswith(words)

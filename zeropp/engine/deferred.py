@@ -176,7 +176,7 @@ def defer_weight_grads(
 
 
 @cache
-def _taught(own: type[nn.Module]) -> type[nn.Module] | None:
+def _taught(own: type[Any]) -> type[Any] | None:
     """The class that a module of this class is given; None where its weight gradients cannot be
     put off."""
     if issubclass(own, DeferredLinear | DeferredConv1D):
@@ -199,7 +199,7 @@ def _computes_weight(own: type[nn.Module]) -> bool:
 
 
 @cache
-def _warn_once(own: type[nn.Module]) -> None:
+def _warn_once(own: type[Any]) -> None:
     warnings.warn(
         f"{own.__module__}.{own.__qualname__}: its forward is not that of nn.Linear, so its weight "
         "gradients are computed at once and cannot fill bubbles of the pipeline",

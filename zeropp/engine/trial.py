@@ -65,7 +65,7 @@ def _run(
     for index, layer in enumerate(layers):
         counter = FlopCounterMode(display=False)
         try:
-            module = _real_copy(layer) if for_real else _meta_copy(layer)
+            module = _real_copy(layer) if for_real else on_meta(layer)
             names = keywords_of(module)
             with torch.no_grad(), counter:
                 value = module.to(device)(*tensors_of(value), **chosen(keywords, names))
@@ -100,7 +100,7 @@ def _real_copy(layer: Layer) -> nn.Module:
     return copy.deepcopy(layer) if isinstance(layer, nn.Module) else layer()
 
 
-def _meta_copy(layer: Layer) -> nn.Module:
+def on_meta(layer: Layer) -> nn.Module:
     """The layer without values: its tensors are on the meta device, and take no memory."""
     if not isinstance(layer, nn.Module):
         with torch.device("meta"):

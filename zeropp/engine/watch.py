@@ -41,7 +41,7 @@ class ParameterWatch:
         self._unused = {one.slot.names[0]: one for one in trained}
         self._known = False  # of no step yet what it has used
         self._hooks: dict[int, RemovableHandle] = {
-            id(parameter): parameter.register_post_accumulate_grad_hook(self._note)
+            id(parameter): parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
             for one in self._unused.values()
             for parameter in one.parameters
             if parameter.requires_grad
