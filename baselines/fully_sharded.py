@@ -11,15 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
 from torch.distributed.tensor import DTensor
 
+from baselines.private_names import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    scale_all,
+    with_real_tensors,
+)
 from zeropp.engine.recompute import run_recomputed
 from zeropp.layout import Layout
 from zeropp.literals import Precision
@@ -41,7 +42,7 @@ def full(tensor: Tensor) -> Tensor:
 def world_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """All ranks, one named dimension an axis of the layout."""
     names, sizes = zip(*layout.axes, strict=True)
-    with unset_fake_temporarily():  # a mesh reads numbers out of tensors, in a trace, too
+    with with_real_tensors():  # a mesh reads numbers out of tensors, in a trace, too
         return init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
 
@@ -124,7 +125,7 @@ def finish_step(
     result = StepResult(mean_loss, math.sqrt(square))
     if clip_norm and result.grad_norm > clip_norm:
         scale = clip_norm / (result.grad_norm + 1e-6)  # as torch's clip_grad_norm_
-        torch._foreach_mul_([local(gradient) for _, gradient in held], scale)
+        scale_all([local(gradient) for _, gradient in held], scale)
     return result
 
 

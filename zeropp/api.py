@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -28,6 +29,7 @@ from zeropp.engine.flat_layout import Name
 from zeropp.engine.interpreter import LossFunction
 from zeropp.engine.mesh import degrees_of
 from zeropp.engine.sharding import GroupOf
+from zeropp.engine.together import together
 from zeropp.engine.trial import Layer, LayerSizes, try_layers
 from zeropp.keywords import Keywords, knobs_of
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
@@ -138,6 +140,7 @@ def parallelize(
     device: torch.device | str | None = None,
     lr_schedule: Callable[[int], float] | None = None,
     dropout_seed: int | None = None,
+    timeout: timedelta | None = None,
     **keywords: Unpack[Keywords],
 ) -> ParallelModel:
     """Cut layers into ``pp * chunks`` stages and build this rank's.
@@ -152,17 +155,16 @@ def parallelize(
     torch.optim.AdamW([{"params": groups["all"]}], lr=1e-3)``. ``group_of`` puts a parameter into a
     group, given its (layer, name) and itself. Clipping needs ``OptimizerConfig``.
     ``device`` is by default the mesh's, or this process's CUDA device where the process group has
-    NCCL, else the CPU. The last layer's weight gradients are not put off: its output is taken to
-    be wide.
+    NCCL, else the CPU. ``timeout``: how long this model's collectives and messages wait for their
+    peers; by default as long as those of torch's new groups. The last layer's weight gradients are
+    not put off: its output is taken to be wide.
 
     Raises TypeError for an argument that there is not, and InfeasibleError with one line, the same
     on every rank, where something does not fit or ranks were given different things.
     """
-    knobs = knobs_of(keywords)
     if not dist.is_initialized():
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
-    if mesh is not None:
-        knobs = replace(knobs, **degrees_of(mesh, keywords))
+    knobs = together(lambda: _knobs(keywords, mesh))
     config = optimizer or OptimizerConfig()
     asked = config if isinstance(config, OptimizerConfig) else "of the caller's own"
     request = (knobs, asked, precision, weights, tied, dropout_seed, global_batch)
@@ -173,8 +175,8 @@ def parallelize(
     device = _device(device, mesh)
     if device.type == "cuda":
         _prepare_cuda()
-    stages = _cut(layers, knobs, sample, global_batch, precision, weights)
-    pieces = stages.pieces(layers, device)
+    stages = together(lambda: _cut(layers, knobs, sample, global_batch, precision, weights))
+    pieces = together(lambda: stages.pieces(layers, device))
     _compare_values(pieces)
     engine = Engine(
         pieces,
@@ -184,9 +186,15 @@ def parallelize(
         partial(stages.boundary, device=device),
         config,
         device,
-        _options(knobs, precision, tied, lr_schedule, dropout_seed, group_of),
+        _options(knobs, precision, tied, lr_schedule, dropout_seed, group_of, timeout),
     )
     return ParallelModel(engine, sample.shape[0], stages.rows(global_batch), stages.layout)
+
+
+def _knobs(keywords: Keywords, mesh: DeviceMesh | None) -> ZeroppKnobs:
+    """What the caller asked for by name, with the mesh's degrees if there is one."""
+    knobs = knobs_of(keywords)
+    return knobs if mesh is None else replace(knobs, **degrees_of(mesh, keywords))
 
 
 def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
@@ -238,6 +246,7 @@ def _options(
     lr_schedule: Callable[[int], float] | None,
     dropout_seed: int | None,
     group_of: GroupOf,
+    timeout: timedelta | None,
 ) -> EngineOptions:
     if dropout_seed is None and not knobs.compile:
         dropout_seed = 0
@@ -251,6 +260,7 @@ def _options(
         dropout_seed,
         compile=knobs.compile,
         group_of=group_of,
+        timeout=timeout,
     )
 
 

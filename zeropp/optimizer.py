@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from zeropp.training import OptimizerConfig
 
@@ -35,15 +36,16 @@ def build_optimizer(
 def square_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> Tensor:
     """This rank's share of the squared gradient norm, fp64: summed over all ranks it is the whole.
 
-    ``parts``: (local gradient, number of ranks that hold the same). All contenders take it so, with
-    a kernel for many gradients: one of their own each would cost whoever has it a launch a tensor.
+    ``parts``: (local gradient, number of ranks that hold the same). All contenders take it this
+    way: torch's ``get_total_norm`` reads many gradients in one kernel, where a kernel for each
+    would slow down whoever has many. Gradients of 16 bits are summed in fp32, one by one.
     """
     alike: defaultdict[tuple[float, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient, copies in parts:
         alike[copies, gradient.dtype].append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (copies, dtype), gradients in alike.items():
-        least = torch.promote_types(dtype, torch.float32)
-        norms = torch.stack(torch._foreach_norm(gradients, dtype=least))
-        total += norms.double().square().sum() / copies
+        if torch.finfo(dtype).bits < 32:
+            gradients = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+        total += get_total_norm(gradients).double().square() / copies
     return total

@@ -14,7 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param
@@ -22,6 +22,14 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
+from baselines.deepspeed_3d.private_names import (
+    OPS,
+    CutPipeline,
+    forbid_shared_memory_collectives,
+    is_tied_copy,
+    observe_instructions,
+    reduced_gradients,
+)
 from baselines.deepspeed_3d.tensor_parallel import (
     cut_logits,
     cut_piece,
@@ -38,17 +46,6 @@ from zeropp.training import OptimizerConfig, StepResult
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
-OPS: dict[type, Op] = {
-    instructions.ForwardPass: Op.FORWARD,
-    instructions.BackwardPass: Op.FULL_BACKWARD,
-    instructions.SendActivation: Op.SEND_F,
-    instructions.RecvActivation: Op.RECV_F,
-    instructions.SendGrad: Op.SEND_B,
-    instructions.RecvGrad: Op.RECV_B,
-    instructions.ReduceGrads: Op.REDUCE_GRAD,
-}
-
-
 _TIED = "embedding"  # DeepSpeed's key of the tied layer
 _TIED_NAME = f"tied_modules.{_TIED}"
 
@@ -60,21 +57,6 @@ def build(
     return DeepSpeedTrainer(plan, optimizer, device, seed)
 
 
-class _CutPipeline(PipelineModule):  # type: ignore[misc]
-    """A PipelineModule whose stages are cut where the plan says."""
-
-    def __init__(self, cuts: tuple[int, ...], **arguments: Any) -> None:
-        # Tied, the head is two layers: its norm, and the embedding once more.
-        self._cuts = (*cuts[:-1], len(arguments["layers"]))
-        super().__init__(**arguments)
-
-    def _partition_layers(self, method: str = "uniform") -> None:
-        del method
-        stage = self._topo.get_coord(self.global_rank).pipe
-        self.parts = list(self._cuts)
-        self._set_bounds(start=self._cuts[stage], stop=self._cuts[stage + 1])
-
-
 class DeepSpeedTrainer:
     """A ``zeropp.training.Trainer`` over DeepSpeed's PipelineEngine."""
 
@@ -83,9 +65,7 @@ class DeepSpeedTrainer:
     ) -> None:
         layout, shape = plan.layout, plan.shape
         self._plan, self._device = plan, device
-        # Its all-reduce over shared memory (CPU) is compiled on first use, and a rank that is
-        # killed meanwhile leaves a lock for which every later run waits. All contenders use gloo.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        forbid_shared_memory_collectives()
         deepspeed.init_distributed(verbose=False)  # takes the process group that is there
         topology = PipeModelDataParallelTopology(
             num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.replicate
@@ -99,7 +79,7 @@ class DeepSpeedTrainer:
             return piece
 
         layers = [LayerSpec(_Factory, make, index) for index in range(shape.num_pieces)]
-        module = _CutPipeline(
+        module = CutPipeline(
             plan.cuts,
             layers=_tie(layers, make, group) if shape.tied_embeddings else layers,
             topology=topology,
@@ -118,9 +98,7 @@ class DeepSpeedTrainer:
         self._spans: list[Span] | None = None
         self._begin = 0.0
         self._passes: Counter[Op] = Counter()
-        self._engine._INSTRUCTION_MAP = {
-            kind: self._observed(kind, run) for kind, run in self._engine._INSTRUCTION_MAP.items()
-        }
+        observe_instructions(self._engine, self._observed)
 
     def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
         """See ``Trainer.step``."""
@@ -138,7 +116,7 @@ class DeepSpeedTrainer:
             if parameter.dtype is torch.bfloat16:
                 values = safe_get_full_fp32_param(parameter)  # what the optimizer updates
             whole = whole_parameter(parameter, values, self._group)
-            if not parameter.ds_pipe_replicated:
+            if not is_tied_copy(parameter):
                 yield name.replace(_TIED_NAME, "0"), whole.float().cpu()
 
     def counters(self) -> dict[str, int]:
@@ -204,7 +182,7 @@ class DeepSpeedTrainer:
         what a parameter's copies hold alike is divided by their number."""
         parts = []
         for parameter, gradient, copies in self._gradients():
-            if parameter.ds_pipe_replicated:  # type: ignore[attr-defined]  # a tied copy; the first stage counts it
+            if is_tied_copy(parameter):  # the first stage counts it
                 continue
             whole = not hasattr(parameter, "cut_dim")
             parts.append((gradient, copies * self._plan.layout.tp if whole else copies))
@@ -212,21 +190,8 @@ class DeepSpeedTrainer:
 
     def _gradients(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         """(parameter, reduced gradient or this rank's part of it, data-parallel copies of it)."""
-        optimizer, copies = self._optimizer, self._plan.layout.replicate
-        if hasattr(optimizer, "averaged_gradients"):  # ZeRO-1: each rank keeps its partition
-            for group, parameters in enumerate(optimizer.params_in_partition):
-                parts = optimizer.averaged_gradients[group]
-                for parameter, part in zip(parameters, parts, strict=False):
-                    yield parameter, part, 1
-        elif hasattr(optimizer, "fp32_groups_gradients"):  # bf16 with fp32 accumulation
-            groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
-            for parameters, gradients in groups:
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    yield parameter, gradient, copies
-        else:
-            for parameter in self._engine.module.parameters():
-                if parameter.grad is not None:
-                    yield parameter, parameter.grad, copies
+        parameters, copies = self._engine.module.parameters(), self._plan.layout.replicate
+        yield from reduced_gradients(self._optimizer, parameters, copies)
 
 
 class _Factory(nn.Module):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 
@@ -17,13 +19,15 @@ from zeropp.engine import checkpoint
 from zeropp.engine.channels import Channels
 from zeropp.engine.chunk import Chunk
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
-from zeropp.engine.flat import FlatParameters, make_lanes
+from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Name
 from zeropp.engine.groups import make_groups
 from zeropp.engine.interpreter import Interpreter, LossFunction
 from zeropp.engine.randomness import StepSeeds
+from zeropp.engine.rank_lanes import make_lanes
 from zeropp.engine.sharding import ChunkShards, GroupOf, ShardOptions
 from zeropp.engine.tied import TiedWeights
+from zeropp.engine.together import together
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import Precision, Recompute, ReduceEvery, WireType
 from zeropp.optimizer import build_optimizer, square_norm
@@ -63,7 +67,8 @@ class EngineOptions:
     the step and of the microbatch, so that every topology draws the same; ``random``: the model may
     draw random numbers, and recomputation draws the same ones again (False saves the time that
     this takes); ``compile``: each block runs through torch.compile; ``group_of``: the optimizer
-    group of a parameter, by its (piece, name). Raises InfeasibleError for ``compile`` with a
+    group of a parameter, by its (piece, name); ``timeout``: how long a collective or a message
+    waits for its peers (None: torch's default). Raises InfeasibleError for ``compile`` with a
     ``dropout_seed``: compiled code draws from a generator of its own.
     """
 
@@ -77,6 +82,7 @@ class EngineOptions:
     random: bool = True
     compile: bool = False
     group_of: GroupOf = one_group
+    timeout: timedelta | None = None
     recomputed: tuple[int, ...] = ()  # blocks of each stage, its first ones; empty: all of them
 
     def __post_init__(self) -> None:
@@ -115,26 +121,48 @@ class Engine:
         if options.dropout_seed is not None:
             first = layout.dp_index(rank) * schedule.num_microbatches
             self._seeds = StepSeeds(options.dropout_seed, first, device)
-        self._groups = make_groups(layout, device)
+        with ExitStack() as undo:
+            self._build(pieces, schedule, loss_function, boundary, optimizer, undo)
+            self._owned = undo.pop_all()
+
+    def _build(
+        self,
+        pieces: Sequence[Piece],
+        schedule: Schedule,
+        loss_function: LossFunction,
+        boundary: Callable[[int], Tensor],
+        optimizer: OptimizerConfig | MakeOptimizer,
+        undo: ExitStack,
+    ) -> None:
+        """Make all parts, in the order in which they need each other; ``undo`` gives up what has
+        been made. What a rank does on its own is followed by an exchange of errors."""
+        layout, device = self._layout, self._device
+        self._groups = make_groups(layout, device, self._options.timeout)
+        undo.callback(self._groups.close)
         self.lanes = make_lanes(device)
+        undo.callback(self.lanes.close)
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
-        stages = schedule.stages_of(layout.coordinates(rank)["pp"])
-        self.chunks = {stage: self._make_chunk(stage) for stage in stages}
-        self._channels = Channels(neighbours(schedule), layout, device)
+        stages = schedule.stages_of(layout.coordinates(dist.get_rank())["pp"])
+        self.chunks = together(lambda: {stage: self._make_chunk(stage) for stage in stages})
+        self._channels = Channels(neighbours(schedule), layout, device, self._options.timeout)
+        undo.callback(self._channels.close)
         self.interpreter = Interpreter(
             schedule,
             self.chunks,
             self._channels,
             boundary,
             loss_function,
-            options.replicate_every,
+            self._options.replicate_every,
             layout.dp,
         )
         shards = [chunk.shards for chunk in self.chunks.values()]
         self.flats = [flat for chunk in shards for flat in chunk.flats]
-        self._tied = TiedWeights(options.tied, shards, schedule, layout)
+        self._tied = TiedWeights(
+            self._options.tied, shards, schedule, layout, self._options.timeout
+        )
+        undo.callback(self._tied.close)
         self._clip_norm = optimizer.clip_norm if isinstance(optimizer, OptimizerConfig) else 0.0
-        self.optimizer = self._make_optimizer(optimizer)
+        self.optimizer = together(lambda: self._make_optimizer(optimizer))
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> StepResult:
@@ -208,9 +236,7 @@ class Engine:
 
     def close(self) -> None:
         """Give up threads and process groups; the engine is of no more use."""
-        self.lanes.close()
-        for owner in (self._tied, self._channels, self._groups):
-            owner.close()
+        self._owned.close()
 
     def _make_chunk(self, stage: int) -> Chunk:
         options = self._options
@@ -264,7 +290,7 @@ class Engine:
 
     def _state(self) -> checkpoint.State:
         self._settle()
-        return checkpoint.state_of(self.flats, self.optimizer, self.steps_done)
+        return together(lambda: checkpoint.state_of(self.flats, self.optimizer, self.steps_done))
 
     def _gather_updated(self) -> None:
         for chunk in self.chunks.values():

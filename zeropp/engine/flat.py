@@ -18,15 +18,16 @@ given back by ``resize_(0)`` and comes back, elsewhere, by ``resize_(bytes)``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.engine.flat_layout import FlatLayout, Name, Slot, Stretch
-from zeropp.engine.groups import DataGroups, all_gather_single, reduce_scatter_single
-from zeropp.engine.lanes import Lane, Ticket, Work, make_lane
+from zeropp.engine.groups import DataGroups, all_gather_single
+from zeropp.engine.lanes import Ticket, Work
+from zeropp.engine.rank_lanes import Lanes
+from zeropp.engine.reductions import AllReduce, ReduceScatter
 
 
 @dataclass(frozen=True)
@@ -36,42 +37,6 @@ class Types:
     master: torch.dtype
     compute: torch.dtype
     wire: torch.dtype
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """The lanes of one rank, for all of its chunks. ``reducing``: reductions over the shards that
-    compute has not waited for; their gradients are kept until then."""
-
-    gather: Lane
-    reduce: Lane
-    replicate: Lane
-    reducing: list[Ticket] = field(default_factory=list)
-    crossing: list[Ticket] = field(default_factory=list)  # likewise, over the replicas
-
-    def join_reductions(self) -> None:
-        """Let compute wait for all reductions over the shards, and free what they read."""
-        for ticket in self.reducing:
-            ticket.wait()
-        self.reducing.clear()
-
-    def join_crossings(self) -> None:
-        """Let compute wait for all reductions over the replicas, and free what they read."""
-        for ticket in self.crossing:
-            ticket.wait()
-        self.crossing.clear()
-
-    def close(self) -> None:
-        """End all lanes."""
-        for lane in (self.gather, self.reduce, self.replicate):
-            lane.close()
-
-
-def make_lanes(device: torch.device) -> Lanes:
-    """The lanes of a rank on a device."""
-    names = ("zeropp gathers", "zeropp reductions", "zeropp replicas")
-    gather, reduce, replicate = (make_lane(device, name) for name in names)
-    return Lanes(gather, reduce, replicate)
 
 
 @dataclass(frozen=True)
@@ -143,11 +108,15 @@ class FlatParameters:
             self._storage.resize_(0)
 
     def make_gradients(self) -> None:
-        """Give every parameter a gradient of zeros to add to, unless it has one already. A gradient
-        that autograd made for itself (of a deferred weight that is used elsewhere, too) is added.
+        """Give every parameter a gradient of zeros to add to, unless it has one already.
+
+        The sums before these must have been reduced by then, so that two buffers never stand side
+        by side. A gradient that autograd made for itself (of a weight whose own is put off, and
+        which is used elsewhere, too) is added.
         """
         if self._fresh is not None or not self.trainable:
             return
+        self._lanes.join_reduction_of(self)
         self._fresh = zeros(self.layout.size, self._types.master, self.master.device)
         for held in self._held:
             gradient = _view(self._fresh, held.slot)
@@ -165,8 +134,8 @@ class FlatParameters:
         cross = cross and self._groups.replicate is not None
         after: list[Ticket] = []
         if self._groups.reduce is not None:
-            after = [self._reduce_shards(self._take_fresh())]
-            self._lanes.reducing.extend(after)
+            self._lanes.reducing[self] = self._reduce_shards(self._take_fresh())
+            after = [self._lanes.reducing[self]]
         elif cross:
             self._partial = self._take_fresh()
         if cross:
@@ -293,8 +262,8 @@ class FlatParameters:
         first = self._partial is None
         if self._partial is None:
             self._partial = fresh.new_empty(len(self.layout.part))
-        place = slice(self.layout.part.begin, self.layout.part.end)
-        work = _Scatter(fresh, self._sent(fresh), place, self._partial, first, self._groups.reduce)
+        place, group = slice(self.layout.part.begin, self.layout.part.end), self._groups.reduce
+        work = ReduceScatter(fresh, self._sent(fresh), place, self._partial, first, group)
         return self._lanes.reduce.run(work)
 
     def _cross_replicas(self, after: Sequence[Ticket]) -> Ticket:
@@ -306,11 +275,11 @@ class FlatParameters:
             place = self.layout.owned.inside(self.layout.part)
             if self._crossed is None:
                 self._crossed = partial.new_empty(len(self.layout.owned))
-            work = _Scatter(partial, sent, place, self._crossed, first, group)
+            work = ReduceScatter(partial, sent, place, self._crossed, first, group)
         else:
             if self._crossed is None:
                 self._crossed = partial
-            work = _Sum(partial, sent, self._crossed, first, group)
+            work = AllReduce(partial, sent, self._crossed, first, group)
         return self._lanes.replicate.run(work, after)
 
     def _sent(self, gradient: Tensor) -> Tensor:
@@ -322,53 +291,6 @@ class FlatParameters:
     def _gather_rows(self) -> None:
         rows = self.master[self.layout.owned.inside(self.layout.part)]
         all_gather_single(self.master, rows, group=self._groups.replicate)
-
-
-@dataclass(frozen=True)
-class _Scatter:
-    """Reduce-scatter ``source`` into ``total``, or add to it what comes if ``first`` is False.
-
-    ``sent`` is the source, or a buffer that it is cast into; ``place`` is this rank's stretch.
-    """
-
-    source: Tensor
-    sent: Tensor
-    place: slice
-    total: Tensor
-    first: bool
-    group: dist.ProcessGroup | None
-
-    def __call__(self) -> None:
-        cast = self.sent is not self.source
-        if cast:
-            self.sent.copy_(self.source)
-        mine = self.total if self.first and not cast else self.sent[self.place]
-        reduce_scatter_single(mine, self.sent, group=self.group)
-        if not self.first:
-            self.total.add_(mine)
-        elif cast:
-            self.total.copy_(mine)
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """All-reduce ``source`` in place, by way of ``sent`` if that is another buffer, and add it to
-    ``total`` unless it is ``first`` (and so the total itself)."""
-
-    source: Tensor
-    sent: Tensor
-    total: Tensor
-    first: bool
-    group: dist.ProcessGroup | None
-
-    def __call__(self) -> None:
-        if self.sent is not self.source:
-            self.sent.copy_(self.source)
-        dist.all_reduce(self.sent, group=self.group)
-        if not self.first:
-            self.total.add_(self.sent)
-        elif self.sent is not self.source:
-            self.total.copy_(self.sent)
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -145,7 +145,9 @@ class Interpreter:
         if stage != self._last:
             grad = self._arrived(Op.RECV_B, stage, microbatch, step.gradients, step)
         grad_input = self._chunks[stage].backward(microbatch, grad, split=split)
-        if grad_input is not None and stage > 0:
+        if stage > 0:
+            if grad_input is None:  # integers, or an input that the stage does not use
+                grad_input = self._boundary(stage).zero_()
             step.gradients[stage - 1, microbatch] = grad_input
 
     def _backward_weight(self, action: Action, step: _Step) -> None:
