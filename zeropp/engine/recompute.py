@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch.utils.checkpoint import (
 )
 
 from zeropp.literals import Recompute
+
+Result = TypeVar("Result")
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
@@ -29,16 +31,16 @@ def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> Ch
 
 
 def run_recomputed(
-    function: Callable[[Tensor], Tensor], x: Tensor, recompute: Recompute, *, random: bool
-) -> Tensor:
-    """``function(x)``; backward computes again what ``recompute`` does not keep.
+    function: Callable[..., Result], *inputs: Tensor, recompute: Recompute, random: bool
+) -> Result:
+    """``function(*inputs)``; backward computes again what ``recompute`` does not keep.
 
     Selective keeps the outputs of matrix products and of attention. ``random``: the function may
     draw random numbers, and the second run must draw the same.
     """
     if recompute == "none":
-        return function(x)
+        return function(*inputs)
     options: dict[str, Any] = {"preserve_rng_state": random}
     if recompute == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    return checkpoint(function, x, use_reentrant=False, **options)  # type: ignore[no-any-return]
+    return checkpoint(function, *inputs, use_reentrant=False, **options)  # type: ignore[no-any-return]
