@@ -115,9 +115,16 @@ def test_fp32_gradients(case: Case, world: World) -> None:
     check(world.run(train, *arguments, size=case.world), train_alone(*arguments), 1e-5)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_bf16_computes_with_fp32_masters(recompute: str, world: World) -> None:
-    case = Case(2, shard=2, precision="bf16", recompute=recompute)
+BF16 = [
+    Case(2, shard=2, precision="bf16"),
+    Case(2, shard=2, precision="bf16", recompute="full"),
+    Case(2, shard=2, replicate=2, zero=True, precision="bf16", batch=16, tied=True),
+    Case(1, replicate=3, zero=True, precision="bf16", batch=12, replicate_every="unit"),
+]
+
+
+@pytest.mark.parametrize("case", BF16, ids=label)
+def test_bf16_computes_with_fp32_masters(case: Case, world: World) -> None:
     arguments = (case, torch.float32, 6, OptimizerConfig("sgd", lr=0.1))
     expected = train_alone(*arguments)
     for outcome in world.run(train, *arguments, size=case.world):
@@ -152,7 +159,7 @@ def train_alone_in_bf16(case: Case, steps: int, rate: float, total: torch.dtype)
 
 def drift(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Distance of two sets of parameters, over how far training has moved them."""
-    start = {name: value.detach() for name, value in build_model(MANY.shape, SEED).named_parameters()}
+    start = dict(build_model(MANY.shape, SEED).named_parameters())
     apart = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
     moved = sum(float((expected[name] - start[name]).square().sum()) for name in expected)
     return float((apart / moved) ** 0.5)

@@ -130,13 +130,11 @@ def counting(engine: Engine, found: Counter[tuple[str, str]]) -> Iterator[None]:
         found[kind, "pair" if message else names[id(keywords.get("group"))]] += 1
         return call(*arguments, **keywords)
 
+    gather = partial(counted, "gather", flat.all_gather_single)
+    scatter = partial(counted, "reduce-scatter", reductions.reduce_scatter_single)
     with (
-        mock.patch.object(flat, "all_gather_single", partial(counted, "gather", flat.all_gather_single)),
-        mock.patch.object(
-            reductions,
-            "reduce_scatter_single",
-            partial(counted, "reduce-scatter", reductions.reduce_scatter_single),
-        ),
+        mock.patch.object(flat, "all_gather_single", gather),
+        mock.patch.object(reductions, "reduce_scatter_single", scatter),
         mock.patch.object(dist, "all_reduce", partial(counted, "all-reduce", dist.all_reduce)),
         mock.patch.object(dist, "isend", partial(counted, "isend", dist.isend)),
         mock.patch.object(dist, "irecv", partial(counted, "irecv", dist.irecv)),
@@ -184,9 +182,7 @@ def counted_and_planned(case: Case) -> tuple[Counter[tuple[str, str]], Counter[t
     return found, expected
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES, Case(pp=2, replicate=2, chunks=2, batch=8)], ids=str
-)
+@pytest.mark.parametrize("case", [*CASES, Case(pp=2, replicate=2, chunks=2, batch=8)], ids=str)
 def test_collectives_per_step_are_the_plans(case: Case, world: World) -> None:
     for found, expected in world.run(counted_and_planned, case, size=case.world):
         assert sum(expected.values()) > 1

@@ -153,8 +153,7 @@ class Engine:
         """Unsharded fp32 CPU copies, named ``{piece}.{name}``."""
         self._settle()
         for flat in self.flats:
-            mine = flat.master[flat.layout.owned.inside(flat.layout.part)]
-            yield from self._whole(flat, mine, torch.float32)
+            yield from self._whole(flat, flat.rows, torch.float32)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded CPU copies of the last step's gradients, named ``{piece}.{name}``."""

@@ -7,7 +7,10 @@ reads or writes is what compute writes or reads. Collectives and casts run in la
 (``zeropp.engine.lanes``); compute waits for them where it uses what they bring.
 
 Three number types: masters and sums are fp32 (or wider, as the modules came), compute uses
-``compute`` (bf16 under mixed precision), and reductions send ``wire``.
+``compute`` (bf16 under mixed precision), and reductions send ``wire``. Where replicas split the
+optimizer's work (ZeRO-1) and compute is narrower than the masters, a rank keeps fp32 masters of the
+rows that it updates alone, and its whole part in compute's type: that is what replicas send each
+other after an update, half the bytes, and what compute reads is the same.
 
 Traps that this is written around. A collective that writes into a parameter's memory must not look
 like an in-place change to autograd: ``parameter.data = view`` shares the memory but not the version
@@ -18,33 +21,16 @@ given back by ``resize_(0)`` and comes back, elsewhere, by ``resize_(bytes)``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from zeropp.engine.flat_layout import FlatLayout, Name, Slot, Stretch
+from zeropp.engine.flat_layout import FlatLayout, Name, Slot
 from zeropp.engine.groups import DataGroups, all_gather_single
+from zeropp.engine.held import Held, Types, taken, view
 from zeropp.engine.lanes import Ticket, Work
 from zeropp.engine.rank_lanes import Lanes
 from zeropp.engine.reductions import AllReduce, ReduceScatter
-
-
-@dataclass(frozen=True)
-class Types:
-    """Number types of one flat buffer; ``wire`` is what reductions send."""
-
-    master: torch.dtype
-    compute: torch.dtype
-    wire: torch.dtype
-
-
-@dataclass(frozen=True)
-class Held:
-    """Parameters that lie in one slot: usually one object, several where the model ties them."""
-
-    slot: Slot
-    parameters: tuple[nn.Parameter, ...]
 
 
 class FlatParameters:
@@ -71,8 +57,14 @@ class FlatParameters:
         self.layout, self.trainable, self.deferred = layout, trainable, deferred
         self._held, self._groups, self._lanes, self._types = tuple(held), groups, lanes, types
         self._zero = zero and groups.replicate is not None
-        self.master = self._take_masters()
-        self._resident = groups.gather is None and types.compute == types.master
+        mixed = types.compute != types.master
+        self._kept = layout.owned if mixed and self._zero else layout.part
+        self.master = taken(held, self._kept, types.master)
+        # This rank's part as gathers send it; None: they cast the masters every time.
+        self._part: Tensor | None = None if mixed else self.master
+        if mixed and self._zero:
+            self._part = taken(held, layout.part, types.compute)
+        self._resident = groups.gather is None and self._part is not None
         self._buffer = self._make_buffer()
         self._arriving: Ticket | None = None  # a gather that compute has not waited for
         self._updated: Ticket | None = None  # the other replicas' rows after an update
@@ -80,9 +72,14 @@ class FlatParameters:
         self._partial: Tensor | None = None  # reduced over the shards, not over the replicas
         self._crossed: Tensor | None = None  # reduced over both
         self.owned = {
-            group: nn.Parameter(self.master[mine.inside(layout.part)])
+            group: nn.Parameter(self.master[mine.inside(self._kept)])
             for group, mine in (layout.groups() if trainable else ())
         }
+
+    @property
+    def rows(self) -> Tensor:
+        """The masters of what this rank updates."""
+        return self.master[self.layout.owned.inside(self._kept)]
 
     def unshard(self) -> None:
         """Start to gather the parameters; ``wait`` before use."""
@@ -119,7 +116,7 @@ class FlatParameters:
         self._lanes.join_reduction_of(self)
         self._fresh = zeros(self.layout.size, self._types.master, self.master.device)
         for held in self._held:
-            gradient = _view(self._fresh, held.slot)
+            gradient = view(self._fresh, held.slot)
             for parameter in held.parameters:
                 made, parameter.grad = parameter.grad, gradient
                 if made is not None:
@@ -191,7 +188,7 @@ class FlatParameters:
     def views(self, whole: Tensor) -> Iterator[tuple[Slot, Tensor]]:
         """Every parameter's part of a tensor that is shaped as the buffer."""
         for held in self._held:
-            yield held.slot, _view(whole, held.slot)
+            yield held.slot, view(whole, held.slot)
 
     def names(self) -> Iterator[Name]:
         """All names of all parameters."""
@@ -210,28 +207,19 @@ class FlatParameters:
     def _storage(self) -> torch.UntypedStorage:
         return self._buffer.untyped_storage()
 
-    def _take_masters(self) -> Tensor:
-        part = self.layout.part
-        (device,) = {p.device for held in self._held for p in held.parameters}
-        master = torch.zeros(len(part), dtype=self._types.master, device=device)
-        for held in self._held:
-            mine = held.slot.stretch.meet(part)
-            if len(mine):
-                values = held.parameters[0].detach().flatten()
-                master[mine.inside(part)] = values[mine.inside(held.slot.stretch)]
-        return master
-
     def _make_buffer(self) -> Tensor:
         """The compute buffer, put in the place of the parameters' own memory."""
         for held in self._held:
             for parameter in held.parameters:
                 parameter.data = parameter.data.new_empty(0)
-        buffer = self.master
-        if not self._resident:
+        if self._resident:
+            assert self._part is not None
+            buffer = self._part
+        else:
             buffer = self.master.new_empty(self.layout.size, dtype=self._types.compute)
         for held in self._held:
             for parameter in held.parameters:
-                parameter.data = _view(buffer, held.slot)
+                parameter.data = view(buffer, held.slot)
                 if self.trainable:
                     parameter.grad_dtype = None
         if not self._resident:
@@ -239,15 +227,12 @@ class FlatParameters:
         return buffer
 
     def _gather(self) -> None:
-        mine = self.master
-        if self._types.compute != self._types.master:
-            mine = self._mine(self._buffer)
+        mine = self._part
+        if mine is None:
+            mine = self._buffer[self.layout.part.begin : self.layout.part.end]
             mine.copy_(self.master)
         if self._groups.gather is not None:
             all_gather_single(self._buffer, mine, group=self._groups.gather)
-
-    def _mine(self, whole: Tensor) -> Tensor:
-        return whole[self.layout.part.begin : self.layout.part.end]
 
     def _take_fresh(self) -> Tensor:
         """The sums so far; parameters have no gradients until they are given new ones."""
@@ -289,15 +274,13 @@ class FlatParameters:
         return torch.empty_like(gradient, dtype=self._types.wire)
 
     def _gather_rows(self) -> None:
-        rows = self.master[self.layout.owned.inside(self.layout.part)]
-        all_gather_single(self.master, rows, group=self._groups.replicate)
+        assert self._part is not None
+        rows = self._part[self.layout.owned.inside(self.layout.part)]
+        if self._part is not self.master:
+            rows.copy_(self.master)
+        all_gather_single(self._part, rows, group=self._groups.replicate)
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A buffer for gradients (a function of its own, so that traces can tell what it makes)."""
     return torch.zeros(size, dtype=dtype, device=device)
-
-
-def _view(buffer: Tensor, slot: Slot) -> Tensor:
-    stretch: Stretch = slot.stretch
-    return buffer[stretch.begin : stretch.end].view(slot.shape)

@@ -49,10 +49,10 @@ class EngineOptions:
     draw random numbers, and recomputation draws the same ones again (False saves the time that
     this takes); ``compile``: each block runs through torch.compile; ``group_of``: the optimizer
     group of a parameter, by its (piece, name); ``timeout``: how long a collective or a message
-    waits for its peers (None: torch's default for new groups); ``loss_reduction``: whether a batch's loss is the
-    mean over its rows, or the sum, as the loss function gives it for a microbatch. Raises
-    InfeasibleError for ``compile`` with a ``dropout_seed``: compiled code draws from a generator of
-    its own.
+    waits for its peers (None: torch's default for new groups); ``loss_reduction``: whether a
+    batch's loss is the mean over its rows, or the sum, as the loss function gives it for a
+    microbatch. Raises InfeasibleError for ``compile`` with a ``dropout_seed``: compiled code draws
+    from a generator of its own.
     """
 
     precision: Precision = "fp32"

@@ -71,6 +71,8 @@ class TiedWeights:
         elif len(self._mine) == 2:
             original, copy = self._mine
             copy.master.copy_(original.master)
+        for flat in self._mine:
+            flat.gather_updated()
 
 
 def _find(name: Name | None, chunks: Sequence[ChunkShards]) -> FlatParameters | None:
