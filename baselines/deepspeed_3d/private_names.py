@@ -46,10 +46,10 @@ Handler = Callable[..., None]
 
 
 class CutPipeline(PipelineModule):  # type: ignore[misc]
-    """A PipelineModule whose stages are cut where the plan says."""
+    """A ``PipelineModule`` whose stages begin at the plan's ``cuts``."""
 
     def __init__(self, cuts: tuple[int, ...], **arguments: Any) -> None:
-        # Tied, the head is two layers: its norm, and the embedding once more.
+        # With tied embeddings the head is two layers: its norm, and the embedding a second time.
         self._cuts = (*cuts[:-1], len(arguments["layers"]))
         super().__init__(**arguments)
 
@@ -61,10 +61,10 @@ class CutPipeline(PipelineModule):  # type: ignore[misc]
 
 
 def forbid_shared_memory_collectives() -> None:
-    """Keep DeepSpeed from compiling its all-reduce over shared memory on a CPU.
+    """Switch off DeepSpeed's own all-reduce over shared memory (CPU).
 
-    It would be compiled on first use, and a rank that is killed meanwhile leaves a lock for which
-    every later run waits. All contenders use gloo.
+    It is compiled on first use, and a rank that is killed meanwhile leaves a lock for which every
+    later run waits. On CPUs all contenders use gloo.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

@@ -34,9 +34,12 @@ __all__ = [
 
 
 class OneForwardOneBackward(Runtime):
-    """1F1B on the runtime of torch's other schedules, which posts receives early and gathers once
-    a step; ``Schedule1F1B`` itself blocks on every message, and its order cannot be read out
-    (``_get_pipeline_order`` of torch 2.13 leaves out the last rank's first forward)."""
+    """1F1B on the runtime that torch's other schedules use.
+
+    That runtime posts receives early and gathers a stage's parameters once per step. Torch's own
+    ``Schedule1F1B`` blocks on every message, and its order cannot be read out: in torch 2.13
+    ``_get_pipeline_order`` leaves out the last rank's first forward.
+    """
 
     def __init__(self, stages: list[PipelineStage], n_microbatches: int, **arguments: Any) -> None:
         super().__init__(stages, n_microbatches, **arguments)  # type: ignore[no-untyped-call]
@@ -51,7 +54,8 @@ class OneForwardOneBackward(Runtime):
 
 
 class ObservedStage(PipelineStage):
-    """A PipelineStage that tells when it computes."""
+    """A ``PipelineStage`` that reports every compute action and reduction to ``observer``, with the
+    time of ``clock`` at which it began."""
 
     observer: Callable[[Op, int, int | None, float], None]
     clock: Callable[[], float]
@@ -87,7 +91,8 @@ class ObservedStage(PipelineStage):
         self.observer(Op.REDUCE_GRAD, self.stage_index, None, start)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Torch 2.11 lets the rank at the turn of a V greet itself, which gloo cannot."""
+        """Leave out messages to oneself, which gloo cannot send: in torch 2.11 the rank that holds
+        two neighbouring stages of a V opens a connection to itself."""
         greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
         return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
 
