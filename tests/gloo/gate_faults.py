@@ -38,7 +38,7 @@ from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan
 
 CPU = torch.device("cpu")
-_BUILDERS = ("zeropp.engine.engine", "baselines.torch_pp.trainer")
+_BUILDERS = ("zeropp.engine.updates", "baselines.torch_pp.trainer")
 _BUILDERS += ("baselines.fsdp.trainer", "baselines.deepspeed_3d.trainer")
 _TIED = (
     "zeropp.engine.tied.TiedWeights.sum_gradients",

@@ -27,7 +27,13 @@ from zeropp.cost.compute_limit import compute_limit
 from zeropp.cost.flops import piece_parameters
 from zeropp.cost.kernels import element_bytes, stream_s
 from zeropp.cost.plan_price import PlanPrice, StageExtras, StageMemory
-from zeropp.cost.stage_memory import optimizer_shards, shares_ends, stage_memory, zero1_ranks
+from zeropp.cost.stage_memory import (
+    optimizer_shards,
+    sends_compute_type,
+    shares_ends,
+    stage_memory,
+    zero1_ranks,
+)
 from zeropp.programs import Program, program_named
 from zeropp.schedule.program import StageCost
 
@@ -274,7 +280,8 @@ def _shard_s(job: _Job, stage: int) -> dict[str, float]:
         name: sum(gather_s(cluster, among, size * bytes_) for size in sizes)
         for name, bytes_ in wire.items()
     }
-    if work.program.state(plan.precision).casts_parameters:
+    casts = work.program.state(plan.precision).casts_parameters
+    if casts and not sends_compute_type(plan, work.program):
         cast = (4 + 2) * sum(sizes) / plan.layout.shard
         seconds["unshard"] += stream_s(work.device, cast, len(sizes))
     if work.program.shard_copies:  # every byte is read once and written once
@@ -343,8 +350,12 @@ def _gather_updated_s(job: _Job, parameters: float, pieces: int) -> float:
     stride = axis_stride(plan.layout, "replicate")
     among = group(cluster, ranks, stride, plan.layout.world)
     masters = work.program.state(plan.precision).casts_parameters  # what is updated is what is sent
-    size = parameters * (4 if masters else element_bytes(plan.precision))
-    seconds = gather_s(cluster, among, size / plan.layout.shard)
+    cast = sends_compute_type(plan, work.program)  # once per step, where it has been updated
+    part = parameters / plan.layout.shard
+    each = 4 if masters and not cast else element_bytes(plan.precision)
+    seconds = gather_s(cluster, among, part * each)
+    if cast:
+        seconds += stream_s(cluster.device, (4 + 2) * part / ranks, pieces)
     if work.program.updated == "broadcasts":  # each goes round the whole ring by itself
         seconds += (ranks - 1) * gather_s(cluster, among, 0.0)
     elif work.program.updated == "slices":

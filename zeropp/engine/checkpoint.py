@@ -55,8 +55,7 @@ def state_of(
     state = State(dict(buffers), {}, torch.tensor(steps_done))
     for flat in flats:
         owned = flat.layout.owned
-        masters = flat.master[owned.inside(flat.layout.part)]
-        state.model.update(_described("{}", flat, masters, owned))
+        state.model.update(_described("{}", flat, flat.rows, owned))
         for group, mine in flat.layout.groups() if flat.trainable else ():
             for kind, value in optimizer.state[flat.owned[group]].items():
                 if not isinstance(value, Tensor):

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeropp.engine import checkpoint
-from zeropp.engine.channels import Channels
+from zeropp.engine.channels import Channels, neighbours
 from zeropp.engine.chunk import Chunk, ChunkOptions
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.evaluation import Evaluator
-from zeropp.engine.flat import FlatParameters, make_lanes
+from zeropp.engine.flat import FlatParameters
 from zeropp.engine.groups import make_groups
 from zeropp.engine.interpreter import Interpreter, Loss, LossFunction, Microbatches
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
 from zeropp.engine.randomness import StepSeeds
+from zeropp.engine.rank_lanes import make_lanes
 from zeropp.engine.sharding import ChunkShards, ShardOptions
 from zeropp.engine.tied import TiedWeights
+from zeropp.engine.together import together
+from zeropp.engine.updates import gradients_of, make_optimizer
 from zeropp.engine.values import TensorShape
 from zeropp.engine.watch import ParameterWatch
 from zeropp.layout import Layout
-from zeropp.optimizer import build_optimizer, square_norm
+from zeropp.optimizer import square_norm
 from zeropp.schedule.program import Schedule
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
@@ -61,19 +63,32 @@ class Engine:
         if options.dropout_seed is not None:
             first = layout.dp_index(rank) * schedule.num_microbatches
             self._seeds = StepSeeds(options.dropout_seed, first, device)
-        self._groups = make_groups(layout, device)
+        with ExitStack() as undo:
+            self._build(pieces, schedule, Loss(loss_function), boundary, optimizer, undo)
+            self._owned = undo.pop_all()
+
+    def _build(
+        self,
+        pieces: Sequence[Piece],
+        schedule: Schedule,
+        loss: Loss,
+        boundary: Boundary,
+        optimizer: OptimizerConfig | MakeOptimizer,
+        undo: ExitStack,
+    ) -> None:
+        """Make all parts, in the order in which they need each other; ``undo`` gives up what has
+        been made. What a rank does on its own is followed by an exchange of errors."""
+        layout, device, options = self._layout, self._device, self._options
+        self._groups = make_groups(layout, device, options.timeout)
+        undo.callback(self._groups.close)
         self.lanes = make_lanes(device)
+        undo.callback(self.lanes.close)
         self._used: set[int] = set()  # weights that have had gradients, by identity
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
-        stages = schedule.stages_of(layout.coordinates(rank)["pp"])
-        between = {
-            stage: boundary(stage) if 0 < stage < schedule.num_stages else None
-            for each in stages
-            for stage in (each, each + 1)
-        }
-        self.chunks = {s: self._make_chunk(s, between[s], between[s + 1]) for s in stages}
-        self._channels = Channels(neighbours(schedule), layout, device)
-        loss, reduction = Loss(loss_function), options.loss_reduction
+        self.chunks = together(lambda: self._make_chunks(schedule, boundary))
+        self._channels = Channels(neighbours(schedule), layout, device, options.timeout)
+        undo.callback(self._channels.close)
+        reduction = options.loss_reduction
         everywhere = schedule.num_microbatches * layout.dp
         self.interpreter = Interpreter(
             schedule,
@@ -87,9 +102,10 @@ class Engine:
         shards = [chunk.shards for chunk in self.chunks.values()]
         self.flats = [flat for chunk in shards for flat in chunk.flats]
         self._watch = ParameterWatch(self.flats, self._used)
-        self._tied = TiedWeights(options.tied, shards, schedule, layout)
+        self._tied = TiedWeights(options.tied, shards, schedule, layout, options.timeout)
+        undo.callback(self._tied.close)
         self._clip_norm = optimizer.clip_norm if isinstance(optimizer, OptimizerConfig) else 0.0
-        self.optimizer = self._make_optimizer(optimizer)
+        self.optimizer = together(lambda: make_optimizer(self.flats, optimizer, device))
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def step(
@@ -103,7 +119,7 @@ class Engine:
         result = self._reduce_result(losses)
         if self._clip_norm and result.grad_norm > self._clip_norm:
             scale = self._clip_norm / (result.grad_norm + 1e-6)  # as torch's clip_grad_norm_
-            for gradient in _gradients(self.flats):
+            for gradient in gradients_of(self.flats):
                 gradient.mul_(scale)
         self.update()
         return result
@@ -116,13 +132,13 @@ class Engine:
         """The first half of a step: run the program, so that what this rank updates has its
         gradients. Gives this rank's parts of the loss of the global batch."""
         for flat in self.flats:
-            flat.clear_gradients()
+            flat.cleargradients_of()
         if self._seeds is not None:
             with self._seeds.drawing(self.steps_done):
                 losses = self.interpreter.run(batch)
         else:
             losses = self.interpreter.run(batch)
-        self._tied.sum_gradients()
+        self._tied.sumgradients_of()
         return losses
 
     def update(self) -> None:
@@ -140,10 +156,9 @@ class Engine:
         """Unsharded fp32 CPU copies, named ``{piece}.{name}``."""
         self._settle()
         for flat in self.flats:
-            mine = flat.master[flat.layout.owned.inside(flat.layout.part)]
-            yield from self._whole(flat, mine, torch.float32)
+            yield from self._whole(flat, flat.rows, torch.float32)
 
-    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def fullgradients_of(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded CPU copies of the last step's gradients, named ``{piece}.{name}``."""
         self._settle()
         for flat in self.flats:
@@ -164,7 +179,9 @@ class Engine:
         """Parameters, buffers and optimizer state, as this rank holds them: tensors that share
         their memory."""
         self._settle()
-        return checkpoint.state_of(self.flats, self.optimizer, self.steps_done, self.buffers())
+        return together(
+            lambda: checkpoint.state_of(self.flats, self.optimizer, self.steps_done, self.buffers())
+        )
 
     def take_over(self, state: checkpoint.State) -> None:
         """Go on from what has been written into the tensors of ``state()``."""
@@ -189,9 +206,16 @@ class Engine:
 
     def close(self) -> None:
         """Give up threads and process groups; the engine is of no more use."""
-        self.lanes.close()
-        for owner in (self._tied, self._channels, self._groups):
-            owner.close()
+        self._owned.close()
+
+    def _make_chunks(self, schedule: Schedule, boundary: Boundary) -> dict[int, Chunk]:
+        stages = schedule.stages_of(self._layout.coordinates(dist.get_rank())["pp"])
+        between = {
+            stage: boundary(stage) if 0 < stage < schedule.num_stages else None
+            for each in stages
+            for stage in (each, each + 1)
+        }
+        return {s: self._make_chunk(s, between[s], between[s + 1]) for s in stages}
 
     def _make_chunk(
         self,
@@ -232,17 +256,6 @@ class Engine:
         )
         return Chunk(shards, store, deferrable, arriving, leaving, how)
 
-    def _make_optimizer(self, optimizer: OptimizerConfig | MakeOptimizer) -> torch.optim.Optimizer:
-        groups: defaultdict[str, list[nn.Parameter]] = defaultdict(list)
-        for flat in self.flats:
-            for name, owned in flat.owned.items():
-                groups[name].append(owned)
-        if not groups:  # optimizers refuse to have nothing at all
-            groups["all"] = [nn.Parameter(torch.empty(0, device=self._device))]
-        if isinstance(optimizer, OptimizerConfig):
-            return build_optimizer(chain.from_iterable(groups.values()), optimizer)
-        return optimizer(groups)
-
     def _settle(self) -> None:
         for flat in self.flats:
             flat.settle()
@@ -269,7 +282,7 @@ class Engine:
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         if losses:
             totals[0] = torch.stack(list(losses)).sum()
-        gradients = _gradients(flat for flat in self.flats if flat is not self._tied.copy)
+        gradients = gradients_of(flat for flat in self.flats if flat is not self._tied.copy)
         copies = 1 if self._layout.replicate_zero else self._layout.replicate
         totals[1] = square_norm(((gradient, copies) for gradient in gradients), self._device)
         totals[2] = self._watch.has_news()
@@ -278,18 +291,3 @@ class Engine:
         if news:
             self._watch.exchange()
         return StepResult(loss, math.sqrt(square))
-
-
-def _gradients(flats: Iterable[FlatParameters]) -> list[Tensor]:
-    """What this rank updates of the flats' gradients."""
-    gradients = (owned.grad for flat in flats for owned in flat.owned.values())
-    return [gradient for gradient in gradients if gradient is not None]
-
-
-def neighbours(schedule: Schedule) -> set[tuple[int, int]]:
-    """Ordered pairs of ranks between which messages go."""
-    pairs = set()
-    for source, target in zip(schedule.stage_rank, schedule.stage_rank[1:], strict=False):
-        if source != target:
-            pairs |= {(source, target), (target, source)}
-    return pairs
