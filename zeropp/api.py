@@ -73,7 +73,8 @@ def parallelize(
         device, options,
     )  # fmt: skip
     rows = stages.rows(global_batch)
-    return ParallelModel(engine, sample, request.sample_keywords, rows, stages.layout)
+    settings = stages.describe(options.recompute)
+    return ParallelModel(engine, sample, request.sample_keywords, rows, stages.layout, settings)
 
 
 def _cut(

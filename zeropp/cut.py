@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,17 @@ class Stages:
                 module = (layer if isinstance(layer, nn.Module) else layer()).to(device)
                 pieces.append(Piece(index, stage, module, 0 < index < len(layers) - 1))
         return pieces
+
+    def describe(self, recompute: str) -> str:
+        """Degrees and knobs that were asked for or chosen, and layers per stage, in one line."""
+        layout, order = self.layout, self.schedule
+        counts = " ".join(str(end - begin) for begin, end in pairwise(self.cuts))
+        return (
+            f"pp={layout.pp} shard={layout.shard} replicate={layout.replicate} "
+            f"chunks={layout.chunks} unit={order.unit} activation_cap={self.activation_cap} "
+            f"recompute={recompute}; {order.num_microbatches} microbatches, layers per stage: "
+            f"{counts}"
+        )
 
     def rows(self, global_batch: int) -> slice:
         """This rank's rows of a global batch."""

@@ -24,7 +24,8 @@ class ParallelModel:
 
     Every method but ``close`` is collective: all ranks call it. ``rows`` are this rank's of a
     global batch, those of ``data_parallel_rank`` out of ``data_parallel_size`` equal parts, as a
-    ``DistributedSampler`` numbers them.
+    ``DistributedSampler`` numbers them. ``settings`` says in one line what the model runs with:
+    degrees and knobs, whether they were given, chosen or defaults.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class ParallelModel:
         sample_keywords: Mapping[str, Tensor],
         rows: slice,
         layout: Layout,
+        settings: str,
     ) -> None:
         self.engine = engine
+        self.settings = settings
         self.rows = rows
         self.data_parallel_rank = layout.dp_index(dist.get_rank())
         self.data_parallel_size = layout.dp

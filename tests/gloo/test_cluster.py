@@ -58,6 +58,14 @@ def test_cut_and_order_are_as_good_as_the_planners() -> None:
     assert steps[0] <= 1.005 * steps[1]
 
 
+def test_settings_in_one_line() -> None:
+    stages = cut_on(2, uneven(), torch.zeros(4, 64), 64, pp=2, chunks=2, weights=[1.0] * 12)
+    assert stages.describe("none") == (
+        "pp=2 shard=1 replicate=1 chunks=2 unit=2 activation_cap=4 recompute=none; "
+        "16 microbatches, layers per stage: 3 3 3 3"
+    )
+
+
 def uneven() -> list[nn.Module]:
     """Layers of very different durations that all have few parameters."""
     wide = [nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 64)) for _ in range(3)]

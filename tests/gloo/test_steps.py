@@ -4,6 +4,7 @@ process in fp64."""
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,9 @@ DEGREES = [
     {"shard": 3, "chunks": 2, "unit": 2},
     {"pp": 3, "replicate": 2, "replicate_zero": 1},
     {"pp": 2, "shard": 2, "chunks": 2, "stage_style": "v"},
-]
+    {"pp": "auto", "shard": "auto", "replicate": "auto", "chunks": "auto", "unit": "auto",
+     "recompute": "auto", "cluster": "a800"},
+]  # fmt: skip
 
 
 class Fork(nn.Module):
@@ -90,6 +93,12 @@ def linear() -> nn.Module:
 def label(degrees: dict[str, Any]) -> str:
     """A test's name."""
     return " ".join(f"{name}={value}" for name, value in degrees.items())
+
+
+def ranks_of(degrees: dict[str, Any]) -> int:
+    """Ranks of a case; four where the degrees are left open."""
+    asked = [degrees.get(axis, 1) for axis in ("pp", "shard", "replicate")]
+    return 4 if "auto" in asked else math.prod(asked)
 
 
 KINDS: dict[str, list[Callable[[], nn.Module]]] = {
@@ -223,8 +232,7 @@ def train(degrees: dict[str, Any], kinds: Sequence[tuple[str, str]]) -> list[tup
 )
 def test_steps_are_those_of_one_process(world: World, degrees: dict[str, Any]) -> None:
     kinds = [("tuples", "mean"), ("keywords", "mean"), ("keywords", "sum"), ("dropout", "mean")]
-    size = degrees.get("pp", 1) * degrees.get("shard", 1) * degrees.get("replicate", 1)
-    for errors in world.run(train, degrees, kinds, size=size):
+    for errors in world.run(train, degrees, kinds, size=ranks_of(degrees)):
         assert len(errors) == len(kinds)
         for loss, parameters in errors:
             assert loss < 1e-12
@@ -272,8 +280,7 @@ def test_evaluation_is_that_of_one_process_and_leaves_nothing(
     world: World, degrees: dict[str, Any]
 ) -> None:
     kinds = [("tuples", "mean"), ("keywords", "sum"), ("dropout", "mean")]
-    size = degrees.get("pp", 1) * degrees.get("shard", 1) * degrees.get("replicate", 1)
-    for errors in world.run(evaluate, degrees, kinds, size=size):
+    for errors in world.run(evaluate, degrees, kinds, size=ranks_of(degrees)):
         assert len(errors) == len(kinds)
         for loss, parameters in errors:
             assert loss < 1e-12
