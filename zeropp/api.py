@@ -46,8 +46,7 @@ def parallelize(
     on the meta device to learn sizes, and for real only on the ranks that hold its layer.
     ``loss_fn`` takes the last layer's output and the targets, and gives the mean (or the sum) over
     a microbatch. ``sample`` is one microbatch of inputs, and ``global_batch`` the rows of a step
-    over all ranks. All other arguments are in ``Arguments``. The last layer's weight gradients are
-    not put off: its output is taken to be wide.
+    over all ranks. All other arguments are in ``Arguments``.
 
     Raises TypeError for an argument that there is not, and InfeasibleError with one line, the same
     on every rank, where something does not fit or ranks were given different things.
@@ -60,28 +59,35 @@ def parallelize(
         lambda: (request.described(), global_batch, tuple(sample.shape), sample.dtype, len(layers)),
     )
     device = _device(request.device, request.mesh)
-    if device.type == "cuda":
-        _prepare_cuda()
-    request, stages = together(lambda: _cut(layers, request, sample, global_batch))
-    named = [keywords_of(loss_fn), *(size.names for size in stages.sizes)]
-    together(lambda: check_keywords(request.sample_keywords, len(sample), named))
+    request, stages = together(lambda: _cut(layers, loss_fn, request, sample, global_batch))
     pieces = together(lambda: stages.pieces(layers, device))
     _compare_values(pieces)
-    options = request.engine_options()
+    options, layout = request.engine_options(), stages.layout
     engine = Engine(
-        pieces, stages.schedule, stages.layout, loss_fn, stages.boundary, request.optimizer,
-        device, options,
-    )  # fmt: skip
-    rows = stages.rows(global_batch)
-    settings = stages.describe(options.recompute)
-    return ParallelModel(engine, sample, request.sample_keywords, rows, stages.layout, settings)
+        pieces,
+        stages.schedule,
+        layout,
+        loss_fn,
+        stages.boundary,
+        request.optimizer,
+        device,
+        options,
+    )
+    rows, settings = stages.rows(global_batch), stages.describe(options.recompute)
+    return ParallelModel(engine, sample, request.sample_keywords, rows, layout, settings)
 
 
 def _cut(
-    layers: Sequence[Layer], request: Request, sample: Tensor, global_batch: int
+    layers: Sequence[Layer],
+    loss_fn: LossFunction,
+    request: Request,
+    sample: Tensor,
+    global_batch: int,
 ) -> tuple[Request, Stages]:
     """The request with nothing left open, and the stages that come of it."""
     sizes = try_layers(layers, sample, request.sample_keywords)
+    named = [keywords_of(loss_fn), *(one.names for one in sizes)]
+    check_keywords(request.sample_keywords, len(sample), named)
     if request.open:
         saved = saved_bytes(layers, sample, request.sample_keywords)
         job = Job(sizes, saved, dist.get_world_size(), global_batch, len(sample))
@@ -91,12 +97,18 @@ def _cut(
 
 def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
     """Where this rank trains: as asked, else where its process group's tensors live."""
-    if asked is not None:
-        return torch.device(asked)
     on_cuda = (
         "nccl" in str(dist.get_backend_config()) if mesh is None else mesh.device_type == "cuda"
     )
-    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    if asked is not None:
+        device = torch.device(asked)
+    else:
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        )
+    if device.type == "cuda":
+        _prepare_cuda()
+    return device
 
 
 def _prepare_cuda() -> None:
@@ -109,7 +121,7 @@ def _prepare_cuda() -> None:
     wanted = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     missing = [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
     if missing and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        warnings.warn(f"set {' '.join(missing)} before CUDA is used: steps may hang", stacklevel=3)
+        warnings.warn(f"set {' '.join(missing)} before CUDA is used: steps may hang", stacklevel=4)
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 

@@ -59,8 +59,9 @@ def test_cut_and_order_are_as_good_as_the_planners() -> None:
 
 
 def test_settings_in_one_line() -> None:
-    stages = cut_on(2, uneven(), torch.zeros(4, 64), 64, pp=2, chunks=2, weights=[1.0] * 12)
-    assert stages.describe("none") == (
+    given = {"pp": 2, "chunks": 2, "weights": [1.0] * 12}
+    stages = cut_on(2, uneven(), torch.zeros(4, 64), 64, **given)
+    assert stages.describe(request_of(given)) == (
         "pp=2 shard=1 replicate=1 chunks=2 unit=2 activation_cap=4 recompute=none; "
         "16 microbatches, layers per stage: 3 3 3 3"
     )
