@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -53,11 +53,7 @@ def parallelize(
     """
     if not dist.is_initialized():
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
-    request = together(lambda: request_of(arguments))
-    agreed(
-        lambda: check_layers(layers, request.weights, request.tied),
-        lambda: (request.described(), global_batch, tuple(sample.shape), sample.dtype, len(layers)),
-    )
+    request = _checked(arguments, layers, sample, global_batch)
     device = _device(request.device, request.mesh)
     request, stages = together(lambda: _cut(layers, loss_fn, request, sample, global_batch))
     pieces = together(lambda: stages.pieces(layers, device))
@@ -75,6 +71,18 @@ def parallelize(
     )
     rows, settings = stages.rows(global_batch), stages.describe(options.recompute)
     return ParallelModel(engine, sample, request.sample_keywords, rows, layout, settings)
+
+
+def _checked(
+    arguments: Mapping[str, Any], layers: Sequence[Layer], sample: Tensor, global_batch: int
+) -> Request:
+    """What is asked for, the same on every rank."""
+    request = together(lambda: request_of(arguments))
+    agreed(
+        lambda: check_layers(layers, request.weights, request.tied),
+        lambda: (request.described(), global_batch, tuple(sample.shape), sample.dtype, len(layers)),
+    )
+    return request
 
 
 def _cut(

@@ -58,11 +58,12 @@ class Stages:
     def describe(self, request: Request) -> str:
         """Degrees and knobs that were asked for or chosen, and layers per stage, in one line."""
         layout, order = self.layout, self.schedule
+        recompute = if_auto(request.knobs.recompute, "none")
         counts = " ".join(str(end - begin) for begin, end in pairwise(self.cuts))
         return (
             f"pp={layout.pp} shard={layout.shard} replicate={layout.replicate} "
             f"chunks={layout.chunks} unit={order.unit} activation_cap={self.activation_cap} "
-            f"recompute={if_auto(request.knobs.recompute, 'none')}; {order.num_microbatches} microbatches, layers per stage: "
+            f"recompute={recompute}; {order.num_microbatches} microbatches, layers per stage: "
             f"{counts}"
         )
 
