@@ -28,6 +28,7 @@ class TorchPPKnobs:
     recompute: Recompute | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # per stage, its first ones
     placement: Placement | Auto = "auto"  # which ranks share a node
+    split_blocks: bool | Auto = "auto"  # a stage may end inside a block; auto: where it is searched
     compile: bool = False  # torch.compile each block
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -35,6 +36,8 @@ class TorchPPKnobs:
 
 @dataclass(frozen=True)
 class TorchtitanKnobs(TorchPPKnobs):
-    """torchtitan has the same degrees and torch's own schedules."""
+    """torchtitan has the same degrees and torch's own schedules. It cuts a model between blocks
+    (``torchtitan/distributed/pipeline.py``: stages are lists of whole layers)."""
 
     name: Literal["torchtitan"] = "torchtitan"  # type: ignore[assignment]
+    split_blocks: Literal[False] = False

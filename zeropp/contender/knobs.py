@@ -32,15 +32,18 @@ class ZeroppKnobs:
     # How stages are dealt out. A v needs fewer activations; it won in no cell that was tried, so
     # the tuner looks at it only where it is asked to, with auto.
     stage_style: StageStyle | Auto = "loop"
+    split_blocks: bool | Auto = "auto"  # a stage may end inside a block; auto: where it is searched
     split_backward: bool = True  # weight gradients are put off; False: full backwards
     placement: Placement | Auto = "auto"  # which ranks share a node
     compile: bool = False  # torch.compile each block
 
     @property
     def is_open(self) -> bool:
-        """Whether a knob is left for the tuner to choose; the cap may be given in either way."""
+        """Whether a knob is left for the tuner to choose; the cap may be given in either way. Where
+        all else is given, ``split_blocks`` is no reason to search."""
         cap = {self.activation_cap, self.activation_cap_gib} == {"auto"}
-        closed = ("activation_cap", "recompute_blocks" if self.recompute == "none" else "-")
+        settled = "recompute_blocks" if self.recompute == "none" else "split_blocks"
+        closed = ("activation_cap", "split_blocks", settled)
         others = {k: v for k, v in vars(self).items() if not k.startswith(closed)}
         return cap or "auto" in others.values()
 

@@ -16,7 +16,7 @@ from zeropp.engine.channels import Channels
 from zeropp.engine.chunk import Chunk
 from zeropp.literals import ReduceEvery
 from zeropp.schedule.action import Action, Op
-from zeropp.schedule.event_loop import LANES
+from zeropp.schedule.event_result import LANES
 from zeropp.schedule.program import Schedule
 from zeropp.timeline import Span
 

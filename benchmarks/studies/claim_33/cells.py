@@ -101,16 +101,30 @@ class Row:
         return plain | {f"{kind}_s": seconds for kind, seconds in lost.items()}
 
 
-def rows_of(cell: Cell, tolerance: float) -> list[Row]:
-    """Every contender at its best plan, then all at equal degrees."""
-    rows = []
-    for name, winner in winners(cell, tolerance, COMPARED).items():
+@dataclass(frozen=True)
+class Job:
+    """A part of a cell that one process works out: one contender's best plan, or, where
+    ``contender`` is empty, the plans at equal degrees."""
+
+    cell: Cell
+    contender: str
+    tolerance: float
+
+    def rows(self) -> list[Row]:
+        """What the part adds to the verdict."""
+        cell, name = self.cell, self.contender
+        if not name:
+            equal = _equal_plans(cell.priced)
+            return [_row(cell, candidate, result, "equal") for candidate, result in equal]
+        winner = winners(cell, self.tolerance, [PRICED[name]])[name]
         if winner is None:
-            rows.append(Row(*cell.key, name, "best", "simulated", "no plan fits"))
-        else:
-            rows.append(_row(cell, winner.candidate, winner.result, "best"))
-    equal = _equal_plans(cell.priced)
-    return rows + [_row(cell, candidate, result, "equal") for candidate, result in equal]
+            return [Row(*cell.key, name, "best", "simulated", "no plan fits")]
+        return [_row(cell, winner.candidate, winner.result, "best")]
+
+
+def jobs_of(cell: Cell, tolerance: float) -> list[Job]:
+    """All parts of a cell."""
+    return [Job(cell, name, tolerance) for name in (*(c.name for c in COMPARED), "")]
 
 
 def priced_again(cell: Cell, setting: str) -> Row:

@@ -44,6 +44,7 @@ def judge(plans: pd.DataFrame) -> pd.DataFrame:
             out[f"speedup_over_{name}"] = speed["zeropp"] / speed.get(name, float("nan"))
         for name in JUDGED:
             missing = "" if pd.notna(speed.get(name)) else "baseline does not fit"
+            missing = missing if pd.notna(speed["zeropp"]) else "ZeroPP does not fit"
             out[f"verdict_over_{name}"] = missing or _word(out[f"speedup_over_{name}"])
         out["regime"] = _regime(row)
         rows.append(out)
@@ -58,15 +59,27 @@ def summary(verdicts: pd.DataFrame) -> str:
         mine = own[own["mode"] == mode]
         lines += [f"## Every contender at {'its best plan' if mode == 'best' else 'equal degrees'}"]
         for name in BASELINES if mode == "best" else EQUAL:
-            lines += ["", _counts(mine[f"speedup_over_{name}"].dropna(), BASELINES[name])]
+            lines += ["", _counts(mine, name) + unfit(mine, name)]
         lines += ["", *_table(mine, JUDGED if mode == "best" else EQUAL), ""]
     return "\n".join(lines)
 
 
-def _counts(speedups: pd.Series[float], label: str) -> str:
-    total = len(speedups)
+def unfit(cells: pd.DataFrame, name: str) -> str:
+    """A sentence on the cells that have no ratio because no plan of ZeroPP fits and one of the
+    other does, and the other way round; empty where there are none."""
+    ours, theirs = (cells[f"{n}_tokens_per_s_per_gpu"].notna() for n in ("zeropp", name))
+    told = []
+    for who, where in (("ZeroPP", theirs & ~ours), (BASELINES[name], ours & ~theirs)):
+        if count := int(where.sum()):
+            told.append(f" In {count} more no plan of {who} fits.")
+    return "".join(told)
+
+
+def _counts(cells: pd.DataFrame, name: str) -> str:
+    speedups, label = cells[f"speedup_over_{name}"].dropna(), BASELINES[name]
     return (
-        f"Over {label}: {total} cells, median {speedups.median():.2f}, from {speedups.min():.2f} "
+        f"Over {label}: {len(speedups)} cells, "
+        f"median {speedups.median():.2f}, from {speedups.min():.2f} "
         f"to {speedups.max():.2f}; at least {CLAIM} in {(speedups >= CLAIM).sum()}, faster by "
         f"more than {TIE:.0%} in {(speedups > 1 + TIE).sum()}, slower by more than {TIE:.0%} in "
         f"{(speedups < 1 - TIE).sum()}."

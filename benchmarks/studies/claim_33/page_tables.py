@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from benchmarks.report import words
-from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, EQUAL, JUDGED
+from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, EQUAL, JUDGED, unfit
 
 _LABELS = {"zeropp": "ZeroPP", **BASELINES}
 
@@ -43,7 +43,7 @@ def _answer(best: pd.DataFrame) -> str:
         told.append(
             f"Over {BASELINES[name]}, ZeroPP at its best plan reaches {CLAIM} times the speed in "
             f"{reached} of {len(speedups)} cells (median {words.ratio(speedups.median())}, from "
-            f"{words.ratio(speedups.min())} to {words.ratio(speedups.max())})."
+            f"{words.ratio(speedups.min())} to {words.ratio(speedups.max())})." + unfit(best, name)
         )
     return " ".join(told)
 
