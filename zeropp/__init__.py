@@ -14,9 +14,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeropp.api import ParallelModel, parallelize
+    from zeropp.api import parallelize
     from zeropp.engine.checkpoint_directory import CheckpointError
     from zeropp.layout import InfeasibleError
+    from zeropp.parallel_model import ParallelModel
     from zeropp.training import OptimizerConfig, StepResult
 
 __all__ = [
@@ -32,7 +33,7 @@ _HOMES = {
     "InfeasibleError": "zeropp.layout",
     "OptimizerConfig": "zeropp.training",
     "StepResult": "zeropp.training",
-    "ParallelModel": "zeropp.api",
+    "ParallelModel": "zeropp.parallel_model",
     "parallelize": "zeropp.api",
 }
 

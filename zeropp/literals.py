@@ -9,6 +9,7 @@ Placement = Literal["dp_inner", "pp_inner"]
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 ReduceEvery = Literal["unit", "step"]
+LossReduction = Literal["mean", "sum"]
 WireType = Literal["fp32", "bf16"]
 ReplicateZero = Literal[0, 1]
 StageStyle = Literal["loop", "v"]  # torch's words for how stages are dealt out to ranks

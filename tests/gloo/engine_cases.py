@@ -14,8 +14,10 @@ from zeropp.cluster import Cluster, Device, Link
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.contender.trainer import pieces_of
-from zeropp.engine.engine import Engine, EngineOptions
+from zeropp.engine.engine import Engine
+from zeropp.engine.options import EngineOptions
 from zeropp.engine.randomness import seed_piece
+from zeropp.engine.values import TensorShape
 from zeropp.model import build_model
 from zeropp.plan import Candidate, Plan, Task
 from zeropp.shape import ModelShape
@@ -117,9 +119,9 @@ def build_engine(
     ]
     message = torch.bfloat16 if case.precision == "bf16" else dtype
 
-    def boundary(stage: int) -> Tensor:
+    def boundary(stage: int) -> list[TensorShape]:
         del stage
-        return torch.empty(1, shape.seq, shape.hidden, dtype=message)
+        return [TensorShape(torch.Size((1, shape.seq, shape.hidden)), message)]
 
     return Engine(
         pieces,

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.engine.engine import Engine, EngineOptions, Piece
+from zeropp.engine.engine import Engine
+from zeropp.engine.options import EngineOptions, Piece
+from zeropp.engine.values import TensorShape
 from zeropp.model import build_half, build_piece, cross_entropy
 from zeropp.plan import Plan
 from zeropp.timeline import Span
@@ -35,14 +37,13 @@ def build_engine(
         for piece in pieces_of(plan, stage, seed, device)
     ]
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-    size = (plan.microbatch_size, shape.seq, shape.hidden)
-
+    size = torch.Size((plan.microbatch_size, shape.seq, shape.hidden))
     return Engine(
         pieces,
         plan.schedule,
         layout,
         cross_entropy,
-        lambda _: torch.empty(size, dtype=dtype, device=device),  # all boundaries are alike
+        lambda _: [TensorShape(size, dtype)],  # all boundaries are alike
         optimizer,
         device,
         EngineOptions(

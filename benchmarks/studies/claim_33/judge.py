@@ -23,6 +23,8 @@ TIE = 0.06  # the simulator's median error of ratios
 BASELINES = {c.name: c.label for c in COMPARED if c.name != "zeropp"}
 JUDGED = ("deepspeed_3d", "megatron_core", "best_3d")
 EQUAL = ("deepspeed_3d", "megatron_core")  # those that are compared at equal degrees, too
+# The bases of comparison, in words.
+MODES = {"best": "its best plan", "equal": "equal degrees", "paper": "the paper's own setting"}
 KEYS = ["model", "cluster", "num_gpus", "global_batch", "bandwidth", "mode"]
 
 
@@ -55,9 +57,11 @@ def summary(verdicts: pd.DataFrame) -> str:
     """The verdict in Markdown: counts, then the cells of the comparison at its own bandwidth."""
     own = verdicts[verdicts.bandwidth == 1.0]
     lines = ["# Verdict on the 33 % (simulated)", "", UNMEASURED, ""]
-    for mode in ("best", "equal"):
+    for mode, setting in MODES.items():
         mine = own[own["mode"] == mode]
-        lines += [f"## Every contender at {'its best plan' if mode == 'best' else 'equal degrees'}"]
+        if mine.empty:
+            continue
+        lines += [f"## Every contender at {setting}"]
         for name in BASELINES if mode == "best" else EQUAL:
             lines += ["", _counts(mine, name) + unfit(mine, name)]
         lines += ["", *_table(mine, JUDGED if mode == "best" else EQUAL), ""]

@@ -96,11 +96,11 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
         line = bar.add_task("cells", total=len(todo))
         for job, found in pool.imap_unordered(_done, jobs):
             mine = parts[job.cell]
-            mine[job.contender] = found
+            mine[job.part] = found
             if len(mine) < len(jobs_of(job.cell, spec.tolerance)):
                 continue
-            for part in jobs_of(job.cell, spec.tolerance):  # in the order of the tables
-                rows += [row.columns() | {"commit": commit} for row in mine[part.contender]]
+            for other in jobs_of(job.cell, spec.tolerance):  # in the order of the tables
+                rows += [row.columns() | {"commit": commit} for row in mine[other.part]]
             table = pd.DataFrame(rows).sort_values([*CELL, "mode"], kind="stable")
             write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
             bar.advance(line)
