@@ -7,6 +7,7 @@ Those without a default are what a row of a table cannot do without: see ``SCHEM
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -116,7 +117,12 @@ class RecordedSpec:
 
 def recorded_spec(record: RunRecord) -> RecordedSpec:
     """Of a record; raises RecordError in one line where a needed key is missing or wrong."""
-    values = dict(record.spec)
+    return read_spec(record.spec)
+
+
+def read_spec(spec: Mapping[str, Any]) -> RecordedSpec:
+    """Of a spec as a mapping (``RunSpec.to_dict``); raises RecordError as ``recorded_spec``."""
+    values = dict(spec)
     for key, whole in (("model", "sizes"), ("contender", "knobs")):
         if isinstance(values.get(key), dict):
             values[key] = values[key] | {whole: values[key]}
