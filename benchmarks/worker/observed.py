@@ -75,7 +75,7 @@ def _distances(
         if updates:
             wanted = torch.cat([updates[name].flatten() for name in names]).to(device)
         dist.broadcast(wanted, 0)
-        for name, update in zip(names, wanted.cpu().split(sizes), strict=True):
+        for name, update in zip(names, torch.split(wanted.cpu(), sizes), strict=True):
             if name in after:
                 seen = after[name].double() - before[name]
                 yield norm_of(seen.flatten() - update)
