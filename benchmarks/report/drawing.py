@@ -1,4 +1,4 @@
-"""All figures of a report, drawn by as many processes as there are cores."""
+"""Draws all figures of a report, with one process per core."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def draw(
     *,
     every_timeline: bool = False,
 ) -> list[SavedPicture]:
-    """Draw and write every figure; in the page's order, whoever finished first."""
-    light = rows.drop(columns=["source"])  # what only the page reads is large
+    """Draw and write every figure, and return them in the order of the page."""
+    light = rows.drop(columns=["source"])  # it is large, and only the page reads it
     each: list[Draw] = [
         bars,
         partial(speedup_maps, base=base),

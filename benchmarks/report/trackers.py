@@ -1,7 +1,7 @@
-"""Records to Weights & Biases or TensorBoard, through their own libraries where they are installed.
+"""Sends records to Weights & Biases or TensorBoard through their own libraries, if installed.
 
-Every record is one run: its specification as the configuration, a point per step (loss, gradient
-norm, time and what follows from it), and its medians as the summary. Nothing is sent that nobody
+Every record becomes one run: its specification is the configuration, loss, gradient norm, time and
+throughput have one point per step, and its medians are the summary. Nothing is sent unless it is
 asked for.
 """
 
@@ -23,8 +23,8 @@ _SUMMARY = ("step_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "pe
 
 
 def to_tensorboard(roots: Sequence[Path], folder: Path) -> int:
-    """Write one TensorBoard run per record below ``folder``; returns how many. Raises SpecError
-    where TensorBoard is not installed."""
+    """Write one TensorBoard run per record below ``folder``; returns their number. Raises SpecError
+    if TensorBoard is not installed."""
     _library("--tensorboard", "tensorboard")
     writer = _library("--tensorboard", "torch.utils.tensorboard").SummaryWriter
     records = list(_records(roots))
@@ -40,7 +40,7 @@ def to_tensorboard(roots: Sequence[Path], folder: Path) -> int:
 
 
 def to_wandb(roots: Sequence[Path], project: str) -> int:
-    """Send one W&B run per record to a project; returns how many. Raises SpecError where wandb is
+    """Send one W&B run per record to a project; returns their number. Raises SpecError if wandb is
     not installed."""
     wandb = _library("--wandb", "wandb")
     records = list(_records(roots))
