@@ -22,12 +22,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launch.progress import progress_line
 from benchmarks.records.metrics import UNMEASURED
 from benchmarks.records.record import check_writable, write_atomically
 from benchmarks.specification.command import run_command
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import CONTENDERS, PRICED
+from benchmarks.specification.progress import progress_line
 from benchmarks.specification.run_spec import SpecError, check_heads, check_priced, validated
 from zeropp.cluster import Cluster
 from zeropp.cost import compute_limit
