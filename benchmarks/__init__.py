@@ -1,17 +1,40 @@
-"""The suite: compare contenders for real, by simulation, and with published numbers.
+"""The suite: compares contenders by real runs, by simulation, and with published numbers.
 
-The modules here are the commands (`python -m benchmarks.run --help`); everything they call lies in
-a folder per role, listed in the direction in which data flows:
+The modules here are the commands (`python -m benchmarks.run --help`). What they call is in one
+folder per role, listed here in the direction in which data flows:
 
-* ``specification``: what is asked for. A command line becomes a frozen, validated RunSpec.
-* ``launch``: RunSpec to planned point to attempt, by one launcher per kind (local, slurm, trace,
-  simulate).
-* ``worker``: what a rank runs. Gate against one process, timed steps, memory, recorded spans.
-* ``records``: what an attempt leaves on disk, and the statistics that are derived from it.
-* ``report``: records to tables, figures and one page. ``studies``: programs that make the
+* ``specification``: turns a command line into a frozen, validated RunSpec.
+* ``launch``: plans the RunSpec and starts an attempt at it; there is one launcher per kind (local,
+  slurm, trace, simulate).
+* ``worker``: what a rank runs: the comparison with one process (the gate), the timed steps, memory,
+  recorded spans.
+* ``records``: the files that an attempt leaves, and the statistics that are derived from them.
+* ``report``: turns records into tables, figures and one page. ``studies``: programs that make the
   committed tables (validation, the verdict on the 33 %, memory, schedules).
 """
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+_NEEDED = ("hydra", "omegaconf", "pydantic", "rich", "jinja2", "numpy", "pandas", "torch")
+
+
+def _refuse_an_environment_without_the_suite() -> None:
+    """One line in place of a traceback where a command is started by another Python than the one
+    that the suite was installed for. Exit status 2."""
+    problem = ""
+    if sys.version_info < (3, 11):  # noqa: UP036  (it is told, and not a SyntaxError)
+        problem = f"this Python is {sys.version.split()[0]}, and 3.11 or newer is needed"
+    elif missing := [name for name in _NEEDED if find_spec(name) is None]:
+        problem = f"{missing[0]} is not installed for {sys.executable}"
+    if problem:
+        activate = CHECKOUT / ".venv" / "bin" / "activate"
+        remedy = f"source {activate}" if activate.exists() else "pip install -e '.[suite]'"
+        print(f"error: {problem}: {remedy}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+if sys.argv[:1] == ["-m"]:  # a command: runpy imports this package before its module
+    _refuse_an_environment_without_the_suite()

@@ -5,7 +5,11 @@
     model = zeropp.parallelize(layers, loss_fn, sample=inputs[:1], global_batch=64, pp=4, shard=2)
     result = model.train_step(inputs, targets)
 
-Importing the package imports no torch: planning and schedules need none.
+In: a model as a list of layers, a loss function and the degrees of parallelism. Out: a model that
+trains in pipeline stages, on one rank of a process group.
+For the library itself read ``schedule`` (which action when), ``plan`` (what every rank does),
+``cost`` and ``sim`` (what that takes), ``planner`` and ``tune`` (how a plan is chosen), ``engine``
+(what runs it), then ``api``. Importing the package imports no torch.
 """
 
 from __future__ import annotations

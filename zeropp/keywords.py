@@ -1,4 +1,4 @@
-"""The keywords of ``parallelize`` that set ZeroPP's knobs. Imports no torch."""
+"""The keyword arguments of ``zeropp.parallelize`` that set ZeroPP's knobs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from zeropp.literals import Placement, Recompute, ReduceEvery, StageStyle, WireT
 
 
 class Keywords(TypedDict, total=False):
-    """The knobs of ``ZeroppKnobs`` that the API has, without ``auto``; degrees are 1 by default."""
+    """The knobs of ``ZeroppKnobs`` that ``parallelize`` accepts. None of them may be ``auto``;
+    degrees and ``chunks`` are 1 unless given."""
 
     pp: int
     shard: int
@@ -33,10 +34,10 @@ class Keywords(TypedDict, total=False):
 
 
 def knobs_of(keywords: Mapping[str, Any], also: Iterable[str] = ()) -> ZeroppKnobs:
-    """The knobs that keywords ask for; ``also`` are names of other arguments, for the message.
+    """The knobs that these keyword arguments set; ``also`` names other arguments, for the message.
 
-    Raises TypeError for the first that is no keyword, and InfeasibleError in one line for a value
-    that a keyword cannot have.
+    Raises TypeError for the first unknown keyword, and InfeasibleError for a value that its keyword
+    cannot have; the message is one line.
     """
     known = get_type_hints(Keywords)
     for field, value in keywords.items():

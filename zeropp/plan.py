@@ -1,7 +1,7 @@
-"""Task, Candidate and Plan: what is trained, how a contender is set, and what every rank does.
+"""Task, Candidate and Plan: what is trained, a contender's settings, and what every rank does.
 
-The Plan is the only thing that the engine, the simulator, the validator, the viewer and the
-tests share. It imports no torch.
+The engine, the simulator, the validation and the viewer all work from the same Plan, so that what
+is priced is what runs. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ class Task:
 
 
 class Knobs(Protocol):
-    """A contender's own frozen dataclass of settings. A field named like an axis (``pp``, ``tp``,
-    ``shard``, ``replicate``) is that axis's degree; an axis without a field has degree 1."""
+    """A contender's settings: a frozen dataclass of its own.
+
+    A field with the name of an axis (``pp``, ``tp``, ``shard``, ``replicate``) is that axis's
+    degree; an axis without a field has degree 1.
+    """
 
     @property
     def name(self) -> str:
@@ -44,7 +47,7 @@ K = TypeVar("K", bound=Knobs)
 
 @dataclass(frozen=True)
 class Candidate(Generic[K]):
-    """One setting of a contender: its knobs, and sequences per microbatch."""
+    """What a search tries: a contender's knobs and the number of sequences per microbatch."""
 
     knobs: K
     microbatch_size: int
@@ -52,13 +55,13 @@ class Candidate(Generic[K]):
 
 @dataclass(frozen=True)
 class MemoryBytes:
-    """Predicted bytes of one rank by kind, at the moment of its peak."""
+    """Predicted bytes of one rank by kind, at the moment of its highest total."""
 
     parameters: int = 0  # sharded parameters (and fp32 masters)
     unsharded: int = 0  # gathered parameters
     gradients: int = 0  # sharded and unsharded gradients
     optimizer: int = 0
-    activations: int = 0  # kept for backward, boundary buffers included
+    activations: int = 0  # kept for backward, with stage inputs and outputs
     workspace: int = 0  # logits, temporaries, communication buffers
 
     @property
@@ -76,7 +79,7 @@ class MemoryBytes:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a rank needs to know about one step of one configuration.
+    """Everything that a rank needs to know about one step of one configuration.
 
     The model is the list of pieces ``[embedding, block 0 .. L-1, head]``. Stage ``s`` begins at
     ``cuts[s]`` and ends before ``cuts[s+1]``: 3 is the beginning of piece 3, and 3.5 is inside
@@ -94,7 +97,7 @@ class Plan:
     program: str  # name in the registry: what it has, overlaps, copies and keeps
     precision: Precision = "fp32"
     recompute: Recompute = "none"
-    # Blocks of each stage that are recomputed, always its first ones; empty: all of them.
+    # How many blocks of each stage are recomputed, which are its first ones; empty: all blocks.
     recomputed: tuple[int, ...] = ()
     reduce_every: ReduceEvery = "unit"
     replicate_every: ReduceEvery = "step"
@@ -103,9 +106,9 @@ class Plan:
     keep: int = 0
     stage_style: StageStyle = "loop"
     split_backward: bool = True
-    activation_cap: int = 0  # live chunk-activations per rank that the order keeps to; 0: no cap
+    activation_cap: int = 0  # most chunk-activations that a rank holds at a time; 0: no cap
     compile: bool = False
-    # Predicted, one per pipeline rank; empty where nothing was predicted.
+    # Predicted memory per pipeline rank; empty where nothing was predicted.
     memory: tuple[MemoryBytes, ...] = ()
 
     def __post_init__(self) -> None:
@@ -117,8 +120,8 @@ class Plan:
 
     @property
     def gathers(self) -> bool:
-        """Parameters are gathered before use: they are sharded, or the program computes on 16-bit
-        copies of fp32 parameters, as FSDP2's mixed precision does."""
+        """Whether parameters are gathered before use: because they are sharded, or because the
+        program computes on 16-bit copies of fp32 parameters, as FSDP2's mixed precision does."""
         casts = program_named(self.program).state(self.precision).casts_parameters
         return self.layout.shard > 1 or casts
 
@@ -154,13 +157,13 @@ class Plan:
         return len(pieces) - (0 in pieces) - (self.shape.num_pieces - 1 in pieces)
 
     def recomputed_blocks(self, stage: int) -> int:
-        """How many blocks of a stage are recomputed; they are its first ones."""
+        """The number of blocks of a stage that are recomputed; they are its first ones."""
         if self.recompute == "none":
             return 0
         blocks = self.blocks_of(stage)
         return min(blocks, self.recomputed[stage]) if self.recomputed else blocks
 
     def recomputes(self, stage: int, piece: int) -> bool:
-        """Whether a piece of a stage is a block that is recomputed."""
+        """Whether piece ``piece`` of stage ``stage`` is a block that is recomputed."""
         first = max(1, self.cuts[stage])
         return first <= piece < first + self.recomputed_blocks(stage)

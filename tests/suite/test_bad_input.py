@@ -14,7 +14,7 @@ from benchmarks.records.record import read_record
 from benchmarks.run import main
 
 DEMO = CHECKOUT / "results" / "reference" / "demo"
-BODIES = {"main", "show", "status", "tune", "validate"}  # what each command's main runs
+BODIES = {"main", "recheck", "show", "status", "tune", "validate"}  # what each command's main runs
 
 # arguments, what the line must say
 CASES = [
@@ -61,7 +61,7 @@ CASES = [
     ("num_gpus=4,3 -m launcher=slurm launcher.grace_s=long", "launcher.grace_s='long'"),
     ("contender.pp=all", "contender.pp='all': input should be a valid integer"),
     ("model=null", "must be a string"),
-    ("report_dir=null", "report_dir=None: must be a folder's path"),
+    ("report_dir=null", "report_dir=None: must be the path of a folder"),
     ("~report_dir", "report_dir: missing"),
     ("~launcher", "launcher: missing"),
     ("~launcher.kind", "must be one of local, slurm"),
@@ -70,9 +70,11 @@ CASES = [
     ("contender.activation_cap_gib=inf", "contender.activation_cap_gib=inf: must be finite"),
     ("contender.activation_cap_gib=nan", "contender.activation_cap_gib=nan: must be finite"),
     ("data=text data.path=/", "data.path='/': no such file"),
-    ("model.name=a/b", "model.name='a/b': folders and files are named by it"),
+    ("model.name=a/b", "model.name='a/b': must be a name for files"),
     ("report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot be written to"),
     ("launcher=trace launcher.tensors=both", "launcher.tensors='both': input should be"),
+    ("launcher.steps=often", "launcher.steps='often': input should be"),
+    ("launcher.step=true", "launcher.step=true: there is no such key (did you mean"),
     (
         "launcher=simulate launcher.compute=no",
         "launcher.compute='no': input should be",
@@ -120,7 +122,7 @@ OTHER_CASES = [
     ("report {demo} --table paper --base magic", "--base=magic: no record of that contender"),
     ("report {demo} --against unit", "--against='unit': must be knobs as in 'unit=8 chunks=2'"),
     ("report --compare {demo}", "argument --compare: expected 2 arguments"),
-    ("report {demo} --compare {demo} {demo}", "--compare takes both sets itself"),
+    ("report {demo} --compare {demo} {demo}", "--compare names both sets of runs"),
     ("report --compare {demo} /nowhere", "/nowhere: no such file or directory"),
     ("report {demo} --out /dev/null/here", "--out=/dev/null/here: cannot be written to"),
     ("show", "what to show?"),
@@ -178,7 +180,11 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
         assert done.stderr == ""
 
 
-@pytest.mark.parametrize("module", ["report.__main__", "show", "status", "tune", "validate"])
+COMMANDS = ("report.__main__", "show", "status", "tune", "validate")
+STUDIES = ("fit_constants", "memory_table", "pricing_speed", "recheck.__main__", "schedule_orders")
+
+
+@pytest.mark.parametrize("module", [*COMMANDS, *(f"studies.{name}" for name in STUDIES)])
 def test_ctrl_c_is_one_line_in_every_command(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,6 +248,23 @@ def test_help_and_configuration_read_well(command: str, words: list[str]) -> Non
     )
     assert done.stderr == ""
     assert all(word in done.stdout for word in words)
+
+
+def test_an_environment_without_the_suite_is_one_line() -> None:
+    """As after ./scripts/demo.sh, where nobody has activated its environment."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "benchmarks.status"],  # without site-packages
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=CHECKOUT,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert " is not installed for " in line
+    assert "activate" in line or "pip install" in line
 
 
 def test_a_command_line_imports_nothing_that_only_a_report_needs() -> None:

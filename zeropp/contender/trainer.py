@@ -1,4 +1,5 @@
-"""The ZeroPP contender on a rank: builds the pieces of a Plan and trains them."""
+"""The ZeroPP contender on one rank: builds this rank's pieces of the model and trains them with
+ZeroPP's engine."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from zeropp.training import OptimizerConfig, StepResult
 
 
 def build(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int) -> ZeroppTrainer:
-    """Build this rank's part of a plan; collective."""
+    """Build this rank's part of a plan. All ranks of the world must call it."""
     return ZeroppTrainer(plan, optimizer, device, seed)
 
 
@@ -28,7 +29,8 @@ def build_engine(
     device: torch.device,
     seed: int,
 ) -> Engine:
-    """The engine of this rank for a plan."""
+    """This rank's engine for a plan, with the suite's model and torch's optimizer in it. All ranks
+    of the world must call it."""
     shape, layout = plan.shape, plan.layout
     last = shape.num_pieces - 1
     pieces = [
@@ -43,7 +45,7 @@ def build_engine(
         plan.schedule,
         layout,
         cross_entropy,
-        lambda _: [TensorShape(size, dtype)],  # all boundaries are alike
+        lambda _: [TensorShape(size, dtype)],  # the same between all stages
         optimizer,
         device,
         EngineOptions(
@@ -71,7 +73,7 @@ def pieces_of(plan: Plan, stage: int, seed: int, device: torch.device) -> Iterat
 
 
 class ZeroppTrainer:
-    """A ``zeropp.training.Trainer`` over the engine."""
+    """A ``zeropp.training.Trainer`` that runs ZeroPP's engine."""
 
     def __init__(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
