@@ -51,7 +51,7 @@ CASES = [
     Case(pp=2, shard=2, chunks=2, unit=3, batch=10, split_backward=False, recompute="full"),
     Case(pp=3, chunks=2, batch=8, stage_style="v", split_backward=False),
     Case(pp=4, chunks=2, unit=4, batch=8, layers=5, split_blocks=True),
-    Case(pp=2, shard=2, chunks=3, batch=8, layers=4, split_blocks=True, tied=True, zero=False),
+    Case(pp=2, shard=2, chunks=3, batch=8, layers=5, split_blocks=True, tied=True),
     Case(pp=2, shard=2, chunks=2, batch=8, layers=3, split_blocks=True, stage_style="v"),
 ]
 
