@@ -68,11 +68,11 @@ def state_of(
     return state
 
 
-def persistent_buffers(pieces: Mapping[int, nn.Module]) -> dict[str, Tensor]:
+def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Tensor]:
     """The buffers that a state dict of the model has, named ``{piece}.{buffer}``."""
     return {
         f"{index}.{name}": buffer
-        for index, piece in pieces.items()
+        for index, piece in pieces
         for saved in [piece.state_dict(keep_vars=True)]
         for name, buffer in piece.named_buffers(remove_duplicate=False)
         if name in saved

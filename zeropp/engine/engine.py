@@ -190,7 +190,7 @@ class Engine:
 
     def buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers, named ``{piece}.{name}``."""
-        return checkpoint.persistent_buffers({p.index: p.module for p in self._pieces})
+        return checkpoint.persistent_buffers((p.index, p.module) for p in self._pieces)
 
     def counters(self) -> dict[str, int]:
         """Actions run since construction, by name in lower case."""
