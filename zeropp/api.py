@@ -58,19 +58,12 @@ def parallelize(
     request, stages = together(lambda: _cut(layers, loss_fn, request, sample, global_batch))
     pieces = together(lambda: stages.pieces(layers, device))
     _compare_values(pieces)
-    options, layout = request.engine_options(), stages.layout
     engine = Engine(
-        pieces,
-        stages.schedule,
-        layout,
-        loss_fn,
-        stages.boundary,
-        request.optimizer,
-        device,
-        options,
-    )
-    rows, settings = stages.rows(global_batch), stages.describe(options.recompute)
-    return ParallelModel(engine, sample, request.sample_keywords, rows, layout, settings)
+        pieces, stages.schedule, stages.layout, loss_fn, stages.boundary, request.optimizer,
+        device, request.engine_options(),
+    )  # fmt: skip
+    rows, keywords = stages.rows(global_batch), request.sample_keywords
+    return ParallelModel(engine, sample, keywords, rows, stages.layout, stages.describe(request))
 
 
 def _checked(
