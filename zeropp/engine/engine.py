@@ -132,13 +132,13 @@ class Engine:
         """The first half of a step: run the program, so that what this rank updates has its
         gradients. Gives this rank's parts of the loss of the global batch."""
         for flat in self.flats:
-            flat.cleargradients_of()
+            flat.clear_gradients()
         if self._seeds is not None:
             with self._seeds.drawing(self.steps_done):
                 losses = self.interpreter.run(batch)
         else:
             losses = self.interpreter.run(batch)
-        self._tied.sumgradients_of()
+        self._tied.sum_gradients()
         return losses
 
     def update(self) -> None:
@@ -158,7 +158,7 @@ class Engine:
         for flat in self.flats:
             yield from self._whole(flat, flat.rows, torch.float32)
 
-    def fullgradients_of(self) -> Iterator[tuple[str, Tensor]]:
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded CPU copies of the last step's gradients, named ``{piece}.{name}``."""
         self._settle()
         for flat in self.flats:
