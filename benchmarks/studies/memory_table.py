@@ -184,7 +184,7 @@ def read(path: Path) -> dict[tuple[str, ...], list[dict[str, Any]]]:
 def up_to_date(
     traced: dict[tuple[str, ...], list[dict[str, Any]]], retrace: str
 ) -> dict[tuple[str, ...], list[dict[str, Any]]]:
-    """The traced rows without those of the contender ``retrace`` from another commit than today's."""
+    """The traced rows without those of the contender ``retrace`` that another commit traced."""
     commit = git_state()[0][:10]
     return {
         key: rows
