@@ -34,7 +34,7 @@ from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, Task
-from zeropp.planner.zeropp_plan import orders
+from zeropp.planner.orders import orders
 from zeropp.schedule import build
 from zeropp.schedule.event_loop import run
 from zeropp.schedule.program import StageCost
