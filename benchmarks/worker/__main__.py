@@ -1,8 +1,8 @@
 """One rank of one attempt: gate, warm-up, timed steps, one recorded step.
 
-Fed by a frozen spec and the usual variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-MASTER_PORT); writes ``rank_NNN.jsonl`` into the attempt's directory, and a profiler's trace where
-the rank runs alone. Knows neither Hydra nor Slurm.
+It reads a frozen spec and the usual variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+MASTER_PORT), and writes ``rank_NNN.jsonl`` into the attempt's folder. A rank that runs alone also
+writes a profiler trace. It uses neither Hydra nor Slurm.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from benchmarks.worker.memory_meter import MemoryMeter
 from zeropp.plan import Plan
 from zeropp.training import Trainer
 
-# What has caught up when a span begins and when it ends, the same for every contender: on a GPU the
-# stream that computes (transfers that were posted early may still be on their way).
+# What is waited for before the clock is read at a span's start and end, for every contender alike:
+# on a GPU the compute stream, because transfers that were posted early may not have ended.
 SPAN_CLOCK = {"cuda": "compute stream", "cpu": "host"}
 EXIT_GATE = 3
 EXIT_OOM = 4
@@ -43,9 +43,9 @@ EXIT_SIGNAL = 5
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Entry of every rank, with the words of its command line (default: this process's).
+    """Run one rank with the words of a command line (default: this process's).
 
-    The exit status is 0 only where everything was measured.
+    The exit status is 0 only if everything was measured.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("spec", type=Path)
@@ -89,14 +89,14 @@ def _run(spec: RunSpec, events: EventWriter) -> int:
         attempt.record_step()
     events.write("done")
     dist.barrier()
-    # Everything is on disk. Taking the groups down while peers leave may abort a rank (gloo).
+    # Everything is on disk. With gloo, destroying the groups while peers exit could abort a rank.
     sys.stdout.flush()
     os._exit(0)
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What this rank trains, and where it writes what it sees."""
+    """What this rank trains, and where it writes its measurements."""
 
     spec: RunSpec
     plan: Plan
@@ -106,7 +106,7 @@ class _Attempt:
     events: EventWriter
 
     def measure(self) -> None:
-        """Warm-up and timed steps."""
+        """Run warm-up and timed steps."""
         warmup = self.spec.measure.warmup_steps
         for index in range(warmup + self.spec.measure.steps):
             inputs, targets = local_batch(self.batches, self.plan.layout, index, self.device)
@@ -119,7 +119,7 @@ class _Attempt:
             self.events.write(kind, index=index, seconds=seconds, loss=result.loss)
 
     def record_step(self) -> None:
-        """One more step with its spans; recording may cost time, so it is never a timed one."""
+        """Run one more step and record its spans, which may cost time, so it is not a timed one."""
         layout, trainer = self.plan.layout, self.trainer
         index = self.spec.measure.warmup_steps + self.spec.measure.steps
         trainer.record_spans(True)
@@ -140,10 +140,10 @@ def _open_world(spec: RunSpec) -> torch.device:
         device = torch.device("cpu")
         dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timeout)
     else:
-        # A kernel that is loaded on first use would wait for receives that are posted early.
+        # By default a kernel is loaded on its first use, which would wait for early receives.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-        # Of 8 hardware queues, CUDA's default, two streams could share one, and a send stand behind
-        # a receive that waits for its sender.
+        # With CUDA's default of 8 hardware queues two streams may share a queue, in which a send
+        # could wait for a receive that waits for its own sender.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -160,10 +160,10 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _leave_on_signal(events: EventWriter) -> None:
-    """On SIGTERM or SIGUSR1 (preemption, time limit): say so and leave at once.
+    """On SIGTERM or SIGUSR1 (preemption, time limit), write an event and exit at once.
 
-    Every finished step is on disk already. A thread waits for the signal, because a handler
-    would not run while the main thread sits in a collective.
+    Every finished step is already on disk. A thread waits for the signal, because a handler does
+    not run while the main thread is in a collective.
     """
     caught = {signal.SIGTERM, signal.SIGUSR1}
     signal.pthread_sigmask(signal.SIG_BLOCK, caught)

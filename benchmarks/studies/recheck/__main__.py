@@ -1,11 +1,11 @@
-"""Hold the committed tables against today's code, or write them anew.
+"""Compares the committed tables with what today's code computes, or writes them again.
 
-A table that was computed by yesterday's code looks like any other. So some rows of each are
-computed again, other ones every day, and a row that differs by more than rounding is an error.
+Nobody sees from a table that older code has computed it. So some rows of each table are computed
+again, other rows every day, and a row that differs by more than rounding is an error.
 
     python -m benchmarks.studies.recheck                 # a sample, drawn by today's date
     python -m benchmarks.studies.recheck --rows 0        # every row (an hour)
-    python -m benchmarks.studies.recheck --renew         # all tables anew, and what moved
+    python -m benchmarks.studies.recheck --renew         # write all tables again, print changes
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ REFERENCE = CHECKOUT / "results" / "reference"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 where every drawn row is what today's code computes, 1 where one is not, 2 on bad input."""
+    """Run the command line; returns 0 if every drawn row is what today's code computes, 1 if any is
+    not, 2 on bad input."""
     return run_command(partial(_recheck, arguments))
 
 
@@ -55,7 +56,7 @@ def _recheck(arguments: Sequence[str] | None) -> int:
 
 
 def _check(table: Table, reference: Path, draw: random.Random, count: int | None) -> int:
-    """How many of the drawn rows differ; prints each with the columns that do."""
+    """Print the drawn rows that differ, with the columns; returns their number."""
     rows = table.read(reference)
     wanted = table.rows if count is None else count or len(rows)
     drawn = draw.sample(rows, min(wanted, len(rows)))
@@ -79,9 +80,9 @@ def _stale(table: Table, row: Row, reference: Path) -> Iterator[str]:
 
 
 def _renew(table: Table, reference: Path) -> int:
-    """Run the study that writes a table, and print what moved in it."""
+    """Run the study that writes a table, and print what changed in the table."""
     if not table.command:
-        return 0  # the study before it wrote this one, too
+        return 0  # a study that ran before has written this table, too
     old = table.read(reference)
     words = [word.format(reference=reference) for word in table.command]
     print(f"{table.path}: python -m {' '.join(words)}", flush=True)
@@ -100,18 +101,18 @@ def _renew(table: Table, reference: Path) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.studies.recheck",
-        description="Compute rows of the committed tables again and fail where one differs by more "
-        "than rounding; --renew writes the tables anew and says what moved.",
+        description="Compute rows of the committed tables again and fail if one differs by more "
+        "than rounding; --renew writes the tables again and prints what changed.",
         epilog="example: python -m benchmarks.studies.recheck --only plans --rows 20 --seed 7",
     )
     today = datetime.now(UTC).date().toordinal()
-    parser.add_argument("--seed", type=int, default=today, help="of the sample (today's date)")
+    parser.add_argument("--seed", type=int, default=today, help="seed of the sample (today's date)")
     parser.add_argument(
-        "--rows", type=int, help="rows of each table; 0: all (a few seconds' worth)"
+        "--rows", type=int, help="rows per table; 0: all (as many as take a few seconds)"
     )
     parser.add_argument("--only", default="", metavar="PART", help="tables with this in their path")
     parser.add_argument("--reference", type=Path, default=REFERENCE, help="the tables' folder")
-    parser.add_argument("--renew", action="store_true", help="write the tables anew")
+    parser.add_argument("--renew", action="store_true", help="write the tables again")
     return parser
 
 
