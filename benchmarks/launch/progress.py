@@ -1,7 +1,7 @@
-"""What a person sees while a sweep runs: one line a point, and the point's state meanwhile.
+"""The output of a running sweep: one line per point, and meanwhile the state of the current point.
 
-Outcomes are never folded here, so that a log has one line a point; a terminal may fold a long
-reason by itself.
+Lines are never wrapped here, so that a log has one line per point; a terminal wraps long reasons
+itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOG_EVERY_S = 10.0
 
 
 def announce(points: Sequence[Point], todo: Sequence[Point], launcher: str) -> None:
-    """Say how much there is to do, and what is skipped because it is done."""
+    """Print how many points will run, and how many are skipped because they have a record."""
     skipped = len(points) - len(todo)
     done = f", {skipped} already recorded (rerun=all runs them again)" if skipped else ""
     say = f"{len(todo)} of {len(points)} points to run with launcher={launcher}{done}"
@@ -47,13 +47,13 @@ def announce(points: Sequence[Point], todo: Sequence[Point], launcher: str) -> N
 
 
 def say(line: str) -> None:
-    """Print one line, which only a terminal may fold."""
+    """Print one line, which only a terminal wraps."""
     _CONSOLE.print(line, markup=False, soft_wrap=True)
 
 
 def progress_line() -> Progress:
-    """A bar, counts, time and what is being done, in one line of any terminal; in a log a line of
-    its own now and then."""
+    """A progress bar with counts, time and the current work, in one line of the terminal; in a log
+    it prints a line now and then."""
     rest_of_the_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     return _Logged(
         BarColumn(bar_width=8),
@@ -68,19 +68,21 @@ def progress_line() -> Progress:
 
 
 class _Logged(Progress):
-    """A progress bar that prints a line every ``_LOG_EVERY_S`` where there is no terminal."""
+    """A progress bar that prints a line every ``_LOG_EVERY_S`` seconds if there is no terminal."""
 
     def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
         super().__init__(*columns, **options)
         self._started = self._told = time.monotonic()
 
     def update(self, task_id: TaskID, **fields: Any) -> None:
-        """Change a task as rich does, and say so in a log from time to time."""
+        """Update a task as rich does, and print a line from time to time if there is no
+        terminal."""
         super().update(task_id, **fields)
         self._tell(task_id)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Move a task on as rich does, and say so in a log from time to time."""
+        """Advance a task as rich does, and print a line from time to time if there is no
+        terminal."""
         super().advance(task_id, advance)
         self._tell(task_id)
 
@@ -96,7 +98,7 @@ class _Logged(Progress):
 
 
 class SweepProgress:
-    """A progress bar over the points of a sweep, or lines where the output is not a terminal."""
+    """A progress bar over the points of a sweep, or lines if the output is no terminal."""
 
     def __init__(self, total: int) -> None:
         self._bar = progress_line()
@@ -115,12 +117,12 @@ class SweepProgress:
         self._bar.stop()
 
     def update(self, point: Point, state: str) -> None:
-        """Show what a running point does."""
+        """Show the state of a running point."""
         without_hash = point.spec.spec_id.rpartition("-")[0]
         self._bar.update(self._task, description=f"{without_hash}: {state}")
 
     def finished(self, record: RunRecord) -> None:
-        """Print the outcome of a point and move the bar on."""
+        """Print the outcome of a point and advance the bar."""
         detail = record.reason
         if record.status == "ok":
             detail = ", ".join(filter(None, (_outcome(record), over_device(record))))
@@ -133,8 +135,8 @@ def _say(status: str, spec_id: str, detail: str) -> None:
 
 
 def over_device(record: RunRecord) -> str:
-    """A warning where a success needs more memory than its device has, as a trace may; else
-    nothing."""
+    """A warning if a success needs more memory than its device has, which a trace may; otherwise
+    empty."""
     peak = peak_memory_gib(record)
     device = record.spec.get("cluster", {}).get("device", {}).get("memory_gib")
     if record.provenance != "traced" or peak is None or device is None or peak[0] <= device:
@@ -143,7 +145,7 @@ def over_device(record: RunRecord) -> str:
 
 
 def _outcome(record: RunRecord) -> str:
-    """What a success found, in a few words."""
+    """The main results of a success, in a few words."""
     words = []
     if record.step_s:
         words.append(f"{statistics.median(record.step_s):.3f} s/step")

@@ -84,6 +84,6 @@ def test_what_moved_is_said_in_a_line_per_column() -> None:
     old = [{"plan": "a", "step_s": "1.0"}, {"plan": "b", "step_s": "2.0"}]
     new = [{"plan": "a", "step_s": "1.5"}, {"plan": "c", "step_s": "2.0"}]
     assert list(moved(old, new, ["plan"])) == [
-        "1 rows went, 1 came",
+        "1 rows removed, 1 added",
         "step_s: 1 of 2 rows differ, by 50.00% at most",
     ]
