@@ -34,9 +34,10 @@ class LauncherOptions(Protocol):
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """The options of ``conf/launcher/local.yaml``, of which there are none."""
+    """``conf/launcher/local.yaml``; each field is explained there."""
 
     kind: Literal["local"] = "local"
+    steps: bool = False
     variant = ""
     dry_run = False
 

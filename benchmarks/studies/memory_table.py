@@ -1,17 +1,18 @@
 """Writes results/reference/memory/traced_vs_simulated.csv, which compares the cost model's memory
 with that of the real code.
 
-The first, middle and last pipeline rank of every plan is traced (``traced_ranks``) and priced. This
-needs no GPU and no peers, and takes about a quarter of an hour on two cores. Plans that are already
-in the file are priced again but not traced again: delete rows whose code or plan has changed.
+Every plan's first, middle and last pipeline rank is traced (``traced_ranks``) and priced.
+Needs no GPU and no peers; about a quarter of an hour on two cores. Plans that the file has are
+priced again but not traced again: delete rows whose code or plan has changed. The file is written
+after every plan, so a run that was stopped goes on where it was.
 
     python -m benchmarks.studies.memory_table [results/reference/memory/traced_vs_simulated.csv]
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -22,6 +23,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from benchmarks.records.environment import git_state
+from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import knobs_from
@@ -134,7 +136,7 @@ CASES = (
 
 
 def trace(case: Case) -> Iterator[dict[str, Any]]:
-    """Trace a plan: one row per pipeline rank that is traced."""
+    """What was traced, one row per pipeline rank."""
     plan = case.plan()
     pp, pipeline = plan.layout.pp, plan.layout.pipeline(0)
     ranks = sorted({0, pp // 2, pp - 1})
@@ -189,8 +191,13 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
+def main() -> int:
+    """Command line; see ``--help``."""
+    return run_command(_main)
+
+
+def _main() -> int:
+    parser = CommandParser(
         description="Compare the cost model's memory with that of the real code, traced without a "
         "GPU, and write a CSV. Plans in the file are priced again, others are traced, too; this "
         "takes a quarter of an hour.",
@@ -201,6 +208,8 @@ def main() -> None:
     )
     out = parser.parse_args().out
     traced, rows = read(out), list[dict[str, Any]]()
+    missing = sum((c.contender, c.model, c.text) not in traced for c in CASES)
+    print(f"{missing} of {len(CASES)} plans are to be traced", flush=True)
     for number, case in enumerate(CASES, 1):
         key = (case.contender, case.model, case.text)
         for row in traced.pop(key, None) or trace(case):
@@ -209,7 +218,8 @@ def main() -> None:
             print(f"{number}/{len(CASES)}", *key, row["pipeline_rank"], f"{error:+.1%}", flush=True)
         write(out, rows + [row for others in traced.values() for row in others])
     write(out, rows)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
