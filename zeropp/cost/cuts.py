@@ -74,18 +74,18 @@ def largest_work(
 def spread_blocks(
     layers: int, stage_rank: tuple[int, ...], embedding: float, head: float
 ) -> tuple[int, ...]:
-    """Cuts of ``layers`` blocks, an embedding before them and a head behind, into the stages of
-    ``stage_rank``; ``embedding`` and ``head`` are their work in blocks.
+    """The cuts of an embedding, ``layers`` blocks and a head into the stages of ``stage_rank``.
 
-    The largest work of a rank is as small as it can be, and within a rank its stages are as equal
-    as they can be. Of equal ranks the later ones get more, because the first ones hold the
-    activations of more microbatches. Every stage holds a piece at least; raises ValueError where
-    there are more stages than pieces.
+    ``embedding`` and ``head`` are their work as multiples of a block's. The largest work of a rank
+    is as small as possible, and the stages of a rank are as equal as possible. Of ranks with equal
+    work the later ones get more blocks, because the first ones hold the activations of more
+    microbatches. Every stage has at least one piece; raises ValueError if there are more stages
+    than pieces.
     """
     last = len(stage_rank) - 1
     blocks = [1] * len(stage_rank)
-    blocks[0] -= 1  # it has the embedding
-    blocks[last] -= 1  # it has the head, and alone it has both
+    blocks[0] -= 1  # the first stage has the embedding
+    blocks[last] -= 1  # the last stage has the head; a single stage has both
     left = layers - sum(blocks)
     if left < 0:
         raise ValueError(f"{last + 1} stages for {layers + 2} pieces")

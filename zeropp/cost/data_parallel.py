@@ -26,7 +26,7 @@ _CAST = _FP32 + 2  # bytes to read an fp32 number and to write a 16-bit one
 
 
 def stage_parameters(plan: Plan, stage: int) -> float:
-    """Parameters of a stage on one rank, before ZeRO."""
+    """Parameters of a stage on one rank, without ZeRO."""
     return sum(_pieces(plan, stage))
 
 
@@ -93,12 +93,13 @@ def _summing_s(plan: Plan, work: Work, sizes: list[float], part: float, *, sever
 
 
 def sent_bytes(plan: Plan, program: Program) -> int:
-    """Bytes of a gradient on the wire: what the program sends, or what the plan asks for."""
+    """Bytes per gradient that a reduction sends, by the program or by the plan's
+    ``reduce_dtype``."""
     return 2 if plan.reduce_dtype == "bf16" else program.state(plan.precision).reduced
 
 
 def replica_s(plan: Plan, cluster: Cluster, work: Work, stage: int, cost: StageCost) -> float:
-    """Reduction of a stage's gradients over the replicas, as far as nothing hides it."""
+    """Exposed seconds of the reduction of a stage's gradients over the replicas."""
     replicas = group_of(cluster, plan.layout, "replicate")
     if replicas.size == 1:
         return 0.0
@@ -122,14 +123,15 @@ def replica_s(plan: Plan, cluster: Cluster, work: Work, stage: int, cost: StageC
 
 
 def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
-    """What a collective costs whose other part runs beside compute and slows it."""
+    """The cost of a collective of which ``exposed`` seconds are exposed: these, and the time by
+    which the hidden part slows compute."""
     return exposed + cluster.device.overlap_slowdown * (seconds - exposed)
 
 
 def gather_updated_s(
     plan: Plan, cluster: Cluster, work: Work, stages: list[int], parameters: float
 ) -> float:
-    """ZeRO-1: gather a rank's updated parameters over the replicas that split them."""
+    """Exposed seconds in which ZeRO-1 gathers a rank's updated parameters over the replicas."""
     program = work.program
     ranks = zero1_ranks(plan.layout, program)
     if ranks == 1:
@@ -155,9 +157,9 @@ def gather_updated_s(
 def finish_s(
     plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int, parameters: float
 ) -> float:
-    """Optimizer step, the tied embedding's all-reduce, host work. Adam reads gradient, master and
-    two moments and writes all but the first; unscaling reads and writes gradients, the norm reads
-    and the next step clears them."""
+    """Seconds of the optimizer step, the tied embedding's all-reduce and host work. Adam reads the
+    gradient, the master weight and two moments, and writes all but the gradient; unscaling reads
+    and writes gradients, the norm reads them, and the next step clears them."""
     updated = parameters / optimizer_shards(plan.layout, work.program)
     moved = updated * (_FP32 + 2 * 12 + element_bytes(plan.precision) + 16)
     seconds = stream_s(cluster.device, moved, kernels=4) + work.program.step_host_s
@@ -169,6 +171,6 @@ def finish_s(
 
 
 def _ends(plan: Plan, cluster: Cluster) -> Group:
-    """The first and the last pipeline rank."""
+    """The group of the first and the last pipeline rank."""
     whole = group_of(cluster, plan.layout, "pp")
     return Group(2, min(2, whole.nodes), whole.rate)

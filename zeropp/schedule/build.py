@@ -1,8 +1,8 @@
-"""The door to schedules: a name and sizes in, a schedule out.
+"""The entry to schedules: from a name and sizes to a schedule.
 
-``build`` gives the compute actions of any generator by its name. ``step_programs`` gives whole
-ZeroPP programs, gathers, reductions and transfers included: planner, tuner and engine call it, so
-all three mean the same step.
+``build`` gives the compute actions of any generator by its name. ``step_programs`` gives complete
+ZeroPP programs, with gathers, reductions and transfers; planner, tuner and engine all call it, so
+that they agree on the step.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ GENERATORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes(OrderSizes):
-    """What sets the whole programs of a ZeroPP step, durations aside: the order's sizes, and what
-    ``lower`` is told."""
+    """Everything except for durations on which the programs of a ZeroPP step depend: the sizes of
+    the order, and the arguments of ``lower``."""
 
     gather: bool
     prefetch: int = 1
@@ -45,11 +45,11 @@ class StepSizes(OrderSizes):
 def step_programs(
     sizes: StepSizes, costs: tuple[StageCost, ...] | None = None
 ) -> tuple[Schedule, ...]:
-    """Whole programs to choose from: the order for equal durations, and with ``costs`` (one per
-    stage) one that is planned with them, where it differs.
+    """The complete programs to choose from: the order for equal durations and, with ``costs`` (one
+    per stage), one that is planned with these, if it differs.
 
-    Cached, because many plans that differ in other degrees share them. Raises ValueError where the
-    activation cap is too small.
+    They are cached, because many plans that differ in other degrees share them. Raises ValueError
+    if the activation cap is too small.
     """
     return tuple(
         lower(

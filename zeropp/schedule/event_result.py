@@ -52,7 +52,7 @@ class EventResult:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which the rank with the most compute has nothing to compute."""
+        """The share of the step in which the rank with the most compute does not compute."""
         return 1.0 - max(self.busy) / self.step_s
 
     @property
