@@ -25,7 +25,7 @@ P = TypeVar("P", bound=Public3DKnobs)
 
 
 def families(point: Point[P]) -> Iterator[P]:
-    """Every setting at a point that the program has; nothing is left open."""
+    """All knobs to try at a point that the program can have, none of them ``auto``."""
     asked, degrees = point.asked, point.degrees
     offer = OFFERS[asked.name]
     sequences = sequence_choices(asked.sequence_parallel, degrees)

@@ -31,10 +31,10 @@ def stage_parameters(plan: Plan, stage: int) -> float:
 
 
 def collectives_of(plan: Plan, program: Program, stage: int) -> list[float]:
-    """Parameters (on one rank, before ZeRO) that each collective of a stage moves: one collective
-    per piece, or per flat buffer of a chunk. ZeroPP's engine has one buffer for the weights whose
-    gradients may be put off, one for all else, and one for a parameter that two pipeline ranks
-    share (``zeropp/engine/sharding.py``)."""
+    """The parameters (on one rank, without ZeRO) that each collective of a stage moves: one
+    collective per piece, or per flat buffer of a chunk. ZeroPP's engine has one buffer for weights
+    whose gradients may be delayed, one for other parameters, and one for a parameter that two
+    pipeline ranks share (``zeropp/engine/sharding.py``)."""
     pieces = _pieces(plan, stage)
     if not program.flat_chunks:
         return pieces
@@ -55,10 +55,13 @@ def _pieces(plan: Plan, stage: int) -> list[float]:
 
 
 def shard_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
-    """Gather and reduction of a stage, with what runs on their own streams: shards that are cast
-    before their gather, gradients that are cast before their reduction or added to those of the
-    units before. Also what stands on the compute stream: FSDP2's copies, or the clearing of a flat
-    buffer. On one shard (bf16 copies of fp32 masters) casts and copies are all."""
+    """Seconds of a stage's gather and reduction, by the fields of StageCost.
+
+    They include what runs on the streams of these collectives: shards are cast before their gather,
+    gradients are cast before their reduction or added to those of earlier units. FSDP2's copies and
+    the clearing of a flat buffer take time on the compute stream. With a single shard (bf16 copies
+    of fp32 masters) there are only casts and copies.
+    """
     if not plan.gathers:
         return {}
     program, shards = work.program, plan.layout.shard
@@ -83,9 +86,9 @@ def shard_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> dict[str, f
 
 
 def _summing_s(plan: Plan, work: Work, sizes: list[float], part: float, *, several: bool) -> float:
-    """Seconds beside a reduction of ``sizes`` gradients of which ``part`` stays on a rank: casting
-    them if they are sent in 16 bits, and adding the part to those of earlier reductions if there
-    are ``several``."""
+    """Seconds that a reduction of ``sizes`` gradients, of which ``part`` stays on a rank, takes in
+    addition: to cast them if they are sent in 16 bits, and to add the part to that of earlier
+    reductions if there are ``several``."""
     moved = sum(sizes) * _CAST * (1 + part) if plan.reduce_dtype == "bf16" else 0.0
     if several:
         moved += sum(sizes) * part * _ADD
@@ -137,19 +140,19 @@ def gather_updated_s(
     if ranks == 1:
         return 0.0
     among = group(cluster, ranks, axis_stride(plan.layout, "replicate"), plan.layout.world)
-    masters = program.state(plan.precision).casts_parameters  # what is updated is what is sent
+    masters = program.state(plan.precision).casts_parameters  # the updated masters are sent
     size = parameters * (_FP32 if masters else element_bytes(plan.precision))
     seconds = gather_s(cluster, among, size / plan.layout.shard)
     pieces = sum(len(_pieces(plan, stage)) for stage in stages)
     if program.flat_chunks:
         more = sum(len(collectives_of(plan, program, stage)) for stage in stages) - 1
         seconds += more * gather_s(cluster, among, 0.0)
-    if program.updated == "broadcasts":  # each goes round the whole ring by itself
+    if program.updated == "broadcasts":  # each takes all steps of a ring
         seconds += (ranks - 1) * gather_s(cluster, among, 0.0)
     elif program.updated == "slices":
         copies = TENSORS[plan.shape.family] * pieces * ranks
         seconds += copies * cluster.device.launch_us * program.launch_factor * 1e-6
-    if program.overlap_updated:  # all but the first piece's behind the next forward
+    if program.overlap_updated:  # the next forward hides all but the first piece's
         seconds = _slowed(cluster, seconds, seconds / pieces)
     return seconds
 

@@ -182,7 +182,8 @@ def _extras(job: _Job, stage: int) -> StageExtras:
 
 
 def _backward_s(plan: Plan, stage: int, times: PieceTimes) -> float:
-    """Input and weight gradients of a stage, all of its blocks recomputed or none."""
+    """Seconds of the input and weight gradients of a stage; all of its blocks are recomputed, or
+    none."""
     held = [(plan.blocks_of(stage), times.block)]
     held += [(1, part) for part in _single_parts(plan, stage, times)]
     return sum(count * (part.backward_input + part.backward_weight) for count, part in held)
@@ -196,7 +197,7 @@ def _ends_of(plan: Plan, stage: int, times: PieceTimes) -> list[PassTimes]:
 
 
 def _single_parts(plan: Plan, stage: int, times: PieceTimes) -> list[PassTimes]:
-    """The times of all that a stage holds beside whole blocks."""
+    """The times of everything in a stage that is no whole block."""
     by_half = {"attention": times.attention, "mlp": times.mlp}
     halves = [by_half[half] for _, half in plan.halves_of(stage)]
     return _ends_of(plan, stage, times) + halves

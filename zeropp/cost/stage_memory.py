@@ -86,7 +86,8 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
 
 
 def _in_order(plan: Plan, stage: int, whole: dict[int, float]) -> list[float]:
-    """Parameters of a stage's pieces and halves of blocks, in their order; ``whole``: by piece."""
+    """The parameters of a stage's pieces and halves of blocks, in their order; ``whole`` has them
+    per piece."""
     sizes = dict(whole)
     for piece, half in plan.halves_of(stage):
         sizes[piece] = half_parameters(plan.shape, half) / plan.layout.tp
@@ -94,16 +95,16 @@ def _in_order(plan: Plan, stage: int, whole: dict[int, float]) -> list[float]:
 
 
 class _Block(NamedTuple):
-    """Bytes of one block, or half of one, of a microbatch."""
+    """Bytes of one block, or of half a block, for one microbatch."""
 
     kept: float  # from its forward to its backward
     deferred: float  # from its input gradient to its weight gradient
     split: float  # at the fullest moment of its input gradient
-    full: float  # and of its full backward
+    full: float  # at the fullest moment of its full backward
 
 
 def _blocks(plan: Plan, work: Work, stage: int) -> list[_Block]:
-    """A stage's blocks and halves of blocks in their order; the first ones are recomputed."""
+    """The blocks and halves of blocks of a stage, in their order; the first ones are recomputed."""
     plain = replace(work, recompute="none")
     repeated = plan.recomputed_blocks(stage)
     held = repeated * [_block(work)] if repeated else []
@@ -168,10 +169,11 @@ def _messages(plan: Plan, work: Work, stage: int) -> tuple[float, float]:
 def _moments(
     work: Work, blocks: list[_Block], repeated: int, head: bool, activations: float, later: float
 ) -> dict[str, int]:
-    """The stage's own bytes of a microbatch at the fullest moment of each of its passes.
+    """The stage's bytes of a microbatch at the fullest moment of its forward and of each backward.
 
-    ``repeated``: how many blocks are recomputed. A backward goes through the blocks from the last
-    one: those before it still keep what they keep, those behind it have deferred.
+    ``repeated`` is the number of blocks that are recomputed. A backward goes through the blocks
+    from the last one to the first: blocks that it has not reached still keep their tensors, and
+    those that it has passed keep what their weight gradients need.
     """
     plain = work if repeated == len(blocks) else replace(work, recompute="none")
     last = block_forward(plain) - block_kept(plain) if blocks else 0.0
@@ -184,7 +186,7 @@ def _moments(
         split = max(split, behind + before + block.split)
         full = max(full, before + block.full)
         behind += block.deferred
-    if blocks:  # in the first one, the head has deferred, too
+    if blocks:  # when the first block is reached, the head waits for its weight gradient, too
         split = max(split, later - blocks[0].deferred + blocks[0].split)
     return {
         "forward": int(activations + max(last, again, in_head)),

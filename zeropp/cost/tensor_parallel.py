@@ -1,4 +1,4 @@
-"""Seconds of tensor-parallel collectives of one microbatch, as far as compute waits for them."""
+"""Seconds of tensor-parallel collectives per microbatch for which compute waits."""
 
 from __future__ import annotations
 

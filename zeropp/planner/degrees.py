@@ -100,8 +100,8 @@ def microbatches_per_step(task: Task, layout: Layout, microbatch_size: int) -> i
 
 
 def check_stages(task: Task, layout: Layout, *, split_blocks: bool = False) -> None:
-    """Refuse more stages than the model has blocks, or halves of blocks where these can be stages;
-    raises InfeasibleError."""
+    """Raise InfeasibleError if there are more stages than the model has blocks, or, with
+    ``split_blocks``, than it has halves of blocks."""
     stages, layers = layout.pp * layout.chunks, task.shape.layers
     most = 2 * layers if split_blocks else layers
     if stages <= most:
@@ -122,7 +122,8 @@ def check_stages(task: Task, layout: Layout, *, split_blocks: bool = False) -> N
 
 
 def check_split_blocks(task: Task, split_blocks: bool | Auto, recompute: Recompute) -> None:
-    """Refuse cuts inside blocks where whole blocks are needed; raises InfeasibleError."""
+    """Raise InfeasibleError for cuts inside blocks if recomputation or dropout need whole
+    blocks."""
     if split_blocks is not True:
         return
     if recompute != "none":
@@ -132,7 +133,7 @@ def check_split_blocks(task: Task, split_blocks: bool | Auto, recompute: Recompu
         )
     if task.shape.dropout > 0:
         raise InfeasibleError(
-            f"contender.split_blocks=true: model.dropout={task.shape.dropout} draws its numbers "
+            f"contender.split_blocks=true: model.dropout={task.shape.dropout} draws its masks "
             "block by block (use false, or model.dropout=0)"
         )
 

@@ -91,7 +91,7 @@ class SimResult:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the fullest rank."""
+        """The peak of the fullest rank in bytes."""
         return max(memory.total for memory in self.memory)
 
     def memory_curve(self, rank: int) -> list[tuple[float, MemoryBytes]]:
@@ -172,8 +172,8 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
 
 
 def _crossings_beside_s(plan: Plan, price: PlanPrice, program: Program) -> float:
-    """Seconds of a rank's reductions over the replicas that run while it still computes: all but
-    the last one."""
+    """Seconds of a rank's reductions over the replicas that overlap its compute: all except for the
+    last one."""
     if not any(price.replica_s):
         return 0.0
     ends = [action.stage for action in program if action.op in _COMPLETES]
