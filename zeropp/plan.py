@@ -18,7 +18,7 @@ from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """What is trained and on what: the same for every contender of a comparison."""
 

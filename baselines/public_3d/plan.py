@@ -21,7 +21,7 @@ from zeropp.planner.degrees import (
     resolve_degrees,
 )
 from zeropp.schedule import build, lower
-from zeropp.schedule.program import Schedule, loop_placement, v_placement
+from zeropp.schedule.program import Schedule, loop_placement, unordered, v_placement
 
 _FIXED_CHUNKS = {"1f1b": 1, "zb_h1": 1, "zbv": 2}
 
@@ -51,7 +51,7 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> Plan:
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
-        schedule=Schedule(schedule, microbatches, microbatches, placement, ()),
+        schedule=unordered(schedule, placement, microbatches),
         cuts=(),
         program=OFFERS[knobs.name].program,
         precision=task.precision,

@@ -40,7 +40,7 @@ PHASES = ("size", "price", "order", "simulate", "timeline")
 def task(model: str, cluster: str) -> Task:
     """A task of 64 GPUs with four sequences per GPU and step."""
     shape, machine = preset("model", model, ModelShape), preset("cluster", cluster, Cluster)
-    return Task(shape, machine, 64, 256)
+    return Task(shape=shape, cluster=machine, num_gpus=64, global_batch=256)
 
 
 def everything(what: Task) -> Iterator[Found]:

@@ -71,7 +71,7 @@ def gain(seed: int) -> float | None:
     pp, chunks = draw.choice((2, 4, 8, 16)), draw.choice((1, 2, 4))
     m = draw.randint(pp, 6 * pp)
     knobs = ZeroppKnobs(pp=pp, shard=64 // pp, chunks=chunks, unit=draw.randint(pp, m))
-    task = Task(model, cluster, 64, m * 64 // pp)
+    task = Task(shape=model, cluster=cluster, num_gpus=64, global_batch=m * 64 // pp)
     try:
         plan = ZEROPP.plan(task, Candidate(knobs, 1))
     except InfeasibleError:

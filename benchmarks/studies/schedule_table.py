@@ -80,7 +80,13 @@ def torch_schedule(name: str, num_ranks: int, chunks: int, num_microbatches: int
         for rank in range(num_ranks)
     )
     stage_rank = tuple(source.stage_index_to_group_rank[s] for s in range(count))
-    return Schedule(name, num_microbatches, num_microbatches, stage_rank, programs)
+    return Schedule(
+        name=name,
+        num_microbatches=num_microbatches,
+        unit=num_microbatches,
+        stage_rank=stage_rank,
+        programs=programs,
+    )
 
 
 def measure(schedule: Schedule) -> dict[str, Any]:

@@ -84,7 +84,15 @@ def _run(spec: RunSpec, events: EventWriter) -> int:
     plan = spec.plan()
     meter = MemoryMeter(device)
     trainer = contender.build(plan, spec.optimizer, device, spec.seed)
-    attempt = _Attempt(spec, plan, trainer, batches, device, events, meter)
+    attempt = _Attempt(
+        spec=spec,
+        plan=plan,
+        trainer=trainer,
+        batches=batches,
+        device=device,
+        events=events,
+        meter=meter,
+    )
     attempt.measure()
     events.write("memory", **meter.peaks())
     events.write("counters", **trainer.counters())
@@ -97,7 +105,7 @@ def _run(spec: RunSpec, events: EventWriter) -> int:
     os._exit(0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Attempt:
     """What this rank trains, and where it writes its measurements."""
 

@@ -20,7 +20,7 @@ STEPS = 3
 _FIRST_DECREASE = 0.1  # the share of the loss that the first SGD step removes, to first order
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Expected:
     """What one process does with an optimizer. It is equal on all ranks except for ``updates``.
 
@@ -75,16 +75,16 @@ def expect(
     sizes, roundings = table.cpu().chunk(2, dim=1)
     relative = (roundings / sizes).nan_to_num(nan=0.0).max(dim=0).values
     return Expected(
-        optimizer,
-        shapes,
-        sizes[:, 0],
-        sizes[:, 1],
-        sizes[:, 3:],
-        float(relative[0]),
-        float(relative[1]),
-        relative[3:],
-        float(relative[2]),
-        updates,
+        optimizer=optimizer,
+        shapes=shapes,
+        losses=sizes[:, 0],
+        grad_norms=sizes[:, 1],
+        update_norms=sizes[:, 3:],
+        loss_rounding=float(relative[0]),
+        grad_norm_rounding=float(relative[1]),
+        update_rounding=relative[3:],
+        total_rounding=float(relative[2]),
+        updates=updates,
     )
 
 

@@ -179,4 +179,4 @@ class _Rounding:
 def _worst_step(kind: str, errors: Tensor, limit: float, parameter: str = "") -> GateCheck:
     step = int(errors.argmax())
     error, limit = (min(number, _MOST) for number in (float(errors[step]), limit))
-    return GateCheck(kind, parameter, step + 1, error, limit)
+    return GateCheck(kind=kind, worst=parameter, step=step + 1, error=error, limit=limit)

@@ -25,7 +25,7 @@ _TORCH_PIPELINE = "PP:"  # torch.distributed.pipelining's ranges are named PP:0F
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Kernel:
     """One kernel, copy or fill on a stream; ``launched_s`` is when the host had launched it."""
 
@@ -87,7 +87,15 @@ def kernels_of(events: Iterable[dict[str, Any]]) -> list[Kernel]:
         start, launched = event["ts"], launch["ts"] + launch["dur"]
         end, action = start + event["dur"], ranges[place][2]
         stream = event["args"]["stream"]
-        kernels.append(Kernel(stream, launched / 1e6, start / 1e6, end / 1e6, action))
+        kernels.append(
+            Kernel(
+                stream=stream,
+                launched_s=launched / 1e6,
+                start_s=start / 1e6,
+                end_s=end / 1e6,
+                action=action,
+            )
+        )
     return sorted(kernels, key=lambda kernel: kernel.start_s)
 
 

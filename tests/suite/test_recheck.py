@@ -98,7 +98,15 @@ def test_a_renewal_goes_on_where_it_was_stopped(
     """The second of three studies is stopped: only it and the third run again, the second without
     the words that would throw away the rows that it has."""
     tables = [
-        Table(name, ("key",), 1, lambda row, reference: {}, (name,), ("anew",)) for name in "abc"
+        Table(
+            path=name,
+            keys=("key",),
+            rows=1,
+            again=lambda row, reference: {},
+            command=(name,),
+            anew=("anew",),
+        )
+        for name in "abc"
     ]
     for name in "abc":
         (tmp_path / name).write_text("key,value\n1,2\n")

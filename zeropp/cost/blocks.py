@@ -28,7 +28,7 @@ TENSORS = {"gpt": 12, "llama": 6}  # parameter tensors of one block; GPT's inclu
 TENSOR_KERNELS = 8  # additional launches with tensor parallelism
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """Everything on which the price of a piece depends."""
 
@@ -73,7 +73,7 @@ def linears(work: Work) -> tuple[tuple[int, int], ...]:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PieceTimes:
     """Passes of the three kinds of piece, and of both halves of a block, which add up to it."""
 
@@ -96,10 +96,12 @@ def piece_times(work: Work, forward_tp: float, backward_tp: float) -> PieceTimes
         whole.backward_input - attention.backward_input,
         whole.backward_weight - attention.backward_weight,
     )
-    return PieceTimes(_embedding(work), whole, _head(work), attention, mlp)
+    return PieceTimes(
+        embedding=_embedding(work), block=whole, head=_head(work), attention=attention, mlp=mlp
+    )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Kernels:
     """Seconds of a block's kernels. Lists have an entry per matrix product (see ``linears``)."""
 
@@ -116,13 +118,13 @@ def _block_kernels(work: Work) -> _Kernels:
     device, precision, tokens = work.device, work.precision, work.tokens
     parameters = piece_parameters(work.shape, 1) / work.tp
     return _Kernels(
-        [matmul_s(device, precision, tokens, k, n) for k, n in linears(work)],
-        [matmul_s(device, precision, tokens, n, k) for k, n in linears(work)],
-        [matmul_s(device, precision, k, tokens, n) for k, n in linears(work)],
-        attention_s(work),
-        attention_backward_s(work),
-        stream_s(device, block_traffic(work), kernels=12),
-        stream_s(device, accumulation_bytes(work) * parameters, kernels=4),
+        products=[matmul_s(device, precision, tokens, k, n) for k, n in linears(work)],
+        transposed=[matmul_s(device, precision, tokens, n, k) for k, n in linears(work)],
+        weights=[matmul_s(device, precision, k, tokens, n) for k, n in linears(work)],
+        attention=attention_s(work),
+        attention_backward=attention_backward_s(work),
+        elementwise=stream_s(device, block_traffic(work), kernels=12),
+        accumulation=stream_s(device, accumulation_bytes(work) * parameters, kernels=4),
     )
 
 

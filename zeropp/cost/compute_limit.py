@@ -50,7 +50,16 @@ def compute_limit(
     ``zeropp.cost.blocks``.
     """
     works = [
-        Work(shape, cluster.device, _IDEAL, precision, "none", size, 1, False)
+        Work(
+            shape=shape,
+            device=cluster.device,
+            program=_IDEAL,
+            precision=precision,
+            recompute="none",
+            microbatch=size,
+            tp=1,
+            sequence_parallel=False,
+        )
         for size in MICROBATCHES
     ]
     fitting = [w for w in works if w.microbatch == 1 or _fits(w, cluster.device, num_gpus)]

@@ -82,14 +82,14 @@ def work_of(plan: Plan, cluster: Cluster, program: Program | None = None) -> Wor
     """Everything on which the price of a plan's pieces depends; ``program`` as in
     ``price_plan``."""
     return Work(
-        plan.shape,
-        cluster.device,
-        program or program_named(plan.program),
-        plan.precision,
-        plan.recompute,
-        plan.microbatch_size,
-        plan.layout.tp,
-        plan.layout.sequence_parallel,
+        shape=plan.shape,
+        device=cluster.device,
+        program=program or program_named(plan.program),
+        precision=plan.precision,
+        recompute=plan.recompute,
+        microbatch=plan.microbatch_size,
+        tp=plan.layout.tp,
+        sequence_parallel=plan.layout.sequence_parallel,
     )
 
 
@@ -107,7 +107,7 @@ class _Job:
     fused: PieceTimes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _PricedStage:
     cost: StageCost
     extras: StageExtras
@@ -146,11 +146,11 @@ def _priced_stage(job: _Job, stage: int) -> _PricedStage:
     plan, cluster, work = job.plan, job.cluster, job.work
     cost = _stage_cost(job, stage)
     return _PricedStage(
-        cost,
-        _extras(job, stage),
-        replica_s(plan, cluster, work, stage, cost),
-        stage_memory(plan, work, stage),
-        stage_parameters(plan, stage),
+        cost=cost,
+        extras=_extras(job, stage),
+        replica_s=replica_s(plan, cluster, work, stage, cost),
+        memory=stage_memory(plan, work, stage),
+        parameters=stage_parameters(plan, stage),
     )
 
 

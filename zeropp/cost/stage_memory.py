@@ -53,11 +53,7 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     separate = plan.gathers or program.fsdp_hooks
     # With a single shard, the optimizer reads the flat buffer itself.
     summed = _summed_bytes(plan, work) * separate * (layout.shard > 1 or not program.flat_chunks)
-    # The gradients of a microbatch before they are added to an fp32 sum: FSDP2's hooks add them
-    # piece by piece, the first piece last.
-    half = (
-        element_bytes(plan.precision) if separate and summed > element_bytes(plan.precision) else 0
-    )
+    half = _unsummed_bytes(plan, summed) * separate
     blocks = _blocks(plan, work, stage)
     activations, later = _kept(work, blocks, head=last in pieces)
     held, buffers = _messages(plan, work, stage)
@@ -237,6 +233,13 @@ def _summed_bytes(plan: Plan, work: Work) -> int:
     """Bytes per gradient that waits for its reduction: fp32 if microbatches are summed first."""
     each = work.program.fsdp_root and plan.reduce_every == "unit"
     return element_bytes(plan.precision) if each else FP32
+
+
+def _unsummed_bytes(plan: Plan, summed: int) -> int:
+    """Bytes per gradient of a microbatch before it is added to an fp32 sum; 0 if there is no such
+    sum. FSDP2's hooks add gradients piece by piece, those of the first piece last."""
+    element = element_bytes(plan.precision)
+    return element if summed > element else 0
 
 
 def _embedding_gradient(plan: Plan, program: Program, pieces: range) -> float:

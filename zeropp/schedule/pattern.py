@@ -18,7 +18,7 @@ from functools import lru_cache
 _TURNS = range(13)  # slots between a microbatch's last forward and its first backward, to be tried
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pattern:
     """The slots in which one microbatch's actions start, per stage; the next one starts ``period``
     slots later.
@@ -91,7 +91,13 @@ def _repeat(stage_rank: Sequence[int], period: int, turn: int, split_backward: b
             start = backward_weight[stage]
             backward_weight[stage] = _take(taken[stage_rank[stage]], start, 1)
     peak = _peak(stage_rank, period, forward, backward_weight)
-    return Pattern(period, tuple(forward), tuple(backward_input), tuple(backward_weight), peak)
+    return Pattern(
+        period=period,
+        forward=tuple(forward),
+        backward_input=tuple(backward_input),
+        backward_weight=tuple(backward_weight),
+        peak=peak,
+    )
 
 
 def _take(taken: bytearray, time: int, slots: int) -> int:

@@ -103,7 +103,13 @@ def candidates(sizes: OrderSizes, costs: Sequence[StageCost] | None) -> tuple[Sc
     real = costs is not None and set(costs) != {StageCost()}
     planned = (_on_a_v if sizes.stage_style == "v" else _in_units)(sizes, costs if real else None)
     return tuple(
-        Schedule("zeropp", sizes.num_microbatches, sizes.unit, sizes.stage_rank, programs)
+        Schedule(
+            name="zeropp",
+            num_microbatches=sizes.num_microbatches,
+            unit=sizes.unit,
+            stage_rank=sizes.stage_rank,
+            programs=programs,
+        )
         for programs in dict.fromkeys(planned)
     )
 

@@ -42,7 +42,9 @@ class WorkBound:
         one = replace(
             plan,
             layout=Layout(tp=plan.layout.tp, sequence_parallel=plan.layout.sequence_parallel),
-            schedule=Schedule("1f1b", 1, 1, (0,), ()),
+            schedule=Schedule(
+                name="1f1b", num_microbatches=1, unit=1, stage_rank=(0,), programs=()
+            ),
             cuts=(0, plan.shape.num_pieces),
             recomputed=(recomputed,),
         )

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from zeropp.layout import Layout, divisors
 from zeropp.literals import Auto, Placement, Recompute, ReplicateZero
-from zeropp.plan import K, Plan, Task
+from zeropp.plan import K, Knobs, Plan, Task
 from zeropp.planner.degrees import asked_degrees
 
 T = TypeVar("T")
@@ -86,6 +86,42 @@ def recompute_choices(
             continue
         for count in choices(blocks, halves):
             yield kind, count
+
+
+class ChunkKnobs(Knobs, Protocol):
+    """Knobs of a contender whose ranks may have several chunks, and recompute some blocks."""
+
+    @property
+    def chunks(self) -> int | Auto:
+        """Virtual stages per rank."""
+        ...
+
+    @property
+    def recompute(self) -> Recompute | Auto:
+        """The kind of recomputation."""
+        ...
+
+    @property
+    def recompute_blocks(self) -> int | Auto:
+        """The number of blocks of every stage that are recomputed."""
+        ...
+
+
+C = TypeVar("C", bound=ChunkKnobs)
+
+
+def chunk_choices(
+    point: Point[C], known: Iterable[int], kinds: Iterable[Recompute]
+) -> Iterator[tuple[int, Recompute, int | Auto]]:
+    """(chunks per rank, kind of recomputation, number of blocks per stage) to try, where ``known``
+    are the numbers of chunks and ``kinds`` the recomputation that the contender may have."""
+    asked, layers = point.asked, point.task.shape.layers
+    for chunks in choices(asked.chunks, known):
+        largest = -(-layers // (point.degrees.pp * chunks))
+        for kind, blocks in recompute_choices(
+            asked.recompute, asked.recompute_blocks, kinds, largest
+        ):
+            yield chunks, kind, blocks
 
 
 def placement_choices(asked: Placement | Auto, point: Point[K]) -> tuple[Placement, ...]:

@@ -239,7 +239,14 @@ def _unseen(task: Task) -> QueuedJob:
     name = submission.cluster.partition("@")[0] or "another cluster"
     where = f"submitted to {name} by user {submission.user} from {submission.host or 'elsewhere'}"
     way = f"unseen from here: ask there, or remove {submission.directory} if its jobs are gone"
-    return QueuedJob(task.job or "?", task.key, UNSEEN, f"{where}; {way}", "", "")
+    return QueuedJob(
+        job=task.job or "?",
+        key=task.key,
+        state=UNSEEN,
+        reason=f"{where}; {way}",
+        nodes="",
+        time_left="",
+    )
 
 
 def _open_unstarted(task: Task) -> Path:

@@ -35,7 +35,7 @@ class SubmittedArray:
     lost: bool = False  # sbatch did not answer, so it may or may not be submitted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Document:
     arrays: list[SubmittedArray]
     report_job: str = ""
@@ -47,7 +47,7 @@ class _Document:
 _DOCUMENT = TypeAdapter(_Document)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Submission:
     """Everything that one call of the launcher submitted."""
 
@@ -82,7 +82,13 @@ class Submission:
 
     def write(self) -> None:
         """Write ``submission.json``; raises OSError if that is impossible."""
-        document = _Document(self.arrays, self.report_job, self.cluster, self.user, self.host)
+        document = _Document(
+            arrays=self.arrays,
+            report_job=self.report_job,
+            cluster=self.cluster,
+            user=self.user,
+            host=self.host,
+        )
         write_atomically(self.directory / "submission.json", json.dumps(asdict(document), indent=1))
 
 
@@ -127,13 +133,22 @@ def _read(directory: Path) -> tuple[Submission, str]:
     try:
         told = _DOCUMENT.validate_json(path.read_bytes())
     except FileNotFoundError:  # killed before the first sbatch, or deleted
-        return Submission(directory, _arrays_of_scripts(directory)), ""
+        return Submission(directory=directory, arrays=_arrays_of_scripts(directory)), ""
     except (OSError, ValidationError) as error:
         why = str(error).splitlines()[0]
         line = f"{path}: not readable ({why}); its jobs are looked up by the scripts beside it"
-        return Submission(directory, _arrays_of_scripts(directory), is_damaged=True), line
+        return Submission(
+            directory=directory, arrays=_arrays_of_scripts(directory), is_damaged=True
+        ), line
     return (
-        Submission(directory, told.arrays, told.report_job, told.cluster, told.user, told.host),
+        Submission(
+            directory=directory,
+            arrays=told.arrays,
+            report_job=told.report_job,
+            cluster=told.cluster,
+            user=told.user,
+            host=told.host,
+        ),
         "",
     )
 

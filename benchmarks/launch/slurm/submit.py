@@ -61,7 +61,7 @@ class Sweep:
         name, directory = self.directory.name, self.directory
         report = render_report(directory, name, self.options, self.runs_dir)
         scripts = {a.script: render_array(a, self.options, self.runs_dir) for a in arrays}
-        return scripts | {Submission(directory, []).report_script: report}
+        return scripts | {Submission(directory=directory, arrays=[]).report_script: report}
 
 
 def say(line: str) -> None:
@@ -112,8 +112,8 @@ def submit_points(
     facts = facts if facts.identity else cluster_facts()
     arrays = _prepare(sweep.arrays(points, facts.max_array_size), sweep)
     submission = Submission(
-        sweep.directory,
-        [SubmittedArray(array.name, array.spec_ids) for array in arrays],
+        directory=sweep.directory,
+        arrays=[SubmittedArray(array.name, array.spec_ids) for array in arrays],
         cluster=facts.identity,
         user=os.getuid(),
         host=socket.gethostname(),

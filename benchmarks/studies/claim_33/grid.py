@@ -73,7 +73,16 @@ def cells_of(spec: VerdictSpec, precision: Precision) -> list[Cell]:
 def _cells(spec: VerdictSpec, precision: Precision) -> Iterator[Cell]:
     def cell(model: str, cluster: str, gpus: int, sequences: int, factor: float = 1.0) -> Cell:
         shape, machine = preset("model", model, ModelShape), preset("cluster", cluster, Cluster)
-        return Cell(Task(shape, machine, gpus, gpus * sequences, precision), factor)
+        return Cell(
+            Task(
+                shape=shape,
+                cluster=machine,
+                num_gpus=gpus,
+                global_batch=gpus * sequences,
+                precision=precision,
+            ),
+            factor,
+        )
 
     for cluster in spec.clusters:
         for model, counts in spec.num_gpus.items():

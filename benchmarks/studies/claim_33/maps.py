@@ -96,7 +96,7 @@ def _speedups(cells: pd.DataFrame) -> Picture:
     title = "ZeroPP at its best plan over every contender at its own: simulated, a dot per cell"
     axis.set_title(title, fontsize=10)
     axis.legend(loc="lower right", fontsize=8)
-    return Picture("Verdict", "speedups", title, figure)
+    return Picture(section="Verdict", name="speedups", caption=title, figure=figure)
 
 
 def _map(rows: pd.DataFrame, column: str, label: str, title: str, name: str) -> Picture:
@@ -108,7 +108,7 @@ def _map(rows: pd.DataFrame, column: str, label: str, title: str, name: str) -> 
         axis.set_xlabel(label)
     axes[0].set_ylabel("sequences per GPU and step")
     figure.suptitle(f"Speed-up of ZeroPP: {title}", fontsize=10)
-    return Picture("Verdict", name, title, figure)
+    return Picture(section="Verdict", name=name, caption=title, figure=figure)
 
 
 def _panel(axis: Axes, table: pd.DataFrame) -> None:

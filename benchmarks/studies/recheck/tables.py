@@ -34,7 +34,7 @@ class StaleError(ValueError):
     """Today's code would not write this row at all; the message says why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """One committed table. ``again`` computes some columns of a row anew; ``keys`` identify a row
     in messages; ``rows`` of it are drawn by default; ``command`` writes the whole table, with the
@@ -109,7 +109,12 @@ def _plan(row: Row, reference: Path) -> Computed:
         preset("model", row["model"], ModelShape),
         preset("cluster", row["cluster"], Cluster),
     )
-    task = Task(shape, cluster, int(row["num_gpus"]), int(row["global_batch"]))
+    task = Task(
+        shape=shape,
+        cluster=cluster,
+        num_gpus=int(row["num_gpus"]),
+        global_batch=int(row["global_batch"]),
+    )
     computed = priced_again(Cell(task, float(row["bandwidth"])), row["setting"]).columns()
     computed["mode"] = row["mode"]
     # The file has six digits, so the computed values are rounded to six as well.
@@ -157,40 +162,40 @@ _FOR_CLAIM_33 = ("benchmarks.run", "experiment=claim_33")
 
 TABLES: Sequence[Table] = (
     Table(
-        "schedules.csv",
-        ("ranks", "microbatches", "schedule", "chunks", "unit", "keep"),
-        8,
-        _schedule,
-        (f"{_STUDY}.schedule_table", "{reference}/schedules.csv"),
+        path="schedules.csv",
+        keys=("ranks", "microbatches", "schedule", "chunks", "unit", "keep"),
+        rows=8,
+        again=_schedule,
+        command=(f"{_STUDY}.schedule_table", "{reference}/schedules.csv"),
     ),
     Table(
-        "schedule_orders.json",
-        ("ranks", "chunks", "unit", "microbatches"),
-        20,
-        _orders,
-        (f"{_STUDY}.schedule_orders", "--out", "{reference}/schedule_orders.json"),
+        path="schedule_orders.json",
+        keys=("ranks", "chunks", "unit", "microbatches"),
+        rows=20,
+        again=_orders,
+        command=(f"{_STUDY}.schedule_orders", "--out", "{reference}/schedule_orders.json"),
     ),
     Table(
-        "memory/traced_vs_simulated.csv",
-        ("contender", "model", "plan", "pipeline_rank"),
-        3,
-        _memory,
-        (f"{_STUDY}.memory_table", "{reference}/memory/traced_vs_simulated.csv"),
+        path="memory/traced_vs_simulated.csv",
+        keys=("contender", "model", "plan", "pipeline_rank"),
+        rows=3,
+        again=_memory,
+        command=(f"{_STUDY}.memory_table", "{reference}/memory/traced_vs_simulated.csv"),
     ),
     Table(
-        "validation/validation.csv",
-        ("place",),
-        20,
-        _validation,
-        ("benchmarks.validate", "--out", "{reference}/validation"),
+        path="validation/validation.csv",
+        keys=("place",),
+        rows=20,
+        again=_validation,
+        command=("benchmarks.validate", "--out", "{reference}/validation"),
     ),
     Table(
-        "claim_33/plans.csv",
-        (*VERDICT_KEYS, "contender"),
-        4,
-        _plan,
-        (*_FOR_CLAIM_33, "report_dir={reference}/claim_33"),
-        ("rerun=all",),
+        path="claim_33/plans.csv",
+        keys=(*VERDICT_KEYS, "contender"),
+        rows=4,
+        again=_plan,
+        command=(*_FOR_CLAIM_33, "report_dir={reference}/claim_33"),
+        anew=("rerun=all",),
     ),
-    Table("claim_33/verdict.csv", VERDICT_KEYS, 10, _verdict, ()),
+    Table(path="claim_33/verdict.csv", keys=VERDICT_KEYS, rows=10, again=_verdict, command=()),
 )

@@ -194,7 +194,13 @@ def _zeropp_plan(case: Case) -> Plan:
         recompute_blocks="auto" if blocks is None else blocks // stages,
     )
     batch = case.microbatch * case.num_microbatches * layout.dp
-    task = Task(case.shape, case.cluster, layout.world, batch, case.precision)
+    task = Task(
+        shape=case.shape,
+        cluster=case.cluster,
+        num_gpus=layout.world,
+        global_batch=batch,
+        precision=case.precision,
+    )
     plan = ZEROPP.plan(task, Candidate(knobs, case.microbatch))
     return replace(plan, program=case.program.name)
 
@@ -233,7 +239,13 @@ def _fsdp_schedule(shape: ModelShape, count: int) -> tuple[Schedule, tuple[int, 
     for j in range(count):
         program += [Action(s, Op.FORWARD, j) for s in stages]
         program += [Action(s, Op.FULL_BACKWARD, j) for s in reversed(stages)]
-    bare = Schedule("fsdp", count, 1, (0,) * len(stages), (tuple(program),))
+    bare = Schedule(
+        name="fsdp",
+        num_microbatches=count,
+        unit=1,
+        stage_rank=(0,) * len(stages),
+        programs=(tuple(program),),
+    )
     return lower(bare, gather=True, reduce_every="unit"), (*stages, shape.num_pieces)
 
 

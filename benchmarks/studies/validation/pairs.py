@@ -22,7 +22,7 @@ DIFFER = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pair:
     """Two rows, by index, and the ratio of the first one's value to the second one's."""
 
@@ -55,4 +55,10 @@ def pairs_of(rows: Sequence[PublishedRow], predictions: Sequence[Prediction]) ->
 
 def _pair(rows: Sequence[PublishedRow], predictions: Sequence[Prediction], i: int, j: int) -> Pair:
     predicted = predictions[i].value / predictions[j].value
-    return Pair(i, j, rows[i].source, rows[i].measured / rows[j].measured, predicted)
+    return Pair(
+        first=i,
+        second=j,
+        source=rows[i].source,
+        measured=rows[i].measured / rows[j].measured,
+        predicted=predicted,
+    )

@@ -24,7 +24,7 @@ _FRAGMENTS = 0.15
 Kind = Literal["throughput", "memory", "oom"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """A predicted ``value`` in the row's unit. For ``ran_out_of_memory`` the ``text`` is ``OOM`` or
     ``fits``."""
@@ -50,7 +50,13 @@ def predict_case(row: PublishedRow, case: Case) -> Prediction:
     fits = result.peak_bytes <= case.cluster.device.usable_bytes
     if kind == "limit":
         agrees = fits is (row.value == "no")
-        return Prediction("oom", float("nan"), "fits" if fits else "OOM", float(not agrees), fits)
+        return Prediction(
+            kind="oom",
+            value=float("nan"),
+            text="fits" if fits else "OOM",
+            relative_error=float(not agrees),
+            fits=fits,
+        )
     if kind == "memory":
         whole = row.metric.startswith("peak")  # the other metrics are formulas' and not a run's
         return _compared(row, _memory_bytes(row, case, result), "memory", fits or not whole)
@@ -60,7 +66,13 @@ def predict_case(row: PublishedRow, case: Case) -> Prediction:
 def _compared(row: PublishedRow, value: float, kind: Kind, fits: bool = True) -> Prediction:
     """The prediction of ``value`` (in SI units) for a row's number."""
     scaled = value * row.measure.units[row.unit]
-    return Prediction(kind, scaled, f"{scaled:.6g}", scaled / row.measured - 1.0, fits)
+    return Prediction(
+        kind=kind,
+        value=scaled,
+        text=f"{scaled:.6g}",
+        relative_error=scaled / row.measured - 1.0,
+        fits=fits,
+    )
 
 
 @lru_cache(maxsize=8192)
