@@ -34,7 +34,7 @@ SILENT_S = 900.0  # an owner that cannot be seen and is silent for so long count
 
 @dataclass(frozen=True)
 class Owner:
-    """What identifies a process among all processes on all machines."""
+    """The identity of a process among all processes on all machines."""
 
     user: int
     host: str

@@ -86,7 +86,7 @@ def _by_stage(plan: Plan, compute_s: Mapping[str, float]) -> list[dict[str, floa
         like = likes[_like(plan, stage)]
         if not like:
             raise SpecError(
-                f"launcher.compute=traced: no traced rank holds a stage like stage {stage} "
+                f"launcher.compute=traced: no traced rank has a stage like stage {stage} "
                 f"(trace it with launcher.pipeline_ranks=[0,{rank},-1])"
             )
         medians = {action: median(seconds) for action, seconds in like.items()}

@@ -2,8 +2,7 @@
 
 ``split_backward``: the time of B + W divided by that of a full backward of the same block, with the
 weight-gradient store and with a split of the autograd graph. ``engine``: a step of ZeroPP on one
-rank divided by a plain loop on the same layers. Both sides run in turn. It uses a GPU if there is
-one.
+rank divided by a plain loop on the same layers. Both sides run in turn, on the GPU if there is one.
 
     python -m benchmarks.studies.engine_overhead --out results/reference/engine_overhead.json
 """

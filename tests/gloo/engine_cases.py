@@ -31,7 +31,7 @@ ADAMW = OptimizerConfig(kind="adamw", lr=1e-2, weight_decay=0.1)
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration; ``batch`` is sequences a step over all ranks, one a microbatch."""
+    """One configuration; ``batch`` is sequences per step over all ranks, one per microbatch."""
 
     pp: int
     shard: int = 1

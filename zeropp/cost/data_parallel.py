@@ -135,7 +135,7 @@ def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
 def gather_updated_s(
     plan: Plan, cluster: Cluster, work: Work, stages: list[int], parameters: float
 ) -> float:
-    """Exposed seconds in which ZeRO-1 gathers a rank's updated parameters over the replicas."""
+    """Exposed seconds in which ZeRO-1 gathers updated parameters of a rank over the replicas."""
     program = work.program
     ranks = zero1_ranks(plan.layout, program)
     if ranks == 1:

@@ -1,4 +1,4 @@
-"""Simulates a step of a Plan on a cluster: time, bubble, exposed communication, memory, Timeline.
+"""The simulated step of a Plan on a cluster: time, bubble, communication, memory, Timeline.
 
 The inputs are the Plan's programs and the cost model's price of it. The event loop places the
 actions in time; this module adds what concerns the step as a whole: reductions over replicas, the

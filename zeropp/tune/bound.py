@@ -93,9 +93,9 @@ def _work_s(
 
 
 def _link_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
-    """Seconds of a rank's reductions, and of its gathers at the least: each stage between its
-    first and its last is gathered at least once a unit (the ends may turn round without, and
-    phases of two units may overlap)."""
+    """The least seconds of a rank's reductions and gathers. Each stage between its first and its
+    last is gathered at least once per unit; the first and the last may stay gathered from one phase
+    to the next, and phases of two units may overlap."""
     units = plan.num_units
     reductions = units if plan.reduce_every == "unit" else 1
     reduced = sum(price.stages[s].reduce_grad for s in stages) * reductions
@@ -129,9 +129,10 @@ def least_bytes(plan: Plan, price: PlanPrice) -> int:
 
 
 def _least_gradients(plan: Plan, sizes: list[int]) -> int:
-    """Bytes of unsharded gradients that live together at least once; ``sizes``: by chunk. Weight
-    gradients come unit by unit, so what is reduced once a step is open in all chunks before the
-    first reduction; else one chunk's come while the copy of the chunk before is reduced."""
+    """The bytes of unsharded gradients that are held together at least once; ``sizes`` are per
+    chunk. Weight gradients come unit by unit. So gradients that are reduced once per step exist in
+    all chunks before the first reduction; otherwise those of one chunk come while the copy of the
+    chunk before is reduced."""
     units = plan.num_units
     if plan.reduce_every == "step" and units > 1:
         return sum(sizes)
