@@ -1,7 +1,7 @@
 """The public API: a list of single-device layers becomes this rank's part of a pipeline.
 
 Layers stay as they were written. They are called one after another, each with the output of the
-layer before it. The first gets a microbatch of inputs; the loss function gets the last one's output
+layer before it. The first gets microbatches of inputs; the loss function gets the last one's output
 and the targets. ``torch.distributed`` must be initialised; all ranks call with equal arguments.
 """
 
