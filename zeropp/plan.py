@@ -18,7 +18,7 @@ from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Task:
     """What is trained and on what: the same for every contender of a comparison."""
 
