@@ -30,7 +30,7 @@ _OPTIONAL = ("detail", "job", "nodes", "log")  # columns that are left out if th
 _FILE_WIDTH = 400  # characters per line where the output is no terminal: one line per point
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """One point's line in the table."""
 
