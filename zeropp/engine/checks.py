@@ -56,10 +56,10 @@ def check_layers(
     weights: Sequence[float] | None,
     tied: tuple[ParameterName, ParameterName] | None,
 ) -> None:
-    """Refuse layers that cannot be trained apart; raises InfeasibleError.
+    """Raise InfeasibleError for layers that cannot be trained separately.
 
-    A module or a parameter that two entries share would be trained twice, each with half of its
-    gradients; ``tied`` names the one pair that may be shared.
+    A parameter in two layers would be trained twice, each time with a part of its gradient;
+    ``tied`` names the only pair that may be shared.
     """
     if not layers:
         raise InfeasibleError("layers=[]: there is nothing to train")
@@ -106,7 +106,7 @@ def _check_not_shared(
 
 
 def described(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, object]:
-    """What must be equal wherever a layer is trained: shapes, types, and sums over the values."""
+    """What must be equal on all ranks that train a layer: shapes, types, and sums of the values."""
     found: dict[str, object] = {}
     for name, parameter in named_parameters:
         values = parameter.detach()
@@ -140,7 +140,7 @@ def check_keywords(
 
 
 def check_batch(parts: Mapping[str, torch.Tensor], rows: int) -> None:
-    """Refuse a batch that is not this rank's rows; raises ValueError."""
+    """Raise ValueError if a batch does not have this rank's number of rows."""
     for name, part in parts.items():
         if len(part) != rows:
             raise ValueError(

@@ -13,7 +13,7 @@ from zeropp.engine.flat_layout import Slot, Stretch
 
 @dataclass(frozen=True)
 class Types:
-    """Number types of one flat buffer; ``wire`` is what reductions send."""
+    """The number types of one flat buffer; ``wire`` is the type that reductions send."""
 
     master: torch.dtype
     compute: torch.dtype
@@ -22,7 +22,7 @@ class Types:
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters that lie in one slot: usually one object, several where the model ties them."""
+    """The parameters in one slot: one object, or several that the model ties."""
 
     slot: Slot
     parameters: tuple[nn.Parameter, ...]

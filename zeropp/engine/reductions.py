@@ -16,9 +16,10 @@ from zeropp.engine.groups import reduce_scatter_single
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """Reduce-scatter ``source`` into ``total``, or add to it what comes if ``first`` is False.
+    """Reduce-scatter ``source`` into ``total`` if ``first``, otherwise add the result to ``total``.
 
-    ``sent`` is the source, or a buffer that it is cast into; ``place`` is this rank's stretch.
+    ``sent`` is the source, or a buffer of the wire type into which it is cast; ``place`` is this
+    rank's part.
     """
 
     source: Tensor
