@@ -164,14 +164,15 @@ def defer_weight_grads(
     weights = []
     for root in modules:
         for module in root.modules():
-            kind = _taught(type(module))
+            own: Any = type(module)  # hashable, which mypy does not see
+            kind = _taught(own)
             if kind is not None:
                 module.__class__ = kind
                 setattr(module, "store", store)  # noqa: B010
                 if isinstance(module.weight, nn.Parameter):
                     weights.append(module.weight)
-            elif warn and isinstance(module, nn.Linear) and not _computes_weight(type(module)):
-                _warn_once(type(module))
+            elif warn and isinstance(module, nn.Linear) and not _computes_weight(own):
+                _warn_once(own)
     return weights
 
 
