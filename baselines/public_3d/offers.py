@@ -6,23 +6,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baselines.public_3d.knobs import Public3D, Public3DSchedule
-from zeropp.literals import Placement
+from zeropp.literals import Placement, Recompute
 
 _VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12)
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One program's choices. ``schedules``: numbers of model chunks per rank that each may have;
-    ``program`` is its name in the registry of programs, whose traits set the price.
+    """One program's choices. ``program`` is its name in ``zeropp.programs``, whose traits set the
+    price; ``schedules`` gives the numbers of virtual stages per rank that each schedule may have.
 
-    ``recomputed``: schedules under which activations can be recomputed.
+    ``recomputed`` are the schedules with which activations can be recomputed, in the ways of
+    ``recomputes``. ``interleaves_few``: interleaved schedules accept fewer microbatches than there
+    are pipeline ranks. ``split_blocks``: a stage may end inside a block.
     """
 
     program: str
     schedules: Mapping[Public3DSchedule, tuple[int, ...]]
     recomputed: frozenset[Public3DSchedule]
+    # Megatron's selective recomputation drops attention scores, which fused attention never keeps.
+    recomputes: tuple[Recompute, ...] = ("none", "full")
     sequence_parallel: bool = True
+    interleaves_few: bool = False
+    split_blocks: bool = False
     placements: tuple[Placement, ...] = ("dp_inner", "pp_inner")
 
 
@@ -53,7 +59,7 @@ OFFERS: dict[Public3D, Offer] = {
         recomputed=frozenset(_MEGATRON_SCHEDULES),
         placements=("dp_inner",),
     ),
-    # Nobody's program: the best of every public part at once.
+    # No existing program: the best of every public part at once.
     "best_3d": Offer(
         "best_public_3d",
         {
@@ -63,5 +69,8 @@ OFFERS: dict[Public3D, Offer] = {
             "zbv": (2,),
         },
         recomputed=frozenset({*_MEGATRON_SCHEDULES, "zb_h1", "interleaved_zb", "zbv"}),
+        recomputes=("none", "selective", "full"),  # torch's selective checkpointing
+        interleaves_few=True,  # torch/distributed/pipelining/schedules.py: one round of them
+        split_blocks=True,  # torch's pipelining takes any module for a stage
     ),
 }

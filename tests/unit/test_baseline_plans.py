@@ -30,7 +30,7 @@ def deepspeed_program(stage: int, stages: int, microbatches: int) -> list[Action
     """
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-    from baselines.deepspeed_3d.trainer import OPS
+    from baselines.deepspeed_3d.private_names import OPS
 
     schedule = TrainSchedule(micro_batches=microbatches, stages=stages, stage_id=stage)
     actions = []
@@ -133,7 +133,7 @@ REFUSED = {
         ({"schedule": "zbv", "chunks": 2, "recompute": "full"}, "contender.recompute=full"),
         ({"schedule": "zbv", "chunks": 2, "compile": True}, "contender.compile=True"),
         ({"schedule": "1f1b", "pp": 4, "batch": 2}, "at least 4 microbatches"),
-        ({"schedule": "interleaved_1f1b", "chunks": 2, "pp": 4, "batch": 6}, "a multiple of 4"),
+        ({"schedule": "interleaved_1f1b", "chunks": 2, "pp": 4, "batch": 9}, "a multiple of 2"),
     ],
 }
 

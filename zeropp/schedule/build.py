@@ -1,21 +1,28 @@
-"""The door to schedules: a name and sizes in, a schedule out.
+"""The entry to schedules: from a name and sizes to a schedule.
 
-``build`` gives the compute actions of any generator by its name. ``step_programs`` gives whole
-ZeroPP programs, gathers, reductions and transfers included: planner, tuner and engine call it, so
-all three mean the same step.
+``build`` gives the compute actions of any generator by its name. ``step_programs`` gives complete
+ZeroPP programs, with gathers, reductions and transfers; planner, tuner and engine all call it, so
+that they agree on the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from zeropp.literals import ReduceEvery, StageStyle
 from zeropp.schedule import event_loop, generators, zero_bubble
 from zeropp.schedule.action import collector_paused
 from zeropp.schedule.passes import lower
-from zeropp.schedule.program import Program, Schedule, StageCost, loop_placement, v_placement
+from zeropp.schedule.program import (
+    Program,
+    Schedule,
+    StageCost,
+    loop_placement,
+    unordered,
+    v_placement,
+)
 from zeropp.schedule.zeropp_order import OrderSizes, candidates, default_cap, default_unit
 
 GENERATORS = (
@@ -32,8 +39,8 @@ GENERATORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes(OrderSizes):
-    """What sets the whole programs of a ZeroPP step, durations aside: the order's sizes, and what
-    ``lower`` is told."""
+    """Everything except for durations on which the programs of a ZeroPP step depend: the sizes of
+    the order, and the arguments of ``lower``."""
 
     gather: bool
     prefetch: int = 1
@@ -45,11 +52,11 @@ class StepSizes(OrderSizes):
 def step_programs(
     sizes: StepSizes, costs: tuple[StageCost, ...] | None = None
 ) -> tuple[Schedule, ...]:
-    """Whole programs to choose from: the order for equal durations, and with ``costs`` (one per
-    stage) one that is planned with them, where it differs.
+    """The complete programs to choose from: the order for equal durations and, with ``costs`` (one
+    per stage), one that is planned with these, if it differs.
 
-    Cached, because many plans that differ in other degrees share them. Raises ValueError where the
-    activation cap is too small.
+    They are cached, because many plans that differ in other degrees share them. Raises ValueError
+    if the activation cap is too small.
     """
     return tuple(
         lower(
@@ -70,6 +77,7 @@ def build(
     num_ranks: int,
     chunks: int,
     num_microbatches: int,
+    group: int | None = None,
     unit: int | None = None,
     activation_cap: int | None = None,
     stage_style: StageStyle = "loop",
@@ -78,21 +86,18 @@ def build(
 ) -> Schedule:
     """The compute actions of one optimizer step.
 
-    ``unit`` (default: P, at most m), ``activation_cap`` (live chunk-activations per rank, default
-    ``unit * chunks``; on a V half of 1F1B's), ``stage_style``, ``split_backward`` and ``costs``
-    (durations, one per stage; default: all equal) concern ZeroPP alone. Raises ValueError where
-    the generator has no order for these sizes.
+    ``group`` (default: P) is how many microbatches the interleaved schedules send through a chunk
+    before they go on to the next. The others concern ZeroPP alone: ``unit`` (default: P, at most
+    m), ``activation_cap`` (live chunk-activations per rank, default ``unit * chunks``; on a V half
+    of 1F1B's), ``stage_style``, ``split_backward`` and ``costs`` (durations, one per stage;
+    default: all equal). Raises ValueError where the generator has no order for these sizes.
     """
-    if name not in GENERATORS:
-        raise ValueError(f"schedule={name!r}: no such generator (known: {', '.join(GENERATORS)})")
-    if chunks > 1 and name in ("gpipe", "1f1b", "zb_h1"):
-        raise ValueError(f"chunks={chunks}: {name} has one chunk per rank")
-    if chunks != 2 and name == "zbv":
-        raise ValueError(f"chunks={chunks}: zbv has two chunks per rank")
+    _check_chunks(name, chunks)
     m = num_microbatches
     if name != "zeropp":
         placement = v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks)
-        return Schedule(name, m, m, placement, _programs(name, num_ranks, chunks, m))
+        programs = _programs(name, num_ranks, chunks, m, group or num_ranks)
+        return replace(unordered(name, placement, m), programs=programs)
     unit = min(unit or default_unit(stage_style, num_ranks, m), m)
     sizes = OrderSizes(
         num_ranks=num_ranks,
@@ -106,6 +111,15 @@ def build(
     return _cheapest(candidates(sizes, costs), costs)
 
 
+def _check_chunks(name: str, chunks: int) -> None:
+    if name not in GENERATORS:
+        raise ValueError(f"schedule={name!r}: no such generator (known: {', '.join(GENERATORS)})")
+    if chunks > 1 and name in ("gpipe", "1f1b", "zb_h1"):
+        raise ValueError(f"chunks={chunks}: {name} has one chunk per rank")
+    if chunks != 2 and name == "zbv":
+        raise ValueError(f"chunks={chunks}: zbv has two chunks per rank")
+
+
 def _cheapest(orders: Sequence[Schedule], costs: Sequence[StageCost] | None) -> Schedule:
     """The order that the event loop prices lowest on these costs, gathers and reductions included;
     the first of equals, which is the order for equal durations."""
@@ -115,15 +129,15 @@ def _cheapest(orders: Sequence[Schedule], costs: Sequence[StageCost] | None) -> 
     return min(orders, key=lambda order: event_loop.run(lower(order, gather=gather), costs).step_s)
 
 
-def _programs(name: str, num_ranks: int, chunks: int, m: int) -> tuple[Program, ...]:
+def _programs(name: str, num_ranks: int, chunks: int, m: int, group: int) -> tuple[Program, ...]:
     if name == "1f1b":
         return generators.one_f_one_b(num_ranks, m)
     if name == "interleaved_1f1b":
-        return generators.interleaved_1f1b(num_ranks, chunks, m)
+        return generators.interleaved_1f1b(num_ranks, chunks, m, group)
     if name == "zb_h1":
         return zero_bubble.zb_h1(num_ranks, m)
     if name == "interleaved_zb":
-        return zero_bubble.interleaved_zb(num_ranks, chunks, m)
+        return zero_bubble.interleaved_zb(num_ranks, chunks, m, group)
     if name == "zbv":
         return zero_bubble.zbv(num_ranks, m)
     return generators.looped_bfs(num_ranks, chunks, m)

@@ -1,7 +1,7 @@
-"""What a plan takes at least, without its programs: the tuner's reason not to simulate it.
+"""Lower bounds of a plan's step time and memory, with which the tuner avoids simulations.
 
-Both bounds hold for every order of actions that the generators can give; a test compares them
-with the simulator. They read a plan without programs and its price.
+Both hold for every order of actions that the generators can make; a test compares them with the
+simulator. They need only a plan without programs, and its price.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv", "dualpipev"})
 
 
 class WorkBound:
-    """Seconds of compute of the whole model, spread evenly over the pipeline: the cheapest bound.
+    """The compute of the whole model, divided evenly among the pipeline ranks: the cheapest bound.
 
-    What a microbatch takes depends on few settings, so it is priced once for each of them.
+    A microbatch's time depends on few settings, so it is priced once for each of these.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -38,11 +38,13 @@ class WorkBound:
         return self._microbatch_s[key] * plan.num_microbatches / layout.pp
 
     def _price(self, plan: Plan, recomputed: int) -> float:
-        """One microbatch of the whole model as a single stage."""
+        """Seconds of one microbatch with the whole model as a single stage."""
         one = replace(
             plan,
             layout=Layout(tp=plan.layout.tp, sequence_parallel=plan.layout.sequence_parallel),
-            schedule=Schedule("1f1b", 1, 1, (0,), ()),
+            schedule=Schedule(
+                name="1f1b", num_microbatches=1, unit=1, stage_rank=(0,), programs=()
+            ),
             cuts=(0, plan.shape.num_pieces),
             recomputed=(recomputed,),
         )
@@ -52,42 +54,49 @@ class WorkBound:
 def least_step_s(plan: Plan, price: PlanPrice) -> float:
     """Seconds that no order can beat: the way to a rank, its work, and the way back.
 
-    A rank starts no sooner than a microbatch has come through the stages before its first. Its
-    last input gradient has still to go back to stage 0. It is busy for all its microbatches, and
-    its link for all its gathers and reductions.
+    A rank starts no sooner than a microbatch has come through the stages before its first, unless
+    steps overlap. Its last input gradient has still to go back to stage 0, whose rank then ends its
+    step. It is busy for all its microbatches, and its link for all its gathers and reductions.
     """
-    schedule, m = plan.schedule, plan.num_microbatches
+    schedule = plan.schedule
     split = schedule.name in _SPLIT and plan.split_backward
     arrive, back = [0.0], [0.0]
     for cost in price.stages[:-1]:
         arrive.append(arrive[-1] + cost.forward)
         back.append(back[-1] + cost.backward_input + (0.0 if split else cost.backward_weight))
+    after = [sum(both) for both in zip(price.finish_s, price.gather_updated_s, strict=True)]
     worst = 0.0
     for rank in range(max(schedule.stage_rank) + 1):
         stages = schedule.stages_of(rank)
         first = stages[0]
         beside = _link_s(plan, price, stages)
-        work = sum(price.stages[s].compute for s in stages) * m
-        slowed = price.stragglers * (1.0 + price.overlap_slowdown * min(1.0, beside / work))
-        tensor = sum(price.extras[s].tensor for s in stages) * m
-        work = (work - tensor) * slowed + tensor + _copies_s(plan, price, stages)
-        weights = (
-            sum(price.stages[s].backward_weight for s in stages) * m * slowed if split else 0.0
+        work, slowed = _work_s(plan, price, stages, beside)
+        weights = sum(price.stages[s].backward_weight for s in stages) * split
+        back_at_0 = arrive[first] + work - weights * plan.num_microbatches * slowed + back[first]
+        own = work if price.steps_overlap else arrive[first] + work
+        worst = max(
+            worst, max(own, beside) + after[rank], back_at_0 + after[schedule.stage_rank[0]]
         )
-        end = arrive[first] + max(work, work - weights + back[first])
-        if price.steps_overlap:  # a rank's next step begins while the others end this one
-            end = work
-        after = price.finish_s[rank] + price.gather_updated_s[rank]
-        worst = max(worst, end + after, beside + after)
     return worst
 
 
+def _work_s(
+    plan: Plan, price: PlanPrice, stages: tuple[int, ...], beside: float
+) -> tuple[float, float]:
+    """Seconds of a rank's compute, slowed by at least ``beside`` seconds of collectives, and the
+    factor by which they slow it."""
+    m = plan.num_microbatches
+    work = sum(price.stages[s].compute for s in stages) * m
+    slowed = price.stragglers * (1.0 + price.overlap_slowdown * min(1.0, beside / work))
+    tensor = sum(price.extras[s].tensor for s in stages) * m
+    return (work - tensor) * slowed + tensor + _copies_s(plan, price, stages), slowed
+
+
 def _link_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
-    """Seconds of a rank's reductions, and of its gathers at the least: each stage between its
-    first and its last is gathered at least once a unit (the ends may turn round without, and
-    phases of two units may overlap)."""
-    schedule = plan.schedule
-    units = -(-schedule.num_microbatches // schedule.unit)
+    """The least seconds of a rank's reductions and gathers. Each stage between its first and its
+    last is gathered at least once per unit; the first and the last may stay gathered from one phase
+    to the next, and phases of two units may overlap."""
+    units = plan.num_units
     reductions = units if plan.reduce_every == "unit" else 1
     reduced = sum(price.stages[s].reduce_grad for s in stages) * reductions
     return reduced + units * sum(price.stages[s].unshard for s in stages[1:-1])
@@ -95,14 +104,14 @@ def _link_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
 
 def _copies_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
     """Seconds of compute for the copies of the same gathers and reductions."""
-    units = -(-plan.num_microbatches // plan.schedule.unit)
+    units = plan.num_units
     reductions = units if plan.reduce_every == "unit" else 1
     copied = sum(price.stages[s].copy_in for s in stages) * reductions
     return copied + units * sum(price.stages[s].copy_out for s in stages[1:-1])
 
 
 def least_bytes(plan: Plan, price: PlanPrice) -> int:
-    """Bytes that the fullest rank holds at least at its peak: in the forward that fills it, or when
+    """The least peak of the fullest rank in bytes: in the forward that fills its memory, or when
     the optimizer has all gradients."""
     schedule = plan.schedule
     worst = 0
@@ -120,20 +129,22 @@ def least_bytes(plan: Plan, price: PlanPrice) -> int:
 
 
 def _least_gradients(plan: Plan, sizes: list[int]) -> int:
-    """Bytes of unsharded gradients that live together at least once; ``sizes``: by chunk. Weight
-    gradients come unit by unit, so what is reduced once a step is open in all chunks before the
-    first reduction; else one chunk's come while the copy of the chunk before is reduced."""
-    units = -(-plan.num_microbatches // plan.schedule.unit)
+    """The bytes of unsharded gradients that are held together at least once; ``sizes`` are per
+    chunk. Weight gradients come unit by unit. So gradients that are reduced once per step exist in
+    all chunks before the first reduction; otherwise those of one chunk come while the copy of the
+    chunk before is reduced."""
+    units = plan.num_units
     if plan.reduce_every == "step" and units > 1:
         return sum(sizes)
     return max(sizes) + (min(sizes) if units * len(sizes) > 1 else 0)
 
 
 def _least_activations(plan: Plan, rank: int, sizes: list[int]) -> int:
-    """Bytes of chunk-activations that live together at least once; ``sizes``: by chunk."""
+    """The bytes of chunk-activations that are held together at least once; ``sizes`` are per
+    chunk."""
     name, m, pp = plan.schedule.name, plan.num_microbatches, plan.layout.pp
     chunks = len(sizes)
-    way_round = 2 * (pp - rank) - 1  # forwards before the first input gradient can be back
+    way_round = 2 * (pp - rank) - 1  # forwards before the first input gradient can arrive
     if name in ("1f1b", "zb_h1"):
         return min(m, pp - rank) * sizes[0]
     if name == "interleaved_1f1b":

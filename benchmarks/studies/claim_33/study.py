@@ -1,6 +1,6 @@
-"""Search all cells on all cores, keep the rows, judge them, draw the maps.
+"""Runs the study: searches all cells on all cores, keeps the rows, judges them, draws the maps.
 
-``plans.csv`` holds what was simulated and by which commit, a row a contender, cell and mode; every
+``plans.csv`` has one row per contender, cell and mode, with the commit that simulated it; every
 table, figure and sentence of the verdict is derived from it.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from functools import partial
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from benchmarks.report.paper import paper_table
 from benchmarks.report.write import write_table_forms
 from benchmarks.specification.command import leave_interrupts_to_parent
 from benchmarks.specification.progress import progress_line
-from benchmarks.studies.claim_33.cells import Cell, rows_of
+from benchmarks.studies.claim_33.cells import Cell, Job, Row, jobs_of
 from benchmarks.studies.claim_33.grid import VerdictSpec, cells_of, verdict_spec
 from benchmarks.studies.claim_33.judge import judge, summary
 from benchmarks.studies.claim_33.maps import draw, draw_losses
@@ -33,11 +33,11 @@ CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
 
 
 def run(config: dict[str, Any]) -> int:
-    """Write plans.csv, verdict.csv, verdict.md and the maps into ``report_dir``; with another
-    launcher than ``simulate`` run the best plans of ``verdict.clusters`` instead.
+    """Write plans.csv, verdict.csv, verdict.md and the maps into ``report_dir``. With a launcher
+    other than ``simulate``, run the best plans on ``verdict.clusters`` instead.
 
-    Cells that plans.csv holds already are not simulated again, unless ``rerun=all``: after a
-    change of the cost model or of the schedules they must be.
+    Cells that are in plans.csv are not simulated again unless ``rerun=all``, which is needed after
+    a change of the cost model or of the schedules.
     """
     spec = verdict_spec(config["verdict"])
     cells = cells_of(spec, config["precision"])
@@ -57,7 +57,7 @@ def _measure(config: dict[str, Any], spec: VerdictSpec, cells: list[Cell]) -> in
 
 
 def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
-    """Everything that is derived from the rows."""
+    """Write everything that is derived from the rows."""
     verdicts = judge(plans)
     verdicts.to_csv(out / "verdict.csv", index=False, float_format="%.4g")
     text = summary(verdicts)
@@ -73,7 +73,8 @@ def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
 
 
 def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bool) -> None:
-    """Add the rows of the cells that are missing in ``path``, one worker per core; sorted."""
+    """Simulate the cells that are missing in the file ``path``, with one process per core, and add
+    their rows, sorted. A cell is written when all of its contenders are done."""
     rows: list[dict[str, Any]] = []
     if path.exists() and not anew:
         rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
@@ -81,6 +82,8 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
     todo = [cell for cell in cells if cell.key not in have]
     sha, dirty = git_state()
     commit = sha[:12] + ("+changes" if dirty else "")
+    jobs = [job for cell in todo for job in jobs_of(cell, spec.tolerance)]
+    parts: dict[Cell, dict[str, list[Row]]] = defaultdict(dict)
     with (
         multiprocessing.get_context("spawn").Pool(
             os.cpu_count(), leave_interrupts_to_parent
@@ -88,8 +91,17 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
         progress_line() as bar,
     ):
         line = bar.add_task("cells", total=len(todo))
-        for found in pool.imap_unordered(partial(rows_of, tolerance=spec.tolerance), todo):
-            rows += [row.columns() | {"commit": commit} for row in found]
+        for job, found in pool.imap_unordered(_done, jobs):
+            mine = parts[job.cell]
+            mine[job.part] = found
+            if len(mine) < len(jobs_of(job.cell, spec.tolerance)):
+                continue
+            for other in jobs_of(job.cell, spec.tolerance):  # in the order of the tables
+                rows += [row.columns() | {"commit": commit} for row in mine[other.part]]
             table = pd.DataFrame(rows).sort_values([*CELL, "mode"], kind="stable")
             write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
             bar.advance(line)
+
+
+def _done(job: Job) -> tuple[Job, list[Row]]:
+    return job, job.rows()
