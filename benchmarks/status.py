@@ -62,7 +62,8 @@ def standing(runs_dir: Path) -> Standing:
     except SlurmError as error:
         view, jobs, problem = read_view(runs_dir), {}, str(error)
     notes += view.problems
-    folders = {path.name for path in runs_dir.iterdir() if path.is_dir()} - {"slurm"}
+    found = {path.name for path in runs_dir.iterdir() if path.is_dir()} - {"slurm"}
+    folders = {name for name in found if not name.startswith(".")}
     names = sorted(folders | set(view.latest))
     rows = [_row(runs_dir / name, view, jobs.get(name), notes) for name in names]
     return Standing(rows, list(dict.fromkeys(notes)), problem)

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from benchmarks.launch.progress import progress_line
 from benchmarks.records.metrics import UNMEASURED
-from benchmarks.records.record import check_writable, write_atomically
-from benchmarks.specification.command import run_command
+from benchmarks.records.record import write_atomically
+from benchmarks.specification.command import check_writable, run_command
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import CONTENDERS, PRICED
 from benchmarks.specification.run_spec import SpecError, check_heads, check_priced, validated

@@ -1,82 +1,108 @@
-"""One submission at a time per runs folder, also from several hosts.
+"""One sweep at a time per runs folder, also from several hosts.
 
 The lock is a folder with its owner in it: it appears under its name in one rename, which every
 shared file system does for one of two processes only. A lock whose owner is dead is taken over;
-see ``owner`` for how that is told.
+see ``owner`` for how that is told. While it is held, a thread keeps its heartbeat.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 
-from benchmarks.launch.owner import beat, claim, may_live, read_owner
+from benchmarks.launch.owner import BEAT_S, beat, claim, may_live, read_owner, this_process
 
 _POLL_S = 0.5
-_WAIT_S = 1800.0  # a submission of many arrays with a slow sbatch, each call bounded
 
 
 class LockedError(RuntimeError):
-    """Somebody else holds the folder and does not let go; the message is one line."""
+    """Somebody else holds the lock and does not let go; the message is one line."""
 
 
 @contextmanager
 def only_one(
-    directory: Path, say: Callable[[str], None], wait_s: float = _WAIT_S
-) -> Iterator[Callable[[], None]]:
-    """Hold ``directory/.lock``; gives a function to call now and then, the heartbeat.
+    lock: Path, purpose: str, say: Callable[[str], None], wait_s: float = math.inf
+) -> Iterator[None]:
+    """Hold the folder ``lock`` while the body runs.
 
-    Waits for another holder and says so once. Raises LockedError after ``wait_s`` seconds, and
-    OSError where the folder cannot be written to.
+    Waits for another holder and says so once; ``purpose`` is what a holder does, in words. Raises
+    LockedError after ``wait_s`` seconds, and OSError where the folder cannot be made.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    lock, deadline, said = directory / ".lock", time.monotonic() + wait_s, False
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    deadline, said = time.monotonic() + wait_s, False
     while not _take(lock):
+        if not may_live(lock) and _take_away(lock):
+            continue
         owner = read_owner(lock)
         who = owner.text if owner else "another process"
-        if not may_live(lock):
-            _take_away(lock)
-            continue
         if time.monotonic() > deadline:
             raise LockedError(f"{lock}: held by {who} for {wait_s:g} s (remove it if that is gone)")
         if not said:
-            say(f"waiting for {who}, which submits into this folder")
+            say(f"waiting for {who}, which {purpose}")
             said = True
         time.sleep(_POLL_S)
+    over = Event()
+    thread = Thread(target=_beat_until, args=(over, lock), daemon=True)
     try:
-        yield lambda: beat(lock)
+        thread.start()
+        yield
     finally:
+        over.set()
+        thread.join()
         _take_away(lock, mine=True)
 
 
+def _beat_until(over: Event, lock: Path) -> None:
+    while not over.wait(BEAT_S):
+        beat(lock)
+
+
 def _take(lock: Path) -> bool:
-    fresh = Path(tempfile.mkdtemp(prefix=".lock-new-", dir=lock.parent))
+    """Try to become the holder; raises OSError where no folder can be made."""
+    fresh = Path(tempfile.mkdtemp(prefix=f"{lock.name}-new-", dir=lock.parent))
     try:
         fresh.chmod(0o755)
         claim(fresh)
         fresh.rename(lock)
-        return True
     except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-        return False
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            return False
+        # NFS may have renamed it, lost the answer, and failed to rename it once more.
+        if error.errno == errno.ENOENT and read_owner(lock) == this_process():
+            return True
+        raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+    _clear_remains(lock)
+    return True
 
 
-def _take_away(lock: Path, *, mine: bool = False) -> None:
-    """Remove a lock of mine, or of a dead owner; of several who try, one moves it aside."""
-    aside = Path(tempfile.mkdtemp(prefix=".lock-old-", dir=lock.parent))
+def _clear_remains(lock: Path) -> None:
+    """Remove what holders left behind that were killed between two steps of taking the lock."""
+    for kind in ("new", "old"):
+        for path in lock.parent.glob(f"{lock.name}-{kind}-*"):
+            if not may_live(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _take_away(lock: Path, *, mine: bool = False) -> bool:
+    """Remove a lock of mine, or of a dead owner, and say whether it was there to be moved; of
+    several processes that try, one moves it aside."""
+    aside = Path(tempfile.mkdtemp(prefix=f"{lock.name}-old-", dir=lock.parent))
     moved = aside / "lock"
     try:
         lock.rename(moved)
         if not mine and may_live(moved):  # somebody was faster, and this is the new holder's
             moved.rename(lock)
     except OSError:
-        pass
-    shutil.rmtree(aside, ignore_errors=True)
+        return False
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return True

@@ -55,7 +55,7 @@ _ADAPTER = TypeAdapter(Owner)
 def this_process() -> Owner:
     """The process that calls."""
     pid = os.getpid()
-    return Owner(os.getuid(), socket.gethostname(), *_machine(), pid, _process(pid)[1])
+    return Owner(os.getuid(), socket.gethostname(), *_machine(), pid, state_and_start(pid)[1])
 
 
 def claim(directory: Path) -> None:
@@ -124,7 +124,7 @@ def _lives(owner: Owner) -> bool:
         return False
     except OSError:
         pass  # a process of another user
-    state, started = _process(owner.pid)
+    state, started = state_and_start(owner.pid)
     return state != "Z" and started in ("", owner.started)
 
 
@@ -144,8 +144,9 @@ def _line(path: str) -> str:
         return ""
 
 
-def _process(pid: int) -> tuple[str, str]:
-    """State and start time (clock ticks since boot) of a process; empty where they are hidden."""
+def state_and_start(pid: int) -> tuple[str, str]:
+    """State and start time (clock ticks since boot) of a process: two processes that had the same
+    number one after the other differ in it. Empty where there is none, or where it is hidden."""
     fields = _line(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return (fields[0], fields[19]) if len(fields) > 19 else ("", "")
 

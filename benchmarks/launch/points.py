@@ -21,6 +21,7 @@ from benchmarks.records.record import (
     RunRecord,
     Status,
     find_records,
+    now,
     read_record,
     write_atomically,
 )
@@ -236,8 +237,3 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "reduce_every": plan.reduce_every,
         "predicted_memory": [asdict(memory) for memory in plan.memory],
     }
-
-
-def now() -> str:
-    """Time of day in UTC, ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="seconds")

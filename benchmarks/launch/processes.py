@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from benchmarks.launch.finish import Ending, finish_attempt, killed
-from benchmarks.launch.owner import beat
+from benchmarks.launch.owner import beat, state_and_start
 from benchmarks.launch.points import Point, attempt_directory, freeze
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.rank_process import start_rank
@@ -79,10 +79,16 @@ def _run_ranks(
     tell.
     """
     processes = _start(point.spec, directory, ranks, arguments)
+    starts = {p.pid: state_and_start(p.pid)[1] for p in processes.values() if p.pid is not None}
     try:
         return _wait(point, processes, directory, progress)
     finally:
-        _kill(processes)
+        for process in processes.values():
+            process.kill()
+        for pid, started in starts.items():
+            kill_session(pid, started)
+        for process in processes.values():
+            process.join(timeout=30)
 
 
 def _start(
@@ -158,14 +164,17 @@ def _wait_all(processes: Processes, seconds: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _kill(processes: Processes) -> None:
-    for process in processes.values():
-        process.kill()
-        with suppress(ProcessLookupError):  # its children, in the session that it leads
-            if process.pid is not None:
-                os.killpg(process.pid, signal.SIGKILL)
-    for process in processes.values():
-        process.join(timeout=30)
+def kill_session(pid: int, started: str) -> None:
+    """Kill what is left of the session that a rank led: its children.
+
+    ``started`` is the rank's start time (``owner.state_and_start``). The rank may be gone for hours
+    and its number be that of a stranger, who is left alone. Without any process of that number the
+    group is the rank's own: the kernel gives no number to a process while a group has it.
+    """
+    _, found = state_and_start(pid)
+    if found in ("", started):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 def _free_port() -> int:

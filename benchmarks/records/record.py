@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from benchmarks.specification.run_spec import SpecError
 from zeropp.timeline import Provenance
 
 # Every record that was ever written stays readable. A new field has a default and needs no new
@@ -123,6 +122,11 @@ class RunRecord:
 _ADAPTER = TypeAdapter(RunRecord)
 
 
+def now() -> str:
+    """Time of day in UTC, ISO 8601, as records have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a file through a temporary neighbour and a rename; raises OSError and leaves nothing
     behind where the disk is full or read-only."""
@@ -154,17 +158,6 @@ def _complete_neighbour(path: Path, text: str) -> Iterator[Path]:
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def check_writable(field: str, directory: Path) -> None:
-    """Make a folder for results; raises SpecError where nothing could be written into it."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise SpecError(f"{field}={directory}: cannot be written to: {why}") from None
 
 
 def read_record(path: Path) -> RunRecord:
@@ -199,9 +192,18 @@ def _other_version(version: object) -> str:
 
 
 def find_records(roots: Iterable[Path]) -> Iterator[Path]:
-    """Paths of all record files under the roots (a root may be a record itself), sorted."""
+    """Paths of all record files under the roots (a root may be a record itself), sorted.
+
+    Hidden folders are left out: locks, attempts that are being made, and copies of the checkout,
+    which hold the committed records of other runs.
+    """
     for root in roots:
-        if root.is_file():
-            yield root
-        else:
-            yield from sorted(root.rglob("record*.json"))
+        yield from [root] if root.is_file() else sorted(_records_below(root))
+
+
+def _records_below(root: Path) -> Iterator[Path]:
+    for place, folders, files in os.walk(root):
+        for name in (*folders, *files):  # where a record is a folder, its reader says so
+            if name.startswith("record") and name.endswith(".json"):
+                yield Path(place) / name
+        folders[:] = [name for name in folders if not name.startswith(".")]

@@ -20,10 +20,10 @@ from benchmarks.launch.slurm.client import (
     EndedJob,
     accounted,
     last_ending,
+    limit_s,
     requeue,
     running_on,
-    seconds_left,
-    time_left_s,
+    time_limit_s,
 )
 from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.reasons import (
@@ -97,12 +97,11 @@ def _time_limit(directory: Path, job: str, end: ScriptEnd) -> Ending | None:
     """USR1 near the limit is the limit; with time left it is something else."""
     if end.caught != "USR1":
         return None
-    left = time_left_s(job, _CLIENT_TIMEOUT_S)
-    if left is None:  # not answered: what was left at the start, less what went by since
-        noted = seconds_left(str(slurm_of(directory).get("time_left", "")))
-        left = None if noted is None else noted - end.elapsed_s
-    grace_s = _grace_s(directory)
-    if left is None or left <= grace_s + _LATE_S:
+    limit = time_limit_s(job, _CLIENT_TIMEOUT_S)
+    if limit is None:  # not answered: as it was at the start
+        limit = limit_s(str(slurm_of(directory).get("time_limit", "")))
+    left = 0.0 if limit is None else limit - end.elapsed_s
+    if left <= _grace_s(directory) + _LATE_S:
         stage = ", in setup" if end.stage == "setup" else ""
         return Ending("timeout", f"stopped before the job's time limit (SIGUSR1){stage}")
     reason = f"SIGUSR1 with {left:.0f} s left: preemption, or sent by hand"

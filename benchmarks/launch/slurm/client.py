@@ -7,6 +7,7 @@ fallback, and tells only the last of a requeued job's endings.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Collection, Iterable
@@ -111,17 +112,21 @@ def queued_jobs(names: Iterable[str]) -> dict[str, QueuedJob]:
     return {job.key: job for job in jobs if job.state not in _OVER}
 
 
-def time_left_s(job: str, timeout_s: float = TIMEOUT_S) -> float | None:
-    """Seconds until a running job's limit; None where nobody says."""
+def time_limit_s(job: str, timeout_s: float = TIMEOUT_S) -> float | None:
+    """The time limit of a running job in seconds; None where nobody says. The time that is left is
+    not asked for: squeue reckons it with the clock of the host where it runs, which may be wrong.
+    """
     try:
-        text = call("squeue", "--noheader", f"--job={job}", "--format=%L", timeout_s=timeout_s)
+        text = call("squeue", "--noheader", f"--job={job}", "--format=%l", timeout_s=timeout_s)
     except SlurmError:
         return None
-    return seconds_left(text.strip())
+    return limit_s(text.strip())
 
 
-def seconds_left(text: str) -> float | None:
-    """Seconds of a time left as squeue prints it: D-HH:MM:SS without its leading zeros."""
+def limit_s(text: str) -> float | None:
+    """Seconds of a time limit as squeue prints it: D-HH:MM:SS without its leading zeros."""
+    if text == "UNLIMITED":
+        return math.inf
     days, _, rest = text.rpartition("-")
     parts = rest.split(":")
     if not all(part.isdigit() for part in [*parts, days or "0"]) or len(parts) < 2:

@@ -112,7 +112,7 @@ def report_name(sweep: str) -> str:
 
 def checkout_of(submission: Path, options: SlurmOptions) -> Path:
     """Where ranks run: this checkout, or the copy of it that ``snapshot`` makes."""
-    return submission / "checkout" if options.snapshot else CHECKOUT
+    return submission / ".checkout" if options.snapshot else CHECKOUT
 
 
 def _render(name: str, options: SlurmOptions, runs_dir: Path, **values: Any) -> str:

@@ -7,7 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -99,12 +99,10 @@ def _asks(flags: Flags) -> list[str]:
     return words({name: value for name, value in flags.items() if name not in hidden})
 
 
-def submit_points(
-    points: Sequence[Point], sweep: Sweep, facts: ClusterFacts, beat: Callable[[], None]
-) -> list[RunRecord]:
+def submit_points(points: Sequence[Point], sweep: Sweep, facts: ClusterFacts) -> list[RunRecord]:
     """Submit the arrays and the report job; returns records of what Slurm refused.
 
-    ``beat`` is called between the calls of sbatch. Raises OSError where files cannot be written.
+    Raises OSError where files cannot be written.
     """
     if not points:
         return []
@@ -121,7 +119,6 @@ def submit_points(
     _say_site_defaults(arrays[0], sweep.options)
     records: list[RunRecord] = []
     for number, array in enumerate(arrays):
-        beat()
         before = submission.arrays[number - 1].job if number and sweep.options.chain else ""
         submission.arrays[number] = _submit_array(array, sweep.options, before)
         submission.write()
