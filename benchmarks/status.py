@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.launch.local import close_abandoned
+from benchmarks.launch.owner import silence_s
 from benchmarks.launch.slurm.client import QueuedJob
 from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.jobs import View, close_ended, look, read_view, underway
@@ -27,7 +28,8 @@ from benchmarks.specification.run_spec import SpecError
 
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
 _OPTIONAL = ("detail", "job", "nodes", "log")  # columns that are left out where all are empty
-_FILE_WIDTH = 400  # one line a point where no terminal folds it
+_FILE_WIDTH = 400  # one line per point where no terminal folds it
+_QUIET_S = 90.0  # those that work on an attempt touch a file of it every 20 s at least
 
 
 @dataclass(frozen=True)
@@ -73,19 +75,26 @@ def _row(point: Path, view: View, job: QueuedJob | None, notes: list[str]) -> Ro
     task = view.latest.get(point.name)
     if task and job:
         return _queued_row(task, job)
+    attempts = sorted(path for path in point.glob("*-*") if path.is_dir())
+    unrecorded = [path for path in attempts if not (path / "record.json").exists()]
+    beating = [path for path in unrecorded if silence_s(path) <= _QUIET_S]
+    if beating:  # a local run, or Slurm does not answer
+        return _running_row(point, beating[-1])
     records, problems = _records(point)
     notes += problems
     if records:
         return _recorded_row(_telling(records), point)
     if problems:
         return Row(point.name, "corrupt", problems[-1], "", "", str(point))
-    attempts = sorted(path for path in point.glob("*-*") if path.is_dir())
-    if attempts:  # a local run, a Slurm that does not answer, or files too damaged to be recorded
-        directory = attempts[-1]
-        return Row(point.name, "running", _progress(directory), "", "", str(directory))
+    if attempts:  # silent, but perhaps alive elsewhere; or files too damaged to be recorded
+        return _running_row(point, attempts[-1])
     detail = "" if task and task.job else "the same command submits or runs it"
     state = "waiting" if task and task.job else "missing"
     return Row(point.name, state, detail, task.job if task else "", "", "")
+
+
+def _running_row(point: Path, attempt: Path) -> Row:
+    return Row(point.name, "running", _progress(attempt), "", "", str(attempt))
 
 
 def _queued_row(task: Task, job: QueuedJob) -> Row:

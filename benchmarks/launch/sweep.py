@@ -17,6 +17,7 @@ from benchmarks.launch.points import (
     Point,
     Rerun,
     or_unwritten,
+    records_of,
     still_to_run,
     unwritten_record,
     write_unstarted,
@@ -61,10 +62,13 @@ def _with_batch(values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any
 
 
 def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
-    """Run what is missing, then write the report; 1 where a point failed, else 0."""
+    """Run what is missing, then write the report; 1 where a point failed, else 0.
+
+    Where points wait in a queue and have no record yet, the sweep's last job writes the report.
+    """
     runs_dir, report_dir = (Path(configs[0][key]) for key in ("runs_dir", "report_dir"))
     records = launch_points(points, configs)
-    if records is not None:
+    if records is not None and all(any(records_of(p.spec, runs_dir)) for p in points):
         from benchmarks.report.write import write_report  # pandas and matplotlib only now
 
         roots = dict.fromkeys(runs_dir / point.spec.spec_id for point in points)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -192,18 +193,20 @@ def _other_version(version: object) -> str:
 
 
 def find_records(roots: Iterable[Path]) -> Iterator[Path]:
-    """Paths of all record files under the roots (a root may be a record itself), sorted.
+    """Paths of all record files under the roots (a root may be a record itself), sorted."""
+    for root in roots:
+        yield from [root] if root.is_file() else find_below(root, "record*.json")
+
+
+def find_below(root: Path, pattern: str) -> list[Path]:
+    """Paths below a folder whose names match a pattern, sorted; a folder may match, whose reader
+    says then that it is none of its files.
 
     Hidden folders are left out: locks, attempts that are being made, and copies of the checkout,
     which hold the committed records of other runs.
     """
-    for root in roots:
-        yield from [root] if root.is_file() else sorted(_records_below(root))
-
-
-def _records_below(root: Path) -> Iterator[Path]:
+    found = []
     for place, folders, files in os.walk(root):
-        for name in (*folders, *files):  # where a record is a folder, its reader says so
-            if name.startswith("record") and name.endswith(".json"):
-                yield Path(place) / name
+        found += [Path(place) / name for name in fnmatch.filter([*folders, *files], pattern)]
         folders[:] = [name for name in folders if not name.startswith(".")]
+    return sorted(found)

@@ -36,6 +36,8 @@ class Command:
             importlib.import_module(name)
         self._folder = tempfile.TemporaryDirectory(prefix="command-")
         self._files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        for path in self._files:
+            path.touch()
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
@@ -88,10 +90,9 @@ def _be(
         os.environ.update(environment)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number, path in enumerate(files, start=1):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-        sys.stdout, sys.stderr = (
-            io.TextIOWrapper(io.FileIO(n, "w"), line_buffering=True) for n in (1, 2)
-        )
+            os.dup2(os.open(path, os.O_WRONLY), number)
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), line_buffering=True)
+        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), line_buffering=True)
         sys.argv = [module, *words]
         code = importlib.import_module(module).main()
     except BaseException:

@@ -20,7 +20,7 @@ def faked(offset: str) -> dict[str, str]:
     found = sorted(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
     if not found:
         pytest.skip("not installed: libfaketime (apt-get install faketime)")
-    return {"LD_PRELOAD": str(found[0]), "FAKETIME": offset, "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    return {"LD_PRELOAD": str(found[0]), "FAKETIME": offset}
 
 
 def typed(suite: Suite, *words: str, folder: Path | None = None) -> tuple[str, str]:

@@ -159,7 +159,8 @@ def test_gpus_follow_the_point_whichever_flag_the_site_uses(
     text = script_of(options(**changes))
     asked = [line for line in text.splitlines() if "#SBATCH" in line and ("gpu" in line)]
     assert asked == ([f"#SBATCH {expected}"] if expected else [])
-    assert ("--gpu-bind=none" in text) == (expected == "--gpus-per-task=1")
+    (srun,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    assert ("--gpus-per-node=4" in srun) == (expected == "--gpus-per-task=1")
 
 
 def test_ranks_on_cpus_ask_for_no_gpus() -> None:

@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def _ending(directory: Path, end: ScriptEnd) -> Ending | None:
     job, ended = str(slurm["job"]), _word_of(slurm)
     return (
         memory_kill(directory)
-        or (ending_by_state(ended) if ended else None)
+        or (_by_state(ended, end.stage) if ended else None)
         or _time_limit(directory, job, end)
         or first_kill(directory)
         or (None if end.caught else killed_with_its_shell(directory))
@@ -76,6 +76,13 @@ def _ending(directory: Path, end: ScriptEnd) -> Ending | None:
         or before_ranks(directory, None, end.stage)
         or _failed_setup(directory, end, ended)
     )
+
+
+def _by_state(ended: EndedJob, stage: str) -> Ending | None:
+    ending = ending_by_state(ended)
+    if ending is None or stage != "setup":
+        return ending
+    return replace(ending, reason=f"{ending.reason}, in setup")
 
 
 def _word_of(slurm: Mapping[str, Any]) -> EndedJob | None:

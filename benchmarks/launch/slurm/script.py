@@ -6,6 +6,7 @@ Nothing here talks to Slurm. A script is readable and complete: what ran can be 
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,10 @@ def _gpu_flags(resources: Resources, options: SlurmOptions) -> Flags:
 
 def _srun_flags(resources: Resources, options: SlurmOptions) -> Flags:
     """Flags of srun that a site may change. A rank must see its neighbours' GPUs to reach them
-    directly, so GPUs are never bound to tasks."""
+    directly, so where a job asked for GPUs per task, its step asks for all of each node."""
     defaults: Flags = {"cpu-bind": "cores"}
     if resources.has_gpus and options.gpu_flag == "gpus-per-task":
-        defaults["gpu-bind"] = "none"
+        defaults |= _gpu_flags(resources, replace(options, gpu_flag="gpus-per-node"))
     return defaults | normal(options.srun)
 
 

@@ -158,10 +158,13 @@ def copy_checkout(target: Path) -> None:
         "-C", str(CHECKOUT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"
     )
     for name in filter(None, listed.split("\0")):
-        source = CHECKOUT / name
-        if source.is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target / name)
+        source, copy = CHECKOUT / name, target / name
+        if source.exists():  # and not deleted since it was committed
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():  # a link to a folder: git lists nothing below it
+                copy.symlink_to(source.resolve())
+            else:
+                shutil.copy2(source, copy)
     _git("-C", str(target), "reset", "--quiet")
 
 
