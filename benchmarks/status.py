@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.launch.local import close_abandoned
-from benchmarks.launch.owner import silence_s
+from benchmarks.launch.owner import QUIET_S, silence_s
 from benchmarks.launch.slurm.client import QueuedJob
 from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.jobs import View, close_ended, look, read_view, underway
@@ -29,7 +29,6 @@ from benchmarks.specification.run_spec import SpecError
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
 _OPTIONAL = ("detail", "job", "nodes", "log")  # columns that are left out if they are empty
 _FILE_WIDTH = 400  # characters per line where the output is no terminal: one line per point
-_QUIET_S = 90.0  # those that work on an attempt touch a file of it every 20 s at least
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def _row(point: Path, view: View, job: QueuedJob | None, notes: list[str]) -> Ro
         return _queued_row(task, job)
     attempts = sorted(path for path in point.glob("*-*") if path.is_dir())
     unrecorded = [path for path in attempts if not (path / "record.json").exists()]
-    beating = [path for path in unrecorded if silence_s(path) <= _QUIET_S]
+    beating = [path for path in unrecorded if silence_s(path) <= QUIET_S]
     if beating:  # a local run, or Slurm does not answer
         return _running_row(point, beating[-1])
     records, problems = _records(point)

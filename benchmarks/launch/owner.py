@@ -28,6 +28,7 @@ from benchmarks.records.record import write_atomically
 
 OWNER_FILE = "owner.json"
 BEAT_S = 10.0
+QUIET_S = 90.0  # heartbeats come every 20 s at least, and shared file systems show them late
 SILENT_S = 900.0  # a host that cannot be seen and is silent for so long counts as dead
 
 

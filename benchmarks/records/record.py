@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import json
 import os
@@ -118,7 +117,7 @@ class RunRecord:
     def write(self, path: Path) -> None:
         """Write the record atomically, so that a reader sees all of it or nothing. Raises
         FileExistsError if the file exists, since no record is ever overwritten."""
-        create_atomically(path, json.dumps(dataclasses.asdict(self), indent=1))
+        create_atomically(path, json.dumps(vars(self), default=vars, indent=1))
 
 
 _ADAPTER = TypeAdapter(RunRecord)

@@ -24,6 +24,7 @@ _PRELOADED = (
     "benchmarks.status",
     "benchmarks.launch.sweep",
     "benchmarks.launch.slurm.launcher",
+    "benchmarks.report.write",
 )
 _AT_ONCE = threading.BoundedSemaphore(3)  # tests in threads would start twenty at the same time
 

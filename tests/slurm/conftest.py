@@ -27,12 +27,15 @@ _RESULT_S = 270.0
 # The marks of a test that begins at once with the others.
 TOGETHER = [pytest.mark.together, pytest.mark.usefixtures("running")]
 
+FIRST = pytest.mark.together("first")  # the longest: Slurm's shortest time limit is a minute
+
 Running = dict[str, Future[None]]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known to --strict-markers."""
-    config.addinivalue_line("markers", "together: begins at once with the others, in a thread")
+    line = "together(when): begins at once with the others, in a thread; FIRST before all of them"
+    config.addinivalue_line("markers", line)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -213,7 +216,9 @@ def running(
 ) -> Iterator[Running]:
     """The selected tests that run together, by their ids."""
     items = [i for i in request.session.items if isinstance(i, pytest.Function)]
-    chosen = [item for item in items if item.get_closest_marker("together")]
+    marked = [(item, item.get_closest_marker("together")) for item in items]
+    ordered = sorted((not mark.args, place) for place, (_, mark) in enumerate(marked) if mark)
+    chosen = [items[place] for _, place in ordered]
 
     def begin(pool: ThreadPoolExecutor, item: pytest.Function) -> Future[None]:
         folder = tmp_path_factory.mktemp(re.sub(r"\W", "_", item.name))

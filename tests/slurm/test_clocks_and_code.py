@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.launch.slurm.submit import copy_checkout
-from tests.slurm.conftest import TOGETHER, Suite
+from tests.slurm.conftest import FIRST, TOGETHER, Suite
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(290), *TOGETHER]
 
@@ -38,6 +38,7 @@ def typed(suite: Suite, *words: str, folder: Path | None = None) -> tuple[str, s
     return done.stdout, done.stderr
 
 
+@FIRST
 def test_clocks_that_are_wrong(suite: Suite) -> None:
     """The nodes' is four minutes late, more than any grace (and as much as munge allows); that of
     the host where somebody asks is a day ahead."""

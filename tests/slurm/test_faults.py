@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.records.record import RunRecord
 from tests.slurm.cluster import wait_until
-from tests.slurm.conftest import TOGETHER, Suite
+from tests.slurm.conftest import FIRST, TOGETHER, Suite
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(290), *TOGETHER]
 
@@ -109,6 +109,7 @@ def test_failures_before_the_ranks_start_are_told_and_not_repeated(suite: Suite)
     assert "0 of 2 points to run" in suite.stand_in(*broken)
 
 
+@FIRST
 def test_a_time_limit_in_setup_is_a_time_limit(suite: Suite) -> None:
     slow = ("seed=0", "launcher.setup=['sleep 200']")
     suite.stand_in(*slow, "launcher.sbatch.time=1", "launcher.grace_s=20")

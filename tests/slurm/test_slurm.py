@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.slurm.cluster import wait_until
-from tests.slurm.conftest import TOGETHER, Suite
+from tests.slurm.conftest import FIRST, TOGETHER, Suite
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(290), *TOGETHER]
 
@@ -16,6 +16,7 @@ REAL = (  # ranks of two contenders with all of the engine, on one node and on t
 )
 
 
+@FIRST
 def test_sweep_of_real_ranks_over_nodes(suite: Suite) -> None:
     suite.sweep(*REAL)
     wait_until(lambda: "Written to" in _report_log(suite), 240, "the report of the sweep")
@@ -42,6 +43,7 @@ def _report_log(suite: Suite) -> str:
     return "".join(path.read_text() for path in suite.runs.glob("slurm/*/*-report.log"))
 
 
+@FIRST
 def test_a_point_over_its_time(suite: Suite) -> None:
     suite.stand_in("seed=3", "launcher.sbatch.time=1", "launcher.grace_s=20")
     suite.wait_for_records(1, 200)
