@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -54,3 +55,8 @@ def check_writable(field: str, directory: Path) -> None:
     except OSError as error:
         why = (error.strerror or str(error)).lower()
         raise SpecError(f"{field}={directory}: cannot be written to: {why}") from None
+
+
+def leave_interrupts_to_parent() -> None:
+    """For worker processes: Ctrl-C is said in one line by the command that started them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -16,6 +16,8 @@ from benchmarks.worker.expected import Expected, norm_of
 from zeropp.layout import Layout
 from zeropp.training import Trainer
 
+_BROADCAST_ELEMENTS = 2**22  # 16 MiB in fp32
+
 
 @dataclass(frozen=True)
 class Observed:
@@ -67,14 +69,32 @@ def _distances(
 ) -> Iterator[float]:
     """L2 norm of the difference between this rank's updates and those that rank 0 knows, parameter
     by parameter; -1 for one that this rank does not hold."""
-    for name, shape in shapes.items():
-        wanted = updates[name].to(device) if updates else torch.empty(shape, device=device)
+    for names in _batches(shapes):
+        sizes = [shapes[name].numel() for name in names]
+        wanted = torch.empty(sum(sizes), device=device)
+        if updates:
+            wanted = torch.cat([updates[name].flatten() for name in names]).to(device)
         dist.broadcast(wanted, 0)
-        if name in after:
-            seen = after[name].double() - before[name]
-            yield norm_of(seen - wanted.cpu())
-        else:
-            yield -1.0
+        for name, update in zip(names, torch.split(wanted.cpu(), sizes), strict=True):
+            if name in after:
+                seen = after[name].double() - before[name]
+                yield norm_of(seen.flatten() - update)
+            else:
+                yield -1.0
+
+
+def _batches(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
+    """The parameters in their order, so many at a time that a broadcast is worth its start."""
+    names: list[str] = []
+    elements = 0
+    for name, shape in shapes.items():
+        names.append(name)
+        elements += shape.numel()
+        if elements >= _BROADCAST_ELEMENTS:
+            yield names
+            names, elements = [], 0
+    if names:
+        yield names
 
 
 def _ratio(distance: float, size: float) -> float:
