@@ -1,8 +1,8 @@
-"""One sweep at a time per runs folder, also from several hosts.
+"""A lock on a runs folder, so that only one process works in it, also from several hosts.
 
-The lock is a folder with its owner in it: it appears under its name in one rename, which every
-shared file system does for one of two processes only. A lock whose owner is dead is taken over;
-see ``owner`` for how that is told. While it is held, a thread keeps its heartbeat.
+The lock is a folder that names its owner. It gets its name by a rename, which succeeds for only one
+of two processes on every shared file system. A lock whose owner is dead is taken over; ``owner``
+says how that is decided. While the lock is held, a thread keeps up its heartbeat.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ _POLL_S = 0.5
 
 
 class LockedError(RuntimeError):
-    """Somebody else holds the lock and does not let go; the message is one line."""
+    """Another process holds the lock and has not released it in time; the message is one line."""
 
 
 @contextmanager
 def only_one(
     lock: Path, purpose: str, say: Callable[[str], None], wait_s: float = math.inf
 ) -> Iterator[None]:
-    """Hold the folder ``lock`` while the body runs.
+    """Hold the folder ``lock`` inside this context.
 
-    Waits for another holder and says so once; ``purpose`` is what a holder does, in words. Raises
-    LockedError after ``wait_s`` seconds, and OSError where the folder cannot be made.
+    If another process holds it, this says so once and waits; ``purpose`` is what a holder does, as
+    in "submits into this folder". Raises LockedError after ``wait_s`` seconds, and OSError if the
+    folder cannot be written to.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     deadline, said = time.monotonic() + wait_s, False
@@ -65,7 +66,7 @@ def _beat_until(over: Event, lock: Path) -> None:
 
 
 def _take(lock: Path) -> bool:
-    """Try to become the holder; raises OSError where no folder can be made."""
+    """Try to become the holder; raises OSError if no folder can be made."""
     fresh = Path(tempfile.mkdtemp(prefix=f"{lock.name}-new-", dir=lock.parent))
     try:
         fresh.chmod(0o755)
@@ -74,7 +75,7 @@ def _take(lock: Path) -> bool:
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             return False
-        # NFS may have renamed it, lost the answer, and failed to rename it once more.
+        # An NFS client whose answer got lost asks again, although the folder was renamed.
         if error.errno == errno.ENOENT and read_owner(lock) == this_process():
             return True
         raise
@@ -85,7 +86,8 @@ def _take(lock: Path) -> bool:
 
 
 def _clear_remains(lock: Path) -> None:
-    """Remove what holders left behind that were killed between two steps of taking the lock."""
+    """Remove the temporary folders of processes that were killed while they took or released the
+    lock."""
     for kind in ("new", "old"):
         for path in lock.parent.glob(f"{lock.name}-{kind}-*"):
             if not may_live(path):
@@ -93,13 +95,13 @@ def _clear_remains(lock: Path) -> None:
 
 
 def _take_away(lock: Path, *, mine: bool = False) -> bool:
-    """Remove a lock of mine, or of a dead owner, and say whether it was there to be moved; of
-    several processes that try, one moves it aside."""
+    """Remove this process's lock, or that of a dead owner; returns whether it was moved aside. If
+    several processes try, only one can move it."""
     aside = Path(tempfile.mkdtemp(prefix=f"{lock.name}-old-", dir=lock.parent))
     moved = aside / "lock"
     try:
         lock.rename(moved)
-        if not mine and may_live(moved):  # somebody was faster, and this is the new holder's
+        if not mine and may_live(moved):  # another process was faster: this is its new lock
             moved.rename(lock)
     except OSError:
         return False
