@@ -70,8 +70,8 @@ def _gpu_flags(resources: Resources, options: SlurmOptions) -> Flags:
 
 
 def _srun_flags(resources: Resources, options: SlurmOptions) -> Flags:
-    """The flags of srun, which a site may change. A rank must see its neighbours' GPUs to reach them
-    directly; so if the job asked for GPUs per task, its step asks for GPUs per node."""
+    """The flags of srun, which a site may change. A rank must see its neighbours' GPUs to reach
+    them directly; so if the job asked for GPUs per task, its step asks for GPUs per node."""
     defaults: Flags = {"cpu-bind": "cores"}
     if resources.has_gpus and options.gpu_flag == "gpus-per-task":
         defaults |= _gpu_flags(resources, replace(options, gpu_flag="gpus-per-node"))
