@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from baselines.public_3d.knobs import Public3DKnobs, Public3DSchedule
 from baselines.public_3d.offers import OFFERS
-from zeropp.literals import Auto, Recompute
+from zeropp.literals import Auto, Recompute, if_auto
 from zeropp.tune.space import (
     Point,
     Space,
@@ -37,7 +37,6 @@ def families(point: Point[P]) -> Iterator[P]:
         [s for s in choices(asked.schedule, offer.schedules) if s in offer.schedules],
     ):
         for chunks, recompute, blocks in _chunks_and_blocks(point, schedule):
-            split = offer.split_blocks and recompute == "none" and not point.task.shape.dropout
             yield replace(
                 asked,
                 tp=degrees.tp,
@@ -50,7 +49,9 @@ def families(point: Point[P]) -> Iterator[P]:
                 recompute=recompute,
                 recompute_blocks=blocks,
                 placement=placement,
-                split_blocks=split if asked.split_blocks == "auto" else asked.split_blocks,
+                split_blocks=if_auto(
+                    asked.split_blocks, offer.split_blocks and not point.task.shape.dropout
+                ),
             )
 
 

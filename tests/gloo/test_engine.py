@@ -53,6 +53,7 @@ CASES = [
     Case(pp=4, chunks=2, unit=4, batch=8, layers=5, split_blocks=True),
     Case(pp=2, shard=2, chunks=3, batch=8, layers=5, split_blocks=True, tied=True),
     Case(pp=2, shard=2, chunks=2, batch=8, layers=3, split_blocks=True, stage_style="v"),
+    Case(pp=2, chunks=3, batch=8, layers=5, split_blocks=True, recompute="full"),
 ]
 
 

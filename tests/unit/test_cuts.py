@@ -130,10 +130,17 @@ def test_both_halves_of_a_block_cost_what_the_block_costs() -> None:
         assert first[0] < first[1] < first[2]
 
 
-def test_recomputed_blocks_and_dropout_are_not_cut_inside() -> None:
-    knobs = ZeroppKnobs(pp=2, shard=32, recompute="full", split_blocks=True)
-    with pytest.raises(InfeasibleError, match="recompute=full recomputes whole blocks"):
-        ZEROPP.size(task(), knobs, 1)
+def test_halves_are_not_recomputed() -> None:
+    plan = cut((0, 20.5, 42))
+    full = price_plan(replace(plan, recompute="full"), task().cluster).memory
+    none = price_plan(plan, task().cluster).memory
+    whole = price_plan(replace(cut((0, 20, 42)), recompute="full"), task().cluster).memory
+    assert full[0].activations < none[0].activations
+    assert full[0].activations - whole[0].activations > 5 * whole[0].activations / 20
+
+
+def test_dropout_is_not_cut_inside() -> None:
+    knobs = ZeroppKnobs(pp=2, shard=32, split_blocks=True)
     dropping = replace(task(), shape=replace(task().shape, dropout=0.1))
     with pytest.raises(InfeasibleError, match=r"dropout=0\.1 draws its numbers block by block"):
-        ZEROPP.size(dropping, replace(knobs, recompute="none"), 1)
+        ZEROPP.size(dropping, knobs, 1)

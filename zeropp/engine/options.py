@@ -18,12 +18,14 @@ from zeropp.literals import LossReduction, Precision, Recompute, ReduceEvery, Wi
 @dataclass(frozen=True)
 class Piece:
     """One pipeline piece that this rank holds. ``deferrable``: its linear layers may put off
-    their weight gradients, and it is what recomputation recomputes (a transformer block)."""
+    their weight gradients, and it is what recomputation recomputes (a transformer block). ``half``:
+    it is only the attention or the MLP of a block, which is never recomputed."""
 
     index: int
     stage: int
     module: nn.Module
     deferrable: bool
+    half: bool = False
 
 
 Boundary = Callable[[int], Sequence[TensorShape]]
