@@ -15,10 +15,13 @@ from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import price_plan
 from zeropp.cost.cuts import largest_work, spread_blocks
+from zeropp.cost.data_parallel import collectives_of, stage_parameters
 from zeropp.cost.half_cuts import spread_halves
 from zeropp.layout import InfeasibleError
-from zeropp.plan import Plan
+from zeropp.plan import Candidate, Plan
+from zeropp.programs import program_named
 from zeropp.schedule.program import loop_placement, v_placement
+from zeropp.sim.simulator import simulate
 
 
 def work_of_ranks(
@@ -144,3 +147,21 @@ def test_dropout_is_not_cut_inside() -> None:
     dropping = replace(task(), shape=replace(task().shape, dropout=0.1))
     with pytest.raises(InfeasibleError, match=r"dropout=0\.1 draws its numbers block by block"):
         ZEROPP.size(dropping, knobs, 1)
+
+
+def test_a_chunk_has_a_collective_per_flat_buffer() -> None:
+    plan = cut((0, 20.5, 42))
+    for stage in range(2):  # weights, all else, and the end that is tied
+        sizes = collectives_of(plan, program_named("zeropp"), stage)
+        assert len(sizes) == 3
+        assert sum(sizes) == pytest.approx(stage_parameters(plan, stage))
+        assert len(collectives_of(plan, program_named("fsdp"), stage)) == 21 + (stage == 1)
+
+
+def test_crossings_of_the_replicas_slow_the_compute_beside_them() -> None:
+    knobs = ZeroppKnobs(pp=2, shard=8, replicate=4, chunks=4, recompute="none")
+    result = ZEROPP.simulated(task(), Candidate(knobs, 1))
+    assert min(result.price.replica_s) > 0
+    free = replace(result.price, replica_s=(0.0,) * len(result.price.replica_s))
+    alone = simulate(result.plan, task().cluster, price=free)
+    assert all(a < b for a, b in zip(alone.events.busy, result.events.busy, strict=True))
