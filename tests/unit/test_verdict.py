@@ -62,7 +62,10 @@ def test_cells_in_which_zeropp_does_not_fit_are_told() -> None:
         ]
 
     verdicts = judge(pd.DataFrame([*cell(8, 90.0), *cell(16, None)]))
-    assert list(verdicts["verdict_over_best_3d"]) == ["slower", "ZeroPP does not fit"]
+    assert list(verdicts["verdict_over_best_3d"]) == [
+        "slower, not reproduced",
+        "ZeroPP does not fit",
+    ]
     assert "1 cells, median 0.90" in summary(verdicts)
     assert summary(verdicts).count("In 1 more no plan of ZeroPP fits.") == len(BASELINES)
 
