@@ -150,7 +150,7 @@ class Plan:
         return (*halves, *([(floor(end), "attention")] if end % 1 else []))  # type: ignore[arg-type]
 
     def blocks_of(self, stage: int) -> int:
-        """How many whole transformer blocks a stage holds."""
+        """The number of whole transformer blocks in a stage."""
         pieces = self.pieces_of(stage)
         return len(pieces) - (0 in pieces) - (self.shape.num_pieces - 1 in pieces)
 

@@ -71,6 +71,6 @@ def test_loss_curve_is_that_of_one_process(
         units = point.plan.num_microbatches // point.plan.schedule.unit
         assert units >= 2
         for rank in record.ranks:
-            # Once a chunk, unit and phase would be 2 * chunks * units. The last chunk turns round
+            # Once per chunk, unit and phase would be 2 * chunks * units. The last chunk turns round
             # from forward to backward, and chunk 0 from one unit to the next, without a gather.
             assert rank.counters["unshard"] == steps * (2 * (chunks - 1) * units + 1)

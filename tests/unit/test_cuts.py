@@ -145,7 +145,7 @@ def test_halves_are_not_recomputed() -> None:
 def test_dropout_is_not_cut_inside() -> None:
     knobs = ZeroppKnobs(pp=2, shard=32, split_blocks=True)
     dropping = replace(task(), shape=replace(task().shape, dropout=0.1))
-    with pytest.raises(InfeasibleError, match=r"dropout=0\.1 draws its numbers block by block"):
+    with pytest.raises(InfeasibleError, match=r"dropout=0\.1 draws its masks block by block"):
         ZEROPP.size(dropping, knobs, 1)
 
 

@@ -95,7 +95,13 @@ def make_folder(runs: Path) -> None:
     listed = "".join(f"    {spec_id}\n" for spec_id in ids)
     (directory / "sweep-0.sbatch").write_text(f"#!/bin/bash\nspecs=(\n{listed})\n")
     (directory / "sweep-report.sbatch").write_text("#!/bin/bash\n#SBATCH --account=science\n")
-    Submission(directory, [SubmittedArray("sweep-0", ids, "7")], "8", "here@head", 0).write()
+    Submission(
+        directory=directory,
+        arrays=[SubmittedArray("sweep-0", ids, "7")],
+        report_job="8",
+        cluster="here@head",
+        user=0,
+    ).write()
 
 
 def cut(path: Path, chance: random.Random) -> None:

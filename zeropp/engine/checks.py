@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from zeropp.engine.together import gathered_texts, together
 from zeropp.engine.trial import Layer
 from zeropp.layout import InfeasibleError
 
@@ -23,25 +23,17 @@ _SHOWN = 60  # characters of a value in a message
 def agreed(check: Callable[[], object], description: Callable[[], object]) -> None:
     """Run a check, and compare what ranks describe; collective.
 
-    ``check`` raises InfeasibleError where something is wrong on this rank. ``description`` is
-    whatever must be equal on all ranks (compared by ``repr``), and is asked for only where the
-    check passed everywhere. Raises the same InfeasibleError on every rank.
+    ``check`` raises where something is wrong on this rank; then every rank raises, as ``together``
+    says. ``description`` is whatever must be equal on all ranks (compared by ``repr``), and is
+    asked for only where the check passed everywhere. Raises the same InfeasibleError on every rank
+    where it differs.
     """
-    try:
-        check()
-        found = ""
-    except InfeasibleError as error:
-        found = str(error)
-    problems = _gathered(found)
-    for rank, problem in enumerate(problems):
-        if problem:
-            everywhere = len(set(problems)) == 1
-            raise InfeasibleError(problem if everywhere else f"{problem} (on rank {rank})")
-    _compare(description())
+    together(check)
+    _compare(together(description))
 
 
 def _compare(description: object) -> None:
-    texts = _gathered(repr(description))
+    texts = gathered_texts(repr(description))
     for rank, text in enumerate(texts):
         if text != texts[0]:
             ours, theirs = _difference(texts[0], text)
@@ -59,21 +51,15 @@ def _difference(first: str, second: str) -> tuple[str, str]:
     return first[start : start + _SHOWN], second[start : start + _SHOWN]
 
 
-def _gathered(text: str) -> list[str]:
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return texts
-
-
 def check_layers(
     layers: Sequence[Layer],
     weights: Sequence[float] | None,
     tied: tuple[ParameterName, ParameterName] | None,
 ) -> None:
-    """Refuse layers that cannot be trained apart; raises InfeasibleError.
+    """Raise InfeasibleError for layers that cannot be trained separately.
 
-    A module or a parameter that two entries share would be trained twice, each with half of its
-    gradients; ``tied`` names the one pair that may be shared.
+    A parameter in two layers would be trained twice, each time with a part of its gradient;
+    ``tied`` names the only pair that may be shared.
     """
     if not layers:
         raise InfeasibleError("layers=[]: there is nothing to train")
@@ -120,7 +106,7 @@ def _check_not_shared(
 
 
 def described(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, object]:
-    """What must be equal wherever a layer is trained: shapes, types, and sums over the values."""
+    """What must be equal on all ranks that train a layer: shapes, types, and sums of the values."""
     found: dict[str, object] = {}
     for name, parameter in named_parameters:
         values = parameter.detach()
@@ -154,7 +140,7 @@ def check_keywords(
 
 
 def check_batch(parts: Mapping[str, torch.Tensor], rows: int) -> None:
-    """Refuse a batch that is not this rank's rows; raises ValueError."""
+    """Raise ValueError if a batch does not have this rank's number of rows."""
     for name, part in parts.items():
         if len(part) != rows:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""One model chunk on its rank: forward, backward in two halves, over sharded parameters."""
+"""One model chunk on its rank: its forward, and its backward in two halves."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ChunkOptions:
 
 @dataclass
 class _Live:
-    """What one microbatch keeps between its forward and its input gradient.
+    """What one microbatch keeps between its forward and its backward.
 
     The outputs themselves are not kept, only where their gradients enter the graph: their memory
     is free once they are sent. An output that depends on nothing trained has None.
@@ -105,7 +105,7 @@ class Chunk:
         return value if self.leaving is None else self._cast_leaving(value)
 
     def set_output(self, microbatch: int, output: Tensor) -> None:
-        """Replace what backward starts from (the last stage's loss)."""
+        """Replace the tensor from which the backward starts: in the last stage by the loss."""
         self._live[microbatch].outputs = _edges([output])
 
     def backward(
@@ -132,7 +132,8 @@ class Chunk:
         return [_gradient(x) for x in live.inputs if x.is_floating_point()]
 
     def backward_weight(self, microbatch: int) -> None:
-        """The weight gradients that ``backward`` put off; needs no gathered parameters."""
+        """Compute the weight gradients that ``backward`` has delayed; no gathered parameters are
+        needed."""
         self.shards.make_gradients(deferred=True)
         self.store.run(microbatch)
 

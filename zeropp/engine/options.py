@@ -1,9 +1,10 @@
-"""What an engine is told: its pieces of the model, and its options."""
+"""What an engine is made of: its pieces of the model, and its options."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import nn
@@ -17,9 +18,9 @@ from zeropp.literals import LossReduction, Precision, Recompute, ReduceEvery, Wi
 
 @dataclass(frozen=True)
 class Piece:
-    """One pipeline piece that this rank holds. ``deferrable``: its linear layers may put off
-    their weight gradients, and it is what recomputation recomputes (a transformer block). ``half``:
-    it is only the attention or the MLP of a block, which is never recomputed."""
+    """One piece of the model on this rank. A ``deferrable`` piece (a transformer block) may delay
+    the weight gradients of its linear layers, and may be recomputed. A ``half`` is only the
+    attention or the MLP of a block, and is never recomputed."""
 
     index: int
     stage: int
@@ -33,7 +34,7 @@ MakeOptimizer = Callable[[Mapping[str, list[nn.Parameter]]], torch.optim.Optimiz
 
 
 def one_group(name: Name, parameter: nn.Parameter) -> str:
-    """All parameters in one optimizer group."""
+    """The optimizer group of every parameter, if there is only one group."""
     del name, parameter
     return "all"
 
@@ -49,10 +50,11 @@ class EngineOptions:
     the step and of the microbatch, so that every topology draws the same; ``random``: the model may
     draw random numbers, and recomputation draws the same ones again (False saves the time that
     this takes); ``compile``: each block runs through torch.compile; ``group_of``: the optimizer
-    group of a parameter, by its (piece, name); ``loss_reduction``: whether a batch's loss is the
-    mean over its rows, or the sum, as the loss function gives it for a microbatch. Raises
-    InfeasibleError for ``compile`` with a ``dropout_seed``: compiled code draws from a generator of
-    its own.
+    group of a parameter, by its (piece, name); ``timeout``: how long a collective or a message
+    waits for its peers (None: torch's default for new groups); ``loss_reduction``: whether a
+    batch's loss is the mean over its rows, or the sum, as the loss function gives it for a
+    microbatch. Raises InfeasibleError for ``compile`` with a ``dropout_seed``: compiled code draws
+    from a generator of its own.
     """
 
     precision: Precision = "fp32"
@@ -66,11 +68,12 @@ class EngineOptions:
     compile: bool = False
     group_of: GroupOf = one_group
     loss_reduction: LossReduction = "mean"
+    timeout: timedelta | None = None
     recomputed: tuple[int, ...] = ()  # blocks of each stage, its first ones; empty: all of them
 
     def __post_init__(self) -> None:
         if self.compile and self.dropout_seed is not None:
             raise InfeasibleError(
-                "compile=True: compiled blocks draw dropout from a generator of their own "
-                "(use compile=False, or no dropout)"
+                "compile=True: compiled blocks draw dropout masks from a random generator of their "
+                "own, which would make runs differ (use compile=False, or no dropout)"
             )
