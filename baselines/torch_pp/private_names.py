@@ -98,7 +98,7 @@ class ObservedStage(PipelineStage):
 
 
 class PlannedStage(StageBase):
-    """As much of a stage as torch's generators of orders look at: its place in the pipeline."""
+    """A stage with only what torch's generators of orders read: its place in the pipeline."""
 
     def __init__(self, index: int, num_stages: int, num_ranks: int) -> None:
         self.stage_index, self.num_stages = index, num_stages

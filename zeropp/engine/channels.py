@@ -31,9 +31,9 @@ class _Pending:
 
 
 class Channels:
-    """Messages of this rank's pipeline; construction is collective over all ranks.
+    """The messages between the ranks of this rank's pipeline. All ranks must construct it.
 
-    ``timeout``: how long a message waits for its peer; None: torch's default.
+    ``timeout`` is how long a message waits for its peer; None means torch's default.
     """
 
     def __init__(

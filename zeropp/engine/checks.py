@@ -1,7 +1,7 @@
-"""What ``parallelize`` is given, checked before anything is cut, and compared over the ranks.
+"""Checks the arguments of ``parallelize`` before anything is cut, and compares them over the ranks.
 
-A wrong argument on one rank would leave the others waiting for it in a collective. So whatever a
-rank finds is told to all, and every rank raises the same error.
+If only one rank raised for a wrong argument, the others would wait for it in a collective. So every
+rank tells the others what it found, and all raise the same error.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ _SHOWN = 60  # characters of a value in a message
 
 
 def agreed(check: Callable[[], object], description: Callable[[], object]) -> None:
-    """Run a check, and compare what ranks describe; collective.
+    """Run a check, and compare a description over the ranks. All ranks must call it.
 
-    ``check`` raises where something is wrong on this rank; then every rank raises, as ``together``
-    says. ``description`` is whatever must be equal on all ranks (compared by ``repr``), and is
-    asked for only where the check passed everywhere. Raises the same InfeasibleError on every rank
-    where it differs.
+    If ``check`` raises on any rank, every rank raises, as in ``together``. ``description`` returns
+    what must be equal on all ranks (its ``repr`` is compared); it is called only if the check
+    passed everywhere. If it differs, every rank raises the same InfeasibleError.
     """
     together(check)
     _compare(together(description))
@@ -44,7 +43,7 @@ def _compare(description: object) -> None:
 
 
 def _difference(first: str, second: str) -> tuple[str, str]:
-    """The part in which two texts differ, shortened, with a little of what stands before it."""
+    """The part in which two texts differ, shortened, with a little of the text before it."""
     pairs = enumerate(zip(first, second, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
     start = max(first.rfind("(", 0, at), first.rfind("'", 0, at - 1), at - _SHOWN // 2, 0)

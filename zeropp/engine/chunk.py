@@ -53,9 +53,9 @@ class _Live:
 class Chunk:
     """Pieces that run one after another on this rank.
 
-    Linear layers of ``blocks`` (the chunk's transformer blocks) put off their weight gradients
-    while ``store`` is open. ``arriving`` and ``leaving`` are the tensors that come from the stage
-    before and go to the stage behind; None at an end of the model.
+    Linear layers of ``blocks`` (the chunk's transformer blocks) delay their weight gradients while
+    ``store`` is open. ``arriving`` and ``leaving`` are the tensors that come from the stage before
+    and go to the next stage; None at an end of the model.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Chunk:
     def forward(
         self, inputs: Sequence[Tensor], microbatch: int, keywords: Mapping[str, Tensor]
     ) -> Value:
-        """Run the pieces on one microbatch and keep what backward needs.
+        """Run the pieces on one microbatch, and keep what its backward needs.
 
-        Gives what the last piece returns, cast to the types that the next stage expects. Raises
-        RuntimeError where a tensor has another shape than the next stage expects.
+        Returns what the last piece returns, cast to the types that the next stage expects. Raises
+        RuntimeError if a tensor has another shape than the next stage expects.
         """
         self.shards.wait()
         if self.arriving is not None:
@@ -111,11 +111,11 @@ class Chunk:
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor] | None, *, split: bool = False
     ) -> list[Tensor]:
-        """Gradients of the chunk's floating-point inputs; frees the microbatch's graph.
+        """The gradients of the chunk's floating-point inputs; frees the microbatch's graph.
 
-        ``gradients``: of its floating-point outputs; None where the output is the loss. ``split``:
-        linear layers put off their weight gradients until ``backward_weight``. The first stage's
-        inputs are the batch and have no gradients.
+        ``gradients`` are those of its floating-point outputs, or None if the output is the loss.
+        ``split``: linear layers delay their weight gradients until ``backward_weight``. The first
+        stage's inputs are the batch and have no gradients.
         """
         self.shards.wait()
         live = self._live.pop(microbatch)

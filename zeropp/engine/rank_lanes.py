@@ -31,7 +31,7 @@ class Lanes:
         self.reducing.clear()
 
     def join_reduction_of(self, flat: object) -> None:
-        """As ``join_reductions``, for one flat buffer's, if it has any."""
+        """Like ``join_reductions``, for the reduction of one flat buffer, if there is one."""
         ticket = self.reducing.pop(flat, None)
         if ticket is not None:
             ticket.wait()

@@ -1,7 +1,7 @@
 """Reductions of flat gradients over shards or replicas, as work that a lane runs.
 
-Each reads the gradients where they lie; with another number type on the wire it casts them into a
-buffer first, and what comes is added in the gradients' own type.
+A reduction reads the gradients directly. If it sends another number type, it first casts them into
+a buffer, and adds the result in the type of the gradients.
 """
 
 from __future__ import annotations
