@@ -69,7 +69,8 @@ def _cells(best: pd.DataFrame) -> str:
     rows = []
     for (model, cluster, gpus), group in best.groupby(["model", "cluster", "num_gpus"]):
         batches = ", ".join(f"{batch:g}" for batch in sorted(group.sequences_per_gpu))
-        rows.append([words.model_label(model), words.cluster_label(cluster), str(gpus), batches])
+        names = [words.model_label(str(model)), words.cluster_label(str(cluster))]
+        rows.append([*names, str(gpus), batches])
     return _markdown(["model", "cluster", "GPUs", "sequences per GPU and step"], rows)
 
 
