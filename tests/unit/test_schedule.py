@@ -306,7 +306,7 @@ def _broken(change: str) -> Schedule:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("twice", "once too often"),
+        ("twice", "0F0 is repeated"),
         ("missing", "2W1 is missing"),
         ("wrong rank", "belongs to rank 1"),
         ("deadlock", "deadlock"),
