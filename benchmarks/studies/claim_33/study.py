@@ -25,11 +25,9 @@ from benchmarks.specification.command import check_writable, leave_interrupts_to
 from benchmarks.specification.progress import progress_line
 from benchmarks.studies.claim_33.cells import Cell, Job, Row, jobs_of
 from benchmarks.studies.claim_33.grid import VerdictSpec, cells_of, verdict_spec
-from benchmarks.studies.claim_33.judge import judge, summary
+from benchmarks.studies.claim_33.judge import CELL, judge, summary
 from benchmarks.studies.claim_33.maps import draw, draw_losses
 from benchmarks.studies.claim_33.measure import points_of
-
-CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
 
 
 def run(config: dict[str, Any]) -> int:
