@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.launch.local import close_abandoned
+from benchmarks.launch.owner import QUIET_S, silence_s
 from benchmarks.launch.slurm.client import QueuedJob
 from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.jobs import View, close_ended, look, read_view, underway
@@ -27,6 +28,7 @@ from benchmarks.specification.run_spec import SpecError
 
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
 _OPTIONAL = ("detail", "job", "nodes", "log")  # columns that are left out if they are empty
+_LOG_WIDTH = 140  # columns that a terminal needs to show the logs' paths in the table
 _FILE_WIDTH = 400  # characters per line where the output is no terminal: one line per point
 
 
@@ -63,7 +65,8 @@ def standing(runs_dir: Path) -> Standing:
     except SlurmError as error:
         view, jobs, problem = read_view(runs_dir), {}, str(error)
     notes += view.problems
-    folders = {path.name for path in runs_dir.iterdir() if path.is_dir()} - {"slurm"}
+    found = {path.name for path in runs_dir.iterdir() if path.is_dir()} - {"slurm"}
+    folders = {name for name in found if not name.startswith(".")}
     names = sorted(folders | set(view.latest))
     rows = [_row(runs_dir / name, view, jobs.get(name), notes) for name in names]
     return Standing(rows, list(dict.fromkeys(notes)), problem)
@@ -73,6 +76,11 @@ def _row(point: Path, view: View, job: QueuedJob | None, notes: list[str]) -> Ro
     task = view.latest.get(point.name)
     if task and job:
         return _queued_row(task, job)
+    attempts = sorted(path for path in point.glob("*-*") if path.is_dir())
+    unrecorded = [path for path in attempts if not (path / "record.json").exists()]
+    beating = [path for path in unrecorded if silence_s(path) <= QUIET_S]
+    if beating:  # a local run, or Slurm does not answer
+        return _running_row(point, beating[-1])
     records, problems = _records(point)
     notes += problems
     if records:
@@ -86,17 +94,8 @@ def _row(point: Path, view: View, job: QueuedJob | None, notes: list[str]) -> Ro
             nodes="",
             log=str(point),
         )
-    attempts = sorted(path for path in point.glob("*-*") if path.is_dir())
-    if attempts:  # a local run, a Slurm that does not answer, or files too damaged to be recorded
-        directory = attempts[-1]
-        return Row(
-            spec_id=point.name,
-            state="running",
-            detail=_progress(directory),
-            job="",
-            nodes="",
-            log=str(directory),
-        )
+    if attempts:  # silent, but perhaps alive elsewhere; or files too damaged to be recorded
+        return _running_row(point, attempts[-1])
     detail = "" if task and task.job else "the same command submits or runs it"
     state = "waiting" if task and task.job else "missing"
     return Row(
@@ -106,6 +105,17 @@ def _row(point: Path, view: View, job: QueuedJob | None, notes: list[str]) -> Ro
         job=task.job if task else "",
         nodes="",
         log="",
+    )
+
+
+def _running_row(point: Path, attempt: Path) -> Row:
+    return Row(
+        spec_id=point.name,
+        state="running",
+        detail=_progress(attempt),
+        job="",
+        nodes="",
+        log=str(attempt),
     )
 
 
@@ -176,7 +186,12 @@ def _progress(attempt: Path) -> str:
 
 
 def _print_table(found: list[Row]) -> None:
-    columns = [name for name in _OPTIONAL if any(getattr(row, name) for row in found)]
+    """The rows as a table. A terminal too narrow for paths shows the logs of those points below it
+    that did not end well."""
+    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False)
+    narrow = console.width < _LOG_WIDTH
+    shown = [name for name in _OPTIONAL if not (narrow and name == "log")]
+    columns = [name for name in shown if any(getattr(row, name) for row in found)]
     table = Table(box=None, pad_edge=False)
     for heading in ("point", "state", *columns):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("point", "state"))
@@ -184,8 +199,10 @@ def _print_table(found: list[Row]) -> None:
         colour = _COLOURS.get(row.state, "red")
         cells = (escape(getattr(row, name)) for name in columns)
         table.add_row(row.spec_id, f"[{colour}]{row.state}[/]", *cells)
-    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False)
     console.print(table)
+    for row in found if narrow else ():
+        if row.log and row.state != "ok":
+            console.print(f"{row.spec_id}: {row.log}", soft_wrap=True, markup=False)
     counts = Counter(row.state for row in found)
     console.print(", ".join(f"{number} {state}" for state, number in sorted(counts.items())))
 
