@@ -16,6 +16,8 @@ from benchmarks.worker.expected import Expected, norm_of
 from zeropp.layout import Layout
 from zeropp.training import Trainer
 
+_MESSAGE = 2**22  # elements of updates (fp32) that are broadcast at once
+
 
 @dataclass(frozen=True)
 class Observed:
@@ -66,15 +68,33 @@ def _distances(
     device: torch.device,
 ) -> Iterator[float]:
     """L2 norm of the difference between this rank's updates and those that rank 0 knows, parameter
-    by parameter; -1 for one that this rank does not hold."""
+    by parameter; -1 for one that this rank does not hold. Collective."""
+    for names in _messages(shapes):
+        sizes = [shapes[name].numel() for name in names]
+        message = torch.empty(sum(sizes), device=device)
+        if updates:
+            message.copy_(torch.cat([updates[name].flatten() for name in names]))
+        dist.broadcast(message, 0)
+        for name, wanted in zip(names, message.cpu().split(sizes), strict=True):
+            if name in after:
+                seen = after[name].double() - before[name]
+                yield norm_of(seen.flatten() - wanted)
+            else:
+                yield -1.0
+
+
+def _messages(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
+    """The parameters' names in order, in lots that are broadcast together: one parameter, or as
+    many as have ``_MESSAGE`` elements at most."""
+    lot: list[str] = []
+    size = 0
     for name, shape in shapes.items():
-        wanted = updates[name].to(device) if updates else torch.empty(shape, device=device)
-        dist.broadcast(wanted, 0)
-        if name in after:
-            seen = after[name].double() - before[name]
-            yield norm_of(seen - wanted.cpu())
-        else:
-            yield -1.0
+        if lot and size + shape.numel() > _MESSAGE:
+            yield lot
+            lot, size = [], 0
+        lot.append(name)
+        size += shape.numel()
+    yield lot
 
 
 def _ratio(distance: float, size: float) -> float:

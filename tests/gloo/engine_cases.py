@@ -197,3 +197,17 @@ def train_alone(case: Case, dtype: torch.dtype, steps: int, config: OptimizerCon
         norms.append(norm.item())
     parameters = {n: p.detach() for n, p in model.named_parameters()}
     return Outcome(losses, norms, gradients, parameters)
+
+
+def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest difference over the largest magnitude, the worst parameter's.
+
+    Some gradients are zero but for rounding (a key's bias): a thousandth of the model's largest
+    magnitude is the least to divide by.
+    """
+    largest = {name: float(value.abs().max()) for name, value in expected.items()}
+    floor = 1e-3 * max(largest.values())
+    return max(
+        float((found[name] - expected[name]).abs().max()) / max(largest[name], floor)
+        for name in found
+    )

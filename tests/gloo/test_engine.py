@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.gloo.engine_cases import ADAMW, Case, Outcome, train, train_alone
+from tests.gloo.engine_cases import ADAMW, Case, Outcome, train, train_alone, worst_error
 from tests.gloo.world import World
 from zeropp.engine.channels import Channels
 from zeropp.engine.engine import neighbours
@@ -51,20 +51,6 @@ CASES = [
     Case(pp=2, shard=2, chunks=2, unit=3, batch=10, split_backward=False, recompute="full"),
     Case(pp=3, chunks=2, batch=8, stage_style="v", split_backward=False),
 ]
-
-
-def worst_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Largest difference over the largest magnitude, the worst parameter's.
-
-    Some gradients are zero but for rounding (a key's bias): a thousandth of the model's largest
-    magnitude is the least to divide by.
-    """
-    largest = {name: float(value.abs().max()) for name, value in expected.items()}
-    floor = 1e-3 * max(largest.values())
-    return max(
-        float((found[name] - expected[name]).abs().max()) / max(largest[name], floor)
-        for name in found
-    )
 
 
 def check(outcomes: list[Outcome], expected: Outcome, tolerance: float) -> None:

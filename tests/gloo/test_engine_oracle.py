@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from tests.gloo.engine_cases import SEED, Case, loss_function, train
-from tests.gloo.test_engine import worst_error
+from tests.gloo.engine_cases import SEED, Case, loss_function, train, worst_error
 from tests.gloo.world import World
 from zeropp.model import build_piece
 from zeropp.schedule.action import Op

@@ -11,7 +11,7 @@ import yaml
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.gloo.gate_faults import FAULTS, find
 from tests.gloo.world import World
-from tests.unit.test_spec import mapping
+from tests.unit.toy_spec import mapping
 
 TIED = {"tied_embeddings": True}
 ALL = {"dp", "tp", "tied"}

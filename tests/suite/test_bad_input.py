@@ -222,35 +222,3 @@ def test_a_dry_run_writes_nothing(
     assert "#SBATCH --array=0-0" in printed.out
     assert "infeasible  gpt_tiny-zeropp-3gpu" in printed.err
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("benchmarks.run --help", ["zeropp", "gpt_tiny", "benchmarks.tune"]),
-        ("benchmarks.run --cfg job contender=zeropp", ["name: zeropp", "num_gpus: 4"]),
-        ("benchmarks.tune --help", ["num_gpus: 64", "cluster=a800"]),
-    ],
-)
-def test_help_and_configuration_read_well(command: str, words: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *command.split()],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stderr == ""
-    assert all(word in done.stdout for word in words)
-
-
-def test_a_command_line_imports_nothing_that_only_a_report_needs() -> None:
-    code = (
-        "import sys; sys.argv = ['run', '--cfg', 'job']; import benchmarks.run as run; run.main();"
-        "print(sorted({'pandas', 'matplotlib', 'torch', 'scipy'} & set(sys.modules)), "
-        "file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stderr.strip() == "[]"

@@ -13,7 +13,7 @@ from benchmarks.launch.points import plan_point
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from benchmarks.worker.data import open_batches
-from tests.unit.test_spec import mapping
+from tests.unit.toy_spec import mapping
 from zeropp.model import build_model, cross_entropy
 from zeropp.optimizer import build_optimizer
 
@@ -70,6 +70,7 @@ def test_loss_curve_is_that_of_one_process(
         steps, chunks = STEPS, point.plan.layout.chunks
         units = point.plan.num_microbatches // point.plan.schedule.unit
         assert units >= 2
+        assert len(record.ranks) == point.spec.num_gpus
         for rank in record.ranks:
             # Once a chunk, unit and phase would be 2 * chunks * units. The last chunk turns round
             # from forward to backward, and chunk 0 from one unit to the next, without a gather.

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
-from tests.unit.test_spec import mapping
+from tests.unit.toy_spec import mapping
 from zeropp.layout import InfeasibleError
 from zeropp.schedule.action import Action, Op
 

@@ -39,7 +39,7 @@ from benchmarks.records.record import find_records, read_record
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.tables import comparison_tables
 from benchmarks.status import standing
-from tests.unit.test_slurm_render import spec_of
+from tests.unit.toy_spec import spec_of
 
 NUMBER = 500
 OPTIONS = SlurmOptions("slurm", report_dir="report")
@@ -196,6 +196,7 @@ def test_500_damaged_folders(whole: Path, folder: Path, capsys: pytest.CaptureFi
     files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
     assert len(files) > 20
     seen: set[tuple[str, str]] = set()
+    noted = 0
     for number in range(NUMBER):
         chance = random.Random(number)
         runs = folder / "runs"
@@ -213,8 +214,10 @@ def test_500_damaged_folders(whole: Path, folder: Path, capsys: pytest.CaptureFi
         assert lost == [], (number, damage.__name__, victims)
         assert steps_on_disk(runs) == steps
         assert all("\n" not in note and str(runs) in note for note in notes)
+        noted += len(notes)
         shutil.rmtree(runs)
         capsys.readouterr()
+    assert noted > NUMBER / 4
     assert {name for name, _ in seen} == set(map(str, files))
     assert {name for _, name in seen} == {damage.__name__ for damage in DAMAGES}
 

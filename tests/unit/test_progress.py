@@ -13,7 +13,7 @@ from benchmarks.launch import progress
 from benchmarks.launch.points import Point, write_unstarted
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.synthetic_records import make_record
-from tests.unit.test_spec import mapping
+from tests.unit.toy_spec import mapping
 
 POINT = Point(spec_from_mapping(mapping()), None, "global_batch=16: " + "too odd, " * 19 + "try 8")
 

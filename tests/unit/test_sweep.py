@@ -19,7 +19,7 @@ from benchmarks.launch.slurm.submit import copy_checkout
 from benchmarks.launch.sweep import launch_points
 from benchmarks.records.record import find_records
 from benchmarks.specification.run_spec import SpecError, spec_from_mapping
-from tests.unit.test_spec import mapping
+from tests.unit.toy_spec import mapping
 
 
 def test_equal_points_are_one_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
