@@ -20,7 +20,7 @@ from benchmarks.launch.slurm.launcher import check, launch
 from benchmarks.launch.slurm.options import SlurmOptions, read_options, seconds_of
 from benchmarks.launch.slurm.script import render_array, render_report
 from benchmarks.specification.run_spec import SpecError, spec_from_mapping
-from tests.unit.toy_spec import spec_of
+from tests.unit.toy_spec import mapping, spec_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SUBMISSION = Path("/data/runs/slurm/zeropp-1")
