@@ -1,1 +1,7 @@
-"""The contenders beside ZeroPP; each gives the same Plan type and trains for real."""
+"""The contenders that ZeroPP is compared with, one folder per contender.
+
+In: a ``Task`` (what is trained, on which cluster) and the contender's knobs. Out: a ``Plan``, and
+for the contenders that run here a trainer per rank. In a folder read ``knobs`` (what can be set),
+``plan`` (from knobs to a Plan), ``space`` (what the tuner tries), ``trainer`` (what a rank runs),
+then ``contender``, the entry that puts them together. ``public_3d`` is priced and does not run.
+"""

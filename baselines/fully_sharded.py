@@ -1,4 +1,9 @@
-"""FSDP2 as the torch contenders use it: mesh, counted collectives, recomputation, gradient norm."""
+"""What the two contenders on FSDP2 (``fsdp`` and ``torch_pp``) share.
+
+It builds the device mesh, wraps modules with ``fully_shard``, counts FSDP2's collectives, applies
+recomputation and ``torch.compile`` to blocks, and takes the global gradient norm. The private names
+of FSDP2 that counting needs are imported in this file alone.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +34,26 @@ from zeropp.training import StepResult
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded."""
+    """This rank's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; collective over its mesh."""
+    """The whole of a DTensor, gathered over its mesh (a collective); any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def world_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """All ranks, one named dimension an axis of the layout."""
+    """A device mesh of all ranks, with one named dimension per axis of the layout."""
     names, sizes = zip(*layout.axes, strict=True)
-    with unset_fake_temporarily():  # a mesh reads numbers out of tensors, in a trace, too
+    # ``init_device_mesh`` reads the values of tensors, which a trace's fake tensors do not have.
+    with unset_fake_temporarily():
         return init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
 
 def data_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
-    """FSDP2's part of it: 1-D (shard), or 2-D (replicate, shard) where there are replicas."""
+    """The part of the mesh that FSDP2 uses: 1-D (shard), or 2-D (replicate, shard) where there is
+    more than one replica."""
     return mesh["shard"] if layout.replicate == 1 else mesh["replicate", "shard"]
 
 
@@ -89,7 +96,8 @@ class _CountedReduceScatter(DefaultReduceScatter):
 
 
 def prepare_block(block: nn.Module, plan: Plan, *, recomputed: bool) -> None:
-    """Recompute and compile a transformer block where the plan says so, inside FSDP2's hooks."""
+    """Wrap a transformer block's ``forward`` for recomputation (``recomputed``) and compilation (as
+    the plan says). It is called before ``fully_shard``, so that FSDP2's hooks stay outside."""
     if recomputed:
         block.forward = partial(
             run_recomputed,
@@ -109,10 +117,12 @@ def finish_step(
     clip_norm: float,
     copy: nn.Parameter | None = None,
 ) -> StepResult:
-    """Global loss and gradient norm by one all-reduce of two numbers; clips the gradients.
+    """Take the global loss and gradient norm in one all-reduce of two numbers, then clip.
 
-    ``loss``: this rank's part, so that the sum over ranks is the mean over the global batch.
-    ``copy``: a parameter that the norm leaves out, because its original counts.
+    ``loss`` is this rank's part: summed over all ranks it is the mean over the global batch.
+    ``copy`` is a parameter that the norm leaves out, because it repeats another one (the head's
+    copy of tied embeddings). Gradients are scaled in place where the norm exceeds ``clip_norm``; 0
+    means no clipping. The norm that is returned is the one before clipping.
     """
     held = [(p, p.grad) for p in parameters if p.grad is not None]
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -129,7 +139,8 @@ def finish_step(
 
 
 def _copies(gradient: Tensor, layout: Layout) -> float:
-    """How many ranks hold the same part of a gradient."""
+    """How many ranks hold the same part of a gradient: the tp x dp ranks of its stage, divided by
+    the number of parts into which the gradient is sharded over them."""
     parts = 1
     if isinstance(gradient, DTensor):
         mesh = gradient.device_mesh

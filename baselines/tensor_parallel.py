@@ -1,4 +1,4 @@
-"""What any tensor parallelism needs of a shape: degrees that divide what is cut. No torch."""
+"""The check that a tensor-parallel degree divides everything that it cuts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from zeropp.shape import ModelShape
 
 
 def check_tensor_parallel(shape: ModelShape, layout: Layout) -> None:
-    """Refuse a tensor-parallel degree that does not divide what it cuts."""
+    """Raise InfeasibleError unless ``layout.tp`` divides the heads, the key/value heads, the MLP's
+    width, the vocabulary and, with sequence parallelism, the sequence length."""
     cut = {"heads": shape.heads, "kv_heads": shape.kv_heads, "ffn": shape.ffn, "vocab": shape.vocab}
     if layout.sequence_parallel:
         cut["seq"] = shape.seq

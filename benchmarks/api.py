@@ -3,11 +3,11 @@
     from benchmarks import api
 
     api.run(["model=gpt_tiny num_gpus=4 contender=zeropp", "..."], runs_dir="results/runs")
-    frame = api.load("results/runs")          # tidy: a row per record, numbers with units
-    api.paper_table(frame)                    # a row per cell and contender
+    frame = api.load("results/runs")          # one row per configuration, numbers with units
+    api.paper_table(frame)                    # one row per cell and contender
     print(api.paper_markdown(frame))          # the same as text
 
-Whatever is wrong with the input is a ``SpecError`` of one line.
+Every mistake in the input raises ``SpecError`` with one line.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ PathLike = str | os.PathLike[str]
 
 
 def run(points: str | Sequence[str], runs_dir: PathLike = "results/runs") -> pd.DataFrame:
-    """Run points and return the rows of their records, whether they ran now or before.
+    """Run points and return the rows of their records, of those that had run before, too.
 
-    A point is the text of a command line of ``benchmarks.run``, e.g. ``"model=gpt_tiny num_gpus=4
-    contender=zeropp launcher=simulate"``; commas with ``-m`` sweep. A point that is recorded
-    already is not run again, unless it says ``rerun=all``. Raises SpecError on bad input, before
-    anything was started.
+    A point is the text of a command line of ``benchmarks.run``, such as ``"model=gpt_tiny
+    num_gpus=4 contender=zeropp launcher=simulate"``; with ``-m`` commas separate the values of a
+    sweep. A point that has a record is not run again unless it says ``rerun=all``. Raises SpecError
+    on bad input, before anything is started.
     """
     from benchmarks.launch.points import plan_point
     from benchmarks.launch.sweep import launch_points, spec_of
@@ -77,13 +77,13 @@ def run(points: str | Sequence[str], runs_dir: PathLike = "results/runs") -> pd.
 
 
 def load(*roots: PathLike) -> pd.DataFrame:
-    """The rows of all records below the roots: of each configuration the latest success, or the
-    latest attempt where none succeeded; smallest model first.
+    """The records below the roots as one row per configuration, the smallest model first.
 
-    Numbers are floats with their units in the columns' names (``step_s``, ``peak_gib``,
-    ``tokens_per_s_per_gpu``); an interval is two more columns, ``_low`` and ``_high``, and what
-    nobody knows is NaN. Raises SpecError on a root that does not exist and on a file that cannot
-    be read.
+    The row is that of the latest success, or of the latest attempt if none succeeded. Numbers are
+    floats with their units in the columns' names (``step_s``, ``peak_gib``,
+    ``tokens_per_s_per_gpu``); an interval is two more columns, ``_low`` and ``_high``; numbers that
+    are not known are NaN. Raises SpecError for a root that does not exist or a file that cannot be
+    read.
     """
     paths = [Path(root) for root in roots]
     for path in paths:
@@ -96,13 +96,13 @@ def load(*roots: PathLike) -> pd.DataFrame:
 
 
 def paper_table(frame: pd.DataFrame, base: str = BASE) -> pd.DataFrame:
-    """The paper's table as numbers: a row per model, GPU count and contender, speed-ups over
+    """The paper's table as numbers: one row per model, GPU count and contender, with speed-ups over
     ``base``."""
     return _paper_table(frame, base).numbers
 
 
 def paper_markdown(frame: pd.DataFrame, base: str = BASE) -> str:
-    """The paper's table as Markdown, one per kind of evidence and cluster."""
+    """The paper's table as Markdown, with one table per kind of evidence and cluster."""
     return "\n\n".join(markdown(grid) for grid in paper_grids(_paper_table(frame, base)))
 
 
@@ -112,7 +112,7 @@ def paper_latex(frame: pd.DataFrame, base: str = BASE) -> str:
 
 
 def tables(frame: pd.DataFrame, base: str = BASE) -> Mapping[str, pd.DataFrame]:
-    """The other tables of a report as numbers: throughput, memory, speedup, ablation."""
+    """The other tables of a report as numbers, by name: throughput, memory, speedup, ablation."""
     made: list[Table] = [
         throughput_table(frame),
         memory_table(frame),
@@ -123,8 +123,8 @@ def tables(frame: pd.DataFrame, base: str = BASE) -> Mapping[str, pd.DataFrame]:
 
 
 def figures(frame: pd.DataFrame, section: str = "", base: str = BASE) -> Iterator[Picture]:
-    """The figures of a report, each with its ``caption`` and ``figure``; those of one ``section``
-    alone where it is named (Throughput, Memory, Speed-up, Scaling, Ablations, Loss, Timelines)."""
+    """The figures of a report, each with its ``caption`` and ``figure``. ``section`` selects those
+    of one section: Throughput, Memory, Speed-up, Scaling, Ablations, Loss or Timelines."""
     drawings: dict[str, Any] = {
         "Throughput": bars,
         "Memory": bars,

@@ -1,7 +1,7 @@
-"""The suite's entry: Hydra composes the points, the launcher runs them, the report closes.
+"""The command that runs points: Hydra composes them, a launcher runs them, a report is made.
 
-Exit status: 0 where every point ended ``ok`` or ``infeasible`` as one of a sweep, 1 where one
-failed, 2 on bad input, before anything was started, 130 where the user interrupted it.
+Exit status: 0 if every point ended ``ok``, or ``infeasible`` in a sweep; 1 if one failed; 2 on bad
+input, before anything is started; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from benchmarks.specification.run_spec import SpecError
 
 
 def main() -> int:
-    """Command line; see ``--help``."""
+    """Run the command line; returns its exit status. ``--help`` lists groups and keys."""
     return run_command(_run, "interrupted; the same command goes on from here")
 
 
 def _run() -> int:
     configs = compose("config")
-    if not configs:  # --help, --cfg: Hydra has answered
+    if not configs:  # Hydra has answered --help or --cfg
         return 0
     for config in configs:
         _check_run_keys(config)
-    if "verdict" in configs[0]:  # an experiment that finds its points by itself
+    if "verdict" in configs[0]:  # experiment=claim_33 searches for its points itself
         return int(importlib.import_module("benchmarks.studies.claim_33").run(configs[0]))
     from benchmarks.launch.points import plan_point
     from benchmarks.launch.sweep import run_points, spec_of
@@ -38,7 +38,7 @@ def _run() -> int:
 
 
 def _check_run_keys(config: dict[str, Any]) -> None:
-    """Refuse what a command line has deleted or emptied of the keys that are not the spec's."""
+    """Raise SpecError if a key that is not part of the spec is missing or empty."""
     for field in ("runs_dir", "report_dir", "rerun", "launcher"):
         if field not in config:
             raise SpecError(f"{field}: missing; it has no default")
@@ -48,7 +48,7 @@ def _check_run_keys(config: dict[str, Any]) -> None:
         raise SpecError(f"launcher={config['launcher']!r}: must be one of {', '.join(PROVENANCE)}")
     for field in ("runs_dir", "report_dir"):
         if not isinstance(config[field], str) or not config[field]:
-            raise SpecError(f"{field}={config[field]!r}: must be a folder's path")
+            raise SpecError(f"{field}={config[field]!r}: must be the path of a folder")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Look at a schedule: the grid here, with out=DIR also a PNG, SVG and Perfetto JSON.
+"""Shows a schedule: prints its grid, and with out=DIR writes PNG, SVG and a Perfetto trace.
 
     python -m benchmarks.show schedule name=zeropp ranks=4 chunks=2 microbatches=8
 
 Sizes: name (of the generator), ranks, chunks, microbatches, unit, cap, prefetch,
-keep, reduce_every. Durations, in any one unit: forward, backward_input,
+keep, reduce_every. Durations, all in the same unit: forward, backward_input,
 backward_weight, unshard, reduce_grad, transfer.
 """
 
@@ -36,13 +36,13 @@ _STYLES = {
 }
 _COSTS = {field.name for field in fields(StageCost)}
 _COMPUTE = ("forward", "backward_input", "backward_weight")
-_MOST = 100.0  # times the shortest compute action, which is a column of the grid
+_MOST = 100.0  # longest duration, over the shortest compute action (one column of the grid)
 _PIXELS_PER_INCH = 200
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to show; the names of the command line."""
+    """What to show; the fields are the keys of the command line."""
 
     name: str = "zeropp"
     ranks: int = 4
@@ -57,7 +57,7 @@ class Request:
 
 
 def parse(words: Sequence[str]) -> tuple[Request, StageCost]:
-    """Read ``key=value`` words; raises ValueError in one line on an unknown key or bad value."""
+    """Read ``key=value`` words; raises ValueError, in one line, for an unknown key or bad value."""
     kinds = {field.name: type(field.default) for field in fields(Request)}
     values: dict[str, str | int] = {}
     costs: dict[str, float] = {}
@@ -103,7 +103,7 @@ def _check(request: Request, cost: StageCost) -> None:
 
 
 def _check_sizes(request: Request) -> None:
-    """Refuse more actions than a plan may have, and units larger than the step."""
+    """Raise ValueError for more actions than a plan may have and for a unit larger than a step."""
     most = most_microbatches(request.ranks * request.chunks)
     if request.microbatches > most:
         raise ValueError(
@@ -117,7 +117,7 @@ def _check_sizes(request: Request) -> None:
 
 
 def show(request: Request, cost: StageCost, console: Console) -> Timeline:
-    """Print the grid and the figures, write the files where ``out`` is given."""
+    """Print the grid and its key numbers, and write files if ``out`` is given."""
     costs = [cost] * (request.ranks * request.chunks)
     compute = build(
         request.name,
@@ -155,8 +155,11 @@ def show(request: Request, cost: StageCost, console: Console) -> Timeline:
 
 
 def print_grid(result: EventResult, cost: StageCost, console: Console) -> None:
-    """A line a rank, a column a time slot (the shortest compute action); a dot is idle. Where a
-    terminal is too narrow for the actions' names, their kinds stand alone."""
+    """Print one line per rank and one column per time slot, as long as the shortest compute action.
+
+    A dot means idle. If the terminal is too narrow for the actions' names, their kinds alone are
+    printed.
+    """
     slot = min(cost.forward, cost.backward_input, cost.backward_weight)
     compute = [span for span in result.spans() if span.lane == "compute"]
     ranks = range(len(result.programs))
@@ -171,7 +174,8 @@ def print_grid(result: EventResult, cost: StageCost, console: Console) -> None:
 
 
 def _cells(spans: Sequence[Span], slot: float, wide: int) -> list[Text]:
-    """One rank's cells, each ``wide`` characters: an action's name, or its kind alone if 1."""
+    """One rank's cells of ``wide`` characters each: an action's name, or its kind if ``wide`` is
+    1."""
     cells: list[Text] = []
     for span in spans:
         idle = max(0, round(span.start_s / slot) - len(cells))
@@ -185,7 +189,7 @@ def _cells(spans: Sequence[Span], slot: float, wide: int) -> list[Text]:
 
 
 def write(timeline: Timeline, out: Path, console: Console) -> None:
-    """``timeline.png``, ``timeline.svg`` and ``timeline.json`` in a directory."""
+    """Write ``timeline.png``, ``timeline.svg`` and ``timeline.json`` into a folder."""
     from benchmarks.report.timeline_figure import timeline_figure
 
     out.mkdir(parents=True, exist_ok=True)
@@ -197,7 +201,7 @@ def write(timeline: Timeline, out: Path, console: Console) -> None:
 
 
 def main() -> int:
-    """Exit code 2 on a request that cannot be shown, with one line why."""
+    """Run the command line; the exit status is 2, with one line why, if nothing can be shown."""
     return run_command(_show)
 
 

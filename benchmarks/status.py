@@ -1,6 +1,6 @@
-"""Every point of every sweep, and where it stands.
+"""Lists every point of every sweep with its state.
 
-Attempts whose job ended without a word are recorded first, with the reason that Slurm gives.
+Attempts whose job ended without writing a record get one first, with the reason that Slurm gives.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.run_spec import SpecError
 
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
-_OPTIONAL = ("detail", "job", "nodes", "log")  # columns that are left out where all are empty
-_FILE_WIDTH = 400  # one line a point where no terminal folds it
+_OPTIONAL = ("detail", "job", "nodes", "log")  # columns that are left out if they are empty
+_FILE_WIDTH = 400  # characters per line where the output is no terminal: one line per point
 
 
 @dataclass(frozen=True)
 class Row:
-    """One point."""
+    """One point's line in the table."""
 
     spec_id: str
     state: str  # missing, waiting, running, the status of its record, or corrupt
-    detail: str  # step and time left while it runs, else the reason, in one line
+    detail: str  # while it runs, step and time left; otherwise the reason, in one line
     job: str
     nodes: str
     log: str
@@ -44,15 +44,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Standing:
-    """Every point, and what stood in the way of telling more."""
+    """The states of all points, and what could not be found out."""
 
     rows: list[Row]
-    notes: list[str]  # a line per file that is damaged or could not be written
-    problem: str = ""  # why Slurm could not be asked; empty where it answered
+    notes: list[str]  # one line per file that is damaged or could not be written
+    problem: str = ""  # why Slurm could not be asked; empty if it answered
 
 
 def standing(runs_dir: Path) -> Standing:
-    """Every point by name. Attempts that are over and have no record get one first."""
+    """The state of every point, in the order of their names. Attempts that are over and have no
+    record get one first."""
     notes = close_abandoned(runs_dir)
     problem = ""
     try:
@@ -112,7 +113,8 @@ def _recorded_row(record: RunRecord, point: Path) -> Row:
 
 
 def _telling(records: list[RunRecord]) -> RunRecord:
-    """Of the newest record's kind of evidence: a success if there is one, else the newest."""
+    """The record to show: of those with the newest record's kind of evidence, a success if there is
+    one, else the newest."""
     newest = max(records, key=lambda record: record.ended_at)
     kind = newest.provenance, newest.variant
     of_kind = [record for record in records if (record.provenance, record.variant) == kind]
@@ -120,7 +122,7 @@ def _telling(records: list[RunRecord]) -> RunRecord:
 
 
 def _records(point: Path) -> tuple[list[RunRecord], list[str]]:
-    """A point's readable records, and what is wrong with the others."""
+    """(a point's readable records, one line per unreadable one)."""
     found, problems = [], []
     for path in find_records([point]) if point.exists() else ():
         try:
@@ -154,15 +156,15 @@ def _print_table(found: list[Row]) -> None:
 
 
 def main() -> int:
-    """Command line; the exit status is 1 where Slurm was needed and did not answer."""
+    """Run the command line; the exit status is 1 if Slurm was needed and did not answer."""
     return run_command(_status)
 
 
 def _status() -> int:
     parser = CommandParser(
         prog="python -m benchmarks.status",
-        description="Every point of every sweep, and where it stands. Attempts whose job ended "
-        "without a word are recorded first, with the reason that Slurm gives.",
+        description="List every point of every sweep with its state. Attempts whose job ended "
+        "without writing a record get one first, with the reason that Slurm gives.",
         epilog="example: python -m benchmarks.status results/runs --json",
     )
     default = Path("results/runs")

@@ -1,12 +1,12 @@
-"""The best feasible plan of every contender on a cluster, by the simulator.
+"""Finds the best feasible plan of every contender on a cluster, by the simulator.
 
     python -m benchmarks.tune model=gpt_14_6b cluster=a800 num_gpus=64 global_batch=512
 
-All contenders are searched by the same code under the same memory limit and global batch
-(``zeropp.tune``). Each winner comes with the line that runs it, and with ``out=FOLDER`` as an
-experiment file. Exit status 0, or 2 with one line on bad input or where nothing fits. Every figure
-is simulated; for PP x ZeRO-3 with gathers per unit (ZeroPP) no published measurement exists to hold
-it against.
+The same code (``zeropp.tune``) searches for all contenders under the same memory limit and global
+batch. For each winner it prints the command that runs it, and with ``out=FOLDER`` it writes an
+experiment file. The exit status is 0, or 2 with one line on bad input or if nothing fits. Every
+number is simulated, and for PP x ZeRO-3 with gathers per unit (ZeroPP) there is no published
+measurement to compare it with.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from zeropp.tune.search import Evaluated, Outcome, search
 
 @dataclass(frozen=True)
 class TuneSpec:
-    """``conf/tune.yaml``, checked."""
+    """The keys of ``conf/tune.yaml``, checked."""
 
     model: ModelShape
     cluster: Cluster
@@ -56,12 +56,12 @@ class TuneSpec:
 
     @property
     def task(self) -> Task:
-        """The part that every contender gets alike."""
+        """The part that is the same for every contender."""
         return Task(self.model, self.cluster, self.num_gpus, self.global_batch, self.precision)
 
 
 def main() -> int:
-    """Command line; keys are those of ``conf/tune.yaml``."""
+    """Run the command line, whose keys are those of ``conf/tune.yaml``; returns its exit status."""
     return run_command(_tune)
 
 
@@ -76,8 +76,8 @@ def _tune() -> int:
 
 
 def hand_over(spec: TuneSpec, outcomes: list[Outcome[Any]]) -> int:
-    """Print every winner that can be run as one line to paste, and write it into ``out`` as an
-    experiment; 2 where no contender has a plan that fits."""
+    """Print the command of every winner that can be run, and write it into ``out`` as an
+    experiment. Returns 2 if no contender has a plan that fits, else 0."""
     winners = [outcome.winner for outcome in outcomes if outcome.winner is not None]
     if not winners:
         print("error: no plan of any contender fits (try more GPUs)", file=sys.stderr)
@@ -88,7 +88,7 @@ def hand_over(spec: TuneSpec, outcomes: list[Outcome[Any]]) -> int:
     words += [f"{key}={value}" for key, value in cell.items()]
     for winner in winners:
         name = winner.candidate.knobs.name
-        if name not in CONTENDERS:  # a bound that nobody can run
+        if name not in CONTENDERS:  # it is priced only
             continue
         command = " ".join(["python -m benchmarks.run", *words, *overrides(winner.candidate)])
         if spec.out is not None:
@@ -102,7 +102,7 @@ def hand_over(spec: TuneSpec, outcomes: list[Outcome[Any]]) -> int:
 
 
 def _experiment(spec: TuneSpec, cell: dict[str, Any], candidate: Candidate[Any]) -> str:
-    """A Hydra experiment of one candidate. Models and clusters are named by their presets."""
+    """The YAML of a Hydra experiment that runs one candidate; model and cluster are presets."""
     groups = {"model": spec.model.name, "cluster": spec.cluster.name}
     groups["contender"] = candidate.knobs.name
     values = cell | {"microbatch_size": candidate.microbatch_size}
@@ -113,7 +113,7 @@ def _experiment(spec: TuneSpec, cell: dict[str, Any], candidate: Candidate[Any])
 
 
 def tune(spec: TuneSpec, name: str) -> Outcome[Any]:
-    """Search one contender with a progress line on the terminal."""
+    """Search for one contender's best plan, with a progress line on the terminal."""
     contender = PRICED[name]
     with progress_line() as bar:
         line = bar.add_task(contender.label, total=None)
@@ -127,7 +127,7 @@ def tune(spec: TuneSpec, name: str) -> Outcome[Any]:
 
 
 def show(outcomes: list[Outcome[Any]]) -> None:
-    """Winner and runner-up of every contender, and why the rest fell."""
+    """Print winner and runner-up of every contender, and why other configurations failed."""
     task = outcomes[0].task
     table = Table(
         title=f"{task.shape.name}, {task.num_gpus} x {task.cluster.name}, global batch "
@@ -160,7 +160,9 @@ def show(outcomes: list[Outcome[Any]]) -> None:
         reasons = ", ".join(
             f"{reason} ({count:,})" for reason, count in outcome.fallen.most_common()
         )
-        console.print(f"{outcome.contender.label}: {outcome.simulated} simulated, fell: {reasons}")
+        console.print(
+            f"{outcome.contender.label}: {outcome.simulated} simulated, others failed: {reasons}"
+        )
     if any(outcome.contender.name == "zeropp" for outcome in outcomes):
         console.print(UNMEASURED)
 
@@ -177,7 +179,8 @@ def _row(found: Evaluated[Any]) -> tuple[str, ...]:
 
 
 def _lost(outcome: Outcome[Any]) -> str:
-    """Shares of the winner's step that are lost against the limit, the largest first."""
+    """The shares of the winner's step that it loses against the compute limit, by cause, the
+    largest first."""
     if outcome.winner is None:
         return f"{outcome.contender.label}: no plan fits"
     result = outcome.winner.result

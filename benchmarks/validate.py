@@ -1,6 +1,6 @@
-"""Hold the simulator against published measurements.
+"""Compares the simulator with published measurements.
 
-One simulator prices everything: zeropp.sim.simulator.
+The simulator is the same that the tuner, the launcher and the verdict use: zeropp.sim.simulator.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zeropp.cluster import Cluster
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the comparison; 0 when it ran, 2 where there is nothing to run it on."""
+    """Print the comparison; returns 0, or 2 if there are no rows to compare with."""
     return run_command(partial(_validate, arguments))
 
 
@@ -59,8 +59,8 @@ def _validate(arguments: Sequence[str] | None) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="python -m benchmarks.validate",
-        description="Hold the simulator against published measurements: errors by source, and what "
-        "was refused with its reason. docs/published_rows.md has the columns of a table.",
+        description="Compare the simulator with published measurements: errors per source, and "
+        "refused rows with the reason. docs/published_rows.md has the columns of a table.",
         epilog="example: python -m benchmarks.validate -v results/published/vtrain_a100.csv",
     )
     parser.add_argument("files", nargs="*", type=Path, help="CSV files (all of results/published)")
@@ -78,7 +78,8 @@ def _parser() -> CommandParser:
 
 
 def _row_line(outcome: Outcome) -> str:
-    """Place, configuration, metric, measured and predicted number and error; or the reason."""
+    """A row's place, configuration, metric, measured and predicted number and error, or the reason
+    why nothing was predicted."""
     line = outcome.line
     head = f"{line.place:30} {_configuration(line):46} {line.cells.get('metric', '')[:24]:24}"
     value = f"{line.cells.get('value', '')[:10]:>10} {line.cells.get('unit', '')[:12]:12}"

@@ -5,7 +5,11 @@
     model = zeropp.parallelize(layers, loss_fn, sample=inputs[:1], global_batch=64, pp=4, shard=2)
     result = model.train_step(inputs, targets)
 
-Importing the package imports no torch: planning and schedules need none.
+In: a model as a list of layers, a loss function and the degrees of parallelism. Out: a model that
+trains in pipeline stages, on one rank of a process group.
+For the library itself read ``schedule`` (which action when), ``plan`` (what every rank does),
+``cost`` and ``sim`` (what that takes), ``planner`` and ``tune`` (how a plan is chosen), ``engine``
+(what runs it), then ``api``. Importing the package imports no torch.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeropp.api import ParallelModel, parallelize
+    from zeropp.api import parallelize
     from zeropp.engine.checkpoint_directory import CheckpointError
     from zeropp.layout import InfeasibleError
+    from zeropp.parallel_model import ParallelModel
     from zeropp.training import OptimizerConfig, StepResult
 
 __all__ = [
@@ -32,7 +37,7 @@ _HOMES = {
     "InfeasibleError": "zeropp.layout",
     "OptimizerConfig": "zeropp.training",
     "StepResult": "zeropp.training",
-    "ParallelModel": "zeropp.api",
+    "ParallelModel": "zeropp.parallel_model",
     "parallelize": "zeropp.api",
 }
 

@@ -1,8 +1,7 @@
-"""Devices, links and clusters as data; the numbers come from ``conf/cluster``.
+"""Devices, links and clusters as data; the numbers are in ``conf/cluster``.
 
-Facts (peaks, sizes, link rates) and measured constants (rates that kernels reach, latencies) sit
-side by side; ``docs/simulator.md`` says where each came from. There is one set of constants per
-device.
+There are facts (peaks, sizes, link rates) and constants that were fitted to measurements (rates
+that kernels reach, latencies), one set per device; ``docs/simulator.md`` has their sources.
 """
 
 from __future__ import annotations
@@ -17,50 +16,50 @@ _STRICT = {"extra": "forbid"}
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. A peak of None means that it is not known, and then there is no MFU."""
+    """One accelerator. A peak of None is unknown, and then no MFU is reported."""
 
     name: str
     memory_gib: Annotated[float, MORE_THAN_0]
     memory_bandwidth_gb_s: Annotated[float, MORE_THAN_0]
-    matmul_bf16_tflops: Annotated[float, MORE_THAN_0]  # what the largest matrix products reach
+    matmul_bf16_tflops: Annotated[float, MORE_THAN_0]  # reached by the largest matrix products
     matmul_fp32_tflops: Annotated[float, MORE_THAN_0]
     peak_bf16_tflops: Annotated[float | None, MORE_THAN_0] = None  # dense
     peak_fp32_tflops: Annotated[float | None, MORE_THAN_0] = None  # dense, without TF32
-    # Share of the bandwidth that element-wise kernels reach.
+    # The share of memory_bandwidth_gb_s that element-wise kernels reach.
     memory_efficiency: Annotated[float, MORE_THAN_0] = 0.8
-    # Fused attention's rate over matmul_bf16_tflops.
+    # Fused attention's rate as a share of matmul_bf16_tflops.
     attention_efficiency: Annotated[float, MORE_THAN_0] = 0.6
-    # What a kernel takes beside its work: ramp-up, tail, gap.
+    # Fixed time per kernel on the device: ramp-up, tail and the gap before the next kernel.
     kernel_us: Annotated[float, AT_LEAST_0] = 5.0
     launch_us: Annotated[float, AT_LEAST_0] = 8.0  # the host's time to start one kernel
-    # Multiprocessors: output tiles run in waves of this many.
+    # SM count (streaming multiprocessors): so many output tiles of a product run at a time.
     units: Annotated[int, AT_LEAST_1] = 108
-    # Compute takes this share longer beside collectives.
+    # The share by which compute takes longer while a collective runs.
     overlap_slowdown: Annotated[float, AT_LEAST_0] = 0.1
-    # Context, libraries, communicators, fragmentation.
+    # Memory that tensors cannot have: CUDA context, libraries, communicators, fragmentation.
     reserved_gib: Annotated[float, AT_LEAST_0] = 4.0
 
     __pydantic_config__ = _STRICT
 
     @property
     def usable_bytes(self) -> int:
-        """What tensors may take."""
+        """Bytes that tensors may take: the device's memory without ``reserved_gib``."""
         return int((self.memory_gib - self.reserved_gib) * 2**30)
 
     @property
     def is_cpu(self) -> bool:
-        """Whether ranks are processes on CPUs, over gloo; else on GPUs, over NCCL."""
+        """Whether ranks are processes on CPUs that use gloo; otherwise they use GPUs and NCCL."""
         return self.name == "cpu"
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of one GPU's link or of one NIC: nominal rate, and what is reached of it."""
+    """One direction of one GPU's link or of one NIC: its nominal rate and what is reached of it."""
 
     bandwidth_gb_s: Annotated[float, MORE_THAN_0]
-    latency_us: Annotated[float, AT_LEAST_0]  # of a collective or message, once
-    hop_us: Annotated[float, AT_LEAST_0] = 4.0  # of every further step of a ring or tree
-    # Share of the rate that large messages reach.
+    latency_us: Annotated[float, AT_LEAST_0]  # once per collective or message
+    hop_us: Annotated[float, AT_LEAST_0] = 4.0  # for every further step of a ring or tree
+    # The share of the rate that large messages reach.
     efficiency: Annotated[float, MORE_THAN_0] = 0.8
 
     __pydantic_config__ = _STRICT
@@ -73,8 +72,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal GPUs: ``intra`` is one GPU's link inside a node, ``inter`` one NIC's link
-    between nodes."""
+    """Equal nodes of equal GPUs: ``intra`` is one GPU's link inside its node, ``inter`` is one
+    NIC's link to other nodes."""
 
     name: str
     device: Device
@@ -82,9 +81,9 @@ class Cluster:
     nics_per_node: Annotated[int, AT_LEAST_1]
     intra: Link
     inter: Link
-    # Shares of the rate, by the number of ranks of a group inside a node.
+    # The share of the link rate that a group of 1, 2, 3 ... ranks inside a node reaches; empty: 1.
     group_shares: tuple[Annotated[float, MORE_THAN_0], ...] = ()
-    # In-switch reduction: all-reduce inside a node is faster by this factor.
+    # The factor by which in-switch reduction makes an all-reduce inside a node faster.
     reduction_gain: Annotated[float, MORE_THAN_0] = 1.0
 
     __pydantic_config__ = _STRICT

@@ -1,8 +1,8 @@
-"""The keywords of ``parallelize`` that set ZeroPP's knobs. Imports no torch."""
+"""The keyword arguments of ``zeropp.parallelize`` that set ZeroPP's knobs. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from zeropp.contender.knobs import ZeroppKnobs
@@ -11,7 +11,8 @@ from zeropp.literals import Placement, Recompute, ReduceEvery, StageStyle, WireT
 
 
 class Keywords(TypedDict, total=False):
-    """The knobs of ``ZeroppKnobs`` that the API has, without ``auto``; degrees are 1 by default."""
+    """The knobs of ``ZeroppKnobs`` that ``parallelize`` accepts. None of them may be ``auto``;
+    degrees and ``chunks`` are 1 unless given."""
 
     pp: int
     shard: int
@@ -32,31 +33,32 @@ class Keywords(TypedDict, total=False):
     compile: bool
 
 
-def knobs_of(keywords: Mapping[str, Any]) -> ZeroppKnobs:
-    """The knobs that keywords ask for.
+def knobs_of(keywords: Mapping[str, Any], also: Iterable[str] = ()) -> ZeroppKnobs:
+    """The knobs that these keyword arguments set; ``also`` names other arguments, for the message.
 
-    Raises TypeError for the first that is no keyword, and InfeasibleError in one line for a value
-    that a keyword cannot have.
+    Raises TypeError for the first unknown keyword, and InfeasibleError for a value that its keyword
+    cannot have; the message is one line.
     """
     known = get_type_hints(Keywords)
     for field, value in keywords.items():
         if field not in known:
             raise TypeError(
                 f"parallelize() got an unexpected keyword argument {field!r} "
-                f"(knobs: {', '.join(known)})"
+                f"(there are: {', '.join([*sorted(also), *known])})"
             )
-        _check(field, value, known[field])
+        check(field, value, known[field])
     return ZeroppKnobs(**{"pp": 1, "shard": 1, "replicate": 1, "chunks": 1, **keywords})
 
 
-def _check(field: str, value: object, kind: Any) -> None:
+def check(field: str, value: object, kind: Any) -> None:
+    """Refuse a value that an argument of this type cannot have; raises InfeasibleError."""
     choices = (False, True) if kind is bool else get_args(kind)
     if choices and value not in choices:
         known = ", ".join(map(repr, choices))
         raise InfeasibleError(f"{field}={value!r}: must be one of {known}")
     if not choices and type(value) is not int:
         raise InfeasibleError(f"{field}={value!r}: must be a whole number")
-    annotated = get_type_hints(ZeroppKnobs, include_extras=True)[field]
+    annotated = get_type_hints(ZeroppKnobs, include_extras=True).get(field)
     for limit in get_args(annotated)[1:] if get_origin(annotated) is Annotated else ():
         try:
             limit.check(value)

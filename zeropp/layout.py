@@ -7,16 +7,16 @@ from typing import Literal
 
 from zeropp.literals import Axis, Placement
 
-# Microbatches x stages: twice those of 64 ranks with 4 chunks and 512 microbatches. Planning takes
-# some 20 s there; far beyond, it would only look as if it did nothing.
+# The largest product of microbatches and stages: twice that of 64 ranks with 4 chunks and 512
+# microbatches. Planning takes some 20 s there; far above, it would seem to hang.
 _MOST_ACTIONS = 2**18
 
 
 class InfeasibleError(ValueError):
     """A well-formed configuration for which no plan exists.
 
-    The message is one line that names the field, its value and a way out; ``kind`` says the same
-    without values, so that a search can count how many configurations fell for one cause.
+    The message is one line that names the field, its value and a way out. ``kind`` says the same
+    without values, so that a search can count how many configurations failed for one cause.
     """
 
     def __init__(self, message: str, kind: str = "refused by its planner") -> None:
@@ -28,12 +28,15 @@ class InfeasibleError(ValueError):
 class Layout:
     """Degrees of parallelism and how ranks are numbered.
 
-    ``shard`` is the ZeRO-3 (FSDP) group over which parameters are sharded; ``replicate`` is the
-    number of data-parallel copies of that group, over which the optimizer state is sharded too
-    where ``replicate_zero`` is 1. A rank's sequence of batches is set by its place on
-    ``replicate`` x ``shard``. Tensor parallelism is always innermost. ``dp_inner`` numbers ranks
-    [pp][replicate][shard][tp] (data parallelism inside the node, pipeline across: Megatron's and
-    DeepSpeed's order); ``pp_inner`` numbers them [replicate][shard][pp][tp].
+    ``shard`` is the number of ranks over which ZeRO-3 (FSDP) shards parameters, also known as
+    ``dp_shard``. ``replicate`` is the number of such groups, also known as ``dp_replicate``; where
+    ``replicate_zero`` is 1, the optimizer state is sharded over them, too (ZeRO-1). The ranks of
+    ``replicate`` x ``shard`` train on different sequences. ``chunks`` is the number of virtual
+    stages per pipeline rank.
+
+    ``placement`` says how global ranks are numbered, from the outermost axis to the innermost.
+    ``dp_inner`` is [pp][replicate][shard][tp], which has data parallelism inside a node and the
+    pipeline across nodes, as Megatron and DeepSpeed do. ``pp_inner`` is [replicate][shard][pp][tp].
     """
 
     pp: int = 1
@@ -47,7 +50,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks: every one of them sees other sequences."""
+        """Data-parallel ranks: each of them trains on other sequences."""
         return self.shard * self.replicate
 
     @property
@@ -57,7 +60,7 @@ class Layout:
 
     @property
     def axes(self) -> tuple[tuple[Axis, int], ...]:
-        """Axes from outermost to innermost with their sizes; the shape of the device mesh."""
+        """(axis, size) from the outermost axis to the innermost: the shape of the device mesh."""
         pp, tp = ("pp", self.pp), ("tp", self.tp)
         rep, shard = ("replicate", self.replicate), ("shard", self.shard)
         if self.placement == "dp_inner":
@@ -65,37 +68,37 @@ class Layout:
         return (rep, shard, pp, tp)  # type: ignore[return-value]
 
     def coordinates(self, rank: int) -> dict[Axis, int]:
-        """Place of a global rank on every axis."""
+        """The coordinate of a global rank on every axis."""
         place: dict[Axis, int] = {}
         for axis, size in reversed(self.axes):
             rank, place[axis] = divmod(rank, size)
         return place
 
     def rank_at(self, place: dict[Axis, int]) -> int:
-        """Global rank at a place (inverse of ``coordinates``)."""
+        """The global rank at such coordinates (the inverse of ``coordinates``)."""
         rank = 0
         for axis, size in self.axes:
             rank = rank * size + place[axis]
         return rank
 
     def pipeline(self, rank: int) -> tuple[int, ...]:
-        """Global ranks of the pipeline that a rank is in, by pipeline rank."""
+        """The global ranks of the pipeline that contains ``rank``, in the order of the stages."""
         place = self.coordinates(rank)
         return tuple(self.rank_at(place | {"pp": p}) for p in range(self.pp))
 
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """All pipelines, in the order of their first ranks."""
+        """The global ranks of every pipeline, in the order of the pipelines' first ranks."""
         return tuple(sorted({self.pipeline(rank) for rank in range(self.world)}))
 
     def dp_index(self, rank: int) -> int:
-        """Which of the ``dp`` slices of the global batch a rank trains on."""
+        """The index, below ``dp``, of the slice of the global batch that a rank trains on."""
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
 
 def most_microbatches(stages: int) -> int:
-    """The largest number of microbatches per step for which a pipeline of so many stages can be
-    planned."""
+    """The largest number of microbatches per step that a pipeline of ``stages`` stages may have, so
+    that its planning ends in reasonable time."""
     return _MOST_ACTIONS // stages
 
 

@@ -1,20 +1,21 @@
-"""The closed lists of words that plans, costs and the engine share. A leaf: it imports nothing."""
+"""The words that knobs and plans may use where there is a fixed choice; imports nothing of ours."""
 
 from typing import Literal, TypeVar
 
 Auto = Literal["auto"]
 Axis = Literal["tp", "pp", "shard", "replicate"]
-Placement = Literal["dp_inner", "pp_inner"]
+Placement = Literal["dp_inner", "pp_inner"]  # how ranks are numbered; see ``Layout``
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
-ReduceEvery = Literal["unit", "step"]
-WireType = Literal["fp32", "bf16"]
+ReduceEvery = Literal["unit", "step"]  # how often gradients are reduced
+LossReduction = Literal["mean", "sum"]  # what a loss function does over its batch
+WireType = Literal["fp32", "bf16"]  # the type in which gradients are sent
 ReplicateZero = Literal[0, 1]
-StageStyle = Literal["loop", "v"]  # torch's words for how stages are dealt out to ranks
+StageStyle = Literal["loop", "v"]  # how stages are assigned to ranks, in torch's words
 
 T = TypeVar("T")
 
 
 def if_auto(asked: T | Auto, otherwise: T) -> T:
-    """What was asked for, or ``otherwise`` where it was left open."""
+    """``asked`` itself, or ``otherwise`` if it is ``auto``."""
     return otherwise if asked == "auto" else asked

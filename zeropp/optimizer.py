@@ -1,4 +1,4 @@
-"""The optimizer of every contender and of the reference: torch's own, with one arithmetic."""
+"""The optimizer that every contender and the one-process reference use: torch's own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW with decoupled weight decay (arXiv 1711.05101), or plain SGD without momentum.
 
-    On CUDA AdamW is fused for every contender: left to itself torch would loop over DTensors one
-    by one and not over plain tensors, which would favour whoever has plain ones.
+    On CUDA, AdamW is fused for every contender. By default torch would update DTensors one by one,
+    but plain tensors together, which would favour the contenders that have plain tensors.
     """
     parameters = list(parameters)
     if config.kind == "sgd":
@@ -33,10 +33,11 @@ def build_optimizer(
 
 
 def square_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> Tensor:
-    """This rank's share of the squared gradient norm, fp64: summed over all ranks it is the whole.
+    """This rank's part of the squared gradient norm in fp64; the parts of all ranks add up to it.
 
-    ``parts``: (local gradient, number of ranks that hold the same). All contenders take it so, with
-    a kernel for many gradients: one of their own each would cost whoever has it a launch a tensor.
+    ``parts``: (local gradient, number of ranks that hold the same). All contenders call this. It
+    uses one kernel for many gradients, since one launch per tensor would cost a contender with many
+    small tensors more than one with few large tensors.
     """
     alike: defaultdict[tuple[float, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient, copies in parts:

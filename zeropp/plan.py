@@ -1,7 +1,7 @@
-"""Task, Candidate and Plan: what is trained, how a contender is set, and what every rank does.
+"""Task, Candidate and Plan: what is trained, a contender's settings, and what every rank does.
 
-The Plan is the only thing that the engine, the simulator, the validator, the viewer and the
-tests share. It imports no torch.
+The engine, the simulator, the validation and the viewer all work from the same Plan, so that what
+is priced is what runs. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ class Task:
 
 
 class Knobs(Protocol):
-    """A contender's own frozen dataclass of settings. A field named like an axis (``pp``, ``tp``,
-    ``shard``, ``replicate``) is that axis's degree; an axis without a field has degree 1."""
+    """A contender's settings: a frozen dataclass of its own.
+
+    A field with the name of an axis (``pp``, ``tp``, ``shard``, ``replicate``) is that axis's
+    degree; an axis without a field has degree 1.
+    """
 
     @property
     def name(self) -> str:
@@ -43,7 +46,7 @@ K = TypeVar("K", bound=Knobs)
 
 @dataclass(frozen=True)
 class Candidate(Generic[K]):
-    """One setting of a contender: its knobs, and sequences per microbatch."""
+    """What a search tries: a contender's knobs and the number of sequences per microbatch."""
 
     knobs: K
     microbatch_size: int
@@ -51,13 +54,13 @@ class Candidate(Generic[K]):
 
 @dataclass(frozen=True)
 class MemoryBytes:
-    """Predicted bytes of one rank by kind, at the moment of its peak."""
+    """Predicted bytes of one rank by kind, at the moment of its highest total."""
 
     parameters: int = 0  # sharded parameters (and fp32 masters)
     unsharded: int = 0  # gathered parameters
     gradients: int = 0  # sharded and unsharded gradients
     optimizer: int = 0
-    activations: int = 0  # kept for backward, boundary buffers included
+    activations: int = 0  # kept for backward, with stage inputs and outputs
     workspace: int = 0  # logits, temporaries, communication buffers
 
     @property
@@ -75,12 +78,11 @@ class MemoryBytes:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a rank needs to know about one step of one configuration.
+    """Everything that a rank needs to know about one step of one configuration.
 
-    The model is the list of pieces ``[embedding, block 0 .. L-1, head]``; stage ``s`` holds
-    pieces ``cuts[s] .. cuts[s+1]-1``. In every step,
-    ``num_microbatches`` microbatches of ``microbatch_size`` sequences pass through the pipeline of
-    every data-parallel rank.
+    The model is the list of pieces ``[embedding, block 0 .. L-1, head]``; stage ``s`` holds the
+    pieces ``cuts[s] .. cuts[s+1]-1``. In every step ``num_microbatches`` microbatches of
+    ``microbatch_size`` sequences pass through every pipeline.
     """
 
     contender: str
@@ -89,10 +91,10 @@ class Plan:
     microbatch_size: int
     schedule: Schedule
     cuts: tuple[int, ...]
-    program: str  # name in the registry: what it has, overlaps, copies and keeps
+    program: str  # name of the training program in ``zeropp.programs``
     precision: Precision = "fp32"
     recompute: Recompute = "none"
-    # Blocks of each stage that are recomputed, always its first ones; empty: all of them.
+    # How many blocks of each stage are recomputed, which are its first ones; empty: all blocks.
     recomputed: tuple[int, ...] = ()
     reduce_every: ReduceEvery = "unit"
     replicate_every: ReduceEvery = "step"
@@ -101,19 +103,19 @@ class Plan:
     keep: int = 0
     stage_style: StageStyle = "loop"
     split_backward: bool = True
-    activation_cap: int = 0  # live chunk-activations per rank that the order keeps to; 0: no cap
+    activation_cap: int = 0  # most chunk-activations that a rank holds at a time; 0: no cap
     compile: bool = False
-    # Predicted, one per pipeline rank; empty where nothing was predicted.
+    # Predicted memory per pipeline rank; empty where nothing was predicted.
     memory: tuple[MemoryBytes, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a program that is not registered (ValueError with the known names)."""
+        """Raise ValueError, with the known names, if the program is not registered."""
         program_named(self.program)
 
     @property
     def gathers(self) -> bool:
-        """Parameters are gathered before use: they are sharded, or the program computes on 16-bit
-        copies of fp32 parameters, as FSDP2's mixed precision does."""
+        """Whether parameters are gathered before use: because they are sharded, or because the
+        program computes on 16-bit copies of fp32 parameters, as FSDP2's mixed precision does."""
         casts = program_named(self.program).state(self.precision).casts_parameters
         return self.layout.shard > 1 or casts
 
@@ -132,18 +134,18 @@ class Plan:
         return range(self.cuts[stage], self.cuts[stage + 1])
 
     def blocks_of(self, stage: int) -> int:
-        """How many transformer blocks a stage holds."""
+        """The number of transformer blocks in a stage."""
         pieces = self.pieces_of(stage)
         return len(pieces) - (0 in pieces) - (self.shape.num_pieces - 1 in pieces)
 
     def recomputed_blocks(self, stage: int) -> int:
-        """How many blocks of a stage are recomputed; they are its first ones."""
+        """The number of blocks of a stage that are recomputed; they are its first ones."""
         if self.recompute == "none":
             return 0
         blocks = self.blocks_of(stage)
         return min(blocks, self.recomputed[stage]) if self.recomputed else blocks
 
     def recomputes(self, stage: int, piece: int) -> bool:
-        """Whether a piece of a stage is a block that is recomputed."""
+        """Whether piece ``piece`` of stage ``stage`` is a block that is recomputed."""
         first = max(1, self.cuts[stage])
         return first <= piece < first + self.recomputed_blocks(stage)

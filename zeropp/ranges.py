@@ -1,7 +1,7 @@
-"""Ranges that stand on the fields of dataclasses, as ``Annotated[int, AT_LEAST_1]``.
+"""Ranges for the fields of dataclasses, written as ``Annotated[int, AT_LEAST_1]``.
 
-Pydantic checks them where a dataclass is built from a configuration; the public API, which needs
-no pydantic, reads the same annotations. A leaf: it imports nothing of this project.
+Where a dataclass is built from a configuration, pydantic checks them; the public API, which does
+without pydantic, reads the same annotations. This module imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Range:
-    """What a number must be. Values that are no numbers (``auto``, None) pass."""
+    """A condition on numbers, and the words for it. Other values (``auto``, None) are accepted."""
 
     words: str
     holds: Callable[[float], bool]
 
     def check(self, value: T) -> T:
-        """The value itself; raises ValueError with the words where it is out of range."""
+        """The value itself; raises ValueError with the words if the condition does not hold."""
         if isinstance(value, int | float):
             if not math.isfinite(value):
                 raise ValueError("must be finite")
@@ -33,8 +33,9 @@ class Range:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: Callable[[Any], Any]
     ) -> dict[str, Any]:
-        """Pydantic's hook: validate the type first, then the range. The schema is the one that
-        ``pydantic_core.core_schema.no_info_after_validator_function`` makes."""
+        """Pydantic's hook: check the type first, then the range. The result is what
+        ``pydantic_core.core_schema.no_info_after_validator_function`` returns, written out so that
+        the library needs no pydantic."""
         check = {"type": "no-info", "function": self.check}
         return {"type": "function-after", "function": check, "schema": handler(source)}
 

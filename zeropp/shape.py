@@ -1,4 +1,4 @@
-"""Shape of a decoder-only transformer: numbers only, no parallelism and no torch."""
+"""The sizes of a decoder-only transformer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Family = Literal["gpt", "llama"]
 class ModelShape:
     """Sizes of a GPT (learned positions, LayerNorm, biases) or Llama (RoPE, RMSNorm, no biases).
 
-    ``ffn`` is the width of the MLP's hidden layer; ``kv_heads`` < ``heads`` is grouped-query
-    attention. ``gated_mlp`` says whether the MLP multiplies two products of its input, as SwiGLU
-    does (three matrices), or has one, as GELU and squared ReLU do (two matrices); None is what the
-    family has: Llama's is gated, GPT's is not.
+    ``ffn`` is the width of the MLP's hidden layer. Fewer ``kv_heads`` than ``heads`` means
+    grouped-query attention. ``gated_mlp`` is true for an MLP with three matrices, such as SwiGLU,
+    and false for one with two, such as GELU or squared ReLU; None means true for Llama and false
+    for GPT.
     """
 
     name: str
@@ -35,7 +35,7 @@ class ModelShape:
 
     @property
     def gates(self) -> int:
-        """Products of the MLP's input: 2 where it is gated, else 1."""
+        """How many matrix products the MLP applies to its input: 2 if it is gated, else 1."""
         gated = self.family == "llama" if self.gated_mlp is None else self.gated_mlp
         return 2 if gated else 1
 

@@ -1,4 +1,4 @@
-"""What happened when: the same type from the simulator and from a measured run."""
+"""What a step did when: one type for the simulator's result and for a measured run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ Provenance = Literal["measured", "traced", "simulated", "published"]
 
 
 class Span(NamedTuple):
-    """One action on one lane of one pipeline rank; times in seconds from the step's start. A tuple,
-    because the timeline of a large step has hundreds of thousands of them.
+    """One action on one lane of one pipeline rank, in seconds since the start of the step.
 
-    ``action`` is the text form of the schedule's action (``3F1``) or a plain word (``optimizer``).
+    ``action`` is the text form of a schedule's action (``3F1`` is the forward of microbatch 1 in
+    stage 3) or a plain word (``optimizer``). It is a tuple, because a large step has hundreds of
+    thousands of spans.
     """
 
     rank: int
@@ -28,7 +29,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of one optimizer step. ``provenance`` says whether a clock or a model made it."""
+    """The spans of one step; ``provenance`` says whether they were measured or simulated."""
 
     title: str
     provenance: Provenance
@@ -51,8 +52,8 @@ class Timeline:
     def chrome_events(self) -> Iterator[dict[str, Any]]:
         """Complete events of the Chrome trace format (Perfetto reads it); times in microseconds.
 
-        A process a rank, a thread a lane. Perfetto takes thread numbers for unique in the whole
-        trace and 0 for the idle thread, so no rank reuses another's.
+        Each rank is shown as a process and each lane as one of its threads. Perfetto requires
+        thread numbers to be unique in the whole trace and reserves 0 for the idle thread.
         """
         lanes: tuple[Lane, ...] = ("compute", "gather", "reduce", "transfer", "memory")
         process = {rank: 1 + rank * len(lanes) for rank in self.ranks}
@@ -79,7 +80,7 @@ class Timeline:
             }
 
     def write_chrome(self, path: Path) -> None:
-        """Write a JSON file that ui.perfetto.dev and chrome://tracing open."""
+        """Write a JSON file that ui.perfetto.dev and chrome://tracing can open."""
         document = {
             "traceEvents": list(self.chrome_events()),
             "otherData": {"title": self.title, "provenance": self.provenance},
@@ -88,5 +89,5 @@ class Timeline:
 
 
 def timeline_from_rows(title: str, provenance: Provenance, rows: list[list[Any]]) -> Timeline:
-    """Inverse of ``Timeline.to_rows``."""
+    """The timeline of such rows: the inverse of ``Timeline.to_rows``."""
     return Timeline(title, provenance, tuple(Span(*row) for row in rows))

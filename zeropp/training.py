@@ -1,4 +1,4 @@
-"""What every contender gives on a rank: one optimizer step, and the means to check it."""
+"""What every contender provides on a rank: a training step, and what is needed to check it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimizer of a run; the same for every contender."""
+    """The optimizer of a run, the same for every contender."""
 
     kind: Literal["adamw", "sgd"] = "adamw"
     lr: Annotated[float, AT_LEAST_0] = 1e-3
@@ -24,47 +24,54 @@ class OptimizerConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: Annotated[float, AT_LEAST_0] = 0.0
-    clip_norm: Annotated[float, AT_LEAST_0] = 0.0  # global gradient norm; 0: no clipping
+    clip_norm: Annotated[float, AT_LEAST_0] = 0.0  # largest global gradient norm; 0: no clipping
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of one step, equal on every rank: mean loss over the global batch (nats a token)
-    and the gradient's global L2 norm before clipping."""
+    """The result of one step, equal on all ranks: the mean loss over the global batch in nats per
+    token, and the global L2 norm of the gradient before clipping."""
 
     loss: float
     grad_norm: float
 
 
 class Trainer(Protocol):
-    """One rank of a built configuration. Construction is collective, and so is every method."""
+    """One rank of a configuration that was built. All ranks of the world must construct it together
+    and must call every method together."""
 
     def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
         """Train one step on this rank's slice of the global batch.
 
-        ``inputs`` and ``targets``: int64, shape [num_microbatches * microbatch_size, seq], the
-        slice of this rank's data-parallel index; microbatch j is rows j*b .. (j+1)*b-1.
+        ``inputs`` and ``targets``: int64 [num_microbatches * microbatch_size, seq], the slice of
+        this rank's data-parallel index. With b = microbatch_size, microbatch j is the rows
+        j*b .. (j+1)*b-1.
         """
         ...
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Unsharded fp32 CPU copies of the parameters of this rank's pieces, named
-        ``{piece}.{parameter}`` as in ``zeropp.model.build_model``; the same on every data- and
-        tensor-parallel peer."""
+        """(name, unsharded fp32 copy on the CPU) of every parameter of this rank's stages.
+
+        Names are ``{piece}.{parameter}``, as in ``zeropp.model.build_model``. Ranks with the same
+        stages yield the same.
+        """
         ...
 
     def counters(self) -> dict[str, int]:
-        """Events counted since construction, e.g. ``unshard``, ``reduce_grad``."""
+        """How often each kind of event happened since construction, such as ``unshard`` (gathers
+        of parameters) and ``reduce_grad`` (reductions of gradients)."""
         ...
 
     def record_spans(self, enabled: bool) -> None:
-        """Switch the recording of per-action spans on (and clear it) or off."""
+        """Start recording a span per action, without those recorded before, or stop recording."""
         ...
 
     def spans(self) -> list[Span]:
-        """Spans of the last step if recording was on; ``rank`` is the pipeline rank. On a GPU a
-        span begins and ends when the stream that computes has caught up, whatever other streams
-        still do."""
+        """The spans of the last step, if recording was on; their ``rank`` is the pipeline rank.
+
+        On a GPU, the compute stream is waited for before the clock is read at a span's start and
+        end; other streams are not.
+        """
         ...

@@ -1,4 +1,4 @@
-"""DeepSpeed's entry in the registry of contenders."""
+"""DeepSpeed 3D's entry in the registry of contenders."""
 
 from __future__ import annotations
 

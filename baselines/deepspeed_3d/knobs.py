@@ -1,4 +1,4 @@
-"""What can be set of DeepSpeed's 3D parallelism. Imports no torch."""
+"""The settings of DeepSpeed's 3D parallelism. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from zeropp.ranges import AT_LEAST_1
 
 @dataclass(frozen=True)
 class DeepSpeedKnobs:
-    """``auto`` is chosen by the tuner; where the cluster has no prices, by a simple rule."""
+    """Settings of DeepSpeed 3D. A knob that is ``auto`` is chosen by the tuner, or by a simple rule
+    where the cluster has no prices (CPUs)."""
 
     name: Literal["deepspeed_3d"] = "deepspeed_3d"
     tp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # tensor-parallel ranks
     pp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # pipeline ranks
     replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # data-parallel ranks
-    replicate_zero: Literal[0, 1] | Auto = "auto"  # ZeRO stage; its pipeline engine has no higher
+    replicate_zero: Literal[0, 1] | Auto = "auto"  # ZeRO stage; a pipeline allows no higher one
     recompute: Literal["none", "full"] | Auto = "auto"
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012

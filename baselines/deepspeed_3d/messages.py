@@ -1,8 +1,10 @@
-"""The integers that DeepSpeed's pipeline stages send each other, for a rank without its peers.
+"""The integers that DeepSpeed's pipeline stages send each other, for a rank traced without peers.
 
-Before the first boundary its shape is sent (``PipelineEngine._send_tensor_meta``), and under tensor
-parallelism every boundary is a part of one tensor behind the numbers that say which
-(``PartitionedTensor.to_meta``). All boundaries of a plan are alike.
+A *boundary* is the activation that one stage sends to the next. Before the first one, its shape is
+sent (``PipelineEngine._send_tensor_meta``). Under tensor parallelism a rank sends only its part of
+each boundary, after integers that describe the part (``PartitionedTensor.to_meta``). A traced rank
+has nobody who sends these integers, so they are made up here. All boundaries of a plan have one
+shape.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from torch import Tensor
 
 from zeropp.plan import Plan
 
-_TENSOR, _TUPLE = 0, 2  # DeepSpeed's words for what is sent
+_TENSOR, _TUPLE = 0, 2  # DeepSpeed's codes for the kind of message
 
 
 def fill(plan: Plan, message: Tensor) -> None:
-    """Write into a message of integers what a neighbour would have sent."""
+    """Fill a received message of integers with what the neighbouring stage would have sent.
+
+    An int64 ``message`` describes this rank's part of a boundary; any other one gives its shape.
+    """
     numbers = _partition(plan) if message.dtype == torch.int64 else _shapes(plan)
     message[: len(numbers)] = torch.tensor(numbers, dtype=message.dtype)
 

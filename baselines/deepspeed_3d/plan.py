@@ -1,6 +1,7 @@
-"""The plan of DeepSpeed 3D: plain 1F1B over stages balanced by cost. Imports no torch.
+"""The plan of DeepSpeed 3D: plain 1F1B over stages that are balanced by cost. Imports no torch.
 
-Its programs are those of DeepSpeed's own ``TrainSchedule``; a test compares them.
+A rank's program is the order of actions that DeepSpeed's own ``TrainSchedule`` gives; a test
+compares the two, action by action.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from zeropp.schedule.program import Program, Schedule, loop_placement
 
 
 def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> Plan:
-    """TP x PP x DP (ZeRO-0 or 1): the plan without programs; raises InfeasibleError in one line.
+    """A plan of TP x PP x DP with ZeRO stage 0 or 1: every size is set, the programs are empty.
 
-    Simple rules for what is ``auto``: TP over two ranks where the sizes allow, a stage per node.
+    Simple rules for what is ``auto``: TP over two ranks where the model's sizes allow it, and one
+    stage per node. Raises InfeasibleError, whose message is one line.
     """
     zero: ReplicateZero = if_auto(knobs.replicate_zero, 1)
     if task.precision == "bf16" and zero == 0:
@@ -61,7 +63,7 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> Plan:
 
 
 def order(plan: Plan, knobs: DeepSpeedKnobs, price: PlanPrice) -> Iterator[Plan]:
-    """The plan in the only order that DeepSpeed has."""
+    """The plan with its programs: DeepSpeed has one order only, so this yields one plan."""
     yield replace(plan, schedule=_schedule(plan.layout.pp, plan.num_microbatches))
 
 
@@ -72,7 +74,8 @@ def _schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _simple_tp(task: Task, knobs: DeepSpeedKnobs) -> int:
-    """Two, where that divides the model and the ranks that other degrees leave."""
+    """Two if that divides the model's sizes and the ranks that the given degrees leave, else one.
+    The degrees that are given count as taken."""
     shape = task.shape
     taken = prod(degree for degree in asked_degrees(knobs).values() if degree != "auto")
     sizes = (shape.heads, shape.kv_heads, shape.ffn, shape.vocab)
@@ -81,10 +84,12 @@ def _simple_tp(task: Task, knobs: DeepSpeedKnobs) -> int:
 
 
 def with_deepspeed_exchanges(schedule: Schedule) -> Schedule:
-    """Add transfers and the final reduction to a compute-only 1F1B in DeepSpeed's own order.
+    """Add sends, receives and the final gradient reduction to a compute-only 1F1B schedule, in the
+    order of DeepSpeed's ``TrainSchedule.steps``.
 
-    DeepSpeed counts in time slots. It sends what a pass made in the slot after it, and where that
-    slot holds a backward pass it receives for it first (``TrainSchedule.steps``).
+    DeepSpeed counts in time slots of one forward or backward pass each. A pass's output is sent in
+    the slot after the pass. If that slot holds a backward pass, the gradient that this backward
+    needs is received before the send.
     """
     last = schedule.num_stages - 1
     programs = (_exchanges(program, last) for program in schedule.programs)
@@ -106,14 +111,15 @@ def _exchanges(program: Program, last: int) -> Program:
 
 
 def _slot(action: Action, last: int) -> int:
-    """Time slot of a pass, where forward and backward passes take one each."""
+    """The time slot of a forward or backward pass; each takes one slot."""
     assert action.microbatch is not None
     first = action.stage if action.op is Op.FORWARD else 2 * last + 1 - action.stage
     return first + 2 * action.microbatch
 
 
 def _transfers(action: Action, last: int) -> tuple[list[Action], list[Action]]:
-    """What a pass receives and what it sends: one transfer each, or none at the pipeline's ends."""
+    """(receives before a pass, sends after it): at most one of each, none at the pipeline's ends.
+    ``last`` is the index of the last stage."""
     stage, microbatch = action.stage, action.microbatch
     up = [] if stage == 0 else [Op.RECV_F, Op.SEND_B]
     down = [] if stage == last else [Op.SEND_F, Op.RECV_B]

@@ -15,7 +15,7 @@ _RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
 
 
 def families(point: Point[DeepSpeedKnobs]) -> Iterator[DeepSpeedKnobs]:
-    """Every setting at a point; nothing is left open. bf16 runs with ZeRO-1 alone."""
+    """All knobs to try at a point, none of them ``auto``. With bf16 DeepSpeed runs ZeRO-1 only."""
     asked, degrees = point.asked, point.degrees
     zeros: tuple[ReplicateZero, ...] = zero_choices(asked.replicate_zero, degrees)
     if point.task.precision == "bf16" and asked.replicate_zero == "auto":

@@ -1,9 +1,11 @@
 """Tensor parallelism as in Megatron-LM (arXiv 1909.08053, section 3), over one process group.
 
-A piece is built whole, as one process would, and cut in place: attention by heads, the MLP by its
-hidden width, embedding and logits by the vocabulary. What enters a cut region is copied (its
-gradient is summed over the group), what leaves it is summed (its gradient is copied). Parameters
-that are cut carry ``model_parallel`` (DeepSpeed's word for it) and ``cut_dim``.
+A piece of the model (embedding, block or head) is built whole, as one process would build it, and
+then cut in place: attention by heads, the MLP by its hidden width, embedding and logits by the
+vocabulary. The input of a cut region is passed on as it is, and its gradient is summed over the
+group; the output is summed over the group, and its gradient is passed on as it is. A parameter that
+was cut has two attributes: ``model_parallel``, which DeepSpeed reads, and ``cut_dim``, the cut
+dimension.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ Group = dist.ProcessGroup
 
 
 class _Copy(torch.autograd.Function):
-    """Identity forward, all-reduce backward."""
+    """Identity in the forward, all-reduce of the gradient in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -37,7 +39,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """All-reduce forward, identity backward."""
+    """All-reduce in the forward, identity in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -51,7 +53,7 @@ class _Sum(torch.autograd.Function):
 
 
 def cut_piece(piece: nn.Module, group: Group) -> None:
-    """Cut a piece of ``zeropp.model`` to this rank's part of the group."""
+    """Cut a piece of ``zeropp.model`` in place to the part of this rank of the group."""
     if group.size() == 1:
         return
     if isinstance(piece, Block):
@@ -65,15 +67,19 @@ def cut_piece(piece: nn.Module, group: Group) -> None:
 
 
 def cut_logits(x: Tensor, weight: Tensor, group: Group) -> Tensor:
-    """Logits [batch, seq, vocab / tp] from a weight that is cut by the vocabulary."""
+    """This rank's logits [batch, seq, vocab / tp] from hidden states [batch, seq, hidden] and a
+    weight [vocab / tp, hidden] that is cut by the vocabulary."""
     if group.size() > 1:
         x = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
     return F.linear(x, weight)
 
 
 def whole_parameter(parameter: Tensor, values: Tensor, group: Group) -> Tensor:
-    """The uncut values of a parameter on every rank of the group, from ``values`` that are cut like
-    the parameter (the parameter itself, or its fp32 master); collective where it is cut."""
+    """The whole values of a parameter, on every rank of the group.
+
+    ``values`` are cut as the parameter is: the parameter itself, or its fp32 master weights. If the
+    parameter is cut, this is a collective.
+    """
     if not hasattr(parameter, "cut_dim"):
         return values.detach()
     parts = [torch.empty_like(values) for _ in range(group.size())]
@@ -82,7 +88,8 @@ def whole_parameter(parameter: Tensor, values: Tensor, group: Group) -> Tensor:
 
 
 def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
-    """Mean loss of logits [batch, seq, vocab / tp] cut by the vocabulary, in fp32."""
+    """Mean loss per token in fp32. ``logits``: this rank's [batch, seq, vocab / tp]; ``targets``:
+    int64 [batch, seq], the same on every rank of the group."""
     if group.size() == 1:
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
     return _VocabularyLoss.apply(logits.flatten(0, 1), targets.flatten(), group)  # type: ignore[no-any-return, no-untyped-call]
@@ -130,7 +137,8 @@ def _cut_block(block: Block, group: Group) -> None:
     for linear in (attention.output, mlp.down):
         _cut_parameter(linear, "weight", 1, group)
         linear.forward = _row_parallel(linear, group)  # type: ignore[method-assign]
-    # One copy for all projections of a region: one all-reduce in backward, not one each.
+    # The projections of a region share one copy of its input, so that the backward has one
+    # all-reduce per region instead of one per projection.
     _copy_input(attention, group)
     _copy_input(mlp, group)
 
@@ -166,7 +174,8 @@ def _vocabulary_embedding(embedding: nn.Embedding, group: Group) -> Any:
 
 
 def _local_tokens(tokens: Tensor, size: int, group: Group) -> tuple[Tensor, Tensor]:
-    """Which tokens fall into this rank's ``size`` entries, and their place there (0 if not)."""
+    """(mask of the tokens that are among this rank's ``size`` entries of the vocabulary, their
+    index there or 0)."""
     shifted = tokens - group.rank() * size
     mine = (shifted >= 0) & (shifted < size)
     return mine, torch.where(mine, shifted, 0)

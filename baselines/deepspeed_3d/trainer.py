@@ -1,4 +1,5 @@
-"""DeepSpeed 3D on a rank: real DeepSpeed runs the step, this file only feeds and reads it."""
+"""DeepSpeed 3D on one rank: DeepSpeed's own engine runs the step; this file builds the model for
+it, feeds it batches and reads its gradients, counters and times."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param
@@ -22,12 +23,13 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
+from baselines.deepspeed_3d.layers import TIED_NAME, Factory, tie
 from baselines.deepspeed_3d.tensor_parallel import (
-    cut_logits,
     cut_piece,
     vocabulary_cross_entropy,
     whole_parameter,
 )
+from zeropp.layout import Layout
 from zeropp.model import build_piece
 from zeropp.optimizer import build_optimizer, square_norm
 from zeropp.plan import Plan
@@ -49,22 +51,18 @@ OPS: dict[type, Op] = {
 }
 
 
-_TIED = "embedding"  # DeepSpeed's key of the tied layer
-_TIED_NAME = f"tied_modules.{_TIED}"
-
-
 def build(
     plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
 ) -> DeepSpeedTrainer:
-    """Build this rank's part of a plan; collective."""
+    """Build this rank's part of a plan. All ranks of the world must call it."""
     return DeepSpeedTrainer(plan, optimizer, device, seed)
 
 
 class _CutPipeline(PipelineModule):  # type: ignore[misc]
-    """A PipelineModule whose stages are cut where the plan says."""
+    """A ``PipelineModule`` whose stages begin at the plan's ``cuts``."""
 
     def __init__(self, cuts: tuple[int, ...], **arguments: Any) -> None:
-        # Tied, the head is two layers: its norm, and the embedding once more.
+        # With tied embeddings the head is two layers: its norm, and the embedding a second time.
         self._cuts = (*cuts[:-1], len(arguments["layers"]))
         super().__init__(**arguments)
 
@@ -76,20 +74,14 @@ class _CutPipeline(PipelineModule):  # type: ignore[misc]
 
 
 class DeepSpeedTrainer:
-    """A ``zeropp.training.Trainer`` over DeepSpeed's PipelineEngine."""
+    """A ``zeropp.training.Trainer`` that runs DeepSpeed's ``PipelineEngine``."""
 
     def __init__(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
     ) -> None:
         layout, shape = plan.layout, plan.shape
         self._plan, self._device = plan, device
-        # Its all-reduce over shared memory (CPU) is compiled on first use, and a rank that is
-        # killed meanwhile leaves a lock for which every later run waits. All contenders use gloo.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(verbose=False)  # takes the process group that is there
-        topology = PipeModelDataParallelTopology(
-            num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.replicate
-        )
+        topology = _join_topology(layout)
         self._group = _own_group(topology.get_axis_comm_lists("model"))
         group = self._group
 
@@ -98,10 +90,10 @@ class DeepSpeedTrainer:
             cut_piece(piece, group)
             return piece
 
-        layers = [LayerSpec(_Factory, make, index) for index in range(shape.num_pieces)]
+        layers = [LayerSpec(Factory, make, index) for index in range(shape.num_pieces)]
         module = _CutPipeline(
             plan.cuts,
-            layers=_tie(layers, make, group) if shape.tied_embeddings else layers,
+            layers=tie(layers, make, group) if shape.tied_embeddings else layers,
             topology=topology,
             loss_fn=lambda logits, labels: vocabulary_cross_entropy(logits, labels, group),
             activation_checkpoint_interval=1 if plan.recompute == "full" else 0,
@@ -136,10 +128,10 @@ class DeepSpeedTrainer:
         for name, parameter in self._engine.module.named_parameters():
             values = parameter
             if parameter.dtype is torch.bfloat16:
-                values = safe_get_full_fp32_param(parameter)  # what the optimizer updates
+                values = safe_get_full_fp32_param(parameter)  # the fp32 master weights
             whole = whole_parameter(parameter, values, self._group)
             if not parameter.ds_pipe_replicated:
-                yield name.replace(_TIED_NAME, "0"), whole.float().cpu()
+                yield name.replace(TIED_NAME, "0"), whole.float().cpu()
 
     def counters(self) -> dict[str, int]:
         """See ``Trainer.counters``."""
@@ -154,7 +146,8 @@ class DeepSpeedTrainer:
         return list(self._spans or [])
 
     def _observed(self, kind: type, run: Callable[..., None]) -> Callable[..., None]:
-        """DeepSpeed's handler of an instruction, as an action that is observed where it is one."""
+        """Wrap DeepSpeed's handler of an instruction, so that instructions which are actions of a
+        schedule are counted and timed; handlers of others are returned as they are."""
         trainer = self
         op = OPS.get(kind)
 
@@ -168,7 +161,7 @@ class DeepSpeedTrainer:
 
     @contextmanager
     def _action(self, op: Op) -> Iterator[None]:
-        """A range of the profiler, a count, and a span while spans are recorded."""
+        """Mark an action for the profiler, count it, and record its span while spans are on."""
         stage = self._engine.stage_id
         action = str(Action(stage, op, self._passes[op] if op.has_microbatch else None))
         start = self._clock()
@@ -180,8 +173,8 @@ class DeepSpeedTrainer:
             self._spans.append(Span(stage, LANES[op], action, start, self._clock()))
 
     def _clock(self) -> float:
-        """Seconds since the step began; while spans are recorded, with the compute stream caught
-        up, as every contender's clock."""
+        """Seconds since the step began. While spans are recorded it first waits for the compute
+        stream, as the clock of every contender does."""
         if self._spans is None:
             return 0.0
         if self._device.type == "cuda":
@@ -189,8 +182,9 @@ class DeepSpeedTrainer:
         return time.perf_counter() - self._begin
 
     def _clip(self) -> None:
-        """Take the gradient's global norm and clip to it. DeepSpeed's own is not used: it takes
-        the norm over each rank's partition, so that the outcome depends on the topology."""
+        """Take the global gradient norm and clip the gradients to ``clip_norm``. DeepSpeed's own
+        clipping is not used: it takes the norm over each rank's partition, so that the training
+        would depend on the topology."""
         total = self._local_square_norm()
         dist.all_reduce(total)
         self._grad_norm = math.sqrt(float(total))
@@ -200,8 +194,8 @@ class DeepSpeedTrainer:
                 gradient.mul_(scale)
 
     def _local_square_norm(self) -> Tensor:
-        """This rank's part of the squared gradient norm, so that the sum over ranks is right:
-        what a parameter's copies hold alike is divided by their number."""
+        """This rank's part of the squared gradient norm; the parts of all ranks add up to the
+        whole. A gradient that several ranks hold is divided by their number."""
         parts = []
         for parameter, gradient, copies in self._gradients():
             if parameter.ds_pipe_replicated:  # type: ignore[attr-defined]  # a tied copy; the first stage counts it
@@ -211,9 +205,10 @@ class DeepSpeedTrainer:
         return square_norm(parts, self._device)
 
     def _gradients(self) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """(parameter, reduced gradient or this rank's part of it, data-parallel copies of it)."""
+        """(parameter, its reduced gradient or this rank's partition of that, the number of
+        data-parallel ranks that hold the same)."""
         optimizer, copies = self._optimizer, self._plan.layout.replicate
-        if hasattr(optimizer, "averaged_gradients"):  # ZeRO-1: each rank keeps its partition
+        if hasattr(optimizer, "averaged_gradients"):  # ZeRO-1: each rank holds its partition
             for group, parameters in enumerate(optimizer.params_in_partition):
                 parts = optimizer.averaged_gradients[group]
                 for parameter, part in zip(parameters, parts, strict=False):
@@ -229,36 +224,18 @@ class DeepSpeedTrainer:
                     yield parameter, parameter.grad, copies
 
 
-class _Factory(nn.Module):
-    """DeepSpeed builds layers from a type and its arguments; ours come from a function."""
+def _join_topology(layout: Layout) -> PipeModelDataParallelTopology:
+    """Let DeepSpeed use the process group that exists, and number the ranks as it does.
 
-    def __new__(cls, make: Callable[[int], nn.Module], index: int) -> Any:
-        return make(index)
-
-
-def _tie(
-    layers: list[LayerSpec], make: Callable[[int], nn.Module], group: dist.ProcessGroup
-) -> list[LayerSpec]:
-    """The layers with the head's projection replaced by the embedding's weight, as DeepSpeed ties
-    layers: every stage that uses the embedding holds it, and their gradients are summed."""
-
-    def make_norm(index: int) -> nn.Module:
-        head = make(index)
-        del head.output
-        head.forward = head.norm.forward  # type: ignore[union-attr]
-        return head
-
-    def logits(embedding: nn.Module, x: Tensor) -> Tensor:
-        return cut_logits(x, embedding.tokens.weight, group)  # type: ignore[union-attr, arg-type]
-
-    last = len(layers) - 1
-    tied = {"tied_weight_attr": ["tokens.weight"]}
-    return [
-        TiedLayerSpec(_TIED, _Factory, make, 0, **tied),
-        *layers[1:-1],
-        LayerSpec(_Factory, make_norm, last),
-        TiedLayerSpec(_TIED, _Factory, make, 0, forward_fn=logits, **tied),
-    ]
+    DeepSpeed's own all-reduce over shared memory (CPU) is switched off: it is compiled on first
+    use, and a rank that is killed meanwhile leaves a lock for which every later run waits. On CPUs
+    all contenders use gloo.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(verbose=False)
+    return PipeModelDataParallelTopology(
+        num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.replicate
+    )
 
 
 def _recompute(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -266,7 +243,8 @@ def _recompute(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
-    """The group of this rank; every rank makes all of them, in one order."""
+    """The process group of those lists' ranks that this rank is in. All ranks must call it with the
+    same lists, because ``new_group`` is collective; no list means one group per rank."""
     mine = None
     for ranks in rank_lists or [[rank] for rank in range(dist.get_world_size())]:
         group = dist.new_group(ranks)
@@ -281,7 +259,7 @@ def _config(plan: Plan) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": plan.microbatch_size,
         "gradient_accumulation_steps": plan.num_microbatches,
         "train_batch_size": plan.global_batch,
-        "gradient_clipping": 0.0,  # its default is 1.0; see ``_clip``
+        "gradient_clipping": 0.0,  # off (DeepSpeed's default is 1.0); ``_clip`` does it
         "zero_optimization": {"stage": plan.layout.replicate_zero},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

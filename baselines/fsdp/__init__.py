@@ -1,1 +1,5 @@
-"""FSDP2 alone: ZeRO-3, optionally with replicas, no pipeline and no tensor parallelism."""
+"""FSDP2 alone: ZeRO-3, optionally with replicas, without pipeline and tensor parallelism.
+
+In: a ``Task`` and ``FSDPKnobs``. Out: a ``Plan`` with one pipeline rank, and a trainer per rank on
+``fully_shard``. Read ``knobs``, ``plan``, ``trainer``, ``space``, ``contender``.
+"""

@@ -1,4 +1,4 @@
-"""What can be set of FSDP2 without a pipeline. Imports no torch."""
+"""The settings of FSDP2 without a pipeline. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from zeropp.ranges import AT_LEAST_1
 
 @dataclass(frozen=True)
 class FSDPKnobs:
-    """``auto`` is chosen by the tuner; where the cluster has no prices, by a simple rule."""
+    """Settings of FSDP2. A knob that is ``auto`` is chosen by the tuner, or by a simple rule where
+    the cluster has no prices (CPUs)."""
 
     name: Literal["fsdp"] = "fsdp"
-    shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of a ZeRO-3 group
-    replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # data-parallel copies of the groups
+    shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of a ZeRO-3 group (dp_shard)
+    replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # number of such groups (dp_replicate)
     recompute: Recompute | Auto = "auto"
-    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # of the model, its first ones
-    reduce_every: ReduceEvery | Auto = "auto"  # unit: after every microbatch; step: once
-    compile: bool = False  # torch.compile each block
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the model's first N
+    reduce_every: ReduceEvery | Auto = "auto"  # unit: per microbatch; step: per step
+    compile: bool = False  # torch.compile every block
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012

@@ -1,7 +1,8 @@
-"""The plan of FSDP2 alone: microbatch after microbatch, layer after layer. Imports no torch.
+"""The plan of FSDP2 alone: gradient accumulation over microbatches. Imports no torch.
 
-Every piece of the model is a stage of its own on the only pipeline rank: FSDP2 gathers piece by
-piece, for the forward and again for the backward of every microbatch.
+Every piece of the model (embedding, block, head) is a stage of its own on the only pipeline rank,
+because FSDP2 gathers piece by piece, for the forward and again for the backward of every
+microbatch.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from zeropp.schedule.program import Schedule
 
 
 def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> Plan:
-    """ZeRO-3 over ``shard``, copies over ``replicate``: the plan without programs; raises
-    InfeasibleError in one line. ``shard: auto`` is a node, by a simple rule."""
+    """A plan of ZeRO-3 over ``shard`` ranks, ``replicate`` times: every size is set, the programs
+    are empty. By a simple rule ``shard: auto`` is the GPUs of a node. Raises InfeasibleError."""
     pieces = task.shape.num_pieces
     layout = replace(resolve_degrees(task, knobs), chunks=pieces)
     microbatches = microbatches_per_step(task, layout, microbatch_size)
@@ -43,13 +44,13 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> Plan:
 
 
 def _recomputed(asked: int | Auto, pieces: int) -> tuple[int, ...]:
-    """Every piece is a stage; the first blocks are recomputed, the embedding and the head are no
-    blocks."""
+    """Recomputed blocks of every stage: 1 for the first ``asked`` blocks, else 0 (each stage is one
+    piece, and the first piece is the embedding). ``auto`` gives (), which means all blocks."""
     return () if asked == "auto" else tuple(int(0 < i <= asked) for i in range(pieces))
 
 
 def order(plan: Plan, knobs: FSDPKnobs, price: PlanPrice) -> Iterator[Plan]:
-    """The plan in the only order that there is."""
+    """The plan with its program: there is one order only, so this yields one plan."""
     stages, microbatches = plan.schedule.num_stages, plan.num_microbatches
     schedule = _schedule(stages, microbatches, plan.gathers, plan.reduce_every)
     yield replace(plan, schedule=schedule)
@@ -64,7 +65,8 @@ def _schedule(
 
 
 def accumulation(num_stages: int, num_microbatches: int) -> Schedule:
-    """Gradient accumulation on one rank: each microbatch through all stages and back."""
+    """The schedule of gradient accumulation on one rank: microbatch by microbatch, a forward
+    through all stages and then a backward. It has compute actions only."""
     program: list[Action] = []
     for microbatch in range(num_microbatches):
         program += [Action(stage, Op.FORWARD, microbatch) for stage in range(num_stages)]

@@ -15,7 +15,7 @@ _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
 
 
 def families(point: Point[FSDPKnobs]) -> Iterator[FSDPKnobs]:
-    """Every setting but the point of reduction."""
+    """All knobs to try at a point, except for when gradients are reduced."""
     asked, degrees = point.asked, point.degrees
     for recompute, blocks in recompute_choices(
         asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
@@ -30,7 +30,7 @@ def families(point: Point[FSDPKnobs]) -> Iterator[FSDPKnobs]:
 
 
 def members(asked: FSDPKnobs, family: FSDPKnobs, plan: Plan) -> Iterator[FSDPKnobs]:
-    """Gradients reduced after every microbatch, or once per step."""
+    """A family's knobs with gradients reduced per microbatch, and with them reduced per step."""
     for reduce_every in choices(asked.reduce_every, _REDUCE):
         yield replace(family, reduce_every=reduce_every)
 

@@ -1,4 +1,4 @@
-"""FSDP2 alone on one rank: accumulated gradients, reduced per microbatch or once per step."""
+"""FSDP2 on one rank: gradient accumulation, with gradients reduced per microbatch or per step."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from zeropp.training import OptimizerConfig, StepResult
 
 
 def build(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int) -> FsdpTrainer:
-    """Build this rank's part of a plan; collective."""
+    """Build this rank's part of a plan. All ranks of the world must call it."""
     return FsdpTrainer(plan, optimizer, device, seed)
 
 
 class FsdpTrainer:
-    """A ``zeropp.training.Trainer`` over ``fully_shard``.
+    """A ``zeropp.training.Trainer`` on FSDP2's ``fully_shard``.
 
-    The head stays gathered between its forward and its backward, and the embedding between a
-    microbatch's backward and the next one's forward: nothing else would be gathered meanwhile.
+    Two releases are left out, because the same parameters would be the next to be gathered: the
+    head stays gathered between its forward and its backward, and the embedding between the
+    backward of a microbatch and the forward of the next one.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class FsdpTrainer:
         return list(self._spans or [])
 
     def _build_model(self, seed: int) -> nn.Sequential:
-        """Piece by piece, each sharded before the next one is made."""
+        """Build piece by piece and shard each before the next is made, which bounds the memory."""
         plan, shape = self._plan, self._plan.shape
         mesh = data_mesh(world_mesh(plan.layout, self._device), plan.layout)
         head = shape.num_pieces - 1
@@ -111,7 +112,7 @@ class FsdpTrainer:
             piece = build_piece(shape, index, seed, self._device)
             if 0 < index < head:
                 prepare_block(piece, plan, recomputed=plan.recomputes(index, index))
-            # Tied ends share a parameter, and so they must share the root's group.
+            # Tied embedding and head share a parameter, so both belong to the root module's group.
             if not (shape.tied_embeddings and index in (0, head)):
                 sharded = shard(piece, mesh, plan.precision, reshard_after_forward=index != head)
                 count_collectives(sharded, self._counters)
@@ -125,9 +126,10 @@ class FsdpTrainer:
         return model
 
     def _observe(self, stage: int, piece: nn.Module) -> None:
-        """Record a span for each forward and backward of a piece, without FSDP2's own waiting.
+        """Record a span per forward and backward of a piece, without FSDP2's waiting for gathers.
 
-        The embedding's backward has none: a module hook tells of an input's gradient.
+        The embedding's backward gets no span: a module's backward hook needs the gradient of an
+        input, and token indices have none.
         """
         starts: dict[Op, float] = {}
 
@@ -162,7 +164,7 @@ class FsdpTrainer:
             ]
 
     def _clock(self) -> float:
-        """Seconds since the step began, with the compute stream caught up."""
+        """Seconds since the step began, after waiting for the compute stream."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return time.perf_counter() - self._begin

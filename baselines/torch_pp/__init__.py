@@ -1,1 +1,6 @@
-"""torch.distributed.pipelining with FSDP2 and DTensor tensor parallelism, torch's own schedules."""
+"""torch.distributed.pipelining with FSDP2 and DTensor's tensor parallelism: torch's own schedules.
+
+In: a ``Task`` and ``TorchPPKnobs``. Out: a ``Plan`` in the order of torch's schedule classes, and a
+trainer per rank that lets torch's runtime run them. Read ``knobs``, ``plan`` (with ``dualpipev``),
+``trainer`` (with ``tensor_parallel`` and ``tied``), ``space``, ``contender``.
+"""

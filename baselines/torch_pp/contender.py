@@ -1,4 +1,4 @@
-"""The entry of torch's pipelines in the registry of contenders."""
+"""The entries of torch's pipelines and of torchtitan in the registry of contenders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TORCH_PP = Contender(
     check=check,
     trainer="baselines.torch_pp.trainer:build",
 )
-# torchtitan puts the same schedules, FSDP2 and DTensor together; it is priced and not run here.
+# torchtitan combines the same schedules, FSDP2 and DTensor. It is priced, but does not run here.
 TORCHTITAN = Contender(
     name="torchtitan",
     label="torchtitan",

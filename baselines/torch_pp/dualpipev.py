@@ -1,7 +1,8 @@
-"""DualPipeV's order (arXiv 2412.19437; its V-shaped form): eight phases per rank, as in torch.
+"""The order of DualPipeV, the V-shaped form of DualPipe (arXiv 2412.19437): eight phases per rank,
+as in torch's ``ScheduleDualPipeV``.
 
-A forward and a backward that DualPipeV overlaps stand here one after the other, as torch computes
-them. Where a rank's weight gradients are split off they are run first in, first out.
+DualPipeV can overlap a forward with a backward; here one follows the other, as torch computes them.
+Delayed weight gradients of a rank run first in, first out.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from zeropp.schedule.program import Program
 
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
-    """One program a rank; needs at least two microbatches a rank (two chunks a rank)."""
+    """One program of compute actions per rank, with two chunks per rank. ``num_microbatches`` must
+    be at least ``2 * num_ranks``."""
     return tuple(_Rank(rank, num_ranks).program(num_microbatches) for rank in range(num_ranks))
 
 
 class _Rank:
-    """One rank's program under construction: ``near`` is its stage of the way down, ``far`` of the
-    way up."""
+    """One rank's program under construction. Forwards pass a rank twice: in its ``near`` stage on
+    the way down the V, and in its ``far`` stage on the way up."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks
@@ -29,7 +31,7 @@ class _Rank:
         self._weights: deque[tuple[int, int]] = deque()
 
     def program(self, num_microbatches: int) -> Program:
-        """The eight phases in turn."""
+        """The rank's program: the eight phases, one after the other."""
         near, far, rank = self._near, self._far, self._rank
         below = self._num_ranks - rank - 1  # ranks further down the V
         for _ in range(2 * below):
@@ -54,7 +56,8 @@ class _Rank:
         return tuple(self._out)
 
     def _drain(self, below: int) -> None:
-        """The last backwards; from the middle on they are split, to send sooner."""
+        """The last backwards. From the middle on they are split into input and weight gradients,
+        so that the input gradients are sent sooner."""
         passes = [stage for _ in range(self._rank + 1) for stage in (self._far, self._near)]
         half = (self._rank + 1) // 2
         split_from = 2 * half + (self._rank + 1) % 2

@@ -1,4 +1,4 @@
-"""What can be set of torch's pipelines with FSDP2 and tensor parallelism. Imports no torch."""
+"""The settings of torch's pipelines with FSDP2 and tensor parallelism. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ TorchSchedule = Literal[
 
 @dataclass(frozen=True)
 class TorchPPKnobs:
-    """``auto`` is chosen by the tuner; where the cluster has no prices, by a simple rule."""
+    """Settings of torch's pipelines. A knob that is ``auto`` is chosen by the tuner, or by a simple
+    rule where the cluster has no prices (CPUs)."""
 
     name: Literal["torch_pp"] = "torch_pp"
     tp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # tensor-parallel ranks
     pp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # pipeline ranks
-    shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of an FSDP2 group
-    replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # data-parallel copies of the groups
-    chunks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # model chunks per rank (V)
+    shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of an FSDP2 group (dp_shard)
+    replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # number of such groups (dp_replicate)
+    chunks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # virtual stages per rank (V)
     schedule: TorchSchedule | Auto = "auto"
     sequence_parallel: bool | Auto = "auto"
     recompute: Recompute | Auto = "auto"
-    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # per stage, its first ones
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
     placement: Placement | Auto = "auto"  # which ranks share a node
-    compile: bool = False  # torch.compile each block
+    compile: bool = False  # torch.compile every block
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
 
 @dataclass(frozen=True)
 class TorchtitanKnobs(TorchPPKnobs):
-    """torchtitan has the same degrees and torch's own schedules."""
+    """Settings of torchtitan: the same as those of torch's pipelines."""
 
     name: Literal["torchtitan"] = "torchtitan"  # type: ignore[assignment]

@@ -1,8 +1,8 @@
 """The plan of torch.distributed.pipelining: torch's own schedules. Imports no torch.
 
-Orders of compute, gathers, releases and reductions are those of torch's schedule classes, which a
-test reads out and compares. Torch gathers by its own rule (``_add_unshard_reshard``): the next
-``_ACTIVE_STAGES`` stages of a rank that have something to compute are kept gathered.
+Compute, gathers, releases and reductions come in the order of torch's schedule classes; a test
+compares the two. Torch gathers parameters by a rule of its own (``_add_unshard_reshard``): a rank
+keeps the next ``_ACTIVE_STAGES`` stages gathered that have something to compute.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ SPLIT_BACKWARD: tuple[TorchSchedule, ...] = ("interleaved_zb", "zbv", "dualpipev
 SCHEDULES = (*UNSPLIT, *SPLIT_BACKWARD)
 _V_SHAPED = ("zbv", "dualpipev")
 _ACTIVE_STAGES = 3
-# Programs, by contender, that put torch's schedules, FSDP2 and DTensor together.
+# The entry of ``zeropp.programs`` that prices each of the two contenders of this folder.
 _PROGRAMS = {"torch_pp": "torch_pp", "torchtitan": "torchtitan_compiled"}
 
 
 def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
-    """TP x PP x FSDP (x replicas): the plan without programs; raises InfeasibleError in one line.
+    """A plan of TP x PP x FSDP (x replicas): every size is set, the programs are empty.
 
-    Simple rules for what is ``auto``: no TP, a stage per node, interleaved 1F1B with two chunks
-    where its conditions hold, else 1F1B.
+    Simple rules for what is ``auto``: no TP, one stage per node, interleaved 1F1B with two chunks
+    per rank where its conditions hold, and otherwise 1F1B. Raises InfeasibleError, whose message is
+    one line.
     """
     degrees = resolve_degrees(task, replace(knobs, tp=if_auto(knobs.tp, 1)))
     schedule = if_auto(knobs.schedule, _simple_schedule(task, knobs, degrees, microbatch_size))
@@ -77,7 +78,7 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
 
 
 def order(plan: Plan, knobs: TorchPPKnobs, price: PlanPrice) -> Iterator[Plan]:
-    """The plan in the order of torch's own schedule class."""
+    """The plan with the programs of torch's schedule class: one order, so this yields one plan."""
     name, layout = plan.schedule.name, plan.layout
     gathers = layout.shard > 1
     schedule = _schedule(name, layout.pp, layout.chunks, plan.num_microbatches, gathers)
@@ -100,8 +101,8 @@ def _schedule(
 
 
 def check(plan: Plan) -> None:
-    """Validate the schedule without its gathers, which come by a rule of torch's own; raises
-    ScheduleError."""
+    """Validate the plan's schedule; raises ScheduleError. Gathers and releases are left out, since
+    torch places them by a rule of its own, which this project's validation does not know."""
     gathers = (Op.UNSHARD, Op.RESHARD)
     programs = (
         tuple(action for action in program if action.op not in gathers)
@@ -111,10 +112,10 @@ def check(plan: Plan) -> None:
 
 
 def with_torch_gathers(program: Program, compute: Program) -> Program:
-    """Add gathers and releases by torch's rule; ``compute`` are the program's compute actions.
+    """Add gathers and releases to a program by torch's rule; ``compute`` are its compute actions.
 
-    Before each compute action: release what is not among the next stages to compute, gather what
-    is. Everything left is released at the end.
+    Before each compute action, the stages that are not among the next to compute are released, and
+    those that are among them are gathered. At the end all stages that are left are released.
     """
     out: list[Action] = []
     active: list[int] = []
@@ -180,7 +181,7 @@ def _refuse(knobs: TorchPPKnobs, schedule: TorchSchedule) -> None:
     fixed = {"1f1b": 1, "zbv": 2, "dualpipev": 2}.get(schedule, knobs.chunks)
     if knobs.chunks not in ("auto", fixed):
         raise InfeasibleError(
-            f"contender.chunks={knobs.chunks}: {schedule} has another number (use {fixed})"
+            f"contender.chunks={knobs.chunks}: {schedule} has {fixed} per rank (use {fixed})"
         )
     if schedule not in SPLIT_BACKWARD:
         return
@@ -196,13 +197,13 @@ def _refuse(knobs: TorchPPKnobs, schedule: TorchSchedule) -> None:
 
 
 def _check_microbatches(name: str, pp: int, num_microbatches: int) -> None:
-    """Torch's own conditions on the number of microbatches."""
+    """Raise InfeasibleError where torch's schedule class refuses the number of microbatches."""
     least = {"1f1b": pp, "zbv": 2 * pp, "dualpipev": 2 * pp}.get(name, 1)
     multiple = pp if name in ("interleaved_1f1b", "interleaved_zb") else 1
     if num_microbatches < least or num_microbatches % multiple:
         wanted = f"a multiple of {multiple}" if multiple > 1 else f"at least {least}"
         raise InfeasibleError(
-            f"contender.schedule={name}: torch wants {wanted} microbatches per step and pipeline, "
-            f"not {num_microbatches} (change global_batch)",
+            f"contender.schedule={name}: torch needs {wanted} microbatches per step and pipeline, "
+            f"but there are {num_microbatches} (change global_batch)",
             "number of microbatches that the schedule cannot have",
         )

@@ -31,7 +31,7 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 
 
 def families(point: Point[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
-    """Every setting at a point; nothing is left open."""
+    """All knobs to try at a point, none of them ``auto``."""
     asked, degrees = point.asked, point.degrees
     for sequence, placement, schedule in product(
         sequence_choices(asked.sequence_parallel, degrees),

@@ -1,8 +1,9 @@
 """Tensor parallelism of a model piece by DTensor, with or without sequence parallelism.
 
-Column-parallel projections into heads and MLP, row-parallel out of them, embedding and logits by
-the vocabulary (arXiv 1909.08053). With sequence parallelism (arXiv 2205.05198) what lies between
-is sharded over the sequence, boundary tensors of the pipeline included.
+As in Megatron-LM (arXiv 1909.08053), projections into attention heads and into the MLP are
+column-parallel, those out of them are row-parallel, and embedding and logits are cut by the
+vocabulary. With sequence parallelism (arXiv 2205.05198) the activations between these regions are
+sharded over the sequence, and so are the activations that pipeline stages send each other.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from zeropp.model.pieces import Embedding
 
 
 def cut_piece(piece: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Cut a piece of ``zeropp.model`` over a 1-D mesh, in place."""
+    """Cut a piece of ``zeropp.model`` (embedding, block or head) in place over a 1-D mesh."""
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     if isinstance(piece, Block):
         styles = _block_styles(between)
     elif isinstance(piece, Embedding):
         styles = _embedding_styles(between)
     else:
-        # Logits stay cut: the loss is computed on them (``loss_parallel``).
+        # Logits stay cut by the vocabulary: ``loss_parallel`` computes the loss on the parts.
         styles = {
             "output": ColwiseParallel(
                 input_layouts=between, output_layouts=Shard(-1), use_local_output=False
@@ -45,7 +46,7 @@ def cut_piece(piece: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) ->
 
 
 def _block_styles(between: Placement) -> dict[str, ParallelStyle]:
-    # The input of a region is made whole once, for all of its projections.
+    # The input of a region (attention or MLP) is gathered once for all of its projections.
     styles: dict[str, ParallelStyle] = {
         region: PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
         for region in ("attention", "mlp")
@@ -61,7 +62,7 @@ def _embedding_styles(between: Placement) -> dict[str, ParallelStyle]:
     styles: dict[str, ParallelStyle] = {
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     }
-    if between == Shard(1):  # positions have no batch dimension
+    if between == Shard(1):  # the position embedding has no batch dimension: dimension 0 is seq
         styles["positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
     return styles
 

@@ -1,5 +1,8 @@
-"""Tied embeddings in a pipeline: the head keeps a copy of the embedding's weight, and both are
-given the sum of their gradients, so that they stay equal. Torch's pipelining has no such thing."""
+"""Tied embeddings in a pipeline, which torch's pipelining does not provide.
+
+The head's stage holds a copy of the embedding's weight. After every step's backward both get the
+sum of their gradients, so that they stay equal.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from zeropp.plan import Plan
 
 
 class TiedEnds:
-    """The tied weights of this rank, sharded alike at both ends. Construction is collective."""
+    """The tied weights that this rank holds: the embedding's, the head's, both or none. Both are
+    sharded in the same way. All ranks of the world must construct it."""
 
     def __init__(self, plan: Plan, chunks: dict[int, nn.Module]) -> None:
         schedule, layout = plan.schedule, plan.layout
@@ -34,7 +38,7 @@ class TiedEnds:
             self._make_equal(source)
 
     def sum_gradients(self) -> None:
-        """Give both ends the sum of their gradients."""
+        """Replace the gradients of both weights by their sum. All ranks must call it."""
         gradients: list[Tensor] = [local(w.grad) for w in self._weights if w.grad is not None]
         if self._group is not None:
             dist.all_reduce(gradients[0], group=self._group)

@@ -1,4 +1,5 @@
-"""torch.distributed.pipelining on a rank: torch runs the step, this file feeds and reads it."""
+"""torch.distributed.pipelining on one rank: torch's runtime runs the step; this file builds the
+stages for it, feeds it batches and reads its gradients, counters and times."""
 
 from __future__ import annotations
 
@@ -48,14 +49,17 @@ from zeropp.training import OptimizerConfig, StepResult
 def build(
     plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
 ) -> TorchPipelineTrainer:
-    """Build this rank's part of a plan; collective."""
+    """Build this rank's part of a plan. All ranks of the world must call it."""
     return TorchPipelineTrainer(plan, optimizer, device, seed)
 
 
 class _OneForwardOneBackward(_PipelineScheduleRuntime):
-    """1F1B on the runtime of torch's other schedules, which posts receives early and gathers once
-    a step; ``Schedule1F1B`` itself blocks on every message, and its order cannot be read out
-    (``_get_pipeline_order`` of torch 2.13 leaves out the last rank's first forward)."""
+    """1F1B on the runtime that torch's other schedules use.
+
+    That runtime posts receives early and gathers a stage's parameters once per step. Torch's own
+    ``Schedule1F1B`` blocks on every message, and its order cannot be read out: in torch 2.13
+    ``_get_pipeline_order`` leaves out the last rank's first forward.
+    """
 
     def __init__(self, stages: list[PipelineStage], n_microbatches: int, **arguments: Any) -> None:
         super().__init__(stages, n_microbatches, **arguments)  # type: ignore[no-untyped-call]
@@ -80,7 +84,7 @@ CLASSES: dict[str, Callable[..., _PipelineScheduleRuntime]] = {
 
 
 class _Chunk(nn.Module):
-    """The pieces of one stage, by their index in the model."""
+    """The pieces of one stage, called one after another; their names are indices in the model."""
 
     def __init__(self, pieces: dict[int, nn.Module]) -> None:
         super().__init__()
@@ -93,7 +97,8 @@ class _Chunk(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """A PipelineStage that tells when it computes."""
+    """A ``PipelineStage`` that reports every compute action and reduction to ``observer``, with the
+    time of ``clock`` at which it began."""
 
     observer: Callable[[Op, int, int | None, float], None]
     clock: Callable[[], float]
@@ -129,13 +134,14 @@ class _Stage(PipelineStage):
         self.observer(Op.REDUCE_GRAD, self.stage_index, None, start)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Torch 2.11 lets the rank at the turn of a V greet itself, which gloo cannot."""
+        """Leave out messages to oneself, which gloo cannot send: in torch 2.11 the rank that holds
+        two neighbouring stages of a V opens a connection to itself."""
         greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
         return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
 
 
 class TorchPipelineTrainer:
-    """A ``zeropp.training.Trainer`` over torch's pipeline runtime."""
+    """A ``zeropp.training.Trainer`` that runs torch's pipeline runtime."""
 
     def __init__(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
@@ -205,11 +211,11 @@ class TorchPipelineTrainer:
 
     @property
     def _copy(self) -> nn.Parameter | None:
-        """A parameter that is a tied copy of another one."""
+        """The head's copy of tied embeddings, if this rank holds it."""
         return self._tied.copy if self._tied is not None else None
 
     def _build_chunk(self, stage: int, seed: int) -> _Chunk:
-        """Piece by piece, each cut and sharded before the next one is made."""
+        """Build the pieces of a stage, each cut and sharded before the next one is made."""
         plan = self._plan
         shape, layout = plan.shape, plan.layout
         mesh = data_mesh(self._mesh, layout)
@@ -221,7 +227,7 @@ class TorchPipelineTrainer:
             if 0 < index < shape.num_pieces - 1:
                 prepare_block(piece, plan, recomputed=plan.recomputes(stage, index))
             sharded = shard(piece, mesh, plan.precision, reshard_after_forward=False)
-            if not pieces:  # one of a chunk's pieces counts for the chunk
+            if not pieces:  # a chunk is gathered as a whole, so its first piece alone is counted
                 count_collectives(sharded, self._counters)
             pieces[index] = piece
         chunk = _Chunk(pieces)
@@ -243,7 +249,8 @@ class TorchPipelineTrainer:
         return stage
 
     def _boundary(self, stage: int) -> Tensor:
-        """Shape and type of what enters a stage; behind the last one, of the logits."""
+        """A meta tensor with shape and type of a stage's input; ``stage`` = the number of stages
+        gives those of the logits."""
         plan, shape = self._plan, self._plan.shape
         if stage == 0:
             return torch.empty(plan.microbatch_size, shape.seq, dtype=torch.int64, device="meta")
@@ -266,8 +273,9 @@ class TorchPipelineTrainer:
             self._spans.append(Span(self._pp_rank, LANES[op], action, start, self._clock()))
 
     def _clock(self) -> float:
-        """Seconds since the step began; while spans are recorded, with compute caught up (the
-        whole device never would be: receives are posted early)."""
+        """Seconds since the step began, after waiting for the compute stream; 0.0 while no spans
+        are recorded. It must not wait for the whole device, because receives are posted early and
+        end late."""
         if self._spans is None:
             return 0.0
         if self._device.type == "cuda":

@@ -1,6 +1,7 @@
 """What an attempt leaves on disk, and what is derived from it.
 
-Ranks write events (``rank_events``) and their ``environment``; a launcher folds them into one
-``record`` per attempt; ``metrics`` and ``stats`` are computed when a record is read, and
-``recorded_spec`` reads the specs of older versions.
+In: the events that every rank writes while it runs. Out: one JSON record per attempt, and its
+metrics. Read ``rank_events`` (what ranks write, with their ``environment``), ``record`` (what a
+launcher makes of it), then ``metrics`` and ``stats``, which are computed when a record is read.
+``recorded_spec`` reads the specs of all versions of the suite.
 """

@@ -1,4 +1,4 @@
-"""What a process ran and what it ran on, captured by the process itself."""
+"""The code that a process ran and the machine that it ran on, captured by the process itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _VARIABLES = ("CUDA_", "OMP_", "MKL_", "NCCL_", "TORCH_NCCL_", "PYTORCH_")
 
 
 def capture_environment() -> dict[str, Any]:
-    """Host, processor, memory, devices, versions and the variables that change performance."""
+    """Host, processor, memory, devices, versions, and the environment variables that change
+    performance."""
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -39,9 +40,9 @@ def capture_environment() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Code:
-    """The checkout as it is at one moment. ``digest`` is of the contents of all Python files of
-    the suite and of conf, whether git knows them or not: two checkouts with equal digests run the
-    same. ``sha`` is empty where git was not asked."""
+    """The checkout at one moment. ``digest`` is a hash of all Python files of the suite and of
+    ``conf``, whether git knows them or not: checkouts with equal digests run the same code. ``sha``
+    is empty if git was not asked."""
 
     sha: str
     dirty: bool
@@ -49,7 +50,7 @@ class Code:
 
 
 def read_code(*, ask_git: bool = True) -> Code:
-    """Read the checkout; ``ask_git=False`` spares two processes, for all ranks but the first."""
+    """Read the checkout. ``ask_git=False`` saves two processes; all ranks but the first use it."""
     sha, dirty = git_state() if ask_git else ("", False)
     total = hashlib.sha256()
     for folder, pattern in _CODE:

@@ -1,4 +1,4 @@
-"""Throughput, FLOP/s, MFU and memory of a record: one function each, nothing cached."""
+"""Throughput, FLOP/s, MFU and peak memory of a record, each by one function."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from benchmarks.records.recorded_spec import RecordedSpec
 from zeropp.cost import model_flops_per_token
 
 UNMEASURED = (
-    "No measurement of PP x ZeRO-3 with gathers a unit (ZeroPP) has been published: its simulated "
-    "step is the sum of parts (kernels, pipeline, gathers) that are held against measurements."
+    "No measurement of PP x ZeRO-3 with gathers per unit (ZeroPP) has been published: its "
+    "simulated step is the sum of parts (kernels, pipeline, gathers) that are held against "
+    "measurements."
 )
 
 
@@ -23,8 +24,9 @@ def tokens_per_s_per_gpu(spec: RecordedSpec, step_s: float) -> float:
 
 
 def model_tflops_per_gpu(spec: RecordedSpec, step_s: float) -> float | None:
-    """Model TFLOP/s per rank: forward and backward once, no recomputation, attention counted whole
-    (``zeropp.cost.model_flops_per_token``); None where the model's sizes are not all known."""
+    """Model TFLOP/s per rank: of one forward and backward without recomputation, with attention
+    counted as not causal (``zeropp.cost.model_flops_per_token``). None if a size of the model is
+    not known."""
     shape = spec.model.shape
     if shape is None:
         return None
@@ -32,8 +34,8 @@ def model_tflops_per_gpu(spec: RecordedSpec, step_s: float) -> float | None:
 
 
 def mfu(spec: RecordedSpec, step_s: float) -> float | None:
-    """Model FLOP/s over the device's dense peak of the run's precision; None where either
-    is not known (arXiv 2204.02311, appendix B)."""
+    """Model FLOP/s divided by the device's dense peak at the run's precision (arXiv 2204.02311,
+    appendix B); None if either is not known."""
     device = spec.cluster.device
     peak = device.peak_bf16_tflops if spec.precision == "bf16" else device.peak_fp32_tflops
     reached = model_tflops_per_gpu(spec, step_s)
@@ -41,10 +43,10 @@ def mfu(spec: RecordedSpec, step_s: float) -> float | None:
 
 
 def peak_memory_gib(record: RunRecord) -> tuple[float, str] | None:
-    """The largest peak over ranks in GiB, and what kind of peak it is; None where none is known.
+    """(the largest peak of any rank in GiB, its kind); None if no peak is known.
 
-    Kinds: ``allocated`` (CUDA allocator), ``resident`` (CPU: resident set above the start),
-    ``predicted`` (simulated or traced bytes).
+    Kinds: ``allocated`` (CUDA allocator), ``resident`` (on CPUs, the resident set above that at the
+    start), ``predicted`` (simulated or traced bytes).
     """
     kinds = {
         "allocated": [rank.peak_allocated_bytes for rank in record.ranks],

@@ -1,12 +1,12 @@
 """The append-only file that each rank writes while it works: one JSON object per line.
 
-A line is flushed as it is written, so whatever was measured survives any kill. Events are
+Every line is flushed when it is written, so that what was measured survives any kill. Events are
 ``environment``, ``gate``, ``warmup``, ``step``, ``memory``, ``counters``, ``spans``, ``done``,
-and the ends ``error``, ``oom`` and ``signal``; of a rank without its peers ``lone_warmup``,
-``lone_step``, ``compute`` and ``kernels``.
+and, at an early end, ``error``, ``oom`` or ``signal``. A rank that is traced without its peers
+writes ``lone_warmup``, ``lone_step``, ``compute`` and ``kernels``.
 
-Reading is forgiving: a line that a kill, a full disk or a broken file system has damaged is left
-out, and every whole line before and after it still counts.
+A reader leaves out lines that a kill, a full disk or a broken file system has damaged, and uses
+every complete line before and after them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# What a line of a kind must hold to be whole: a field, and the types that its value may have.
+# The field that a complete line of each kind has, and the types that its value may have.
 _NUMBER = (int, float)
 _REQUIRED: dict[str, dict[str, tuple[type, ...]]] = {
     "step": {"index": (int,), "seconds": _NUMBER},
@@ -43,7 +43,7 @@ class EventWriter:
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event with the time of day; raises OSError where the disk is full."""
         line = json.dumps({"event": kind, "time": time.time(), **fields}).encode() + b"\n"
-        whole = b"\n" + line if self._torn else line  # after a torn line start a new one
+        whole = b"\n" + line if self._torn else line  # after an incomplete line, start a new one
         self._torn = True
         written = self._file.write(whole)
         if written != len(whole):
@@ -52,18 +52,18 @@ class EventWriter:
 
 
 def rank_file(directory: Path, rank: int) -> Path:
-    """Where rank ``rank`` writes its events."""
+    """The file into which a rank writes its events."""
     return directory / f"rank_{rank:03d}.jsonl"
 
 
 def rank_of(path: Path) -> int | None:
-    """The rank whose events a file holds; None where its name is not that of an event file."""
+    """The rank whose events a file holds; None if it is not named like an event file."""
     named = _RANK_FILE.fullmatch(path.name)
     return int(named[1]) if named else None
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All whole events of a file, in order; empty where the file is missing or unreadable."""
+    """All complete events of a file, in order; none if the file is missing or unreadable."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:

@@ -32,7 +32,7 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank saw. Bytes are peaks since training began; None where not measured."""
+    """What one rank measured. Bytes are peaks since training began, None if not measured."""
 
     rank: int
     pp_rank: int
@@ -46,13 +46,14 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class GateCheck:
-    """One quantity of the gate, where it came nearest to its limit or went furthest beyond.
+    """One kind of quantity that the gate compared, at the step and parameter where its error was
+    largest in relation to its limit.
 
     ``error`` and ``limit`` are relative to the same quantity of one process.
     """
 
     kind: str  # "mlp.up.weight", "loss (sgd)", "all parameters (adamw)"
-    worst: str  # the parameter's name; empty where the quantity is no parameter
+    worst: str  # the parameter's name; empty if the quantity is no parameter
     step: int  # counted from 1
     error: float
     limit: float
@@ -60,11 +61,11 @@ class GateCheck:
 
 @dataclass(frozen=True)
 class GateResult:
-    """Some steps against one process on the same batches: relative differences.
+    """The relative differences between some steps and the same steps of one process.
 
-    Loss and gradient norm are those of the steps with plain SGD; ``parameter_error`` is that of
-    the parameter whose update differs most, of those whose update rounding does not hide. In a
-    record without ``checks`` one step with the run's own optimizer was compared, and
+    Loss and gradient norm are those of the steps with plain SGD. ``parameter_error`` is that of the
+    parameter whose update differs most, among those whose update is larger than rounding. In an
+    older record, which has no ``checks``, one step with the run's own optimizer was compared, and
     ``parameter_error`` is that of all updates of a rank together.
     """
 
@@ -75,17 +76,17 @@ class GateResult:
     parameter_error: float
     shape: str  # which model was compared ("gpt_tiny", or a reduced one)
     checks: list[GateCheck] = field(default_factory=list)
-    not_compared: list[str] = field(default_factory=list)  # in words, one entry each
+    not_compared: list[str] = field(default_factory=list)  # kinds of parameter, and why
 
     def failures(self) -> list[GateCheck]:
-        """The checks that did not hold, the worst first; none in records without ``checks``."""
+        """The checks that failed, the worst first; none in records without ``checks``."""
         beyond = [check for check in self.checks if check.error > check.limit]
         return sorted(beyond, key=lambda check: -check.error / check.limit)
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One attempt. Statistics are derived on reading; raw samples stay here."""
+    """One attempt, with its raw samples; statistics are computed when it is read."""
 
     schema_version: int
     record_id: str  # spec_id/attempt
@@ -96,12 +97,12 @@ class RunRecord:
     reason: str  # one line; empty when ok
     started_at: str  # ISO 8601, UTC
     ended_at: str
-    git_sha: str  # of the checkout as rank 0 read it; of the launcher's where no rank started
+    git_sha: str  # of the checkout, as rank 0 read it, or the launcher if no rank started
     git_dirty: bool
     launcher: str
     code_digest: str = ""  # of the suite's files, see environment.Code; empty in older records
     variant: str = ""  # traced with "real tensors", simulated with "traced compute"
-    interrupted: bool = False  # ended from outside (signal, lost node): counts as missing
+    interrupted: bool = False  # ended from outside (signal, lost node), so it will run again
     plan: dict[str, Any] = field(default_factory=dict)  # layout, cuts, schedule, predicted memory
     gate: GateResult | None = None
     losses: list[float] = field(default_factory=list)  # every step, warm-up included
@@ -110,13 +111,13 @@ class RunRecord:
     ranks: list[RankRecord] = field(default_factory=list)
     spans: list[list[Any]] = field(default_factory=list)  # Timeline.to_rows of one step
     span_clock: str = ""  # what spans wait for: "compute stream" or "host"; empty in older records
-    predicted: dict[str, Any] = field(default_factory=dict)  # simulated or traced: what was found
-    slurm: dict[str, Any] = field(default_factory=dict)  # job id, nodes, state; empty elsewhere
-    notes: list[str] = field(default_factory=list)  # what a reader must know besides, one line each
+    predicted: dict[str, Any] = field(default_factory=dict)  # results of a simulation or trace
+    slurm: dict[str, Any] = field(default_factory=dict)  # job id, nodes, state; else empty
+    notes: list[str] = field(default_factory=list)  # what else a reader must know, in lines
 
     def write(self, path: Path) -> None:
-        """Write atomically: a reader sees the whole record or none. Raises FileExistsError where
-        there is a record already: none is ever overwritten."""
+        """Write the record atomically, so that a reader sees all of it or nothing. Raises
+        FileExistsError if the file exists, since no record is ever overwritten."""
         create_atomically(path, json.dumps(dataclasses.asdict(self), indent=1))
 
 
@@ -124,15 +125,15 @@ _ADAPTER = TypeAdapter(RunRecord)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file through a temporary neighbour and a rename; raises OSError and leaves nothing
-    behind where the disk is full or read-only."""
+    """Write a file by way of a temporary file beside it, which is renamed. Raises OSError, and
+    leaves nothing behind, if the disk is full or read-only."""
     with _complete_neighbour(path, text) as temporary:
         temporary.replace(path)
 
 
 def create_atomically(path: Path, text: str) -> None:
-    """Like ``write_atomically``, but raises FileExistsError where the file is there already: of
-    two processes that create it at the same time, one succeeds."""
+    """Like ``write_atomically``, but raises FileExistsError if the file exists: of two processes
+    that create it at the same time, only one succeeds."""
     with _complete_neighbour(path, text) as temporary:
         try:
             path.hardlink_to(temporary)
@@ -146,7 +147,7 @@ def create_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def _complete_neighbour(path: Path, text: str) -> Iterator[Path]:
-    """A temporary file beside ``path`` with the whole text on disk; gone afterwards."""
+    """A temporary file beside ``path`` that holds the text; it is deleted afterwards."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -157,7 +158,7 @@ def _complete_neighbour(path: Path, text: str) -> Iterator[Path]:
 
 
 def check_writable(field: str, directory: Path) -> None:
-    """Make a folder for results; raises SpecError where nothing could be written into it."""
+    """Make a folder for results; raises SpecError if it cannot be written to."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -168,7 +169,7 @@ def check_writable(field: str, directory: Path) -> None:
 
 
 def read_record(path: Path) -> RunRecord:
-    """Read one record; raises RecordError that names the file where it is unreadable."""
+    """Read one record; raises RecordError, which names the file, if it cannot be read."""
     try:
         text = path.read_bytes()
         record = _ADAPTER.validate_json(text)
@@ -182,7 +183,7 @@ def read_record(path: Path) -> RunRecord:
 
 
 def _unreadable(text: bytes, error: ValidationError) -> str:
-    """Why a text is no record: not JSON, of another schema, or a field that is wrong."""
+    """Why a text is no record: it is not JSON, has another schema version, or a field is wrong."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as cut:
@@ -195,11 +196,11 @@ def _unreadable(text: bytes, error: ValidationError) -> str:
 
 
 def _other_version(version: object) -> str:
-    return f"schema version {version!r}, this suite reads {SCHEMA_VERSION}"
+    return f"schema version {version!r}, but this suite reads {SCHEMA_VERSION}"
 
 
 def find_records(roots: Iterable[Path]) -> Iterator[Path]:
-    """Paths of all record files under the roots (a root may be a record itself), sorted."""
+    """The sorted paths of all records below the roots; a root may be a record itself."""
     for root in roots:
         if root.is_file():
             yield root

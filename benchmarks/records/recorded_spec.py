@@ -1,8 +1,8 @@
-"""What is read of a record's spec, whichever version of the suite wrote it.
+"""The keys of a record's spec that reports read, for records of any version of the suite.
 
-A record keeps its spec as the plain mapping that was run. Of it a report needs the keys below and
-no others, so a key that has been renamed, added or dropped since hides nothing that was measured.
-Those without a default are what a row of a table cannot do without: see ``SCHEMA_VERSION``.
+A record holds its spec as the plain mapping that was run. A report reads the keys below and no
+others, so that records stay readable when other keys are renamed, added or dropped. A key without a
+default must be there; see ``SCHEMA_VERSION``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from benchmarks.records.record import RecordError, RunRecord
 from benchmarks.specification.run_spec import SpecError, validated
 from zeropp.shape import ModelShape
 
-# Knobs at these values are not named in tables: nothing was set. Records of the first versions hold
-# all of these keys for every contender; later ones only those that the contender has.
+# Tables do not name knobs with these values, because nobody has set them. Records of the first
+# versions have all of these keys for every contender; later ones have those of their contender.
 PLAIN_KNOBS: dict[str, Any] = {
     "pp": "auto",
     "tp": 1,
@@ -39,7 +39,7 @@ PLAIN_KNOBS: dict[str, Any] = {
     "sequence_parallel": False,
     "compile": False,
 }
-# What a command line got that set none, by contender, in the versions before ``auto`` was all.
+# The defaults of each contender in the versions before every default was ``auto``.
 _FIRST_DEFAULTS: dict[str, dict[str, Any]] = {
     "zeropp": {"shard": "auto", "chunks": 2},
     "deepspeed_3d": {"tp": 2, "replicate_zero": 1, "schedule": "1f1b"},
@@ -49,15 +49,15 @@ _FIRST_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def default_knobs(contender: str) -> dict[str, Any] | None:
-    """Every knob where nobody has set it, as records hold it; None for an unknown contender.
-    Later records may hold ``auto`` in place of any."""
+    """The value of every knob that nobody has set, as records have it; None for an unknown
+    contender. In later records each of them may be ``auto`` instead."""
     known = _FIRST_DEFAULTS.get(contender)
     return None if known is None else PLAIN_KNOBS | known
 
 
 @dataclass(frozen=True)
 class RecordedModel:
-    """Of ``model``; ``sizes`` is the whole mapping."""
+    """What is read of a spec's ``model``; ``sizes`` is the whole mapping."""
 
     name: str
     seq: int
@@ -65,7 +65,7 @@ class RecordedModel:
 
     @property
     def shape(self) -> ModelShape | None:
-        """The model's shape; None where today's needs a size that the record lacks."""
+        """The model's shape; None if the record lacks a size that ``ModelShape`` needs."""
         known = {f.name for f in fields(ModelShape)}
         try:
             return ModelShape(**{k: v for k, v in self.sizes.items() if k in known})
@@ -75,7 +75,7 @@ class RecordedModel:
 
 @dataclass(frozen=True)
 class RecordedDevice:
-    """Of ``cluster.device``."""
+    """What is read of ``cluster.device``."""
 
     name: str = ""
     memory_gib: float | None = None
@@ -85,7 +85,7 @@ class RecordedDevice:
 
 @dataclass(frozen=True)
 class RecordedCluster:
-    """Of ``cluster``."""
+    """What is read of ``cluster``."""
 
     name: str
     device: RecordedDevice = RecordedDevice()
@@ -93,7 +93,7 @@ class RecordedCluster:
 
 @dataclass(frozen=True)
 class RecordedContender:
-    """Of ``contender``; ``knobs`` is the whole mapping."""
+    """What is read of ``contender``; ``knobs`` is the whole mapping."""
 
     name: str
     knobs: dict[str, Any]
@@ -101,7 +101,7 @@ class RecordedContender:
 
 @dataclass(frozen=True)
 class RecordedSpec:
-    """Of the whole spec; ``data`` is the mapping as it was run."""
+    """What is read of a whole spec; ``data`` is the whole mapping of that key."""
 
     model: RecordedModel
     cluster: RecordedCluster
@@ -115,7 +115,8 @@ class RecordedSpec:
 
 
 def recorded_spec(record: RunRecord) -> RecordedSpec:
-    """Of a record; raises RecordError in one line where a needed key is missing or wrong."""
+    """What reports read of a record's spec. Raises RecordError, in one line, if a key that they
+    need is missing or wrong."""
     values = dict(record.spec)
     for key, whole in (("model", "sizes"), ("contender", "knobs")):
         if isinstance(values.get(key), dict):

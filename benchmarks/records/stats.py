@@ -1,4 +1,4 @@
-"""Statistics of repeated timings: medians, bootstrap intervals, and when to say nothing."""
+"""Statistics of repeated timings: medians, bootstrap intervals, and whether they are stable."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Values = NDArray[np.float64]
 
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
-MAX_SPREAD = 0.10  # pyperf's bound: above it a timing is called unstable
+MAX_SPREAD = 0.10  # a timing with a larger spread is called unstable, as in pyperf
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Median of a sample with its bootstrap interval; ``spread`` is the interquartile range over
-    the median."""
+    """The median of a sample with its bootstrap interval from ``low`` to ``high``; ``spread`` is
+    the interquartile range divided by the median."""
 
     median: float
     low: float
@@ -29,12 +29,13 @@ class Summary:
 
     @property
     def unstable(self) -> bool:
-        """The spread is too large, or the sample too small, to say much."""
+        """Whether the spread is too large, or the sample too small, to rely on the median."""
         return self.count < 5 or self.spread > MAX_SPREAD
 
 
 def summarise(samples: Sequence[float]) -> Summary:
-    """Median with a 95 % percentile-bootstrap interval (Efron 1979); raises ValueError on none."""
+    """The median with a 95 % percentile-bootstrap interval (Efron 1979); raises ValueError if there
+    are no samples."""
     if not samples:
         raise ValueError("no samples to summarise")
     values = np.asarray(samples, dtype=float)
@@ -43,8 +44,8 @@ def summarise(samples: Sequence[float]) -> Summary:
 
 
 def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float]) -> Summary:
-    """Ratio of two medians with a bootstrap interval, the two samples drawn independently;
-    ``spread`` is the larger of the two samples'."""
+    """The ratio of two medians with a bootstrap interval for which both samples are drawn
+    independently; ``spread`` is the larger one of the two samples."""
     return _ratio(tuple(numerator), tuple(denominator))
 
 
@@ -62,8 +63,11 @@ def _ratio(numerator: tuple[float, ...], denominator: tuple[float, ...]) -> Summ
 
 
 def paired_ratio(ratios: Sequence[float]) -> Summary:
-    """Geometric mean of ratios taken in pairs (one a cell), with a bootstrap interval over the
-    pairs; ``median`` holds the mean, ``spread`` the interquartile range over it."""
+    """The geometric mean of ratios, one per cell, with a bootstrap interval over the cells.
+
+    ``median`` holds the mean and ``spread`` the interquartile range divided by it. Raises
+    ValueError if there are no ratios.
+    """
     if not ratios:
         raise ValueError("no pairs to summarise")
     logs = np.log(np.asarray(ratios, dtype=float))
@@ -76,15 +80,16 @@ def paired_ratio(ratios: Sequence[float]) -> Summary:
 
 @lru_cache(maxsize=64)
 def _draws(count: int, stream: int) -> NDArray[np.int64]:
-    """Indices of all resamples; seeded, so that a report is the same when it is made again."""
+    """The indices of all resamples. The seed is fixed, so that a report that is made again is the
+    same."""
     random = np.random.default_rng((count, stream))
     return random.integers(0, count, size=(_RESAMPLES, count))
 
 
 @lru_cache(maxsize=64)
 def _middles(count: int, stream: int) -> NDArray[np.int64]:
-    """Ranks [resamples, 2] of the two middle values of all resamples. Which ranks a resample draws
-    does not depend on the values, so they are sorted once for all samples of a size."""
+    """The positions [resamples, 2], in the sorted sample, of the two middle values of every
+    resample. They do not depend on the values, so they are computed once per sample size."""
     ranks = np.sort(_draws(count, stream), axis=1)
     return ranks[:, [(count - 1) // 2, count // 2]]
 
@@ -95,7 +100,7 @@ def _spread(values: Values) -> float:
 
 
 def _medians(values: Values, stream: int = 0) -> Values:
-    """Of each resample."""
+    """The median of each resample."""
     medians: Values = np.sort(values)[_middles(len(values), stream)].mean(axis=1)
     return medians
 

@@ -1,6 +1,7 @@
-"""``python -m benchmarks.report [RUNS...] --out DIR``: tables, figures and a page of records.
+"""``python -m benchmarks.report [RUNS...] --out DIR``: makes tables, figures and a page of records.
 
-``--table paper`` writes one table alone, ``--compare A B`` reports what changed between two sets.
+``--table paper`` writes one table only; ``--compare A B`` reports what changed between two sets of
+runs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ _TABLES = ("paper", "ablation", "throughput", "memory", "speedup", "evidence", "
 
 
 def main() -> int:
-    """Command line; exit status 1 where there was nothing to report or where ``--compare`` finds
-    that something became slower, 2 on bad input, 130 after Ctrl-C."""
+    """Run the command line. The exit status is 1 if there was nothing to report or if ``--compare``
+    found something slower, 2 on bad input, 130 after Ctrl-C."""
     return run_command(_main)
 
 
@@ -29,7 +30,7 @@ def _main() -> int:
         if not path.exists():
             raise SpecError(f"{path}: no such file or directory")
     if arguments.compare and (arguments.runs or arguments.table):
-        raise SpecError("--compare takes both sets itself: give no RUNS and no --table beside it")
+        raise SpecError("--compare names both sets of runs: give neither RUNS nor --table with it")
     if arguments.tensorboard or arguments.wandb:
         return _track(runs, arguments)
     out = arguments.out or Path("results/reports", arguments.table or "latest")
@@ -71,7 +72,7 @@ def _report(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
 
 
 def _knobs(words: str) -> dict[str, str]:
-    """The knobs of ``--against``; raises SpecError on a word that is not knob=value."""
+    """The knobs of ``--against``; raises SpecError for a word that is not knob=value."""
     pairs = [word.partition("=") for word in words.split()]
     for knob, _, value in pairs:
         if not knob or not value:
@@ -82,52 +83,27 @@ def _knobs(words: str) -> dict[str, str]:
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="python -m benchmarks.report",
-        description="Tables, figures and a page of records, one table, or what changed between "
-        "two sets.",
+        description="Make tables, figures and a page of records, one table, or a comparison of "
+        "two sets of runs.",
         epilog="examples: python -m benchmarks.report results/reference/demo --out /tmp/report; "
         "python -m benchmarks.report results/reference/claim_33 --table paper --base best_3d",
     )
-    parser.add_argument(
-        "runs", nargs="*", type=Path, help="records or directories (default: results/runs)"
-    )
-    parser.add_argument(
-        "--table", choices=_TABLES, help="this table alone, as CSV, Parquet, Markdown, LaTeX, HTML"
-    )
-    parser.add_argument(
-        "--base",
-        default="",
-        metavar="CONTENDER",
-        help="speed-ups are over this contender (deepspeed_3d)",
-    )
-    parser.add_argument(
-        "--against",
-        default="",
-        metavar="KNOBS",
-        help="the base configuration of ablations, as "
-        "in 'unit=8 chunks=2' (the one nearest to the contender's defaults)",
-    )
-    parser.add_argument(
-        "--timelines", action="store_true", help="draw and trace every cell's timeline (slow)"
-    )
-    parser.add_argument(
-        "--compare",
-        nargs=2,
-        type=Path,
-        metavar=("A", "B"),
-        help="two sets of runs: before, after; the exit status is 1 where something became slower",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder to write to (results/reports/latest, or results/reports/TABLE)",
-    )
-    parser.add_argument(
-        "--tensorboard", type=Path, metavar="DIR", help="write the records as TensorBoard runs"
-    )
-    parser.add_argument(
-        "--wandb", metavar="PROJECT", help="send the records as runs to Weights & Biases"
-    )
+    add = parser.add_argument
+    add("runs", nargs="*", type=Path, help="records or folders (default: results/runs)")
+    table = "write this table only, as CSV, Parquet, Markdown, LaTeX, HTML"
+    add("--table", choices=_TABLES, help=table)
+    base = "speed-ups are over this contender (deepspeed_3d)"
+    add("--base", default="", metavar="CONTENDER", help=base)
+    against = "base configuration of ablations, as in 'unit=8 chunks=2' (the most default one)"
+    add("--against", default="", metavar="KNOBS", help=against)
+    timelines = "draw and trace the timelines of every cell (slow)"
+    add("--timelines", action="store_true", help=timelines)
+    compare = "two sets of runs, before and after; exit status 1 if something became slower"
+    add("--compare", nargs=2, type=Path, metavar=("A", "B"), help=compare)
+    out = "folder to write to (results/reports/latest, or results/reports/TABLE)"
+    add("--out", type=Path, metavar="DIR", help=out)
+    add("--tensorboard", type=Path, metavar="DIR", help="write the records as TensorBoard runs")
+    add("--wandb", metavar="PROJECT", help="send the records as runs to Weights & Biases")
     return parser
 
 

@@ -1,7 +1,7 @@
-"""Ablations: what every change of a knob is worth against one base configuration.
+"""Ablations: how every change of a knob changes speed and memory against one base configuration.
 
-Fed by the rows of ``latest_ok``: wherever a contender ran in several configurations of one cell,
-whatever differs between them is a factor. No configuration is left out because another was faster.
+It takes the rows of ``latest_ok``. Where a contender ran in several configurations of one cell,
+every knob that differs between them is a factor. All configurations are shown, slow ones, too.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _NAMES += ["speedup", "speedup_low", "speedup_high", "unsure", "peak_gib", "memo
 
 
 class AblationError(ValueError):
-    """A base configuration that nobody ran, in one line."""
+    """A base configuration was asked for that nobody ran; the message is one line."""
 
 
 def ablations(rows: pd.DataFrame, against: Mapping[str, str] | None = None) -> pd.DataFrame:
-    """One row per configuration of every contender that ran in several in one cell, its base
-    first: ``change`` in words, ``speedup`` over the base, ``memory_ratio``.
+    """One row per configuration, for every contender and cell with several of them, the base first.
 
-    ``against`` gives knobs of the base, e.g. ``{"unit": "8"}``; without it the base is the
-    configuration that differs least from the contender's defaults. Raises AblationError where no
-    configuration of any group has those knobs.
+    Columns are ``change`` (in words), ``speedup`` over the base and ``memory_ratio``. ``against``
+    gives knobs of the base, such as ``{"unit": "8"}``; without it the base is the configuration
+    that differs least from the contender's defaults. Raises AblationError if no configuration has
+    those knobs.
     """
     groups = [group for _, group in rows.groupby(_GROUP, sort=False) if len(group) > 1]
     lines: list[dict[Any, Any]] = []
@@ -71,8 +71,9 @@ def _varied(groups: list[pd.DataFrame]) -> str:
 
 
 def _base(members: list[dict[Any, Any]], against: Mapping[str, str]) -> dict[Any, Any] | None:
-    """The member that the others are compared with: of those with the knobs of ``against`` the
-    one that differs least from the contender's defaults, a success sooner than a failure."""
+    """The member that the others are compared with, among those with the knobs of ``against``: a
+    success rather than a failure, then the one that differs least from the contender's defaults.
+    None if no member has the knobs."""
     fine = [m for m in members if all(_is(m["knobs"], k, v) for k, v in against.items())]
     plain = default_knobs(members[0]["contender"]) or {}
 
@@ -85,7 +86,7 @@ def _base(members: list[dict[Any, Any]], against: Mapping[str, str]) -> dict[Any
 
 
 def _is(knobs: Mapping[str, Any], name: str, value: str) -> bool:
-    """Whether a knob was asked to be a value; a unit that was cut counts as what was asked."""
+    """Whether a knob was set to a value. A unit that the planner cut counts as what was asked."""
     return str(knobs.get(name)).split(" (")[0].lower() == value.lower()
 
 
@@ -119,7 +120,8 @@ def _change(knobs: Mapping[str, Any], base: Mapping[str, Any]) -> str:
 
 
 def ablation_table(rows: pd.DataFrame, against: Mapping[str, str] | None = None) -> Table:
-    """Every configuration beside its base: throughput, speed-up, memory."""
+    """The table of ablations: throughput, speed-up and memory of every configuration and its
+    base."""
     found = ablations(rows, against)
     worker = words.worker_word(rows)
     columns = (
@@ -151,8 +153,8 @@ def ablation_table(rows: pd.DataFrame, against: Mapping[str, str] | None = None)
 def ablation_figure(
     rows: pd.DataFrame, against: Mapping[str, str] | None = None
 ) -> Iterator[Picture]:
-    """Throughput and peak memory of every configuration over the base's, a row of panels per
-    contender and cell."""
+    """Throughput and peak memory of every configuration, divided by the base's: one row of panels
+    per contender and cell."""
     found = ablations(rows, against)
     for (evidence, cluster), mine in found.groupby(["evidence", "cluster"], sort=True):
         groups = [group for _, group in mine.groupby(_GROUP, sort=False)][:MAX_GROUPS]

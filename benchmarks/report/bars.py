@@ -1,5 +1,8 @@
-"""Bar charts of throughput and memory: a panel per model and batch, groups by GPU count, a bar per
-contender in its fastest configuration; where none succeeded, the word for why."""
+"""Bar charts of throughput and of memory.
+
+There is one panel per model and batch, in it one group of bars per GPU count, and one bar per
+contender in its fastest configuration. If none succeeded, a word says why.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from benchmarks.report import style, words
 from benchmarks.report.frame import best_or_failed
 from benchmarks.report.picture import PANEL, Picture, by_evidence, panel_title
 
-MAX_PANELS = 6  # a figure with more is not read
+MAX_PANELS = 6  # nobody reads a figure with more
 
 _MEMORY = {
     "allocated": "peak allocated, fullest {worker} [GiB]",
@@ -25,7 +28,7 @@ _MEMORY = {
 
 
 def bars(rows: pd.DataFrame) -> Iterator[Picture]:
-    """Throughput and memory, a figure each for every kind of evidence and cluster."""
+    """One figure of throughput and one of memory per kind of evidence and cluster."""
     for suffix, said, mine in by_evidence(best_or_failed(rows)):
         worker = words.worker_word(mine)
         if mine["tokens_per_s_per_gpu"].notna().any():
@@ -47,7 +50,7 @@ def bars(rows: pd.DataFrame) -> Iterator[Picture]:
 
 
 def _intervals(rows: pd.DataFrame) -> str:
-    """What the error bars are; no kind of evidence but the measured has samples."""
+    """The words that explain error bars, which only measured values have."""
     measured = rows["evidence"].iloc[0] == "measured"
     return ": medians with 95 % bootstrap intervals" if measured else ""
 
@@ -58,7 +61,7 @@ def _left_out(rows: pd.DataFrame) -> str:
 
 
 def _panels(rows: pd.DataFrame, column: str, label: str, form: words.Form) -> Figure:
-    """Models of different size do not share a scale."""
+    """One panel per model and batch, each with a scale of its own."""
     groups = [panel for _, panel in rows.groupby(PANEL, sort=False)][:MAX_PANELS]
     figure, axes = style.panels(len(groups))
     for number, (axis, panel) in enumerate(zip(axes, groups, strict=True)):
@@ -92,7 +95,7 @@ def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: words.Form) -> None
             error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#333333"},
         )
         texts = [_text(v, s, form) for v, s in zip(values, mine["status"], strict=True)]
-        # Inside the panel: no part of the figure's arrangement.
+        # The text lies inside the panel, so it must not change the arrangement of the figure.
         axis.bar_label(drawn, texts, padding=3, fontsize=8, rotation=turn, in_layout=False)
     axis.set_xticks(np.arange(len(counts)), [str(count) for count in counts])
     axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
@@ -101,15 +104,15 @@ def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: words.Form) -> None
 
 
 def _text(value: float, status: object, form: words.Form) -> str:
-    """The number above a bar, ``OOM`` and the like where there is no bar."""
+    """The number above a bar, or a word such as ``OOM`` if there is no bar."""
     if not np.isnan(value):
-        over = status not in ("ok", None)  # a predicted peak that the device does not have
+        over = status not in ("ok", None)  # the predicted peak is larger than the device's memory
         return f"{form(value)} {words.status_label(str(status))}" if over else form(value)
     return words.status_label(str(status)) if isinstance(status, str) and status != "ok" else ""
 
 
 def errors(rows: pd.DataFrame, column: str) -> np.ndarray | None:
-    """Distances of the interval's ends from the value, [2, rows]; None where there is none."""
+    """The distances of the intervals' ends from the values, [2, rows]; None if there are none."""
     if f"{column}_low" not in rows or not rows[f"{column}_low"].notna().any():
         return None
     low, high = rows[f"{column}_low"], rows[f"{column}_high"]

@@ -1,4 +1,4 @@
-"""Memory by kind, stacked beside the device's limit and the measured peak."""
+"""Stacked bars of memory by kind, with the device's limit and the measured peak."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _KINDS = {
 
 
 def memory_breakdown(rows: pd.DataFrame) -> Iterator[Picture]:
-    """Bytes of the fullest rank by kind, wherever a plan predicts them or a trace counted them."""
+    """The fullest rank's bytes by kind, of configurations for which a plan predicts them or a trace
+    counted them."""
     traced = rows[rows["evidence"].str.startswith("traced") & (rows["status"] == "ok")]
     traced = traced.drop_duplicates([*CELL, "contender"], keep="last")  # no step to choose by
     best = pd.concat([best_configuration(rows), traced])
@@ -44,7 +45,7 @@ def memory_breakdown(rows: pd.DataFrame) -> Iterator[Picture]:
 
 
 def _diamond(rows: pd.DataFrame) -> str:
-    """What the measured peaks beside the predicted stacks are, where there are any."""
+    """The words that explain the marks of measured peaks; empty if there are none."""
     kinds = " or ".join(sorted(set(rows["memory_kind"]) - {"predicted", ""}))
     pages = " Resident memory is pages of the whole process, so more than its tensors."
     said = f" The diamond is the measured peak ({kinds})."
@@ -99,8 +100,8 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
 
 
 def _totals(axis: Axes, places: np.ndarray, heights: np.ndarray, texts: list[str]) -> None:
-    """What the stacks add up to, and the peaks that were measured, above both and readable where
-    the limit's line crosses them."""
+    """Write every stack's total and measured peak above both, with a background so that they can be
+    read where the limit's line crosses them."""
     for place, height, text in zip(places, heights, texts, strict=True):
         number = axis.annotate(
             text,
@@ -117,8 +118,8 @@ def _totals(axis: Axes, places: np.ndarray, heights: np.ndarray, texts: list[str
 
 
 def _limit(axis: Axes, limit: float, highest: float) -> None:
-    """A line at what the device has; far above the ``highest`` bar it would flatten them all.
-    A record of another version of the suite may not say (NaN)."""
+    """Draw a line at the device's memory. It is left out if it is far above the ``highest`` bar,
+    which would flatten all bars, and if an older record does not give it (NaN)."""
     if np.isnan(limit):
         return
     if limit < 3 * highest:

@@ -1,7 +1,7 @@
-"""Two sets of runs against each other: what became faster or slower beyond noise.
+"""Compares two sets of runs: which configurations became faster or slower beyond noise.
 
-Fed by two frames, of two commits or two clusters. Configurations are matched by everything but
-the cluster; where both sets were run on the same clusters, by that too.
+The sets may be of two commits or of two clusters. Configurations are matched by everything but the
+cluster, and by the cluster, too, if both sets ran on the same clusters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.report.picture import Picture, save
 from benchmarks.report.table import Column, Table, table
 from benchmarks.report.tables import key_columns
 
-LEAST_CHANGE = 0.02  # a smaller one is not worth a name, however narrow its interval
+LEAST_CHANGE = 0.02  # a smaller change is not reported, however narrow its interval
 MAX_LINES = 40
 MAX_PRINTED = 60  # rows in the terminal; the files have all
 _COLOURS = {"faster": style.COOL, "slower": style.WARM}
@@ -42,7 +42,8 @@ class Comparison:
 def write_comparison(
     before: Sequence[Path], after: Sequence[Path], out: Path, console: Console | None = None
 ) -> Comparison:
-    """Print and write the comparison table and its figure; no files where nothing is shared."""
+    """Print and write the comparison table and its figure. No file is written if the sets have no
+    configuration in common."""
     console = console or Console()
     frames = []
     for roots in (before, after):
@@ -52,7 +53,7 @@ def write_comparison(
             console.print(f"skipped {line}", markup=False)
     changes = compare(*frames)
     if changes.empty:
-        console.print("the two sets share no configuration")
+        console.print("the two sets have no configuration in common")
         return Comparison([], 0)
     made = comparison_table(changes)
     print_table(replace(made, data=made.data[:MAX_PRINTED]), console)
@@ -77,8 +78,8 @@ def _write(made: Table, changes: pd.DataFrame, folder: Path) -> list[Path]:
 
 
 def compare(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
-    """One row per configuration of either set: ``ratio`` of throughput after over before with its
-    interval, ``memory_ratio``, and ``verdict`` in words."""
+    """One row per configuration of either set: ``ratio`` of the throughput after to that before,
+    with its interval, ``memory_ratio``, and ``verdict`` in words."""
     if before.empty or after.empty:
         return pd.DataFrame()
     keys = [key for key in CELL if key != "cluster"] + ["contender", "layout"]
@@ -126,7 +127,8 @@ def _verdict(ratio: Summary, *, measured: bool) -> str:
 
 
 def comparison_table(changes: pd.DataFrame) -> Table:
-    """The changes: of status first, then the largest; what one set lacks last."""
+    """The table of changes: those of status first, then the largest, and last the configurations
+    that one set lacks."""
     size = pd.Series(np.log(changes["ratio"].astype(float))).abs().fillna(np.inf)
     size[changes["verdict"].str.startswith("only ")] = -1.0
     changes = changes.loc[size.sort_values(ascending=False, kind="stable").index]
@@ -143,7 +145,7 @@ def comparison_table(changes: pd.DataFrame) -> Table:
 
 
 def _intervals(timed: pd.DataFrame) -> Figure:
-    """A line per configuration; colour says faster or slower, grey that nothing can be said."""
+    """One interval per configuration; its colour says faster or slower, and grey says neither."""
     size = pd.Series(np.log(timed["ratio"].astype(float))).abs()
     shown = timed.loc[size.sort_values().index][-MAX_LINES:]
     figure, (axis,) = style.panels(1, width=8.0, height=1.2 + 0.26 * len(shown))

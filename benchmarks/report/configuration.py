@@ -1,4 +1,4 @@
-"""What a record says of its configuration: in short text, knob by knob, and where it came from."""
+"""A record's configuration: as short text, as knobs, and with the source of its numbers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from benchmarks.records.record import RunRecord
 from benchmarks.records.recorded_spec import PLAIN_KNOBS, RecordedSpec, default_knobs
 
-# Knobs that the text names in a form of their own.
+# Knobs that the text shows in a special form.
 _NAMED = {"name", "tp", "pp", "chunks", "shard", "replicate", "replicate_zero", "unit"}
 _NAMED |= {"schedule", "recompute", "sequence_parallel", "compile"}
-# What a tuner would set: where all of them are the contender's own defaults, nobody tuned them.
+# Knobs that a tuner sets. If all of them are the contender's defaults, nobody has tuned it.
 _DEGREES: tuple[str, ...] = ("pp", "tp", "shard", "replicate", "replicate_zero", "chunks", "unit")
 _DEGREES += ("activation_cap", "activation_cap_gib", "schedule", "sequence_parallel", "recompute")
 
 
 def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
-    """Degrees above 1 and the knobs that matter, in the field's short form.
+    """Degrees above 1 and the knobs that were set, in short form, such as ``PP2 V2 ZeRO-3x2 U4``.
 
-    For example ``PP2 V2 ZeRO-3x2 U4``; a unit that the planner cut says what was asked for, as in
-    ``U8 (16 asked)``. Where there is no plan (infeasible), from what was asked: ``auto`` where
-    every degree was left open.
+    A unit that the planner cut also shows what was asked for, as in ``U8 (16 asked)``. An
+    infeasible record has no plan, so its text shows what was asked for: ``auto`` if all degrees
+    were left open.
     """
     name, plan = spec.contender.name, record.plan
     knobs = PLAIN_KNOBS | spec.contender.knobs
@@ -44,8 +44,8 @@ def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
 
 
 def _unit_text(plan: dict[str, Any], asked: object) -> list[str]:
-    """The unit that runs, where it is not the whole step, and the one that was asked for, where
-    that is another."""
+    """The unit that runs, unless it is the whole step, and the one that was asked for, if it is
+    another."""
     unit = plan.get("unit", 0)
     if isinstance(asked, int) and unit not in (0, asked):
         return [f"U{unit} ({asked} asked)"]
@@ -53,7 +53,7 @@ def _unit_text(plan: dict[str, Any], asked: object) -> list[str]:
 
 
 def asked_knobs(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:
-    """Every knob as it was asked for, the microbatch's size among them; ``unit`` also says what
+    """Every knob and the microbatch size as they were asked for; ``unit`` also shows the unit that
     the planner made of it."""
     knobs = PLAIN_KNOBS | spec.contender.knobs
     knobs = {k: v for k, v in knobs.items() if k != "name"}
@@ -64,7 +64,7 @@ def asked_knobs(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:
 
 
 def has_default_degrees(spec: RecordedSpec) -> bool:
-    """Whether every degree is the contender's default, so that nobody has tuned them."""
+    """Whether every degree is the contender's default, which means that nobody has tuned it."""
     default = default_knobs(spec.contender.name)
     if default is None:
         return False
@@ -73,12 +73,12 @@ def has_default_degrees(spec: RecordedSpec) -> bool:
 
 
 def evidence_of(record: RunRecord) -> str:
-    """What kind of number a record holds, e.g. ``simulated with traced compute``."""
+    """A record's kind of evidence in words, such as ``simulated with traced compute``."""
     return " with ".join(filter(None, (record.provenance, record.variant)))
 
 
 def source_of(record: RunRecord) -> dict[str, Any]:
-    """Where a number comes from: commit, machine, versions, what was asked for and checked."""
+    """The source of a record's numbers: commit, machine, versions, specification and gate."""
     first = record.ranks[0].environment if record.ranks else {}
     return {
         "record": record.record_id,

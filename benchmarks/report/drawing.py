@@ -1,4 +1,4 @@
-"""All figures of a report, drawn by as many processes as there are cores."""
+"""Draws all figures of a report, with one process per core."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def draw(
     *,
     every_timeline: bool = False,
 ) -> list[SavedPicture]:
-    """Draw and write every figure; in the page's order, whoever finished first."""
-    light = rows.drop(columns=["source"])  # what only the page reads is large
+    """Draw and write every figure, and return them in the order of the page."""
+    light = rows.drop(columns=["source"])  # it is large, and only the page reads it
     each: list[Draw] = [
         bars,
         partial(speedup_maps, base=base),
@@ -56,7 +56,7 @@ def draw(
 
 
 def _ignore_interrupts() -> None:
-    """Leave Ctrl-C to the parent, which says so in one line."""
+    """Leave Ctrl-C to the parent process, which prints one line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

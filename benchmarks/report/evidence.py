@@ -1,4 +1,4 @@
-"""Distances between measured, traced, simulated and published for the same configuration."""
+"""How far kinds of evidence (measured, traced, simulated) differ for the same configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.report import style, words
 from benchmarks.report.frame import CELL
 from benchmarks.report.picture import Picture
 
-_TRUST = [  # the first at hand is the reference
+_TRUST = [  # from the most trusted kind; the first that a configuration has is its reference
     "measured",
     "traced with real tensors",
     "traced",
@@ -28,10 +28,10 @@ MAX_LINES = 40
 
 
 def evidence_distances(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per configuration, quantity and kind of evidence beside the most trusted one.
+    """One row per configuration, quantity and kind of evidence except for the most trusted one.
 
-    ``error`` is value / reference - 1. The kinds of memory peaks differ (``resident`` holds more
-    than the model's tensors), so a reference is named with its kind.
+    ``error`` is value / reference - 1, where the reference is the most trusted kind. It is named
+    with its kind of memory peak, because these differ (``resident`` is more than tensors).
     """
     fine = rows[rows["status"] == "ok"]
     same = [*_SAME, "contender", "layout"]
@@ -66,7 +66,7 @@ def _kind(row: pd.Series, quantity: str) -> str:
 
 
 def evidence_distance_figure(rows: pd.DataFrame) -> Iterator[Picture]:
-    """Signed distances in per cent, a line per configuration, a panel per quantity."""
+    """Signed distances in per cent, with one line per configuration and one panel per quantity."""
     distances = evidence_distances(rows)
     if distances.empty:
         return

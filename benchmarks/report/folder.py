@@ -1,4 +1,4 @@
-"""A folder that belongs to one report: written beside it and moved into place when it is whole."""
+"""The folder of a report: written beside its place, and moved there when it is complete."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MANIFEST = ".report.json"  # names the files that the last report wrote
 
 @contextmanager
 def report_folder(out: Path) -> Iterator[Path]:
-    """An empty folder to write into, whose files take the place of the last report's in ``out``.
+    """An empty folder to write into, whose files then replace those of the last report in ``out``.
 
-    Where the body raises, the last report is left as it was. Files in ``out`` that no report
-    wrote stay there.
+    If the body raises, the last report stays as it was. Files in ``out`` that no report has written
+    stay there.
     """
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def report_folder(out: Path) -> Iterator[Path]:
 
 
 def _remove_last(out: Path, kept: set[str]) -> None:
-    """Remove what the last report wrote and this one does not replace."""
+    """Delete the files of the last report that this one does not replace."""
     try:
         names = json.loads((out / _MANIFEST).read_text())
     except (OSError, ValueError):

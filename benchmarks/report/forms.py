@@ -1,6 +1,6 @@
-"""The forms of a table: CSV and Parquet of its numbers; Markdown, LaTeX, terminal of its text.
+"""Writes a table as CSV and Parquet (its numbers) and as Markdown, LaTeX or terminal text.
 
-The page's form (HTML) is the template ``templates/table.html.j2``.
+The template ``templates/table.html.j2`` writes it as HTML.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SPECIAL: dict[str, str | int | None] = {
 
 
 def write_numbers(table: Table, out: Path) -> list[Path]:
-    """``NAME.csv`` and ``NAME.parquet``: numbers and text, no formatting; a header at least."""
+    """Write ``NAME.csv`` and ``NAME.parquet``: unformatted values, and a header in any case."""
     csv, parquet = (out / f"{table.name}.{suffix}" for suffix in ("csv", "parquet"))
     numbers = table.numbers
     numbers.to_csv(csv, index=False)
@@ -41,7 +41,7 @@ def write_numbers(table: Table, out: Path) -> list[Path]:
 
 
 def write_table(table: Table, grids: Sequence[Grid], out: Path) -> list[Path]:
-    """The table's numbers, and ``NAME.tex`` and ``NAME.md`` with all of its grids."""
+    """Write the table's numbers, and ``NAME.tex`` and ``NAME.md`` with all of its grids."""
     tex, text = out / f"{table.name}.tex", out / f"{table.name}.md"
     tex.write_text(latex(grids))
     text.write_text("\n".join(f"## {grid.title}\n\n{markdown(grid)}\n" for grid in grids))
@@ -49,7 +49,7 @@ def write_table(table: Table, grids: Sequence[Grid], out: Path) -> list[Path]:
 
 
 def markdown(grid: Grid) -> str:
-    """A GitHub-flavoured Markdown table below its caption; groups stand in each head."""
+    """A GitHub-flavoured Markdown table below its caption; column heads begin with their group."""
     heads = [
         " ".join(filter(None, pair)) for pair in zip(_group_names(grid), grid.heads, strict=True)
     ]
@@ -73,7 +73,7 @@ def _group_names(grid: Grid) -> list[str]:
 
 
 def latex(grids: Sequence[Grid]) -> str:
-    """A float per table, with booktabs' rules, never wider than the text."""
+    """One float per grid, with the rules of booktabs, scaled to fit the width of the text."""
     return _PREAMBLE + "\n".join(_latex_table(grid) for grid in grids)
 
 
@@ -104,7 +104,7 @@ def _latex_table(grid: Grid) -> str:
 
 
 def _latex_groups(grid: Grid) -> list[str]:
-    """The line of groups with a rule below each."""
+    """The line of group headings, and the rules below it."""
     if not grid.groups:
         return []
     cells, rules, first = [], [], 1
@@ -123,13 +123,13 @@ def _latex_line(texts: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """LaTeX for a text; characters that pdflatex has no glyph for become question marks."""
+    """A text as LaTeX; characters without a glyph in pdflatex become question marks."""
     known = text.translate(str.maketrans(_SPECIAL))
     return "".join(c if " " <= c <= "ÿ" else "?" for c in known)
 
 
 def rich_table(grid: Grid) -> RichTable:
-    """The table for a terminal."""
+    """The table for the terminal."""
     table = RichTable(
         title=Text(grid.title),
         title_justify="left",

@@ -1,4 +1,4 @@
-"""Records as a DataFrame: one row per record, one column per quantity, units in the names."""
+"""Records as a DataFrame: one row per record, one column per quantity, units in column names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.records.record import RecordError, find_records, read_record
 from benchmarks.report.plans_file import find_plans, read_plans
 from benchmarks.report.row import Row, row_of
 
-# What makes two rows comparable: they differ in the contender alone.
+# The columns of a cell: rows that agree in these differ in the contender only, so they compare.
 CELL = [
     *("model", "cluster", "num_gpus", "global_batch", "seq", "precision"),
     *("evidence", "basis"),
@@ -22,9 +22,9 @@ _COLUMNS = [column.name for column in fields(Row)]
 
 
 def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
-    """All records below the roots, oldest first, and a line for each file that was skipped.
+    """(all records below the roots, the oldest first; one line per file that was skipped).
 
-    Rows of a ``plans.csv`` that ``experiment=claim_33`` wrote are rows like others.
+    The lines of a ``plans.csv`` of ``experiment=claim_33`` are rows, too.
     """
     rows: list[Row] = []
     skipped: list[str] = []
@@ -52,14 +52,14 @@ def _row_at(path: Path) -> Row:
 
 
 def in_order(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows by model size, then by what else makes a cell, then by contender."""
+    """The rows sorted by model size, then by the other columns of a cell, then by contender."""
     keys = ["evidence", "basis", "parameters", *CELL[:-2], "contender"]
     return rows.sort_values(keys, kind="stable", ignore_index=True)
 
 
 def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows for tables: of each cell, contender and layout the latest success, or, where there
-    is none, the latest attempt with its status."""
+    """The rows for tables: per cell, contender and configuration the latest success, or the latest
+    attempt if none succeeded."""
     ranked = frame.assign(_ok=frame["status"] == "ok")
     ranked = ranked.sort_values(["_ok", "started_at"], kind="stable")
     kept = ranked.drop_duplicates([*CELL, "contender", "layout"], keep="last")
@@ -67,14 +67,14 @@ def latest_ok(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def best_configuration(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of each cell and contender the fastest configuration: what figures compare."""
+    """The fastest configuration per cell and contender, which figures compare."""
     fine = rows[(rows["status"] == "ok") & rows["tokens_per_s_per_gpu"].notna()]
     return _one_per_contender(fine.sort_values("tokens_per_s_per_gpu", kind="stable"))
 
 
 def best_or_failed(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of each cell and contender the fastest configuration or, where none succeeded, the latest
-    failure: what a paper's table shows. A success without a time (traced) comes after one with."""
+    """Per cell and contender the fastest configuration, or the latest failure if none succeeded;
+    the paper's table shows these. A success without a time (traced) counts as slowest."""
     ranked = rows.assign(_ok=rows["status"] == "ok")
     ranked = ranked.sort_values(
         ["_ok", "tokens_per_s_per_gpu", "started_at"], kind="stable", na_position="first"
@@ -87,7 +87,7 @@ def _one_per_contender(ranked: pd.DataFrame) -> pd.DataFrame:
 
 
 def notes_of(rows: pd.DataFrame) -> list[str]:
-    """What must be said beside the numbers of these rows."""
+    """Notes for a reader of these rows' numbers, one line each."""
     simulated = rows["evidence"].str.startswith("simulated") & rows["contender"].eq("zeropp")
     shared = rows["source"].map(lambda source: bool(source.get("slurm", {}).get("neighbours")))
     beside = (

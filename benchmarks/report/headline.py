@@ -1,4 +1,4 @@
-"""The comparison in one table narrow enough for a terminal and a README, and in one sentence."""
+"""The comparison as a table narrow enough for a terminal and a README, and as sentences."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def _line(row: dict[Any, Any], bases: dict[tuple[Any, ...], dict[Any, Any]]) -> 
 
 
 def print_table(made: Table, console: Console) -> None:
-    """Show a table whole: where the terminal is too narrow, configurations and intervals move to
-    a second line."""
+    """Print a table with all of its text: if the terminal is too narrow, configurations and
+    intervals move to a second line."""
     grid = made.grid()
     console.print(forms.rich_table(grid if forms.fits(grid, console) else narrowed(grid)))
 
@@ -94,13 +94,13 @@ def _two_lines(cell: Cell) -> Cell:
 
 
 def answers(rows: pd.DataFrame, base: str = BASE, contender: str = "zeropp") -> Iterator[str]:
-    """What these records say of a contender over the base: a sentence per kind of evidence, basis
-    and cluster."""
+    """What these records show for a contender against the base: one sentence per kind of evidence,
+    basis of comparison and cluster."""
     pairs = paired_speedups(rows, base)
     pairs = pairs[pairs["contender"] == contender]
     who, over = words.contender_label(contender), words.contender_label(base)
     if pairs.empty:
-        yield f"No cell of these records holds both {who} and {over}, so no speed-up can be said."
+        yield f"No cell of these records has both {who} and {over}, so there is no speed-up."
     for (evidence, basis, cluster), mine in pairs.groupby(["evidence", "basis", "cluster"]):
         said = ", ".join(filter(None, (str(evidence).capitalize(), str(basis))))
         where = words.cluster_label(str(cluster))
@@ -109,7 +109,7 @@ def answers(rows: pd.DataFrame, base: str = BASE, contender: str = "zeropp") -> 
 
 
 def _factor(pairs: pd.DataFrame) -> str:
-    """``trains 1.87 to 3.13 times as fast (geometric mean 2.26, 4 cells) as``."""
+    """Words such as ``trains 1.87 to 3.13 times as fast (geometric mean 2.26 over 4 cells) as``."""
     low, high = pairs["speedup"].min(), pairs["speedup"].max()
     unsure = int(pairs["unsure"].eq(True).sum())
     doubt = f", {unsure} of them unsettled" if unsure else ""

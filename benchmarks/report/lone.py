@@ -1,4 +1,4 @@
-"""Ranks that ran without their peers (``launcher=trace`` with real tensors), one line per rank."""
+"""The table of ranks that ran without their peers (``launcher=trace`` with real tensors)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _COLUMNS = (
 
 
 def lone_table(rows: pd.DataFrame) -> Table:
-    """What each lone rank's step, compute and memory were; nothing where a CPU has no such
-    thing."""
+    """One line per lone rank: its step, compute and memory; cells for which a CPU has no number
+    are empty."""
     lone = rows[rows["is_lone"]]
     names = [column.name for column in _HEADS]
     lines = [

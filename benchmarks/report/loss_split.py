@@ -1,8 +1,8 @@
-"""Where each contender's step goes: the compute limit, and on top of it what is lost, by cause.
+"""What each contender's step time is spent on: the compute limit, and above it the losses by cause.
 
-One stacked bar per contender, in multiples of the step at the compute limit, so that the height
-of a bar is how much longer the step is, and a contender at the limit would end at 1. The causes
-are those of ``zeropp.sim.losses``; they add up exactly, so the bars need no remainder.
+There is one stacked bar per contender, in multiples of the step at the compute limit, so that a
+contender at the limit would end at 1. The causes are those of ``zeropp.sim.losses``, which add up
+to the step exactly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from benchmarks.report import style
 from benchmarks.report.picture import Picture
 
-# Paul Tol's "muted" and its relatives, with hatches: no stack is mistaken for a contender.
+# Paul Tol's "muted" and similar colours, with hatches, unlike the colours of contenders.
 _LOOKS = {
     "limit": ("compute limit", "#DDDDDD", ""),
     "small_kernels": ("small kernels", "#999999", ""),
@@ -35,15 +35,15 @@ _LOOKS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """The contenders of one comparison: seconds of the step by cause, by contender."""
+    """One comparison: per contender, the seconds of its step by cause."""
 
     title: str
     losses_s: Mapping[str, Mapping[str, float]]
 
 
 def loss_split(cells: Sequence[Cell], name: str, caption: str) -> Picture:
-    """One panel per cell that has a contender, one stacked bar per contender. Raises ValueError
-    where no cell has any."""
+    """One panel per cell that has a contender, with one stacked bar per contender. Raises
+    ValueError if no cell has any."""
     cells = [cell for cell in cells if cell.losses_s]
     if not cells:
         raise ValueError("loss_split: no cell has a contender")

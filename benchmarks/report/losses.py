@@ -1,4 +1,4 @@
-"""Loss curves of contenders on the same batches, on top of each other, and how far they part."""
+"""Loss curves of contenders that trained on the same batches, and how far the curves differ."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SAME_BATCHES = [*PANEL, "data_seed"]
 
 
 def loss_curves(rows: pd.DataFrame) -> Iterator[Picture]:
-    """Losses over all steps (warm-up included), wherever two contenders or topologies trained on
-    the same batches from the same parameters."""
+    """Losses over all steps, warm-up included, where two contenders or topologies trained on the
+    same batches from the same initial parameters."""
     best = best_configuration(rows)
     best = best[best["losses"].map(len) > 1]
     for suffix, said, mine in by_evidence(best):
@@ -39,14 +39,14 @@ def _curves(groups: list[pd.DataFrame]) -> Figure:
     figure, flat = style.panels(2 * len(groups), columns=len(groups), width=4.8)
     top, bottom = flat[: len(groups)], flat[len(groups) :]
     for upper, lower, panel in zip(top, bottom, groups, strict=True):
-        extremes = {panel["num_gpus"].min(), panel["num_gpus"].max()}  # more hide each other
+        extremes = {panel["num_gpus"].min(), panel["num_gpus"].max()}  # more curves would overlap
         panel = panel[panel["num_gpus"].isin(extremes)]
         lines = [row for _, row in panel.sort_values(["num_gpus", "contender"]).iterrows()]
         base = np.asarray(lines[0]["losses"])
         for number, row in enumerate(lines):
             losses = np.asarray(row["losses"])
             look = style.line(row["contender"]) | {"markevery": (number % 4, 4), "markersize": 5}
-            look["linewidth"] = 1 + 1.5 * (len(lines) - number) / len(lines)  # first lies widest
+            look["linewidth"] = 1 + 1.5 * (len(lines) - number) / len(lines)  # the first is widest
             steps = np.arange(1, len(losses) + 1)
             upper.plot(steps, losses, alpha=0.8, **look)
             shared = min(len(base), len(losses))

@@ -1,7 +1,7 @@
-"""The report as one HTML file that needs no network: answer, tables, pictures, provenance.
+"""The report as one HTML file that needs no network: answers, tables, pictures, sources.
 
-Fed by the tables and pictures that are also written on their own. Every row of a table links to
-where its numbers come from (commit, machine, versions, specification, raw steps).
+It takes the tables and pictures that are also written to files of their own. Every row of a table
+links to the source of its numbers (commit, machine, versions, specification, raw steps).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _SECTIONS = {  # the tables below each heading, after the paper's table
     "Loss": (),
     "Evidence": ("evidence", "published"),
 }
-_LARGE = 300_000  # bytes of an SVG beyond which its PNG is shown, if that is smaller
+_LARGE = 300_000  # bytes of an SVG above which its PNG is shown instead, if that is smaller
 
 
 @dataclass(frozen=True)
 class Page:
-    """What the page shows. ``rows`` are the frame's rows behind the tables, whose grids name their
-    records; ``answers`` are the sentences on top."""
+    """What the page shows: ``answers`` are the sentences at its top, and ``rows`` are the rows of
+    the frame from which the grids were made and whose records they name."""
 
     rows: pd.DataFrame
     grids: Mapping[str, Sequence[Grid]]
@@ -88,7 +88,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _section(name: str, page: Page) -> dict[str, Any]:
-    """What the template shows below one heading; tables without rows are left out."""
+    """What the template shows below one heading, without tables that have no rows."""
     grids = [grid for table in _SECTIONS[name] for grid in page.grids[table]]
     return {
         "name": name,
@@ -98,8 +98,8 @@ def _section(name: str, page: Page) -> dict[str, Any]:
 
 
 def _image(picture: SavedPicture) -> dict[str, str]:
-    """The picture as a data address: its SVG, which is sharp at every size, or its PNG where that
-    is much smaller."""
+    """The picture as a data URL: its SVG, which is sharp at every size, or its PNG if the SVG is
+    large and the PNG is smaller."""
     png, svg = picture.paths
     large = svg.stat().st_size > max(_LARGE, png.stat().st_size)
     path, kind = (png, "png") if large else (svg, "svg+xml")

@@ -1,4 +1,4 @@
-"""Two contenders in the same cell: their speed-up, and whether its samples settle it."""
+"""The speed-up between two contenders in the same cell, and whether the samples settle it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import pandas as pd
 from benchmarks.records.stats import Summary, ratio_of_medians
 from benchmarks.report.frame import CELL, best_configuration
 
-BASE = "deepspeed_3d"  # what speed-ups are over, where nobody names another
+BASE = "deepspeed_3d"  # speed-ups are over this contender unless another one is named
 
 
 class BaseError(ValueError):
-    """A base that no row has; the message names those that there are."""
+    """No row is of the contender that was named as the base; the message names those there are."""
 
 
 def base_of(rows: pd.DataFrame, name: str) -> str:
-    """The base's key; raises BaseError where no row is of that contender and someone asked."""
+    """The base's key, which is the default if no ``name`` is given. Raises BaseError if no row is
+    of the contender that was named."""
     known = sorted(set(rows["contender"]))
     if name not in known:
         raise BaseError(
@@ -29,7 +30,7 @@ def base_of(rows: pd.DataFrame, name: str) -> str:
 
 
 def doubts(ratio: Summary) -> list[str]:
-    """Why its samples do not settle a measured ratio; empty where they do."""
+    """The reasons why samples do not settle a measured ratio; empty if they do."""
     reasons = []
     if ratio.unstable:
         reasons.append(f"unstable: spread {ratio.spread:.0%}, n={ratio.count}")
@@ -39,8 +40,9 @@ def doubts(ratio: Summary) -> list[str]:
 
 
 def speedup_of(row: Mapping[Any, Any], base: Mapping[Any, Any]) -> dict[str, Any]:
-    """``speedup`` of a row over its base with ``speedup_low`` and ``speedup_high`` where both were
-    measured, ``unsure`` and the ``doubts`` as text; nothing is unsure of the base itself."""
+    """The ``speedup`` of a row over its base, with ``speedup_low`` and ``speedup_high`` if both
+    were measured; ``unsure`` says whether there are doubts, which ``doubts`` has as text. The base
+    itself has none."""
     missing: dict[str, Any] = {"unsure": False, "doubts": ""}
     missing |= dict.fromkeys(("speedup", "speedup_low", "speedup_high"), math.nan)
     if not row["samples_step_s"] or not base["samples_step_s"]:
@@ -61,8 +63,11 @@ def speedup_of(row: Mapping[Any, Any], base: Mapping[Any, Any]) -> dict[str, Any
 
 
 def paired_speedups(rows: pd.DataFrame, base: str = BASE) -> pd.DataFrame:
-    """One row per cell and contender but the base, each in its fastest configuration:
-    ``speedup_of``, ``memory_ratio`` (peaks of one kind alone), and ``records``, the base's last."""
+    """One row per cell and contender except for the base, each in its fastest configuration.
+
+    A row has the fields of ``speedup_of``, ``memory_ratio`` (only where both peaks are of the same
+    kind), and ``records``, of which the base's is the last.
+    """
     best = best_configuration(rows)
     bases = best[best["contender"] == base]
     others = best[best["contender"] != base]

@@ -1,8 +1,8 @@
-"""The table of a paper: model size and GPU count down, a group of columns per contender across.
+"""The table of a paper: one row per model size and GPU count, one group of columns per contender.
 
-Fed by the rows of ``latest_ok``; every contender stands in the fastest of its configurations that
-were run. There is one grid per kind of evidence, basis of comparison and cluster, since a table
-never mixes them; the numbers of all are one tidy table, a line per cell and contender.
+It takes the rows of ``latest_ok`` and shows every contender in its fastest configuration that ran.
+A table mixes neither kinds of evidence nor bases of comparison nor clusters, so there is one grid
+for each; the numbers of all are one tidy table, with one line per cell and contender.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class _Metric:
-    """One column of a contender's group; ``best`` picks the value to set in bold."""
+    """One column of a contender's group; ``best`` chooses the value that is set in bold."""
 
     name: str
     head: str
@@ -73,8 +73,8 @@ _COLUMNS = (
 
 
 def paper_table(rows: pd.DataFrame, base: str = BASE) -> Table:
-    """The numbers of the paper's table, a line per cell and contender; its text is
-    ``paper_grids``."""
+    """The numbers of the paper's table, one line per cell and contender; ``paper_grids`` makes its
+    text."""
     chosen = best_or_failed(rows)
     bases = {
         tuple(row[key] for key in CELL): row
@@ -90,7 +90,7 @@ def paper_table(rows: pd.DataFrame, base: str = BASE) -> Table:
 
 
 def paper_grids(paper: Table) -> Iterator[Grid]:
-    """The text of the paper's table: a grid per kind of evidence, basis and cluster."""
+    """The text of the paper's table: one grid per kind of evidence, basis and cluster."""
     groups = paper.data.groupby(["evidence", "basis", "cluster"], sort=True)
     for number, ((evidence, basis, _), mine) in enumerate(groups):
         name = "paper" if number == 0 else f"paper_{number + 1}"
@@ -122,19 +122,20 @@ def _grid(name: str, evidence: str, mine: pd.DataFrame) -> Grid:
 
 
 def _place(contender: str) -> int:
-    """The place of a contender in the suite's own order; one that it no longer has is last."""
+    """The place of a contender in the registry's order; contenders that it no longer has are
+    last."""
     return list(PRICED).index(contender) if contender in PRICED else len(PRICED)
 
 
 def _varies(mine: pd.DataFrame, key: str) -> bool:
-    """Whether a column is needed to tell rows apart: a sequence length that each model has for
-    itself is told in the caption."""
+    """Whether rows need a column for this key. They do not if the key follows from the model, as a
+    sequence length may; then it is in the caption."""
     groups = mine.groupby("model")[key] if key == "seq" else mine.groupby("evidence")[key]
     return bool((groups.nunique() > 1).any())
 
 
 def _told(mine: pd.DataFrame, key: str) -> str:
-    """A key that has no column, for the caption."""
+    """The caption's words for a key without a column."""
     if key == "seq" and mine["seq"].nunique() > 1:
         pairs = mine.drop_duplicates("model")[["model", "seq"]].itertuples(index=False)
         return "sequence " + ", ".join(f"{n} ({words.model_label(str(m))})" for m, n in pairs)
@@ -142,8 +143,7 @@ def _told(mine: pd.DataFrame, key: str) -> str:
 
 
 def _metrics(mine: pd.DataFrame, contender: str, base: str) -> list[_Metric]:
-    """The columns of one contender: those that any row of the table knows; no speed-up of the
-    base over itself."""
+    """The columns of one contender: those with a value in any row; the base has no speed-up."""
     known = [m for m in _METRICS if mine[m.name].notna().any()]
     return [m for m in known if m.name != "speedup" or contender != base] or [_METRICS[2]]
 
@@ -151,7 +151,7 @@ def _metrics(mine: pd.DataFrame, contender: str, base: str) -> list[_Metric]:
 def _line(
     cell: pd.DataFrame, keys: list[str], groups: dict[str, list[_Metric]]
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
-    """One line of the table, and the records behind it."""
+    """One line of the table, and the records from which it was made."""
     named = {row["contender"]: row for row in cell.to_dict("records")}
     first = cell.iloc[0]
     cells = [_key_cell(key, first[key]) for key in keys]
@@ -186,8 +186,8 @@ def _metric_cell(row: Mapping[Any, Any], metric: _Metric, cell: pd.DataFrame) ->
 
 
 def _best(metric: _Metric, cell: pd.DataFrame) -> str:
-    """The best value of a line as it is shown; none where there is nothing to be better than,
-    or where peaks are of different kinds."""
+    """The best value of a line, as text; empty if there is only one value, or if the peaks are of
+    different kinds."""
     fine = cell[(cell["status"] == "ok") & cell[metric.name].notna()]
     kinds = fine["memory_kind"].nunique() if metric.name == "peak_gib" else 1
     if len(fine) < 2 or kinds > 1:
@@ -196,7 +196,8 @@ def _best(metric: _Metric, cell: pd.DataFrame) -> str:
 
 
 def _caption(mine: pd.DataFrame, evidence: str, keys: list[str], worker: str, base: str) -> str:
-    """What a reader must know: evidence, units, what never varies, and who was not tuned."""
+    """The caption: kind of evidence, units, keys that never vary, and contenders that nobody
+    tuned."""
     told = [_told(mine, key) for key in _KEYS if key not in keys]
     kinds = [_KINDS.get(kind, kind) for kind in dict.fromkeys(mine["memory_kind"]) if kind]
     parts = [f"{evidence.capitalize()}"]
@@ -225,7 +226,7 @@ def _untuned(mine: pd.DataFrame) -> str:
 
 
 def _notes(mine: pd.DataFrame) -> tuple[str, ...]:
-    """Why the lines without a number have none; equal reasons once."""
+    """The reasons of lines without a number, each reason once."""
     failed = mine[mine["status"] != "ok"]
     reasons: dict[str, list[str]] = {}
     for row in failed.itertuples():

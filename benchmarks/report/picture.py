@@ -1,4 +1,4 @@
-"""A figure with what a reader must know of it, and how it is written."""
+"""A figure with its caption, and how it is written to files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ PANEL = ["evidence", "basis", "cluster", "precision", "model", "global_batch", "
 
 @dataclass(frozen=True)
 class Picture:
-    """One figure: ``section`` is its heading in the page, ``name`` its file's stem, ``shown`` the
-    line below it that says what it shows, so that it can be passed on without its caption."""
+    """One figure. ``section`` is its heading on the page, ``name`` its file name without suffix,
+    and ``shown`` a line below the panels that says what they show, so that the file can be passed
+    on without its caption."""
 
     section: str
     name: str
@@ -29,7 +30,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class SavedPicture:
-    """A picture on disk; its figure is gone, for figures are large."""
+    """A picture that is on disk; its figure was closed, because figures take much memory."""
 
     section: str
     name: str
@@ -38,7 +39,7 @@ class SavedPicture:
 
 
 def say_what_it_shows(picture: Picture) -> None:
-    """Put the picture's own line below its figure, once."""
+    """Write the picture's ``shown`` line below its figure; a second call changes nothing."""
     if picture.shown:
         picture.figure.supxlabel(picture.shown, fontsize=7.5, color="#555555", x=0.01, ha="left")
 
@@ -46,26 +47,26 @@ def say_what_it_shows(picture: Picture) -> None:
 def save(picture: Picture, out: Path) -> SavedPicture:
     """Write PNG (200 dots per inch) and SVG, and release the figure.
 
-    The panels are arranged once: left to itself, matplotlib does it twice per file.
+    The panels are arranged once for both; by default matplotlib would do it twice per file.
     """
     say_what_it_shows(picture)
     engine = picture.figure.get_layout_engine()
     if engine is not None:
-        picture.figure.set_dpi(plt.rcParams["savefig.dpi"])  # letters' widths depend on it
+        picture.figure.set_dpi(plt.rcParams["savefig.dpi"])  # the width of text depends on it
         engine.execute(picture.figure)
         picture.figure.set_layout_engine(None)
     paths = (out / f"{picture.name}.png", out / f"{picture.name}.svg")
     png, svg = paths
-    picture.figure.savefig(png, pil_kwargs={"compress_level": 1})  # a tenth larger, much sooner
-    picture.figure.savefig(svg, metadata={"Date": None})  # the same file when it is made again
+    picture.figure.savefig(png, pil_kwargs={"compress_level": 1})  # 10 % larger, but much faster
+    picture.figure.savefig(svg, metadata={"Date": None})  # equal pictures give equal files
     plt.close(picture.figure)
     return SavedPicture(picture.section, picture.name, picture.caption, paths)
 
 
 def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Rows of one kind of evidence on one cluster: a suffix for names, words for captions, rows.
+    """(suffix for file names, words for captions, rows) per kind of evidence and cluster.
 
-    No figure mixes kinds of evidence or clusters, except those that compare them.
+    No figure mixes kinds of evidence or clusters, except for those that compare them.
     """
     keys = ["evidence", "basis", "cluster"]
     for (evidence, basis, cluster), mine in rows.groupby(keys, sort=True):

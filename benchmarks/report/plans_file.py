@@ -1,7 +1,7 @@
-"""The rows of a ``plans.csv``, the table that ``experiment=claim_33`` keeps, as a report's rows.
+"""Reads a ``plans.csv``, the table of ``experiment=claim_33``, as rows of a report.
 
-Every line is one contender in one cell at the plan that the simulator found for it. Cells whose
-network was scaled are left out: the verdict's own maps show them.
+A line is one contender in one cell, with the best plan that the simulator found. Cells with a
+scaled network are left out, because only the maps of the verdict show them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from zeropp.cluster import Cluster
 from zeropp.shape import ModelShape
 
 _BASES = {"best": "best plans", "equal": "equal degrees"}
-_PRECISION = "bf16"  # of files that do not name it: that of conf/experiment/claim_33.yaml
+_PRECISION = "bf16"  # of files without that column, as in conf/experiment/claim_33.yaml
 
 
 def find_plans(roots: Iterable[Path]) -> Iterator[Path]:
-    """Paths of all ``plans.csv`` below the roots; a root may be such a file itself."""
+    """The paths of all ``plans.csv`` below the roots; a root may be such a file itself."""
     for root in roots:
         if root.is_dir():
             yield from sorted(root.rglob("plans.csv"))
@@ -40,7 +40,7 @@ def find_plans(roots: Iterable[Path]) -> Iterator[Path]:
 
 
 def read_plans(path: Path) -> list[Row]:
-    """The rows at the clusters' own bandwidth; raises RecordError that names the file."""
+    """The rows at the clusters' own bandwidth; raises RecordError, which names the file."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             lines = [line for line in csv.DictReader(file) if float(line["bandwidth"]) == 1.0]

@@ -1,8 +1,8 @@
 """How far the simulator is from published measurements.
 
-Fed by the committed rows of ``python -m benchmarks.validate``: each is a number that a paper or a
-vendor printed, beside what the simulator says of the same configuration. Shown wherever a report
-holds simulated records, for it says how wrong those may be.
+It reads the committed rows of ``python -m benchmarks.validate``: each has a number that a paper or
+vendor printed and the simulator's number for the same configuration. Every report with simulated
+records shows it, because it says how wrong those may be.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ _COLUMNS = (
 
 
 def published_distances(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row per published run that was predicted: ``source``, ``role`` (whether constants were
-    fitted on it), ``quantity`` (speed or memory) and ``error``, simulated / published - 1; none
-    where ``rows`` hold no simulated record."""
+    """One row per published run that was predicted; none if ``rows`` have no simulated record.
+
+    Columns: ``source``, ``role`` (whether constants were fitted on it), ``quantity`` (speed or
+    memory) and ``error`` = simulated / published - 1.
+    """
     if "simulated" not in set(rows["evidence"]):
         return pd.DataFrame(columns=["source", "role", "quantity", "error"])
     columns = ["source", "role", "metric", "unit", "relative_error", "first_of_run"]
@@ -56,13 +58,13 @@ def published_distances(rows: pd.DataFrame) -> pd.DataFrame:
             "source": table["source"],
             "role": table["role"].str.replace("_", " "),
             "quantity": np.where(memory, "memory", "speed"),
-            "error": np.where(duration, 1 / (1 + error) - 1, error),  # of the speed, not the time
+            "error": np.where(duration, 1 / (1 + error) - 1, error),  # errors of speed, not time
         }
     )
 
 
 def published_table(rows: pd.DataFrame) -> Table:
-    """Median and 10th to 90th percentile of the distances by source."""
+    """The median and the 10th and 90th percentile of the distances per source."""
     lines = [
         {
             "source": source,
@@ -75,12 +77,12 @@ def published_table(rows: pd.DataFrame) -> Table:
         }
         for (quantity, role, source), errors in _by_source(published_distances(rows))
     ]
-    data = pd.DataFrame(lines, index=[""] * len(lines))  # no record is behind them
+    data = pd.DataFrame(lines, index=[""] * len(lines))  # they come from no record
     return table("published", "The simulator beside published numbers", _COLUMNS, data)
 
 
 def published_figure(rows: pd.DataFrame) -> Iterator[Picture]:
-    """Every distance as a dot, one line per source, one panel per quantity."""
+    """Every distance as a dot, with one line per source and one panel per quantity."""
     distances = published_distances(rows)
     if distances.empty:
         return
@@ -118,7 +120,7 @@ def _panels(distances: pd.DataFrame) -> Figure:
 
 def _sources(axis: Axes, distances: pd.DataFrame) -> None:
     scatter = np.random.default_rng(0)
-    names, most = [], 100.0  # a few wild ones are named in the text, not given the axis
+    names, most = [], 100.0  # the axis leaves out a few outliers, which the text counts
     for place, ((_, role, source), errors) in enumerate(_by_source(distances)):
         per_cent, colour = 100 * errors.to_numpy(), _ROLES[role]
         heights = place + scatter.uniform(-0.28, 0.28, len(per_cent))

@@ -1,4 +1,4 @@
-"""One record as one row of a frame: what a report knows of an attempt, typed."""
+"""One record as one row of a report's frame: everything that a report knows of an attempt."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from zeropp.cost import parameter_count
 
 @dataclass(frozen=True)
 class Row:
-    """The quantities of one attempt; a number that nobody knows is NaN.
+    """The quantities of one attempt; a number that is not known is NaN.
 
-    ``basis`` says how the degrees of all contenders of a cell were chosen, where a study chose
-    them (``best plans``, ``equal degrees``); it is empty for records, whose rows say by
-    ``default_degrees`` that nobody has tuned theirs.
+    ``basis`` says how a study chose the degrees of all contenders of a cell (``best plans``,
+    ``equal degrees``). It is empty for records; their ``default_degrees`` says whether nobody has
+    tuned them.
     """
 
     model: str
@@ -85,8 +85,7 @@ class Row:
 
 
 def row_of(record: RunRecord, path: str = "") -> Row:
-    """The row of one record. Raises RecordError where its spec lacks what makes rows
-    comparable."""
+    """The row of one record. Raises RecordError if its spec lacks a key that rows need."""
     spec = recorded_spec(record)
     peak, kind = peak_memory_gib(record) or (math.nan, "")
     fine = record.status == "ok" and bool(record.step_s)
@@ -123,7 +122,7 @@ def row_of(record: RunRecord, path: str = "") -> Row:
 
 
 def cell_of(spec: RecordedSpec) -> dict[str, Any]:
-    """The fields of a row that its contender does not change."""
+    """The fields of a row that describe its cell, which are the same for every contender."""
     shape, device = spec.model.shape, spec.cluster.device
     return {
         "model": spec.model.name,
@@ -139,7 +138,7 @@ def cell_of(spec: RecordedSpec) -> dict[str, Any]:
 
 
 def throughput_of(spec: RecordedSpec, step_s: list[float], *, measured: bool) -> dict[str, Any]:
-    """Median step time and what follows from it, with 95 % intervals where it was measured."""
+    """The median step time and the rates that follow from it, with 95 % intervals if measured."""
     time = summarise(step_s)
     found: dict[str, Any] = {"spread": time.spread, "unstable": time.unstable and measured}
     low, high = (time.low, time.high) if measured else (math.nan, math.nan)
@@ -160,5 +159,5 @@ def _known(value: float | None) -> float:
 
 
 def _fullest(ranks: list[dict[str, int]]) -> dict[str, int]:
-    """Bytes by kind of the rank that needs most; empty where none is known."""
+    """Bytes by kind of the rank with the largest total; empty if none is known."""
     return max(ranks, key=lambda kinds: sum(kinds.values()), default={})

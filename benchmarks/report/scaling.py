@@ -1,4 +1,4 @@
-"""Scaling over GPU counts: throughput of the whole job, PFLOP/s, and efficiency."""
+"""Curves over GPU counts: throughput and PFLOP/s of the whole job, and scaling efficiency."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _KINDS = {"strong": "global_batch", "weak": "batch_per_gpu"}
 
 
 def scaling_curves(rows: pd.DataFrame) -> Iterator[Picture]:
-    """Tokens per second, aggregate model PFLOP/s and efficiency over GPUs: strong scaling (batch
-    fixed) and weak (batch grows with the GPUs), wherever there are two GPU counts or more."""
+    """Tokens per second, model PFLOP/s of all GPUs, and efficiency over the GPU count.
+
+    There are figures for strong scaling (the batch stays the same) and for weak scaling (the batch
+    grows with the GPUs), each where there are at least two GPU counts.
+    """
     best = best_configuration(rows)
     best = best.assign(batch_per_gpu=best["global_batch"] / best["num_gpus"])
     for suffix, said, mine in by_evidence(best):
@@ -51,7 +54,7 @@ def _title(panel: pd.DataFrame, key: str) -> str:
 
 
 def _curves(groups: list[tuple[str, pd.DataFrame]]) -> Figure:
-    """A column per series: throughput, PFLOP/s where they are known, efficiency."""
+    """One column of panels per series: throughput, PFLOP/s if known, efficiency."""
     known = any(panel["model_tflops_per_gpu"].notna().any() for _, panel in groups)
     on_cpu = all(panel["on_cpu"].all() for _, panel in groups)
     lines = ["tokens/s", *(["model PFLOP/s"] if known and not on_cpu else []), "efficiency [%]"]
@@ -70,7 +73,7 @@ def _curves(groups: list[tuple[str, pd.DataFrame]]) -> Figure:
 
 
 def _series(axis: Axes, label: str, panel: pd.DataFrame) -> None:
-    """One quantity of every contender over the GPU counts, named at the curves' ends."""
+    """Draw one quantity of every contender over the GPU counts, with names at the curves' ends."""
     ends: list[tuple[float, float, str, str]] = []
     for contender in style.ordered(panel["contender"]):
         mine = panel[panel["contender"] == contender].sort_values("num_gpus")

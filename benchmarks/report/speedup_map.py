@@ -1,4 +1,4 @@
-"""The map of speed-ups over models and GPU counts, a map per contender and base."""
+"""Maps of speed-ups over models and GPU counts, one map per contender."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from benchmarks.report.frame import CELL, best_or_failed
 from benchmarks.report.pairs import BASE, paired_speedups
 from benchmarks.report.picture import Picture, by_evidence
 
-MAX_LINES = 16  # of a map; the table has all
+MAX_LINES = 16  # lines of a map; the table has all
 _DIVERGING = LinearSegmentedColormap.from_list("speedup", [style.WARM, "#f7f7f7", style.COOL])
 
 
 def speedup_maps(rows: pd.DataFrame, base: str = BASE) -> Iterator[Picture]:
-    """Throughput over the base's, models by GPU counts, a map for every other contender. Cells in
-    which one of both failed say so."""
+    """Throughput divided by the base's, for models and GPU counts: one map per contender other than
+    the base. Cells in which either of the two failed say so."""
     pairs = paired_speedups(rows, base)
     if pairs.empty:
         return
@@ -46,7 +46,7 @@ def speedup_maps(rows: pd.DataFrame, base: str = BASE) -> Iterator[Picture]:
 
 
 def _failures(rows: pd.DataFrame, base: str) -> pd.DataFrame:
-    """Cells in which the base or a contender failed, ``text`` says who and how."""
+    """The cells in which the base or a contender failed; ``text`` says which one and how."""
     best = best_or_failed(rows)
     bases = best[best["contender"] == base]
     both = best[best["contender"] != base].merge(bases, on=CELL, suffixes=("", "_base"))
@@ -63,7 +63,7 @@ def _failures(rows: pd.DataFrame, base: str) -> pd.DataFrame:
 
 
 def _doubts(rows: pd.DataFrame) -> str:
-    """How a map of measured ratios says what its samples do not settle."""
+    """The caption's words on intervals and doubts, for maps of measured ratios."""
     if rows["evidence"].iloc[0] != "measured":
         return "."
     return (
@@ -81,7 +81,8 @@ def _text(row: Mapping[Any, Any]) -> str:
 
 
 def _map(rows: pd.DataFrame, title: str, reach: float) -> Figure:
-    """``reach``: the logarithm (base 2) at the ends of the colours, the same for all contenders."""
+    """Draw one map. ``reach`` is the logarithm (base 2) of the ratio at the ends of the colour
+    scale, which is the same for all contenders."""
     table = rows.sort_values(["parameters", "model", "global_batch"], kind="stable")
     names = table["model"].map(words.model_label)
     table = table.assign(

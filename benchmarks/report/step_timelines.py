@@ -1,4 +1,4 @@
-"""One step of each contender side by side, from the spans that records keep; Perfetto traces."""
+"""Pictures of one step of each contender, and Perfetto traces, from the spans in records."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from benchmarks.report.picture import Picture, by_evidence
 from benchmarks.report.timeline_figure import timeline_figure
 from zeropp.timeline import Timeline, timeline_from_rows
 
-MAX_RANKS = 8  # pipeline ranks in a picture
+MAX_RANKS = 8  # most pipeline ranks in a picture
 _RECORDED = " The recorded step is one after the timed ones, and recording slows it."
 _HOOKED = {"fsdp": "gathers and reductions", "torch_pp": "gathers and transfers"}
 
 
 def step_timelines(rows: pd.DataFrame, *, every: bool = False) -> Iterator[Picture]:
-    """All contenders of a cell on one time axis: of the smallest of the cells with most contenders,
-    or, since they take long to draw, only where asked for of ``every`` one."""
+    """One step of all contenders of a cell on one time axis.
+
+    Only the smallest of the cells with the most contenders is drawn, because drawing takes long;
+    ``every`` draws all cells.
+    """
     for suffix, said, mine in by_evidence(_with_spans(rows)):
         for cell in _cells(mine, every=every):
             first = cell.iloc[0]
@@ -55,7 +58,8 @@ def _picture(name: str, said: str, cell: pd.DataFrame) -> Picture:
 
 
 def _unrecorded(contenders: list[str]) -> str:
-    """What a recorded step does not show: the exchanges that torch's own runtimes start."""
+    """The caption's words on communication that torch's runtimes start themselves, so that recorded
+    steps do not show it."""
     hidden = [
         f"{what} of {words.contender_label(name)}"
         for name, what in _HOOKED.items()
@@ -66,7 +70,7 @@ def _unrecorded(contenders: list[str]) -> str:
 
 
 def write_traces(rows: pd.DataFrame, out: Path, *, every: bool = False) -> list[Path]:
-    """Chrome traces for ui.perfetto.dev of the configurations that ``step_timelines`` draws."""
+    """Write traces for ui.perfetto.dev of the configurations that ``step_timelines`` draws."""
     paths = []
     for _, _, mine in by_evidence(_with_spans(rows)):
         for row in pd.concat(_cells(mine, every=every)).to_dict("records"):
@@ -79,7 +83,7 @@ def write_traces(rows: pd.DataFrame, out: Path, *, every: bool = False) -> list[
 
 
 def timeline_of(row: Mapping[Hashable, Any]) -> Timeline:
-    """The timeline in a row's record, read again: a frame of thousands does not hold spans."""
+    """The timeline of a row's record, which is read again, since a frame holds no spans."""
     record = read_record(Path(row["path"]))
     return timeline_from_rows(
         f"{words.contender_label(row['contender'])}, {row['layout']}",
@@ -94,7 +98,7 @@ def _with_spans(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _shown(timeline: Timeline) -> Timeline:
-    """The first pipeline ranks alone, where there are more than a picture can show."""
+    """The timeline of the first pipeline ranks, if there are more than a picture can show."""
     ranks = timeline.ranks
     if len(ranks) <= MAX_RANKS:
         return timeline

@@ -1,8 +1,8 @@
-"""How every figure looks: each contender has one style everywhere, which its own folder gives.
+"""How every figure looks: a contender has the same style everywhere, which its folder defines.
 
-Contenders are named by their keys; ``words.contender_label`` is what a legend shows. Colours are
-Okabe and Ito's, made for the colour-blind; hatches, dashes and markers repeat the distinction where
-there is no colour.
+Functions take a contender's key; legends show ``words.contender_label``. The colours are Okabe and
+Ito's, which colour-blind readers can tell apart; hatches, dashes and markers repeat the distinction
+for print without colour.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.report import words
 from benchmarks.specification.contenders import PRICED
 from zeropp.tune.contender import Style
 
-_OTHER = Style(colour="#56B4E9", hatch="\\\\", dashes="-", marker="v")  # none of today's
+_OTHER = Style(colour="#56B4E9", hatch="\\\\", dashes="-", marker="v")  # unknown contenders
 COLUMNS = 3  # panels side by side
 WARM, COOL, NEUTRAL = "#D55E00", "#0072B2", "#777777"  # worse, better, neither
 
@@ -69,7 +69,7 @@ def _style(contender: str) -> Style:
 
 
 def ordered(contenders: Iterable[str]) -> list[str]:
-    """Contenders without repetition, in the order of the registry: the same in every figure."""
+    """The contenders without repetition, in the registry's order, which is that of all figures."""
     rank = {name: number for number, name in enumerate(PRICED)}
     return sorted(set(contenders), key=lambda name: (rank.get(name, len(rank)), name))
 
@@ -81,8 +81,11 @@ def panels(
     height: float = 3.1,
     heights: Sequence[float] | None = None,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of ``count`` panels, ``columns`` side by side; sizes in inches per panel, of which
-    ``height`` is the mean where lines of panels have ``heights`` in proportion."""
+    """A figure of ``count`` panels, ``columns`` of them side by side.
+
+    ``width`` and ``height`` are inches per panel. ``heights`` gives the rows of panels heights in
+    that proportion; ``height`` is then their mean.
+    """
     columns = min(columns, count)
     lines = -(-count // columns)
     figure, axes = plt.subplots(
@@ -100,8 +103,10 @@ def panels(
 
 
 def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Name curves at their last points (x, y, name, colour), pushed apart where names would lie on
-    each other. Assumes a linear y axis whose limits are set."""
+    """Write names at the ends of curves. ``ends``: (x, y, name, colour) of their last points.
+
+    Names that would overlap are moved apart. The y axis must be linear and its limits set.
+    """
     low, high = axis.get_ylim()
     gap = 0.075 * (high - low)
     ends = sorted(ends, key=lambda end: (round(8 * end[1] / gap), end[2]))
@@ -125,8 +130,8 @@ def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str, str]]) -> Non
 
 
 def shown(rows: pd.DataFrame) -> str:
-    """What a figure's own line says of its rows: kind of evidence, cluster, model, batch, and whose
-    degrees nobody has tuned. Contenders are named by their labels."""
+    """The line below a figure that says what its rows are: kind of evidence, cluster, model, batch,
+    and the labels of contenders that nobody has tuned."""
     first = rows.iloc[0]
     basis = str(first.get("basis") or "")
     parts = [", ".join(filter(None, (str(first["evidence"]), basis)))]
@@ -142,12 +147,12 @@ def shown(rows: pd.DataFrame) -> str:
 
 
 def _few(names: list[str], word: str) -> str:
-    """The names, or how many there are where a line cannot hold them."""
+    """The names, or their number if they are too many for a line."""
     return ", ".join(names) if len(names) <= 4 else f"{len(names)} {word}"
 
 
 def legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """One legend for the figure, above its panels, of everything that any panel labels."""
+    """Draw one legend above the panels, for everything that has a label in any of them."""
     found: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):

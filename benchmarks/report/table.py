@@ -1,8 +1,8 @@
-"""A table: numbers for programs, and from the same numbers the text that people read.
+"""A table: its numbers for programs, and its text for people, made from the same numbers.
 
-``Table`` holds the numbers, an interval as three columns (``name``, ``name_low``, ``name_high``).
-``Grid`` is its text, ready for a terminal, Markdown, HTML or LaTeX (see ``forms``): columns that
-never vary have moved into the caption, and every number was rounded once (see ``words``).
+``Table`` has the numbers; an interval is three columns (``name``, ``name_low``, ``name_high``).
+``Grid`` is its text for a terminal, Markdown, HTML or LaTeX (see ``forms``): columns that never
+vary are moved into the caption, and every number is rounded once (see ``words``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """The text of one cell; ``sort`` is the number that it shows, where it shows one."""
+    """The text of one cell; ``sort`` is the number that it shows, or None."""
 
     text: str
     bold: bool = False
@@ -37,16 +37,16 @@ class Cell:
 class Grid:
     """A table as text.
 
-    ``groups`` are headings above the heads, each with the number of columns that it spans; empty
-    where there are none. The first ``keys`` columns name a row. ``records[i]`` are the records
-    behind row i, its own first.
+    ``groups`` are headings above the column heads, each with the number of columns that it spans.
+    The first ``keys`` columns name a row. ``records[i]`` are the records from which row i was made,
+    its own first.
     """
 
     name: str
     title: str
     caption: str
     heads: tuple[str, ...]
-    numeric: tuple[bool, ...]  # set to the right
+    numeric: tuple[bool, ...]  # which columns are aligned to the right
     rows: tuple[tuple[Cell, ...], ...]
     records: tuple[tuple[str, ...], ...]
     groups: tuple[tuple[str, int], ...] = ()
@@ -56,25 +56,25 @@ class Grid:
 
 @dataclass(frozen=True)
 class Column:
-    """How one quantity of a table is shown."""
+    """How a table shows one quantity."""
 
-    name: str  # of the column of numbers
+    name: str  # the name of the column of numbers
     head: str  # what people read, with the unit
-    form: Form | None = None  # None: text
-    interval: bool = False  # name_low and name_high are shown where they are known
-    instead: str = ""  # column of text to show where the number is missing
-    unsure: str = ""  # column of booleans: a "~" stands before the number
-    is_key: bool = False  # names the row; moves into the caption where it never varies
-    hidden: bool = False  # in the files of numbers alone
+    form: Form | None = None  # how a number becomes text; None: the column is text
+    interval: bool = False  # show name_low and name_high if they are known
+    instead: str = ""  # name of a column of text that is shown if the number is missing
+    unsure: str = ""  # name of a column of booleans; true puts a "~" before the number
+    is_key: bool = False  # names the row, and moves into the caption if it never varies
+    hidden: bool = False  # is in the files of numbers, but not in the text
 
     @property
     def stored(self) -> list[str]:
-        """The columns of numbers behind this one."""
+        """The names of the columns of numbers that this column shows."""
         ends = [f"{self.name}_low", f"{self.name}_high"] if self.interval else []
         return [self.name, *ends, *filter(None, (self.instead, self.unsure))]
 
     def cell(self, row: dict[str, Any]) -> Cell:
-        """This column's cell of one row."""
+        """The cell of this column in one row."""
         value = row[self.name]
         if is_missing(value) or value == "":
             return Cell(str(row[self.instead]) if self.instead else MISSING * (value != ""))
@@ -90,7 +90,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers with what people are told of them; the index of ``data`` names a row's records."""
+    """Numbers with title, caption and notes; the index of ``data`` names the records of a row."""
 
     name: str
     title: str
@@ -101,17 +101,17 @@ class Table:
 
     @property
     def empty(self) -> bool:
-        """There is no row; the files then hold the header alone."""
+        """Whether there is no row; files then have the header only."""
         return self.data.empty
 
     @property
     def numbers(self) -> pd.DataFrame:
-        """The columns that CSV and Parquet hold, without repetition."""
+        """The columns that CSV and Parquet files have, each once."""
         names = dict.fromkeys(name for column in self.columns for name in column.stored)
         return self.data.reindex(columns=list(names)).reset_index(drop=True)
 
     def grid(self) -> Grid:
-        """The table as text; key columns that never vary are told in the caption."""
+        """The table as text; key columns that never vary are in the caption instead."""
         rows: list[dict[str, Any]] = self.data.to_dict("records")  # type: ignore[assignment]
         visible = [c for c in self.columns if not c.hidden]
         shown = [c for c in visible if not (c.is_key and self._constant(c))]
@@ -137,7 +137,7 @@ class Table:
 
 
 def _is_blank(data: pd.DataFrame, column: Column) -> bool:
-    """A column in which no row has anything to show."""
+    """Whether no row has anything to show in this column."""
     if column.instead:
         return False
     return bool(data[column.name].isna().all() or (data[column.name] == "").all())
@@ -146,7 +146,8 @@ def _is_blank(data: pd.DataFrame, column: Column) -> bool:
 def table(
     name: str, title: str, columns: Sequence[Column], data: pd.DataFrame, **more: Any
 ) -> Table:
-    """A table whose data has all of its columns, also where there is no row."""
+    """Make a table; ``data`` gets the columns that it lacks, so that a table without rows has all
+    of them."""
     wanted = dict.fromkeys(stored for column in columns for stored in column.stored)
     missing = {column: None for column in wanted if column not in data}
     return Table(name, title, tuple(columns), data.assign(**missing), **more)

@@ -1,4 +1,4 @@
-"""The tables of a comparison beside the paper's: throughput, memory, speed-up, evidence."""
+"""The tables of a comparison: throughput, memory, speed-up, evidence, and all of them by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.report.table import Column, Table, table
 
 
 def key_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
-    """The columns that name a cell and move into the caption where they never vary."""
+    """The columns that name a cell, and that move into the caption if they never vary."""
     return (
         Column("model", "model", is_key=True),
         Column("cluster", "cluster", is_key=True),
@@ -34,8 +34,11 @@ def key_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
 
 
 def comparison_tables(rows: pd.DataFrame, base: str = BASE) -> dict[str, Table]:
-    """The tables of ``latest_ok`` rows by name, the paper's first. A row's index names the records
-    behind it, a speed-up's and a distance's the base's after its own."""
+    """The tables of ``latest_ok`` rows by name, the paper's first.
+
+    The index of a row names the records from which it was made; for speed-ups and distances the
+    base's come after its own.
+    """
     tables = (
         paper_table(rows, base),
         ablation_table(rows),
@@ -50,7 +53,8 @@ def comparison_tables(rows: pd.DataFrame, base: str = BASE) -> dict[str, Table]:
 
 
 def throughput_table(rows: pd.DataFrame) -> Table:
-    """Median step time and throughput with 95 % intervals; failures with their reason."""
+    """The table of median step times and throughput with 95 % intervals, or the reason of a
+    failure."""
     worker = words.worker_word(rows)
     columns = (
         *key_columns(rows),
@@ -69,8 +73,8 @@ def throughput_table(rows: pd.DataFrame) -> Table:
 
 
 def memory_table(rows: pd.DataFrame) -> Table:
-    """Peak memory of the fullest rank, which kind of peak it is, and, where records know it,
-    what the cost model predicts for the plan: tensors alone."""
+    """The table of peak memory of the fullest rank, with the kind of peak and, where records have
+    it, the cost model's prediction for the plan's tensors."""
     rows = rows[rows["peak_gib"].notna()]
     columns = (
         *key_columns(rows),
@@ -87,8 +91,8 @@ def memory_table(rows: pd.DataFrame) -> Table:
 
 
 def speedup_table(rows: pd.DataFrame, base: str = BASE) -> Table:
-    """Speed-ups of the fastest configurations over the base's in the same cell, and, per kind of
-    evidence and cluster, their geometric mean over cells."""
+    """The table of speed-ups of each contender's fastest configuration over the base's in the same
+    cell, with the geometric mean over cells per kind of evidence and cluster."""
     pairs = paired_speedups(rows, base)
     columns = (
         *key_columns(pairs),
@@ -126,7 +130,7 @@ def _mean_of(group: pd.DataFrame) -> dict[str, object]:
 
 
 def evidence_table(rows: pd.DataFrame) -> Table:
-    """Where one configuration has several kinds of evidence: how far they are from each other."""
+    """The table of distances between the kinds of evidence of one configuration."""
     distances = evidence_distances(rows)
     columns = (
         *(c for c in key_columns(rows) if c.name not in ("evidence", "basis")),
@@ -151,12 +155,12 @@ def _signed(value: float) -> str:
 
 
 def _named(data: pd.DataFrame, records: pd.Series) -> pd.DataFrame:
-    """Rows with the index that names their records."""
+    """The rows with an index that names their records."""
     return data.set_axis(records.astype(str).to_list())
 
 
 def _usual_code(rows: pd.DataFrame) -> str:
-    """The version of the suite's files that most rows ran; empty where none is known."""
+    """The digest of the suite's files that most rows ran with; empty if none is known."""
     known = rows.loc[rows["code"] != "", "code"]
     return "" if known.empty else str(known.mode().iloc[0])
 

@@ -1,9 +1,8 @@
-"""The picture of a step: a row per pipeline rank, compute boxes, thin strips for communication.
+"""Draws a step: one row per pipeline rank, boxes for compute and thin strips for communication.
 
-Fed by Timelines, simulated or measured; several are stacked on one time axis so that they can be
-compared. Colours are Okabe and Ito's; later chunks of a rank are darker. A box carries its
-microbatch where there is room. Assumes action names in the schedule's text form (``3F1``); any
-other name (``optimizer``) is drawn grey.
+It takes timelines, simulated or measured; several are drawn below each other on one time axis, so
+that they can be compared. Later chunks of a rank are darker. A box shows its microbatch if there is
+room. Spans must have the names of actions in text form (``3F1``); others (``optimizer``) are grey.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _OTHER, _BUBBLE = "#999999", "#e9e9e9"
 _BOX_HEIGHT, _STRIP_HEIGHT = 0.64, 0.09
 _WIDTH_IN, _ROW_IN = 13.0, 0.36
 _Colour = tuple[float, float, float]
-_LETTER_IN = 0.085  # room that one digit of a box's number needs
+_LETTER_IN = 0.085  # width of one digit of a box's number, in inches
 
 
 def timeline_figure(timelines: Sequence[Timeline], time_unit: str = "s") -> Figure:
@@ -93,7 +92,8 @@ def _draw(axis: Axes, timeline: Timeline, end: float, used: dict[str, str]) -> N
 
 @dataclass
 class _Boxes:
-    """All boxes of a panel, drawn as one collection: an artist per box takes many times as long."""
+    """All boxes of a panel, drawn as one collection, since one artist per box would be much
+    slower."""
 
     corners: list[list[tuple[float, float]]] = field(default_factory=list)
     faces: list[_Colour] = field(default_factory=list)
@@ -102,14 +102,14 @@ class _Boxes:
     def add(
         self, start: float, end: float, top: float, height: float, face: _Colour, edge: float = 0.0
     ) -> None:
-        """A box from ``start`` to ``end`` seconds with a white edge so many points wide."""
+        """Add a box from ``start`` to ``end`` seconds, with a white edge of ``edge`` points."""
         low = top + height
         self.corners.append([(start, top), (end, top), (end, low), (start, low)])
         self.faces.append(face)
         self.edges.append(edge)
 
     def draw(self, axis: Axes) -> None:
-        """Put them on the axis, those that were added first below."""
+        """Draw all boxes on the axis; later ones cover earlier ones."""
         axis.add_collection(
             PolyCollection(
                 self.corners, facecolors=self.faces, edgecolors="white", linewidths=self.edges
@@ -135,7 +135,7 @@ def _draw_compute(
         used[_WORDS[action.op]] = _COLOURS[action.op]
         face = _shaded(_COLOURS[action.op], shade_of[span.rank, action.stage])
     inches = width / end * (_WIDTH_IN - 1)
-    edge = min(0.6, 7 * inches)  # an edge of full width would hide a narrow box
+    edge = min(0.6, 7 * inches)  # a wider edge would hide a narrow box
     boxes.add(span.start_s, span.end_s, row, _BOX_HEIGHT, face, edge)
     label = "" if action is None else str(action.microbatch)
     if label and inches > _LETTER_IN * len(label):
@@ -145,7 +145,8 @@ def _draw_compute(
 
 
 def _shades(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """Shade (0 first chunk, 1 last chunk) of every rank and stage that computes."""
+    """The shade of every (rank, stage) that computes: from 0 for a rank's first chunk to 1 for its
+    last."""
     stages: dict[int, set[int]] = {}
     for span in timeline.spans:
         action = _parse(span) if span.lane == "compute" else None
@@ -167,7 +168,7 @@ def _parse(span: Span) -> Action | None:
 
 
 def _shaded(colour: str, shade: float) -> _Colour:
-    """Between a lightened (shade 0) and the plain colour (shade 1)."""
+    """A colour between the lightened one (shade 0) and the plain one (shade 1)."""
     white = 0.5 * (1 - shade)
     red, green, blue = (part + (1 - part) * white for part in to_rgb(colour))
     return red, green, blue

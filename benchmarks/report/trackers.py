@@ -1,7 +1,7 @@
-"""Records to Weights & Biases or TensorBoard, through their own libraries where they are installed.
+"""Sends records to Weights & Biases or TensorBoard through their own libraries, if installed.
 
-Every record is one run: its specification as the configuration, a point per step for time and loss,
-and its medians as the summary. Nothing is sent that nobody asked for.
+Every record becomes one run: its specification is the configuration, time and loss have one point
+per step, and its medians are the summary. Nothing is sent unless it is asked for.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _SUMMARY = ("step_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "pe
 
 
 def to_tensorboard(roots: Sequence[Path], folder: Path) -> int:
-    """Write one TensorBoard run per record below ``folder``; returns how many. Raises SpecError
-    where TensorBoard is not installed."""
+    """Write one TensorBoard run per record below ``folder``; returns their number. Raises SpecError
+    if TensorBoard is not installed."""
     _library("--tensorboard", "tensorboard")
     writer = _library("--tensorboard", "torch.utils.tensorboard").SummaryWriter
     records = _records(roots)
@@ -38,7 +38,7 @@ def to_tensorboard(roots: Sequence[Path], folder: Path) -> int:
 
 
 def to_wandb(roots: Sequence[Path], project: str) -> int:
-    """Send one W&B run per record to a project; returns how many. Raises SpecError where wandb is
+    """Send one W&B run per record to a project; returns their number. Raises SpecError if wandb is
     not installed."""
     wandb = _library("--wandb", "wandb")
     records = _records(roots)
@@ -71,7 +71,7 @@ def _records(roots: Sequence[Path]) -> list[RunRecord]:
 
 
 def _series(record: RunRecord) -> dict[str, list[float]]:
-    """Values by step; a loss is there for warm-up steps too, a step time for timed ones alone."""
+    """Values per step, by name: losses of all steps, and times of the timed steps."""
     series = {"step_s": record.step_s, "loss": record.losses}
     return {name: values for name, values in series.items() if values}
 

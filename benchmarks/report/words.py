@@ -1,7 +1,7 @@
-"""Names as people write them, and how every number of a report is rounded.
+"""Labels for the keys of contenders, models and clusters, and the rounding of every number.
 
-A table and a figure that show the same number take it through the same function here, so that
-both show the same digits. Keys (``deepspeed_3d``, ``gpt_14_6b``) stay keys everywhere else.
+Tables and figures use the same functions, so that they show the same digits. Everywhere else
+contenders and models are named by their keys (``deepspeed_3d``, ``gpt_14_6b``).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _STATUS = {"oom": "OOM"}
 
 
 def contender_label(name: str) -> str:
-    """What tables and figures call a contender: ``DeepSpeed 3D`` for ``deepspeed_3d``."""
+    """The label of a contender in tables and figures: ``DeepSpeed 3D`` for ``deepspeed_3d``."""
     known = PRICED.get(name)
     return known.label if known else name
 
 
 def model_label(name: str) -> str:
-    """What tables and figures call a model: ``GPT 14.6B`` for ``gpt_14_6b``."""
+    """The label of a model in tables and figures: ``GPT 14.6B`` for ``gpt_14_6b``."""
     family, _, size = name.partition("_")
     if family not in _FAMILIES or not size:
         return name
@@ -37,19 +37,19 @@ def model_label(name: str) -> str:
 
 
 def cluster_label(name: str) -> str:
-    """What tables and figures call a cluster: ``A800`` for ``a800``, ``CPU (gloo)``."""
+    """The label of a cluster in tables and figures: ``A800`` for ``a800``."""
     if name == "cpu_gloo":
         return "CPU (gloo)"
     return name.upper() if re.fullmatch(r"[a-z]+\d+", name) else name
 
 
 def status_label(status: str) -> str:
-    """What a table writes in place of a number: ``OOM`` for ``oom``, else the status itself."""
+    """What a table shows instead of a number: ``OOM`` for ``oom``, otherwise the status itself."""
     return _STATUS.get(status, status)
 
 
 def worker_word(rows: pd.DataFrame) -> str:
-    """``GPU``, or ``rank`` where all of the rows ran on CPUs."""
+    """``GPU``, or ``rank`` if all rows ran on CPUs."""
     return "rank" if len(rows) and bool(rows["on_cpu"].all()) else "GPU"
 
 
@@ -91,5 +91,5 @@ def count(value: float) -> str:
 
 
 def is_missing(value: object) -> bool:
-    """A number that nobody knows: None or NaN."""
+    """Whether a value is not known: None or NaN."""
     return value is None or (isinstance(value, float) and math.isnan(value))

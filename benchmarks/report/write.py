@@ -1,4 +1,4 @@
-"""Make a report: read records, write tables, figures and the page, say where they are."""
+"""Makes a report: reads records, writes tables, figures and the page, and prints their paths."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MAX_PRINTED = 60  # rows in the terminal; the files have all
 
 @dataclass(frozen=True)
 class Options:
-    """What a report is asked for: the ``base`` of speed-ups (empty: DeepSpeed 3D), the knobs of the
-    configuration that ablations are ``against``, and whether every timeline is drawn."""
+    """Options of a report: the ``base`` of speed-ups (empty: DeepSpeed 3D), the knobs of the
+    configuration that ablations are ``against``, and whether to draw every timeline."""
 
     base: str = ""
     against: Mapping[str, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Options:
 
 @dataclass(frozen=True)
 class ReportPaths:
-    """What was written, and which files were not records."""
+    """The files that were written, and one line per file that was skipped."""
 
     files: list[Path]
     skipped: list[str]
@@ -51,8 +51,8 @@ def write_report(
 ) -> ReportPaths:
     """Write all tables, figures and the page of the records below ``roots`` into ``out``.
 
-    Prints the headline table and the paths. Files that cannot be read are named and skipped.
-    Raises BaseError and AblationError where no record fits the options.
+    It prints the headline table and the paths. Files that cannot be read are named and skipped.
+    Raises BaseError or AblationError if no record fits the options.
     """
     console = console or Console()
     rows, skipped = _rows(roots, console)
@@ -77,8 +77,8 @@ def write_report(
 def write_one_table(
     name: str, roots: Sequence[Path], out: Path, options: Options, console: Console | None = None
 ) -> ReportPaths:
-    """Print one table of ``comparison_tables`` and write it in every form: CSV, Parquet,
-    Markdown, LaTeX, HTML."""
+    """Print one table of ``comparison_tables`` and write it as CSV, Parquet, Markdown, LaTeX and
+    HTML."""
     console = console or Console()
     rows, skipped = _rows(roots, console)
     if rows.empty:
@@ -95,7 +95,7 @@ def write_one_table(
 
 
 def write_table_forms(table: Table, out: Path) -> list[Path]:
-    """One table in every form, in a folder of its own; the names of the files below it."""
+    """Write one table in every form into a folder of its own; returns the names of the files."""
     with report_folder(out) as folder:
         grids = _grids(table)
         files = [*write_table(table, grids, folder), table_page(table.name, grids, folder)]
@@ -112,7 +112,8 @@ def _rows(roots: Sequence[Path], console: Console) -> tuple[pd.DataFrame, list[s
 
 
 def _grids(table: Table) -> list[Grid]:
-    """The text of a table; that of the paper's has a grid per kind of evidence and cluster."""
+    """The text of a table: one grid, or for the paper's table one per kind of evidence, basis and
+    cluster."""
     if table.name == "paper":
         return list(paper_grids(table))
     return [table.grid()]
@@ -137,7 +138,7 @@ def _print_headline(rows: pd.DataFrame, base: str, console: Console) -> None:
 
 
 def _print_grids(table: Table, rows: pd.DataFrame, base: str, console: Console) -> None:
-    """The table as it is where the terminal is wide enough, else a line per contender."""
+    """Print the table if the terminal is wide enough, otherwise one line per contender."""
     for grid in _grids(table):
         if fits(grid, console):
             console.print(rich_table(grid))
@@ -150,7 +151,7 @@ def _print_grids(table: Table, rows: pd.DataFrame, base: str, console: Console) 
 
 
 def _print_paths(names: Sequence[Path], out: Path, console: Console) -> None:
-    """Where the report is: the page first, then what else there is of each kind."""
+    """Print where the report is: the page first, then the other files by suffix."""
     console.print(f"Written to {out}:", markup=False, highlight=False)
     kinds: dict[str, list[str]] = {}
     for path in names:

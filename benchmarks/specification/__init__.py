@@ -1,5 +1,6 @@
-"""What is asked for: conf/ and a command line in, a frozen and validated RunSpec out.
+"""What a user asks the suite to run.
 
-Read in this order: ``run_spec`` (the nouns and their checks), ``compose`` (Hydra and presets),
-``contenders`` (which planner and which trainer a contender has).
+In: the YAML files of ``conf/`` and a command line. Out: a frozen, validated RunSpec per point, or
+a SpecError of one line. Read ``run_spec`` (the fields and their checks), ``compose`` (Hydra and
+presets), ``contenders`` (the registration of contenders), ``command`` (how commands end).
 """

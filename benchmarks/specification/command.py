@@ -1,4 +1,4 @@
-"""How every command ends: bad input, Ctrl-C and a closed pipe are one line or none."""
+"""How every command ends: with one line after bad input or Ctrl-C, silently on a closed pipe."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from typing import NoReturn
 
 from benchmarks.specification.run_spec import SpecError
 
-INTERRUPTED = 130  # what a shell expects of a command that Ctrl-C ended
+INTERRUPTED = 130  # the exit status that shells expect after Ctrl-C
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse whose complaints are bad input like any other: one line, without the usage."""
+    """An ArgumentParser that raises SpecError on bad arguments instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise SpecError with what argparse found wrong."""
+        """Raise SpecError with argparse's message."""
         raise SpecError(f"{message} (see --help)")
 
 
 def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> int:
     """Run a command's ``main`` and return its exit status.
 
-    2 with one line on bad input (SpecError), 130 with the line ``interrupted`` after Ctrl-C, and
-    nothing at all where whoever read the output has gone (``| head``).
+    After bad input (SpecError) it prints one line and returns 2; after Ctrl-C it prints the line
+    ``interrupted`` and returns 130. If the reader of the output has closed it (``| head``), it
+    prints nothing.
     """
     try:
         status = main()
@@ -38,5 +39,5 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> in
         print(interrupted, file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout at its end
         return 0

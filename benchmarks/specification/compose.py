@@ -1,6 +1,6 @@
-"""What ``conf/`` says: Hydra composes it from a command line; a preset is read by its name.
+"""Reads ``conf/``: whole configurations, which Hydra composes from a command line, and presets.
 
-Whatever is wrong with either is a SpecError of one line.
+Every mistake in either is a SpecError of one line.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ _CONF = CHECKOUT / "conf"
 
 
 def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Let Hydra compose every point of the command line, or of ``words`` in its place; it does
-    nothing else.
+    """The configuration of every point of the command line, or of ``words`` instead of it.
 
-    Collecting the points first is what lets all of them be checked before one is started, and
-    lets a launcher see the sweep as a whole. Empty where Hydra has answered (``--help``,
-    ``--cfg``).
+    Hydra only composes and starts nothing. So all points can be checked before the first is
+    started, and a launcher sees the sweep as a whole. The list is empty if Hydra itself has
+    answered the command (``--help``, ``--cfg``).
     """
     composed: list[DictConfig] = []
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise, so that the error can be one line
@@ -42,7 +41,7 @@ def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[s
     asked = [_any_knob(word) for word in words]
     _refuse_two_batches(asked)
     with (
-        tempfile.TemporaryDirectory() as scratch,  # Hydra writes its own notes of a sweep there
+        tempfile.TemporaryDirectory() as scratch,  # for the files that Hydra writes in a sweep
         redirect_stderr(StringIO()) as usage,
         _arguments(asked),
     ):
@@ -61,7 +60,7 @@ def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[s
 
 @lru_cache
 def preset(group: str, name: str, kind: type) -> Any:
-    """``conf/<group>/<name>.yaml`` as a ``kind``; raises SpecError where there is none."""
+    """The file ``conf/<group>/<name>.yaml`` as a ``kind``; raises SpecError if there is none."""
     path = _CONF / group / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
@@ -70,16 +69,17 @@ def preset(group: str, name: str, kind: type) -> Any:
 
 
 def _refuse_two_batches(words: Sequence[str]) -> None:
-    """Refuse a global batch beside sequences per GPU, since one would silently win."""
+    """Refuse words that set both the global batch and sequences per GPU, since one of them would be
+    ignored silently."""
     keys = {word.lstrip("+").partition("=")[0]: word for word in words}
     both = [keys[name] for name in ("global_batch", "sequences_per_gpu") if name in keys]
     if len(both) == 2:
-        raise SpecError(f"{both[0]}: {both[1]} sets it too (give one of both)")
+        raise SpecError(f"{both[0]}: {both[1]} sets it too (give only one of them)")
 
 
 @contextmanager
 def _arguments(words: list[str]) -> Iterator[None]:
-    """The words as this process's command line, which is where Hydra looks for them."""
+    """Inside this context, ``sys.argv`` holds the words, because Hydra reads them from there."""
     kept = sys.argv
     sys.argv = [kept[0], *words]
     try:
@@ -89,13 +89,14 @@ def _arguments(words: list[str]) -> Iterator[None]:
 
 
 def _flags_first(words: list[str]) -> list[str]:
-    """The words with all overrides behind the flags, since Hydra takes no flag between them."""
+    """The words with the flags first, since Hydra accepts no flag between overrides."""
     overrides = [w for w in words if w[:1] in ("+", "~") or ("=" in w and not w.startswith("-"))]
     return [word for word in words if word not in overrides] + overrides
 
 
 def _any_knob(word: str) -> str:
-    """Let Hydra pass on every knob: which ones a contender has, its own type says, and better."""
+    """The word, with a ``+`` if it sets a contender's knob, so that Hydra accepts unknown knobs:
+    the contender's own type refuses them with a better message."""
     return f"++{word}" if word.startswith("contender.") else word
 
 
@@ -105,8 +106,8 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _one_line(error: Exception, words: Sequence[str]) -> str:
-    """The first things an error says with the way out: ``-m`` for a list, the nearest key for one
-    that is misspelt, the options of a group that has no such one."""
+    """An error of Hydra in one line with a way out: ``-m`` for a list of values, the nearest key
+    for a misspelt one, a group's options for an unknown one."""
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key}: missing; it has no default"
     lines = [line.strip(" \t;") for line in str(error).splitlines() if line.strip()]
@@ -126,7 +127,7 @@ def _one_line(error: Exception, words: Sequence[str]) -> str:
 
 
 def _misspelt(words: Sequence[str], missing: re.Match[str]) -> str:
-    """What to write for a key that no configuration has, where some key is like it."""
+    """The message for a key that no configuration has, with the key that is most like it."""
     last = next(part for part in missing.groups() if part).rpartition(".")[2]
     word = next((w for w in words if w.partition("=")[0].rpartition(".")[2] == last), "")
     if not word:
@@ -138,7 +139,7 @@ def _misspelt(words: Sequence[str], missing: re.Match[str]) -> str:
 
 @lru_cache
 def known_keys() -> tuple[str, ...]:
-    """Every key of every file in ``conf``, the last part of its path alone."""
+    """Every key of every file in ``conf``, without the keys above it."""
     found: dict[str, None] = {}
     for path in sorted(_CONF.rglob("*.yaml")):
         _collect(OmegaConf.to_container(OmegaConf.load(path)), found)

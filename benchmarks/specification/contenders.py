@@ -1,7 +1,7 @@
-"""The registration of contenders: the one place that names them all. Imports no torch.
+"""The registration of contenders: the only place that names them all. Imports no torch.
 
-To add one, make its folder, put its entry here and a file with its knobs into ``conf/contender/``.
-``docs/extending.md`` shows it.
+To add a contender, make its folder, add its entry here, and add a file with its knobs to
+``conf/contender/``; ``docs/extending.md`` has an example.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRICED: dict[str, Contender[Any]] = {
         BEST_3D,
     )
 }
-# Those that can be run, too.
+# Those that can also be run, because they have a trainer.
 CONTENDERS: dict[str, Contender[Any]] = {
     name: contender for name, contender in PRICED.items() if contender.trainer
 }

@@ -1,4 +1,5 @@
-"""RunSpec: what is run. Frozen, validated once, hashed; the only thing that ranks are given."""
+"""RunSpec: everything that defines a run. It is frozen, validated once and hashed, and it is all
+that ranks get."""
 
 from __future__ import annotations
 
@@ -29,19 +30,19 @@ _STRICT = {"extra": "forbid"}
 
 
 class SpecError(ValueError):
-    """Bad input. The message is one line: field, value, and what would work."""
+    """Bad input. The message is one line with the field, its value and what would work."""
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Where tokens come from.
+    """The source of the tokens.
 
     ``text``: any file, read as bytes (256 tokens). ``megatron``: a ``.bin``/``.idx`` pair, named
-    without its suffix. ``synthetic``: uniform random tokens, for speed alone.
+    without its suffix. ``synthetic``: uniform random tokens, to measure speed only.
     """
 
     kind: Literal["text", "megatron", "synthetic"]
-    path: str = ""  # relative paths are looked up from the checkout
+    path: str = ""  # a relative path begins at the checkout
     seed: Annotated[int, AT_LEAST_0] = 1234
 
     __pydantic_config__ = _STRICT
@@ -49,13 +50,13 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class MeasureSpec:
-    """What is timed, and what must hold before it is."""
+    """What is timed, and what is checked before."""
 
     warmup_steps: Annotated[int, AT_LEAST_0] = 2
     steps: Annotated[int, AT_LEAST_1] = 10
     gate: bool = True  # compare three steps with one process before timing
-    # Relative error of loss, gradient norm and each parameter's update that is allowed beside what
-    # rounding does in the run's precision (see benchmarks/worker/gate.py).
+    # The relative error of loss, gradient norm and each parameter's update that is allowed in
+    # addition to what rounding does in the run's precision (see benchmarks/worker/gate.py).
     gate_tolerance: Annotated[float, MORE_THAN_0] = 1e-4
     timeline: bool = True  # record the spans of one extra step after the timed ones
     timeout_s: Annotated[float, AT_LEAST_1] = 600.0  # of the whole attempt
@@ -65,12 +66,12 @@ class MeasureSpec:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One cell of a comparison: everything that decides what is computed, and nothing else."""
+    """One point of a comparison: everything that decides what is computed, and nothing else."""
 
     model: ModelShape
     cluster: Cluster
     num_gpus: Annotated[int, AT_LEAST_1]
-    contender: SkipValidation[Knobs]  # validated beforehand, as the contender's own type
+    contender: SkipValidation[Knobs]  # validated before, as the contender's own type
     global_batch: Annotated[int, AT_LEAST_1]  # sequences per step
     microbatch_size: Annotated[int | Auto, AT_LEAST_1]  # sequences
     precision: Precision
@@ -83,7 +84,7 @@ class RunSpec:
 
     @cached_property
     def spec_id(self) -> str:
-        """Readable name with a hash of the whole spec: equal specs have equal ids."""
+        """A readable name with a hash of the whole spec; equal specs have equal ids."""
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
         return f"{self.model.name}-{self.contender.name}-{self.num_gpus}gpu-{digest}"
 
@@ -94,30 +95,29 @@ class RunSpec:
 
     @property
     def candidate(self) -> Candidate[Knobs]:
-        """The contender's setting. ``microbatch_size: auto`` is one sequence, if nobody has
-        searched for a better one."""
+        """The contender's settings. If ``microbatch_size`` is still ``auto``, it is 1."""
         size = 1 if self.microbatch_size == "auto" else self.microbatch_size
         return Candidate(self.contender, size)
 
     def plan(self) -> Plan:
-        """What every rank does; raises InfeasibleError where there is no plan."""
+        """What every rank does; raises InfeasibleError if no plan exists."""
         return CONTENDERS[self.contender.name].plan(self.task, self.candidate)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dictionaries and lists, as they come back from JSON."""
+        """The spec as nested dictionaries and lists, equal to what JSON reads back."""
         return cast("dict[str, Any]", json.loads(json.dumps(dataclasses.asdict(self))))
 
     def to_json(self) -> str:
-        """Canonical JSON: sorted keys, no spaces."""
+        """The spec as canonical JSON: sorted keys, no spaces."""
         return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
 
 
-_adapter = lru_cache(TypeAdapter)  # takes milliseconds to make
+_adapter = lru_cache(TypeAdapter)  # making one takes milliseconds
 
 
 def validated(kind: type[T], values: Any, prefix: str = "") -> T:
-    """Values as a ``kind``; raises SpecError with one line for the first thing wrong, whose field
-    is named below ``prefix``."""
+    """The values as a ``kind``. Raises SpecError with one line for the first mistake; ``prefix``
+    stands before the name of its field."""
     try:
         adapter = _adapter(kind)  # type: ignore[arg-type]  # mypy: types are hashable
         return cast("T", adapter.validate_python(values))
@@ -126,7 +126,7 @@ def validated(kind: type[T], values: Any, prefix: str = "") -> T:
 
 
 def spec_from_mapping(values: Mapping[str, Any]) -> RunSpec:
-    """Build and check a spec; raises SpecError with one line for the first thing wrong."""
+    """Build and check a spec; raises SpecError with one line for the first mistake."""
     values = dict(values)
     if "contender" in values:
         values["contender"] = knobs_from(values["contender"])
@@ -137,7 +137,8 @@ def spec_from_mapping(values: Mapping[str, Any]) -> RunSpec:
 
 
 def knobs_from(values: Any) -> Knobs:
-    """A contender's knobs, as its own type; raises SpecError for an unknown contender or knob."""
+    """A contender's knobs as the contender's own type; raises SpecError for an unknown contender or
+    knob."""
     name = values.get("name") if isinstance(values, Mapping) else values
     if name not in CONTENDERS:
         raise SpecError(
@@ -158,7 +159,8 @@ def knobs_from(values: Any) -> Knobs:
 
 
 def check_priced(cluster: Cluster, precision: Precision) -> None:
-    """Refuse a device whose peak is not known for the precision; raises SpecError."""
+    """Raise SpecError if the device's peak is not known for the precision, since nothing can be
+    priced then."""
     if not is_priced(cluster, precision):
         raise SpecError(
             f"cluster={cluster.name}: device {cluster.device.name} has no peak_{precision}_tflops "
@@ -167,14 +169,14 @@ def check_priced(cluster: Cluster, precision: Precision) -> None:
 
 
 def is_priced(cluster: Cluster, precision: Precision) -> bool:
-    """Whether the device's peak is known for the precision, so that plans can be compared."""
+    """Whether the device's peak is known for the precision, so that plans can be priced."""
     device = cluster.device
     peaks = {"bf16": device.peak_bf16_tflops, "fp32": device.peak_fp32_tflops}
     return peaks[precision] is not None
 
 
 def load_spec(path: Path) -> RunSpec:
-    """Read a frozen spec from JSON."""
+    """Read a spec from a JSON file."""
     return spec_from_mapping(json.loads(path.read_text()))
 
 
@@ -192,7 +194,7 @@ def _one_line(error: ValidationError, values: Any, prefix: str) -> str:
 
 
 def _path(location: tuple[int | str, ...], values: Any) -> list[str]:
-    """The keys of a location, without what follows the value itself: members of its union."""
+    """The keys of a location of pydantic's, without the names of union members at its end."""
     path = []
     for part in location:
         if not isinstance(values, Mapping):
@@ -206,12 +208,13 @@ def _check_names(spec: RunSpec) -> None:
     for field, name in (("model.name", spec.model.name), ("cluster.name", spec.cluster.name)):
         if not re.fullmatch(r"\w[\w.+-]*", name):
             raise SpecError(
-                f"{field}={name!r}: folders and files are named by it (letters, digits, _ . + -)"
+                f"{field}={name!r}: must be a name for files (use letters, digits, _ . + -)"
             )
 
 
 def check_heads(shape: ModelShape) -> None:
-    """Refuse heads that do not divide what they share; raises SpecError."""
+    """Raise SpecError unless the heads divide the hidden size and the key/value heads divide the
+    heads."""
     if shape.hidden % shape.heads:
         raise SpecError(f"model.heads={shape.heads}: must divide model.hidden={shape.hidden}")
     if shape.heads % shape.kv_heads:

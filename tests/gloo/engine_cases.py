@@ -13,8 +13,10 @@ from torch.nn import functional as F
 from zeropp.cluster import Cluster, Device, Link
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
-from zeropp.engine.engine import Engine, EngineOptions, Piece
+from zeropp.engine.engine import Engine
+from zeropp.engine.options import EngineOptions, Piece
 from zeropp.engine.randomness import seed_piece
+from zeropp.engine.values import TensorShape
 from zeropp.model import build_model, build_piece
 from zeropp.plan import Candidate, Plan, Task
 from zeropp.shape import ModelShape
@@ -114,9 +116,9 @@ def build_engine(
     ]
     message = torch.bfloat16 if case.precision == "bf16" else dtype
 
-    def boundary(stage: int) -> Tensor:
+    def boundary(stage: int) -> list[TensorShape]:
         del stage
-        return torch.empty(1, shape.seq, shape.hidden, dtype=message)
+        return [TensorShape(torch.Size((1, shape.seq, shape.hidden)), message)]
 
     return Engine(
         pieces,

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 import zeropp
 from tests.gloo.world import World
-from zeropp.api import ParallelModel
+from zeropp.parallel_model import ParallelModel
 
 WIDTH = 8
 BATCH = 12

@@ -119,7 +119,7 @@ def test_a_suggested_cap_in_gib_is_accepted(
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        ({"activation_cap_gib": 0.5}, "contender.activation_cap_gib=0.5: holds"),
+        ({"activation_cap_gib": 0.5}, "contender.activation_cap_gib=0.5: 0 chunk-activations fit"),
         ({"activation_cap_gib": 30.0, "activation_cap": 8}, "contender.activation_cap_gib=30.0"),
         ({"activation_cap": 3}, "contender.activation_cap=3: a unit of 4"),
     ],

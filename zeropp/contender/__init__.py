@@ -1,6 +1,7 @@
-"""ZeroPP as a contender: everything that the tuner, the suite and the report know of it.
+"""ZeroPP as a contender: all that the tuner, the suite and the report need to know of it.
 
-Read ``knobs`` (what can be set), ``plan`` (from knobs to a Plan), ``space`` (what is searched),
-``trainer`` (a rank of it; the only file that imports torch), then ``contender``, the entry that
-puts them together. The library that these call stays outside: schedules, planner and engine.
+In: a ``Task`` and ``ZeroppKnobs``. Out: a ``Plan``, and a trainer per rank. Read ``knobs`` (what
+can be set), ``plan`` (from knobs to a Plan), ``space`` (what the tuner tries), ``trainer`` (what a
+rank runs; the only file that imports torch), then ``contender``, the entry that puts them together.
+They call the library: ``zeropp.schedule``, ``zeropp.planner`` and ``zeropp.engine``.
 """

@@ -1,4 +1,4 @@
-"""What can be set of ZeroPP. Imports no torch."""
+"""The settings of ZeroPP. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,34 +11,42 @@ from zeropp.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0
 
 @dataclass(frozen=True)
 class ZeroppKnobs:
-    """``auto`` is chosen by the tuner; where the cluster has no prices, by a simple rule."""
+    """Settings of ZeroPP. A knob that is ``auto`` is chosen by the tuner, or by a simple rule where
+    the cluster has no prices (CPUs).
+
+    A *chunk* is what Megatron-LM calls a virtual stage: a rank holds V of them. A *unit* is a group
+    of U microbatches that pass a chunk one after another, so that the chunk's parameters are
+    gathered once per unit. A *chunk-activation* is what one microbatch leaves behind in one chunk
+    for its backward.
+    """
 
     name: Literal["zeropp"] = "zeropp"
     pp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # pipeline ranks
-    shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of a ZeRO-3 group
-    replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # data-parallel copies of the groups
-    replicate_zero: Literal[0, 1] | Auto = "auto"  # 1: optimizer sharded over the copies (ZeRO-1)
+    shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of a ZeRO-3 group (dp_shard)
+    replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # number of such groups (dp_replicate)
+    replicate_zero: Literal[0, 1] | Auto = "auto"  # 1: ZeRO-1 over the replicas
     chunks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # model chunks per rank (V)
     unit: Annotated[int | Auto, AT_LEAST_1] = "auto"  # microbatches per scheduling unit (U)
     activation_cap: Annotated[int | Auto, AT_LEAST_1] = "auto"  # live chunk-activations per rank
-    activation_cap_gib: Annotated[float | Auto, MORE_THAN_0] = "auto"  # the same cap by its size
+    activation_cap_gib: Annotated[float | Auto, MORE_THAN_0] = "auto"  # the same cap in GiB
     recompute: Recompute | Auto = "auto"
-    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # per stage, its first ones
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
     reduce_every: ReduceEvery | Auto = "auto"  # when gradients are reduced over the shards
-    replicate_every: ReduceEvery = "step"  # and, at most as often, over the replicas
-    reduce_dtype: WireType = "fp32"  # in which gradients are sent; they are summed in fp32
-    prefetch: Annotated[int, AT_LEAST_0] = 1  # chunks gathered ahead of their use
+    replicate_every: ReduceEvery = "step"  # when over the replicas; at most as often
+    reduce_dtype: WireType = "fp32"  # type in which gradients are sent; sums are fp32
+    prefetch: Annotated[int, AT_LEAST_0] = 1  # chunks that are gathered ahead of their use
     keep: Annotated[int | Auto, AT_LEAST_0] = "auto"  # chunks that may stay gathered between uses
-    # How stages are dealt out. A v needs fewer activations; it won in no cell that was tried, so
-    # the tuner looks at it only where it is asked to, with auto.
+    # How stages are assigned to ranks. A V needs fewer activations, but it was the fastest in no
+    # configuration that was tried, so the tuner tries it only where this knob is auto.
     stage_style: StageStyle | Auto = "loop"
-    split_backward: bool = True  # weight gradients are put off; False: full backwards
+    split_backward: bool = True  # delay weight gradients; False: full backwards
     placement: Placement | Auto = "auto"  # which ranks share a node
-    compile: bool = False  # torch.compile each block
+    compile: bool = False  # torch.compile every block
 
     @property
     def is_open(self) -> bool:
-        """Whether a knob is left for the tuner to choose; the cap may be given in either way."""
+        """Whether any knob is left for the tuner to choose. A cap that is given in GiB counts as
+        given in chunk-activations, and the other way round."""
         cap = {self.activation_cap, self.activation_cap_gib} == {"auto"}
         closed = ("activation_cap", "recompute_blocks" if self.recompute == "none" else "-")
         others = {k: v for k, v in vars(self).items() if not k.startswith(closed)}

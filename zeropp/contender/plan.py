@@ -24,10 +24,11 @@ from zeropp.schedule.zeropp_order import cap_needs, default_cap, default_unit, s
 
 
 def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
-    """PP x ZeRO-3 (x replicas), no tensor parallelism: the plan without programs.
+    """A plan of PP x ZeRO-3 (x replicas): every size is set, the programs are empty.
 
-    Simple rules for what is ``auto``: a stage per node, two chunks, units of as many microbatches
-    as there are stages, and a cap of all chunk-activations of a unit. Raises InfeasibleError.
+    Simple rules for what is ``auto``: one pipeline rank per node, two chunks per rank, units of as
+    many microbatches as there are pipeline ranks, and a cap of all chunk-activations of a unit.
+    Raises InfeasibleError, whose message is one line.
     """
     _refuse(task, knobs)
     layout = _layout(task, knobs)
@@ -62,7 +63,8 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
 
 
 def order(plan: Plan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Plan]:
-    """The plan in the order for equal durations, then in the one planned with its price's."""
+    """The plan in the order for equally long actions, then in those planned with the durations of
+    its ``price``. A cap that is given in GiB is set here, where the price tells its bytes."""
     if knobs.activation_cap_gib != "auto":
         plan = replace(plan, activation_cap=_cap_by_size(plan, price, knobs.activation_cap_gib))
     yield from orders(plan, plan.activation_cap)
@@ -88,21 +90,21 @@ def _check_cap(plan: Plan) -> None:
 
 
 def _smallest_cap(plan: Plan) -> tuple[int, str]:
-    """The fewest chunk-activations that a unit needs, and that in words."""
+    """(the fewest chunk-activations with which a unit can run, a message that says so)."""
     unit, chunks, style = plan.schedule.unit, plan.layout.chunks, plan.stage_style
     smallest = smallest_cap(style, chunks, plan.num_microbatches, unit)
     return smallest, cap_needs(style, chunks, unit, smallest)
 
 
 def _cap_by_size(plan: Plan, price: PlanPrice, cap_gib: float) -> int:
-    """As many chunk-activations as the GiB hold of the largest chunk's."""
+    """The cap as a number of chunk-activations: how many of the largest chunk's fit ``cap_gib``."""
     gib = max(max(m.activations, m.deferred) for m in price.memory) / 2**30
     cap = min(int(cap_gib // gib), plan.num_microbatches * plan.layout.chunks)
     smallest, needs = _smallest_cap(plan)
     if cap < smallest:
         enough = Context(prec=2, rounding=ROUND_CEILING).create_decimal(smallest * gib)
         raise InfeasibleError(
-            f"contender.activation_cap_gib={cap_gib}: holds {cap} chunk-activations, but {needs} "
+            f"contender.activation_cap_gib={cap_gib}: {cap} chunk-activations fit, but {needs} "
             f"(use {enough:f} or more)"
         )
     return cap
@@ -116,6 +118,6 @@ def _refuse(task: Task, knobs: ZeroppKnobs) -> None:
         )
     if knobs.compile and task.shape.dropout > 0:
         raise InfeasibleError(
-            f"contender.compile={knobs.compile}: compiled blocks draw dropout from a generator of "
-            "their own (use false, or model.dropout=0)"
+            f"contender.compile={knobs.compile}: compiled blocks draw dropout masks from a random "
+            "generator of their own, which would make runs differ (use false, or model.dropout=0)"
         )

@@ -20,19 +20,22 @@ from zeropp.tune.space import (
 )
 
 _CHUNKS = (1, 2, 3, 4, 6, 8, 12)
-# Selective recomputation was tried in all cells of the verdict, and no best plan had it: smaller
-# units did.
+# Selective recomputation was tried in every configuration of docs/verdict.md and was in no best
+# plan: where memory is short, smaller units cost less.
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
-_UNITS = (0.5, 1, 2, 4)  # as multiples of the pipeline's ranks, beside all microbatches
-_CAPS = (0.0, 1.0, 1.5)  # as multiples of U*V, between the smallest and all of a step
-_V_CHUNKS = (2, 4)  # with one chunk a V is a loop, and more than four gain little
-_V_CAPS = (0.375, 0.5)  # as multiples of P*V, the activations of 1F1B's first rank
+_UNITS = (0.5, 1, 2, 4)  # multiples of the pipeline ranks; one unit of the whole step is tried, too
+_CAPS = (0.0, 1.0, 1.5)  # multiples of U*V, raised to the smallest cap, lowered to the whole step
+_V_CHUNKS = (2, 4)  # with one chunk per rank a V is a loop; more than four gain little
+_V_CAPS = (0.375, 0.5)  # multiples of P*V, which is what the first rank holds under 1F1B
 
 
 def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
-    """Every setting but unit, cap, gathers kept and point of reduction. The unit is the largest
-    one, with which a bound on the step's time holds for the smaller ones."""
+    """All knobs to try at a point, except for unit, cap, ``keep`` and when gradients are reduced.
+
+    The unit is the largest one: the lower bound on its step time then also holds for the smaller
+    units that ``members`` yields.
+    """
     asked, degrees = point.asked, point.degrees
     unit = point.num_microbatches if asked.unit == "auto" else asked.unit
     for zero, placement, (chunks, style) in product(
@@ -61,7 +64,7 @@ def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
 
 
 def _stages(asked: ZeroppKnobs) -> Iterator[tuple[int, StageStyle]]:
-    """Chunks per rank, and how their stages are dealt out."""
+    """(chunks per rank, how their stages are assigned to ranks) to try."""
     for chunks in choices(asked.chunks, _CHUNKS):
         styles: tuple[StageStyle, ...] = ("loop", "v") if chunks in _V_CHUNKS else ("loop",)
         for style in choices(asked.stage_style, styles):
@@ -69,9 +72,10 @@ def _stages(asked: ZeroppKnobs) -> Iterator[tuple[int, StageStyle]]:
 
 
 def members(asked: ZeroppKnobs, family: ZeroppKnobs, plan: Plan) -> Iterator[ZeroppKnobs]:
-    """A family's units, activation caps and points of reduction, least memory first."""
+    """A family's knobs with every unit, activation cap and choice of when gradients are reduced,
+    those with the least memory first."""
     m = plan.num_microbatches
-    # On a V all chunks stay gathered through the step, so units save nothing.
+    # With stages in a V all chunks stay gathered during the step, so that units save nothing.
     units = [m] if plan.stage_style == "v" else _units(plan.layout.pp, m)
     for unit in choices(asked.unit, units):
         unit = min(unit, m)
@@ -91,7 +95,7 @@ def _units(pp: int, m: int) -> list[int]:
 
 
 def _caps(asked: ZeroppKnobs, unit: int, plan: Plan) -> tuple[int | Auto, ...]:
-    """Activation caps to try, in ascending order."""
+    """Activation caps to try, in chunk-activations, ascending."""
     if asked.activation_cap_gib != "auto":
         return ("auto",)
     chunks, m = plan.layout.chunks, plan.num_microbatches
@@ -105,5 +109,6 @@ def _caps(asked: ZeroppKnobs, unit: int, plan: Plan) -> tuple[int | Auto, ...]:
     )
 
 
-# With one pipeline rank, ZeroPP is FSDP; with one shard, a zero-bubble pipeline without ZeRO-3.
+# At least two pipeline ranks, as ZeroPP would otherwise be FSDP; and at least two ranks per ZeRO-3
+# group, as it would otherwise be a zero-bubble pipeline without ZeRO-3.
 SPACE = Space(families=families, members=members, pipelines=(2, 0), shards=(2, 0))

@@ -1,4 +1,5 @@
-"""The ZeroPP contender on a rank: builds the pieces of a Plan and trains them."""
+"""The ZeroPP contender on one rank: builds this rank's pieces of the model and trains them with
+ZeroPP's engine."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.engine.engine import Engine, EngineOptions, Piece
+from zeropp.engine.engine import Engine
+from zeropp.engine.options import EngineOptions, Piece
+from zeropp.engine.values import TensorShape
 from zeropp.model import build_piece, cross_entropy
 from zeropp.plan import Plan
 from zeropp.timeline import Span
@@ -16,7 +19,7 @@ from zeropp.training import OptimizerConfig, StepResult
 
 
 def build(plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int) -> ZeroppTrainer:
-    """Build this rank's part of a plan; collective."""
+    """Build this rank's part of a plan. All ranks of the world must call it."""
     return ZeroppTrainer(plan, optimizer, device, seed)
 
 
@@ -26,7 +29,8 @@ def build_engine(
     device: torch.device,
     seed: int,
 ) -> Engine:
-    """The engine of this rank for a plan."""
+    """This rank's engine for a plan, with the suite's model and torch's optimizer in it. All ranks
+    of the world must call it."""
     shape, layout = plan.shape, plan.layout
     last = shape.num_pieces - 1
     pieces = [
@@ -35,14 +39,13 @@ def build_engine(
         for index in plan.pieces_of(stage)
     ]
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-    size = (plan.microbatch_size, shape.seq, shape.hidden)
-
+    size = torch.Size((plan.microbatch_size, shape.seq, shape.hidden))
     return Engine(
         pieces,
         plan.schedule,
         layout,
         cross_entropy,
-        lambda _: torch.empty(size, dtype=dtype, device=device),  # all boundaries are alike
+        lambda _: [TensorShape(size, dtype)],  # the same between all stages
         optimizer,
         device,
         EngineOptions(
@@ -60,7 +63,7 @@ def build_engine(
 
 
 class ZeroppTrainer:
-    """A ``zeropp.training.Trainer`` over the engine."""
+    """A ``zeropp.training.Trainer`` that runs ZeroPP's engine."""
 
     def __init__(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int

@@ -6,7 +6,7 @@ rank finds is told to all, and every rank raises the same error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from zeropp.engine.trial import Layer
 from zeropp.layout import InfeasibleError
 
 ParameterName = tuple[int, str]  # layer, and the parameter's name in it
+Tied = tuple[ParameterName, ParameterName]
 _SHOWN = 60  # characters of a value in a message
 
 
@@ -133,11 +134,46 @@ def described(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str,
     return found
 
 
-def check_batch(inputs: torch.Tensor, targets: torch.Tensor, rows: int) -> None:
+def check_keywords(
+    given: Mapping[str, torch.Tensor], rows: int, named: Iterable[frozenset[str]]
+) -> None:
+    """Refuse keyword inputs that nothing takes, or that have another number of rows than the
+    sample; raises InfeasibleError. ``named``: what every layer and the loss function take."""
+    known = frozenset[str]().union(*named)
+    for name, value in given.items():
+        if name not in known:
+            raise InfeasibleError(
+                f"sample_keywords: {name!r} is named by no layer's forward and not by the loss "
+                "function (leave it out, or add a parameter of that name)"
+            )
+        if not value.dim() or len(value) != rows:
+            raise InfeasibleError(
+                f"sample_keywords: {name!r} has shape {tuple(value.shape)}, but one row for each "
+                f"of the sample's {rows} is needed in dimension 0 (expand it)"
+            )
+
+
+def check_batch(parts: Mapping[str, torch.Tensor], rows: int) -> None:
     """Refuse a batch that is not this rank's rows; raises ValueError."""
-    for name, part in (("inputs", inputs), ("targets", targets)):
+    for name, part in parts.items():
         if len(part) != rows:
             raise ValueError(
                 f"{name}: {len(part)} rows, but this rank trains on {rows} rows per step; give it "
                 "its own part of the global batch (see `rows`, `data_parallel_rank`)"
             )
+
+
+def check_names(given: Iterable[str], expected: Iterable[str]) -> None:
+    """Refuse keyword inputs other than those that ``parallelize`` was told of; raises TypeError."""
+    if set(given) != set(expected):
+        raise TypeError(
+            f"keyword inputs are {sorted(given)}, but parallelize was told of {sorted(expected)} "
+            "(sample_keywords)"
+        )
+
+
+def check_same_rows(parts: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a batch whose parts have different numbers of rows; raises ValueError."""
+    counts = {name: len(part) for name, part in parts.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"eval_step: numbers of rows differ ({counts})")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,98 +13,179 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zeropp.engine.deferred import WeightGradStore
 from zeropp.engine.recompute import run_recomputed
 from zeropp.engine.sharding import ChunkShards
+from zeropp.engine.values import TensorShape, Value, cast, chosen, keywords_of, tensors_of
 from zeropp.literals import Recompute
+
+
+@dataclass(frozen=True)
+class ChunkOptions:
+    """How a chunk runs its pieces.
+
+    ``recompute`` full checkpoints each transformer block; selective keeps the outputs of its matrix
+    products and of attention and recomputes the rest. ``recomputed``: only so many blocks, the
+    first ones; None: all of them. ``compiled``: blocks run through torch.compile. ``seed`` is
+    called with a piece's index in the chunk and the microbatch before every piece runs; None where
+    nothing is seeded. ``random``: pieces may draw random numbers, and what is recomputed must draw
+    the same ones again. ``compute``: floating-point inputs of a piece are cast to this type; None
+    leaves them as they are.
+    """
+
+    recompute: Recompute = "none"
+    recomputed: int | None = None
+    compiled: bool = False
+    seed: Callable[[int, int], None] | None = None
+    random: bool = True
+    compute: torch.dtype | None = None
 
 
 @dataclass
 class _Live:
     """What one microbatch keeps between its forward and its input gradient.
 
-    The output itself is not kept, only where its gradient enters the graph: its memory is free
-    once it is sent.
+    The outputs themselves are not kept, only where their gradients enter the graph: their memory
+    is free once they are sent. An output that depends on nothing trained has None.
     """
 
-    input: Tensor
-    output: GradientEdge | None  # None: nothing before it has a gradient
+    inputs: tuple[Tensor, ...]
+    outputs: Sequence[GradientEdge | None]  # one per output that is a floating-point tensor
 
 
 class Chunk:
     """Pieces that run one after another on this rank.
 
-    Linear layers of ``deferrable`` pieces put off their weight gradients while ``store`` is open.
-    ``recompute`` full checkpoints each deferrable piece (a transformer block); selective keeps
-    the outputs of its matrix products and of attention and recomputes the rest. ``recomputed``:
-    only so many of them, the first ones; None: all. ``compiled``:
-    deferrable pieces run through torch.compile. ``seed`` is called with a piece's index in the
-    chunk and the microbatch before every piece runs; None where nothing is seeded. ``random``:
-    pieces may draw random numbers, and what is recomputed must draw the same ones again. ``first``:
-    the input is the batch's and needs no gradient.
+    Linear layers of ``blocks`` (the chunk's transformer blocks) put off their weight gradients
+    while ``store`` is open. ``arriving`` and ``leaving`` are the tensors that come from the stage
+    before and go to the stage behind; None at an end of the model.
     """
 
     def __init__(
         self,
         shards: ChunkShards,
         store: WeightGradStore,
-        deferrable: list[nn.Module],
-        recompute: Recompute,
-        compiled: bool,
-        seed: Callable[[int, int], None] | None,
-        *,
-        random: bool,
-        first: bool,
-        recomputed: int | None = None,
+        blocks: Sequence[nn.Module],
+        arriving: Sequence[TensorShape] | None,
+        leaving: Sequence[TensorShape] | None,
+        options: ChunkOptions,
     ) -> None:
-        self.shards = shards
-        self._seed, self._random, self._first = seed, random, first
-        self.store = store
-        self._recompute = recompute
-        self._recomputed = {id(piece) for piece in deferrable[:recomputed]}
+        self.shards, self.store = shards, store
+        self.arriving, self.leaving = arriving, leaving
+        self._options = options
+        self._recomputed = {id(block) for block in blocks[: options.recomputed]}
+        self._names = [keywords_of(piece) for piece in shards.pieces]
         self._live: dict[int, _Live] = {}
-        if compiled:
-            for piece in deferrable:
-                piece.compile()
+        if options.compiled:
+            for block in blocks:
+                block.compile()
 
-    def forward(self, x: Tensor, microbatch: int) -> Tensor:
-        """Run the pieces on one microbatch and keep what backward needs."""
+    def forward(
+        self, inputs: Sequence[Tensor], microbatch: int, keywords: Mapping[str, Tensor]
+    ) -> Value:
+        """Run the pieces on one microbatch and keep what backward needs.
+
+        Gives what the last piece returns, cast to the types that the next stage expects. Raises
+        RuntimeError where a tensor has another shape than the next stage expects.
+        """
         self.shards.wait()
-        if x.is_floating_point() and not self._first:
-            x = x.detach().requires_grad_()
-        output = x
-        for index, piece in enumerate(self.shards.pieces):
-            if self._seed is not None:
-                self._seed(index, microbatch)
-            output = self._run_piece(piece, output)
-        self._live[microbatch] = _Live(x, _edge(output))
-        return output
+        if self.arriving is not None:
+            inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+        value = self._run(inputs, microbatch, keywords)
+        if self.leaving is not None:
+            self._check_leaving(tensors_of(value))
+            value = self._cast_leaving(value)
+        self._live[microbatch] = _Live(tuple(inputs), _edges(tensors_of(value)))
+        return value
 
-    def _run_piece(self, piece: nn.Module, x: Tensor) -> Tensor:
-        recompute = self._recompute if id(piece) in self._recomputed else "none"
-        return run_recomputed(piece, x, recompute, random=self._random)
+    @torch.no_grad()
+    def infer(self, inputs: Sequence[Tensor], keywords: Mapping[str, Tensor]) -> Value:
+        """Run the pieces on one microbatch of any number of rows, and keep nothing."""
+        self.shards.wait()
+        value: Value = tuple(inputs)
+        for piece, names in zip(self.shards.pieces, self._names, strict=True):
+            value = piece(*self._cast(tensors_of(value)), **self._chosen(keywords, names))
+        return value if self.leaving is None else self._cast_leaving(value)
 
     def set_output(self, microbatch: int, output: Tensor) -> None:
         """Replace what backward starts from (the last stage's loss)."""
-        self._live[microbatch].output = _edge(output)
+        self._live[microbatch].outputs = _edges([output])
 
     def backward(
-        self, microbatch: int, grad: Tensor | None, *, split: bool = False
-    ) -> Tensor | None:
-        """Gradient of the chunk's input (None for tokens); frees the microbatch's graph. ``split``:
-        linear layers put off their weight gradients until ``backward_weight``."""
+        self, microbatch: int, gradients: Sequence[Tensor] | None, *, split: bool = False
+    ) -> list[Tensor]:
+        """Gradients of the chunk's floating-point inputs; frees the microbatch's graph.
+
+        ``gradients``: of its floating-point outputs; None where the output is the loss. ``split``:
+        linear layers put off their weight gradients until ``backward_weight``. The first stage's
+        inputs are the batch and have no gradients.
+        """
         self.shards.wait()
         live = self._live.pop(microbatch)
-        if live.output is not None:
+        found = gradients if gradients is not None else [None] * len(live.outputs)
+        pairs = [(o, g) for o, g in zip(live.outputs, found, strict=True) if o is not None]
+        if pairs:
             self.shards.make_gradients(deferred=not split)
             if split:
                 self.store.begin(microbatch)
-            torch.autograd.backward(live.output, grad)
+            torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
             self.store.end()
-        return live.input.grad
+        if self.arriving is None:
+            return []
+        return [_gradient(x) for x in live.inputs if x.is_floating_point()]
 
     def backward_weight(self, microbatch: int) -> None:
         """The weight gradients that ``backward`` put off; needs no gathered parameters."""
         self.shards.make_gradients(deferred=True)
         self.store.run(microbatch)
 
+    def _run(
+        self, inputs: Sequence[Tensor], microbatch: int, keywords: Mapping[str, Tensor]
+    ) -> Value:
+        value: Value = tuple(inputs)
+        options = self._options
+        for index, piece in enumerate(self.shards.pieces):
+            if options.seed is not None:
+                options.seed(index, microbatch)
+            value = run_recomputed(
+                partial(piece, **self._chosen(keywords, self._names[index])),
+                *self._cast(tensors_of(value)),
+                recompute=options.recompute if id(piece) in self._recomputed else "none",
+                random=options.random,
+            )
+        return value
 
-def _edge(output: Tensor) -> GradientEdge | None:
-    return get_gradient_edge(output) if output.requires_grad else None
+    def _cast(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return cast(values, self._options.compute)
+
+    def _chosen(self, keywords: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
+        """Keyword inputs of a piece, in the type that it computes in."""
+        mine = chosen(keywords, names)
+        return dict(zip(mine, self._cast(list(mine.values())), strict=True))
+
+    def _cast_leaving(self, value: Value) -> tuple[Tensor, ...]:
+        """Outputs in the types in which the next stage receives them."""
+        assert self.leaving is not None
+        return tuple(
+            x.to(shape.dtype) for x, shape in zip(tensors_of(value), self.leaving, strict=True)
+        )
+
+    def _check_leaving(self, found: Sequence[Tensor]) -> None:
+        assert self.leaving is not None
+        ours = [tuple(x.shape) for x in found]
+        theirs = [tuple(shape.size) for shape in self.leaving]
+        if ours != theirs:
+            raise RuntimeError(
+                f"a stage returns tensors of shapes {ours}, but the next one expects {theirs}: "
+                "shapes may depend neither on values nor on the step"
+            )
+
+
+def _edges(outputs: Sequence[Tensor]) -> list[GradientEdge | None]:
+    return [
+        get_gradient_edge(output) if output.requires_grad else None
+        for output in outputs
+        if output.is_floating_point()
+    ]
+
+
+def _gradient(x: Tensor) -> Tensor:
+    """An input's gradient; zeros where the output does not depend on it."""
+    return x.grad if x.grad is not None else torch.zeros_like(x)

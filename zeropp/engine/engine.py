@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -15,85 +14,31 @@ from torch import Tensor, nn
 
 from zeropp.engine import checkpoint
 from zeropp.engine.channels import Channels
-from zeropp.engine.chunk import Chunk
+from zeropp.engine.chunk import Chunk, ChunkOptions
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
+from zeropp.engine.evaluation import Evaluator
 from zeropp.engine.flat import FlatParameters, make_lanes
-from zeropp.engine.flat_layout import Name
 from zeropp.engine.groups import make_groups
-from zeropp.engine.interpreter import Interpreter, LossFunction
+from zeropp.engine.interpreter import Interpreter, Loss, LossFunction, Microbatches
+from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
 from zeropp.engine.randomness import StepSeeds
-from zeropp.engine.sharding import ChunkShards, GroupOf, ShardOptions
+from zeropp.engine.sharding import ChunkShards, ShardOptions
 from zeropp.engine.tied import TiedWeights
-from zeropp.layout import InfeasibleError, Layout
-from zeropp.literals import Precision, Recompute, ReduceEvery, WireType
+from zeropp.engine.values import TensorShape
+from zeropp.layout import Layout
 from zeropp.optimizer import build_optimizer, square_norm
 from zeropp.schedule.program import Schedule
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One pipeline piece that this rank holds. ``deferrable``: its linear layers may put off
-    their weight gradients, and it is what recomputation recomputes (a transformer block)."""
-
-    index: int
-    stage: int
-    module: nn.Module
-    deferrable: bool
-
-
-MakeOptimizer = Callable[[Mapping[str, list[nn.Parameter]]], torch.optim.Optimizer]
-
-
-def one_group(name: Name, parameter: nn.Parameter) -> str:
-    """All parameters in one optimizer group."""
-    del name, parameter
-    return "all"
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What an engine may be told beside its part of a plan.
-
-    ``replicate_every``: gradients cross the replicas at every reduction, or at a step's last;
-    ``reduce_dtype``: the type in which gradients are sent; ``tied`` names two parameters as
-    (piece, name) that are one in the model; ``lr_schedule`` gives the factor on the learning rate
-    from the number of steps done; ``dropout_seed``: what the model draws is a function of it, of
-    the step and of the microbatch, so that every topology draws the same; ``random``: the model may
-    draw random numbers, and recomputation draws the same ones again (False saves the time that
-    this takes); ``compile``: each block runs through torch.compile; ``group_of``: the optimizer
-    group of a parameter, by its (piece, name). Raises InfeasibleError for ``compile`` with a
-    ``dropout_seed``: compiled code draws from a generator of its own.
-    """
-
-    precision: Precision = "fp32"
-    recompute: Recompute = "none"
-    replicate_every: ReduceEvery = "step"
-    reduce_dtype: WireType = "fp32"
-    tied: tuple[Name, Name] | None = None
-    lr_schedule: Callable[[int], float] | None = None
-    dropout_seed: int | None = None
-    random: bool = True
-    compile: bool = False
-    group_of: GroupOf = one_group
-    recomputed: tuple[int, ...] = ()  # blocks of each stage, its first ones; empty: all of them
-
-    def __post_init__(self) -> None:
-        if self.compile and self.dropout_seed is not None:
-            raise InfeasibleError(
-                "compile=True: compiled blocks draw dropout from a generator of their own "
-                "(use compile=False, or no dropout)"
-            )
-
-
 class Engine:
     """Trains the pieces of one rank. Construction and every method are collective.
 
-    ``schedule`` is lowered; ``boundary(stage)`` makes an empty tensor for the message into a
-    stage. ``optimizer``: a configuration, or a function that makes one from flat tensors by
-    optimizer group (``EngineOptions.group_of``; a group that this rank has nothing of is empty).
-    Any optimizer that works element by element will do.
+    ``schedule`` is lowered; ``boundary(stage)`` gives the shapes of the tensors that one microbatch
+    sends into a stage. ``optimizer``: a configuration, or a function that makes one from flat
+    tensors by optimizer group (``EngineOptions.group_of``; a group that this rank has nothing of is
+    empty). Any optimizer that works element by element will do.
     """
 
     def __init__(
@@ -102,7 +47,7 @@ class Engine:
         schedule: Schedule,
         layout: Layout,
         loss_function: LossFunction,
-        boundary: Callable[[int], Tensor],
+        boundary: Boundary,
         optimizer: OptimizerConfig | MakeOptimizer,
         device: torch.device,
         options: EngineOptions | None = None,
@@ -119,17 +64,24 @@ class Engine:
         self.lanes = make_lanes(device)
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
         stages = schedule.stages_of(layout.coordinates(rank)["pp"])
-        self.chunks = {stage: self._make_chunk(stage) for stage in stages}
+        between = {
+            stage: boundary(stage) if 0 < stage < schedule.num_stages else None
+            for each in stages
+            for stage in (each, each + 1)
+        }
+        self.chunks = {s: self._make_chunk(s, between[s], between[s + 1]) for s in stages}
         self._channels = Channels(neighbours(schedule), layout, device)
+        loss, reduction = Loss(loss_function), options.loss_reduction
+        everywhere = schedule.num_microbatches * layout.dp
         self.interpreter = Interpreter(
             schedule,
             self.chunks,
             self._channels,
-            boundary,
-            loss_function,
+            loss,
             options.replicate_every,
-            layout.dp,
+            everywhere if reduction == "mean" else 1,
         )
+        self._evaluator = Evaluator(schedule, layout, self.chunks, self._channels, loss, reduction)
         shards = [chunk.shards for chunk in self.chunks.values()]
         self.flats = [flat for chunk in shards for flat in chunk.flats]
         self._tied = TiedWeights(options.tied, shards, schedule, layout)
@@ -137,9 +89,14 @@ class Engine:
         self.optimizer = self._make_optimizer(optimizer)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
-    def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> StepResult:
+    def step(
+        self,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        keywords: Sequence[Mapping[str, Tensor]] = (),
+    ) -> StepResult:
         """One optimizer step on this rank's microbatches; every rank gives its own."""
-        losses = self.accumulate(inputs, targets)
+        losses = self.accumulate(Microbatches(inputs, targets, keywords))
         result = self._reduce_result(losses)
         if self._clip_norm and result.grad_norm > self._clip_norm:
             scale = self._clip_norm / (result.grad_norm + 1e-6)  # as torch's clip_grad_norm_
@@ -148,16 +105,20 @@ class Engine:
         self.update()
         return result
 
-    def accumulate(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+    def evaluate(self, batch: Microbatches) -> float:
+        """The loss of a batch without training on it; see ``Evaluator.run``."""
+        return self._evaluator.run(batch)
+
+    def accumulate(self, batch: Microbatches) -> list[Tensor]:
         """The first half of a step: run the program, so that what this rank updates has its
-        gradients. Gives this rank's parts of the mean loss over the global batch."""
+        gradients. Gives this rank's parts of the loss of the global batch."""
         for flat in self.flats:
             flat.clear_gradients()
         if self._seeds is not None:
             with self._seeds.drawing(self.steps_done):
-                losses = self.interpreter.run(inputs, targets)
+                losses = self.interpreter.run(batch)
         else:
-            losses = self.interpreter.run(inputs, targets)
+            losses = self.interpreter.run(batch)
         self._tied.sum_gradients()
         return losses
 
@@ -212,7 +173,12 @@ class Engine:
         for owner in (self._tied, self._channels, self._groups):
             owner.close()
 
-    def _make_chunk(self, stage: int) -> Chunk:
+    def _make_chunk(
+        self,
+        stage: int,
+        arriving: Sequence[TensorShape] | None,
+        leaving: Sequence[TensorShape] | None,
+    ) -> Chunk:
         options = self._options
         pieces = {piece.index: piece for piece in self._pieces if piece.stage == stage}
         deferrable = [piece.module for piece in pieces.values() if piece.deferrable]
@@ -235,17 +201,15 @@ class Engine:
         )
         indices, seeds = list(pieces), self._seeds
         seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)
-        return Chunk(
-            shards,
-            store,
-            deferrable,
+        how = ChunkOptions(
             options.recompute,
+            options.recomputed[stage] if options.recomputed else None,
             options.compile,
             seed,
-            random=options.random,
-            first=stage == 0,
-            recomputed=options.recomputed[stage] if options.recomputed else None,
+            options.random,
+            torch.bfloat16 if options.precision == "bf16" else None,
         )
+        return Chunk(shards, store, deferrable, arriving, leaving, how)
 
     def _make_optimizer(self, optimizer: OptimizerConfig | MakeOptimizer) -> torch.optim.Optimizer:
         groups: defaultdict[str, list[nn.Parameter]] = defaultdict(list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,35 +14,62 @@ from torch.profiler import record_function
 
 from zeropp.engine.channels import Channels
 from zeropp.engine.chunk import Chunk
+from zeropp.engine.values import chosen, keywords_of, tensors_of
 from zeropp.literals import ReduceEvery
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.event_loop import LANES
 from zeropp.schedule.program import Schedule
 from zeropp.timeline import Span
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[..., Tensor]  # output of the last layer, targets, keyword inputs it names
 Key = tuple[int, int]  # stage, microbatch
+Tensors = Sequence[Tensor]
+_Message = list[tuple[Tensor, dist.Work]]
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """One rank's part of a batch, cut into microbatches. ``keywords``: the keyword inputs of each
+    microbatch by name; empty where there are none."""
+
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    keywords: Sequence[Mapping[str, Tensor]] = ()
+
+    def keywords_of(self, microbatch: int) -> Mapping[str, Tensor]:
+        """The keyword inputs of one microbatch."""
+        return self.keywords[microbatch] if self.keywords else {}
+
+
+class Loss:
+    """The user's loss function, given the keyword inputs that it names."""
+
+    def __init__(self, function: LossFunction) -> None:
+        self._function, self._names = function, keywords_of(function)
+
+    def __call__(self, output: object, batch: Microbatches, microbatch: int) -> Tensor:
+        """The loss of one microbatch."""
+        keywords = chosen(batch.keywords_of(microbatch), self._names)
+        return self._function(output, batch.targets[microbatch], **keywords)
 
 
 @dataclass
 class _Step:
     """Tensors of one step while it runs, by (stage, microbatch)."""
 
-    inputs: Sequence[Tensor]
-    targets: Sequence[Tensor]
-    activations: dict[Key, Tensor] = field(default_factory=dict)  # inputs of a forward to come
-    gradients: dict[Key, Tensor] = field(default_factory=dict)  # of an output, backward to come
-    receiving: dict[tuple[Op, int, int], tuple[Tensor, dist.Work]] = field(default_factory=dict)
+    batch: Microbatches
+    activations: dict[Key, Tensors] = field(default_factory=dict)  # inputs of a forward to come
+    gradients: dict[Key, Tensors] = field(default_factory=dict)  # of outputs, backward to come
+    receiving: dict[tuple[Op, int, int], _Message] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
 
 class Interpreter:
     """Runs one rank's program over its chunks.
 
-    ``chunks`` by stage; ``boundary`` makes an empty tensor for the message into a stage;
-    ``replicate_every``: gradients cross the replicas at every reduction, or at a step's last;
-    ``data_parallel``: over how many ranks gradients are summed. Losses are divided by the number
-    of microbatches on all of them, so that a sum over the ranks is the mean over the global batch.
+    ``chunks`` by stage; ``replicate_every``: gradients cross the replicas at every reduction, or
+    at a step's last. Every microbatch's loss is divided by ``loss_count``, so that the sum over
+    microbatches and ranks is the loss of the global batch.
     """
 
     def __init__(
@@ -50,10 +77,9 @@ class Interpreter:
         schedule: Schedule,
         chunks: dict[int, Chunk],
         channels: Channels,
-        boundary: Callable[[int], Tensor],
-        loss_function: LossFunction,
+        loss: Loss,
         replicate_every: ReduceEvery,
-        data_parallel: int,
+        loss_count: int,
     ) -> None:
         self._chunks = chunks
         self._stage_rank = schedule.stage_rank
@@ -62,10 +88,9 @@ class Interpreter:
         self._on_cuda = channels.device.type == "cuda"
         self._last = schedule.num_stages - 1
         self._channels = channels
-        self._boundary = boundary
-        self._loss_function = loss_function
+        self._loss = loss
         self._replicate_every = replicate_every
-        self._data_parallel = data_parallel
+        self._loss_count = loss_count
         self._unreduced = Counter(a.stage for a in self._program if a.op is Op.REDUCE_GRAD)
         self.counters: Counter[str] = Counter()
         self.spans: list[Span] | None = None
@@ -84,10 +109,10 @@ class Interpreter:
             Op.RECV_B: self._receive,
         }
 
-    def run(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+    def run(self, batch: Microbatches) -> list[Tensor]:
         """Run the program over one step's microbatches; gives the losses of the last stage, each
-        already divided by the number of microbatches of all ranks, empty elsewhere."""
-        step = _Step(inputs, targets)
+        already divided by ``loss_count``, empty elsewhere."""
+        step = _Step(batch)
         self._reductions_left = self._unreduced.copy()
         begin = time.perf_counter()
         for action in self._program:
@@ -121,17 +146,16 @@ class Interpreter:
         stage, microbatch = _key(action)
         chunk = self._chunks[stage]
         if stage == 0:
-            x = step.inputs[microbatch]
+            inputs: Tensors = (step.batch.inputs[microbatch],)
         else:
-            x = self._arrived(Op.RECV_F, stage, microbatch, step.activations, step)
-        output = chunk.forward(x, microbatch)
+            inputs = self._arrived(Op.RECV_F, stage, microbatch, step.activations, step)
+        output = chunk.forward(inputs, microbatch, step.batch.keywords_of(microbatch))
         if stage == self._last:
-            count = len(step.inputs) * self._data_parallel
-            loss = self._loss_function(output, step.targets[microbatch]) / count
+            loss = self._loss(output, step.batch, microbatch) / self._loss_count
             chunk.set_output(microbatch, loss)
             step.losses.append(loss.detach())
         else:
-            step.activations[stage + 1, microbatch] = output.detach()
+            step.activations[stage + 1, microbatch] = [x.detach() for x in tensors_of(output)]
 
     def _backward_input(self, action: Action, step: _Step) -> None:
         self._backward(action, step, split=True)
@@ -141,12 +165,12 @@ class Interpreter:
 
     def _backward(self, action: Action, step: _Step, *, split: bool) -> None:
         stage, microbatch = _key(action)
-        grad = None
+        gradients = None
         if stage != self._last:
-            grad = self._arrived(Op.RECV_B, stage, microbatch, step.gradients, step)
-        grad_input = self._chunks[stage].backward(microbatch, grad, split=split)
-        if grad_input is not None and stage > 0:
-            step.gradients[stage - 1, microbatch] = grad_input
+            gradients = self._arrived(Op.RECV_B, stage, microbatch, step.gradients, step)
+        found = self._chunks[stage].backward(microbatch, gradients, split=split)
+        if stage > 0:
+            step.gradients[stage - 1, microbatch] = found
 
     def _backward_weight(self, action: Action, step: _Step) -> None:
         del step
@@ -173,27 +197,32 @@ class Interpreter:
         forward = action.op is Op.SEND_F
         target = stage + 1 if forward else stage - 1
         store = step.activations if forward else step.gradients
-        tensor = store.pop((target, microbatch)).contiguous()
-        self._channels.send(tensor, self._stage_rank[target])
+        for tensor in store.pop((target, microbatch)):
+            self._channels.send(tensor.contiguous(), self._stage_rank[target])
 
     def _receive(self, action: Action, step: _Step) -> None:
         stage, microbatch = _key(action)
         forward = action.op is Op.RECV_F
-        source = stage - 1 if forward else stage + 1
-        tensor = self._boundary(stage if forward else stage + 1)
-        work = self._channels.receive(tensor, self._stage_rank[source])
-        step.receiving[action.op, stage, microbatch] = (tensor, work)
+        chunk, source = self._chunks[stage], stage - 1 if forward else stage + 1
+        shapes = chunk.arriving if forward else chunk.leaving
+        message: _Message = []
+        for shape in shapes or ():
+            if forward or shape.has_gradient:
+                tensor = shape.empty(self._channels.device)
+                work = self._channels.receive(tensor, self._stage_rank[source])
+                message.append((tensor, work))
+        step.receiving[action.op, stage, microbatch] = message
 
     def _arrived(
-        self, op: Op, stage: int, microbatch: int, local: dict[Key, Tensor], step: _Step
-    ) -> Tensor:
+        self, op: Op, stage: int, microbatch: int, local: dict[Key, Tensors], step: _Step
+    ) -> Tensors:
         """The message into a stage: from another rank, or left here by a stage of this one."""
         message = step.receiving.pop((op, stage, microbatch), None)
         if message is None:
             return local.pop((stage, microbatch))
-        tensor, work = message
-        work.wait()
-        return tensor
+        for _, work in message:
+            work.wait()
+        return [tensor for tensor, _ in message]
 
 
 def _key(action: Action) -> Key:

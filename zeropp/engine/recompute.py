@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zeropp.literals import Recompute
+
+Result = TypeVar("Result")
 
 _ATEN = torch.ops.aten
 _KEPT = (
@@ -24,16 +26,16 @@ _KEPT = (
 
 
 def run_recomputed(
-    function: Callable[[Tensor], Tensor], x: Tensor, recompute: Recompute, *, random: bool
-) -> Tensor:
-    """``function(x)``; backward computes again what ``recompute`` does not keep.
+    function: Callable[..., Result], *inputs: Tensor, recompute: Recompute, random: bool
+) -> Result:
+    """``function(*inputs)``; backward computes again what ``recompute`` does not keep.
 
     Selective keeps the outputs of matrix products and of attention. ``random``: the function may
     draw random numbers, and the second run must draw the same.
     """
     if recompute == "none":
-        return function(x)
+        return function(*inputs)
     options: dict[str, Any] = {"preserve_rng_state": random}
     if recompute == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, list(_KEPT))
-    return checkpoint(function, x, use_reentrant=False, **options)  # type: ignore[no-any-return]
+    return checkpoint(function, *inputs, use_reentrant=False, **options)  # type: ignore[no-any-return]

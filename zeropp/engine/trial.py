@@ -8,12 +8,13 @@ real, on a copy: nothing that a layer remembers of its trial stays with the call
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from zeropp.engine.values import TensorShape, Value, chosen, keywords_of, tensors_of
 from zeropp.layout import InfeasibleError
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -21,48 +22,66 @@ Layer = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """One layer's output for one microbatch, and how many parameters the layer has."""
+    """One layer's outputs for one microbatch, how many parameters the layer has (elements), and
+    the names that its ``forward`` gives to what it takes."""
 
-    output_size: torch.Size
-    output_dtype: torch.dtype
-    parameters: int  # elements
+    outputs: tuple[TensorShape, ...]
+    parameters: int
+    names: frozenset[str]
 
 
-def try_layers(layers: Sequence[Layer], sample: Tensor) -> list[LayerSizes]:
-    """Sizes of every layer, in order; ``sample`` is one microbatch of inputs.
+def try_layers(
+    layers: Sequence[Layer], sample: Tensor, keywords: Mapping[str, Tensor]
+) -> list[LayerSizes]:
+    """Sizes of every layer, in order; ``sample`` is one microbatch of inputs, and ``keywords`` are
+    its keyword inputs.
 
-    Raises InfeasibleError with one line that names the layer which fails, or whose output is not
-    one tensor.
+    Raises InfeasibleError with one line that names the layer which fails, or which returns
+    something else than a tensor or a tuple of tensors.
     """
     try:
-        return _run(layers, sample, for_real=False)
+        return _run(layers, sample, keywords, for_real=False)
     except InfeasibleError:
         devices = [sample.device] if sample.device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # what is drawn in a trial is drawn again later
-            return _run(layers, sample, for_real=True)
+            return _run(layers, sample, keywords, for_real=True)
 
 
-def _run(layers: Sequence[Layer], sample: Tensor, *, for_real: bool) -> list[LayerSizes]:
+def _run(
+    layers: Sequence[Layer], sample: Tensor, keywords: Mapping[str, Tensor], *, for_real: bool
+) -> list[LayerSizes]:
     found = []
-    x = sample if for_real else sample.to("meta")
+    device = sample.device if for_real else torch.device("meta")
+    value: Value = sample.to(device)
+    keywords = {name: tensor.to(device) for name, tensor in keywords.items()}
     for index, layer in enumerate(layers):
         try:
             module = _real_copy(layer) if for_real else _meta_copy(layer)
+            names = keywords_of(module)
             with torch.no_grad():
-                x = module.to(x.device)(x)
+                value = module.to(device)(*tensors_of(value), **chosen(keywords, names))
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise InfeasibleError(
                 f"layers[{index}]: cannot be called with the output of the layer before: {lines[0]}"
             ) from error
-        if not isinstance(x, Tensor):
-            raise InfeasibleError(
-                f"layers[{index}]: returns {type(x).__name__}, but exactly one tensor passes "
-                "from layer to layer (wrap the layer, so that it returns one)"
-            )
+        outputs = tuple(TensorShape(x.shape, x.dtype) for x in _checked(value, index))
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        found.append(LayerSizes(x.shape, x.dtype, parameters))
+        found.append(LayerSizes(outputs, parameters, names))
     return found
+
+
+def _checked(value: object, index: int) -> tuple[Tensor, ...]:
+    """The tensors of a layer's output."""
+    values = value if isinstance(value, tuple) else (value,)
+    strange = next((x for x in values if not isinstance(x, Tensor)), None)
+    if values and all(isinstance(x, Tensor) for x in values):
+        return values
+    inside = f" with {type(strange).__name__} in it" if isinstance(value, tuple) else ""
+    raise InfeasibleError(
+        f"layers[{index}]: returns {type(value).__name__}{inside}, but a tensor or a tuple of "
+        "tensors passes from layer to layer (wrap the layer, so that it returns one)"
+    )
 
 
 def _real_copy(layer: Layer) -> nn.Module:

@@ -1,10 +1,8 @@
 """Transformer blocks for one device: GPT (LayerNorm, biases) and Llama (RMSNorm, RoPE).
 
-The MLP is gated where ``ModelShape.gates`` is 2 (SwiGLU), else it is one with GELU.
-
-Attention is ``scaled_dot_product_attention`` with a causal mask. Projections are separate
-``nn.Linear`` modules, so that any of them can be sharded, or its weight gradient deferred,
-without touching this file.
+The MLP is SwiGLU where ``ModelShape.gates`` is 2, and otherwise has GELU. Attention is
+``scaled_dot_product_attention`` with a causal mask. Every projection is an ``nn.Linear`` of its
+own, so that it can be sharded, or its weight gradient delayed, without a change to this file.
 """
 
 from __future__ import annotations
@@ -24,7 +22,8 @@ def rope_angles(head_dim: int, seq: int, device: torch.device, base: float = 100
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate the halves of each head by position. ``x``: [batch, heads, seq, head_dim]."""
+    """Apply RoPE to ``x`` [batch, heads, seq, head_dim], in fp32: element i of a head's first half
+    and element i of its second half form the pair that is rotated."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -32,10 +31,10 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; fewer key/value heads than heads is grouped-query attention.
+    """Causal self-attention, which is grouped-query attention where ``kv_heads`` < ``heads``.
 
-    ``heads`` and ``kv_heads`` are read from the projections' widths, so that a module whose
-    projections hold a slice of the heads computes that slice.
+    ``forward`` reads the numbers of heads from the projections' widths, so that a module whose
+    projections were cut to some of the heads computes those.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -65,7 +64,7 @@ class Attention(nn.Module):
 
 
 class GeluMlp(nn.Module):
-    """The MLP that is not gated, GPT's: up, GELU (tanh form), down."""
+    """GPT's MLP, which is not gated: up-projection, GELU (tanh form), down-projection."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -79,7 +78,7 @@ class GeluMlp(nn.Module):
 
 
 class SwigluMlp(nn.Module):
-    """The gated MLP, Llama's: SiLU(gate) * up, down."""
+    """Llama's gated MLP: SiLU(gate) * up, then the down-projection."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The model as a list of pieces: embedding, blocks, head.
 
-Piece ``i`` is initialised from ``(seed, i)`` alone, so every rank of every topology can build
-its own pieces and gets the parameters that one process would.
+Piece ``i`` is initialised from ``(seed, i)`` alone. So a rank can build only its own pieces, and
+gets the parameters that a single process would give them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _STD = ContextVar("standard deviation of initial weights", default=0.02)  # GPT-
 
 @contextmanager
 def initial_std(std: float) -> Iterator[None]:
-    """Initialise all pieces that are built meanwhile with another standard deviation than 0.02.
+    """Inside this context, pieces are initialised with standard deviation ``std`` instead of 0.02.
 
-    Attention of a narrow model is numb at 0.02: all scores are nearly equal, and the gradients of
-    queries and keys are so small that rounding hides them.
+    Tests of gradients need it: at 0.02 the attention scores of a narrow model are nearly equal, and
+    the gradients of queries and keys are so small that rounding hides them.
     """
     token = _STD.set(std)
     try:
@@ -66,10 +66,11 @@ class Head(nn.Module):
 def build_piece(
     shape: ModelShape, index: int, seed: int, device: torch.device | str = "cpu"
 ) -> nn.Module:
-    """Piece ``index`` of ``shape.num_pieces``, initialised (GPT-2's normal 0.02, residual
-    projections scaled by 1/sqrt(2*layers); see ``initial_std``) unless ``device`` is meta.
+    """Build piece ``index``: 0 is the embedding, the last is the head, all others are blocks.
 
-    Raises IndexError where there is no such piece.
+    Initial weights are normal with standard deviation 0.02 (see ``initial_std``), scaled by
+    1/sqrt(2*layers) in projections whose output is added to the residual, as in GPT-2. On the meta
+    device nothing is initialised. Raises IndexError if there is no such piece.
     """
     if not 0 <= index < shape.num_pieces:
         raise IndexError(f"piece {index}: {shape.name} has pieces 0 .. {shape.num_pieces - 1}")
@@ -95,12 +96,14 @@ def build_model(shape: ModelShape, seed: int, device: torch.device | str = "cpu"
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss in nats a token, in fp32. ``logits``: [batch, seq, vocab]; ``targets``: int64."""
+    """Mean loss in nats per token, in fp32. ``logits``: [batch, seq, vocab]; ``targets``: int64
+    [batch, seq]."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def _allocate(piece: nn.Module, device: torch.device | str) -> None:
-    """Give a piece on the meta device parameters on another (``to_empty`` refuses fake ones)."""
+    """Replace a piece's meta parameters by empty ones on ``device``. (``Module.to_empty`` does not
+    work with fake tensors, which a trace uses.)"""
     for module in piece.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

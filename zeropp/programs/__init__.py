@@ -1,7 +1,9 @@
-"""One registry of training programs: what each has, overlaps, copies and keeps, with sources.
+"""One registry of training programs, such as DeepSpeed 0.19 or Megatron-Core r0.8.0.
 
-``program_named("deepspeed_3d")`` gives the ``Program`` that the cost model reads. A plan names its
-program (``Plan.program``), so whoever prices a plan prices the same one.
+In: the name that a plan gives (``Plan.program``). Out: the ``Program``, that is all properties of
+the software which change the time or memory of a step: what it overlaps, copies and keeps.
+Read ``traits`` (the properties), ``entry`` (a program with the source of each property), then the
+entries in ``ours``, ``megatron`` and ``fully_sharded``, and ``registry``. Imports no torch.
 """
 
 from zeropp.programs.entry import Entry

@@ -1,4 +1,4 @@
-"""An entry of the registry: a program, its version, and where each of its traits was read."""
+"""An entry of the registry: a program, its version, and the source of each of its traits."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from zeropp.programs.traits import Program
 
-# Every entry states these, so every entry has a source for them.
+# Traits without a default: every entry states them and has a source for them.
 ALWAYS_STATED = ("bf16", "fp32")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """``sources`` gives for a trait the file and version that it was read in, the table that it was
-    fitted on, or the word "assumed" with the reason."""
+    """A program with its version and, in ``sources``, a source per trait: the file and version in
+    which it was read, the table to which it was fitted, or the word "assumed" with the reason."""
 
     program: Program
     version: str
@@ -23,7 +23,7 @@ class Entry:
 
     @property
     def stated(self) -> tuple[str, ...]:
-        """The traits that differ from the default, and the bytes, which have none."""
+        """The names of the traits that differ from their default or that have none."""
         return tuple(
             trait.name
             for trait in fields(Program)
@@ -32,6 +32,7 @@ class Entry:
         )
 
     def but(self, name: str, version: str, sources: Mapping[str, str], **changed: Any) -> Entry:
-        """Another program that differs in the ``changed`` traits, whose ``sources`` come along."""
+        """The entry of another program, which differs from this one in the ``changed`` traits;
+        ``sources`` are theirs."""
         program = replace(self.program, name=name, **changed)
         return Entry(program, version, {**self.sources, **sources})

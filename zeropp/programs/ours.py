@@ -1,4 +1,4 @@
-"""The suite's own contenders, and the bound that stands for everything that is public."""
+"""The programs that run here, and a bound that combines the best part of every public program."""
 
 from __future__ import annotations
 

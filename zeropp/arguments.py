@@ -1,0 +1,123 @@
+"""The arguments of ``parallelize`` beside layers, loss, sample and batch, each with its type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.engine.checks import Tied
+from zeropp.engine.mesh import degrees_of
+from zeropp.engine.options import EngineOptions, MakeOptimizer, one_group
+from zeropp.engine.sharding import GroupOf
+from zeropp.keywords import Keywords, check, knobs_of
+from zeropp.literals import LossReduction, Precision, if_auto
+from zeropp.training import OptimizerConfig
+
+
+class Arguments(Keywords, total=False):
+    """What ``parallelize`` may be told; an editor completes it, and a type checker checks it.
+
+    The knobs of the schedule are those of ``Keywords``.
+    """
+
+    mesh: DeviceMesh | None
+    """A mesh with axes among ``pp``, ``shard`` and ``replicate``; stands for these degrees."""
+    optimizer: OptimizerConfig | MakeOptimizer
+    """A configuration, or a function that makes any optimizer of ``torch.optim`` which works
+    element by element, from flat fp32 tensors by group: ``lambda groups:
+    torch.optim.AdamW([{"params": groups["all"]}], lr=1e-3)``. Clipping needs a configuration."""
+    group_of: GroupOf
+    """The optimizer group of a parameter, given its (layer, name) and itself."""
+    precision: Precision
+    """``bf16``: layers compute in bf16 (their floating-point inputs are cast to it, as FSDP2 casts
+    them); masters, gradient sums and the optimizer stay fp32."""
+    loss_reduction: LossReduction
+    """What the loss function does over a microbatch's rows. ``mean``: the loss of a batch is the
+    mean over its rows; ``sum``: their sum."""
+    sample_keywords: Mapping[str, Tensor]
+    """The keyword inputs of one microbatch, by name, for their shapes; [rows, ...] each."""
+    weights: Sequence[float] | None
+    """The layers' relative costs; by default their numbers of parameters."""
+    tied: Tied | None
+    """Two parameters that are one in the model, as (layer, name), one of the first layer and one
+    of the last, in either order. Both begin with the first layer's values."""
+    device: torch.device | str | None
+    """By default the mesh's, or this process's CUDA device where the process group has NCCL, else
+    the CPU."""
+    lr_schedule: Callable[[int], float] | None
+    """The factor on the learning rate, given the number of steps done."""
+    dropout_seed: int
+    """What the model draws is a function of this number, the step and the microbatch."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """``Arguments`` with their defaults; the knobs in one object."""
+
+    knobs: ZeroppKnobs
+    mesh: DeviceMesh | None = None
+    optimizer: OptimizerConfig | MakeOptimizer = field(default_factory=OptimizerConfig)
+    group_of: GroupOf = one_group
+    precision: Precision = "fp32"
+    loss_reduction: LossReduction = "mean"
+    sample_keywords: Mapping[str, Tensor] = field(default_factory=dict)
+    weights: Sequence[float] | None = None
+    tied: Tied | None = None
+    device: torch.device | str | None = None
+    lr_schedule: Callable[[int], float] | None = None
+    dropout_seed: int | None = None
+
+    def described(self) -> object:
+        """What must be equal on all ranks."""
+        config = self.optimizer
+        asked = config if isinstance(config, OptimizerConfig) else "of the caller's own"
+        keywords = {
+            name: (tuple(value.shape), value.dtype) for name, value in self.sample_keywords.items()
+        }
+        kinds = self.precision, self.loss_reduction
+        return self.knobs, asked, *kinds, self.weights, self.tied, self.dropout_seed, keywords
+
+    def engine_options(self) -> EngineOptions:
+        """What the engine is told."""
+        seed = self.dropout_seed
+        if seed is None and not self.knobs.compile:
+            seed = 0
+        return EngineOptions(
+            self.precision,
+            if_auto(self.knobs.recompute, "none"),
+            self.knobs.replicate_every,
+            self.knobs.reduce_dtype,
+            self.tied,
+            self.lr_schedule,
+            seed,
+            compile=self.knobs.compile,
+            group_of=self.group_of,
+            loss_reduction=self.loss_reduction,
+        )
+
+
+def request_of(arguments: Mapping[str, Any]) -> Request:
+    """Arguments as they were given, checked.
+
+    Raises TypeError for one that there is not, and InfeasibleError in one line for a value that an
+    argument cannot have.
+    """
+    own = {one.name for one in fields(Request)} - {"knobs"}
+    given = {name: value for name, value in arguments.items() if name in own and value is not None}
+    keywords = {name: value for name, value in arguments.items() if name not in own}
+    knobs = knobs_of(keywords, also=own)
+    for name, kind in (("precision", Precision), ("loss_reduction", LossReduction)):
+        if name in given:
+            check(name, given[name], kind)
+    if "mesh" in given:
+        knobs = replace(knobs, **degrees_of(given["mesh"], keywords))
+    if "tied" in given:
+        first, second = sorted(given["tied"])
+        given["tied"] = (first, second)
+    return Request(knobs, **given)

@@ -1,0 +1,155 @@
+"""The loss of a batch without training on it: a pipeline of forwards alone.
+
+No gradients, no dropout (every module is in evaluation mode while it runs), and nothing stays
+behind: parameters are released again, the modules' modes and torch's random numbers are as before.
+Units of microbatches run through one chunk after another, so that a chunk is gathered once per
+unit. Ranks may have different numbers of rows, and the last microbatch fewer than the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zeropp.engine.channels import Channels
+from zeropp.engine.chunk import Chunk
+from zeropp.engine.interpreter import Loss, Microbatches
+from zeropp.engine.values import TensorShape, tensors_of
+from zeropp.layout import Layout
+from zeropp.literals import LossReduction
+from zeropp.schedule.program import Schedule
+
+
+class Evaluator:
+    """Runs batches forward through this rank's chunks; every method is collective."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        layout: Layout,
+        chunks: Mapping[int, Chunk],
+        channels: Channels,
+        loss: Loss,
+        reduction: LossReduction,
+    ) -> None:
+        self._schedule, self._layout = schedule, layout
+        self._chunks, self._channels = dict(sorted(chunks.items())), channels
+        self._loss, self._reduction = loss, reduction
+        self._rank = layout.coordinates(dist.get_rank())["pp"]
+        self._last = schedule.num_stages - 1
+
+    def run(self, batch: Microbatches) -> float:
+        """The loss of all ranks' batches together: the mean over their rows, or the sum.
+
+        Raises ValueError on every rank where ranks of one pipeline have different numbers of rows,
+        or where no rank has any.
+        """
+        rows = [len(part) for part in batch.inputs]
+        rounds, all_rows = self._agree(sum(rows), len(rows))
+        total = torch.zeros((), dtype=torch.float64, device=self._channels.device)
+        modules = [piece for chunk in self._chunks.values() for piece in chunk.shards.pieces]
+        devices = [total.device] if total.device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices), _evaluating(modules):
+            for first in range(0, rounds * self._schedule.unit, self._schedule.unit):
+                unit = range(first, min(first + self._schedule.unit, len(rows)))
+                for microbatch, loss in self._run_unit(batch, unit):
+                    total += loss * (rows[microbatch] if self._reduction == "mean" else 1)
+        dist.all_reduce(total)
+        return float(total) / (all_rows if self._reduction == "mean" else 1)
+
+    def _agree(self, rows: int, microbatches: int) -> tuple[int, int]:
+        """Units that every rank runs, because gathers are collective; and the rows of all."""
+        counts = torch.zeros(2, dist.get_world_size(), dtype=torch.long)
+        counts[:, dist.get_rank()] = torch.tensor([rows, microbatches])
+        counts = counts.to(self._channels.device)
+        dist.all_reduce(counts)
+        all_rows, all_microbatches = counts.tolist()
+        for pipeline in self._layout.pipelines():
+            found = {rank: all_rows[rank] for rank in pipeline}
+            if len(set(found.values())) > 1:
+                raise ValueError(
+                    f"eval_step: ranks of one pipeline were given different rows ({found}); ranks "
+                    "with the same data_parallel_rank must have the same batch"
+                )
+        total = sum(all_rows[pipeline[0]] for pipeline in self._layout.pipelines())
+        if not total:
+            raise ValueError("eval_step: no rank was given any rows")
+        return -(-max(all_microbatches) // self._schedule.unit), total
+
+    def _run_unit(self, batch: Microbatches, unit: range) -> Iterator[tuple[int, Tensor]]:
+        """Losses of the unit's microbatches, on the rank that has the last stage."""
+        local: dict[tuple[int, int], Sequence[Tensor]] = {}
+        for stage, chunk in self._chunks.items():
+            chunk.shards.unshard()
+            for microbatch in unit:
+                inputs = self._inputs(stage, microbatch, batch, local)
+                output = chunk.infer(inputs, batch.keywords_of(microbatch))
+                if stage == self._last:
+                    yield microbatch, self._loss(output, batch, microbatch)
+                else:
+                    self._pass_on(stage + 1, microbatch, tensors_of(output), local)
+            chunk.shards.reshard()
+        self._channels.drain()
+
+    def _inputs(
+        self,
+        stage: int,
+        microbatch: int,
+        batch: Microbatches,
+        local: dict[tuple[int, int], Sequence[Tensor]],
+    ) -> Sequence[Tensor]:
+        if stage == 0:
+            return (batch.inputs[microbatch],)
+        source = self._schedule.stage_rank[stage - 1]
+        if source == self._rank:
+            return local.pop((stage, microbatch))
+        shapes = self._chunks[stage].arriving
+        assert shapes is not None
+        return self._receive(shapes, source)
+
+    def _pass_on(
+        self,
+        stage: int,
+        microbatch: int,
+        outputs: Sequence[Tensor],
+        local: dict[tuple[int, int], Sequence[Tensor]],
+    ) -> None:
+        target = self._schedule.stage_rank[stage]
+        if target == self._rank:
+            local[stage, microbatch] = outputs
+            return
+        sizes = [size for output in outputs for size in output.shape]
+        self._channels.send(torch.tensor(sizes, device=self._channels.device), target)
+        for output in outputs:
+            self._channels.send(output.contiguous(), target)
+
+    def _receive(self, shapes: Sequence[TensorShape], source: int) -> list[Tensor]:
+        """Tensors of as many dimensions as in training, but of the sizes that come before them."""
+        device = self._channels.device
+        count = sum(len(shape.size) for shape in shapes)
+        sizes = torch.empty(count, dtype=torch.long, device=device)
+        self._channels.receive(sizes, source).wait()
+        left = iter(sizes.tolist())
+        tensors = []
+        for shape in shapes:
+            size = torch.Size(next(left) for _ in shape.size)
+            tensors.append(TensorShape(size, shape.dtype).empty(device))
+            self._channels.receive(tensors[-1], source).wait()
+        return tensors
+
+
+@contextmanager
+def _evaluating(roots: Iterable[nn.Module]) -> Iterator[None]:
+    """All modules in evaluation mode; afterwards each in the mode in which it was."""
+    training = [module for root in roots for module in root.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

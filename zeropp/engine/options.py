@@ -1,0 +1,74 @@
+"""What an engine is told: its pieces of the model, and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeropp.engine.flat_layout import Name
+from zeropp.engine.sharding import GroupOf
+from zeropp.engine.values import TensorShape
+from zeropp.layout import InfeasibleError
+from zeropp.literals import LossReduction, Precision, Recompute, ReduceEvery, WireType
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One pipeline piece that this rank holds. ``deferrable``: its linear layers may put off
+    their weight gradients, and it is what recomputation recomputes (a transformer block)."""
+
+    index: int
+    stage: int
+    module: nn.Module
+    deferrable: bool
+
+
+Boundary = Callable[[int], Sequence[TensorShape]]
+MakeOptimizer = Callable[[Mapping[str, list[nn.Parameter]]], torch.optim.Optimizer]
+
+
+def one_group(name: Name, parameter: nn.Parameter) -> str:
+    """All parameters in one optimizer group."""
+    del name, parameter
+    return "all"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine may be told beside its part of a plan.
+
+    ``replicate_every``: gradients cross the replicas at every reduction, or at a step's last;
+    ``reduce_dtype``: the type in which gradients are sent; ``tied`` names two parameters as
+    (piece, name) that are one in the model; ``lr_schedule`` gives the factor on the learning rate
+    from the number of steps done; ``dropout_seed``: what the model draws is a function of it, of
+    the step and of the microbatch, so that every topology draws the same; ``random``: the model may
+    draw random numbers, and recomputation draws the same ones again (False saves the time that
+    this takes); ``compile``: each block runs through torch.compile; ``group_of``: the optimizer
+    group of a parameter, by its (piece, name); ``loss_reduction``: whether a batch's loss is the
+    mean over its rows, or the sum, as the loss function gives it for a microbatch. Raises
+    InfeasibleError for ``compile`` with a ``dropout_seed``: compiled code draws from a generator of
+    its own.
+    """
+
+    precision: Precision = "fp32"
+    recompute: Recompute = "none"
+    replicate_every: ReduceEvery = "step"
+    reduce_dtype: WireType = "fp32"
+    tied: tuple[Name, Name] | None = None
+    lr_schedule: Callable[[int], float] | None = None
+    dropout_seed: int | None = None
+    random: bool = True
+    compile: bool = False
+    group_of: GroupOf = one_group
+    loss_reduction: LossReduction = "mean"
+    recomputed: tuple[int, ...] = ()  # blocks of each stage, its first ones; empty: all of them
+
+    def __post_init__(self) -> None:
+        if self.compile and self.dropout_seed is not None:
+            raise InfeasibleError(
+                "compile=True: compiled blocks draw dropout from a generator of their own "
+                "(use compile=False, or no dropout)"
+            )

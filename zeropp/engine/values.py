@@ -1,0 +1,71 @@
+"""What passes from layer to layer: one tensor or several, and the keyword inputs of a microbatch.
+
+A layer that returns a tuple hands its tensors to the next layer as positional arguments. Keyword
+inputs (attention masks, positions) belong to a microbatch and not to a layer: every pipeline rank
+holds those of its own rows, and each layer gets the ones that its ``forward`` names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Value = Tensor | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """Shape and number type of one tensor that crosses from a stage to the next."""
+
+    size: torch.Size
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A tensor of this shape, to receive a message into."""
+        return torch.empty(self.size, dtype=self.dtype, device=device)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient comes back for it; token numbers and masks have none."""
+        return self.dtype.is_floating_point
+
+
+def tensors_of(value: Value) -> tuple[Tensor, ...]:
+    """The tensors that a layer has returned."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def keywords_of(function: Callable[..., Any]) -> frozenset[str]:
+    """The parameter names of a function, or of a module's ``forward``; none where Python cannot
+    tell them (functions written in C)."""
+    try:
+        target = function.forward if isinstance(function, nn.Module) else function
+        return frozenset(inspect.signature(target).parameters)
+    except ValueError:
+        return frozenset()
+
+
+def chosen(keywords: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
+    """Those keyword inputs that have one of the names."""
+    return {name: value for name, value in keywords.items() if name in names}
+
+
+def split_rows(
+    keywords: Mapping[str, Tensor], microbatch_size: int
+) -> Sequence[Mapping[str, Tensor]]:
+    """Keyword inputs of a batch, cut into microbatches along dimension 0; empty without any."""
+    parts = {name: torch.split(value, microbatch_size) for name, value in keywords.items()}
+    count = len(next(iter(parts.values()), ()))
+    return [{name: part[index] for name, part in parts.items()} for index in range(count)]
+
+
+def cast(values: Sequence[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    """Floating-point tensors in another number type; None leaves all as they are."""
+    if dtype is None:
+        return tuple(values)
+    return tuple(value.to(dtype) if value.is_floating_point() else value for value in values)

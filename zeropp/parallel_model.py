@@ -1,0 +1,139 @@
+"""What ``parallelize`` gives: this rank's part of a model, to train, evaluate, save and load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeropp.engine.checks import check_batch, check_names, check_same_rows
+from zeropp.engine.engine import Engine
+from zeropp.engine.interpreter import Microbatches
+from zeropp.engine.values import split_rows
+from zeropp.layout import Layout
+from zeropp.training import StepResult
+
+
+class ParallelModel:
+    """This rank's part of the model, its optimizer included.
+
+    Every method but ``close`` is collective: all ranks call it. ``rows`` are this rank's of a
+    global batch, those of ``data_parallel_rank`` out of ``data_parallel_size`` equal parts, as a
+    ``DistributedSampler`` numbers them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sample: Tensor,
+        sample_keywords: Mapping[str, Tensor],
+        rows: slice,
+        layout: Layout,
+    ) -> None:
+        self.engine = engine
+        self.rows = rows
+        self.data_parallel_rank = layout.dp_index(dist.get_rank())
+        self.data_parallel_size = layout.dp
+        self._microbatch_size = len(sample)
+        self._keywords = frozenset(sample_keywords)
+        self._failure = ""
+
+    def train_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> StepResult:
+        """Train one step on this rank's ``rows`` of the global batch.
+
+        ``inputs``, ``targets`` and every keyword input have [rows, ...] entries; microbatch j is
+        rows j*b .. (j+1)*b-1. A keyword input goes to the layers whose ``forward`` names it, and to
+        the loss function where that names it. Gives the loss of the global batch and the gradient's
+        norm before clipping, equal on every rank. Raises ValueError where the number of rows is
+        another, TypeError for other keyword inputs than ``sample_keywords`` had, and RuntimeError
+        under ``torch.no_grad`` or after a step that raised: what it left undone on the ranks
+        cannot be told, so the model must be built anew.
+        """
+        self._check_whole()
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_step: gradients are disabled (leave torch.no_grad first)")
+        check_names(keyword_inputs, self._keywords)
+        batch = {"inputs": inputs, "targets": targets, **keyword_inputs}
+        check_batch(batch, self.rows.stop - self.rows.start)
+        try:
+            parts = self._microbatches(inputs, targets, keyword_inputs)
+            return self.engine.step(parts.inputs, parts.targets, parts.keywords)
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def eval_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> float:
+        """The loss of a batch, forward only: no gradients, every module in evaluation mode.
+
+        Takes any number of rows, on each data-parallel rank its own number (also none); ranks with
+        the same ``data_parallel_rank`` give the same rows. Gives the mean over all rows of all
+        ranks (the sum with ``loss_reduction="sum"``), equal on every rank. Nothing of it stays: a
+        training run with evaluations in it is the same as one without. Raises ValueError where
+        ranks of one pipeline have different rows, and TypeError as ``train_step`` does.
+        """
+        self._check_whole()
+        check_names(keyword_inputs, self._keywords)
+        check_same_rows({"inputs": inputs, "targets": targets, **keyword_inputs})
+        return self.engine.evaluate(self._microbatches(inputs, targets, keyword_inputs))
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of this rank's shards, for ``torch.optim.lr_scheduler``."""
+        return self.engine.optimizer
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Unsharded fp32 CPU copies of this rank's layers, named ``{layer}.{parameter}``."""
+        return self.engine.full_parameters()
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """On rank 0 all parameters, unsharded, fp32 and on the CPU, named ``{layer}.{parameter}``;
+        empty on the other ranks. For models that fit into one machine's memory."""
+        mine = dict(self.full_parameters())  # which all ranks gather
+        if self.data_parallel_rank > 0:
+            mine = {}
+        parts: list[dict[str, Tensor]] | None = None
+        if dist.get_rank() == 0:
+            parts = [{} for _ in range(dist.get_world_size())]
+        dist.gather_object(mine, parts, dst=0)
+        return {name: value for part in parts or [] for name, value in part.items()}
+
+    def save(self, directory: Path | str) -> None:
+        """Write a checkpoint that any topology can load: parameters, optimizer, steps done.
+
+        It is whole or not there: the last checkpoint of that name stays until this one is written.
+        """
+        self.engine.save(directory)
+
+    def load(self, directory: Path | str) -> None:
+        """Read a checkpoint of this topology or another; raises CheckpointError where a file is
+        missing or is not as it was written."""
+        self.engine.load(directory)
+
+    def close(self) -> None:
+        """Give up the threads and process groups of this model, which is of no more use."""
+        self.engine.close()
+
+    def __enter__(self) -> ParallelModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _check_whole(self) -> None:
+        if self._failure:
+            raise RuntimeError(
+                f"an earlier step raised {self._failure}; build the model anew and load a "
+                "checkpoint"
+            )
+
+    def _microbatches(
+        self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]
+    ) -> Microbatches:
+        if not len(inputs):
+            return Microbatches((), ())
+        size = self._microbatch_size
+        keywords = split_rows(keyword_inputs, size)
+        return Microbatches(torch.split(inputs, size), torch.split(targets, size), keywords)
