@@ -75,7 +75,7 @@ def _distances(
         if updates:
             message.copy_(torch.cat([updates[name].flatten() for name in names]))
         dist.broadcast(message, 0)
-        for name, wanted in zip(names, message.cpu().split(sizes), strict=True):
+        for name, wanted in zip(names, torch.split(message.cpu(), sizes), strict=True):
             if name in after:
                 seen = after[name].double() - before[name]
                 yield norm_of(seen.flatten() - wanted)

@@ -19,7 +19,7 @@ from zeropp.engine.randomness import seed_piece
 from zeropp.engine.values import TensorShape
 from zeropp.model import build_model, build_piece
 from zeropp.plan import Candidate, Plan, Task
-from zeropp.shape import ModelShape
+from zeropp.shape import Family, ModelShape
 from zeropp.training import OptimizerConfig
 
 SEED = 11
@@ -45,7 +45,7 @@ class Case:
     replicate_every: str = "step"
     keep: int = 0
     tied: bool = False
-    family: str = "gpt"
+    family: Family = "gpt"
     dropout: float = 0.0
     placement: str = "dp_inner"
     precision: str = "fp32"
@@ -64,7 +64,7 @@ class Case:
         kv_heads = 2 if self.family == "llama" else 4
         return ModelShape(
             "test", self.family, self.layers, 32, 4, kv_heads, 64, 61, 12, self.tied, self.dropout
-        )  # type: ignore[arg-type]
+        )
 
     def plan(self) -> Plan:
         knobs = ZeroppKnobs(
@@ -148,7 +148,7 @@ def local_microbatches(case: Case, step: int) -> tuple[Sequence[Tensor], Sequenc
     inputs, targets = (
         part.chunk(layout.dp)[layout.dp_index(dist.get_rank())] for part in case.data(step)
     )
-    return inputs.split(1), targets.split(1)
+    return torch.split(inputs, 1), torch.split(targets, 1)
 
 
 @dataclass
@@ -183,7 +183,8 @@ def train_alone(case: Case, dtype: torch.dtype, steps: int, config: OptimizerCon
     for step in range(steps):
         optimizer.zero_grad()
         total = 0.0
-        for number, (x, y) in enumerate(zip(*(p.split(1) for p in case.data(step)), strict=True)):
+        rows = (torch.split(part, 1) for part in case.data(step))
+        for number, (x, y) in enumerate(zip(*rows, strict=True)):
             hidden = x
             for index, piece in enumerate(model):
                 if case.dropout:

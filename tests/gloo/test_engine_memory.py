@@ -50,9 +50,9 @@ def measure(case: Case) -> Peaks:
 def _after_every_action(engine: Engine, look: Callable[[], None]) -> None:
     handlers = engine.interpreter._handlers
 
-    def looking(handler):  # type: ignore[no-untyped-def]
-        def run(action, step) -> None:  # type: ignore[no-untyped-def]
-            handler(action, step)
+    def looking(handler: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: object) -> None:
+            handler(*arguments)
             look()
 
         return run

@@ -40,7 +40,9 @@ def run_by_torch(case: Case, programs: Path) -> dict[str, Tensor]:
     count = plan.schedule.num_stages
     modules = {s: Stage(case, plan.pieces_of(s)) for s in plan.schedule.stages_of(rank)}
     stages = [PipelineStage(m, s, count, torch.device("cpu")) for s, m in modules.items()]
-    runtime = _PipelineScheduleRuntime(stages, plan.num_microbatches, loss_fn=loss_function)
+    runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+        stages, plan.num_microbatches, loss_fn=loss_function
+    )
     runtime._load_csv(str(programs))
     inputs, targets = case.data(0)
     arguments = (inputs,) if rank == 0 else ()
@@ -50,6 +52,7 @@ def run_by_torch(case: Case, programs: Path) -> dict[str, Tensor]:
         name.removeprefix("pieces."): parameter.grad
         for module in modules.values()
         for name, parameter in module.named_parameters()
+        if parameter.grad is not None
     }
 
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, cast
 
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 # What is slow to import, dynamo among it: optimizers import it on their first step.
 PRELOADED = [
@@ -95,7 +95,7 @@ class World:
         self, workers: list[tuple[BaseProcess, Connection]], timeout_s: float
     ) -> list[tuple[bool, Any]]:
         replies: dict[int, tuple[bool, Any]] = {}
-        pipes = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+        pipes: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
         deadline = time.monotonic() + timeout_s
         while len(replies) < len(workers):
             left = deadline - time.monotonic()
@@ -103,9 +103,9 @@ class World:
             if not ready:
                 break
             for pipe in ready:
-                rank = pipes[pipe]  # type: ignore[index]
+                rank = pipes[pipe]
                 try:
-                    replies[rank] = pipe.recv()  # type: ignore[union-attr]
+                    replies[rank] = cast(Connection, pipe).recv()
                 except EOFError:
                     replies[rank] = (False, "died")
                 if not replies[rank][0]:
@@ -157,7 +157,7 @@ def _run_task(
     store = TCPStore("127.0.0.1", place.port, wait_for_workers=False, timeout=limit)
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(place.task, store),
+        store=PrefixStore(place.task, store),
         rank=rank,
         world_size=place.size,
         timeout=limit,

@@ -36,7 +36,7 @@ SWEEP = [
 
 def ranks_of(runs: Path) -> dict[int, psutil.Process]:
     """Every live rank whose log lies below ``runs``, by its number."""
-    found = {}
+    found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             logs = [Path(f.path) for f in process.open_files() if f.path.endswith(".log")]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.launch.local import launch
+from benchmarks.launch.options import LocalOptions
 from benchmarks.launch.points import plan_point
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
@@ -63,7 +64,7 @@ def test_loss_curve_is_that_of_one_process(
     point = plan_point(spec_of(*CONFIGURATIONS[name], gate=gated))
     assert point.plan is not None, point.reason
     with SweepProgress(1) as progress:
-        (record,) = launch([point], {}, tmp_path, progress)
+        (record,) = launch([point], LocalOptions("local"), tmp_path, progress)
     assert record.status == "ok", record.reason
     assert record.losses == pytest.approx(expected, rel=1e-4)
     assert (record.gate is not None and record.gate.passed) == gated

@@ -72,7 +72,7 @@ class PageTransport:
         """The page is closed by its fixture."""
 
 
-class PageBackend(TraceProcessorRpc):
+class PageBackend(TraceProcessorRpc):  # type: ignore[misc]
     """The package's client of that protocol, with the two requests that load a trace."""
 
     def parse(self, chunk: bytes) -> Any:
@@ -91,7 +91,7 @@ class PageBackend(TraceProcessorRpc):
         return reply
 
 
-class PageTraceProcessor(TraceProcessor):
+class PageTraceProcessor(TraceProcessor):  # type: ignore[misc]
     """``TraceProcessor`` over the page instead of a native process."""
 
     def __init__(self, page: Page, trace: Path) -> None:

@@ -76,7 +76,8 @@ def torch_programs(name: str, ranks: int, chunks: int, microbatches: int) -> lis
     for rank in range(ranks):
         actions = []
         for action in schedule.pipeline_order_with_comms[rank]:
-            parts = action.sub_actions if action.computation_type is OVERLAP_F_B else [action]
+            overlaps = action.computation_type is OVERLAP_F_B
+            parts = (action.sub_actions or ()) if overlaps else (action,)
             actions += [str(part) for part in parts]
         programs.append([text for text in actions if "SEND" not in text and "RECV" not in text])
     return programs
@@ -109,7 +110,7 @@ def test_torch_plan_is_that_of_torch(name: str, ranks: int, chunks: int, microba
 
 
 WAY_OUT = r"(use|try|change|it has|input should be)"
-REFUSED = {
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "deepspeed_3d": [
         ({"tp": 3, "replicate": 1, "pp": 1}, "contender.tp=3: must divide model.heads=4"),
         ({"chunks": 2}, "contender.chunks=2"),

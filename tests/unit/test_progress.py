@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_a_log_has_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=out, width=80, force_terminal=False)
     monkeypatch.setattr(progress, "_CONSOLE", console)
     clock = iter(range(0, 1000, 4))  # every look at the clock is 4 s later
-    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
     with progress.progress_line() as bar:
         line = bar.add_task("cells", total=9)
         for _ in range(9):

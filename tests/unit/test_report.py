@@ -6,6 +6,7 @@ import json
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -147,8 +148,8 @@ def test_a_speedup_shows_its_doubts_at_the_number(tmp_path: Path) -> None:
 
 def test_rows_of_tables_name_their_records(tmp_path: Path) -> None:
     ours, base = make_record("zeropp"), make_record("deepspeed_3d")
-    traced = {"provenance": "traced", "attempt": "trace-1", "noise": 0.0}
-    other = make_record("zeropp", **traced, fields={"predicted": {"peak_bytes": 2**20}})
+    predicted = {"predicted": {"peak_bytes": 2**20}}
+    other = make_record(provenance="traced", attempt="trace-1", noise=0.0, fields=predicted)
     rows = latest_ok(frame_of(ours, base, other, root=tmp_path))
     tables = comparison_tables(rows)
     assert list(tables["speedup"].data.index) == [f"{ours.record_id} {base.record_id}"]
@@ -192,7 +193,8 @@ def test_traced_memory_is_broken_down_by_kind(tmp_path: Path) -> None:
     )
     (picture,) = memory_breakdown(latest_ok(frame_of(traced, root=tmp_path)))
     assert picture.caption.startswith("Traced memory")
-    heights = [patch.get_height() * 2**10 for patch in picture.figure.axes[0].patches]
+    bars: list[Any] = list(picture.figure.axes[0].patches)
+    heights = [bar.get_height() * 2**10 for bar in bars]
     assert heights == [1.0, 2.0]
 
 
