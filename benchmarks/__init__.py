@@ -13,6 +13,28 @@ folder per role, listed here in the direction in which data flows:
   committed tables (validation, the verdict on the 33 %, memory, schedules).
 """
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+_NEEDED = ("hydra", "omegaconf", "pydantic", "rich", "jinja2", "numpy", "pandas", "torch")
+
+
+def _refuse_an_environment_without_the_suite() -> None:
+    """One line in place of a traceback where a command is started by another Python than the one
+    that the suite was installed for. Exit status 2."""
+    problem = ""
+    if sys.version_info < (3, 11):  # noqa: UP036  (it is told, and not a SyntaxError)
+        problem = f"this Python is {sys.version.split()[0]}, and 3.11 or newer is needed"
+    elif missing := [name for name in _NEEDED if find_spec(name) is None]:
+        problem = f"{missing[0]} is not installed for {sys.executable}"
+    if problem:
+        activate = CHECKOUT / ".venv" / "bin" / "activate"
+        remedy = f"source {activate}" if activate.exists() else "pip install -e '.[suite]'"
+        print(f"error: {problem}: {remedy}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+if sys.argv[:1] == ["-m"]:  # a command: runpy imports this package before its module
+    _refuse_an_environment_without_the_suite()

@@ -23,7 +23,8 @@ from benchmarks.specification.run_spec import SpecError
 from zeropp.layout import most_microbatches
 from zeropp.schedule import ScheduleError, build, lower, validate
 from zeropp.schedule.action import parse_action
-from zeropp.schedule.event_loop import EventResult, run
+from zeropp.schedule.event_loop import run
+from zeropp.schedule.event_result import EventResult
 from zeropp.schedule.legality import live_activations, resident_chunks
 from zeropp.schedule.program import StageCost
 from zeropp.timeline import Span, Timeline

@@ -11,7 +11,10 @@ measurement to compare it with.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -22,12 +25,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launch.progress import progress_line
 from benchmarks.records.metrics import UNMEASURED
 from benchmarks.records.record import check_writable, write_atomically
-from benchmarks.specification.command import run_command
+from benchmarks.specification.command import leave_interrupts_to_parent, run_command
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import CONTENDERS, PRICED
+from benchmarks.specification.progress import progress_line
 from benchmarks.specification.run_spec import SpecError, check_heads, check_priced, validated
 from zeropp.cluster import Cluster
 from zeropp.cost import compute_limit
@@ -69,7 +72,7 @@ def _tune() -> int:
     specs = [_checked(config) for config in compose("tune")]
     statuses = []
     for spec in specs:
-        outcomes = [tune(spec, name) for name in spec.contenders]
+        outcomes = tune(spec)
         show(outcomes)
         statuses.append(hand_over(spec, outcomes))
     return max(statuses, default=0)
@@ -112,18 +115,32 @@ def _experiment(spec: TuneSpec, cell: dict[str, Any], candidate: Candidate[Any])
     return f"# @package _global_\n{body}"
 
 
-def tune(spec: TuneSpec, name: str) -> Outcome[Any]:
-    """Search for one contender's best plan, with a progress line on the terminal."""
-    contender = PRICED[name]
-    with progress_line() as bar:
-        line = bar.add_task(contender.label, total=None)
+def tune(spec: TuneSpec) -> list[Outcome[Any]]:
+    """Search all contenders, one process per core, with a progress line on the terminal.
 
-        def progress(settled: int, known: int, best: Evaluated[Any] | None) -> None:
-            label = contender.label
-            text = label if best is None else f"{label}: best {best.step_s:.3f} s"
-            bar.update(line, completed=settled, total=known, description=text)
+    Those that take longest are begun first; the outcomes are in the order of ``spec.contenders``.
+    """
+    if len(spec.contenders) == 1:
+        return [search_one(spec, spec.contenders[0])]
+    slow_first = sorted(spec.contenders, key=lambda name: _SLOWEST.get(name, 0), reverse=True)
+    processes = min(os.cpu_count() or 1, len(spec.contenders))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn, leave_interrupts_to_parent) as pool:
+        waiting = {name: pool.submit(search_one, spec, name) for name in slow_first}
+        with progress_line() as bar:
+            line = bar.add_task("contenders", total=len(waiting))
+            for _ in as_completed(waiting.values()):
+                bar.advance(line)
+        return [waiting[name].result() for name in spec.contenders]
 
-        return search(spec.task, contender, progress=progress, tolerance=spec.tolerance)
+
+# How long a search takes by comparison; those that are not named are quick.
+_SLOWEST = {"torchtitan": 4, "torch_pp": 3, "zeropp": 2, "best_3d": 1}
+
+
+def search_one(spec: TuneSpec, name: str) -> Outcome[Any]:
+    """Search one contender."""
+    return search(spec.task, PRICED[name], tolerance=spec.tolerance)
 
 
 def show(outcomes: list[Outcome[Any]]) -> None:

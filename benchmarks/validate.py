@@ -14,6 +14,7 @@ from benchmarks.records.metrics import UNMEASURED
 from benchmarks.records.record import check_writable
 from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.compose import preset
+from benchmarks.specification.progress import told
 from benchmarks.specification.run_spec import SpecError
 from benchmarks.studies.validation.errors import (
     HEADER,
@@ -43,7 +44,7 @@ def _validate(arguments: Sequence[str] | None) -> int:
     lines = [line for path in options.files or training_tables() for line in read_rows(path)]
     if not lines:
         raise SpecError(f"{', '.join(map(str, options.files))}: no rows")
-    outcomes = [outcome_of(line, options.cluster) for line in lines]
+    outcomes = [outcome_of(line, options.cluster) for line in told(lines, len(lines), "rows")]
     errors = errors_of(predicted_rows(outcomes))
     if options.verbose:
         print("\n".join(_row_line(outcome) for outcome in outcomes), end="\n\n")

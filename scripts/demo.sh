@@ -5,4 +5,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
 make_environment ".[suite]"
-exec .venv/bin/python -m benchmarks.run experiment=demo "$@"
+status=0
+.venv/bin/python -m benchmarks.run experiment=demo "$@" || status=$?
+[ "$status" = 0 ] && cat <<END
+
+Go on from here, in this folder:
+  source .venv/bin/activate
+  python -m benchmarks.run model=gpt_mini num_gpus=4 contender=torch_pp contender.pp=2
+  python -m benchmarks.report        # all that was run: tables, figures, results/reports/latest
+END
+exit "$status"

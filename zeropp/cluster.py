@@ -41,6 +41,11 @@ class Device:
 
     __pydantic_config__ = _STRICT
 
+    def __hash__(self) -> int:
+        """Of the name alone: a search asks for it millions of times. Those of one name are still
+        told apart by all their fields."""
+        return hash(self.name)
+
     @property
     def usable_bytes(self) -> int:
         """Bytes that tensors may take: the device's memory without ``reserved_gib``."""
@@ -87,3 +92,8 @@ class Cluster:
     reduction_gain: Annotated[float, MORE_THAN_0] = 1.0
 
     __pydantic_config__ = _STRICT
+
+    def __hash__(self) -> int:
+        """Of the name alone: a search asks for it millions of times. Those of one name are still
+        told apart by all their fields."""
+        return hash(self.name)

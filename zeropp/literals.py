@@ -3,6 +3,7 @@
 from typing import Literal, TypeVar
 
 Auto = Literal["auto"]
+BlockHalf = Literal["attention", "mlp"]  # each with its norm and its residual add
 Axis = Literal["tp", "pp", "shard", "replicate"]
 Placement = Literal["dp_inner", "pp_inner"]  # how ranks are numbered; see ``Layout``
 Precision = Literal["fp32", "bf16"]

@@ -7,11 +7,12 @@ is priced is what runs. Imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, floor
 from typing import Generic, Protocol, TypeVar
 
 from zeropp.cluster import Cluster
 from zeropp.layout import Layout
-from zeropp.literals import Precision, Recompute, ReduceEvery, StageStyle, WireType
+from zeropp.literals import BlockHalf, Precision, Recompute, ReduceEvery, StageStyle, WireType
 from zeropp.programs import program_named
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
@@ -80,9 +81,11 @@ class MemoryBytes:
 class Plan:
     """Everything that a rank needs to know about one step of one configuration.
 
-    The model is the list of pieces ``[embedding, block 0 .. L-1, head]``; stage ``s`` holds the
-    pieces ``cuts[s] .. cuts[s+1]-1``. In every step ``num_microbatches`` microbatches of
-    ``microbatch_size`` sequences pass through every pipeline.
+    The model is the list of pieces ``[embedding, block 0 .. L-1, head]``. Stage ``s`` begins at
+    ``cuts[s]`` and ends before ``cuts[s+1]``: 3 is the beginning of piece 3, and 3.5 is inside
+    piece 3, a block, behind its attention and before its MLP. In every step, ``num_microbatches``
+    microbatches of ``microbatch_size`` sequences pass through the pipeline of every data-parallel
+    rank.
     """
 
     contender: str
@@ -90,8 +93,8 @@ class Plan:
     layout: Layout
     microbatch_size: int
     schedule: Schedule
-    cuts: tuple[int, ...]
-    program: str  # name of the training program in ``zeropp.programs``
+    cuts: tuple[float, ...]
+    program: str  # name in the registry: what it has, overlaps, copies and keeps
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     # How many blocks of each stage are recomputed, which are its first ones; empty: all blocks.
@@ -109,8 +112,11 @@ class Plan:
     memory: tuple[MemoryBytes, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError, with the known names, if the program is not registered."""
+        """Refuse a program that is not registered, and cuts inside blocks together with
+        recomputation, which knows whole blocks alone (ValueError)."""
         program_named(self.program)
+        if self.recompute != "none" and any(cut % 1 for cut in self.cuts):
+            raise ValueError(f"recompute={self.recompute}: recomputed blocks cannot be cut inside")
 
     @property
     def gathers(self) -> bool:
@@ -125,16 +131,28 @@ class Plan:
         return self.schedule.num_microbatches
 
     @property
+    def num_units(self) -> int:
+        """Scheduling units per step, the last of which may be short."""
+        return -(-self.num_microbatches // self.schedule.unit)
+
+    @property
     def global_batch(self) -> int:
         """Sequences per step over all ranks."""
         return self.microbatch_size * self.num_microbatches * self.layout.dp
 
     def pieces_of(self, stage: int) -> range:
-        """Indices of the pieces that a stage holds."""
-        return range(self.cuts[stage], self.cuts[stage + 1])
+        """Indices of the pieces that a stage holds as a whole."""
+        return range(ceil(self.cuts[stage]), floor(self.cuts[stage + 1]))
+
+    def halves_of(self, stage: int) -> tuple[tuple[int, BlockHalf], ...]:
+        """The halves of blocks that a stage holds beside its whole pieces, with the index of their
+        piece: the MLP of a block that it begins in, the attention of one that it ends in."""
+        begin, end = self.cuts[stage], self.cuts[stage + 1]
+        halves: list[tuple[int, BlockHalf]] = [(floor(begin), "mlp")] if begin % 1 else []
+        return (*halves, *([(floor(end), "attention")] if end % 1 else []))  # type: ignore[arg-type]
 
     def blocks_of(self, stage: int) -> int:
-        """The number of transformer blocks in a stage."""
+        """How many whole transformer blocks a stage holds."""
         pieces = self.pieces_of(stage)
         return len(pieces) - (0 in pieces) - (self.shape.num_pieces - 1 in pieces)
 

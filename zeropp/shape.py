@@ -33,6 +33,11 @@ class ModelShape:
     dropout: Annotated[float, FROM_0_TO_1] = 0.0
     gated_mlp: bool | None = None
 
+    def __hash__(self) -> int:
+        """Of the name alone: a search asks for it millions of times. Those of one name are still
+        told apart by all their fields."""
+        return hash(self.name)
+
     @property
     def gates(self) -> int:
         """How many matrix products the MLP applies to its input: 2 if it is gated, else 1."""

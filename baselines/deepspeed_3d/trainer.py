@@ -34,7 +34,7 @@ from zeropp.model import build_piece
 from zeropp.optimizer import build_optimizer, square_norm
 from zeropp.plan import Plan
 from zeropp.schedule.action import Action, Op
-from zeropp.schedule.event_loop import LANES
+from zeropp.schedule.event_result import LANES
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
 
@@ -92,7 +92,7 @@ class DeepSpeedTrainer:
 
         layers = [LayerSpec(Factory, make, index) for index in range(shape.num_pieces)]
         module = _CutPipeline(
-            plan.cuts,
+            tuple(int(cut) for cut in plan.cuts),
             layers=tie(layers, make, group) if shape.tied_embeddings else layers,
             topology=topology,
             loss_fn=lambda logits, labels: vocabulary_cross_entropy(logits, labels, group),

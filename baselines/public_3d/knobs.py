@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from zeropp.literals import Auto, Placement
+from zeropp.literals import Auto, Placement, Recompute
 from zeropp.ranges import AT_LEAST_1
 
 Public3D = Literal["best_3d", "megatron_core", "megatron_deepspeed", "zero_bubble"]
@@ -24,9 +24,10 @@ class Public3DKnobs:
     chunks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # model chunks per rank (V)
     schedule: Public3DSchedule | Auto = "auto"
     sequence_parallel: bool | Auto = "auto"
-    recompute: Literal["none", "full"] | Auto = "auto"
+    recompute: Recompute | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # per stage, its first ones
     placement: Placement | Auto = "auto"  # which ranks share a node
+    split_blocks: bool | Auto = "auto"  # a stage may end inside a block; auto: where it is searched
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 

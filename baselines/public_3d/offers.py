@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baselines.public_3d.knobs import Public3D, Public3DSchedule
-from zeropp.literals import Placement
+from zeropp.literals import Placement, Recompute
 
 _VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12)
 
@@ -16,13 +16,19 @@ class Offer:
     """One program's choices. ``schedules``: numbers of model chunks per rank that each may have;
     ``program`` is its name in the registry of programs, whose traits set the price.
 
-    ``recomputed``: schedules under which activations can be recomputed.
+    ``recomputed``: schedules under which activations can be recomputed, in the ways of
+    ``recomputes``. ``interleaves_few``: interleaved schedules take fewer microbatches than there
+    are pipeline ranks. ``split_blocks``: a stage may end inside a block.
     """
 
     program: str
     schedules: Mapping[Public3DSchedule, tuple[int, ...]]
     recomputed: frozenset[Public3DSchedule]
+    # Megatron's selective recomputation drops attention scores, which fused attention never keeps.
+    recomputes: tuple[Recompute, ...] = ("none", "full")
     sequence_parallel: bool = True
+    interleaves_few: bool = False
+    split_blocks: bool = False
     placements: tuple[Placement, ...] = ("dp_inner", "pp_inner")
 
 
@@ -63,5 +69,8 @@ OFFERS: dict[Public3D, Offer] = {
             "zbv": (2,),
         },
         recomputed=frozenset({*_MEGATRON_SCHEDULES, "zb_h1", "interleaved_zb", "zbv"}),
+        recomputes=("none", "selective", "full"),  # torch's selective checkpointing
+        interleaves_few=True,  # torch/distributed/pipelining/schedules.py: one round of them
+        split_blocks=True,  # torch's pipelining takes any module for a stage
     ),
 }

@@ -10,10 +10,11 @@ from baselines.public_3d.knobs import Public3DKnobs, Public3DSchedule
 from baselines.public_3d.offers import OFFERS
 from baselines.tensor_parallel import check_tensor_parallel
 from zeropp.cost import PlanPrice, cut_by_cost
-from zeropp.layout import InfeasibleError
+from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import if_auto
 from zeropp.plan import Plan, Task
 from zeropp.planner.degrees import (
+    check_split_blocks,
     check_stages,
     microbatches_per_step,
     recomputed_blocks,
@@ -36,10 +37,12 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> Plan:
         placement=if_auto(knobs.placement, "dp_inner"),
     )
     _check_offer(knobs, schedule)
-    check_stages(task, layout)
+    split_blocks = if_auto(knobs.split_blocks, False)
+    check_split_blocks(task, knobs.split_blocks, if_auto(knobs.recompute, "none"))
+    check_stages(task, layout, split_blocks=split_blocks)
     check_tensor_parallel(task.shape, layout)
     microbatches = microbatches_per_step(task, layout, microbatch_size)
-    _check_schedule(schedule, layout.pp, layout.chunks, microbatches)
+    _check_schedule(knobs, schedule, layout, microbatches)
     pp, chunks = layout.pp, layout.chunks
     placement = v_placement(pp) if schedule == "zbv" else loop_placement(pp, chunks)
     plan = Plan(
@@ -55,20 +58,25 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> Plan:
         recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
         reduce_every="step",
     )
-    return replace(plan, cuts=cut_by_cost(plan, task.cluster))
+    return replace(plan, cuts=cut_by_cost(plan, task.cluster, split_blocks=split_blocks))
 
 
 def order(plan: Plan, knobs: Public3DKnobs, price: PlanPrice) -> Iterator[Plan]:
     """The plan in its schedule's order."""
-    layout = plan.layout
-    schedule = _schedule(plan.schedule.name, layout.pp, layout.chunks, plan.num_microbatches)
+    layout, m = plan.layout, plan.num_microbatches
+    group = _group(layout.pp, m)
+    schedule = _schedule(plan.schedule.name, layout.pp, layout.chunks, m, group)
     yield replace(plan, schedule=schedule)
 
 
 @lru_cache(maxsize=128)
-def _schedule(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> Schedule:
+def _schedule(
+    name: str, num_ranks: int, chunks: int, num_microbatches: int, group: int
+) -> Schedule:
     """A lowered schedule; many plans that differ in other degrees share it."""
-    order = build(name, num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches)
+    order = build(
+        name, num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches, group=group
+    )
     return lower(order, gather=False, reduce_every="step")
 
 
@@ -79,13 +87,26 @@ def _check_offer(knobs: Public3DKnobs, schedule: Public3DSchedule) -> None:
         raise InfeasibleError(
             f"contender.schedule={schedule}: {knobs.name} does not have it (use one of {known})"
         )
+    if knobs.recompute not in ("auto", *offer.recomputes):
+        known = ", ".join(offer.recomputes)
+        raise InfeasibleError(
+            f"contender.recompute={knobs.recompute}: {knobs.name} does not have it (use one of "
+            f"{known})"
+        )
+    if knobs.split_blocks is True and not offer.split_blocks:
+        raise InfeasibleError(
+            f"contender.split_blocks=true: {knobs.name} cuts between blocks (use false)"
+        )
     if knobs.sequence_parallel is True and not offer.sequence_parallel:
         raise InfeasibleError(
             f"contender.sequence_parallel=true: {knobs.name} does not have it (use false)"
         )
 
 
-def _check_schedule(name: Public3DSchedule, pp: int, chunks: int, num_microbatches: int) -> None:
+def _check_schedule(
+    knobs: Public3DKnobs, name: Public3DSchedule, layout: Layout, num_microbatches: int
+) -> None:
+    pp, chunks = layout.pp, layout.chunks
     fixed = _FIXED_CHUNKS.get(name, chunks)
     if chunks != fixed:
         raise InfeasibleError(f"contender.chunks={chunks}: {name} has another number (use {fixed})")
@@ -94,9 +115,18 @@ def _check_schedule(name: Public3DSchedule, pp: int, chunks: int, num_microbatch
             f"contender.schedule={name}: one pipeline rank leaves nothing to schedule (use 1f1b)",
             "no pipeline to schedule",
         )
-    if name.startswith("interleaved") and num_microbatches % pp:
+    few = num_microbatches < pp and not OFFERS[knobs.name].interleaves_few
+    if name.startswith("interleaved") and few:
         raise InfeasibleError(
             f"contender.schedule={name}: {num_microbatches} microbatches per step and pipeline "
-            f"must be a multiple of contender.pp={pp} (change global_batch)",
-            "microbatches do not divide into groups of pp",
+            f"must be contender.pp={pp} at least (change global_batch)",
+            "fewer microbatches than pipeline ranks",
         )
+
+
+def _group(pp: int, num_microbatches: int) -> int:
+    """Microbatches that interleaving sends through a chunk before the next chunk's turn: the fewest
+    that Megatron-Core allows (``microbatch_group_size_per_vp_stage``: P at least, and what is left
+    for the last group is nothing or P at least); all, where a program interleaves fewer than P."""
+    groups = range(min(pp, num_microbatches), num_microbatches + 1)
+    return next(size for size in groups if (left := num_microbatches % size) == 0 or left >= pp)

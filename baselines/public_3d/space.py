@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from baselines.public_3d.knobs import Public3DKnobs, Public3DSchedule
 from baselines.public_3d.offers import OFFERS
-from zeropp.literals import Auto
+from zeropp.literals import Auto, Recompute
 from zeropp.tune.space import (
     Point,
     Space,
@@ -22,9 +22,6 @@ from zeropp.tune.space import (
 )
 
 P = TypeVar("P", bound=Public3DKnobs)
-
-# Megatron's selective recomputation drops attention scores, which fused attention never keeps.
-_RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
 
 
 def families(point: Point[P]) -> Iterator[P]:
@@ -40,6 +37,7 @@ def families(point: Point[P]) -> Iterator[P]:
         [s for s in choices(asked.schedule, offer.schedules) if s in offer.schedules],
     ):
         for chunks, recompute, blocks in _chunks_and_blocks(point, schedule):
+            split = offer.split_blocks and recompute == "none" and not point.task.shape.dropout
             yield replace(
                 asked,
                 tp=degrees.tp,
@@ -52,21 +50,21 @@ def families(point: Point[P]) -> Iterator[P]:
                 recompute=recompute,
                 recompute_blocks=blocks,
                 placement=placement,
+                split_blocks=split if asked.split_blocks == "auto" else asked.split_blocks,
             )
 
 
 def _chunks_and_blocks(
     point: Point[P], schedule: Public3DSchedule
-) -> Iterator[tuple[int, Literal["none", "full"], int | Auto]]:
+) -> Iterator[tuple[int, Recompute, int | Auto]]:
     asked, layers = point.asked, point.task.shape.layers
     offer = OFFERS[asked.name]
-    kinds = _RECOMPUTE if schedule in offer.recomputed else _RECOMPUTE[:1]
+    kinds = offer.recomputes if schedule in offer.recomputed else offer.recomputes[:1]
     for chunks in choices(asked.chunks, offer.schedules[schedule]):
         largest = -(-layers // (point.degrees.pp * chunks))
         for recompute, blocks in recompute_choices(
             asked.recompute, asked.recompute_blocks, kinds, largest
         ):
-            assert recompute != "selective"
             yield chunks, recompute, blocks
 
 

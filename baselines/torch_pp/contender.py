@@ -22,7 +22,7 @@ TORCH_PP = Contender(
 TORCHTITAN = Contender(
     name="torchtitan",
     label="torchtitan",
-    style=Style(colour="#CC79A7", hatch="oo", dashes=(0, (6, 1)), marker="D"),
+    style=Style(colour="#882255", hatch="oo", dashes=(0, (6, 1)), marker="h"),
     knobs=TorchtitanKnobs,
     size=size,
     order=order,

@@ -29,6 +29,7 @@ class TorchPPKnobs:
     recompute: Recompute | Auto = "auto"
     recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
     placement: Placement | Auto = "auto"  # which ranks share a node
+    split_blocks: bool | Auto = "auto"  # a stage may end inside a block; auto: where it is searched
     compile: bool = False  # torch.compile every block
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -36,6 +37,8 @@ class TorchPPKnobs:
 
 @dataclass(frozen=True)
 class TorchtitanKnobs(TorchPPKnobs):
-    """Settings of torchtitan: the same as those of torch's pipelines."""
+    """torchtitan has the same degrees and torch's own schedules. It cuts a model between blocks
+    (``torchtitan/distributed/pipeline.py``: stages are lists of whole layers)."""
 
     name: Literal["torchtitan"] = "torchtitan"  # type: ignore[assignment]
+    split_blocks: Literal[False] = False

@@ -19,6 +19,7 @@ from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import if_auto
 from zeropp.plan import Plan, Task
 from zeropp.planner.degrees import (
+    check_split_blocks,
     check_stages,
     default_chunks,
     microbatches_per_step,
@@ -54,7 +55,9 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
         sequence_parallel=if_auto(knobs.sequence_parallel, False),
         placement=if_auto(knobs.placement, "dp_inner"),
     )
-    check_stages(task, layout)
+    split_blocks = if_auto(knobs.split_blocks, False)
+    check_split_blocks(task, knobs.split_blocks, if_auto(knobs.recompute, "none"))
+    check_stages(task, layout, split_blocks=split_blocks)
     check_tensor_parallel(task.shape, layout)
     microbatches = microbatches_per_step(task, layout, microbatch_size)
     _check_microbatches(schedule, layout.pp, microbatches)
@@ -74,7 +77,7 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
         reduce_every="step",
         compile=knobs.compile,
     )
-    return replace(plan, cuts=cut_by_cost(plan, task.cluster))
+    return replace(plan, cuts=cut_by_cost(plan, task.cluster, split_blocks=split_blocks))
 
 
 def order(plan: Plan, knobs: TorchPPKnobs, price: PlanPrice) -> Iterator[Plan]:
@@ -150,7 +153,10 @@ def _compute(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> S
             stage_rank=v_placement(num_ranks),
             programs=dualpipev(num_ranks, num_microbatches),
         )
-    schedule = build(name, num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches)
+    group = num_microbatches // max(1, num_microbatches // num_ranks)
+    schedule = build(
+        name, num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches, group=group
+    )
     if name == "looped_bfs":  # torch runs the backwards of a stage last in, first out
         programs = (_reverse_backwards(program) for program in schedule.programs)
         return replace(schedule, programs=tuple(programs))
@@ -197,11 +203,14 @@ def _refuse(knobs: TorchPPKnobs, schedule: TorchSchedule) -> None:
 
 
 def _check_microbatches(name: str, pp: int, num_microbatches: int) -> None:
-    """Raise InfeasibleError where torch's schedule class refuses the number of microbatches."""
+    """Torch's own conditions on the number of microbatches (``pipelining/schedules.py``). The
+    interleaved schedules go in rounds of equally many, of about ``pp``."""
     least = {"1f1b": pp, "zbv": 2 * pp, "dualpipev": 2 * pp}.get(name, 1)
-    multiple = pp if name in ("interleaved_1f1b", "interleaved_zb") else 1
-    if num_microbatches < least or num_microbatches % multiple:
-        wanted = f"a multiple of {multiple}" if multiple > 1 else f"at least {least}"
+    rounds = 1
+    if name in ("interleaved_1f1b", "interleaved_zb"):
+        rounds = max(1, num_microbatches // pp)
+    if num_microbatches < least or num_microbatches % rounds:
+        wanted = f"a multiple of {rounds}, its rounds," if rounds > 1 else f"at least {least}"
         raise InfeasibleError(
             f"contender.schedule={name}: torch needs {wanted} microbatches per step and pipeline, "
             f"but there are {num_microbatches} (change global_batch)",

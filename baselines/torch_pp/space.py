@@ -40,6 +40,7 @@ def families(point: Point[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
     ):
         recomputes = _RECOMPUTE[:1] if schedule in SPLIT_BACKWARD else _RECOMPUTE
         for chunks, recompute, blocks in _chunks_and_blocks(point, schedule, recomputes):
+            whole = recompute != "none" or point.task.shape.dropout > 0
             yield replace(
                 asked,
                 tp=degrees.tp,
@@ -52,6 +53,7 @@ def families(point: Point[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
                 recompute=recompute,
                 recompute_blocks=blocks,
                 placement=placement,
+                split_blocks=not whole if asked.split_blocks == "auto" else asked.split_blocks,
             )
 
 

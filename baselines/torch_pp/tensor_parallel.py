@@ -20,14 +20,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from zeropp.model.blocks import Block
+from zeropp.model.blocks import Block, HalfBlock
 from zeropp.model.pieces import Embedding
 
 
 def cut_piece(piece: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Cut a piece of ``zeropp.model`` (embedding, block or head) in place over a 1-D mesh."""
     between: Placement = Shard(1) if sequence_parallel else Replicate()
-    if isinstance(piece, Block):
+    if isinstance(piece, Block | HalfBlock):
         styles = _block_styles(between)
     elif isinstance(piece, Embedding):
         styles = _embedding_styles(between)

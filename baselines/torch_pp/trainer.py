@@ -36,12 +36,12 @@ from baselines.fully_sharded import (
 )
 from baselines.torch_pp.tensor_parallel import cut_piece
 from baselines.torch_pp.tied import TiedEnds
-from zeropp.model import build_piece, cross_entropy
+from zeropp.model import build_half, build_piece, cross_entropy
 from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan
 from zeropp.schedule import build as build_schedule
 from zeropp.schedule.action import Action, Op
-from zeropp.schedule.event_loop import LANES
+from zeropp.schedule.event_result import LANES
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
 
@@ -220,8 +220,7 @@ class TorchPipelineTrainer:
         shape, layout = plan.shape, plan.layout
         mesh = data_mesh(self._mesh, layout)
         pieces: dict[int, nn.Module] = {}
-        for index in plan.pieces_of(stage):
-            piece = build_piece(shape, index, seed, self._device)
+        for index, piece in self._pieces(stage, seed):
             if layout.tp > 1:
                 cut_piece(piece, self._mesh["tp"], sequence_parallel=layout.sequence_parallel)
             if 0 < index < shape.num_pieces - 1:
@@ -233,6 +232,16 @@ class TorchPipelineTrainer:
         chunk = _Chunk(pieces)
         shard(chunk, mesh, plan.precision, reshard_after_forward=False)
         return chunk
+
+    def _pieces(self, stage: int, seed: int) -> Iterator[tuple[int, nn.Module]]:
+        """The modules of a stage with their pieces' indices, in their order."""
+        plan, shape = self._plan, self._plan.shape
+        halves = dict(plan.halves_of(stage))
+        for index in sorted({*plan.pieces_of(stage), *halves}):
+            if index in halves:
+                yield index, build_half(shape, index, halves[index], seed, self._device)
+            else:
+                yield index, build_piece(shape, index, seed, self._device)
 
     def _build_stage(self, index: int, chunk: _Chunk) -> _Stage:
         last = self._plan.schedule.num_stages - 1

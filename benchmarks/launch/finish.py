@@ -98,7 +98,8 @@ def _measured(ranks: Mapping[int, Events], header: Header) -> dict[str, Any]:
     """The fields of a record that come from the ranks' events."""
     return {
         "gate": _gate(ranks),
-        "losses": _losses(ranks.get(0, [])),
+        "losses": _of_steps(ranks.get(0, []), "loss"),
+        "grad_norms": _of_steps(ranks.get(0, []), "grad_norm"),
         "warmup_s": _slowest(ranks, "warmup"),
         "step_s": _slowest(ranks, "step"),
         "ranks": [_rank_record(rank, events, header) for rank, events in ranks.items()],
@@ -217,8 +218,8 @@ def _gate(ranks: Mapping[int, Events]) -> GateResult | None:
         return None
 
 
-def _losses(events: Events) -> list[float]:
-    return [e["loss"] for e in _of_kind(events, "warmup", "step") if "loss" in e]
+def _of_steps(events: Events, name: str) -> list[float]:
+    return [e[name] for e in _of_kind(events, "warmup", "step") if name in e]
 
 
 def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:

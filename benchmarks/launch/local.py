@@ -34,12 +34,11 @@ def launch(
     points: Sequence[Point], options: LocalOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Run every point; a point that fails does not stop the next."""
-    del options
     close_abandoned(runs_dir)
     records = []
     for point in points:
-        everyone = [range(point.spec.num_gpus)]
-        run = partial(run_attempt, point, "local", everyone, runs_dir, progress)
+        everyone, shown = [range(point.spec.num_gpus)], options.steps
+        run = partial(run_attempt, point, "local", everyone, runs_dir, progress, shows_steps=shown)
         records.append(or_unwritten(point, "local", run))
         progress.finished(records[-1])
     return records

@@ -34,9 +34,10 @@ class LauncherOptions(Protocol):
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """``conf/launcher/local.yaml``: there is nothing to choose."""
+    """``conf/launcher/local.yaml``; each field is explained there."""
 
     kind: Literal["local"] = "local"
+    steps: bool = False
     variant = ""
     dry_run = False
 

@@ -12,16 +12,20 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from benchmarks.launch.finish import Ending, finish_attempt, killed
 from benchmarks.launch.owner import beat
 from benchmarks.launch.points import Point, attempt_directory, freeze
-from benchmarks.launch.progress import SweepProgress
+from benchmarks.launch.progress import SweepProgress, say
 from benchmarks.launch.rank_process import start_rank
 from benchmarks.records.rank_events import rank_file, read_events
 from benchmarks.records.record import RunRecord
+from benchmarks.records.recorded_spec import read_spec
+from benchmarks.records.step_line import step_line
 from benchmarks.specification.run_spec import RunSpec
 from zeropp.cluster import Device
 
@@ -45,18 +49,20 @@ def run_attempt(
     *,
     variant: str = "",
     arguments: Sequence[str] = (),
+    shows_steps: bool = False,
 ) -> RunRecord:
     """One attempt at a point, finished whatever happens.
 
-    ``worlds``: ranks that run at the same time, one such lot after the other; ``variant``: see
-    ``RunRecord``; ``arguments`` are the worker's own.
+    ``worlds``: ranks that run at the same time, one such set after the other; ``variant``: see
+    ``RunRecord``; ``arguments`` are the worker's own; ``shows_steps``: print a line per step.
     """
+    watched = _Watched(point, progress, shows_steps)
     directory = attempt_directory(point.spec, runs_dir, launcher)
     freeze(point, directory, launcher, variant)
     num_ranks = sum(map(len, worlds))
     try:
         for ranks in worlds:
-            ending = _run_ranks(point, directory, ranks, progress, arguments)
+            ending = _run_ranks(watched, directory, ranks, arguments)
             if ending is not None:
                 break
     except BaseException:
@@ -66,21 +72,37 @@ def run_attempt(
     return finish_attempt(directory, ending=ending, num_ranks=num_ranks)
 
 
+@dataclass
+class _Watched:
+    """A point while it runs, and what a person sees of it."""
+
+    point: Point
+    progress: SweepProgress
+    shows_steps: bool
+    shown: int = 0  # steps that have been printed
+
+    def tell(self, events: Sequence[dict[str, Any]]) -> None:
+        """Show where a rank is, and its steps that have not been shown."""
+        self.progress.update(self.point, _stage_of(events))
+        steps = [event for event in events if event["event"] in ("warmup", "step")]
+        if self.shows_steps:
+            recorded = read_spec(self.point.spec.to_dict())
+            for event in steps[self.shown :]:
+                say(step_line(recorded, event))
+            self.shown = len(steps)
+
+
 def _run_ranks(
-    point: Point,
-    directory: Path,
-    ranks: Sequence[int],
-    progress: SweepProgress,
-    arguments: Sequence[str],
+    watched: _Watched, directory: Path, ranks: Sequence[int], arguments: Sequence[str]
 ) -> Ending | None:
     """Some ranks of a point's job at the same time, to their end or the time limit.
 
     Gives what the launcher saw of an ending and the ranks could not write; None where their events
     tell.
     """
-    processes = _start(point.spec, directory, ranks, arguments)
+    processes = _start(watched.point.spec, directory, ranks, arguments)
     try:
-        return _wait(point, processes, directory, progress)
+        return _wait(watched, processes, directory)
     finally:
         _kill(processes)
 
@@ -107,11 +129,9 @@ def _start(
     }
 
 
-def _wait(
-    point: Point, processes: Processes, directory: Path, progress: SweepProgress
-) -> Ending | None:
+def _wait(watched: _Watched, processes: Processes, directory: Path) -> Ending | None:
     """Wait for all ranks, for the first bad end, or for the time limit."""
-    limit_s = point.spec.measure.timeout_s
+    limit_s = watched.point.spec.measure.timeout_s
     deadline = time.monotonic() + limit_s
     while any(process.exitcode is None for process in processes.values()):
         if any(process.exitcode for process in processes.values()):
@@ -119,9 +139,10 @@ def _wait(
             break
         if time.monotonic() > deadline:
             return Ending("timeout", f"not finished after measure.timeout_s={limit_s:g}")
-        progress.update(point, _stage_of(directory, min(processes)))
+        watched.tell(read_events(rank_file(directory, min(processes))))
         beat(directory)
         time.sleep(_POLL_S)
+    watched.tell(read_events(rank_file(directory, min(processes))))
     for rank, process in processes.items():
         exitcode = process.exitcode or 0
         if exitcode < 0 and not _has_finished(directory, rank):
@@ -135,9 +156,8 @@ def _has_finished(directory: Path, rank: int) -> bool:
     return bool(events) and events[-1]["event"] == "done"
 
 
-def _stage_of(directory: Path, rank: int) -> str:
+def _stage_of(events: Sequence[dict[str, Any]]) -> str:
     """What a rank did last, for the progress line."""
-    events = read_events(rank_file(directory, rank))
     if not events:
         return "starting ranks"
     last = events[-1]

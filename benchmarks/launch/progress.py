@@ -1,35 +1,19 @@
-"""What a person sees while a sweep runs: one line a point, and the point's state meanwhile.
+"""What a person sees while a sweep runs: one line per point, and the point's state meanwhile.
 
-Outcomes are never folded here, so that a log has one line a point; a terminal may fold a long
+Outcomes are never folded here, so that a log has one line per point; a terminal may fold a long
 reason by itself.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.table import Column
 
 from benchmarks.launch.points import Point
 from benchmarks.records.metrics import peak_memory_gib
 from benchmarks.records.record import RunRecord
-
-_CONSOLE = Console(stderr=True)
-_LOG_EVERY_S = 10.0
+from benchmarks.specification import progress
 
 
 def announce(points: Sequence[Point], todo: Sequence[Point], launcher: str) -> None:
@@ -39,8 +23,8 @@ def announce(points: Sequence[Point], todo: Sequence[Point], launcher: str) -> N
     say = f"{len(todo)} of {len(points)} points to run with launcher={launcher}{done}"
     for point in points:
         if point.note:
-            _CONSOLE.print(point.note, soft_wrap=True, markup=False, highlight=False)
-    _CONSOLE.print(say, soft_wrap=True)
+            progress.CONSOLE.print(point.note, soft_wrap=True, markup=False, highlight=False)
+    progress.CONSOLE.print(say, soft_wrap=True)
     for point in todo:
         if point.plan is None:
             _say("infeasible", point.spec.spec_id, point.reason)
@@ -48,58 +32,14 @@ def announce(points: Sequence[Point], todo: Sequence[Point], launcher: str) -> N
 
 def say(line: str) -> None:
     """Print one line, which only a terminal may fold."""
-    _CONSOLE.print(line, markup=False, soft_wrap=True)
-
-
-def progress_line() -> Progress:
-    """A bar, counts, time and what is being done, in one line of any terminal; in a log a line of
-    its own now and then."""
-    rest_of_the_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-    return _Logged(
-        BarColumn(bar_width=8),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False, table_column=rest_of_the_line),
-        console=_CONSOLE,
-        transient=True,
-        expand=True,
-        disable=not _CONSOLE.is_terminal,
-    )
-
-
-class _Logged(Progress):
-    """A progress bar that prints a line every ``_LOG_EVERY_S`` where there is no terminal."""
-
-    def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
-        super().__init__(*columns, **options)
-        self._started = self._told = time.monotonic()
-
-    def update(self, task_id: TaskID, **fields: Any) -> None:
-        """Change a task as rich does, and say so in a log from time to time."""
-        super().update(task_id, **fields)
-        self._tell(task_id)
-
-    def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Move a task on as rich does, and say so in a log from time to time."""
-        super().advance(task_id, advance)
-        self._tell(task_id)
-
-    def _tell(self, task_id: TaskID) -> None:
-        now = time.monotonic()
-        if not self.disable or now - self._told < _LOG_EVERY_S:
-            return
-        self._told = now
-        task = next(task for task in self.tasks if task.id == task_id)
-        of = "" if task.total is None else f" of {task.total:.0f}"
-        line = f"  {now - self._started:.0f} s: {task.completed:.0f}{of}, {task.description}"
-        self.console.print(line, markup=False, soft_wrap=True)
+    progress.CONSOLE.print(line, markup=False, soft_wrap=True)
 
 
 class SweepProgress:
     """A progress bar over the points of a sweep, or lines where the output is not a terminal."""
 
     def __init__(self, total: int) -> None:
-        self._bar = progress_line()
+        self._bar = progress.progress_line()
         self._task = self._bar.add_task("starting", total=total)
 
     def __enter__(self) -> SweepProgress:
@@ -129,7 +69,7 @@ class SweepProgress:
 
 
 def _say(status: str, spec_id: str, detail: str) -> None:
-    _CONSOLE.print(f"  {status:<10}  {spec_id}: {detail}", markup=False, soft_wrap=True)
+    progress.CONSOLE.print(f"  {status:<10}  {spec_id}: {detail}", markup=False, soft_wrap=True)
 
 
 def over_device(record: RunRecord) -> str:

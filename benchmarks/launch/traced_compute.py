@@ -16,7 +16,7 @@ from zeropp.cost.plan_price import PlanPrice, StageExtras
 from zeropp.plan import Plan
 from zeropp.schedule.program import StageCost
 
-Like = tuple[int, bool, bool]  # what makes stages alike: blocks, embedding, head
+Like = tuple[float, float, bool, bool]  # what makes stages alike: blocks, half, embedding, head
 
 
 def traced_record(spec: RunSpec, plan: Plan, runs_dir: Path) -> RunRecord:
@@ -95,4 +95,4 @@ def _by_stage(plan: Plan, compute_s: Mapping[str, float]) -> list[dict[str, floa
 def _like(plan: Plan, stage: int) -> Like:
     first, last = plan.cuts[stage], plan.cuts[stage + 1]
     embedding, head = first == 0, last == plan.shape.num_pieces
-    return last - first - embedding - head, embedding, head
+    return last - first - embedding - head, first % 1, embedding, head

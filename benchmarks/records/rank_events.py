@@ -40,15 +40,18 @@ class EventWriter:
         self._file = rank_file(directory, rank).open("ab", buffering=0)
         self._torn = False
 
-    def write(self, kind: str, **fields: Any) -> None:
-        """Append one event with the time of day; raises OSError where the disk is full."""
-        line = json.dumps({"event": kind, "time": time.time(), **fields}).encode() + b"\n"
+    def write(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Append one event with the time of day and return it; raises OSError where the disk is
+        full."""
+        event = {"event": kind, "time": time.time(), **fields}
+        line = json.dumps(event).encode() + b"\n"
         whole = b"\n" + line if self._torn else line  # after an incomplete line, start a new one
         self._torn = True
         written = self._file.write(whole)
         if written != len(whole):
             raise OSError(f"{self._file.name}: only {written} of {len(whole)} bytes were written")
         self._torn = False
+        return event
 
 
 def rank_file(directory: Path, rank: int) -> Path:

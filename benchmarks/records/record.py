@@ -106,6 +106,7 @@ class RunRecord:
     plan: dict[str, Any] = field(default_factory=dict)  # layout, cuts, schedule, predicted memory
     gate: GateResult | None = None
     losses: list[float] = field(default_factory=list)  # every step, warm-up included
+    grad_norms: list[float] = field(default_factory=list)  # before clipping; empty in older records
     warmup_s: list[float] = field(default_factory=list)  # slowest rank, each warm-up step
     step_s: list[float] = field(default_factory=list)  # slowest rank, each timed step
     ranks: list[RankRecord] = field(default_factory=list)

@@ -7,6 +7,7 @@ default must be there; see ``SCHEMA_VERSION``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -117,7 +118,13 @@ class RecordedSpec:
 def recorded_spec(record: RunRecord) -> RecordedSpec:
     """What reports read of a record's spec. Raises RecordError, in one line, if a key that they
     need is missing or wrong."""
-    values = dict(record.spec)
+    return read_spec(record.spec)
+
+
+def read_spec(spec: Mapping[str, Any]) -> RecordedSpec:
+    """What reports read of a spec that is a mapping, as ``RunSpec.to_dict`` gives it. Raises
+    RecordError as ``recorded_spec`` does."""
+    values = dict(spec)
     for key, whole in (("model", "sizes"), ("contender", "knobs")):
         if isinstance(values.get(key), dict):
             values[key] = values[key] | {whole: values[key]}

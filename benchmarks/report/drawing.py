@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +21,8 @@ from benchmarks.report.published import published_figure
 from benchmarks.report.scaling import scaling_curves
 from benchmarks.report.speedup_map import speedup_maps
 from benchmarks.report.step_timelines import step_timelines
+from benchmarks.specification.command import leave_interrupts_to_parent
+from benchmarks.specification.progress import told
 
 Draw = Callable[[pd.DataFrame], Iterator[Picture]]
 
@@ -50,14 +51,11 @@ def draw(
     tasks += [(evidence_distance_figure, light), (published_figure, light)]
     workers = min(os.cpu_count() or 1, len(tasks))
     context = multiprocessing.get_context("fork")  # matplotlib is imported already
-    with ProcessPoolExecutor(workers, context, _ignore_interrupts) as pool:
+    with ProcessPoolExecutor(workers, context, leave_interrupts_to_parent) as pool:
         jobs = [pool.submit(_drawn, function, group, out) for function, group in tasks]
+        for _ in told(as_completed(jobs), len(jobs), "groups of figures"):
+            pass
         return [picture for job in jobs for picture in job.result()]
-
-
-def _ignore_interrupts() -> None:
-    """Leave Ctrl-C to the parent process, which prints one line."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _drawn(function: Draw, rows: pd.DataFrame, out: Path) -> list[SavedPicture]:

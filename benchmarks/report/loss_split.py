@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -42,35 +43,43 @@ class Cell:
 
 
 def loss_split(cells: Sequence[Cell], name: str, caption: str) -> Picture:
-    """One panel per cell that has a contender, with one stacked bar per contender. Raises
-    ValueError if no cell has any."""
+    """One panel per cell that has a contender, with one stacked bar per contender, the fastest
+    first. Raises ValueError if no cell has any."""
     cells = [cell for cell in cells if cell.losses_s]
     if not cells:
         raise ValueError("loss_split: no cell has a contender")
-    figure, axes = style.panels(len(cells), columns=3, width=4.2, height=4.0)
+    lines = [len(cell.losses_s) + 1.0 for cell in cells]
+    height = 0.4 + 0.36 * sum(lines) / len(lines)
+    figure, axes = style.panels(len(cells), columns=1, width=9.0, height=height, heights=lines)
     for axis, cell in zip(axes, cells, strict=True):
         _bars(axis, cell)
-    axes[0].set_ylabel("step, in multiples of the compute limit's")
+    axes[-1].set_xlabel("step, in multiples of the compute limit's (dashed)")
     style.legend(figure, axes)
-    return Picture("Compute limit", name, caption, figure)
+    return Picture("Compute limit", name, caption, figure, caption)
 
 
 def _bars(axis: Axes, cell: Cell) -> None:
-    contenders = list(cell.losses_s)
+    steps = {name: sum(kinds.values()) / kinds["limit"] for name, kinds in cell.losses_s.items()}
+    contenders = sorted(steps, key=steps.__getitem__)
     places = np.arange(len(contenders))
-    top, below = np.zeros(len(contenders)), np.zeros(len(contenders))
+    right, left = np.zeros(len(contenders)), np.zeros(len(contenders))
     for kind, (label, colour, hatch) in _LOOKS.items():
-        losses = cell.losses_s.values()
+        losses = [cell.losses_s[name] for name in contenders]
         sizes = np.array([kinds.get(kind, 0.0) / kinds["limit"] for kinds in losses])
-        bottom = np.where(sizes >= 0, top, below)
-        axis.bar(
-            places, sizes, 0.75, bottom, label=label, color=colour, hatch=hatch, edgecolor="white"
+        if not sizes.any():
+            continue
+        start = np.where(sizes >= 0, right, left)
+        look: dict[str, Any] = {"label": label, "color": colour, "hatch": hatch}
+        axis.barh(places, sizes, 0.75, start, **look, edgecolor="white", linewidth=0.4)
+        right, left = right + np.maximum(sizes, 0), left + np.minimum(sizes, 0)
+    for place, end, name in zip(places, right, contenders, strict=True):
+        text = f"{100 / steps[name]:.0f} % of the limit"
+        axis.annotate(
+            text, (end, place), (4, 0), textcoords="offset points", va="center", fontsize=8
         )
-        top, below = top + np.maximum(sizes, 0), below + np.minimum(sizes, 0)
-    for place, height in zip(places, top + below, strict=True):
-        text = f"{100 / height:.0f} %\nof limit"
-        axis.annotate(text, (place, height), (0, 3), textcoords="offset points", ha="center")
-    axis.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
-    axis.set_xticks(places, [name.replace(", ", ",\n") for name in contenders], fontsize=8)
-    axis.set_ylim(min(0.0, below.min()), 1.15 * top.max())
+    axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
+    axis.set_yticks(places, contenders, fontsize=8.5)
+    axis.set_xlim(min(0.0, left.min()), 1.2 * right.max())
+    axis.set_ylim(len(contenders) - 0.5, -0.5)
+    axis.grid(visible=False)
     axis.set_title(cell.title)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.report import words
 
+_SHOWN_PT, _LETTER_IN = 7.5, 0.06  # the line below a figure: size, and room per letter
 PANEL = ["evidence", "basis", "cluster", "precision", "model", "global_batch", "seq"]
 
 
@@ -39,9 +41,11 @@ class SavedPicture:
 
 
 def say_what_it_shows(picture: Picture) -> None:
-    """Write the picture's ``shown`` line below its figure; a second call changes nothing."""
+    """Put the picture's own line below its figure, once, folded to the figure's width."""
     if picture.shown:
-        picture.figure.supxlabel(picture.shown, fontsize=7.5, color="#555555", x=0.01, ha="left")
+        letters = int((picture.figure.get_figwidth() - 0.2) / _LETTER_IN)
+        text = textwrap.fill(picture.shown, letters)
+        picture.figure.supxlabel(text, fontsize=_SHOWN_PT, color="#555555", x=0.01, ha="left")
 
 
 def save(picture: Picture, out: Path) -> SavedPicture:

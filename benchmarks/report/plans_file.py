@@ -26,7 +26,7 @@ from benchmarks.specification.run_spec import SpecError
 from zeropp.cluster import Cluster
 from zeropp.shape import ModelShape
 
-_BASES = {"best": "best plans", "equal": "equal degrees"}
+_BASES = {"best": "best plans", "equal": "equal degrees", "paper": "the paper's setting"}
 _PRECISION = "bf16"  # of files without that column, as in conf/experiment/claim_33.yaml
 
 

@@ -1,19 +1,21 @@
 """Sends records to Weights & Biases or TensorBoard through their own libraries, if installed.
 
-Every record becomes one run: its specification is the configuration, time and loss have one point
-per step, and its medians are the summary. Nothing is sent unless it is asked for.
+Every record becomes one run: its specification is the configuration, loss, gradient norm, time and
+throughput have one point per step, and its medians are the summary. Nothing is sent unless it is
+asked for.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-from benchmarks.records.record import RunRecord, find_records, read_record
+from benchmarks.records.metrics import mfu, model_tflops_per_gpu, tokens_per_s_per_gpu
+from benchmarks.records.record import RecordError, RunRecord, find_records, read_record
+from benchmarks.records.recorded_spec import recorded_spec
 from benchmarks.report.row import Row, row_of
 from benchmarks.specification.run_spec import SpecError
 
@@ -25,12 +27,12 @@ def to_tensorboard(roots: Sequence[Path], folder: Path) -> int:
     if TensorBoard is not installed."""
     _library("--tensorboard", "tensorboard")
     writer = _library("--tensorboard", "torch.utils.tensorboard").SummaryWriter
-    records = _records(roots)
+    records = list(_records(roots))
     for record in records:
         with writer(str(folder / record.record_id.replace("/", "_"))) as run:
             run.add_text("spec", f"```json\n{json.dumps(record.spec, indent=1)}\n```")
-            for name, values in _series(record).items():
-                for step, value in enumerate(values):
+            for step, values in _steps(record):
+                for name, value in values.items():
                     run.add_scalar(name, value, step)
             for name, value in _summary(record).items():
                 run.add_scalar(f"summary/{name}", value, 0)
@@ -41,7 +43,7 @@ def to_wandb(roots: Sequence[Path], project: str) -> int:
     """Send one W&B run per record to a project; returns their number. Raises SpecError if wandb is
     not installed."""
     wandb = _library("--wandb", "wandb")
-    records = _records(roots)
+    records = list(_records(roots))
     for record in records:
         run = wandb.init(
             project=project,
@@ -50,9 +52,8 @@ def to_wandb(roots: Sequence[Path], project: str) -> int:
             tags=[record.provenance, record.status],
             config=record.spec,
         )
-        series = _series(record)
-        for step in range(max(map(len, series.values()), default=0)):
-            run.log({name: values[step] for name, values in series.items() if step < len(values)})
+        for step, values in _steps(record):
+            run.log(values, step=step)
         run.summary.update(_summary(record))
         run.finish()
     return len(records)
@@ -66,16 +67,38 @@ def _library(option: str, name: str) -> ModuleType:
         raise SpecError(f"{option}: {package} is not installed (pip install {package})") from None
 
 
-def _records(roots: Sequence[Path]) -> list[RunRecord]:
-    return [read_record(path) for path in find_records(roots) if path.suffix == ".json"]
+def _records(roots: Sequence[Path]) -> Iterator[RunRecord]:
+    """All readable records below the roots; names the files that are none."""
+    for path in find_records(roots):
+        if path.suffix != ".json":
+            continue
+        try:
+            record = read_record(path)
+            recorded_spec(record)
+        except RecordError as error:
+            print(f"skipped {error}")
+        else:
+            yield record
 
 
-def _series(record: RunRecord) -> dict[str, list[float]]:
-    """Values per step, by name: losses of all steps, and times of the timed steps."""
-    series = {"step_s": record.step_s, "loss": record.losses}
-    return {name: values for name, values in series.items() if values}
+def _steps(record: RunRecord) -> Iterator[tuple[int, dict[str, float]]]:
+    """Each step, counted from 1 with the warm-up, and what is known of it; as in the lines that
+    ranks print (``step_line``)."""
+    spec, seconds = recorded_spec(record), [*record.warmup_s, *record.step_s]
+    series: dict[str, list[float | None]] = {
+        "loss": [*record.losses],
+        "grad_norm": [*record.grad_norms],
+        "step_s": [*seconds],
+        "tokens_per_s_per_gpu": [tokens_per_s_per_gpu(spec, s) for s in seconds],
+        "model_tflops_per_gpu": [model_tflops_per_gpu(spec, s) for s in seconds],
+        "mfu": [mfu(spec, s) for s in seconds],
+    }
+    for step in range(max(map(len, series.values()))):
+        known = {name: values[step] for name, values in series.items() if step < len(values)}
+        yield step + 1, {name: value for name, value in known.items() if value is not None}
 
 
-def _summary(record: RunRecord) -> dict[str, Any]:
+def _summary(record: RunRecord) -> dict[str, float]:
+    """Medians and the peak; without those that are not known (NaN)."""
     row: Row = row_of(record)
     return {name: value for name in _SUMMARY if (value := getattr(row, name)) == value}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -41,3 +42,8 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> in
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout at its end
         return 0
+
+
+def leave_interrupts_to_parent() -> None:
+    """For worker processes: Ctrl-C is said in one line by the command that started them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

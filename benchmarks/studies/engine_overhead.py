@@ -9,10 +9,10 @@ on the same layers. Uses a GPU where there is one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import zeropp
+from benchmarks.specification.command import CommandParser, run_command
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.model import build_piece, cross_entropy
 from zeropp.optimizer import build_optimizer
@@ -138,9 +139,13 @@ def plain_step(
     optimizer.step()
 
 
-def main() -> None:
-    """Measure and write."""
-    parser = argparse.ArgumentParser(
+def main() -> int:
+    """Measure and write; see ``--help``."""
+    return run_command(_main)
+
+
+def _main() -> int:
+    parser = CommandParser(
         description="What the engine costs on one device (a GPU where there is one), side by side "
         "with a plain loop: medians of ratios, printed and written as JSON.",
         epilog="example: python -m benchmarks.studies.engine_overhead --out /tmp/overhead.json",
@@ -164,7 +169,8 @@ def main() -> None:
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,9 +11,9 @@ priors hold constants that the data do not tell. Rounded results go into ``conf/
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -21,6 +21,7 @@ from typing import Any, cast
 import numpy as np
 from scipy.optimize import least_squares
 
+from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.studies.validation.cases import Case, case_of
 from benchmarks.studies.validation.predict import predict_case
 from benchmarks.studies.validation.reader import read_rows, training_tables
@@ -112,9 +113,13 @@ def fit(chosen: Sequence[Sample]) -> Sequence[float]:
     return values
 
 
-def main() -> None:
-    """Print every constant beside its prior."""
-    parser = argparse.ArgumentParser(
+def main() -> int:
+    """Print every constant beside its prior; see ``--help``."""
+    return run_command(_main)
+
+
+def _main() -> int:
+    parser = CommandParser(
         description="Fit the cost model's constants on published measurements and print them. "
         "Writes nothing; takes some minutes.",
         epilog="example: python -m benchmarks.studies.fit_constants --rows 20",
@@ -124,7 +129,8 @@ def main() -> None:
     print(f"{len(chosen)} rows")
     for constant, value in zip(CONSTANTS, fit(chosen), strict=True):
         print(f"{constant.of:20} {constant.field:22} {value:8.3f}   prior {constant.prior:g}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,15 +3,16 @@ code's.
 
 Every plan's first, middle and last pipeline rank is traced (``traced_ranks``) and priced.
 Needs no GPU and no peers; about a quarter of an hour on two cores. Plans that the file has are
-priced again but not traced again: delete rows whose code or plan has changed.
+priced again but not traced again: delete rows whose code or plan has changed. The file is written
+after every plan, so a run that was stopped goes on where it was.
 
     python -m benchmarks.studies.memory_table [results/reference/memory/traced_vs_simulated.csv]
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -22,6 +23,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from benchmarks.records.environment import git_state
+from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import knobs_from
@@ -134,7 +136,7 @@ CASES = (
 
 
 def trace(case: Case) -> Iterator[dict[str, Any]]:
-    """What was traced, a row a pipeline rank."""
+    """What was traced, one row per pipeline rank."""
     plan = case.plan()
     pp, pipeline = plan.layout.pp, plan.layout.pipeline(0)
     ranks = sorted({0, pp // 2, pp - 1})
@@ -188,8 +190,13 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
+def main() -> int:
+    """Command line; see ``--help``."""
+    return run_command(_main)
+
+
+def _main() -> int:
+    parser = CommandParser(
         description="The cost model's memory beside that of the real code, traced without a GPU: "
         "a CSV. Plans that the file has are priced again, others traced; a quarter of an hour.",
         epilog="example: python -m benchmarks.studies.memory_table /tmp/memory.csv",
@@ -197,6 +204,8 @@ def main() -> None:
     parser.add_argument("out", nargs="?", type=Path, default=OUT, help="the CSV (the reference's)")
     out = parser.parse_args().out
     traced, rows = read(out), list[dict[str, Any]]()
+    missing = sum((c.contender, c.model, c.text) not in traced for c in CASES)
+    print(f"{missing} of {len(CASES)} plans are to be traced", flush=True)
     for number, case in enumerate(CASES, 1):
         key = (case.contender, case.model, case.text)
         for row in traced.pop(key, None) or trace(case):
@@ -205,7 +214,8 @@ def main() -> None:
             print(f"{number}/{len(CASES)}", *key, row["pipeline_rank"], f"{error:+.1%}", flush=True)
         write(out, rows + [row for others in traced.values() for row in others])
     write(out, rows)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,7 @@ machine changes little; each core takes an equal part of the plans.
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -17,6 +17,11 @@ from itertools import islice
 from time import process_time
 from typing import Any
 
+from benchmarks.specification.command import (
+    CommandParser,
+    leave_interrupts_to_parent,
+    run_command,
+)
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import PRICED
 from zeropp.cluster import Cluster
@@ -85,23 +90,28 @@ def part(job: tuple[str, str, int, int, int]) -> tuple[int, Counter[str]]:
     return done, spent
 
 
-def main() -> None:
-    """Print plans per minute and core, and each phase's share."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> int:
+    """Print plans per minute and core, and each phase's share; see ``--help``."""
+    return run_command(_main)
+
+
+def _main() -> int:
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--model", default="gpt_14_6b")
     parser.add_argument("--cluster", default="a800")
     parser.add_argument("--plans", type=int, default=5000)
     parser.add_argument("--cores", type=int, default=2)
     asked = parser.parse_args()
     jobs = [(asked.model, asked.cluster, asked.plans, asked.cores, i) for i in range(asked.cores)]
-    with ProcessPoolExecutor(asked.cores) as pool:
+    with ProcessPoolExecutor(asked.cores, initializer=leave_interrupts_to_parent) as pool:
         parts = list(pool.map(part, jobs))
     plans = sum(done for done, _ in parts)
     spent = sum((seconds for _, seconds in parts), Counter())
     total = sum(spent.values())
     print(f"{plans} plans in {total:.1f} s of processor time: {60 * plans / total:.0f} per minute")
     print(", ".join(f"{phase} {100 * spent[phase] / total:.0f} %" for phase in PHASES))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

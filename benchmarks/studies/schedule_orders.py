@@ -11,24 +11,30 @@ A minute on two cores.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.records.environment import git_state
+from benchmarks.specification.command import (
+    CommandParser,
+    leave_interrupts_to_parent,
+    run_command,
+)
 from benchmarks.specification.compose import preset
+from benchmarks.specification.progress import told
 from zeropp.cluster import Cluster
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, Task
-from zeropp.planner.zeropp_plan import orders
+from zeropp.planner.orders import orders
 from zeropp.schedule import build
 from zeropp.schedule.event_loop import run
 from zeropp.schedule.program import StageCost
@@ -74,8 +80,13 @@ def gain(seed: int) -> float | None:
     return simulate(equal, cluster).step_s / simulate(plan, cluster).step_s - 1
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
+def main() -> int:
+    """Command line; see ``--help``."""
+    return run_command(_main)
+
+
+def _main() -> int:
+    parser = CommandParser(
         description="How ZeroPP's orders do over many sizes, at equal and at real durations: JSON.",
         epilog="example: python -m benchmarks.studies.schedule_orders --out orders.json --ranks 4",
     )
@@ -83,9 +94,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=11, help="largest P (%(default)s)")
     parser.add_argument("--plans", type=int, default=150, help="random plans (%(default)s)")
     options = parser.parse_args()
-    with ProcessPoolExecutor() as pool:
-        over = list(pool.map(over_bound, sizes(options.ranks), chunksize=32))
-        drawn = pool.map(gain, range(2 * options.plans), chunksize=4)
+    with ProcessPoolExecutor(initializer=leave_interrupts_to_parent) as pool:
+        all_sizes, seeds = list(sizes(options.ranks)), range(2 * options.plans)
+        ratios = pool.map(over_bound, all_sizes, chunksize=32)
+        over = list(told(ratios, len(all_sizes), "sizes held to the bound"))
+        drawn = told(pool.map(gain, seeds, chunksize=4), len(seeds), "random plans")
         gains = [found for found in drawn if found is not None][: options.plans]
     document: dict[str, Any] = {
         "commit": git_state()[0],
@@ -104,7 +117,8 @@ def main() -> None:
     }
     options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(options.out.read_text())
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,9 +10,9 @@ pair of DualPipeV is priced as the one after the other. Needs no process group.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import logging
+import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -22,6 +22,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn import Module
 
+from benchmarks.specification.command import CommandParser, run_command
+from benchmarks.specification.progress import told
 from zeropp.schedule import build, lower
 from zeropp.schedule.action import Op, parse_action
 from zeropp.schedule.event_loop import run
@@ -176,9 +178,14 @@ def zeropp_schedule(
     return lower(compute, gather=True, keep=keep)
 
 
-def main() -> None:
+def main() -> int:
+    """Command line; see ``--help``."""
+    return run_command(_main)
+
+
+def _main() -> int:
     logging.disable(logging.WARNING)  # torch warns that it drops ZBV's surplus microbatches
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description="ZeroPP's schedule beside torch's own, in steps over the ideal, activations "
         "and gathers: a CSV.",
         epilog="example: python -m benchmarks.studies.schedule_table /tmp/schedules.csv",
@@ -193,8 +200,9 @@ def main() -> None:
     with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, header, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows())
+        writer.writerows(told(rows(), None, "rows"))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,7 +2,8 @@
 
 Fed by a frozen spec and the usual variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
 MASTER_PORT); writes ``rank_NNN.jsonl`` into the attempt's directory, and a profiler's trace where
-the rank runs alone. Knows neither Hydra nor Slurm.
+the rank runs alone. Prints a line per step, which the launcher puts into the rank's log. Knows
+neither Hydra nor Slurm.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import torch.distributed as dist
 
 from benchmarks.records.environment import capture_environment
 from benchmarks.records.rank_events import EventWriter
+from benchmarks.records.recorded_spec import read_spec
+from benchmarks.records.step_line import step_line
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, load_spec
 from benchmarks.worker.data import BatchSource, open_batches
@@ -81,7 +84,7 @@ def _run(spec: RunSpec, events: EventWriter) -> int:
     plan = spec.plan()
     meter = MemoryMeter(device)
     trainer = contender.build(plan, spec.optimizer, device, spec.seed)
-    attempt = _Attempt(spec, plan, trainer, batches, device, events)
+    attempt = _Attempt(spec, plan, trainer, batches, device, events, meter)
     attempt.measure()
     events.write("memory", **meter.peaks())
     events.write("counters", **trainer.counters())
@@ -104,10 +107,11 @@ class _Attempt:
     batches: BatchSource
     device: torch.device
     events: EventWriter
+    meter: MemoryMeter
 
     def measure(self) -> None:
-        """Warm-up and timed steps."""
-        warmup = self.spec.measure.warmup_steps
+        """Warm-up and timed steps; each leaves an event, and a line in the rank's log."""
+        warmup, recorded = self.spec.measure.warmup_steps, read_spec(self.spec.to_dict())
         for index in range(warmup + self.spec.measure.steps):
             inputs, targets = local_batch(self.batches, self.plan.layout, index, self.device)
             synchronise(self.device)
@@ -115,8 +119,15 @@ class _Attempt:
             result = self.trainer.step(inputs, targets)
             synchronise(self.device)
             seconds = time.perf_counter() - start
-            kind = "warmup" if index < warmup else "step"
-            self.events.write(kind, index=index, seconds=seconds, loss=result.loss)
+            event = self.events.write(
+                "warmup" if index < warmup else "step",
+                index=index,
+                seconds=seconds,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                peak_bytes=self.meter.peak_bytes(),
+            )
+            print(step_line(recorded, event), flush=True)
 
     def record_step(self) -> None:
         """One more step with its spans; recording may cost time, so it is never a timed one."""

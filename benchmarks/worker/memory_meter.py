@@ -39,6 +39,10 @@ class MemoryMeter:
             }
         return {"peak_rss_bytes": max(0, _status_bytes("VmHWM") - self._start_bytes)}
 
+    def peak_bytes(self) -> int:
+        """The largest of the peaks: on a GPU what the allocator reserved."""
+        return max(self.peaks().values())
+
 
 def _return_free_memory() -> None:
     """Give freed pages back to the system, so that they do not hide later growth."""

@@ -16,7 +16,7 @@ from benchmarks.worker.expected import Expected, norm_of
 from zeropp.layout import Layout
 from zeropp.training import Trainer
 
-_MESSAGE = 2**22  # elements of updates (fp32) that are broadcast at once
+_BROADCAST_ELEMENTS = 2**22  # 16 MiB in fp32
 
 
 @dataclass(frozen=True)
@@ -68,33 +68,33 @@ def _distances(
     device: torch.device,
 ) -> Iterator[float]:
     """L2 norm of the difference between this rank's updates and those that rank 0 knows, parameter
-    by parameter; -1 for one that this rank does not hold. Collective."""
-    for names in _messages(shapes):
+    by parameter; -1 for one that this rank does not hold."""
+    for names in _batches(shapes):
         sizes = [shapes[name].numel() for name in names]
-        message = torch.empty(sum(sizes), device=device)
+        wanted = torch.empty(sum(sizes), device=device)
         if updates:
-            message.copy_(torch.cat([updates[name].flatten() for name in names]))
-        dist.broadcast(message, 0)
-        for name, wanted in zip(names, torch.split(message.cpu(), sizes), strict=True):
+            wanted = torch.cat([updates[name].flatten() for name in names]).to(device)
+        dist.broadcast(wanted, 0)
+        for name, update in zip(names, torch.split(wanted.cpu(), sizes), strict=True):
             if name in after:
                 seen = after[name].double() - before[name]
-                yield norm_of(seen.flatten() - wanted)
+                yield norm_of(seen.flatten() - update)
             else:
                 yield -1.0
 
 
-def _messages(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
-    """The parameters' names in order, in lots that are broadcast together: one parameter, or as
-    many as have ``_MESSAGE`` elements at most."""
-    lot: list[str] = []
-    size = 0
+def _batches(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
+    """The parameters in their order, so many at a time that a broadcast is worth its start."""
+    names: list[str] = []
+    elements = 0
     for name, shape in shapes.items():
-        if lot and size + shape.numel() > _MESSAGE:
-            yield lot
-            lot, size = [], 0
-        lot.append(name)
-        size += shape.numel()
-    yield lot
+        names.append(name)
+        elements += shape.numel()
+        if elements >= _BROADCAST_ELEMENTS:
+            yield names
+            names, elements = [], 0
+    if names:
+        yield names
 
 
 def _ratio(distance: float, size: float) -> float:

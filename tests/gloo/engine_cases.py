@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from zeropp.cluster import Cluster, Device, Link
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.contender.trainer import pieces_of
 from zeropp.engine.engine import Engine
-from zeropp.engine.options import EngineOptions, Piece
+from zeropp.engine.options import EngineOptions
 from zeropp.engine.randomness import seed_piece
 from zeropp.engine.values import TensorShape
-from zeropp.model import build_model, build_piece
+from zeropp.model import build_model
 from zeropp.plan import Candidate, Plan, Task
 from zeropp.shape import Family, ModelShape
 from zeropp.training import OptimizerConfig
@@ -54,6 +55,7 @@ class Case:
     compile: bool = False
     stage_style: str = "loop"
     split_backward: bool = True
+    split_blocks: bool = False
 
     @property
     def world(self) -> int:
@@ -83,6 +85,7 @@ class Case:
             compile=self.compile,
             stage_style=self.stage_style,  # type: ignore[arg-type]
             split_backward=self.split_backward,
+            split_blocks=self.split_blocks,
         )
         task = Task(self.shape, CLUSTER, self.world, self.batch, self.precision)  # type: ignore[arg-type]
         return replace(ZEROPP.plan(task, Candidate(knobs, 1)), recomputed=self.recomputed)
@@ -110,9 +113,9 @@ def build_engine(
     plan, shape = case.plan(), case.shape
     last = shape.num_pieces - 1
     pieces = [
-        Piece(index, stage, build_piece(shape, index, SEED).to(dtype), 0 < index < last)
+        replace(piece, module=piece.module.to(dtype))
         for stage in plan.schedule.stages_of(plan.layout.coordinates(dist.get_rank())["pp"])
-        for index in plan.pieces_of(stage)
+        for piece in pieces_of(plan, stage, SEED, torch.device("cpu"))
     ]
     message = torch.bfloat16 if case.precision == "bf16" else dtype
 

@@ -50,6 +50,9 @@ CASES = [
     Case(pp=2, shard=2, replicate=2, zero=True, chunks=2, batch=16, stage_style="v", tied=True),
     Case(pp=2, shard=2, chunks=2, unit=3, batch=10, split_backward=False, recompute="full"),
     Case(pp=3, chunks=2, batch=8, stage_style="v", split_backward=False),
+    Case(pp=4, chunks=2, unit=4, batch=8, layers=5, split_blocks=True),
+    Case(pp=2, shard=2, chunks=3, batch=8, layers=5, split_blocks=True, tied=True),
+    Case(pp=2, shard=2, chunks=2, batch=8, layers=3, split_blocks=True, stage_style="v"),
 ]
 
 
@@ -61,6 +64,11 @@ def check(outcomes: list[Outcome], expected: Outcome, tolerance: float) -> None:
         assert worst_error(outcome.gradients, expected.gradients) < tolerance
         names |= set(outcome.gradients)
     assert names == set(expected.gradients)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.split_blocks], ids=label)
+def test_these_cases_are_cut_inside_blocks(case: Case) -> None:
+    assert any(cut % 1 for cut in case.plan().cuts)
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)

@@ -14,7 +14,7 @@ from benchmarks.records.record import read_record
 from benchmarks.run import main
 
 DEMO = CHECKOUT / "results" / "reference" / "demo"
-BODIES = {"main", "show", "status", "tune", "validate"}  # what each command's main runs
+BODIES = {"main", "recheck", "show", "status", "tune", "validate"}  # what each command's main runs
 
 # arguments, what the line must say
 CASES = [
@@ -73,6 +73,8 @@ CASES = [
     ("model.name=a/b", "model.name='a/b': must be a name for files"),
     ("report_dir=/dev/null/report", "report_dir=/dev/null/report: cannot be written to"),
     ("launcher=trace launcher.tensors=both", "launcher.tensors='both': input should be"),
+    ("launcher.steps=often", "launcher.steps='often': input should be"),
+    ("launcher.step=true", "launcher.step=true: there is no such key (did you mean"),
     (
         "launcher=simulate launcher.compute=no",
         "launcher.compute='no': input should be",
@@ -178,7 +180,11 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
         assert done.stderr == ""
 
 
-@pytest.mark.parametrize("module", ["report.__main__", "show", "status", "tune", "validate"])
+COMMANDS = ("report.__main__", "show", "status", "tune", "validate")
+STUDIES = ("fit_constants", "memory_table", "pricing_speed", "recheck.__main__", "schedule_orders")
+
+
+@pytest.mark.parametrize("module", [*COMMANDS, *(f"studies.{name}" for name in STUDIES)])
 def test_ctrl_c_is_one_line_in_every_command(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,3 +228,20 @@ def test_a_dry_run_writes_nothing(
     assert "#SBATCH --array=0-0" in printed.out
     assert "infeasible  gpt_tiny-zeropp-3gpu" in printed.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_environment_without_the_suite_is_one_line() -> None:
+    """As after ./scripts/demo.sh, where nobody has activated its environment."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "benchmarks.status"],  # without site-packages
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=CHECKOUT,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert " is not installed for " in line
+    assert "activate" in line or "pip install" in line

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from benchmarks.records.environment import Code
+from benchmarks.studies.recheck import renew as module
 from benchmarks.studies.recheck.__main__ import REFERENCE, main
 from benchmarks.studies.recheck.compare import moved, same
 from benchmarks.studies.recheck.tables import TABLES, Table
@@ -87,3 +90,34 @@ def test_what_moved_is_said_in_a_line_per_column() -> None:
         "1 rows went, 1 came",
         "step_s: 1 of 2 rows differ, by 50.00% at most",
     ]
+
+
+def test_a_renewal_goes_on_where_it_was_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of three studies is stopped: only it and the third run again, the second without
+    the words that would throw away the rows that it has."""
+    tables = [
+        Table(name, ("key",), 1, lambda row, reference: {}, (name,), ("anew",)) for name in "abc"
+    ]
+    for name in "abc":
+        (tmp_path / name).write_text("key,value\n1,2\n")
+    ran: list[list[str]] = []
+    stopped = ["b"]
+
+    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        ran.append(words[2:])
+        return subprocess.CompletedProcess(words, 130 if words[2] in stopped else 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(module, "read_code", lambda ask_git: Code("", False, "digest"))
+    assert module.renew(tables, tmp_path, REFERENCE) == 1
+    stopped.clear()
+    assert module.renew(tables, tmp_path, REFERENCE) == 0
+    assert ran == [["a", "anew"], ["b", "anew"], ["b"], ["c", "anew"]]
+    said = capsys.readouterr().out
+    assert "ended with status 130" in said
+    assert "renewed before by this version" in said
+    monkeypatch.setattr(module, "read_code", lambda ask_git: Code("", False, "another"))
+    assert module.renew(tables[:1], tmp_path, REFERENCE) == 0
+    assert ran[-1] == ["a", "anew"]

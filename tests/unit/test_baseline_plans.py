@@ -134,7 +134,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"schedule": "zbv", "chunks": 2, "recompute": "full"}, "contender.recompute=full"),
         ({"schedule": "zbv", "chunks": 2, "compile": True}, "contender.compile=True"),
         ({"schedule": "1f1b", "pp": 4, "batch": 2}, "at least 4 microbatches"),
-        ({"schedule": "interleaved_1f1b", "chunks": 2, "pp": 4, "batch": 6}, "a multiple of 4"),
+        ({"schedule": "interleaved_1f1b", "chunks": 2, "pp": 4, "batch": 9}, "a multiple of 2"),
     ],
 }
 

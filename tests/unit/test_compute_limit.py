@@ -96,12 +96,14 @@ def test_the_bars_add_up_to_the_step(tmp_path: Path) -> None:
     losses = {"3D": one(), "3D, recomputed": one(recompute="full")}
     picture = loss_split.loss_split([loss_split.Cell("cell", losses)], "losses", "words")
     (axis,) = picture.figure.axes
-    heights = [0.0, 0.0]
+    lengths = [0.0, 0.0]
     for bars in axis.containers:
         for number, bar in enumerate(bars):
-            heights[number] += bar.get_height()
-    assert len(axis.containers) == len(losses["3D"])
-    for height, kinds in zip(heights, losses.values(), strict=True):
-        assert height == pytest.approx(sum(kinds.values()) / kinds["limit"])
+            lengths[number] += bar.get_width()
+    lost = [kind for kind in losses["3D"] if any(kinds[kind] for kinds in losses.values())]
+    assert len(axis.containers) == len(lost)
+    assert [label.get_text() for label in axis.get_yticklabels()] == list(losses)  # fastest first
+    for length, kinds in zip(lengths, losses.values(), strict=True):
+        assert length == pytest.approx(sum(kinds.values()) / kinds["limit"])
     for path in save(picture, tmp_path).paths:
         assert path.stat().st_size > 1000

@@ -1,14 +1,23 @@
-"""Cuts by cost: no way of cutting between blocks has a smaller largest rank."""
+"""Cuts by cost: no way of cutting between blocks has a smaller largest rank, and cuts inside blocks
+lose nothing."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeropp.cost.cuts import spread_blocks
+from tests.unit.simulated_task import task
+from zeropp.contender.contender import ZEROPP
+from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.cost import price_plan
+from zeropp.cost.cuts import largest_work, spread_blocks
+from zeropp.cost.half_cuts import spread_halves
+from zeropp.layout import InfeasibleError
+from zeropp.plan import Plan
 from zeropp.schedule.program import loop_placement, v_placement
 
 
@@ -58,3 +67,73 @@ def test_light_stages_come_first_and_the_heads_rank_has_fewer_blocks() -> None:
 def test_more_stages_than_pieces_are_refused() -> None:
     with pytest.raises(ValueError, match="9 stages for 6 pieces"):
         spread_blocks(4, loop_placement(9, 1), 0.0, 0.0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from([loop_placement(2, 2), loop_placement(4, 3), loop_placement(3, 1)])
+    | st.sampled_from([v_placement(3), loop_placement(8, 2), loop_placement(6, 4)]),
+    st.integers(24, 40),
+    st.floats(0.0, 0.3),
+    st.floats(0.0, 2.5),
+    st.floats(0.2, 0.5),
+)
+def test_cuts_inside_blocks_are_legal_and_leave_nothing_out(
+    stage_rank: tuple[int, ...], layers: int, embedding: float, head: float, attention: float
+) -> None:
+    whole = spread_blocks(layers, stage_rank, embedding, head)
+    cuts = spread_halves(layers, stage_rank, embedding, head, attention, whole)
+    assert cuts[0] == 0
+    assert cuts[-1] == layers + 2
+    assert all(a < b and (b - a) % 0.5 == 0 for a, b in pairwise(cuts))
+    assert cuts[1] >= 1
+    assert cuts[-2] <= layers + 1
+    ends = (embedding, head)
+    assert largest_work(whole, stage_rank, ends, attention) == pytest.approx(
+        max(work_of_ranks(whole, layers, stage_rank, ends))
+    )
+
+
+def test_cuts_inside_blocks_balance_the_head() -> None:
+    ends, ranks = (0.01, 1.3), loop_placement(4, 6)
+    whole = spread_blocks(40, ranks, *ends)
+    cuts = spread_halves(40, ranks, *ends, 0.33, whole)
+    mean = (40 + sum(ends)) / 4
+    assert largest_work(whole, ranks, ends, 0.33) > 1.06 * mean
+    assert largest_work(cuts, ranks, ends, 0.33) < 1.01 * mean
+
+
+def test_there_may_be_more_stages_than_blocks() -> None:
+    cuts = spread_halves(6, loop_placement(4, 3), 0.1, 0.5, 0.4, ())
+    assert len(cuts) == 13
+    with pytest.raises(ValueError, match="15 stages for 12 half blocks"):
+        spread_halves(6, loop_placement(5, 3), 0.1, 0.5, 0.4, ())
+
+
+def cut(cuts: tuple[float, ...]) -> Plan:
+    knobs = ZeroppKnobs(pp=2, shard=32, chunks=1, recompute="none")
+    return replace(ZEROPP.size(task(), knobs, 1), cuts=cuts)
+
+
+def test_both_halves_of_a_block_cost_what_the_block_costs() -> None:
+    """Time and bytes, wherever the cut between two stages is: only the places differ."""
+    prices = {at: price_plan(cut((0, at, 42)), task().cluster) for at in (20, 20.5, 21)}
+    for field in ("forward", "backward_input", "backward_weight"):
+        totals = [sum(getattr(c, field) for c in p.stages) for p in prices.values()]
+        assert totals == pytest.approx([totals[0]] * 3)
+        first = [getattr(p.stages[0], field) for p in prices.values()]
+        assert first[0] < first[1] < first[2]
+    for field in ("parameters", "optimizer", "activations", "deferred", "unsharded"):
+        totals = [sum(getattr(m, field) for m in p.memory) for p in prices.values()]
+        assert totals == pytest.approx([totals[0]] * 3, rel=1e-6)
+        first = [getattr(p.memory[0], field) for p in prices.values()]
+        assert first[0] < first[1] < first[2]
+
+
+def test_recomputed_blocks_and_dropout_are_not_cut_inside() -> None:
+    knobs = ZeroppKnobs(pp=2, shard=32, recompute="full", split_blocks=True)
+    with pytest.raises(InfeasibleError, match="recompute=full recomputes whole blocks"):
+        ZEROPP.size(task(), knobs, 1)
+    dropping = replace(task(), shape=replace(task().shape, dropout=0.1))
+    with pytest.raises(InfeasibleError, match=r"dropout=0\.1 draws its numbers block by block"):
+        ZEROPP.size(dropping, replace(knobs, recompute="none"), 1)

@@ -19,6 +19,8 @@ from benchmarks.studies.validation.predict import predict, simulated
 from benchmarks.studies.validation.rows import PublishedRow
 from tests.unit.published_cells import CELLS
 from zeropp.cluster import Cluster
+from zeropp.contender.contender import ZEROPP
+from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.plan import Candidate, Plan, Task
 from zeropp.shape import ModelShape
 from zeropp.sim.simulator import simulate
@@ -37,7 +39,18 @@ OTHERS: tuple[Asked, ...] = (
         )
     ),
     (FSDP, Candidate(FSDPKnobs(shard=4, replicate=2, reduce_every="unit"), 1)),
+    *(
+        (ZEROPP, Candidate(ZeroppKnobs(**more), 1))  # type: ignore[arg-type]
+        for more in (
+            {"pp": 2, "shard": 4, "chunks": 2},
+            {"pp": 4, "shard": 2, "chunks": 2, "unit": 8, "recompute": "full", "keep": 1},
+            {"pp": 2, "shard": 2, "replicate": 2, "replicate_zero": 1, "reduce_every": "step"},
+            {"pp": 1, "shard": 8, "chunks": 4, "unit": 2},
+        )
+    ),
 )
+# The knobs of a ZeroPP plan that no other column of a published row says.
+OWN = ("activation_cap", "reduce_every", "replicate_every", "prefetch", "keep", "stage_style")
 
 
 def task() -> Task:
@@ -63,19 +76,30 @@ def as_row(plan: Plan) -> PublishedRow:
         "micro_batch": str(plan.microbatch_size), "global_batch": str(plan.global_batch),
         "recompute": plan.recompute,
     }  # fmt: skip
+    if plan.schedule.name == "zeropp":
+        cells |= {"schedule": "zeropp", "chunks": str(layout.chunks), "knobs": knobs_of(plan)}
+        cells["zero"] = "3" if layout.shard > 1 else "0"
     return PublishedRow.model_validate({name: cell for name, cell in cells.items() if cell})
+
+
+def knobs_of(plan: Plan) -> str:
+    """A ZeroPP plan's own knobs as a row states them."""
+    stated = {name: getattr(plan, name) for name in OWN} | {"unit": plan.schedule.unit}
+    stated |= {name: getattr(plan.layout, name) for name in ("replicate_zero", "placement")}
+    stated["split_backward"] = str(plan.split_backward).lower()
+    return " ".join(f"{name}={value}" for name, value in stated.items())
 
 
 def asked() -> list[Asked]:
     """What the verdict's search finds best of each contender, and others with a pipeline."""
-    three = (DEEPSPEED_3D, BEST_3D, FSDP)
-    best = winners(Cell(task()), 0.05, three)
-    return [*OTHERS, *((c, w.candidate) for c in three if (w := best[c.name]) is not None)]
+    searched = (ZEROPP, DEEPSPEED_3D, BEST_3D, FSDP)
+    best = winners(Cell(task()), 0.05, searched)
+    return [*OTHERS, *((c, w.candidate) for c in searched if (w := best[c.name]) is not None)]
 
 
 def test_validation_tuner_launch_and_verdict_give_one_number() -> None:
     found = asked()
-    assert len(found) == len(OTHERS) + 3
+    assert len(found) == len(OTHERS) + 4
     for contender, candidate in found:
         tuned = contender.simulated(task(), candidate)  # the tuner's and the verdict's
         launched = simulate(contender.plan(task(), candidate), task().cluster)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from benchmarks.launch import progress
 from benchmarks.launch.points import Point, write_unstarted
+from benchmarks.specification import progress as bars
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.synthetic_records import make_record
 from tests.unit.toy_spec import mapping
@@ -23,7 +24,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, runs_dir: Path, *, terminal: bool) 
     """Everything that a sweep of one point writes to a place of 80 columns."""
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=terminal, color_system=None)
-    monkeypatch.setattr(progress, "_CONSOLE", console)
+    monkeypatch.setattr(bars, "CONSOLE", console)
     progress.announce([POINT] * 3, [POINT], "simulate")
     with progress.SweepProgress(1) as bar:
         bar.update(POINT, "warmup 0: loss 5.5880, 0.41 s, and much more than fits on the line")
@@ -51,10 +52,10 @@ def test_the_bar_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_a_log_has_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=False)
-    monkeypatch.setattr(progress, "_CONSOLE", console)
+    monkeypatch.setattr(bars, "CONSOLE", console)
     clock = iter(range(0, 1000, 4))  # every look at the clock is 4 s later
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    with progress.progress_line() as bar:
+    with bars.progress_line() as bar:
         line = bar.add_task("cells", total=9)
         for _ in range(9):
             bar.advance(line)

@@ -11,11 +11,16 @@ from pydantic import ValidationError
 
 from benchmarks import CHECKOUT
 from benchmarks.specification.run_spec import SpecError
-from benchmarks.studies.validation.cases import Case, case_of
+from benchmarks.studies.validation.cases import Case, case_of, plan_of
 from benchmarks.studies.validation.predict import predict
 from benchmarks.studies.validation.quantities import METRICS
 from benchmarks.studies.validation.reader import OTHER_TABLES, Line, read_rows, training_tables
-from benchmarks.studies.validation.rows import COLUMNS, PublishedRow, UnpredictableError
+from benchmarks.studies.validation.rows import (
+    COLUMNS,
+    OPTIONAL,
+    PublishedRow,
+    UnpredictableError,
+)
 from benchmarks.validate import main
 from tests.unit.published_cells import CELLS, line_of, predicted, row, write_table
 
@@ -46,7 +51,8 @@ def good_rows() -> list[dict[str, str]]:
     """Cells of rows of the committed tables, and of one more, that all have a price."""
     lines = [line for table in training_tables() for line in read_rows(table)]
     understood = [line.cells for line in lines if line.row is not None and line.row.dtype != "fp8"]
-    return [CELLS, *random.Random(0).sample(understood, 60)]
+    blank = dict.fromkeys(OPTIONAL, "")
+    return [CELLS, *(blank | cells for cells in random.Random(0).sample(understood, 60))]
 
 
 GOOD = good_rows()
@@ -140,11 +146,50 @@ def test_a_blank_cell_that_must_be_given_is_refused(name: str, tmp_path: Path) -
     assert line.refusal == f"blank, but must be given: {name}"
 
 
-@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("name", [name for name in COLUMNS if name not in OPTIONAL])
 def test_a_missing_column_is_refused(name: str, tmp_path: Path) -> None:
     cells = {column: cell for column, cell in CELLS.items() if column != name}
     with pytest.raises(SpecError, match=f"column '{name}' is missing"):
         read_rows(write_table(tmp_path, cells))
+
+
+ZEROPP_ROW = {
+    "program": "zeropp", "schedule": "zeropp", "zero": "3", "chunks": "2", "pp": "2", "dp": "4",
+    "zero3_group": "2", "knobs": "unit=4 replicate_zero=1",
+}  # fmt: skip
+
+
+def test_a_row_of_zeropp_is_priced_by_its_own_planner() -> None:
+    case = case_of(row(**ZEROPP_ROW))
+    plan = plan_of(case)
+    assert (plan.schedule.name, plan.schedule.unit, plan.program) == ("zeropp", 4, "zeropp")
+    assert (plan.layout.shard, plan.layout.replicate, plan.layout.replicate_zero) == (2, 2, 1)
+    larger = predicted(**ZEROPP_ROW | {"knobs": "unit=8"})
+    assert predicted(**ZEROPP_ROW).value != larger.value
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ("colour=blue", "'colour' must be one of unit, activation_cap"),
+        ("pp=2", "'pp' must be one of unit, activation_cap"),
+        ("unit", "'unit' must be one of unit, activation_cap"),
+        ("unit=two", "unit='two'"),
+        ("unit=0", "unit=0: must be at least 1"),
+        ("about unit=4", "'about' must be one of"),
+    ],
+)
+def test_knobs_are_refused_by_name(knobs: str, words: str, tmp_path: Path) -> None:
+    line = line_of(tmp_path, **ZEROPP_ROW | {"knobs": knobs})
+    assert line.row is None
+    assert line.refusal.startswith(f"knobs={knobs!r}: ")
+    assert words in line.refusal
+
+
+def test_other_schedules_have_no_knobs(tmp_path: Path) -> None:
+    assert line_of(tmp_path, knobs="unit=4").refusal == "knobs: schedule=1f1b has none"
+    with pytest.raises(UnpredictableError, match="schedule=zeropp: no price with tp=2"):
+        case_of(row(**ZEROPP_ROW | {"tp": "2", "dp": "2"}))
 
 
 def test_a_line_with_another_number_of_cells_is_refused(tmp_path: Path) -> None:

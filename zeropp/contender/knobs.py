@@ -39,6 +39,7 @@ class ZeroppKnobs:
     # How stages are assigned to ranks. A V needs fewer activations, but it was the fastest in no
     # configuration that was tried, so the tuner tries it only where this knob is auto.
     stage_style: StageStyle | Auto = "loop"
+    split_blocks: bool | Auto = "auto"  # a stage may end inside a block; auto: where it is searched
     split_backward: bool = True  # delay weight gradients; False: full backwards
     placement: Placement | Auto = "auto"  # which ranks share a node
     compile: bool = False  # torch.compile every block
@@ -46,9 +47,11 @@ class ZeroppKnobs:
     @property
     def is_open(self) -> bool:
         """Whether any knob is left for the tuner to choose. A cap that is given in GiB counts as
-        given in chunk-activations, and the other way round."""
+        given in chunk-activations, and the other way round. ``split_blocks`` alone is no reason to
+        search."""
         cap = {self.activation_cap, self.activation_cap_gib} == {"auto"}
-        closed = ("activation_cap", "recompute_blocks" if self.recompute == "none" else "-")
+        settled = "recompute_blocks" if self.recompute == "none" else "split_blocks"
+        closed = ("activation_cap", "split_blocks", settled)
         others = {k: v for k, v in vars(self).items() if not k.startswith(closed)}
         return cap or "auto" in others.values()
 

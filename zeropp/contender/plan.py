@@ -12,13 +12,14 @@ from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import StageStyle, if_auto
 from zeropp.plan import Plan, Task
 from zeropp.planner.degrees import (
+    check_split_blocks,
     check_stages,
     default_chunks,
     microbatches_per_step,
     recomputed_blocks,
     resolve_degrees,
 )
-from zeropp.planner.zeropp_plan import orders
+from zeropp.planner.orders import orders
 from zeropp.schedule.program import Schedule, place_stages
 from zeropp.schedule.zeropp_order import cap_needs, default_cap, default_unit, smallest_cap
 
@@ -31,7 +32,8 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
     Raises InfeasibleError, whose message is one line.
     """
     _refuse(task, knobs)
-    layout = _layout(task, knobs)
+    split_blocks = if_auto(knobs.split_blocks, False)
+    layout = _layout(task, knobs, split_blocks=split_blocks)
     microbatches = microbatches_per_step(task, layout, microbatch_size)
     style: StageStyle = "loop" if knobs.stage_style == "auto" else knobs.stage_style
     unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
@@ -59,7 +61,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
         compile=knobs.compile,
     )
     _check_cap(plan)
-    return replace(plan, cuts=cut_by_cost(plan, task.cluster))
+    return replace(plan, cuts=cut_by_cost(plan, task.cluster, split_blocks=split_blocks))
 
 
 def order(plan: Plan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Plan]:
@@ -71,7 +73,7 @@ def order(plan: Plan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Plan]:
     yield from orders(plan, plan.activation_cap, price)[1:]
 
 
-def _layout(task: Task, knobs: ZeroppKnobs) -> Layout:
+def _layout(task: Task, knobs: ZeroppKnobs, *, split_blocks: bool) -> Layout:
     layout = resolve_degrees(task, knobs)
     layout = replace(
         layout,
@@ -79,7 +81,7 @@ def _layout(task: Task, knobs: ZeroppKnobs) -> Layout:
         replicate_zero=if_auto(knobs.replicate_zero, 0),
         placement=if_auto(knobs.placement, "dp_inner"),
     )
-    check_stages(task, layout)
+    check_stages(task, layout, split_blocks=split_blocks)
     return layout
 
 
@@ -116,6 +118,7 @@ def _refuse(task: Task, knobs: ZeroppKnobs) -> None:
             f"contender.activation_cap_gib={knobs.activation_cap_gib}: "
             f"contender.activation_cap={knobs.activation_cap} sets it too (set one to auto)"
         )
+    check_split_blocks(task, knobs.split_blocks, if_auto(knobs.recompute, "none"))
     if knobs.compile and task.shape.dropout > 0:
         raise InfeasibleError(
             f"contender.compile={knobs.compile}: compiled blocks draw dropout masks from a random "

@@ -47,6 +47,7 @@ def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
         for recompute, blocks in recompute_choices(
             asked.recompute, asked.recompute_blocks, _RECOMPUTE, largest
         ):
+            whole = recompute != "none" or point.task.shape.dropout > 0
             yield replace(
                 asked,
                 pp=degrees.pp,
@@ -58,6 +59,7 @@ def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
                 stage_style=style,
                 recompute=recompute,
                 recompute_blocks=blocks,
+                split_blocks=not whole if asked.split_blocks == "auto" else asked.split_blocks,
                 unit=unit,
                 activation_cap="auto",
             )

@@ -12,7 +12,7 @@ from torch import Tensor
 from zeropp.engine.engine import Engine
 from zeropp.engine.options import EngineOptions, Piece
 from zeropp.engine.values import TensorShape
-from zeropp.model import build_piece, cross_entropy
+from zeropp.model import build_half, build_piece, cross_entropy
 from zeropp.plan import Plan
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
@@ -34,9 +34,9 @@ def build_engine(
     shape, layout = plan.shape, plan.layout
     last = shape.num_pieces - 1
     pieces = [
-        Piece(index, stage, build_piece(shape, index, seed, device), 0 < index < last)
+        piece
         for stage in plan.schedule.stages_of(layout.coordinates(dist.get_rank())["pp"])
-        for index in plan.pieces_of(stage)
+        for piece in pieces_of(plan, stage, seed, device)
     ]
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     size = torch.Size((plan.microbatch_size, shape.seq, shape.hidden))
@@ -60,6 +60,16 @@ def build_engine(
             recomputed=plan.recomputed,
         ),
     )
+
+
+def pieces_of(plan: Plan, stage: int, seed: int, device: torch.device) -> Iterator[Piece]:
+    """All that a stage of a plan computes: whole pieces, and halves of blocks at its ends."""
+    shape = plan.shape
+    for index in plan.pieces_of(stage):
+        is_block = 0 < index < shape.num_pieces - 1
+        yield Piece(index, stage, build_piece(shape, index, seed, device), is_block)
+    for index, half in plan.halves_of(stage):
+        yield Piece(index, stage, build_half(shape, index, half, seed, device), True)
 
 
 class ZeroppTrainer:

@@ -14,6 +14,7 @@ Map, from the smallest formula to the whole price:
 * ``collectives``: seconds of collectives and messages between the ranks of a layout.
 * ``activations`` and ``stage_memory``: bytes of a microbatch's tensors, and of one stage.
 * ``cuts``: stages of equal work.
+* ``tensor_parallel`` and ``data_parallel``: what a stage's parallelism adds to its kernels.
 * ``stage_costs``: ``price_plan``, which puts them together; ``plan_price`` is its result's type.
 """
 

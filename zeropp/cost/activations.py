@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from zeropp.cost.blocks import Work
 from zeropp.cost.kernels import element_bytes
+from zeropp.literals import BlockHalf
 
 FP32 = 4
 # Tensors that the MLP saves, by ``ModelShape.gates``: input and output of its non-linearity; gate,
@@ -47,6 +48,21 @@ def block_saved(work: Work) -> float:
     return work.tokens * (norms + products + inner / work.tp) + rotations
 
 
+def half_saved(work: Work, half: BlockHalf) -> float:
+    """What the backward of one half of a block needs of its forward. Each half keeps the inputs of
+    a norm and of a product; what the MLP keeps inside is known, and the rest is attention's."""
+    inside = _SAVED[work.shape.gates] * work.shape.ffn * element_bytes(work.precision)
+    mlp = _half_inputs(work) + work.tokens * inside / work.tp
+    return mlp if half == "mlp" else block_saved(work) - mlp
+
+
+def _half_inputs(work: Work) -> float:
+    """The inputs of one half's norm and first product, as ``block_saved`` counts them."""
+    e, h, split = element_bytes(work.precision), work.shape.hidden, sequence_split(work)
+    norm = (h * e + h * work.program.dropout_masks) / split
+    return work.tokens * (norm + h * e / (1 if work.program.keeps_gathered_inputs else split))
+
+
 def block_kept(work: Work) -> float:
     """What a block keeps from its forward to its backward.
 
@@ -80,6 +96,20 @@ def block_deferred(work: Work) -> float:
     return work.tokens * e * (inputs + outputs + 2 * h)
 
 
+def half_deferred(work: Work, half: BlockHalf) -> float:
+    """What waits for the weight gradients of one half of a block (see ``block_deferred``)."""
+    shape, e = work.shape, element_bytes(work.precision)
+    h, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    if half == "attention":
+        inside, wide = h, h + 2 * kv  # the output's input; queries, keys and values
+    else:
+        inside, wide = shape.ffn, shape.gates * shape.ffn
+    if work.program.torch_stages:
+        return half_saved(work, half) + work.tokens * e * (wide / work.tp + 2 * h)
+    inputs = h / sequence_split(work) + inside / work.tp
+    return work.tokens * e * (inputs + wide / work.tp + h)
+
+
 def block_forward(work: Work) -> float:
     """A block's own bytes at the fullest moment of its forward: what it keeps, the output of its
     last product and its own output; where it is recomputed, the MLP's tensors come and go."""
@@ -101,6 +131,20 @@ def block_backward(work: Work, *, split: bool) -> float:
     # The output is put together again from the slices of the TP ranks.
     outputs = 1 + (work.program.pipe_buffers and work.tp > 1)
     return block_saved(work) + outputs * boundary_bytes(work) + work.tokens * e * inside
+
+
+def half_backward(work: Work, half: BlockHalf, *, split: bool) -> float:
+    """Likewise for one half of a block. Attention is fullest when the gradients of queries, keys
+    and values are made."""
+    shape, e = work.shape, element_bytes(work.precision)
+    wide = shape.ffn if half == "mlp" else shape.hidden + 2 * shape.kv_heads * shape.head_dim
+    inside = work.tokens * e * wide / work.tp
+    if split and work.program.torch_stages:
+        return half_deferred(work, half) + inside
+    if half == "mlp":
+        return block_backward(work, split=split) - half_saved(work, "attention")
+    waiting = split * work.tokens * e * shape.hidden / work.tp
+    return half_saved(work, half) + boundary_bytes(work) + inside + waiting
 
 
 def logits_bytes(work: Work, size: int) -> float:

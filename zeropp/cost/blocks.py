@@ -8,12 +8,13 @@ starts kernels ahead of the device, so a pass takes the longer of device and hos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from zeropp.cluster import Device
-from zeropp.cost.flops import piece_parameters
+from zeropp.cost.flops import block_parameters, half_parameters, piece_parameters
 from zeropp.cost.kernels import element_bytes, matmul_rate, matmul_s, stream_s
 from zeropp.programs import Program
 from zeropp.shape import ModelShape
@@ -73,40 +74,96 @@ def linears(work: Work) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class PieceTimes:
-    """Passes of the three kinds of piece."""
+    """Passes of the three kinds of piece, and of both halves of a block, which add up to it."""
 
     embedding: PassTimes
     block: PassTimes
     head: PassTimes
+    attention: PassTimes
+    mlp: PassTimes
 
 
 @lru_cache(maxsize=65536)
 def piece_times(work: Work, forward_tp: float, backward_tp: float) -> PieceTimes:
     """All kinds of piece. ``forward_tp`` and ``backward_tp``: a block's tensor-parallel
     collectives (seconds; recomputation's apart), which stand in line with its kernels."""
-    return PieceTimes(_embedding(work), _block(work, forward_tp, backward_tp), _head(work))
+    kernels = _block_kernels(work)
+    whole = _block(work, kernels, forward_tp, backward_tp)
+    attention = _attention_half(work, kernels, whole, forward_tp, backward_tp)
+    mlp = PassTimes(
+        whole.forward - attention.forward,
+        whole.backward_input - attention.backward_input,
+        whole.backward_weight - attention.backward_weight,
+    )
+    return PieceTimes(_embedding(work), whole, _head(work), attention, mlp)
 
 
-def _block(work: Work, forward_tp: float, backward_tp: float) -> PassTimes:
-    device, precision = work.device, work.precision
-    products = [matmul_s(device, precision, work.tokens, k, n) for k, n in linears(work)]
-    transposed = [matmul_s(device, precision, work.tokens, n, k) for k, n in linears(work)]
-    weights = [matmul_s(device, precision, k, work.tokens, n) for k, n in linears(work)]
-    core = attention_s(work)
-    elementwise = stream_s(device, block_traffic(work), kernels=12)
-    host = _host(work)
-    forward = max(sum(products) + core + elementwise + forward_tp, host)
+@dataclass(frozen=True)
+class _Kernels:
+    """Seconds of a block's kernels. Lists have an entry per matrix product (see ``linears``)."""
+
+    products: Sequence[float]
+    transposed: Sequence[float]
+    weights: Sequence[float]
+    attention: float
+    attention_backward: float
+    elementwise: float
+    accumulation: float  # weight gradients that are added to their sums
+
+
+def _block_kernels(work: Work) -> _Kernels:
+    device, precision, tokens = work.device, work.precision, work.tokens
+    parameters = piece_parameters(work.shape, 1) / work.tp
+    return _Kernels(
+        [matmul_s(device, precision, tokens, k, n) for k, n in linears(work)],
+        [matmul_s(device, precision, tokens, n, k) for k, n in linears(work)],
+        [matmul_s(device, precision, k, tokens, n) for k, n in linears(work)],
+        attention_s(work),
+        attention_backward_s(work),
+        stream_s(device, block_traffic(work), kernels=12),
+        stream_s(device, accumulation_bytes(work) * parameters, kernels=4),
+    )
+
+
+def _block(work: Work, kernels: _Kernels, forward_tp: float, backward_tp: float) -> PassTimes:
+    host, core, elementwise = _host(work), kernels.attention, kernels.elementwise
+    forward = max(sum(kernels.products) + core + elementwise + forward_tp, host)
     again = {"none": 0.0, "selective": 0.0, "full": forward}
     if work.recompute == "selective":
         scores = 0.0 if work.program.flash else core
         parts = {"scores": scores, "elementwise": elementwise, "half": forward / 2}
         again["selective"] = parts[work.program.selective]
-    core_backward = attention_backward_s(work)
-    parameters = piece_parameters(work.shape, 1) / work.tp
-    weight = sum(weights) + stream_s(device, accumulation_bytes(work) * parameters, kernels=4)
-    input_ = sum(transposed) + core_backward + 1.5 * elementwise + backward_tp
+    weight = sum(kernels.weights) + kernels.accumulation
+    input_ = sum(kernels.transposed) + kernels.attention_backward + 1.5 * elementwise + backward_tp
     stretch = max(1.0, 1.5 * host / (input_ + weight))
     return PassTimes(forward, input_ * stretch + again[work.recompute], weight * stretch)
+
+
+def _attention_half(
+    work: Work, kernels: _Kernels, block: PassTimes, forward_tp: float, backward_tp: float
+) -> PassTimes:
+    """A block's attention: the part of the block that its kernels are of all kernels
+    (recomputation aside, for a block that is cut inside has none)."""
+    moves = attention_traffic_share(work)
+    weights = half_parameters(work.shape, "attention") / block_parameters(work.shape)
+
+    def part(
+        whole: float, products: Sequence[float], core: float, others: Sequence[float]
+    ) -> float:
+        attention = sum(products[:2]) + core + others[0]
+        return whole * attention / (attention + sum(products[2:]) + others[1])
+
+    def beside(seconds: float, share: float, tensor: float = 0.0) -> tuple[float, float]:
+        return share * seconds + tensor / 2, (1 - share) * seconds + tensor / 2
+
+    once = beside(kernels.elementwise, moves, forward_tp)
+    back = beside(1.5 * kernels.elementwise, moves, backward_tp)
+    added = beside(kernels.accumulation, weights)
+    return PassTimes(
+        part(block.forward, kernels.products, kernels.attention, once),
+        part(block.backward_input, kernels.transposed, kernels.attention_backward, back),
+        part(block.backward_weight, kernels.weights, 0.0, added),
+    )
 
 
 def accumulation_bytes(work: Work) -> int:
@@ -162,14 +219,26 @@ def _unfused_products_s(work: Work) -> float:
 
 def block_traffic(work: Work) -> float:
     """Bytes that a block's element-wise kernels move in a forward."""
+    return sum(_half_traffic(work))
+
+
+def attention_traffic_share(work: Work) -> float:
+    """The part of ``block_traffic`` that belongs to the attention half of a block."""
+    attention, mlp = _half_traffic(work)
+    return attention / (attention + mlp)
+
+
+def _half_traffic(work: Work) -> tuple[float, float]:
+    """Bytes that element-wise kernels move beside the attention and beside the MLP: each a norm
+    and a residual add, and the layout changes around attention."""
     shape, e = work.shape, element_bytes(work.precision)
     whole = 2 * 2 + 2 * 3 + (1 if work.program.dropout_masks else 0)  # two norms, two residuals
     if work.sequence_parallel:
         whole /= work.tp  # type: ignore[assignment]
     passes = 2 if shape.gates == 1 else 5  # GELU: in, out; SiLU in, out, product in, in, out
-    split = passes * shape.ffn + 6 * shape.hidden  # and the layout changes around attention
-    moved = work.tokens * e * (whole * shape.hidden + split / work.tp)
-    return moved * work.program.traffic_factor
+    each, scale = whole * shape.hidden / 2, work.tokens * e * work.program.traffic_factor
+    attention = each + 6 * shape.hidden / work.tp
+    return scale * attention, scale * (each + passes * shape.ffn / work.tp)
 
 
 def _host(work: Work) -> float:

@@ -1,37 +1,73 @@
 """Where a model is cut into stages, so that every pipeline rank has the same amount of work.
 
 A rank's work is what counts: with several chunks per rank, one short stage of a rank makes up for
-a long one. All blocks of a model take the same time, so cutting means spreading them one by one.
+a long one. All blocks of a model take the same time, so cutting means spreading them one by one,
+or (``half_cuts``) by halves of blocks, where a program can cut between attention and MLP.
 """
 
 from __future__ import annotations
 
 import heapq
-from functools import lru_cache
-from itertools import accumulate
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from itertools import accumulate, pairwise
+from math import floor
 from typing import TYPE_CHECKING
 
 from zeropp.cluster import Cluster
 from zeropp.cost.blocks import piece_times
-from zeropp.cost.stage_costs import tensor_times, work_of
+from zeropp.cost.half_cuts import spread_halves
+from zeropp.cost.stage_costs import work_of
+from zeropp.cost.tensor_parallel import tensor_times
 from zeropp.programs import Program
 
 if TYPE_CHECKING:
     from zeropp.plan import Plan
 
+_WORTH = 0.01  # blocks: what cuts inside blocks must gain
 
-def cut_by_cost(plan: Plan, cluster: Cluster, program: Program | None = None) -> tuple[int, ...]:
+
+def cut_by_cost(
+    plan: Plan, cluster: Cluster, program: Program | None = None, *, split_blocks: bool = False
+) -> tuple[float, ...]:
     """Cuts of a plan's model by what its pieces take on the cluster: forward, input gradient and
-    weight gradient of one microbatch, the embedding's and the head's among them. The plan's own
-    ``cuts`` are not read; ``program`` as for ``price_plan``. See ``spread_blocks`` for what
-    is minimised."""
+    weight gradient of one microbatch, the embedding's and the head's among them.
+
+    The plan's own ``cuts`` are not read; ``program`` as for ``price_plan``. ``split_blocks``: a cut
+    may lie inside a block, where that makes the busiest rank's work less. See ``spread_blocks`` for
+    what is minimised.
+    """
     work = work_of(plan, cluster, program)
     tensor = tensor_times(plan, cluster, work)
     times = piece_times(work, tensor.forward, tensor.backward)
-    block = times.block.total
+    block, layers, ranks = times.block.total, plan.shape.layers, plan.schedule.stage_rank
     ends = ((piece.total + 2 * tensor.one) / block for piece in (times.embedding, times.head))
-    embedding, head = (round(end, 3) for end in ends)  # so that plans that differ little share cuts
-    return spread_blocks(plan.shape.layers, plan.schedule.stage_rank, embedding, head)
+    # Rounded, so that plans that differ little share their cuts.
+    embedding, head = (round(end, 2 if split_blocks else 3) for end in ends)
+    if not split_blocks:
+        return spread_blocks(layers, ranks, embedding, head)
+    attention = round(times.attention.total / block, 2)
+    if len(ranks) > layers + 2:
+        return spread_halves(layers, ranks, embedding, head, attention, ())
+    whole = spread_blocks(layers, ranks, embedding, head)
+    halves = spread_halves(layers, ranks, embedding, head, attention, whole)
+    most = partial(largest_work, ranks=ranks, ends=(embedding, head), attention=attention)
+    return halves if most(halves) < most(whole) - _WORTH else whole
+
+
+def largest_work(
+    cuts: Sequence[float], ranks: Sequence[int], ends: tuple[float, float], attention: float
+) -> float:
+    """The work of the busiest rank, in blocks; ``ends``: that of the embedding and of the head."""
+
+    def before(cut: float) -> float:
+        whole = ends[0] + (floor(cut) - 1) + (attention if cut % 1 else 0.0)
+        return 0.0 if cut == 0 else whole + (ends[1] - 1.0 if cut == cuts[-1] else 0.0)
+
+    work = [0.0] * (max(ranks) + 1)
+    for rank, (begin, end) in zip(ranks, pairwise(cuts), strict=True):
+        work[rank] += before(end) - before(begin)
+    return max(work)
 
 
 @lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from zeropp.literals import BlockHalf
 from zeropp.shape import ModelShape
 
 
@@ -22,6 +23,22 @@ def block_parameters(shape: ModelShape) -> int:
         biases = 2 * h + 2 * kv + shape.gates * shape.ffn + h
         return attention + mlp + biases + 4 * h  # two LayerNorms
     return attention + mlp + 2 * h  # two RMSNorms
+
+
+def half_parameters(shape: ModelShape, half: BlockHalf) -> int:
+    """Parameters of the attention or the MLP of one block, with its norm."""
+    h, kv, gpt = shape.hidden, shape.kv_heads * shape.head_dim, shape.family == "gpt"
+    attention = 2 * h * h + 2 * h * kv + (2 * h + 2 * kv if gpt else 0) + (2 * h if gpt else h)
+    return attention if half == "attention" else block_parameters(shape) - attention
+
+
+def linear_weights(shape: ModelShape, half: BlockHalf | None = None) -> int:
+    """Parameters in the weights of the linear layers of one block, or of one half of it: all but
+    biases and norms."""
+    h, kv = shape.hidden, shape.kv_heads * shape.head_dim
+    attention = 2 * h * h + 2 * h * kv if half != "mlp" else 0
+    mlp = (shape.gates + 1) * h * shape.ffn if half != "attention" else 0
+    return attention + mlp
 
 
 def piece_parameters(shape: ModelShape, index: int) -> int:

@@ -18,6 +18,9 @@ from zeropp.cost.activations import (
     block_forward,
     block_kept,
     boundary_bytes,
+    half_backward,
+    half_deferred,
+    half_saved,
     head_backward,
     head_deferred,
     head_forward,
@@ -25,10 +28,11 @@ from zeropp.cost.activations import (
     logits_bytes,
 )
 from zeropp.cost.blocks import Work
-from zeropp.cost.flops import piece_parameters
+from zeropp.cost.flops import half_parameters, piece_parameters
 from zeropp.cost.kernels import element_bytes
 from zeropp.cost.plan_price import StageMemory
 from zeropp.layout import Layout
+from zeropp.literals import BlockHalf
 from zeropp.programs import Program
 
 if TYPE_CHECKING:
@@ -40,10 +44,11 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     layout, program = plan.layout, work.program
     state = program.state(plan.precision)
     pieces = plan.pieces_of(stage)
-    sizes = [_parameters(plan, program, i) for i in pieces]
     last = plan.shape.num_pieces - 1
-    ends = [size for i, size in zip(pieces, sizes, strict=True) if i in (0, last)]
-    whole, more = sum(sizes), _more_gradients(plan, program, pieces)
+    sizes = {i: _parameters(plan, program, i) for i in pieces}
+    ends = [size for i, size in sizes.items() if i in (0, last)]
+    parts = _in_order(plan, stage, sizes)
+    whole, more = sum(parts), _more_gradients(plan, program, pieces)
     separate = plan.gathers or program.fsdp_hooks
     # One shard's flat buffer is what the optimizer reads.
     summed = _summed_bytes(plan, work) * separate * (layout.shard > 1 or not program.flat_chunks)
@@ -52,7 +57,7 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     half = (
         element_bytes(plan.precision) if separate and summed > element_bytes(plan.precision) else 0
     )
-    blocks = _Blocks(len(sizes) - len(ends), plan.recomputed_blocks(stage))
+    blocks = _blocks(plan, work, stage)
     activations, later = _kept(work, blocks, head=last in pieces)
     held, buffers = _messages(plan, work, stage)
     activations += held
@@ -65,41 +70,73 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
         unsharded=int(whole * _gathered_bytes(plan, work, stage) * separate),
         unsharded_gradients=int((whole + more) * summed),
         early_gradients=int((sum(ends) + more) * summed),
-        fresh_gradients=int(half * (sizes[0] + more) * (not program.flat_chunks)),
+        fresh_gradients=int(half * (parts[0] + more) * (not program.flat_chunks)),
         embedding_gradient=int(_embedding_gradient(plan, program, pieces)),
         made_gradients=int(half * whole * program.torch_stages),
-        reduction_step=int(_reduction_step(plan, program, sizes) * separate),
-        reduction_copy=int(_copied(plan, work, stage, sizes) * separate),
+        reduction_step=int(_reduction_step(plan, program, parts) * separate),
+        reduction_copy=int(_copied(plan, work, stage, parts) * separate),
         flat_gradients=int(_flattened(plan, program, whole)),
         activations=int(activations),
         deferred=int(later),
         boundary=int(boundary_bytes(work)),
         buffers=int(buffers),
-        **_moments(work, blocks, last in pieces, activations, later),
+        **_moments(work, blocks, plan.recomputed_blocks(stage), last in pieces, activations, later),
     )
 
 
-class _Blocks(NamedTuple):
-    """A stage's blocks, and how many of them (the first ones) are recomputed."""
-
-    held: int
-    recomputed: int
-
-    def kept(self, work: Work, without: int = 0) -> float:
-        """Bytes that they keep from their forward to their backward, ``without`` those that were
-        last in the forward."""
-        plain = max(0, self.held - self.recomputed - without)
-        recomputed = min(self.recomputed, self.held - without)
-        return recomputed * block_kept(work) + plain * block_kept(replace(work, recompute="none"))
+def _in_order(plan: Plan, stage: int, whole: dict[int, float]) -> list[float]:
+    """Parameters of a stage's pieces and halves of blocks, in their order; ``whole``: by piece."""
+    sizes = dict(whole)
+    for piece, half in plan.halves_of(stage):
+        sizes[piece] = half_parameters(plan.shape, half) / plan.layout.tp
+    return [sizes[piece] for piece in sorted(sizes)]
 
 
-def _kept(work: Work, blocks: _Blocks, *, head: bool) -> tuple[float, float]:
+class _Block(NamedTuple):
+    """Bytes of one block, or half of one, of a microbatch."""
+
+    kept: float  # from its forward to its backward
+    deferred: float  # from its input gradient to its weight gradient
+    split: float  # at the fullest moment of its input gradient
+    full: float  # and of its full backward
+
+
+def _blocks(plan: Plan, work: Work, stage: int) -> list[_Block]:
+    """A stage's blocks and halves of blocks in their order; the first ones are recomputed."""
+    plain = replace(work, recompute="none")
+    repeated = plan.recomputed_blocks(stage)
+    held = repeated * [_block(work)] if repeated else []
+    held += (plan.blocks_of(stage) - repeated) * [_block(plain)]
+    for _, half in plan.halves_of(stage):
+        held.insert(0 if half == "mlp" else len(held), _half(plain, half))
+    return held
+
+
+def _block(work: Work) -> _Block:
+    return _Block(
+        block_kept(work),
+        block_deferred(work),
+        block_backward(work, split=True),
+        block_backward(work, split=False),
+    )
+
+
+def _half(work: Work, half: BlockHalf) -> _Block:
+    return _Block(
+        half_saved(work, half),
+        half_deferred(work, half),
+        half_backward(work, half, split=True),
+        half_backward(work, half, split=False),
+    )
+
+
+def _kept(work: Work, blocks: list[_Block], *, head: bool) -> tuple[float, float]:
     """Bytes from a forward to its input gradient, and from there to its weight gradient. Torch's
     pipeline stages keep their outputs, and with weight gradients the gradient of their input."""
     runtime = work.program.torch_stages
     output = 0.0 if head or not runtime else boundary_bytes(work)
-    activations = blocks.kept(work) + head * head_kept(work) + output
-    later = blocks.held * block_deferred(work) + head * head_deferred(work)
+    activations = sum(block.kept for block in blocks) + head * head_kept(work) + output
+    later = sum(block.deferred for block in blocks) + head * head_deferred(work)
     return activations, later + (boundary_bytes(work) if runtime else 0.0)
 
 
@@ -124,27 +161,26 @@ def _messages(plan: Plan, work: Work, stage: int) -> tuple[float, float]:
 
 
 def _moments(
-    work: Work, blocks: _Blocks, head: bool, activations: float, later: float
+    work: Work, blocks: list[_Block], repeated: int, head: bool, activations: float, later: float
 ) -> dict[str, int]:
     """The stage's own bytes of a microbatch at the fullest moment of each of its passes.
 
-    A backward is fullest in the head, in the last block or in the last one that is recomputed (the
-    blocks before it still keep theirs), or in the first block (the others have deferred).
+    ``repeated``: how many blocks are recomputed. A backward goes through the blocks from the last
+    one: those before it still keep what they keep, those behind it have deferred.
     """
-    deferred = block_deferred(work)
-    plain = work if blocks.recomputed == blocks.held else replace(work, recompute="none")
-    last = block_forward(plain) - block_kept(plain) if blocks.held else 0.0
-    again = block_forward(work) - block_kept(work) if blocks.recomputed else 0.0
+    plain = work if repeated == len(blocks) else replace(work, recompute="none")
+    last = block_forward(plain) - block_kept(plain) if blocks else 0.0
+    again = block_forward(work) - block_kept(work) if repeated else 0.0
     in_head = head_forward(work) if head else 0.0
-    loss = activations + head * head_backward(work)
-    split, full = loss, loss
-    after = blocks.held - blocks.recomputed  # blocks behind the last one that is recomputed
-    for behind in {0, after} if blocks.recomputed else {0} if blocks.held else set():
-        others = blocks.kept(work, without=behind + 1)
-        split = max(split, behind * deferred + others + block_backward(work, split=True))
-        full = max(full, others + block_backward(work, split=False))
-    if blocks.held:
-        split = max(split, later - deferred + block_backward(work, split=True))
+    split = full = activations + head * head_backward(work)
+    before, behind = sum(block.kept for block in blocks), 0.0
+    for block in reversed(blocks):
+        before -= block.kept
+        split = max(split, behind + before + block.split)
+        full = max(full, before + block.full)
+        behind += block.deferred
+    if blocks:  # in the first one, the head has deferred, too
+        split = max(split, later - blocks[0].deferred + blocks[0].split)
     return {
         "forward": int(activations + max(last, again, in_head)),
         "backward_input": int(max(split, later)),

@@ -17,7 +17,7 @@ from zeropp.engine.chunk import Chunk
 from zeropp.engine.values import chosen, keywords_of, tensors_of
 from zeropp.literals import ReduceEvery
 from zeropp.schedule.action import Action, Op
-from zeropp.schedule.event_loop import LANES
+from zeropp.schedule.event_result import LANES
 from zeropp.schedule.program import Schedule
 from zeropp.timeline import Span
 

@@ -4,6 +4,6 @@ In: a ``ModelShape`` and a seed. Out: ``nn.Module``s without any parallelism; co
 cut them from outside. Read ``blocks`` (a transformer block), then ``pieces`` (the list).
 """
 
-from zeropp.model.pieces import build_model, build_piece, cross_entropy, initial_std
+from zeropp.model.pieces import build_half, build_model, build_piece, cross_entropy, initial_std
 
-__all__ = ["build_model", "build_piece", "cross_entropy", "initial_std"]
+__all__ = ["build_half", "build_model", "build_piece", "cross_entropy", "initial_std"]

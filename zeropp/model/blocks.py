@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zeropp.literals import BlockHalf
 from zeropp.shape import ModelShape
 
 
@@ -114,3 +115,24 @@ class Block(nn.Module):
         """[batch, seq, hidden] -> [batch, seq, hidden]."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))  # type: ignore[no-any-return]
+
+    def branch(self, half: BlockHalf) -> HalfBlock:
+        """The attention or the MLP of this block, over the same parameters under the same names."""
+        return HalfBlock(self, half)
+
+
+class HalfBlock(nn.Module):
+    """One of the two residual branches of a block: what one of two pipeline stages computes where
+    the model is cut inside the block. Between them goes the residual stream alone."""
+
+    def __init__(self, block: Block, half: BlockHalf) -> None:
+        super().__init__()
+        self.which = half
+        for name, module in block.named_children():
+            if name.startswith(half) or name == "dropout":
+                self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, hidden] -> [batch, seq, hidden]."""
+        norm, branch = self.get_submodule(f"{self.which}_norm"), self.get_submodule(self.which)
+        return x + self.get_submodule("dropout")(branch(norm(x)))  # type: ignore[no-any-return]

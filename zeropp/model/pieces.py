@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zeropp.literals import BlockHalf
 from zeropp.model.blocks import Block, make_norm
 from zeropp.shape import ModelShape
 
@@ -82,6 +83,22 @@ def build_piece(
     _allocate(piece, device)
     _initialise(piece, shape, seed * 100_003 + index)
     return piece
+
+
+def build_half(
+    shape: ModelShape,
+    index: int,
+    half: BlockHalf,
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """Half of block ``index``, with the parameters that ``build_piece`` gives the whole block.
+
+    The whole block is drawn first, so that no number depends on where the model is cut.
+    """
+    block = build_piece(shape, index, seed, device)
+    assert isinstance(block, Block)
+    return block.branch(half)
 
 
 def build_model(shape: ModelShape, seed: int, device: torch.device | str = "cpu") -> nn.Sequential:

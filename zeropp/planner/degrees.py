@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zeropp.layout import InfeasibleError, Layout, divisors, most_microbatches
-from zeropp.literals import Auto, Axis
+from zeropp.literals import Auto, Axis, Recompute
 from zeropp.plan import Knobs, Task
 
 _AXES: tuple[Axis, ...] = ("tp", "pp", "shard", "replicate")
@@ -99,18 +99,41 @@ def microbatches_per_step(task: Task, layout: Layout, microbatch_size: int) -> i
     return count
 
 
-def check_stages(task: Task, layout: Layout) -> None:
-    """Refuse more stages than the model has blocks; raises InfeasibleError."""
+def check_stages(task: Task, layout: Layout, *, split_blocks: bool = False) -> None:
+    """Refuse more stages than the model has blocks, or halves of blocks where these can be stages;
+    raises InfeasibleError."""
     stages, layers = layout.pp * layout.chunks, task.shape.layers
-    if stages > layers:
-        raise InfeasibleError(
+    most = 2 * layers if split_blocks else layers
+    if stages <= most:
+        return
+    halves = f" (halves of blocks: {most})" if split_blocks else ""
+    if layout.pp <= most:
+        message = (
             f"contender.pp={layout.pp}: {layout.pp} x chunks={layout.chunks} = {stages} stages, "
-            f"but {task.shape.name} has model.layers={layers} "
-            f"(try contender.chunks <= {layers // layout.pp})"
-            if layout.pp <= layers
-            else f"contender.pp={layout.pp}: more stages than model.layers={layers} of "
-            f"{task.shape.name} (try contender.pp <= {layers})",
-            "more stages than layers",
+            f"but {task.shape.name} has model.layers={layers}{halves} "
+            f"(try contender.chunks <= {most // layout.pp})"
+        )
+    else:
+        message = (
+            f"contender.pp={layout.pp}: more stages than model.layers={layers} of "
+            f"{task.shape.name}{halves} (try contender.pp <= {most})"
+        )
+    raise InfeasibleError(message, "more stages than layers")
+
+
+def check_split_blocks(task: Task, split_blocks: bool | Auto, recompute: Recompute) -> None:
+    """Refuse cuts inside blocks where whole blocks are needed; raises InfeasibleError."""
+    if split_blocks is not True:
+        return
+    if recompute != "none":
+        raise InfeasibleError(
+            f"contender.split_blocks=true: contender.recompute={recompute} recomputes whole blocks "
+            "(use false, or recompute=none)"
+        )
+    if task.shape.dropout > 0:
+        raise InfeasibleError(
+            f"contender.split_blocks=true: model.dropout={task.shape.dropout} draws its numbers "
+            "block by block (use false, or model.dropout=0)"
         )
 
 

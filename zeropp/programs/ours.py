@@ -118,25 +118,29 @@ _CORE = "Megatron-Core, megatron/training/arguments.py (core_v0.12)"
 BEST_PUBLIC_3D = Entry(
     Program(
         name="best_public_3d",
-        bf16=StateBytes(2, 4, 12),
+        bf16=StateBytes(2, 4, 12, reduced=2),
         fp32=_FP32,
         split_boundary=True,
         overlap_tensor=True,
         overlap_reduction=True,
         overlap_updated=True,
         fused_loss=True,
+        selective="elementwise",
         post_validation=True,
         spread="cost",
     ),
     "a bound, not one program: the best part of every public one",
     {
-        "bf16": f"{_CORE}: --accumulate-allreduce-grads-in-fp32, --use-distributed-optimizer",
+        # Sums in fp32 and reductions in 16 bits are two programs' parts: this is a bound.
+        "bf16": f"{_CORE}: --accumulate-allreduce-grads-in-fp32, --use-distributed-optimizer; "
+        f"{_DEEPSPEED}, runtime/engine.py, communication_data_type: gradients are sent in bf16",
         "fp32": "arXiv 1910.02054, section 3.1",
         "split_boundary": "arXiv 2104.04473, section 4.1",
         "overlap_tensor": f"{_CORE}: --tp-comm-overlap, which needs sequence parallelism",
         "overlap_reduction": f"{_CORE}: --overlap-grad-reduce",
         "overlap_updated": f"{_CORE}: --overlap-param-gather",
         "fused_loss": "internlm/model/loss.py, FlashGPTLMLoss (InternEvo v0.2.1)",
+        "selective": f"{_TORCH}, utils/checkpoint.py, create_selective_checkpoint_contexts",
         "post_validation": "arXiv 2401.10241, section 4",
         "spread": "zeropp/cost/cuts.py, cut_by_cost: as all contenders are cut",
     },

@@ -103,6 +103,11 @@ class Program:
     spread: Spread = "pieces"
     expandable_segments: bool = False  # the allocator setting; it leaves no fragmented memory
 
+    def __hash__(self) -> int:
+        """Of the name alone: a search asks for it millions of times. Those of one name are still
+        told apart by all their fields."""
+        return hash(self.name)
+
     def state(self, precision: Precision) -> StateBytes:
         """The bytes per parameter at a precision."""
         return self.bf16 if precision == "bf16" else self.fp32

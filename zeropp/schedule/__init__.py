@@ -7,7 +7,8 @@ Read in this order: ``action`` (the vocabulary), ``program`` (a schedule and its
 ``build`` (the door: a name or ZeroPP's sizes in, a schedule out); then the generators
 (``generators``, ``zero_bubble``, and ZeroPP's: ``zeropp_order`` with ``greedy`` for stages in a
 loop, ``lean_order`` with ``pattern`` and ``justify`` for stages on a V); ``passes`` adds gathers,
-reductions and transfers; ``legality`` refuses what must not run; ``event_loop`` prices a schedule.
+reductions and transfers; ``legality`` refuses what must not run; ``event_loop`` prices a
+schedule (``event_result``).
 """
 
 from zeropp.schedule.build import GENERATORS, build

@@ -70,6 +70,7 @@ def build(
     num_ranks: int,
     chunks: int,
     num_microbatches: int,
+    group: int | None = None,
     unit: int | None = None,
     activation_cap: int | None = None,
     stage_style: StageStyle = "loop",
@@ -78,10 +79,11 @@ def build(
 ) -> Schedule:
     """The compute actions of one optimizer step.
 
-    ``unit`` (default: P, at most m), ``activation_cap`` (live chunk-activations per rank, default
-    ``unit * chunks``; on a V half of 1F1B's), ``stage_style``, ``split_backward`` and ``costs``
-    (durations, one per stage; default: all equal) concern ZeroPP alone. Raises ValueError where
-    the generator has no order for these sizes.
+    ``group`` (default: P) is how many microbatches the interleaved schedules send through a chunk
+    before they go on to the next. The others concern ZeroPP alone: ``unit`` (default: P, at most
+    m), ``activation_cap`` (live chunk-activations per rank, default ``unit * chunks``; on a V half
+    of 1F1B's), ``stage_style``, ``split_backward`` and ``costs`` (durations, one per stage;
+    default: all equal). Raises ValueError where the generator has no order for these sizes.
     """
     if name not in GENERATORS:
         raise ValueError(f"schedule={name!r}: no such generator (known: {', '.join(GENERATORS)})")
@@ -92,7 +94,9 @@ def build(
     m = num_microbatches
     if name != "zeropp":
         placement = v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks)
-        return Schedule(name, m, m, placement, _programs(name, num_ranks, chunks, m))
+        return Schedule(
+            name, m, m, placement, _programs(name, num_ranks, chunks, m, group or num_ranks)
+        )
     unit = min(unit or default_unit(stage_style, num_ranks, m), m)
     sizes = OrderSizes(
         num_ranks=num_ranks,
@@ -115,15 +119,15 @@ def _cheapest(orders: Sequence[Schedule], costs: Sequence[StageCost] | None) -> 
     return min(orders, key=lambda order: event_loop.run(lower(order, gather=gather), costs).step_s)
 
 
-def _programs(name: str, num_ranks: int, chunks: int, m: int) -> tuple[Program, ...]:
+def _programs(name: str, num_ranks: int, chunks: int, m: int, group: int) -> tuple[Program, ...]:
     if name == "1f1b":
         return generators.one_f_one_b(num_ranks, m)
     if name == "interleaved_1f1b":
-        return generators.interleaved_1f1b(num_ranks, chunks, m)
+        return generators.interleaved_1f1b(num_ranks, chunks, m, group)
     if name == "zb_h1":
         return zero_bubble.zb_h1(num_ranks, m)
     if name == "interleaved_zb":
-        return zero_bubble.interleaved_zb(num_ranks, chunks, m)
+        return zero_bubble.interleaved_zb(num_ranks, chunks, m, group)
     if name == "zbv":
         return zero_bubble.zbv(num_ranks, m)
     return generators.looped_bfs(num_ranks, chunks, m)

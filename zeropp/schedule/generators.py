@@ -38,43 +38,42 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
     return tuple(programs)
 
 
-def interleaved_1f1b(num_ranks: int, chunks: int, num_microbatches: int) -> tuple[Program, ...]:
+def interleaved_1f1b(
+    num_ranks: int, chunks: int, num_microbatches: int, group: int
+) -> tuple[Program, ...]:
     """Megatron's interleaved 1F1B (arXiv 2104.04473, section 2.2).
 
-    Microbatches go through the chunks in groups of P. Raises ValueError where P does not divide
-    the number of microbatches, because the order is not defined then.
+    Microbatches go through the chunks in groups of ``group``, P in the paper; the last group may be
+    smaller (``microbatch_group_size_per_vp_stage`` in megatron/core/pipeline_parallel/schedules.py,
+    core_v0.12; the rounds of torch's ``ScheduleInterleaved1F1B``).
     """
-    require_groups("interleaved_1f1b", num_ranks, num_microbatches)
     programs = []
     for rank in range(num_ranks):
-        down = interleaved_order(rank, num_ranks, chunks, num_microbatches, backward=False)
-        up = interleaved_order(rank, num_ranks, chunks, num_microbatches, backward=True)
+        down = interleaved_order(rank, num_ranks, chunks, num_microbatches, group, backward=False)
+        up = interleaved_order(rank, num_ranks, chunks, num_microbatches, group, backward=True)
         forward = [Action(stage, Op.FORWARD, j) for stage, j in down]
         backward = [Action(stage, Op.FULL_BACKWARD, j) for stage, j in up]
-        warmup = 2 * (num_ranks - rank - 1) + (chunks - 1) * num_ranks + 1
+        warmup = 2 * (num_ranks - rank - 1) + (chunks - 1) * group + 1
         programs.append(_alternate(forward, backward, warmup))
     return tuple(programs)
 
 
-def require_groups(name: str, num_ranks: int, num_microbatches: int) -> None:
-    """Raise ValueError unless the number of microbatches is a multiple of P."""
-    if num_microbatches % num_ranks:
-        raise ValueError(
-            f"{name}: num_microbatches={num_microbatches} must be a multiple of "
-            f"num_ranks={num_ranks}"
-        )
-
-
 def interleaved_order(
-    rank: int, num_ranks: int, chunks: int, num_microbatches: int, backward: bool
+    rank: int,
+    num_ranks: int,
+    chunks: int,
+    num_microbatches: int,
+    group: int,
+    *,
+    backward: bool,
 ) -> list[tuple[int, int]]:
-    """The (stage, microbatch) pairs of one rank in one direction, in groups of P microbatches."""
+    """The (stage, microbatch) pairs of one rank in one direction, in groups of microbatches."""
     chunk_order = [*range(chunks)][:: -1 if backward else 1]
     return [
-        (chunk * num_ranks + rank, group + offset)
-        for group in range(0, num_microbatches, num_ranks)
+        (chunk * num_ranks + rank, microbatch)
+        for first in range(0, num_microbatches, group)
         for chunk in chunk_order
-        for offset in range(num_ranks)
+        for microbatch in range(first, min(first + group, num_microbatches))
     ]
 
 

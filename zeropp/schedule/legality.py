@@ -13,6 +13,7 @@ from zeropp.schedule.action import (
     Op,
     collector_paused,
 )
+from zeropp.schedule.event_result import DeadlockError
 from zeropp.schedule.program import Schedule, StageCost
 
 _COLUMNS = 12  # shown on each side of the bad cell
@@ -38,7 +39,7 @@ def validate(schedule: Schedule, *, activation_cap: int | None = None) -> None:
     _check_each_action_once(schedule)
     try:
         event_loop.run(schedule, [StageCost()] * schedule.num_stages)
-    except event_loop.DeadlockError as error:
+    except DeadlockError as error:
         rank = next(r for r, p in enumerate(schedule.programs) if error.stuck[r] < len(p))
         raise _error(schedule, rank, error.stuck[rank], str(error)) from None
     if activation_cap is not None:

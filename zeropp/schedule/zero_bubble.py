@@ -8,7 +8,7 @@ returns one list of compute actions per rank.
 from __future__ import annotations
 
 from zeropp.schedule.action import Action, Op
-from zeropp.schedule.generators import interleaved_order, require_groups
+from zeropp.schedule.generators import interleaved_order
 from zeropp.schedule.program import Program
 
 
@@ -22,17 +22,17 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
     return tuple(programs)
 
 
-def interleaved_zb(num_ranks: int, chunks: int, num_microbatches: int) -> tuple[Program, ...]:
-    """ZB-H1 with several chunks per rank: the order of torch's ``ScheduleInterleavedZeroBubble``.
-
-    Raises ValueError where P does not divide the number of microbatches.
-    """
-    require_groups("interleaved_zb", num_ranks, num_microbatches)
+def interleaved_zb(
+    num_ranks: int, chunks: int, num_microbatches: int, group: int
+) -> tuple[Program, ...]:
+    """ZB-H1 with several chunks per rank: the order of torch's ``ScheduleInterleavedZeroBubble``,
+    in groups as those of ``interleaved_1f1b``."""
     programs = []
     for rank in range(num_ranks):
-        forward = interleaved_order(rank, num_ranks, chunks, num_microbatches, backward=False)
-        backward = interleaved_order(rank, num_ranks, chunks, num_microbatches, backward=True)
-        warmup = (chunks - 1) * num_ranks + num_ranks - 1 - rank
+        sizes = (rank, num_ranks, chunks, num_microbatches, group)
+        forward = interleaved_order(*sizes, backward=False)
+        backward = interleaved_order(*sizes, backward=True)
+        warmup = (chunks - 1) * group + num_ranks - 1 - rank
         programs.append(_delayed(forward, backward, warmup, delay=rank))
     return tuple(programs)
 

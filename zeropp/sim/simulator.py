@@ -22,8 +22,9 @@ from zeropp.cost import price_plan
 from zeropp.cost.plan_price import PlanPrice
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.schedule.action import Op
-from zeropp.schedule.event_loop import EventResult, run
-from zeropp.schedule.program import StageCost
+from zeropp.schedule.event_loop import run
+from zeropp.schedule.event_result import EventResult
+from zeropp.schedule.program import Program, StageCost
 from zeropp.sim.losses import Losses, losses_of
 from zeropp.sim.memory_curve import as_memory, peak_memory, walk
 from zeropp.timeline import Span, Timeline
@@ -148,7 +149,7 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
         return list(price.stages)
     costs = list(price.stages)
     for rank, program in enumerate(plan.schedule.programs):
-        beside = 0.0
+        beside = _crossings_beside_s(plan, price, program)
         for stage, op, _ in program:
             if op is Op.UNSHARD:
                 beside += costs[stage].unshard
@@ -168,6 +169,19 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
                 backward_weight=costs[s].backward_weight * factor,
             )
     return costs
+
+
+def _crossings_beside_s(plan: Plan, price: PlanPrice, program: Program) -> float:
+    """Seconds of a rank's reductions over the replicas that run while it still computes: all but
+    the last one."""
+    if not any(price.replica_s):
+        return 0.0
+    ends = [action.stage for action in program if action.op in _COMPLETES]
+    if plan.replicate_every == "unit":
+        crossed = [action.stage for action in program if action.op is Op.REDUCE_GRAD]
+    else:
+        crossed = list(dict.fromkeys(ends))
+    return sum(price.replica_s[stage] for stage in crossed) - price.replica_s[ends[-1]]
 
 
 def _tail(plan: Plan, rank: int, events: EventResult, price: PlanPrice) -> Tail:

@@ -52,42 +52,49 @@ class WorkBound:
 def least_step_s(plan: Plan, price: PlanPrice) -> float:
     """Seconds that no order can beat: the way to a rank, its work, and the way back.
 
-    A rank starts no sooner than a microbatch has come through the stages before its first. Its
-    last input gradient has still to go back to stage 0. It is busy for all its microbatches, and
-    its link for all its gathers and reductions.
+    A rank starts no sooner than a microbatch has come through the stages before its first, unless
+    steps overlap. Its last input gradient has still to go back to stage 0, whose rank then ends its
+    step. It is busy for all its microbatches, and its link for all its gathers and reductions.
     """
-    schedule, m = plan.schedule, plan.num_microbatches
+    schedule = plan.schedule
     split = schedule.name in _SPLIT and plan.split_backward
     arrive, back = [0.0], [0.0]
     for cost in price.stages[:-1]:
         arrive.append(arrive[-1] + cost.forward)
         back.append(back[-1] + cost.backward_input + (0.0 if split else cost.backward_weight))
+    after = [sum(both) for both in zip(price.finish_s, price.gather_updated_s, strict=True)]
     worst = 0.0
     for rank in range(max(schedule.stage_rank) + 1):
         stages = schedule.stages_of(rank)
         first = stages[0]
         beside = _link_s(plan, price, stages)
-        work = sum(price.stages[s].compute for s in stages) * m
-        slowed = price.stragglers * (1.0 + price.overlap_slowdown * min(1.0, beside / work))
-        tensor = sum(price.extras[s].tensor for s in stages) * m
-        work = (work - tensor) * slowed + tensor + _copies_s(plan, price, stages)
-        weights = (
-            sum(price.stages[s].backward_weight for s in stages) * m * slowed if split else 0.0
+        work, slowed = _work_s(plan, price, stages, beside)
+        weights = sum(price.stages[s].backward_weight for s in stages) * split
+        back_at_0 = arrive[first] + work - weights * plan.num_microbatches * slowed + back[first]
+        own = work if price.steps_overlap else arrive[first] + work
+        worst = max(
+            worst, max(own, beside) + after[rank], back_at_0 + after[schedule.stage_rank[0]]
         )
-        end = arrive[first] + max(work, work - weights + back[first])
-        if price.steps_overlap:  # a rank's next step begins while the others end this one
-            end = work
-        after = price.finish_s[rank] + price.gather_updated_s[rank]
-        worst = max(worst, end + after, beside + after)
     return worst
+
+
+def _work_s(
+    plan: Plan, price: PlanPrice, stages: tuple[int, ...], beside: float
+) -> tuple[float, float]:
+    """Seconds of a rank's compute, slowed by at least ``beside`` seconds of collectives, and the
+    factor by which they slow it."""
+    m = plan.num_microbatches
+    work = sum(price.stages[s].compute for s in stages) * m
+    slowed = price.stragglers * (1.0 + price.overlap_slowdown * min(1.0, beside / work))
+    tensor = sum(price.extras[s].tensor for s in stages) * m
+    return (work - tensor) * slowed + tensor + _copies_s(plan, price, stages), slowed
 
 
 def _link_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
     """Seconds of a rank's reductions, and of its gathers at the least: each stage between its
     first and its last is gathered at least once a unit (the ends may turn round without, and
     phases of two units may overlap)."""
-    schedule = plan.schedule
-    units = -(-schedule.num_microbatches // schedule.unit)
+    units = plan.num_units
     reductions = units if plan.reduce_every == "unit" else 1
     reduced = sum(price.stages[s].reduce_grad for s in stages) * reductions
     return reduced + units * sum(price.stages[s].unshard for s in stages[1:-1])
@@ -95,7 +102,7 @@ def _link_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
 
 def _copies_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
     """Seconds of compute for the copies of the same gathers and reductions."""
-    units = -(-plan.num_microbatches // plan.schedule.unit)
+    units = plan.num_units
     reductions = units if plan.reduce_every == "unit" else 1
     copied = sum(price.stages[s].copy_in for s in stages) * reductions
     return copied + units * sum(price.stages[s].copy_out for s in stages[1:-1])
@@ -123,7 +130,7 @@ def _least_gradients(plan: Plan, sizes: list[int]) -> int:
     """Bytes of unsharded gradients that live together at least once; ``sizes``: by chunk. Weight
     gradients come unit by unit, so what is reduced once a step is open in all chunks before the
     first reduction; else one chunk's come while the copy of the chunk before is reduced."""
-    units = -(-plan.num_microbatches // plan.schedule.unit)
+    units = plan.num_units
     if plan.reduce_every == "step" and units > 1:
         return sum(sizes)
     return max(sizes) + (min(sizes) if units * len(sizes) > 1 else 0)

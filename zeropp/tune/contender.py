@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, cast
 
 from zeropp.cost import PlanPrice, price_plan
 from zeropp.plan import Candidate, K, Knobs, Plan, Task
-from zeropp.planner.zeropp_plan import fastest
+from zeropp.planner.orders import fastest
 from zeropp.schedule import validate
 from zeropp.sim.simulator import SimResult
 from zeropp.training import OptimizerConfig, Trainer

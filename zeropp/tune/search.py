@@ -21,7 +21,7 @@ from zeropp.cost import PlanPrice, price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto
 from zeropp.plan import Candidate, K, Plan, Task
-from zeropp.planner.zeropp_plan import fastest
+from zeropp.planner.orders import fastest
 from zeropp.sim.memory_curve import rank_peak
 from zeropp.sim.simulator import SimResult, simulate
 from zeropp.tune.bound import WorkBound, least_bytes, least_step_s

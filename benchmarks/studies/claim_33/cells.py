@@ -1,20 +1,18 @@
 """The cells of the verdict, and what every contender does in one of them. All simulated.
 
 A cell is a model on so many GPUs of a cluster at a global batch. In each, every contender is at
-its best plan (``zeropp.tune``), and all are compared once more at equal degrees: the same
-pipeline, the same group of GPUs inside a node (TP for 3D, ZeRO-3 for ZeroPP), the same
-microbatch and recomputation.
+its best plan (``zeropp.tune``), and all are compared twice more in settings that are given
+(``given_settings``): at equal degrees, and as far as the paper tells its own.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
-from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
 from baselines.fsdp.contender import FSDP
 from baselines.public_3d.contender import (
     BEST_3D,
@@ -22,14 +20,12 @@ from baselines.public_3d.contender import (
     MEGATRON_DEEPSPEED,
     ZERO_BUBBLE,
 )
-from baselines.public_3d.knobs import MegatronCoreKnobs
 from baselines.torch_pp.contender import TORCHTITAN
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.run_spec import validated
+from benchmarks.studies.claim_33.given_settings import GIVEN
 from zeropp.contender.contender import ZEROPP
-from zeropp.contender.knobs import ZeroppKnobs
-from zeropp.layout import divisors
-from zeropp.plan import Candidate, Knobs, Task
+from zeropp.plan import Candidate, Task
 from zeropp.sim.losses import Losses
 from zeropp.sim.simulator import SimResult
 from zeropp.tune.contender import Contender
@@ -47,7 +43,6 @@ COMPARED: tuple[Contender[Any], ...] = (
     BEST_3D,
     ZEROPP,
 )
-Recompute = Literal["none", "full"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ class Row:
     global_batch: int
     bandwidth: float
     contender: str
-    mode: str  # best | equal
+    mode: str  # best | equal | paper
     provenance: str
     plan: str
     step_s: float | None = None
@@ -101,16 +96,30 @@ class Row:
         return plain | {f"{kind}_s": seconds for kind, seconds in lost.items()}
 
 
-def rows_of(cell: Cell, tolerance: float) -> list[Row]:
-    """Every contender at its best plan, then all at equal degrees."""
-    rows = []
-    for name, winner in winners(cell, tolerance, COMPARED).items():
+@dataclass(frozen=True)
+class Job:
+    """A part of a cell that one process works out: the best plan of the contender ``part``, or the
+    plans of the given settings ``part``."""
+
+    cell: Cell
+    part: str
+    tolerance: float
+
+    def rows(self) -> list[Row]:
+        """What the part adds to the verdict."""
+        cell, name = self.cell, self.part
+        if name in GIVEN:
+            plans = GIVEN[name](cell.priced)
+            return [_row(cell, candidate, result, name) for candidate, result in plans]
+        winner = winners(cell, self.tolerance, [PRICED[name]])[name]
         if winner is None:
-            rows.append(Row(*cell.key, name, "best", "simulated", "no plan fits"))
-        else:
-            rows.append(_row(cell, winner.candidate, winner.result, "best"))
-    equal = _equal_plans(cell.priced)
-    return rows + [_row(cell, candidate, result, "equal") for candidate, result in equal]
+            return [Row(*cell.key, name, "best", "simulated", "no plan fits")]
+        return [_row(cell, winner.candidate, winner.result, "best")]
+
+
+def jobs_of(cell: Cell, tolerance: float) -> list[Job]:
+    """All parts of a cell."""
+    return [Job(cell, name, tolerance) for name in (*(c.name for c in COMPARED), *GIVEN)]
 
 
 def priced_again(cell: Cell, setting: str) -> Row:
@@ -148,65 +157,3 @@ def _row(cell: Cell, candidate: Candidate[Any], result: SimResult, mode: str) ->
         json.dumps(asdict(candidate)),
         result.losses,
     )
-
-
-def _equal_plans(task: Task) -> list[tuple[Candidate[Any], SimResult]]:
-    """The smallest pipeline, with as little recomputation as possible, that fits for all three;
-    empty where there is none."""
-    recomputes: tuple[Recompute, ...] = ("none", "full")
-    for recompute in recomputes:
-        for setting in _equal_settings(task, recompute):
-            results = [
-                (candidate, contender.simulated(task, candidate))
-                for contender, candidate in ((c, Candidate(knobs, 1)) for c, knobs in setting)
-            ]
-            if all(r.peak_bytes <= task.cluster.device.usable_bytes for _, r in results):
-                return results
-    return []
-
-
-def _equal_settings(
-    task: Task, recompute: Recompute
-) -> Iterator[list[tuple[Contender[Any], Knobs]]]:
-    """DeepSpeed's 1F1B, Megatron-Core's interleaved 1F1B with sequence parallelism, and ZeroPP
-    with U = P; two chunks per rank for the last two; one sequence per microbatch."""
-    group = min(task.cluster.gpus_per_node, task.num_gpus // 2)
-    for pp in divisors(task.num_gpus // group)[1:] or [2]:
-        replicas = task.num_gpus // group // pp
-        m_tensor = task.global_batch // replicas
-        m_shard = task.global_batch // (replicas * group)
-        even = task.global_batch % (replicas * group) == 0 and m_tensor % pp == 0
-        if not even or m_shard < 1 or 2 * pp > task.shape.layers:
-            continue
-        yield _equal_knobs(pp, group, replicas, min(pp, m_shard), recompute)
-
-
-def _equal_knobs(
-    pp: int, group: int, replicas: int, unit: int, recompute: Recompute
-) -> list[tuple[Contender[Any], Knobs]]:
-    zero: Literal[0, 1] = 1 if replicas > 1 else 0
-    three = DeepSpeedKnobs(
-        tp=group, pp=pp, replicate=replicas, replicate_zero=1, recompute=recompute
-    )
-    core = MegatronCoreKnobs(
-        tp=group,
-        pp=pp,
-        replicate=replicas,
-        replicate_zero=zero,
-        chunks=2,
-        schedule="interleaved_1f1b",
-        sequence_parallel=True,
-        recompute=recompute,
-    )
-    shards = ZeroppKnobs(
-        pp=pp,
-        shard=group,
-        replicate=replicas,
-        replicate_zero=0,
-        chunks=2,
-        unit=unit,
-        activation_cap=2 * unit,
-        recompute=recompute,
-        reduce_every="unit",
-    )
-    return [(DEEPSPEED_3D, three), (MEGATRON_CORE, core), (ZEROPP, shards)]

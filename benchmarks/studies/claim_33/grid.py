@@ -64,9 +64,10 @@ def verdict_spec(values: Any) -> VerdictSpec:
 
 
 def cells_of(spec: VerdictSpec, precision: Precision) -> list[Cell]:
-    """All cells, each once, those that are quickly searched first."""
+    """All cells, each once, those that take longest to search first, so that no core works on one
+    of them while the others have nothing left."""
     unique = {cell.key: cell for cell in _cells(spec, precision)}
-    return sorted(unique.values(), key=lambda c: c.task.num_gpus * c.task.shape.layers)
+    return sorted(unique.values(), key=lambda c: c.task.global_batch * c.task.shape.layers)[::-1]
 
 
 def _cells(spec: VerdictSpec, precision: Precision) -> Iterator[Cell]:

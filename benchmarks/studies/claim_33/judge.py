@@ -23,6 +23,8 @@ TIE = 0.06  # the simulator's median error of ratios
 BASELINES = {c.name: c.label for c in COMPARED if c.name != "zeropp"}
 JUDGED = ("deepspeed_3d", "megatron_core", "best_3d")
 EQUAL = ("deepspeed_3d", "megatron_core")  # those that are compared at equal degrees, too
+# The bases of comparison, in words.
+MODES = {"best": "its best plan", "equal": "equal degrees", "paper": "the paper's own setting"}
 KEYS = ["model", "cluster", "num_gpus", "global_batch", "bandwidth", "mode"]
 
 
@@ -44,6 +46,7 @@ def judge(plans: pd.DataFrame) -> pd.DataFrame:
             out[f"speedup_over_{name}"] = speed["zeropp"] / speed.get(name, float("nan"))
         for name in JUDGED:
             missing = "" if pd.notna(speed.get(name)) else "baseline does not fit"
+            missing = missing if pd.notna(speed["zeropp"]) else "ZeroPP does not fit"
             out[f"verdict_over_{name}"] = missing or _word(out[f"speedup_over_{name}"])
         out["regime"] = _regime(row)
         rows.append(out)
@@ -54,19 +57,33 @@ def summary(verdicts: pd.DataFrame) -> str:
     """The verdict in Markdown: counts, then the cells of the comparison at its own bandwidth."""
     own = verdicts[verdicts.bandwidth == 1.0]
     lines = ["# Verdict on the 33 % (simulated)", "", UNMEASURED, ""]
-    for mode in ("best", "equal"):
+    for mode, setting in MODES.items():
         mine = own[own["mode"] == mode]
-        lines += [f"## Every contender at {'its best plan' if mode == 'best' else 'equal degrees'}"]
+        if mine.empty:
+            continue
+        lines += [f"## Every contender at {setting}"]
         for name in BASELINES if mode == "best" else EQUAL:
-            lines += ["", _counts(mine[f"speedup_over_{name}"].dropna(), BASELINES[name])]
+            lines += ["", _counts(mine, name) + unfit(mine, name)]
         lines += ["", *_table(mine, JUDGED if mode == "best" else EQUAL), ""]
     return "\n".join(lines)
 
 
-def _counts(speedups: pd.Series[float], label: str) -> str:
-    total = len(speedups)
+def unfit(cells: pd.DataFrame, name: str) -> str:
+    """A sentence on the cells that have no ratio because no plan of ZeroPP fits and one of the
+    other does, and the other way round; empty where there are none."""
+    ours, theirs = (cells[f"{n}_tokens_per_s_per_gpu"].notna() for n in ("zeropp", name))
+    told = []
+    for who, where in (("ZeroPP", theirs & ~ours), (BASELINES[name], ours & ~theirs)):
+        if count := int(where.sum()):
+            told.append(f" In {count} more no plan of {who} fits.")
+    return "".join(told)
+
+
+def _counts(cells: pd.DataFrame, name: str) -> str:
+    speedups, label = cells[f"speedup_over_{name}"].dropna(), BASELINES[name]
     return (
-        f"Over {label}: {total} cells, median {speedups.median():.2f}, from {speedups.min():.2f} "
+        f"Over {label}: {len(speedups)} cells, "
+        f"median {speedups.median():.2f}, from {speedups.min():.2f} "
         f"to {speedups.max():.2f}; at least {CLAIM} in {(speedups >= CLAIM).sum()}, faster by "
         f"more than {TIE:.0%} in {(speedups > 1 + TIE).sum()}, slower by more than {TIE:.0%} in "
         f"{(speedups < 1 - TIE).sum()}."

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pandas as pd
 
 from benchmarks.report import words
-from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, EQUAL, JUDGED
+from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, EQUAL, JUDGED, MODES, unfit
 
 _LABELS = {"zeropp": "ZeroPP", **BASELINES}
 
@@ -20,17 +20,18 @@ _REPRODUCED = [
 
 def page_tables(verdicts: pd.DataFrame) -> dict[str, str]:
     """Markdown by name: ``answer`` (a sentence per baseline), and the tables ``best``, ``limit``,
-    ``reproduced``, ``memory``, ``network``, ``equal``."""
+    ``reproduced``, ``memory``, ``network``, ``equal``, ``paper``."""
     own = verdicts[verdicts.bandwidth == 1.0]
-    best, equal = (own[own["mode"] == mode] for mode in ("best", "equal"))
+    best, equal, paper = (own[own["mode"] == mode] for mode in MODES)
     return {
         "answer": _answer(best),
         "best": _spread(best, list(BASELINES), "speedup_over_{}", "ZeroPP over"),
         "limit": _spread(best, ["zeropp", *BASELINES], "{}_share_of_limit", "contender"),
         "reproduced": _reproduced(best),
-        "memory": _memory(best, equal),
+        "memory": _memory({"best plans": best, "equal degrees": equal, "paper's setting": paper}),
         "network": _network(verdicts[verdicts["mode"] == "best"]),
         "equal": _spread(equal, list(EQUAL), "speedup_over_{}", "ZeroPP over"),
+        "paper": _spread(paper, list(EQUAL), "speedup_over_{}", "ZeroPP over"),
     }
 
 
@@ -43,13 +44,15 @@ def _answer(best: pd.DataFrame) -> str:
         told.append(
             f"Over {BASELINES[name]}, ZeroPP at its best plan reaches {CLAIM} times the speed in "
             f"{reached} of {len(speedups)} cells (median {words.ratio(speedups.median())}, from "
-            f"{words.ratio(speedups.min())} to {words.ratio(speedups.max())})."
+            f"{words.ratio(speedups.min())} to {words.ratio(speedups.max())})." + unfit(best, name)
         )
     return " ".join(told)
 
 
 def _spread(cells: pd.DataFrame, names: list[str], column: str, head: str) -> str:
     """Median, lowest and highest of a column per contender, by sequences per GPU and step."""
+    if cells.empty:
+        return "No cell has been priced in this setting."
     batches = dict(list(cells.groupby("sequences_per_gpu")))
     rows = []
     for name in names:
@@ -76,12 +79,14 @@ def _reproduced(cells: pd.DataFrame) -> str:
     return _markdown([*heads, "ZeroPP GiB", "DeepSpeed GiB"], rows)
 
 
-def _memory(best: pd.DataFrame, equal: pd.DataFrame) -> str:
-    """ZeroPP's peak over that of those it is judged against."""
+def _memory(bases: Mapping[str, pd.DataFrame]) -> str:
+    """ZeroPP's peak over that of those it is judged against, by base of comparison."""
     rows = []
-    for label, cells, names in (("best plans", best, JUDGED), ("equal degrees", equal, EQUAL)):
-        for name in names:
+    for label, cells in bases.items():
+        for name in JUDGED:
             ratios = (cells["zeropp_peak_gib"] / cells[f"{name}_peak_gib"]).dropna()
+            if ratios.empty:  # not compared on this base
+                continue
             values = (ratios.min(), ratios.median(), ratios.max())
             rows.append([label, BASELINES[name], *(f"{value:.2f}" for value in values)])
     return _markdown(["plans", "peak over that of", "lowest", "median", "highest"], rows)

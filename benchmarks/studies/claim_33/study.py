@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
-from functools import partial
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
 
-from benchmarks.launch.progress import progress_line
 from benchmarks.launch.sweep import run_points, spec_of
 from benchmarks.records.environment import git_state
 from benchmarks.records.record import check_writable, write_atomically
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.paper import paper_table
 from benchmarks.report.write import write_table_forms
-from benchmarks.studies.claim_33.cells import Cell, rows_of
+from benchmarks.specification.command import leave_interrupts_to_parent
+from benchmarks.specification.progress import progress_line
+from benchmarks.studies.claim_33.cells import Cell, Job, Row, jobs_of
 from benchmarks.studies.claim_33.grid import VerdictSpec, cells_of, verdict_spec
 from benchmarks.studies.claim_33.judge import judge, summary
 from benchmarks.studies.claim_33.maps import draw, draw_losses
@@ -72,13 +72,9 @@ def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
     console.print(f"Written to {out}: " + ", ".join(names))
 
 
-def _ignore_interrupts() -> None:
-    """Leave Ctrl-C to the parent, which says so in one line."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bool) -> None:
-    """Add the rows of the cells that are missing in ``path``, one worker per core; sorted."""
+    """Add the rows of the cells that are missing in ``path``, sorted. One process per core; a cell
+    is written when every contender is done."""
     rows: list[dict[str, Any]] = []
     if path.exists() and not anew:
         rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
@@ -86,13 +82,26 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
     todo = [cell for cell in cells if cell.key not in have]
     sha, dirty = git_state()
     commit = sha[:12] + ("+changes" if dirty else "")
+    jobs = [job for cell in todo for job in jobs_of(cell, spec.tolerance)]
+    parts: dict[Cell, dict[str, list[Row]]] = defaultdict(dict)
     with (
-        multiprocessing.get_context("spawn").Pool(os.cpu_count(), _ignore_interrupts) as pool,
+        multiprocessing.get_context("spawn").Pool(
+            os.cpu_count(), leave_interrupts_to_parent
+        ) as pool,
         progress_line() as bar,
     ):
         line = bar.add_task("cells", total=len(todo))
-        for found in pool.imap_unordered(partial(rows_of, tolerance=spec.tolerance), todo):
-            rows += [row.columns() | {"commit": commit} for row in found]
+        for job, found in pool.imap_unordered(_done, jobs):
+            mine = parts[job.cell]
+            mine[job.part] = found
+            if len(mine) < len(jobs_of(job.cell, spec.tolerance)):
+                continue
+            for other in jobs_of(job.cell, spec.tolerance):  # in the order of the tables
+                rows += [row.columns() | {"commit": commit} for row in mine[other.part]]
             table = pd.DataFrame(rows).sort_values([*CELL, "mode"], kind="stable")
             write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
             bar.advance(line)
+
+
+def _done(job: Job) -> tuple[Job, list[Row]]:
+    return job, job.rows()

@@ -5,14 +5,14 @@ computed again, other ones every day, and a row that differs by more than roundi
 
     python -m benchmarks.studies.recheck                 # a sample, drawn by today's date
     python -m benchmarks.studies.recheck --rows 0        # every row (an hour)
-    python -m benchmarks.studies.recheck --renew         # all tables anew, and what moved
+    python -m benchmarks.studies.recheck --renew         # all tables anew, and what moved; goes on
+                                                         # where it was stopped
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -22,7 +22,8 @@ from pathlib import Path
 from benchmarks import CHECKOUT
 from benchmarks.specification.command import run_command
 from benchmarks.specification.run_spec import SpecError
-from benchmarks.studies.recheck.compare import differences, moved
+from benchmarks.studies.recheck.compare import differences
+from benchmarks.studies.recheck.renew import renew
 from benchmarks.studies.recheck.tables import TABLES, Row, StaleError, Table
 
 REFERENCE = CHECKOUT / "results" / "reference"
@@ -43,7 +44,7 @@ def _recheck(arguments: Sequence[str] | None) -> int:
         if not (options.reference / table.path).exists():
             raise SpecError(f"--reference {options.reference}: {table.path} is not there")
     if options.renew:
-        status = max(_renew(table, options.reference) for table in tables)
+        status = renew(tables, options.reference, REFERENCE)
         print("pages that quote these tables are written by: python docs/make.py")
         return status
     print(f"seed {options.seed}")
@@ -78,25 +79,6 @@ def _stale(table: Table, row: Row, reference: Path) -> Iterator[str]:
         yield f"  {name}: " + ", ".join(words)
 
 
-def _renew(table: Table, reference: Path) -> int:
-    """Run the study that writes a table, and print what moved in it."""
-    if not table.command:
-        return 0  # the study before it wrote this one, too
-    old = table.read(reference)
-    words = [word.format(reference=reference) for word in table.command]
-    print(f"{table.path}: python -m {' '.join(words)}", flush=True)
-    status = subprocess.run([sys.executable, "-m", *words], cwd=CHECKOUT, stdout=sys.stderr)
-    if status.returncode:
-        print(f"  ended with status {status.returncode}")
-        return 1
-    if reference == REFERENCE:
-        for picture in (reference / "claim_33").glob("*.[ps][nv]g"):
-            picture.replace(CHECKOUT / "docs" / "images" / picture.name)
-    lines = list(moved(old, table.read(reference), table.keys))
-    print("\n".join(f"  {line}" for line in lines or ["nothing moved"]))
-    return 0
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.studies.recheck",
@@ -111,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", default="", metavar="PART", help="tables with this in their path")
     parser.add_argument("--reference", type=Path, default=REFERENCE, help="the tables' folder")
-    parser.add_argument("--renew", action="store_true", help="write the tables anew")
+    parser.add_argument(
+        "--renew", action="store_true", help="write the tables anew, or go on with it"
+    )
     return parser
 
 

@@ -13,10 +13,12 @@ from benchmarks.specification.compose import preset
 from benchmarks.studies.validation.clusters import cluster_of
 from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
 from zeropp.cluster import Cluster
+from zeropp.contender.contender import ZEROPP
+from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import balanced_cuts, cut_by_cost
 from zeropp.layout import Layout
 from zeropp.literals import Precision, Recompute
-from zeropp.plan import Plan
+from zeropp.plan import Candidate, Plan, Task
 from zeropp.programs import Program, StateBytes, program_named
 from zeropp.schedule import build, lower
 from zeropp.schedule.action import Action, Op
@@ -43,6 +45,7 @@ class Case:
     recompute: Recompute
     precision: Precision
     recompute_blocks: int | None = None  # of the whole model; None: all
+    knobs: ZeroppKnobs | None = None  # of schedule=zeropp; None: all at their defaults
 
 
 def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
@@ -69,6 +72,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
         recompute=row.recompute,
         precision=_precision(row),
         recompute_blocks=row.recompute_blocks,
+        knobs=row.knobs,
     )
 
 
@@ -85,6 +89,11 @@ def _refuse_what_has_no_price(row: PublishedRow) -> None:
         raise UnpredictableError(
             f"recompute_blocks={row.recompute_blocks}: no price where they do not divide over "
             f"pp={row.pp} x chunks={row.chunks} stages"
+        )
+    if row.schedule == "zeropp" and (row.tp > 1 or row.zero in (1, 2)):
+        raise UnpredictableError(
+            f"schedule=zeropp: no price with tp={row.tp}, zero={row.zero} (tp=1, zero=0 or 3; "
+            "ZeRO-1 over replicas is knobs=replicate_zero=1)"
         )
     if row.zero == 3 and not program_named(row.program).zero3:
         raise UnpredictableError(f"program={row.program}: no price for its ZeRO-3")
@@ -145,6 +154,8 @@ def plan_of(case: Case) -> Plan:
     """The case's Plan; raises UnpredictableError where no schedule of that name fits the sizes."""
     cuts: tuple[int, ...]
     try:
+        if case.schedule == "zeropp":
+            return _zeropp_plan(case)
         if case.zero3 and case.layout.pp == 1:
             schedule, cuts = _fsdp_schedule(case.shape, case.num_microbatches)
         else:
@@ -167,6 +178,25 @@ def plan_of(case: Case) -> Plan:
     if case.program.spread == "cost" and case.layout.pp > 1:
         return replace(plan, cuts=cut_by_cost(plan, case.cluster, case.program))
     return plan
+
+
+def _zeropp_plan(case: Case) -> Plan:
+    """The plan that ZeroPP's own planner makes of the case, with the case's program."""
+    layout, stages = case.layout, case.layout.pp * case.layout.chunks
+    blocks = case.recompute_blocks
+    knobs = replace(
+        case.knobs or ZeroppKnobs(),
+        pp=layout.pp,
+        shard=layout.shard,
+        replicate=layout.replicate,
+        chunks=layout.chunks,
+        recompute=case.recompute,
+        recompute_blocks="auto" if blocks is None else blocks // stages,
+    )
+    batch = case.microbatch * case.num_microbatches * layout.dp
+    task = Task(case.shape, case.cluster, layout.world, batch, case.precision)
+    plan = ZEROPP.plan(task, Candidate(knobs, case.microbatch))
+    return replace(plan, program=case.program.name)
 
 
 def _recomputed(case: Case, cuts: tuple[int, ...]) -> tuple[int, ...]:

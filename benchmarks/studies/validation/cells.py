@@ -6,9 +6,18 @@ import math
 import re
 from typing import Annotated, Any
 
+from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field
 
+from benchmarks.specification.run_spec import validated
+from zeropp.contender.knobs import ZeroppKnobs
+
 _WHOLE = re.compile(r"[0-9]{1,15}")
+# ZeroPP's knobs that no other column says.
+_OWN_KNOBS = (
+    "unit", "activation_cap", "replicate_zero", "reduce_every", "replicate_every", "prefetch",
+    "keep", "stage_style", "split_backward", "placement",
+)  # fmt: skip
 _DECIMAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]+)?(?:e[-+]?[0-9]{1,2})?")
 
 
@@ -36,8 +45,18 @@ def _not_blank(cell: Any) -> str:
     raise ValueError("must not be blank")
 
 
+def _own_knobs(cell: Any) -> ZeroppKnobs:
+    """The knobs that a cell states, all others at their defaults."""
+    stated = [word.partition("=")[::2] for word in str(cell).split()]
+    for name, value in stated:
+        if name not in _OWN_KNOBS or not value:
+            raise ValueError(f"{name!r} must be one of {', '.join(_OWN_KNOBS)}, with its value")
+    return validated(ZeroppKnobs, OmegaConf.to_container(OmegaConf.from_dotlist(cell.split())))
+
+
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Decimal = Annotated[float, BeforeValidator(_decimal), Field(gt=0)]
 YesNo = Annotated[bool, BeforeValidator(_yes_or_no)]
 Text = Annotated[str, BeforeValidator(_not_blank)]
+OwnKnobs = Annotated[ZeroppKnobs, BeforeValidator(_own_knobs)]

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from benchmarks.studies.validation.cells import Count, Decimal, Text, Whole, YesNo
+from benchmarks.studies.validation.cells import Count, Decimal, OwnKnobs, Text, Whole, YesNo
 from benchmarks.studies.validation.quantities import METRICS, Metric, Unit
 from zeropp.cost import parameter_count
 from zeropp.literals import Recompute
@@ -34,9 +34,10 @@ Precise = Literal[
 Half = Literal["fp32", "fp16", "bf16"]
 ScheduleName = Literal[
     "none", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "zbv",
-    "interleaved_zb", "dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min", "seq1f1b",
+    "interleaved_zb", "zeropp", "dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min",
+    "seq1f1b",
 ]  # fmt: skip
-CHUNKED = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "hanayo", "seq1f1b")
+CHUNKED = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "zeropp", "hanayo", "seq1f1b")
 TWO_CHUNKS = ("zbv", "dualpipe", "dualpipev", "v_half", "v_min")
 # Boards' nominal power in W, to which ``power_w`` is compared (results/published/hardware.csv).
 POWER_W = {"v100": 300, "a100": 400, "a800": 400, "h100": 700, "h800": 700, "h200": 700}
@@ -100,6 +101,7 @@ class PublishedRow(BaseModel):
     zero3_group: Count | None = None  # ranks over which ZeRO-3 shards; blank: all of dp
     zero1_group: Count | None = None  # replicas over which ZeRO-1 shards; blank: all of them
     schedule: ScheduleName
+    knobs: OwnKnobs | None = None  # of schedule=zeropp: those that are not at their defaults
     # Batch, recomputation and types.
     micro_batch: Count
     global_batch: Count
@@ -155,6 +157,7 @@ class PublishedRow(BaseModel):
 
 
 COLUMNS = tuple(PublishedRow.model_fields)
+OPTIONAL = ("knobs",)  # a table without such a row need not have the column
 _NUMBER: TypeAdapter[float] = TypeAdapter(Decimal)
 _OF_THE_NUMBER = (
     "metric", "value", "unit", "attention_flops", "utilization_peak_tflops", "verified", "assumed",
@@ -231,13 +234,15 @@ def _device(row: PublishedRow) -> str:
 
 
 def _schedule(row: PublishedRow) -> str:
-    if (row.schedule == "none") != (row.pp == 1):
+    if row.schedule == "none" if row.pp > 1 else row.schedule not in ("none", "zeropp"):
         return f"schedule={row.schedule}: pp={row.pp} stages (none is for pp=1 and only for it)"
     wanted = 2 if row.schedule in TWO_CHUNKS else 1
     if row.schedule not in CHUNKED and row.chunks != wanted:
         return f"chunks={row.chunks}: schedule={row.schedule} has {wanted}"
     if row.schedule.startswith("interleaved") and row.chunks == 1:
         return f"chunks=1: schedule={row.schedule} has 2 or more"
+    if row.knobs and row.schedule != "zeropp":
+        return f"knobs: schedule={row.schedule} has none"
     if row.pp * row.chunks > row.layers + 2:
         return f"chunks={row.chunks}: pp={row.pp} x chunks are more stages than layers={row.layers}"
     return ""

@@ -57,9 +57,12 @@ def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
     for one in first_of_runs(predicted_rows(outcomes)):
         row, prediction = one.row, one.prediction
         if prediction.kind != "oom":
-            name = f"{prediction.kind}, measured [{row.unit}]"
+            quantity = {"time": "step time", "layer": "time of a block"}.get(
+                row.measure.kind, prediction.kind
+            )
+            name = f"{quantity}, measured [{row.unit}]"
             panels[name][row.source].append((row.measured, 1 + prediction.relative_error))
-    names = sorted(panels, reverse=True) or ["nothing predicted"]
+    names = sorted(panels) or ["nothing predicted"]
     sources = sorted({source for of_panel in panels.values() for source in of_panel})
     shades = {source: f"C{number}" for number, source in enumerate(sources)}
     figure, axes = style.panels(len(names))
@@ -69,11 +72,15 @@ def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
             x, y = zip(*points, strict=True)
             axis.scatter(x, y, s=9, alpha=0.6, color=shades[source], label=source)
         axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set(xscale="log", xlabel=name, ylabel="predicted / measured")
+        axis.set(xscale="log", xlabel=name)
         axis.set_ylim(0.4, 1.05 * highest)
-        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        low, high = axis.get_xlim()
+        wide = high > 100 * low  # more ticks than powers of ten would overlap
+        axis.xaxis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5)))
         axis.xaxis.set_major_formatter("{x:,g}")
         axis.xaxis.set_minor_formatter(NullFormatter())
+    for axis in axes[:: style.COLUMNS]:
+        axis.set_ylabel("predicted / measured")
     entries = {s: Line2D([], [], color=c, marker="o", linestyle="") for s, c in shades.items()}
     figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=2)
     figure.savefig(path, dpi=150)

@@ -1,0 +1,138 @@
+"""The comparisons in settings that are given: nobody is at its best plan.
+
+The same pipeline, the same group of GPUs inside a node (TP for 3D, ZeRO-3 for ZeroPP), the same
+microbatch and recomputation for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+from baselines.deepspeed_3d.contender import DEEPSPEED_3D
+from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
+from baselines.public_3d.contender import MEGATRON_CORE
+from baselines.public_3d.knobs import MegatronCoreKnobs
+from zeropp.contender.contender import ZEROPP
+from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.layout import divisors
+from zeropp.plan import Candidate, Knobs, Task
+from zeropp.sim.simulator import SimResult
+from zeropp.tune.contender import Contender
+
+Recompute = Literal["none", "full"]
+Priced = list[tuple[Candidate[Any], SimResult]]
+_Setting = tuple[
+    tuple[Contender[Any], Knobs], tuple[Contender[Any], Knobs], tuple[Contender[Any], ZeroppKnobs]
+]
+
+
+def equal_degrees(task: Task) -> Priced:
+    """The smallest pipeline, with as little recomputation as possible, that fits for all three;
+    empty where there is none."""
+    recomputes: tuple[Recompute, ...] = ("none", "full")
+    for recompute in recomputes:
+        for setting in _equal_settings(task, recompute):
+            results = _priced(task, setting)
+            if _fit(task, results):
+                return results
+    return []
+
+
+def papers_own(task: Task) -> Priced:
+    """As ``equal_degrees``, with what the paper's abstract and version history tell of its setting:
+    everything recomputed on both sides, plain 1F1B for 3D, and comparable memory. So ZeroPP has the
+    largest unit with which its peak is at most a tenth above the larger one of 3D, and the smallest
+    unit where none is. Empty where no pipeline fits for all."""
+    for setting in _equal_settings(task, "full", interleaved=False):
+        *three, (_, given) = setting
+        baselines = _priced(task, three)
+        if not _fit(task, baselines):
+            continue
+        limit = min(1.1 * max(r.peak_bytes for _, r in baselines), _usable(task))
+        for unit in _units(task, given):
+            (ours,) = _priced(task, [(ZEROPP, replace(given, unit=unit, activation_cap=2 * unit))])
+            if ours[1].peak_bytes <= limit or (unit == given.unit and _fit(task, [ours])):
+                return [*baselines, ours]
+    return []
+
+
+def _units(task: Task, knobs: ZeroppKnobs) -> list[int]:
+    """Units to try, the largest first: all microbatches, and halves of them down to P."""
+    assert isinstance(knobs.shard, int)
+    assert isinstance(knobs.replicate, int)
+    assert isinstance(knobs.unit, int)
+    unit = task.global_batch // (knobs.shard * knobs.replicate)
+    units = [unit]
+    while unit // 2 > knobs.unit:
+        unit //= 2
+        units.append(unit)
+    return units if units[-1] == knobs.unit else [*units, knobs.unit]
+
+
+def _priced(task: Task, setting: Iterable[tuple[Contender[Any], Knobs]]) -> Priced:
+    """One sequence per microbatch."""
+    candidates = ((who, Candidate(knobs, 1)) for who, knobs in setting)
+    return [
+        (candidate, contender.simulated(task, candidate)) for contender, candidate in candidates
+    ]
+
+
+def _fit(task: Task, results: Priced) -> bool:
+    return all(result.peak_bytes <= _usable(task) for _, result in results)
+
+
+def _usable(task: Task) -> int:
+    return task.cluster.device.usable_bytes
+
+
+def _equal_settings(
+    task: Task, recompute: Recompute, *, interleaved: bool = True
+) -> Iterator[_Setting]:
+    """DeepSpeed's 1F1B, Megatron-Core's interleaved 1F1B (or its plain one) with sequence
+    parallelism, and ZeroPP with U = P and two chunks per rank."""
+    group = min(task.cluster.gpus_per_node, task.num_gpus // 2)
+    for pp in divisors(task.num_gpus // group)[1:] or [2]:
+        replicas = task.num_gpus // group // pp
+        m_tensor = task.global_batch // replicas
+        m_shard = task.global_batch // (replicas * group)
+        even = task.global_batch % (replicas * group) == 0 and m_tensor % pp == 0
+        if not even or m_shard < 1 or 2 * pp > task.shape.layers:
+            continue
+        yield _equal_knobs(pp, group, replicas, min(pp, m_shard), recompute, interleaved)
+
+
+def _equal_knobs(
+    pp: int, group: int, replicas: int, unit: int, recompute: Recompute, interleaved: bool
+) -> _Setting:
+    zero: Literal[0, 1] = 1 if replicas > 1 else 0
+    three = DeepSpeedKnobs(
+        tp=group, pp=pp, replicate=replicas, replicate_zero=1, recompute=recompute
+    )
+    core = MegatronCoreKnobs(
+        tp=group,
+        pp=pp,
+        replicate=replicas,
+        replicate_zero=zero,
+        chunks=2 if interleaved else 1,
+        schedule="interleaved_1f1b" if interleaved else "1f1b",
+        sequence_parallel=True,
+        recompute=recompute,
+    )
+    shards = ZeroppKnobs(
+        pp=pp,
+        shard=group,
+        replicate=replicas,
+        replicate_zero=0,
+        chunks=2,
+        unit=unit,
+        activation_cap=2 * unit,
+        recompute=recompute,
+        reduce_every="unit",
+    )
+    return ((DEEPSPEED_3D, three), (MEGATRON_CORE, core), (ZEROPP, shards))
+
+
+# By the name of the base of comparison in the rows.
+GIVEN: dict[str, Callable[[Task], Priced]] = {"equal": equal_degrees, "paper": papers_own}

@@ -1,0 +1,79 @@
+"""All committed tables written anew, one study after the other, with a memory of how far it came.
+
+A renewal takes more than an hour. What was finished, and with which version of the suite's files,
+stands in ``.renewed.json`` beside the tables, so that the same command goes on where it was
+stopped; tables that were begun keep the rows that they have.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import CHECKOUT
+from benchmarks.records.environment import read_code
+from benchmarks.records.record import write_atomically
+from benchmarks.studies.recheck.compare import moved
+from benchmarks.studies.recheck.tables import Table
+
+_STATE = ".renewed.json"
+
+
+def renew(tables: Sequence[Table], reference: Path, home: Path) -> int:
+    """Run the studies of the tables that this version of the suite has not renewed yet, and print
+    what moved in each; 1 where one failed, else 0. ``home`` is the folder of the committed tables,
+    whose pictures the documentation shows."""
+    code = read_code(ask_git=False).digest
+    written = [table for table in tables if table.command]
+    for number, table in enumerate(written, 1):
+        state = _read_state(reference, code)
+        print(f"{number} of {len(written)}: {table.path}", flush=True)
+        if state.get(table.path) == "done":
+            print("  renewed before by this version of the suite", flush=True)
+            continue
+        begun = state.get(table.path) == "begun"
+        _write_state(reference, code, state | {table.path: "begun"})
+        if not _run(table, reference, begun=begun):
+            return 1
+        _write_state(reference, code, state | {table.path: "done"})
+        if reference == home:
+            _move_pictures(reference)
+    return 0
+
+
+def _run(table: Table, reference: Path, *, begun: bool) -> bool:
+    """Run one study; whether it ended well."""
+    old, started = table.read(reference), time.monotonic()
+    words = [word.format(reference=reference) for word in table.command]
+    words += [] if begun else table.anew
+    print(f"  python -m {' '.join(words)}", flush=True)
+    done = subprocess.run([sys.executable, "-m", *words], cwd=CHECKOUT, stdout=sys.stderr)
+    took = f"after {time.monotonic() - started:.0f} s"
+    if done.returncode:
+        print(f"  ended with status {done.returncode} {took}; the same command goes on from here")
+        return False
+    lines = list(moved(old, table.read(reference), table.keys))
+    print("\n".join(f"  {line}" for line in [*(lines or ["nothing moved"]), took]), flush=True)
+    return True
+
+
+def _move_pictures(reference: Path) -> None:
+    for picture in (reference / "claim_33").glob("*.[ps][nv]g"):
+        picture.replace(CHECKOUT / "docs" / "images" / picture.name)
+
+
+def _read_state(reference: Path, code: str) -> dict[str, str]:
+    """``begun`` or ``done`` by table; empty where another version of the suite wrote it."""
+    try:
+        state = json.loads((reference / _STATE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return dict(state["tables"]) if state.get("code") == code else {}
+
+
+def _write_state(reference: Path, code: str, tables: dict[str, str]) -> None:
+    write_atomically(reference / _STATE, json.dumps({"code": code, "tables": tables}, indent=1))

@@ -1,0 +1,174 @@
+"""Seconds of what data parallelism adds to a stage: gathers, reductions, ZeRO-1, the optimizer.
+
+A program sends parameters and gradients piece by piece (FSDP2), or a whole chunk's flat buffers at
+a time (ZeroPP's engine); ``collectives_of`` says which.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zeropp.cluster import Cluster
+from zeropp.cost.blocks import TENSORS, Work
+from zeropp.cost.collectives import Group, all_reduce_s, axis_stride, gather_s, group, group_of
+from zeropp.cost.flops import half_parameters, linear_weights, piece_parameters
+from zeropp.cost.kernels import element_bytes, stream_s
+from zeropp.cost.stage_memory import optimizer_shards, zero1_ranks
+from zeropp.programs import Program
+from zeropp.schedule.program import StageCost
+
+if TYPE_CHECKING:
+    from zeropp.plan import Plan
+
+_FP32 = 4
+_ADD = 3 * _FP32  # bytes to add one fp32 number to another: read both, write the sum
+_CAST = _FP32 + 2  # bytes to read an fp32 number and to write a 16-bit one
+
+
+def stage_parameters(plan: Plan, stage: int) -> float:
+    """Parameters of a stage on one rank, before ZeRO."""
+    return sum(_pieces(plan, stage))
+
+
+def collectives_of(plan: Plan, program: Program, stage: int) -> list[float]:
+    """Parameters (on one rank, before ZeRO) that each collective of a stage moves: one collective
+    per piece, or per flat buffer of a chunk. ZeroPP's engine has one buffer for the weights whose
+    gradients may be put off, one for all else, and one for a parameter that two pipeline ranks
+    share (``zeropp/engine/sharding.py``)."""
+    pieces = _pieces(plan, stage)
+    if not program.flat_chunks:
+        return pieces
+    shape, weights = plan.shape, float(plan.blocks_of(stage) * linear_weights(plan.shape))
+    for _, half in plan.halves_of(stage):
+        weights += linear_weights(shape, half)
+    ends = {0, shape.num_pieces - 1} & set(plan.pieces_of(stage))
+    shared = shape.vocab * shape.hidden if ends and shape.tied_embeddings else 0
+    rest = sum(pieces) - weights - shared * len(ends)
+    return [size for size in (weights, rest, *[float(shared)] * len(ends)) if size]
+
+
+def _pieces(plan: Plan, stage: int) -> list[float]:
+    """Parameters of a stage's pieces and halves of blocks on one rank."""
+    whole = [piece_parameters(plan.shape, piece) for piece in plan.pieces_of(stage)]
+    halves = [half_parameters(plan.shape, half) for _, half in plan.halves_of(stage)]
+    return [size / plan.layout.tp for size in whole + halves]
+
+
+def shard_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
+    """Gather and reduction of a stage, with what runs on their own streams: shards that are cast
+    before their gather, gradients that are cast before their reduction or added to those of the
+    units before. Also what stands on the compute stream: FSDP2's copies, or the clearing of a flat
+    buffer. On one shard (bf16 copies of fp32 masters) casts and copies are all."""
+    if not plan.gathers:
+        return {}
+    program, shards = work.program, plan.layout.shard
+    among = group_of(cluster, plan.layout, "shard")
+    sizes = collectives_of(plan, program, stage)
+    wire = {"unshard": element_bytes(plan.precision), "reduce_grad": sent_bytes(plan, program)}
+    seconds = {
+        name: sum(gather_s(cluster, among, size * bytes_) for size in sizes)
+        for name, bytes_ in wire.items()
+    }
+    if program.state(plan.precision).casts_parameters:
+        seconds["unshard"] += stream_s(work.device, _CAST * sum(sizes) / shards, len(sizes))
+    if program.shard_copies:  # every byte is read once and written once
+        for copy, name in (("copy_out", "unshard"), ("copy_in", "reduce_grad")):
+            seconds[copy] = stream_s(work.device, 2 * sum(sizes) * wire[name], 2 * len(sizes))
+    if program.flat_chunks:  # the fp32 buffer of gradients is cleared for every reduction
+        seconds["copy_in"] = stream_s(work.device, _FP32 * sum(sizes), len(sizes))
+        if shards > 1:
+            several = plan.reduce_every == "unit" and plan.num_units > 1
+            seconds["reduce_grad"] += _summing_s(plan, work, sizes, 1 / shards, several=several)
+    return seconds
+
+
+def _summing_s(plan: Plan, work: Work, sizes: list[float], part: float, *, several: bool) -> float:
+    """Seconds beside a reduction of ``sizes`` gradients of which ``part`` stays on a rank: casting
+    them if they are sent in 16 bits, and adding the part to those of earlier reductions if there
+    are ``several``."""
+    moved = sum(sizes) * _CAST * (1 + part) if plan.reduce_dtype == "bf16" else 0.0
+    if several:
+        moved += sum(sizes) * part * _ADD
+    return stream_s(work.device, moved, len(sizes)) if moved else 0.0
+
+
+def sent_bytes(plan: Plan, program: Program) -> int:
+    """Bytes of a gradient on the wire: what the program sends, or what the plan asks for."""
+    return 2 if plan.reduce_dtype == "bf16" else program.state(plan.precision).reduced
+
+
+def replica_s(plan: Plan, cluster: Cluster, work: Work, stage: int, cost: StageCost) -> float:
+    """Reduction of a stage's gradients over the replicas, as far as nothing hides it."""
+    replicas = group_of(cluster, plan.layout, "replicate")
+    if replicas.size == 1:
+        return 0.0
+    program, layout = work.program, plan.layout
+    sizes = [size / layout.shard for size in collectives_of(plan, program, stage)]
+    if not program.flat_chunks:
+        sizes = [sum(sizes)]
+    scatters = layout.replicate_zero and not program.state(plan.precision).zero1_all_reduces
+    reduce = gather_s if scatters else all_reduce_s
+    sent = sent_bytes(plan, program)
+    seconds = sum(reduce(cluster, replicas, size * sent) for size in sizes)
+    if program.flat_chunks:
+        several = plan.replicate_every == "unit" and plan.num_units > 1
+        part = 1 / layout.replicate if scatters else 1.0
+        seconds += _summing_s(plan, work, sizes, part, several=several)
+    if program.overlap_reduction:
+        hidden = cost.backward_input + cost.backward_weight
+        exposed = max(seconds - hidden, seconds / len(_pieces(plan, stage)))
+        seconds = _slowed(cluster, seconds, exposed)
+    return seconds
+
+
+def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
+    """What a collective costs whose other part runs beside compute and slows it."""
+    return exposed + cluster.device.overlap_slowdown * (seconds - exposed)
+
+
+def gather_updated_s(
+    plan: Plan, cluster: Cluster, work: Work, stages: list[int], parameters: float
+) -> float:
+    """ZeRO-1: gather a rank's updated parameters over the replicas that split them."""
+    program = work.program
+    ranks = zero1_ranks(plan.layout, program)
+    if ranks == 1:
+        return 0.0
+    among = group(cluster, ranks, axis_stride(plan.layout, "replicate"), plan.layout.world)
+    masters = program.state(plan.precision).casts_parameters  # what is updated is what is sent
+    size = parameters * (_FP32 if masters else element_bytes(plan.precision))
+    seconds = gather_s(cluster, among, size / plan.layout.shard)
+    pieces = sum(len(_pieces(plan, stage)) for stage in stages)
+    if program.flat_chunks:
+        more = sum(len(collectives_of(plan, program, stage)) for stage in stages) - 1
+        seconds += more * gather_s(cluster, among, 0.0)
+    if program.updated == "broadcasts":  # each goes round the whole ring by itself
+        seconds += (ranks - 1) * gather_s(cluster, among, 0.0)
+    elif program.updated == "slices":
+        copies = TENSORS[plan.shape.family] * pieces * ranks
+        seconds += copies * cluster.device.launch_us * program.launch_factor * 1e-6
+    if program.overlap_updated:  # all but the first piece's behind the next forward
+        seconds = _slowed(cluster, seconds, seconds / pieces)
+    return seconds
+
+
+def finish_s(
+    plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int, parameters: float
+) -> float:
+    """Optimizer step, the tied embedding's all-reduce, host work. Adam reads gradient, master and
+    two moments and writes all but the first; unscaling reads and writes gradients, the norm reads
+    and the next step clears them."""
+    updated = parameters / optimizer_shards(plan.layout, work.program)
+    moved = updated * (_FP32 + 2 * 12 + element_bytes(plan.precision) + 16)
+    seconds = stream_s(cluster.device, moved, kernels=4) + work.program.step_host_s
+    first_or_last = pipeline_rank in (plan.schedule.stage_rank[0], plan.schedule.stage_rank[-1])
+    if plan.shape.tied_embeddings and plan.layout.pp > 1 and first_or_last:
+        size = plan.shape.vocab * plan.shape.hidden / plan.layout.tp / plan.layout.shard * _FP32
+        seconds += all_reduce_s(cluster, _ends(plan, cluster), size)
+    return seconds
+
+
+def _ends(plan: Plan, cluster: Cluster) -> Group:
+    """The first and the last pipeline rank."""
+    whole = group_of(cluster, plan.layout, "pp")
+    return Group(2, min(2, whole.nodes), whole.rate)

@@ -1,0 +1,151 @@
+"""Cuts that may lie inside a block, between its attention and its MLP.
+
+A model of L blocks then has 2 L + 1 places for a cut instead of L + 1. It begins with the cuts
+between blocks, or, where there are more stages than blocks, with the places nearest to equal
+stages. The sum of places at which every rank would have the same work is known for the cuts between
+any two ranks, so these are moved, one or two at a time, until the sum is as near as it gets. Few
+cuts move, because ranks whose stages are alike wait least for each other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, combinations, pairwise
+
+_ENOUGH = 0.01  # blocks: a rank's error that is not worth another move
+_Move = tuple[int, int]  # which cut, and how many places it moves
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Work of a model in blocks; a cut's place is the number of half blocks before it."""
+
+    layers: int
+    embedding: float
+    head: float
+    attention: float  # of one block
+
+    @property
+    def total(self) -> float:
+        return self.embedding + self.layers + self.head
+
+    def before(self, place: int) -> float:
+        """Work before a place."""
+        return self.embedding + place // 2 + (self.attention if place % 2 else 0.0)
+
+    def nearest(self, work: float) -> int:
+        """The place with the work before it that is nearest to ``work``."""
+        first = 2 * int(max(0.0, work - self.embedding))
+        places = range(first, first + 3)
+        return min(places, key=lambda place: abs(self.before(place) - work))
+
+
+@lru_cache(maxsize=4096)
+def spread_halves(
+    layers: int,
+    stage_rank: tuple[int, ...],
+    embedding: float,
+    head: float,
+    attention: float,
+    whole: tuple[int, ...],
+) -> tuple[float, ...]:
+    """Cuts of ``layers`` blocks, an embedding before them and a head behind, into the stages of
+    ``stage_rank``; all work is in blocks, ``attention`` is the part of a block that is attention.
+    ``whole``: the cuts between blocks, empty where there are too many stages for that.
+
+    A cut of 3.5 is inside piece 3. Every stage holds half a block at least, or the embedding, or
+    the head; raises ValueError where there are too many stages for that.
+    """
+    model = _Model(layers, embedding, head, attention)
+    stages = len(stage_rank)
+    if stages > 2 * layers + 2:
+        raise ValueError(f"{stages} stages for {2 * layers} half blocks, embedding and head")
+    wanted = list(accumulate(_stage_work(model, stage_rank)))[:-1]
+    places = [2 * (cut - 1) for cut in whole[1:-1]] or _nearest(model, wanted)
+    # On a loop the last rank hands on to the first: those cuts stay. What they are off by, all
+    # other cuts may be off by, too, because a rank's work is the difference of two sums.
+    around = [cut for cut, (a, b) in enumerate(pairwise(stage_rank)) if abs(a - b) > 1]
+    offset = sum(model.before(places[cut]) - wanted[cut] for cut in around)
+    for cuts in _between_neighbours(stage_rank):
+        _settle(model, places, wanted, cuts, offset)
+    return (0, *(1 + place / 2 for place in places), layers + 2)
+
+
+def _nearest(model: _Model, wanted: Sequence[float]) -> list[int]:
+    """The place nearest to each wanted work, with something left in every stage."""
+    places: list[int] = []
+    for left, work in zip(range(len(wanted) - 1, -1, -1), wanted, strict=True):
+        least = places[-1] + 1 if places else 0
+        places.append(min(max(model.nearest(work), least), 2 * model.layers - left))
+    return places
+
+
+def _stage_work(model: _Model, stage_rank: Sequence[int]) -> list[float]:
+    """The work that every stage should have: the same for all, but for a head or an embedding that
+    alone is more, whose rank then has less in its other stages."""
+    stages, ranks = len(stage_rank), len(set(stage_rank))
+    even = model.total / stages
+    work = [even] * stages
+    for stage, alone in ((0, model.embedding), (stages - 1, model.head)):
+        mine = [s for s, rank in enumerate(stage_rank) if rank == stage_rank[stage] and s != stage]
+        if alone > even and mine:
+            for other in mine:
+                work[other] = max(0.0, (model.total / ranks - alone) / len(mine))
+            work[stage] = alone
+    scale = model.total / sum(work)
+    return [scale * w for w in work]
+
+
+def _between_neighbours(stage_rank: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """The cuts between any two neighbouring ranks, each with 1 where moving it back in the model
+    gives work to the lower rank, else with -1."""
+    cuts: dict[frozenset[int], list[tuple[int, int]]] = defaultdict(list)
+    for cut, (here, there) in enumerate(pairwise(stage_rank)):
+        if abs(here - there) == 1:
+            cuts[frozenset((here, there))].append((cut, 1 if here < there else -1))
+    yield from cuts.values()
+
+
+def _settle(
+    model: _Model,
+    places: list[int],
+    wanted: Sequence[float],
+    cuts: Sequence[tuple[int, int]],
+    offset: float,
+) -> None:
+    """Move the cuts between two ranks until the sum of their errors is as near to ``offset`` as it
+    gets."""
+    signs = dict(cuts)
+    error = sum(sign * (model.before(places[cut]) - wanted[cut]) for cut, sign in cuts) - offset
+    while abs(error) > _ENOUGH:
+        best = min(
+            _moves(model, places, signs), key=lambda moved: abs(error + moved[0]), default=None
+        )
+        if best is None or abs(error + best[0]) > abs(error) - _ENOUGH:
+            return
+        error += best[0]
+        for cut, step in best[1]:
+            places[cut] += step
+
+
+def _moves(
+    model: _Model, places: Sequence[int], signs: dict[int, int]
+) -> Iterator[tuple[float, tuple[_Move, ...]]]:
+    """All moves of one cut or of two to a neighbouring place, each with what it adds to the
+    error."""
+    single: list[tuple[float, _Move]] = []
+    for cut, sign in signs.items():
+        below = places[cut - 1] if cut else -1
+        above = places[cut + 1] if cut + 1 < len(places) else 2 * model.layers + 1
+        for step in (-1, 1):
+            place = places[cut] + step
+            if below < place < above:
+                gain = sign * (model.before(place) - model.before(places[cut]))
+                single.append((gain, (cut, step)))
+    yield from ((gain, (move,)) for gain, move in single)
+    for (first, one), (second, two) in combinations(single, 2):
+        if abs(one[0] - two[0]) > 1:  # neighbours could meet
+            yield first + second, (one, two)

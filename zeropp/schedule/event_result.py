@@ -1,0 +1,74 @@
+"""What a run of the event loop gives: when every action starts and ends, and what that sums to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeropp.schedule.action import Op, collector_paused
+from zeropp.schedule.program import Program
+from zeropp.timeline import Lane, Span
+
+LANES: dict[Op, Lane] = {
+    Op.FORWARD: "compute",
+    Op.BACKWARD_INPUT: "compute",
+    Op.BACKWARD_WEIGHT: "compute",
+    Op.FULL_BACKWARD: "compute",
+    Op.UNSHARD: "gather",
+    Op.RESHARD: "gather",
+    Op.REDUCE_GRAD: "reduce",
+    Op.SEND_F: "transfer",
+    Op.SEND_B: "transfer",
+    Op.RECV_F: "transfer",
+    Op.RECV_B: "transfer",
+}
+
+_NAMES = {op: op.value for op in Op}
+
+
+class DeadlockError(ValueError):
+    """The programs wait for each other. Rank r stopped at index ``stuck[r]`` of its program."""
+
+    def __init__(self, message: str, stuck: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.stuck = stuck
+
+
+@dataclass(frozen=True)
+class EventResult:
+    """Outcome of one run. All times are in the unit of the costs.
+
+    ``start[r][i]`` and ``end[r][i]`` belong to action ``i`` of rank ``r``; receives and releases
+    take no time. ``busy[r]`` is the sum of rank r's compute. ``exposed_gather[r]`` is the time
+    during which its compute waited for parameters, ``exposed_wait[r]`` for messages.
+    """
+
+    programs: tuple[Program, ...]
+    start: tuple[list[float], ...]
+    end: tuple[list[float], ...]
+    busy: tuple[float, ...]
+    exposed_gather: tuple[float, ...]
+    exposed_wait: tuple[float, ...]
+    step_s: float
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which the rank with the most compute has nothing to compute."""
+        return 1.0 - max(self.busy) / self.step_s
+
+    @property
+    def over_ideal(self) -> float:
+        """Step divided by the compute of the rank that has most; 1 means no bubble at all."""
+        return self.step_s / max(self.busy)
+
+    @collector_paused()
+    def spans(self) -> tuple[Span, ...]:
+        """Spans for a Timeline. Receives and releases take no time and are left out."""
+        lanes, names = LANES, _NAMES
+        return tuple(
+            Span(rank, lanes[op], f"{stage}{names[op]}{'' if j is None else j}", start, end)
+            for rank, program in enumerate(self.programs)
+            for (stage, op, j), start, end in zip(
+                program, self.start[rank], self.end[rank], strict=True
+            )
+            if end > start
+        )
