@@ -1,8 +1,7 @@
 """What the two contenders on FSDP2 (``fsdp`` and ``torch_pp``) share.
 
 It builds the device mesh, wraps modules with ``fully_shard``, counts FSDP2's collectives, applies
-recomputation and ``torch.compile`` to blocks, and takes the global gradient norm. The private names
-of FSDP2 that counting needs are imported in this file alone.
+recomputation and ``torch.compile`` to blocks, and takes the global gradient norm.
 """
 
 from __future__ import annotations
@@ -16,15 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
 from torch.distributed.tensor import DTensor
 
+from baselines.private_names import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    scale_all,
+    with_real_tensors,
+)
 from zeropp.engine.recompute import run_recomputed
 from zeropp.layout import Layout
 from zeropp.literals import Precision
@@ -47,7 +47,7 @@ def world_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """A device mesh of all ranks, with one named dimension per axis of the layout."""
     names, sizes = zip(*layout.axes, strict=True)
     # ``init_device_mesh`` reads the values of tensors, which a trace's fake tensors do not have.
-    with unset_fake_temporarily():
+    with with_real_tensors():
         return init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
 
@@ -134,7 +134,7 @@ def finish_step(
     result = StepResult(mean_loss, math.sqrt(square))
     if clip_norm and result.grad_norm > clip_norm:
         scale = clip_norm / (result.grad_norm + 1e-6)  # as torch's clip_grad_norm_
-        torch._foreach_mul_([local(gradient) for _, gradient in held], scale)
+        scale_all([local(gradient) for _, gradient in held], scale)
     return result
 
 

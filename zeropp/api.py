@@ -23,6 +23,7 @@ from zeropp.engine.checks import agreed, check_keywords, check_layers, described
 from zeropp.engine.engine import Engine
 from zeropp.engine.interpreter import LossFunction
 from zeropp.engine.options import Piece
+from zeropp.engine.together import together
 from zeropp.engine.trial import Layer
 from zeropp.engine.values import keywords_of
 from zeropp.layout import InfeasibleError
@@ -49,9 +50,9 @@ def parallelize(
     Raises TypeError for an argument that there is not, and InfeasibleError with one line, the same
     on every rank, where something does not fit or ranks were given different things.
     """
-    request = request_of(arguments)
     if not dist.is_initialized():
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
+    request = together(lambda: request_of(arguments))
     agreed(
         lambda: check_layers(layers, request.weights, request.tied),
         lambda: (request.described(), global_batch, tuple(sample.shape), sample.dtype, len(layers)),
@@ -59,10 +60,10 @@ def parallelize(
     device = _device(request.device, request.mesh)
     if device.type == "cuda":
         _prepare_cuda()
-    stages = cut(layers, request, sample, global_batch)
+    stages = together(lambda: cut(layers, request, sample, global_batch))
     named = [keywords_of(loss_fn), *(size.names for size in stages.sizes)]
-    check_keywords(request.sample_keywords, len(sample), named)
-    pieces = stages.pieces(layers, device)
+    together(lambda: check_keywords(request.sample_keywords, len(sample), named))
+    pieces = together(lambda: stages.pieces(layers, device))
     _compare_values(pieces)
     options = request.engine_options()
     engine = Engine(

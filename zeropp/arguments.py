@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -54,6 +55,9 @@ class Arguments(Keywords, total=False):
     """The factor on the learning rate, given the number of steps done."""
     dropout_seed: int
     """What the model draws is a function of this number, the step and the microbatch."""
+    timeout: timedelta | None
+    """How long this model's collectives and messages wait for their peers; by default as long as
+    those of torch's new groups (30 minutes on gloo, 10 on NCCL)."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Request:
     device: torch.device | str | None = None
     lr_schedule: Callable[[int], float] | None = None
     dropout_seed: int | None = None
+    timeout: timedelta | None = None
 
     def described(self) -> object:
         """What must be equal on all ranks."""
@@ -99,6 +104,7 @@ class Request:
             compile=self.knobs.compile,
             group_of=self.group_of,
             loss_reduction=self.loss_reduction,
+            timeout=self.timeout,
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from zeropp.training import OptimizerConfig
 
@@ -35,16 +36,17 @@ def build_optimizer(
 def square_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> Tensor:
     """This rank's part of the squared gradient norm in fp64; the parts of all ranks add up to it.
 
-    ``parts``: (local gradient, number of ranks that hold the same). All contenders call this. It
-    uses one kernel for many gradients, since one launch per tensor would cost a contender with many
-    small tensors more than one with few large tensors.
+    ``parts``: (local gradient, number of ranks that hold the same). All contenders call this.
+    Torch's ``get_total_norm`` uses one kernel for many gradients, since one launch per tensor would
+    cost a contender with many small tensors more than one with few large tensors. Gradients of 16
+    bits are summed in fp32, one by one.
     """
     alike: defaultdict[tuple[float, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient, copies in parts:
         alike[copies, gradient.dtype].append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (copies, dtype), gradients in alike.items():
-        least = torch.promote_types(dtype, torch.float32)
-        norms = torch.stack(torch._foreach_norm(gradients, dtype=least))
-        total += norms.double().square().sum() / copies
+        if torch.finfo(dtype).bits < 32:
+            gradients = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+        total += get_total_norm(gradients).double().square() / copies
     return total

@@ -13,10 +13,9 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import partition_uniform
 from torch import Tensor
 
+from baselines.deepspeed_3d.private_names import DTYPE_CODES, partition_uniform
 from zeropp.plan import Plan
 
 _TENSOR, _TUPLE = 0, 2  # DeepSpeed's codes for the kind of message
@@ -42,7 +41,7 @@ def _partition(plan: Plan) -> list[int]:
 
 
 def _shapes(plan: Plan) -> list[int]:
-    codes, shape = PipelineEngine.DTYPE_TO_ID, _boundary(plan)
+    codes, shape = DTYPE_CODES, _boundary(plan)
     code = codes[torch.bfloat16 if plan.precision == "bf16" else torch.float32]
     if plan.layout.tp == 1:
         return [_TENSOR, code, len(shape), *shape]

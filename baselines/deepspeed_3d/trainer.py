@@ -15,7 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param
@@ -24,6 +24,14 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from baselines.deepspeed_3d.layers import TIED_NAME, Factory, tie
+from baselines.deepspeed_3d.private_names import (
+    OPS,
+    CutPipeline,
+    forbid_shared_memory_collectives,
+    is_tied_copy,
+    observe_instructions,
+    reduced_gradients,
+)
 from baselines.deepspeed_3d.tensor_parallel import (
     cut_piece,
     vocabulary_cross_entropy,
@@ -40,37 +48,12 @@ from zeropp.training import OptimizerConfig, StepResult
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
-OPS: dict[type, Op] = {
-    instructions.ForwardPass: Op.FORWARD,
-    instructions.BackwardPass: Op.FULL_BACKWARD,
-    instructions.SendActivation: Op.SEND_F,
-    instructions.RecvActivation: Op.RECV_F,
-    instructions.SendGrad: Op.SEND_B,
-    instructions.RecvGrad: Op.RECV_B,
-    instructions.ReduceGrads: Op.REDUCE_GRAD,
-}
-
 
 def build(
     plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
 ) -> DeepSpeedTrainer:
     """Build this rank's part of a plan. All ranks of the world must call it."""
     return DeepSpeedTrainer(plan, optimizer, device, seed)
-
-
-class _CutPipeline(PipelineModule):  # type: ignore[misc]
-    """A ``PipelineModule`` whose stages begin at the plan's ``cuts``."""
-
-    def __init__(self, cuts: tuple[int, ...], **arguments: Any) -> None:
-        # With tied embeddings the head is two layers: its norm, and the embedding a second time.
-        self._cuts = (*cuts[:-1], len(arguments["layers"]))
-        super().__init__(**arguments)
-
-    def _partition_layers(self, method: str = "uniform") -> None:
-        del method
-        stage = self._topo.get_coord(self.global_rank).pipe
-        self.parts = list(self._cuts)
-        self._set_bounds(start=self._cuts[stage], stop=self._cuts[stage + 1])
 
 
 class DeepSpeedTrainer:
@@ -91,7 +74,7 @@ class DeepSpeedTrainer:
             return piece
 
         layers = [LayerSpec(Factory, make, index) for index in range(shape.num_pieces)]
-        module = _CutPipeline(
+        module = CutPipeline(
             tuple(int(cut) for cut in plan.cuts),
             layers=tie(layers, make, group) if shape.tied_embeddings else layers,
             topology=topology,
@@ -110,9 +93,7 @@ class DeepSpeedTrainer:
         self._spans: list[Span] | None = None
         self._begin = 0.0
         self._passes: Counter[Op] = Counter()
-        self._engine._INSTRUCTION_MAP = {
-            kind: self._observed(kind, run) for kind, run in self._engine._INSTRUCTION_MAP.items()
-        }
+        observe_instructions(self._engine, self._observed)
 
     def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
         """See ``Trainer.step``."""
@@ -130,7 +111,7 @@ class DeepSpeedTrainer:
             if parameter.dtype is torch.bfloat16:
                 values = safe_get_full_fp32_param(parameter)  # the fp32 master weights
             whole = whole_parameter(parameter, values, self._group)
-            if not parameter.ds_pipe_replicated:
+            if not is_tied_copy(parameter):
                 yield name.replace(TIED_NAME, "0"), whole.float().cpu()
 
     def counters(self) -> dict[str, int]:
@@ -198,7 +179,7 @@ class DeepSpeedTrainer:
         whole. A gradient that several ranks hold is divided by their number."""
         parts = []
         for parameter, gradient, copies in self._gradients():
-            if parameter.ds_pipe_replicated:  # type: ignore[attr-defined]  # a tied copy; the first stage counts it
+            if is_tied_copy(parameter):  # the first stage counts it
                 continue
             whole = not hasattr(parameter, "cut_dim")
             parts.append((gradient, copies * self._plan.layout.tp if whole else copies))
@@ -207,31 +188,13 @@ class DeepSpeedTrainer:
     def _gradients(self) -> Iterator[tuple[Tensor, Tensor, int]]:
         """(parameter, its reduced gradient or this rank's partition of that, the number of
         data-parallel ranks that hold the same)."""
-        optimizer, copies = self._optimizer, self._plan.layout.replicate
-        if hasattr(optimizer, "averaged_gradients"):  # ZeRO-1: each rank holds its partition
-            for group, parameters in enumerate(optimizer.params_in_partition):
-                parts = optimizer.averaged_gradients[group]
-                for parameter, part in zip(parameters, parts, strict=False):
-                    yield parameter, part, 1
-        elif hasattr(optimizer, "fp32_groups_gradients"):  # bf16 with fp32 accumulation
-            groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
-            for parameters, gradients in groups:
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    yield parameter, gradient, copies
-        else:
-            for parameter in self._engine.module.parameters():
-                if parameter.grad is not None:
-                    yield parameter, parameter.grad, copies
+        parameters, copies = self._engine.module.parameters(), self._plan.layout.replicate
+        yield from reduced_gradients(self._optimizer, parameters, copies)
 
 
 def _join_topology(layout: Layout) -> PipeModelDataParallelTopology:
-    """Let DeepSpeed use the process group that exists, and number the ranks as it does.
-
-    DeepSpeed's own all-reduce over shared memory (CPU) is switched off: it is compiled on first
-    use, and a rank that is killed meanwhile leaves a lock for which every later run waits. On CPUs
-    all contenders use gloo.
-    """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    """Let DeepSpeed use the process group that exists, and number the ranks as it does."""
+    forbid_shared_memory_collectives()
     deepspeed.init_distributed(verbose=False)
     return PipeModelDataParallelTopology(
         num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.replicate

@@ -10,17 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     ScheduleDualPipeV,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
-    _Action,
-    _PipelineScheduleRuntime,
 )
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -34,12 +30,12 @@ from baselines.fully_sharded import (
     shard,
     world_mesh,
 )
+from baselines.torch_pp.private_names import ObservedStage, OneForwardOneBackward, Runtime
 from baselines.torch_pp.tensor_parallel import cut_piece
 from baselines.torch_pp.tied import TiedEnds
 from zeropp.model import build_half, build_piece, cross_entropy
 from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan
-from zeropp.schedule import build as build_schedule
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.event_result import LANES
 from zeropp.timeline import Span
@@ -53,28 +49,8 @@ def build(
     return TorchPipelineTrainer(plan, optimizer, device, seed)
 
 
-class _OneForwardOneBackward(_PipelineScheduleRuntime):
-    """1F1B on the runtime that torch's other schedules use.
-
-    That runtime posts receives early and gathers a stage's parameters once per step. Torch's own
-    ``Schedule1F1B`` blocks on every message, and its order cannot be read out: in torch 2.13
-    ``_get_pipeline_order`` leaves out the last rank's first forward.
-    """
-
-    def __init__(self, stages: list[PipelineStage], n_microbatches: int, **arguments: Any) -> None:
-        super().__init__(stages, n_microbatches, **arguments)  # type: ignore[no-untyped-call]
-        order = build_schedule(
-            "1f1b", num_ranks=self._num_stages, chunks=1, num_microbatches=n_microbatches
-        )
-        self.pipeline_order = {
-            rank: [_Action.from_str(str(action)) for action in program]
-            for rank, program in enumerate(order.programs)
-        }
-        self._prepare_schedule_with_comms(self.pipeline_order)
-
-
-CLASSES: dict[str, Callable[..., _PipelineScheduleRuntime]] = {
-    "1f1b": _OneForwardOneBackward,
+CLASSES: dict[str, Callable[..., Runtime]] = {
+    "1f1b": OneForwardOneBackward,
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "looped_bfs": ScheduleLoopedBFS,
     "interleaved_zb": ScheduleInterleavedZeroBubble,
@@ -94,50 +70,6 @@ class _Chunk(nn.Module):
         for piece in self.pieces.values():
             x = piece(x)
         return x
-
-
-class _Stage(PipelineStage):
-    """A ``PipelineStage`` that reports every compute action and reduction to ``observer``, with the
-    time of ``clock`` at which it began."""
-
-    observer: Callable[[Op, int, int | None, float], None]
-    clock: Callable[[], float]
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **keywords: Any) -> Any:
-        start = self.clock()
-        output = super().forward_one_chunk(fwd_chunk_id, *arguments, **keywords)
-        self.observer(Op.FORWARD, self.stage_index, fwd_chunk_id, start)
-        return output
-
-    def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: Any = None,
-        full_backward: bool = True,
-        last_backward: Any = False,
-    ) -> None:
-        start = self.clock()
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        op = Op.FULL_BACKWARD if full_backward else Op.BACKWARD_INPUT
-        self.observer(op, self.stage_index, bwd_chunk_id, start)
-
-    def backward_weight_one_chunk(
-        self, bwd_chunk_id: int, *arguments: Any, **keywords: Any
-    ) -> None:
-        start = self.clock()
-        super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **keywords)
-        self.observer(Op.BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id, start)
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        start = self.clock()
-        super().perform_reduce_grad(grad_scale_factor)
-        self.observer(Op.REDUCE_GRAD, self.stage_index, None, start)
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Leave out messages to oneself, which gloo cannot send: in torch 2.11 the rank that holds
-        two neighbouring stages of a V opens a connection to itself."""
-        greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
-        return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
 
 
 class TorchPipelineTrainer:
@@ -243,9 +175,9 @@ class TorchPipelineTrainer:
             else:
                 yield index, build_piece(shape, index, seed, self._device)
 
-    def _build_stage(self, index: int, chunk: _Chunk) -> _Stage:
+    def _build_stage(self, index: int, chunk: _Chunk) -> ObservedStage:
         last = self._plan.schedule.num_stages - 1
-        stage = _Stage(
+        stage = ObservedStage(
             chunk,
             index,
             last + 1,

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import zeropp
+from baselines.torch_pp.private_names import stage_backward_input, stage_backward_weight
 from benchmarks.specification.command import CommandParser, run_command
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.model import build_piece, cross_entropy

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_schedules
-from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.nn import Module
 
+from baselines.torch_pp.private_names import PlannedStage
 from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.progress import told
 from zeropp.schedule import build, lower
@@ -46,21 +45,6 @@ TORCH_KEEPS = 3  # chunks that torch's lowering keeps gathered at once
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
-class _Stage(_PipelineStageBase):
-    """As much of a stage as torch's generators look at: its place in the pipeline."""
-
-    def __init__(self, index: int, num_stages: int, num_ranks: int) -> None:
-        self.stage_index, self.num_stages = index, num_stages
-        self.group_rank, self.group_size, self.group = 0, num_ranks, None
-        self.has_backward, self.submod = True, Module()
-        self.stage_index_to_group_rank: dict[int, int] = {}
-
-    def _prepare_forward_infra(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError("planning only")
-
-    _prepare_backward_infra = _create_grad_recv_info = _prepare_forward_infra
-
-
 def torch_schedule(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> Schedule:
     """Torch's order, lowered by torch for gathers; its transfers are left out.
 
@@ -68,7 +52,7 @@ def torch_schedule(name: str, num_ranks: int, chunks: int, num_microbatches: int
     """
     count = num_ranks * chunks
     held = (0, count - 1) if name in V_SHAPED else range(0, count, num_ranks)
-    stages = [_Stage(index, count, num_ranks) for index in held]
+    stages = [PlannedStage(index, count, num_ranks) for index in held]
     source = getattr(torch_schedules, name)(stages, num_microbatches, loss_fn=lambda *_: None)
     programs = tuple(
         tuple(

@@ -12,10 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.gloo.engine_cases import ADAMW, Case, Outcome, train, train_alone, worst_error
+from tests.gloo.engine_cases import (
+    ADAMW,
+    SEED,
+    Case,
+    Outcome,
+    loss_function,
+    train,
+    train_alone,
+    worst_error,
+)
 from tests.gloo.world import World
 from zeropp.engine.channels import Channels
 from zeropp.engine.engine import neighbours
+from zeropp.model import build_model
 from zeropp.training import OptimizerConfig
 
 
@@ -53,6 +63,17 @@ CASES = [
     Case(pp=4, chunks=2, unit=4, batch=8, layers=5, split_blocks=True),
     Case(pp=2, shard=2, chunks=3, batch=8, layers=5, split_blocks=True, tied=True),
     Case(pp=2, shard=2, chunks=2, batch=8, layers=3, split_blocks=True, stage_style="v"),
+    # With those above: pp, shard and replicate in {1, 2, 3}, as far as eight ranks go. Units that
+    # do not divide the microbatches, and fewer microbatches than pipeline ranks.
+    Case(pp=1, shard=3, chunks=1, unit=2, batch=9),
+    Case(pp=1, replicate=3, chunks=3, unit=2, batch=9, replicate_every="unit"),
+    Case(pp=1, shard=2, replicate=2, chunks=1, unit=2, batch=12, tied=True),
+    Case(pp=1, shard=2, replicate=3, zero=True, chunks=2, unit=3, batch=24),
+    Case(pp=1, shard=3, replicate=2, chunks=3, unit=1, batch=6),
+    Case(pp=2, shard=3, chunks=1, unit=2, batch=9, tied=True),
+    Case(pp=3, shard=2, chunks=2, unit=3, batch=4, recompute="full"),
+    Case(pp=3, replicate=2, zero=True, chunks=1, unit=3, batch=2),
+    Case(pp=3, chunks=3, unit=3, batch=2, layers=9),
 ]
 
 
@@ -76,7 +97,7 @@ def test_fp64_gradients_and_two_steps(case: Case, world: World) -> None:
     arguments = (case, torch.float64, 2, replace(ADAMW, clip_norm=0.5))
     expected = train_alone(*arguments)
     outcomes = world.run(train, *arguments, size=case.world)
-    check(outcomes, expected, 1e-10)
+    check(outcomes, expected, 1e-12)
     for outcome in outcomes:
         exact = {name: value.float() for name, value in expected.parameters.items()}
         assert worst_error(outcome.parameters, exact) < 1e-6
@@ -89,9 +110,16 @@ def test_fp32_gradients(case: Case, world: World) -> None:
     check(world.run(train, *arguments, size=case.world), train_alone(*arguments), 1e-5)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_bf16_computes_with_fp32_masters(recompute: str, world: World) -> None:
-    case = Case(2, shard=2, precision="bf16", recompute=recompute)
+BF16 = [
+    Case(2, shard=2, precision="bf16"),
+    Case(2, shard=2, precision="bf16", recompute="full"),
+    Case(2, shard=2, replicate=2, zero=True, precision="bf16", batch=16, tied=True),
+    Case(1, replicate=3, zero=True, precision="bf16", batch=12, replicate_every="unit"),
+]
+
+
+@pytest.mark.parametrize("case", BF16, ids=label)
+def test_bf16_computes_with_fp32_masters(case: Case, world: World) -> None:
     arguments = (case, torch.float32, 6, OptimizerConfig("sgd", lr=0.1))
     expected = train_alone(*arguments)
     for outcome in world.run(train, *arguments, size=case.world):
@@ -99,6 +127,55 @@ def test_bf16_computes_with_fp32_masters(recompute: str, world: World) -> None:
         assert {p.dtype for p in outcome.gradients.values()} == {torch.float32}
         assert outcome.grad_norms == pytest.approx(expected.grad_norms, rel=2e-2)
         assert worst_error(outcome.gradients, expected.gradients) < 0.1
+
+
+MANY = Case(pp=2, shard=2, chunks=1, precision="bf16", batch=64, layers=2)
+ROUNDING = torch.finfo(torch.bfloat16).eps  # of one addition, relative
+
+
+def train_alone_in_bf16(case: Case, steps: int, rate: float, total: torch.dtype) -> Outcome:
+    """One process that computes in bf16 and sums the gradients of its microbatches in ``total``."""
+    model = build_model(case.shape, SEED)
+    masters = [parameter.detach().clone() for parameter in model.parameters()]
+    model.bfloat16()
+    for step in range(steps):
+        sums = [torch.zeros_like(master, dtype=total) for master in masters]
+        for x, y in zip(*(part.split(1) for part in case.data(step)), strict=True):
+            (loss_function(model(x), y) / case.batch).backward()  # type: ignore[no-untyped-call]
+            for gradient, parameter in zip(sums, model.parameters(), strict=True):
+                gradient += parameter.grad
+                parameter.grad = None
+        for master, gradient, parameter in zip(masters, sums, model.parameters(), strict=True):
+            master -= rate * gradient.float()
+            parameter.data.copy_(master)
+    names = [name for name, _ in model.named_parameters()]
+    return Outcome([], [], {}, dict(zip(names, masters, strict=True)))
+
+
+def drift(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Distance of two sets of parameters, over how far training has moved them."""
+    start = build_model(MANY.shape, SEED).requires_grad_(False).state_dict()
+    apart = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
+    moved = sum(float((expected[name] - start[name]).square().sum()) for name in expected)
+    return float((apart / moved) ** 0.5)
+
+
+def test_bf16_sums_of_many_microbatches_round_once(world: World) -> None:
+    steps, rate = 20, 0.1
+    expected = train_alone_in_bf16(MANY, steps, rate, torch.float32).parameters
+    config = OptimizerConfig("sgd", lr=rate)
+    outcomes = world.run(train, MANY, torch.float32, steps, config, size=MANY.world)
+    found = {name: value for outcome in outcomes for name, value in outcome.parameters.items()}
+    assert set(found) == set(expected)
+    assert drift(found, expected) < ROUNDING
+
+
+def test_sums_in_bf16_would_be_seen() -> None:
+    wide, narrow = (
+        train_alone_in_bf16(MANY, 4, 0.1, total).parameters
+        for total in (torch.float32, torch.bfloat16)
+    )
+    assert drift(narrow, wide) > ROUNDING
 
 
 def train_compiled(case: Case, *arguments: Any) -> tuple[Outcome, int]:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+from baselines.torch_pp.private_names import Runtime, load_programs
 from tests.gloo.engine_cases import SEED, Case, loss_function, train, worst_error
 from tests.gloo.world import World
 from zeropp.model import build_piece
@@ -40,10 +40,8 @@ def run_by_torch(case: Case, programs: Path) -> dict[str, Tensor]:
     count = plan.schedule.num_stages
     modules = {s: Stage(case, plan.pieces_of(s)) for s in plan.schedule.stages_of(rank)}
     stages = [PipelineStage(m, s, count, torch.device("cpu")) for s, m in modules.items()]
-    runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
-        stages, plan.num_microbatches, loss_fn=loss_function
-    )
-    runtime._load_csv(str(programs))
+    runtime = Runtime(stages, plan.num_microbatches, loss_fn=loss_function)
+    load_programs(runtime, programs)
     inputs, targets = case.data(0)
     arguments = (inputs,) if rank == 0 else ()
     last = plan.schedule.stage_rank[-1] == rank

@@ -42,6 +42,11 @@ SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 256, "voc
     ("batch", "contender", "model"),
     [
         (32, {"name": "zeropp", "pp": 2, "shard": 8, "chunks": 2, "recompute": "full"}, LLAMA),
+        (
+            32,
+            {"name": "zeropp", "pp": 2, "shard": 2, "replicate": 4, "replicate_zero": 1},
+            LLAMA,
+        ),
         (32, {"name": "fsdp", "shard": 16}, {"tied_embeddings": True}),
         (16, {"name": "torch_pp", "pp": 2, "shard": 4, "schedule": "1f1b"}, LLAMA),
         (16, {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate": 2, "replicate_zero": 1}, {}),

@@ -30,7 +30,7 @@ def deepspeed_program(stage: int, stages: int, microbatches: int) -> list[Action
     """
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-    from baselines.deepspeed_3d.trainer import OPS
+    from baselines.deepspeed_3d.private_names import OPS
 
     schedule = TrainSchedule(micro_batches=microbatches, stages=stages, stage_id=stage)
     actions = []

@@ -13,7 +13,7 @@ from zeropp.cost.blocks import TENSORS, Work
 from zeropp.cost.collectives import Group, all_reduce_s, axis_stride, gather_s, group, group_of
 from zeropp.cost.flops import half_parameters, linear_weights, piece_parameters
 from zeropp.cost.kernels import element_bytes, stream_s
-from zeropp.cost.stage_memory import optimizer_shards, zero1_ranks
+from zeropp.cost.stage_memory import optimizer_shards, sends_compute_type, zero1_ranks
 from zeropp.programs import Program
 from zeropp.schedule.program import StageCost
 
@@ -69,7 +69,8 @@ def shard_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> dict[str, f
         name: sum(gather_s(cluster, among, size * bytes_) for size in sizes)
         for name, bytes_ in wire.items()
     }
-    if program.state(plan.precision).casts_parameters:
+    casts = program.state(plan.precision).casts_parameters
+    if casts and not sends_compute_type(plan, program):
         seconds["unshard"] += stream_s(work.device, _CAST * sum(sizes) / shards, len(sizes))
     if program.shard_copies:  # every byte is read once and written once
         for copy, name in (("copy_out", "unshard"), ("copy_in", "reduce_grad")):
@@ -136,8 +137,13 @@ def gather_updated_s(
         return 0.0
     among = group(cluster, ranks, axis_stride(plan.layout, "replicate"), plan.layout.world)
     masters = program.state(plan.precision).casts_parameters  # what is updated is what is sent
-    size = parameters * (_FP32 if masters else element_bytes(plan.precision))
-    seconds = gather_s(cluster, among, size / plan.layout.shard)
+    cast = sends_compute_type(plan, program)  # once per step, where it has been updated
+    part = parameters / plan.layout.shard
+    seconds = gather_s(
+        cluster, among, part * (_FP32 if masters and not cast else element_bytes(plan.precision))
+    )
+    if cast:
+        seconds += stream_s(work.device, _CAST * part / ranks, len(stages))
     pieces = sum(len(_pieces(plan, stage)) for stage in stages)
     if program.flat_chunks:
         more = sum(len(collectives_of(plan, program, stage)) for stage in stages) - 1

@@ -62,7 +62,7 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     held, buffers = _messages(plan, work, stage)
     activations += held
     return StageMemory(
-        parameters=int(whole * state.parameters / layout.shard),
+        parameters=int(whole * _parameter_bytes(plan, program) / layout.shard),
         optimizer=int(whole * state.optimizer / optimizer_shards(layout, program)),
         gradients=int(
             whole * state.gradients / _gradient_shards(plan) + whole * state.half_gradients
@@ -188,6 +188,21 @@ def _moments(
     }
 
 
+def sends_compute_type(plan: Plan, program: Program) -> bool:
+    """ZeRO-1 over flat chunks in mixed precision: a rank keeps its part in compute's type, which
+    replicas send each other, and fp32 masters of the rows alone that it updates."""
+    mixed = program.state(plan.precision).casts_parameters
+    return program.flat_chunks and mixed and zero1_ranks(plan.layout, program) > 1
+
+
+def _parameter_bytes(plan: Plan, program: Program) -> float:
+    """Resident bytes of a parameter, on one of the ranks over which ZeRO-3 shards it."""
+    each = program.state(plan.precision).parameters
+    if sends_compute_type(plan, program):
+        return each / zero1_ranks(plan.layout, program) + element_bytes(plan.precision)
+    return each
+
+
 def shares_ends(plan: Plan, program: Program) -> bool:
     """Embedding and head are one parameter on one rank, in FSDP2's root group."""
     return program.fsdp_root and plan.shape.tied_embeddings
@@ -220,6 +235,8 @@ def _more_gradients(plan: Plan, program: Program, pieces: range) -> float:
 def _gathered_bytes(plan: Plan, work: Work, stage: int) -> int:
     """Bytes of a gathered parameter. FSDP2's own hooks hold two pieces: this one, and the buffer
     that its gather or the next one's came in."""
+    if plan.layout.shard == 1 and sends_compute_type(plan, work.program):
+        return 0  # what is resident is what compute reads
     ends = (0, plan.schedule.num_stages - 1)
     buffers = 2 if work.program.fsdp_root and stage not in ends else 1
     return buffers * element_bytes(plan.precision)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -30,16 +31,25 @@ class _Pending:
 
 
 class Channels:
-    """Messages of this rank's pipeline; construction is collective over all ranks."""
+    """Messages of this rank's pipeline; construction is collective over all ranks.
 
-    def __init__(self, pairs: Iterable[Pair], layout: Layout, device: torch.device) -> None:
+    ``timeout``: how long a message waits for its peer; None: torch's default.
+    """
+
+    def __init__(
+        self,
+        pairs: Iterable[Pair],
+        layout: Layout,
+        device: torch.device,
+        timeout: timedelta | None = None,
+    ) -> None:
         self.device = device
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._global_ranks = layout.pipeline(dist.get_rank())
         self._groups: dict[Pair, dist.ProcessGroup] = {}
         self._sends: list[_Pending] = []
         for apart in disjoint(pairs):
-            group = dist.new_group(backend=backend_of(device))
+            group = dist.new_group(timeout=timeout, backend=backend_of(device))
             self._groups |= {pair: group for pair in apart if self._rank in pair}
         for source, target in self._groups:
             self._connect(source, target, device)
@@ -99,7 +109,9 @@ def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:
     return lots
 
 
-def new_group_in_each_pipeline(layout: Layout, members: Iterable[int]) -> dist.ProcessGroup | None:
+def new_group_in_each_pipeline(
+    layout: Layout, members: Iterable[int], timeout: timedelta | None = None
+) -> dist.ProcessGroup | None:
     """A group of the given pipeline ranks in every pipeline; the one this rank is in, if any.
 
     Every rank makes every group: torch names groups by how many a rank has made, so ranks that
@@ -108,7 +120,7 @@ def new_group_in_each_pipeline(layout: Layout, members: Iterable[int]) -> dist.P
     mine = None
     for pipeline in layout.pipelines():
         ranks = sorted(pipeline[member] for member in members)
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timeout)
         if dist.get_rank() in ranks:
             mine = group
     return mine

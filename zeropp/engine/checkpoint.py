@@ -72,7 +72,7 @@ def state_of(
     state = State({}, {"steps_done": torch.tensor(steps_done)})
     for flat in flats:
         owned = flat.layout.owned
-        _describe(state, "model.{}", flat, flat.master[owned.inside(flat.layout.part)], owned)
+        _describe(state, "model.{}", flat, flat.rows, owned)
         for group, mine in flat.layout.groups() if flat.trainable else ():
             for kind, value in optimizer.state[flat.owned[group]].items():
                 if not isinstance(value, Tensor):

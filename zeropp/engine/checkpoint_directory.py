@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
+
+from zeropp.engine.together import together
 
 _DIGESTS = "digests.json"  # file name -> SHA-256 of its bytes
 
@@ -27,44 +30,73 @@ def write_whole(directory: Path, write: Callable[[Path], None]) -> None:
     """Call ``write`` with an empty directory, then put that in the place of ``directory``.
 
     Collective; the file system is one that all ranks see. The last checkpoint stays until the new
-    one is whole. Raises what ``write`` raises, with the last checkpoint untouched.
+    one is whole and on disk. Where anything raises on one rank, every rank raises, and the last
+    checkpoint is untouched. ``write`` sees to it that its files are on disk (torch's writer does).
     """
     partial = _beside(directory, "partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    write(partial)
-    dist.barrier()
+    _on_first_rank(lambda: _make_empty(partial))
+    together(lambda: write(partial))
     digests = _digests_over_ranks(partial)
-    if dist.get_rank() == 0:
-        (partial / _DIGESTS).write_text(json.dumps(digests, indent=1, sort_keys=True))
-        previous = _beside(directory, "previous")
-        if directory.exists():  # else what is beside it may be the only whole one
-            shutil.rmtree(previous, ignore_errors=True)
-            directory.rename(previous)
-        partial.rename(directory)
-        shutil.rmtree(previous, ignore_errors=True)
-    dist.barrier()
+    _on_first_rank(lambda: _publish(partial, directory, digests))
 
 
 def checked(directory: Path) -> Path:
     """The directory to read from, once every file in it is what was written; collective.
 
-    Raises the same CheckpointError on every rank.
+    Raises CheckpointError on every rank where a file is missing or differs.
     """
+    place, expected = together(lambda: _listed(directory))
+    found = _digests_over_ranks(place)
+    for name, digest in sorted(expected.items()):
+        if found.get(name) != digest:
+            state = "missing" if name not in found else "not as it was written (its digest differs)"
+            raise CheckpointError(f"{place / name}: {state}; load another checkpoint")
+    return place
+
+
+def _on_first_rank(work: Callable[[], None]) -> None:
+    """Let rank 0 do what one rank does for all; every rank waits for it, and raises if it does."""
+    together(lambda: work() if dist.get_rank() == 0 else None)
+
+
+def _make_empty(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _publish(partial: Path, directory: Path, digests: dict[str, str]) -> None:
+    """Make the new checkpoint the one that is found, all of it on disk before it is."""
+    with (partial / _DIGESTS).open("w") as file:
+        json.dump(digests, file, indent=1, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_directory(partial)
+    previous = _beside(directory, "previous")
+    if directory.exists():  # else what is beside it may be the only whole one
+        shutil.rmtree(previous, ignore_errors=True)
+        directory.rename(previous)
+    partial.rename(directory)
+    _sync_directory(directory.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Have the names in a directory written to disk, as ``os.fsync`` does with a file's bytes."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _listed(directory: Path) -> tuple[Path, dict[str, str]]:
+    """The directory that holds the whole checkpoint, and its files' digests by name."""
     if not directory.exists() and _beside(directory, "previous").exists():
         directory = _beside(directory, "previous")
     listing = directory / _DIGESTS
     if not listing.is_file():
         raise CheckpointError(f"{directory}: no checkpoint (there is no {_DIGESTS})")
-    expected = json.loads(listing.read_text())
-    found = _digests_over_ranks(directory)
-    for name, digest in sorted(expected.items()):
-        if found.get(name) != digest:
-            state = "missing" if name not in found else "not as it was written (its digest differs)"
-            raise CheckpointError(f"{directory / name}: {state}; load another checkpoint")
-    return directory
+    return directory, json.loads(listing.read_text())
 
 
 def _beside(directory: Path, suffix: str) -> Path:
@@ -72,12 +104,18 @@ def _beside(directory: Path, suffix: str) -> Path:
 
 
 def _digests_over_ranks(directory: Path) -> dict[str, str]:
-    """Digests of all files, each read by one rank."""
-    files = sorted(path for path in directory.iterdir() if path.name != _DIGESTS)
-    mine = {path.name: _digest(path) for path in files[dist.get_rank() :: dist.get_world_size()]}
+    """Digests of all files, each read by one rank; collective."""
+    mine = together(lambda: _digests_of_mine(directory))
     parts: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, mine)
     return {name: digest for part in parts for name, digest in part.items()}
+
+
+def _digests_of_mine(directory: Path) -> dict[str, str]:
+    """Digests of the files that fall to this rank."""
+    files = sorted(path for path in directory.iterdir() if path.name != _DIGESTS)
+    mine = files[dist.get_rank() :: dist.get_world_size()]
+    return {path.name: _digest(path) for path in mine}
 
 
 def _digest(path: Path) -> str:

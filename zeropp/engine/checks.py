@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from zeropp.engine.together import gathered_texts, together
 from zeropp.engine.trial import Layer
 from zeropp.layout import InfeasibleError
 
@@ -23,25 +23,17 @@ _SHOWN = 60  # characters of a value in a message
 def agreed(check: Callable[[], object], description: Callable[[], object]) -> None:
     """Run a check, and compare what ranks describe; collective.
 
-    ``check`` raises InfeasibleError where something is wrong on this rank. ``description`` is
-    whatever must be equal on all ranks (compared by ``repr``), and is asked for only where the
-    check passed everywhere. Raises the same InfeasibleError on every rank.
+    ``check`` raises where something is wrong on this rank; then every rank raises, as ``together``
+    says. ``description`` is whatever must be equal on all ranks (compared by ``repr``), and is
+    asked for only where the check passed everywhere. Raises the same InfeasibleError on every rank
+    where it differs.
     """
-    try:
-        check()
-        found = ""
-    except InfeasibleError as error:
-        found = str(error)
-    problems = _gathered(found)
-    for rank, problem in enumerate(problems):
-        if problem:
-            everywhere = len(set(problems)) == 1
-            raise InfeasibleError(problem if everywhere else f"{problem} (on rank {rank})")
-    _compare(description())
+    together(check)
+    _compare(together(description))
 
 
 def _compare(description: object) -> None:
-    texts = _gathered(repr(description))
+    texts = gathered_texts(repr(description))
     for rank, text in enumerate(texts):
         if text != texts[0]:
             ours, theirs = _difference(texts[0], text)
@@ -57,12 +49,6 @@ def _difference(first: str, second: str) -> tuple[str, str]:
     at = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
     start = max(first.rfind("(", 0, at), first.rfind("'", 0, at - 1), at - _SHOWN // 2, 0)
     return first[start : start + _SHOWN], second[start : start + _SHOWN]
-
-
-def _gathered(text: str) -> list[str]:
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return texts
 
 
 def check_layers(

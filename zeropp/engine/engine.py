@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
@@ -17,13 +18,15 @@ from zeropp.engine.channels import Channels
 from zeropp.engine.chunk import Chunk, ChunkOptions
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.evaluation import Evaluator
-from zeropp.engine.flat import FlatParameters, make_lanes
+from zeropp.engine.flat import FlatParameters
 from zeropp.engine.groups import make_groups
 from zeropp.engine.interpreter import Interpreter, Loss, LossFunction, Microbatches
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
 from zeropp.engine.randomness import StepSeeds
+from zeropp.engine.rank_lanes import make_lanes
 from zeropp.engine.sharding import ChunkShards, ShardOptions
 from zeropp.engine.tied import TiedWeights
+from zeropp.engine.together import together
 from zeropp.engine.values import TensorShape
 from zeropp.layout import Layout
 from zeropp.optimizer import build_optimizer, square_norm
@@ -60,18 +63,31 @@ class Engine:
         if options.dropout_seed is not None:
             first = layout.dp_index(rank) * schedule.num_microbatches
             self._seeds = StepSeeds(options.dropout_seed, first, device)
-        self._groups = make_groups(layout, device)
+        with ExitStack() as undo:
+            self._build(pieces, schedule, Loss(loss_function), boundary, optimizer, undo)
+            self._owned = undo.pop_all()
+
+    def _build(
+        self,
+        pieces: Sequence[Piece],
+        schedule: Schedule,
+        loss: Loss,
+        boundary: Boundary,
+        optimizer: OptimizerConfig | MakeOptimizer,
+        undo: ExitStack,
+    ) -> None:
+        """Make all parts, in the order in which they need each other; ``undo`` gives up what has
+        been made. What a rank does on its own is followed by an exchange of errors."""
+        layout, device, options = self._layout, self._device, self._options
+        self._groups = make_groups(layout, device, options.timeout)
+        undo.callback(self._groups.close)
         self.lanes = make_lanes(device)
+        undo.callback(self.lanes.close)
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
-        stages = schedule.stages_of(layout.coordinates(rank)["pp"])
-        between = {
-            stage: boundary(stage) if 0 < stage < schedule.num_stages else None
-            for each in stages
-            for stage in (each, each + 1)
-        }
-        self.chunks = {s: self._make_chunk(s, between[s], between[s + 1]) for s in stages}
-        self._channels = Channels(neighbours(schedule), layout, device)
-        loss, reduction = Loss(loss_function), options.loss_reduction
+        self.chunks = together(lambda: self._make_chunks(schedule, boundary))
+        self._channels = Channels(neighbours(schedule), layout, device, options.timeout)
+        undo.callback(self._channels.close)
+        reduction = options.loss_reduction
         everywhere = schedule.num_microbatches * layout.dp
         self.interpreter = Interpreter(
             schedule,
@@ -84,9 +100,10 @@ class Engine:
         self._evaluator = Evaluator(schedule, layout, self.chunks, self._channels, loss, reduction)
         shards = [chunk.shards for chunk in self.chunks.values()]
         self.flats = [flat for chunk in shards for flat in chunk.flats]
-        self._tied = TiedWeights(options.tied, shards, schedule, layout)
+        self._tied = TiedWeights(options.tied, shards, schedule, layout, options.timeout)
+        undo.callback(self._tied.close)
         self._clip_norm = optimizer.clip_norm if isinstance(optimizer, OptimizerConfig) else 0.0
-        self.optimizer = self._make_optimizer(optimizer)
+        self.optimizer = together(lambda: self._make_optimizer(optimizer))
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def step(
@@ -136,8 +153,7 @@ class Engine:
         """Unsharded fp32 CPU copies, named ``{piece}.{name}``."""
         self._settle()
         for flat in self.flats:
-            mine = flat.master[flat.layout.owned.inside(flat.layout.part)]
-            yield from self._whole(flat, mine, torch.float32)
+            yield from self._whole(flat, flat.rows, torch.float32)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded CPU copies of the last step's gradients, named ``{piece}.{name}``."""
@@ -169,9 +185,16 @@ class Engine:
 
     def close(self) -> None:
         """Give up threads and process groups; the engine is of no more use."""
-        self.lanes.close()
-        for owner in (self._tied, self._channels, self._groups):
-            owner.close()
+        self._owned.close()
+
+    def _make_chunks(self, schedule: Schedule, boundary: Boundary) -> dict[int, Chunk]:
+        stages = schedule.stages_of(self._layout.coordinates(dist.get_rank())["pp"])
+        between = {
+            stage: boundary(stage) if 0 < stage < schedule.num_stages else None
+            for each in stages
+            for stage in (each, each + 1)
+        }
+        return {s: self._make_chunk(s, between[s], between[s + 1]) for s in stages}
 
     def _make_chunk(
         self,
@@ -228,7 +251,7 @@ class Engine:
 
     def _state(self) -> checkpoint.State:
         self._settle()
-        return checkpoint.state_of(self.flats, self.optimizer, self.steps_done)
+        return together(lambda: checkpoint.state_of(self.flats, self.optimizer, self.steps_done))
 
     def _gather_updated(self) -> None:
         for chunk in self.chunks.values():

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
 from torch.distributed import distributed_c10d
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zeropp.engine.lanes import inline_lanes
 
@@ -33,11 +31,12 @@ def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Itera
     (fake tensors hold nothing).
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    dist.init_process_group("fake", rank=rank, world_size=size)
     originals = {name: getattr(distributed_c10d, name) for name in ("recv", "irecv")}
-    completed = FakeWork.is_completed
+    work: Any = type(dist.all_reduce(torch.zeros(1), async_op=True))
+    completed = work.is_completed
     # Messages have left as soon as they are sent, or they would be kept to the step's end.
-    FakeWork.is_completed = lambda work: True  # type: ignore[method-assign, assignment]
+    work.is_completed = lambda _: True
     try:
         if fill_integers is not None:
             _replace({n: _filled(original, fill_integers) for n, original in originals.items()})
@@ -45,7 +44,7 @@ def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Itera
             yield
     finally:
         _replace(originals)
-        FakeWork.is_completed = completed  # type: ignore[method-assign]
+        work.is_completed = completed
         dist.destroy_process_group()
 
 

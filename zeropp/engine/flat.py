@@ -7,7 +7,10 @@ reads or writes is what compute writes or reads. Collectives and casts run in la
 (``zeropp.engine.lanes``); compute waits for them where it uses what they bring.
 
 Three number types: masters and sums are fp32 (or wider, as the modules came), compute uses
-``compute`` (bf16 under mixed precision), and reductions send ``wire``.
+``compute`` (bf16 under mixed precision), and reductions send ``wire``. Where replicas split the
+optimizer's work (ZeRO-1) and compute is narrower than the masters, a rank keeps fp32 masters of the
+rows that it updates alone, and its whole part in compute's type: that is what replicas send each
+other after an update, half the bytes, and what compute reads is the same.
 
 Traps that this is written around. A collective that writes into a parameter's memory must not look
 like an in-place change to autograd: ``parameter.data = view`` shares the memory but not the version
@@ -18,68 +21,16 @@ given back by ``resize_(0)`` and comes back, elsewhere, by ``resize_(bytes)``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.engine.flat_layout import FlatLayout, Name, Slot, Stretch
-from zeropp.engine.groups import DataGroups, all_gather_single, reduce_scatter_single
-from zeropp.engine.lanes import Lane, Ticket, Work, make_lane
-
-
-@dataclass(frozen=True)
-class Types:
-    """Number types of one flat buffer; ``wire`` is what reductions send."""
-
-    master: torch.dtype
-    compute: torch.dtype
-    wire: torch.dtype
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """The lanes of one rank, for all of its chunks. ``reducing``: reductions over the shards that
-    compute has not waited for; their gradients are kept until then."""
-
-    gather: Lane
-    reduce: Lane
-    replicate: Lane
-    reducing: list[Ticket] = field(default_factory=list)
-    crossing: list[Ticket] = field(default_factory=list)  # likewise, over the replicas
-
-    def join_reductions(self) -> None:
-        """Let compute wait for all reductions over the shards, and free what they read."""
-        for ticket in self.reducing:
-            ticket.wait()
-        self.reducing.clear()
-
-    def join_crossings(self) -> None:
-        """Let compute wait for all reductions over the replicas, and free what they read."""
-        for ticket in self.crossing:
-            ticket.wait()
-        self.crossing.clear()
-
-    def close(self) -> None:
-        """End all lanes."""
-        for lane in (self.gather, self.reduce, self.replicate):
-            lane.close()
-
-
-def make_lanes(device: torch.device) -> Lanes:
-    """The lanes of a rank on a device."""
-    names = ("zeropp gathers", "zeropp reductions", "zeropp replicas")
-    gather, reduce, replicate = (make_lane(device, name) for name in names)
-    return Lanes(gather, reduce, replicate)
-
-
-@dataclass(frozen=True)
-class Held:
-    """Parameters that lie in one slot: usually one object, several where the model ties them."""
-
-    slot: Slot
-    parameters: tuple[nn.Parameter, ...]
+from zeropp.engine.flat_layout import FlatLayout, Name, Slot
+from zeropp.engine.groups import DataGroups, all_gather_single
+from zeropp.engine.held import Held, Types, taken, view
+from zeropp.engine.lanes import Ticket, Work
+from zeropp.engine.rank_lanes import Lanes
+from zeropp.engine.reductions import AllReduce, ReduceScatter
 
 
 class FlatParameters:
@@ -106,8 +57,14 @@ class FlatParameters:
         self.layout, self.trainable, self.deferred = layout, trainable, deferred
         self._held, self._groups, self._lanes, self._types = tuple(held), groups, lanes, types
         self._zero = zero and groups.replicate is not None
-        self.master = self._take_masters()
-        self._resident = groups.gather is None and types.compute == types.master
+        mixed = types.compute != types.master
+        self._kept = layout.owned if mixed and self._zero else layout.part
+        self.master = taken(held, self._kept, types.master)
+        # This rank's part as gathers send it; None: they cast the masters every time.
+        self._part: Tensor | None = None if mixed else self.master
+        if mixed and self._zero:
+            self._part = taken(held, layout.part, types.compute)
+        self._resident = groups.gather is None and self._part is not None
         self._buffer = self._make_buffer()
         self._arriving: Ticket | None = None  # a gather that compute has not waited for
         self._updated: Ticket | None = None  # the other replicas' rows after an update
@@ -115,9 +72,14 @@ class FlatParameters:
         self._partial: Tensor | None = None  # reduced over the shards, not over the replicas
         self._crossed: Tensor | None = None  # reduced over both
         self.owned = {
-            group: nn.Parameter(self.master[mine.inside(layout.part)])
+            group: nn.Parameter(self.master[mine.inside(self._kept)])
             for group, mine in (layout.groups() if trainable else ())
         }
+
+    @property
+    def rows(self) -> Tensor:
+        """The masters of what this rank updates."""
+        return self.master[self.layout.owned.inside(self._kept)]
 
     def unshard(self) -> None:
         """Start to gather the parameters; ``wait`` before use."""
@@ -143,14 +105,18 @@ class FlatParameters:
             self._storage.resize_(0)
 
     def make_gradients(self) -> None:
-        """Give every parameter a gradient of zeros to add to, unless it has one already. A gradient
-        that autograd made for itself (of a deferred weight that is used elsewhere, too) is added.
+        """Give every parameter a gradient of zeros to add to, unless it has one already.
+
+        The sums before these must have been reduced by then, so that two buffers never stand side
+        by side. A gradient that autograd made for itself (of a weight whose own is put off, and
+        which is used elsewhere, too) is added.
         """
         if self._fresh is not None or not self.trainable:
             return
+        self._lanes.join_reduction_of(self)
         self._fresh = zeros(self.layout.size, self._types.master, self.master.device)
         for held in self._held:
-            gradient = _view(self._fresh, held.slot)
+            gradient = view(self._fresh, held.slot)
             for parameter in held.parameters:
                 made, parameter.grad = parameter.grad, gradient
                 if made is not None:
@@ -165,8 +131,8 @@ class FlatParameters:
         cross = cross and self._groups.replicate is not None
         after: list[Ticket] = []
         if self._groups.reduce is not None:
-            after = [self._reduce_shards(self._take_fresh())]
-            self._lanes.reducing.extend(after)
+            self._lanes.reducing[self] = self._reduce_shards(self._take_fresh())
+            after = [self._lanes.reducing[self]]
         elif cross:
             self._partial = self._take_fresh()
         if cross:
@@ -222,7 +188,7 @@ class FlatParameters:
     def views(self, whole: Tensor) -> Iterator[tuple[Slot, Tensor]]:
         """Every parameter's part of a tensor that is shaped as the buffer."""
         for held in self._held:
-            yield held.slot, _view(whole, held.slot)
+            yield held.slot, view(whole, held.slot)
 
     def names(self) -> Iterator[Name]:
         """All names of all parameters."""
@@ -241,28 +207,19 @@ class FlatParameters:
     def _storage(self) -> torch.UntypedStorage:
         return self._buffer.untyped_storage()
 
-    def _take_masters(self) -> Tensor:
-        part = self.layout.part
-        (device,) = {p.device for held in self._held for p in held.parameters}
-        master = torch.zeros(len(part), dtype=self._types.master, device=device)
-        for held in self._held:
-            mine = held.slot.stretch.meet(part)
-            if len(mine):
-                values = held.parameters[0].detach().flatten()
-                master[mine.inside(part)] = values[mine.inside(held.slot.stretch)]
-        return master
-
     def _make_buffer(self) -> Tensor:
         """The compute buffer, put in the place of the parameters' own memory."""
         for held in self._held:
             for parameter in held.parameters:
                 parameter.data = parameter.data.new_empty(0)
-        buffer = self.master
-        if not self._resident:
+        if self._resident:
+            assert self._part is not None
+            buffer = self._part
+        else:
             buffer = self.master.new_empty(self.layout.size, dtype=self._types.compute)
         for held in self._held:
             for parameter in held.parameters:
-                parameter.data = _view(buffer, held.slot)
+                parameter.data = view(buffer, held.slot)
                 if self.trainable:
                     parameter.grad_dtype = None
         if not self._resident:
@@ -270,15 +227,12 @@ class FlatParameters:
         return buffer
 
     def _gather(self) -> None:
-        mine = self.master
-        if self._types.compute != self._types.master:
-            mine = self._mine(self._buffer)
+        mine = self._part
+        if mine is None:
+            mine = self._buffer[self.layout.part.begin : self.layout.part.end]
             mine.copy_(self.master)
         if self._groups.gather is not None:
             all_gather_single(self._buffer, mine, group=self._groups.gather)
-
-    def _mine(self, whole: Tensor) -> Tensor:
-        return whole[self.layout.part.begin : self.layout.part.end]
 
     def _take_fresh(self) -> Tensor:
         """The sums so far; parameters have no gradients until they are given new ones."""
@@ -293,8 +247,8 @@ class FlatParameters:
         first = self._partial is None
         if self._partial is None:
             self._partial = fresh.new_empty(len(self.layout.part))
-        place = slice(self.layout.part.begin, self.layout.part.end)
-        work = _Scatter(fresh, self._sent(fresh), place, self._partial, first, self._groups.reduce)
+        place, group = slice(self.layout.part.begin, self.layout.part.end), self._groups.reduce
+        work = ReduceScatter(fresh, self._sent(fresh), place, self._partial, first, group)
         return self._lanes.reduce.run(work)
 
     def _cross_replicas(self, after: Sequence[Ticket]) -> Ticket:
@@ -306,11 +260,11 @@ class FlatParameters:
             place = self.layout.owned.inside(self.layout.part)
             if self._crossed is None:
                 self._crossed = partial.new_empty(len(self.layout.owned))
-            work = _Scatter(partial, sent, place, self._crossed, first, group)
+            work = ReduceScatter(partial, sent, place, self._crossed, first, group)
         else:
             if self._crossed is None:
                 self._crossed = partial
-            work = _Sum(partial, sent, self._crossed, first, group)
+            work = AllReduce(partial, sent, self._crossed, first, group)
         return self._lanes.replicate.run(work, after)
 
     def _sent(self, gradient: Tensor) -> Tensor:
@@ -320,62 +274,13 @@ class FlatParameters:
         return torch.empty_like(gradient, dtype=self._types.wire)
 
     def _gather_rows(self) -> None:
-        rows = self.master[self.layout.owned.inside(self.layout.part)]
-        all_gather_single(self.master, rows, group=self._groups.replicate)
-
-
-@dataclass(frozen=True)
-class _Scatter:
-    """Reduce-scatter ``source`` into ``total``, or add to it what comes if ``first`` is False.
-
-    ``sent`` is the source, or a buffer that it is cast into; ``place`` is this rank's stretch.
-    """
-
-    source: Tensor
-    sent: Tensor
-    place: slice
-    total: Tensor
-    first: bool
-    group: dist.ProcessGroup | None
-
-    def __call__(self) -> None:
-        cast = self.sent is not self.source
-        if cast:
-            self.sent.copy_(self.source)
-        mine = self.total if self.first and not cast else self.sent[self.place]
-        reduce_scatter_single(mine, self.sent, group=self.group)
-        if not self.first:
-            self.total.add_(mine)
-        elif cast:
-            self.total.copy_(mine)
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """All-reduce ``source`` in place, by way of ``sent`` if that is another buffer, and add it to
-    ``total`` unless it is ``first`` (and so the total itself)."""
-
-    source: Tensor
-    sent: Tensor
-    total: Tensor
-    first: bool
-    group: dist.ProcessGroup | None
-
-    def __call__(self) -> None:
-        if self.sent is not self.source:
-            self.sent.copy_(self.source)
-        dist.all_reduce(self.sent, group=self.group)
-        if not self.first:
-            self.total.add_(self.sent)
-        elif self.sent is not self.source:
-            self.total.copy_(self.sent)
+        assert self._part is not None
+        rows = self._part[self.layout.owned.inside(self.layout.part)]
+        if self._part is not self.master:
+            rows.copy_(self.master)
+        all_gather_single(self._part, rows, group=self._groups.replicate)
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A buffer for gradients (a function of its own, so that traces can tell what it makes)."""
     return torch.zeros(size, dtype=dtype, device=device)
-
-
-def _view(buffer: Tensor, slot: Slot) -> Tensor:
-    stretch: Stretch = slot.stretch
-    return buffer[stretch.begin : stretch.end].view(slot.shape)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -43,19 +45,22 @@ class DataGroups:
                 dist.destroy_process_group(group)
 
 
-def make_groups(layout: Layout, device: torch.device) -> DataGroups:
+def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None) -> DataGroups:
     """Make the groups of all shards and replicas, whatever their numbering; collective over all
-    ranks, because torch names groups by how many a rank has made."""
+    ranks, because torch names groups by how many a rank has made.
+
+    ``timeout``: how long a collective waits for its peers; None: torch's default.
+    """
     place = layout.coordinates(dist.get_rank())
-    backend = backend_of(device)
+    make = partial(_group, layout, backend=backend_of(device), timeout=timeout)
     return DataGroups(
         place["shard"],
         layout.shard,
         place["replicate"],
         layout.replicate,
-        _group(layout, "shard", backend, "zeropp gathers"),
-        _group(layout, "shard", backend, "zeropp reductions"),
-        _group(layout, "replicate", backend, "zeropp replicas"),
+        make("shard", name="zeropp gathers"),
+        make("shard", name="zeropp reductions"),
+        make("replicate", name="zeropp replicas"),
     )
 
 
@@ -65,13 +70,15 @@ def backend_of(device: torch.device) -> str:
     return backends[device.type]
 
 
-def _group(layout: Layout, axis: Axis, backend: str, name: str) -> dist.ProcessGroup | None:
+def _group(
+    layout: Layout, axis: Axis, *, backend: str, name: str, timeout: timedelta | None
+) -> dist.ProcessGroup | None:
     lots = list(_lots(layout, axis))
     if len(lots[0]) == 1:
         return None
     mine: dist.ProcessGroup | None = None
     mine, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-        lots, backend=backend, group_desc=name
+        lots, timeout=timeout, backend=backend, group_desc=name
     )
     return mine
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import nn
@@ -47,10 +48,11 @@ class EngineOptions:
     the step and of the microbatch, so that every topology draws the same; ``random``: the model may
     draw random numbers, and recomputation draws the same ones again (False saves the time that
     this takes); ``compile``: each block runs through torch.compile; ``group_of``: the optimizer
-    group of a parameter, by its (piece, name); ``loss_reduction``: whether a batch's loss is the
-    mean over its rows, or the sum, as the loss function gives it for a microbatch. Raises
-    InfeasibleError for ``compile`` with a ``dropout_seed``: compiled code draws from a generator of
-    its own.
+    group of a parameter, by its (piece, name); ``timeout``: how long a collective or a message
+    waits for its peers (None: torch's default for new groups); ``loss_reduction``: whether a
+    batch's loss is the mean over its rows, or the sum, as the loss function gives it for a
+    microbatch. Raises InfeasibleError for ``compile`` with a ``dropout_seed``: compiled code draws
+    from a generator of its own.
     """
 
     precision: Precision = "fp32"
@@ -64,6 +66,7 @@ class EngineOptions:
     compile: bool = False
     group_of: GroupOf = one_group
     loss_reduction: LossReduction = "mean"
+    timeout: timedelta | None = None
     recomputed: tuple[int, ...] = ()  # blocks of each stage, its first ones; empty: all of them
 
     def __post_init__(self) -> None:

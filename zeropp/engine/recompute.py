@@ -8,21 +8,26 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from zeropp.literals import Recompute
 
 Result = TypeVar("Result")
 
-_ATEN = torch.ops.aten
-_KEPT = (
-    _ATEN.mm.default,
-    _ATEN.addmm.default,
-    _ATEN._scaled_dot_product_flash_attention.default,
-    _ATEN._scaled_dot_product_efficient_attention.default,
-    _ATEN._scaled_dot_product_cudnn_attention.default,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-)
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+    """Keep what matrix products and attention give (each backend of attention is an operator of
+    its own, with these words in its name), and recompute the rest."""
+    del context, arguments, keywords
+    if operator in _PRODUCTS or "scaled_dot_product" in operator.name():
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def run_recomputed(
@@ -37,5 +42,5 @@ def run_recomputed(
         return function(*inputs)
     options: dict[str, Any] = {"preserve_rng_state": random}
     if recompute == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, list(_KEPT))
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(function, *inputs, use_reentrant=False, **options)  # type: ignore[no-any-return]

@@ -15,9 +15,11 @@ from functools import reduce
 import torch
 from torch import nn
 
-from zeropp.engine.flat import FlatParameters, Held, Lanes, Types
+from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Cut, Name, lay_out
 from zeropp.engine.groups import DataGroups
+from zeropp.engine.held import Held, Types
+from zeropp.engine.rank_lanes import Lanes
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Precision, WireType
 

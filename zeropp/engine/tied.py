@@ -8,6 +8,7 @@ rank's part meets its like. Two of the same chunk are one parameter and need non
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ class TiedWeights:
         chunks: Sequence[ChunkShards],
         schedule: Schedule,
         layout: Layout,
+        timeout: timedelta | None = None,
     ) -> None:
         original, copy = (_find(name, chunks) for name in tied or (None, None))
         self.copy = copy if copy is not original else None
@@ -42,7 +44,7 @@ class TiedWeights:
             return
         ends = {schedule.stage_rank[0], schedule.stage_rank[-1]}
         if len(ends) == 2:
-            self._group = new_group_in_each_pipeline(layout, ends)
+            self._group = new_group_in_each_pipeline(layout, ends, timeout)
         self._source = layout.pipeline(dist.get_rank())[schedule.stage_rank[0]]
         self._make_equal()
 
@@ -69,6 +71,8 @@ class TiedWeights:
         elif len(self._mine) == 2:
             original, copy = self._mine
             copy.master.copy_(original.master)
+        for flat in self._mine:
+            flat.gather_updated()
 
 
 def _find(name: Name | None, chunks: Sequence[ChunkShards]) -> FlatParameters | None:

@@ -105,6 +105,7 @@ class _Rank:
         self.gradients = self.activations = self.copy = 0
         # Shared parameters of the ends are gathered all the time.
         self.unsharded = price.memory[0].unsharded if price.shared_ends else 0
+        self._copied = -1  # the flat chunk whose reduction that is
         self._runtime = price.torch_runtime
         self._memory, self._resident = price.memory, price.resident_gradients
         self._ahead, self._flat = price.gathers_ahead, price.flat_chunks
@@ -245,7 +246,7 @@ class _Rank:
             if part in self._summed:
                 self._summed.remove(part)
                 self.gradients -= self._size(*part)
-        self.copy = memory.reduction_copy
+        self.copy, self._copied = memory.reduction_copy, stage if self._flat else -1
         return moment
 
     def _moment(self, fresh: int, activations: int, workspace: int) -> Moment:
@@ -269,6 +270,8 @@ class _Rank:
         """A stage's gradients have come for the first time since their last reduction."""
         if (stage, early) not in self._summed:
             self._summed.add((stage, early))
+            if stage == self._copied and self._memory[stage].unsharded_gradients:
+                self.copy -= self._copy_share(stage, early)
             self.gradients += self._size(stage, early)
             if not self._memory[stage].unsharded_gradients:
                 self._keep(stage)
@@ -278,6 +281,12 @@ class _Rank:
         if not self._resident and stage not in self._reduced:
             self._reduced.add(stage)
             self.gradients += self._memory[stage].gradients
+
+    def _copy_share(self, stage: int, early: bool) -> int:
+        """What a flat chunk's last reduction holds of its early gradients, or of the others: they
+        are freed before the next sum of them is begun."""
+        memory = self._memory[stage]
+        return int(memory.reduction_copy * self._size(stage, early) / memory.unsharded_gradients)
 
     def _size(self, stage: int, early: bool) -> int:
         memory = self._memory[stage]

@@ -1,0 +1,208 @@
+"""What happens around collectives, counted while a step runs: copies (none), and the collectives
+themselves (those of the plan)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from tests.gloo.engine_cases import Case, build_engine, local_microbatches
+from tests.gloo.world import World
+from zeropp.engine import flat, rank_lanes, reductions
+from zeropp.engine.engine import Engine
+from zeropp.engine.lanes import Ticket, Work, inline_lanes, make_lane
+from zeropp.schedule.action import Op
+
+# The operators by which torch copies values from one place to another.
+COPIES = {
+    f"aten::{name}"
+    for name in ("cat", "clone", "copy_", "index_copy_", "split_with_sizes_copy", "stack")
+} | {"aten::_to_copy", "aten::_foreach_copy_"}
+WINDOW, COLLECTIVE = "work of a lane", "collective"
+AROUND = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
+CASES = [
+    Case(pp=2, shard=2, chunks=2, batch=8),
+    Case(pp=1, shard=2, replicate=2, zero=True, chunks=2, batch=8, replicate_every="unit"),
+    Case(pp=2, shard=2, replicate=2, zero=True, chunks=1, batch=8),
+    Case(pp=1, shard=3, chunks=3, batch=6, reduce_every="step"),
+    Case(pp=2, shard=2, chunks=2, batch=8, precision="bf16"),
+]
+
+
+class WatchedLane:
+    """A lane that runs its work at once, inside a window of the profiler."""
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        with inline_lanes():
+            self._lane = make_lane(device, name)
+
+    def run(self, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
+        with record_function(WINDOW):
+            return self._lane.run(work, after)
+
+    def close(self) -> None:
+        self._lane.close()
+
+
+def below(event: FunctionEvent) -> Iterator[FunctionEvent]:
+    """All operators that an event contains, but for what a collective does inside (gloo reduces
+    and scatters a copy)."""
+    for child in event.cpu_children:
+        yield child
+        if child.name != COLLECTIVE:
+            yield from below(child)
+
+
+def marked(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective that runs inside a window of the profiler."""
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with record_function(COLLECTIVE):
+            return collective(*arguments, **keywords)
+
+    return run
+
+
+def operators_around(case: Case, injected: bool) -> tuple[list[str], int]:
+    """Names of the copies around this rank's collectives in one step, and how many operators there
+    were to look at. ``injected``: a gather copies what it has gathered."""
+    original = flat.FlatParameters._gather
+
+    def gather_and_copy(buffer: flat.FlatParameters) -> None:
+        original(buffer)
+        buffer._buffer.clone()
+
+    gather = gather_and_copy if injected else original
+    scatter = marked(reductions.reduce_scatter_single)
+    with (
+        mock.patch.object(rank_lanes, "make_lane", WatchedLane),
+        mock.patch.object(flat.FlatParameters, "_gather", gather),
+        mock.patch.object(flat, "all_gather_single", marked(flat.all_gather_single)),
+        mock.patch.object(reductions, "reduce_scatter_single", scatter),
+        mock.patch.object(dist, "all_reduce", marked(dist.all_reduce)),
+    ):
+        engine = build_engine(case, torch.float32)
+        engine.step(*local_microbatches(case, 0))
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            engine.step(*local_microbatches(case, 1))
+    program = engine.interpreter._program
+    windows = {WINDOW, *(str(action) for action in program if action.op in AROUND)}
+    found = {  # by identity, because a lane's window lies in an action's
+        id(operator): operator.name
+        for event in profiler.events()
+        if event.name in windows
+        for operator in below(event)
+    }
+    engine.close()
+    return [name for name in found.values() if name in COPIES], len(found)
+
+
+@pytest.mark.parametrize("case", CASES[:-1], ids=str)
+def test_nothing_is_copied_around_a_collective(case: Case, world: World) -> None:
+    for copies, looked_at in world.run(operators_around, case, False, size=case.world):
+        assert looked_at > 10  # collectives and views
+        assert copies == []
+
+
+def test_a_copy_around_a_collective_would_be_seen(world: World) -> None:
+    for copies, _ in world.run(operators_around, CASES[0], True, size=CASES[0].world):
+        assert set(copies) == {"aten::clone", "aten::copy_"}
+
+
+def test_mixed_precision_casts_its_own_part_alone(world: World) -> None:
+    case = CASES[-1]
+    found = world.run(operators_around, case, False, size=case.world)
+    gathers = world.run(gathered_flats, case, size=case.world)
+    assert min(gathers) > 0
+    assert [copies for copies, _ in found] == [["aten::copy_"] * count for count in gathers]
+
+
+def gathered_flats(case: Case) -> int:
+    """Gathers of flat buffers in a step of this rank."""
+    engine = build_engine(case, torch.float32)
+    program = engine.interpreter._program
+    gathers = [action.stage for action in program if action.op is Op.UNSHARD]
+    count = sum(len(engine.chunks[stage].shards.flats) for stage in gathers)
+    engine.close()
+    return count
+
+
+@contextmanager
+def counting(engine: Engine, found: Counter[tuple[str, str]]) -> Iterator[None]:
+    """Count collectives and messages as (kind, group)."""
+    groups = engine._groups
+    names = {id(groups.gather): "gather", id(groups.reduce): "reduce"}
+    names |= {id(groups.replicate): "replicate", id(None): "world"}
+
+    def counted(kind: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        message = kind in ("isend", "irecv")
+        found[kind, "pair" if message else names[id(keywords.get("group"))]] += 1
+        return call(*arguments, **keywords)
+
+    gather = partial(counted, "gather", flat.all_gather_single)
+    scatter = partial(counted, "reduce-scatter", reductions.reduce_scatter_single)
+    with (
+        mock.patch.object(flat, "all_gather_single", gather),
+        mock.patch.object(reductions, "reduce_scatter_single", scatter),
+        mock.patch.object(dist, "all_reduce", partial(counted, "all-reduce", dist.all_reduce)),
+        mock.patch.object(dist, "isend", partial(counted, "isend", dist.isend)),
+        mock.patch.object(dist, "irecv", partial(counted, "irecv", dist.irecv)),
+    ):
+        yield
+
+
+def planned(case: Case, engine: Engine) -> Counter[tuple[str, str]]:
+    """The collectives and messages of a step, by this rank's program in the plan and by how many
+    buffers a chunk's parameters lie in (weights whose gradients are put off have their own)."""
+    plan = case.plan()
+    rank = plan.layout.coordinates(dist.get_rank())["pp"]
+    program = plan.schedule.programs[rank]
+    flats = {stage: len(chunk.shards.flats) for stage, chunk in engine.chunks.items()}
+
+    def of(op: Op) -> list[int]:
+        return [action.stage for action in program if action.op is op]
+
+    reduced = of(Op.REDUCE_GRAD)
+    crossed = reduced if plan.replicate_every == "unit" else list(dict.fromkeys(reduced))
+    expected: Counter[tuple[str, str]] = Counter({("all-reduce", "world"): 1})
+    expected["isend", "pair"] = len(of(Op.SEND_F)) + len(of(Op.SEND_B))
+    expected["irecv", "pair"] = len(of(Op.RECV_F)) + len(of(Op.RECV_B))
+    if case.shard > 1:
+        expected["gather", "gather"] = sum(flats[stage] for stage in of(Op.UNSHARD))
+        expected["reduce-scatter", "reduce"] = sum(flats[stage] for stage in reduced)
+    if case.replicate > 1:
+        kind = "reduce-scatter" if case.zero else "all-reduce"
+        expected[kind, "replicate"] = sum(flats[stage] for stage in crossed)
+    if case.zero:
+        expected["gather", "replicate"] = sum(flats.values())
+    return +expected
+
+
+def counted_and_planned(case: Case) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """What one step of this rank starts, and what its plan says."""
+    engine = build_engine(case, torch.float32)
+    found: Counter[tuple[str, str]] = Counter()
+    with counting(engine, found):
+        engine.step(*local_microbatches(case, 0))
+        for each in engine.flats:
+            each.settle()
+    expected = planned(case, engine)
+    engine.close()
+    return found, expected
+
+
+@pytest.mark.parametrize("case", [*CASES, Case(pp=2, replicate=2, chunks=2, batch=8)], ids=str)
+def test_collectives_per_step_are_the_plans(case: Case, world: World) -> None:
+    for found, expected in world.run(counted_and_planned, case, size=case.world):
+        assert sum(expected.values()) > 1
+        assert found == expected

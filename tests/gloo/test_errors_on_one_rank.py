@@ -1,0 +1,267 @@
+"""What one rank alone gets wrong: every rank raises at once, and none waits for the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.gloo.engine_cases import ADAMW, Case, build_engine, local_microbatches
+from tests.gloo.world import World
+from zeropp.api import ParallelModel
+from zeropp.engine import checkpoint_directory, flat
+from zeropp.engine.checkpoint_directory import CheckpointError
+from zeropp.engine.together import PeerError, together
+from zeropp.layout import InfeasibleError
+
+RANK = 1  # the one that fails
+PROMPT_S = 20.0  # of the world's 60
+WIDTH, BATCH = 8, 12
+Kind = Callable[[], nn.Module]
+
+
+def linear() -> nn.Module:
+    """A plain layer."""
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def seeded(kinds: list[Kind]) -> list[nn.Module]:
+    """Layers of these kinds in fp64, equal on every rank."""
+    torch.manual_seed(3)
+    return [kind().double() for kind in kinds]
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """A global batch of vectors, in fp64."""
+    generator = torch.Generator().manual_seed(7)
+    x, y = torch.randn(2, BATCH, WIDTH, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def built(layers: list[Any], **more: Any) -> ParallelModel:
+    """The layers in parallel, with plain SGD and one row per microbatch."""
+    arguments: dict[str, Any] = {
+        "sample": data()[0][:1],
+        "global_batch": BATCH,
+        "optimizer": zeropp.OptimizerConfig("sgd", lr=0.1),
+    }
+    return zeropp.parallelize(layers, nn.functional.mse_loss, **{**arguments, **more})
+
+
+def error_of(make: Callable[[], object]) -> str:
+    """What a call raises, as ``Kind: message``; empty where it raises nothing."""
+    try:
+        make()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def fail(error: Exception) -> Callable[..., Any]:
+    """A function that raises on one rank, and does nothing on the others."""
+
+    def run(*_: Any, **__: Any) -> None:
+        if dist.get_rank() == RANK:
+            raise error
+
+    return run
+
+
+def told(error: Exception) -> tuple[str, str]:
+    """Kind and text of what ``together`` raises on this rank."""
+    try:
+        together(lambda: fail(error)())
+    except Exception as raised:
+        return type(raised).__name__, str(raised)
+    return "", ""
+
+
+def test_every_rank_raises(world: World) -> None:
+    said = world.run(told, torch.OutOfMemoryError("tried 2 GiB\nof 1"), size=3)
+    peers = ("PeerError", "rank 1 raised OutOfMemoryError: tried 2 GiB")
+    assert said == [peers, ("OutOfMemoryError", "tried 2 GiB\nof 1"), peers]
+    said = world.run(told, InfeasibleError("pp=3: no"), size=3)
+    assert said == [("InfeasibleError", "pp=3: no (on rank 1)")] * 3
+
+
+class Broken(nn.Linear):
+    """A layer that can be made on the meta device alone."""
+
+    def __init__(self) -> None:
+        if torch.get_default_device().type != "meta" and dist.get_rank() == RANK:
+            raise MemoryError("no room")
+        super().__init__(WIDTH, WIDTH)
+
+
+def failed_building(what: str) -> str:
+    """What ``parallelize`` says on this rank where rank 1 alone fails while it does something."""
+    begin = time.monotonic()
+    layers: list[Any] = seeded([linear] * 4)
+    more: dict[str, Any] = {"pp": 2}
+    out_of_memory = fail(torch.OutOfMemoryError("tried 2 GiB"))
+    patch = mock.patch.object(flat, "zeros", flat.zeros)
+    if what == "sample":
+        more["sample"] = data()[0][:1] if dist.get_rank() != RANK else "rows"
+    elif what == "layer":
+        layers = [lambda: Broken().double()] * 4
+    elif what == "buffers":
+        original = flat.FlatParameters.__init__
+
+        def init(*arguments: Any, **keywords: Any) -> None:
+            out_of_memory()
+            original(*arguments, **keywords)
+
+        patch = mock.patch.object(flat.FlatParameters, "__init__", init)
+    elif what == "optimizer":
+
+        def optimizer(groups: Any) -> torch.optim.Optimizer:
+            return torch.optim.SGD(groups["all"], lr=0.1 - dist.get_rank())
+
+        more["optimizer"] = optimizer
+    elif what == "keyword" and dist.get_rank() == RANK:
+        more["tp"] = 2
+    with patch:
+        said = error_of(lambda: built(layers, **more))
+    assert time.monotonic() - begin < PROMPT_S
+    return said
+
+
+@pytest.mark.parametrize(
+    ("what", "own", "peers"),
+    [
+        ("sample", "AttributeError", "PeerError: rank 1 raised AttributeError: "),
+        ("layer", "MemoryError: no room", "PeerError: rank 1 raised MemoryError: no room"),
+        ("buffers", "OutOfMemoryError: tried", "PeerError: rank 1 raised OutOfMemoryError: tried"),
+        ("optimizer", "ValueError: Invalid", "PeerError: rank 1 raised ValueError: Invalid"),
+        ("keyword", "TypeError: parallelize()", "PeerError: rank 1 raised TypeError: paralleliz"),
+    ],
+)
+def test_a_failure_while_building(world: World, what: str, own: str, peers: str) -> None:
+    first, second = world.run(failed_building, what, size=2)
+    assert second.startswith(own), second
+    assert first.startswith(peers), first
+    assert "\n" not in first
+
+
+def save_that_fails(place: Path, what: str) -> str:
+    """Save, then save again while one rank fails in something; what the second save raises, and
+    the steps that the checkpoint then has."""
+    case = Case(pp=1, shard=2, chunks=1, batch=4)
+    engine = build_engine(case, torch.float32, ADAMW)
+    engine.save(place)
+    engine.step(*local_microbatches(case, 0))
+    owner, name = {
+        "making the directory": (checkpoint_directory, "_make_empty"),
+        "writing": (checkpoint_directory, "_digest"),
+        "renaming": (checkpoint_directory, "_publish"),
+    }[what]
+
+    def broken(*_: Any) -> None:
+        raise OSError("disk full")
+
+    begin = time.monotonic()
+    first = dist.get_rank() == 0
+    with mock.patch.object(owner, name, broken if first else getattr(owner, name)):
+        said = error_of(lambda: engine.save(place))
+    assert time.monotonic() - begin < PROMPT_S
+    engine.load(place)
+    return f"{said} | {engine.steps_done}"
+
+
+@pytest.mark.parametrize("what", ["making the directory", "writing", "renaming"])
+def test_a_save_that_fails_on_one_rank(world: World, tmp_path: Path, what: str) -> None:
+    said = world.run(save_that_fails, tmp_path / "checkpoint", what, size=2)
+    assert said[0] == "OSError: disk full | 0"
+    assert said[1] == "PeerError: rank 0 raised OSError: disk full | 0"
+
+
+def load_without_the_file(place: Path) -> tuple[str, bool]:
+    """What a load of nothing raises; a directory that only some ranks see."""
+    engine = build_engine(Case(pp=1, shard=2, chunks=1, batch=4), torch.float32, ADAMW)
+    engine.save(place)
+    found = place if dist.get_rank() == 0 else place / "elsewhere"
+    try:
+        engine.load(found)
+    except (CheckpointError, PeerError) as error:
+        return type(error).__name__, "no checkpoint" in str(error)
+    return "", False
+
+
+def test_a_checkpoint_that_one_rank_does_not_see(world: World, tmp_path: Path) -> None:
+    said = world.run(load_without_the_file, tmp_path / "checkpoint", size=2)
+    assert said == [("PeerError", True), ("CheckpointError", True)]
+
+
+class Tokens(nn.Module):
+    """Integers in, integers out: nothing before it can have a gradient."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return (tokens + 1) % 5
+
+
+class Embed(nn.Module):
+    """An embedding behind it, and a projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens)  # type: ignore[no-any-return]
+
+
+class Forgetful(nn.Module):
+    """A layer whose output does not depend on its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value.expand(x.shape)
+
+
+def train_over(kinds: list[Kind], integers: bool, pp: int) -> dict[str, float]:
+    """How far this rank's parameters are, after two steps, from those of one process."""
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randint(5, (BATCH,), generator=generator) if integers else data()[0]
+    expected = nn.ModuleList(seeded(kinds))
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    targets = data()[1]
+    model = built(seeded(kinds), sample=inputs[:1], pp=pp, weights=[1.0] * len(kinds))
+    for _ in range(2):
+        model.train_step(inputs, targets)
+        optimizer.zero_grad()
+        for x, y in zip(inputs[:, None], targets[:, None], strict=True):
+            for layer in expected:
+                x = layer(x)
+            (nn.functional.mse_loss(x, y) / BATCH).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    alone = dict(expected.named_parameters())
+    return {
+        name: float((value.double() - alone[name]).abs().max())
+        for name, value in model.full_parameters()
+    }
+
+
+INTEGERS = [Tokens, Tokens, Embed, linear]
+FORGETFUL = [linear, linear, Forgetful, linear]
+
+
+@pytest.mark.parametrize(("kinds", "integers"), [(INTEGERS, True), (FORGETFUL, False)])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_boundaries_that_carry_no_gradient(
+    world: World, kinds: list[Kind], integers: bool, pp: int
+) -> None:
+    found = world.run(train_over, kinds, integers, pp, size=pp)
+    errors = [error for rank in found for error in rank.values()]
+    assert errors
+    assert max(errors) < 1e-6  # parameters come as fp32

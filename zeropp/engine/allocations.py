@@ -1,0 +1,139 @@
+"""Every storage that torch allocates while a rank is traced, sorted by what it turned out to be.
+
+Kinds are known only when the step is over, so allocations are written down and sorted afterwards.
+What the trainer is built with are parameters; what the optimizer's step leaves is its state, which
+every later step has from its beginning; what FSDP2 gathers is unsharded; what the optimizer or
+FSDP2's reduction takes are gradients. Of the rest, what outlives the pass that made it (a forward,
+or one run of autograd) is an activation. What does not is workspace, and so is what a reduction
+copies.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zeropp.engine.private_names import (
+    FSDP_COPY_IN,
+    FSDP_REDUCED_COPY,
+    NUMBER_OF,
+    REDUCE_SCATTER,
+    TorchDispatchMode,
+    autograd_run,
+    local_part,
+    storage_key,
+    tree_leaves,
+)
+from zeropp.plan import MemoryBytes
+
+Kind = Literal["parameters", "unsharded", "gradients", "optimizer", "activations", "workspace"]
+
+
+@dataclass(eq=False)
+class _Allocation:
+    """One storage, from its allocation to its end."""
+
+    size: int
+    kind: Kind | None
+    first: int  # the pass that made it
+    last: int = -1  # the pass in which it was freed; -1: it lives
+
+    def sorted_kind(self) -> Kind:
+        """What it turned out to be."""
+        return self.kind or ("workspace" if self.first == self.last else "activations")
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every storage that is allocated, freed or resized.
+
+    ``kind`` is that of what is allocated from now on; None: to be found out.
+    """
+
+    def __init__(self, *, fake: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake = fake
+        self.kind: Kind | None = None
+        self._live: dict[int, tuple[_Allocation, Any]] = {}
+        self._events: list[tuple[_Allocation, int]] = []
+        self._pass, self._run = 0, -1
+
+    def begin_step(self) -> None:
+        """Forget what happened before; what is still allocated counts from here on."""
+        self._events = [(allocation, allocation.size) for allocation, _ in self._live.values()]
+
+    def label(self, tensor: Tensor, kind: Kind) -> None:
+        """Say what a tensor's storage is."""
+        entry = self._live.get(storage_key(local_part(tensor).untyped_storage()))
+        if entry is not None and entry[0].kind is None:
+            entry[0].kind = kind
+
+    def peak(self) -> MemoryBytes:
+        """Bytes by kind at the highest total since ``begin_step``, with the optimizer's state that
+        the step has left there from the beginning."""
+        state = {allocation for allocation, _ in self._live.values()}
+        state = {allocation for allocation in state if allocation.kind == "optimizer"}
+        moves = sorted(self._events, key=lambda move: move[0] not in state)
+        total = peak = at = 0
+        for index, (_, size) in enumerate(moves):
+            total += size
+            if total > peak:
+                peak, at = total, index
+        kinds: Counter[str] = Counter()
+        for allocation, size in moves[: at + 1]:
+            kinds[allocation.sorted_kind()] += size
+        return MemoryBytes(**kinds)
+
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        """Take note of a resized storage; FSDP2 empties and refills gathered parameters."""
+        self._forget(storage_key(storage))
+        self._add(storage, "unsharded")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back with local tensors
+        if self._fake and func is NUMBER_OF:
+            # Fake tensors hold no numbers. Torch's pipeline stages vote 1: shapes are known.
+            return 0.0 if args[0].is_floating_point() else 1
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                if storage_key(storage) not in self._live:
+                    self._add(storage, self.kind)
+        if func is FSDP_COPY_IN:
+            self.label(args[1], "unsharded")
+        elif func is FSDP_REDUCED_COPY:
+            assert kwargs is not None
+            self.label(kwargs["out"], "workspace")
+        elif func is REDUCE_SCATTER:
+            for gradient in args[:2]:
+                self.label(gradient, "gradients")
+        return result
+
+    def _add(self, storage: torch.UntypedStorage, kind: Kind | None) -> None:
+        key = storage_key(storage)
+        allocation = _Allocation(storage.nbytes(), kind, self._current_pass())
+        self._live[key] = allocation, weakref.ref(storage, lambda _: self._forget(key))
+        self._events.append((allocation, allocation.size))
+
+    def _forget(self, key: int) -> None:
+        if key in self._live:
+            allocation, _ = self._live.pop(key)
+            allocation.last = self._current_pass()
+            self._events.append((allocation, -allocation.size))
+
+    def _current_pass(self) -> int:
+        """Counts runs of autograd and what lies between them."""
+        run = autograd_run()
+        if run != self._run:
+            self._run = run
+            self._pass += 1
+        return self._pass

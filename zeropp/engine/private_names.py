@@ -1,0 +1,73 @@
+"""Every private name of torch that the library uses, all of them to trace a rank without peers.
+
+Training rests on public names alone. A release of torch may move or change what stands here; for
+each name ``tests/gloo/test_private_names.py`` says what no longer works without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "FSDP_COPY_IN",
+    "FSDP_GATHERED",
+    "FSDP_GRADIENTS",
+    "FSDP_REDUCED_COPY",
+    "NUMBER_OF",
+    "REDUCE_SCATTER",
+    "SHAPES_BY_TRIAL",
+    "FSDPParam",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "autograd_run",
+    "local_part",
+    "storage_key",
+    "tree_leaves",
+    "unsharded_gradient",
+    "without_modes",
+]
+
+NUMBER_OF = torch.ops.aten._local_scalar_dense.default  # reads a tensor's one number
+REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default  # arguments: output, input
+FSDP_COPY_IN = torch.ops.fsdp.all_gather_copy_in.default  # argument 1: the gathered buffer
+FSDP_REDUCED_COPY = torch.ops.fsdp.chunk_cat.default  # out: the copy that a reduction reads
+
+# Methods, as (class, name): DTensor's trial of an operator's output shapes; FSDP2's allocation of
+# gathered parameters, and of the gradients that it accumulates before their reduction.
+SHAPES_BY_TRIAL = (ShardingPropagator, "_propagate_tensor_meta_non_cached")
+FSDP_GATHERED = (FSDPParam, "init_all_gather_outputs")
+FSDP_GRADIENTS = (
+    (FSDPParam, "to_accumulated_grad_if_needed"),
+    (FSDPParam, "accumulate_unsharded_grad_if_needed"),
+)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The same number for every Python object that stands for the same storage."""
+    return int(storage._cdata)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The plain tensor inside a DTensor, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def autograd_run() -> int:
+    """The number of the run of autograd that is under way; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def unsharded_gradient(parameter: Any) -> Tensor | None:
+    """The gradient of a parameter that FSDP2 has gathered, if it is and has one."""
+    gathered = getattr(parameter, "_unsharded_param", None)
+    return None if gathered is None else gathered.grad

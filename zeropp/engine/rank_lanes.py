@@ -1,0 +1,55 @@
+"""The lanes of one rank, and the reductions in them that compute has not waited for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from zeropp.engine.lanes import Lane, Ticket, make_lane
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The lanes of one rank, for all of its chunks.
+
+    ``reducing`` and ``crossing`` hold the reductions over the shards and over the replicas that
+    compute has not waited for; a ticket keeps the gradients that its reduction reads. Those over
+    the shards are found by the flat buffer that they belong to, which has at most one.
+    """
+
+    gather: Lane
+    reduce: Lane
+    replicate: Lane
+    reducing: dict[object, Ticket] = field(default_factory=dict)
+    crossing: list[Ticket] = field(default_factory=list)
+
+    def join_reductions(self) -> None:
+        """Let compute wait for all reductions over the shards, and free what they read."""
+        for ticket in self.reducing.values():
+            ticket.wait()
+        self.reducing.clear()
+
+    def join_reduction_of(self, flat: object) -> None:
+        """As ``join_reductions``, for one flat buffer's, if it has any."""
+        ticket = self.reducing.pop(flat, None)
+        if ticket is not None:
+            ticket.wait()
+
+    def join_crossings(self) -> None:
+        """Let compute wait for all reductions over the replicas, and free what they read."""
+        for ticket in self.crossing:
+            ticket.wait()
+        self.crossing.clear()
+
+    def close(self) -> None:
+        """End all lanes."""
+        for lane in (self.gather, self.reduce, self.replicate):
+            lane.close()
+
+
+def make_lanes(device: torch.device) -> Lanes:
+    """The lanes of a rank on a device."""
+    names = ("zeropp gathers", "zeropp reductions", "zeropp replicas")
+    gather, reduce, replicate = (make_lane(device, name) for name in names)
+    return Lanes(gather, reduce, replicate)
