@@ -253,6 +253,7 @@ def _tied_gradients(times: int) -> Fault:
     def fault(place: Place) -> Iterator[Prepare]:
         def prepare(trainer: Any) -> Any:
             if isinstance(trainer, DeepSpeedTrainer):
+                # DeepSpeed's table of handlers: the only place between two of its instructions.
                 handlers = trainer._engine._INSTRUCTION_MAP
                 kind = instructions.ReduceTiedGrads
                 handlers[kind] = _repeated(handlers[kind], times)

@@ -48,7 +48,7 @@ def measure(case: Case) -> Peaks:
 
 
 def _after_every_action(engine: Engine, look: Callable[[], None]) -> None:
-    handlers = engine.interpreter._handlers
+    handlers = engine.interpreter._handlers  # private: nobody else looks in between actions
 
     def looking(handler: Callable[..., None]) -> Callable[..., None]:
         def run(*arguments: object) -> None:
@@ -63,7 +63,7 @@ def _after_every_action(engine: Engine, look: Callable[[], None]) -> None:
 
 def _resident(engine: Engine) -> int:
     gathered, most = 0, 0
-    for action in engine.interpreter._program:
+    for action in engine.interpreter._program:  # private: what this rank runs, as lowered
         gathered += (action.op is Op.UNSHARD) - (action.op is Op.RESHARD)
         most = max(most, gathered)
     return most
