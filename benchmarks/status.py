@@ -78,24 +78,59 @@ def _row(point: Path, view: View, job: QueuedJob | None, notes: list[str]) -> Ro
     if records:
         return _recorded_row(_telling(records), point)
     if problems:
-        return Row(point.name, "corrupt", problems[-1], "", "", str(point))
+        return Row(
+            spec_id=point.name,
+            state="corrupt",
+            detail=problems[-1],
+            job="",
+            nodes="",
+            log=str(point),
+        )
     attempts = sorted(path for path in point.glob("*-*") if path.is_dir())
     if attempts:  # a local run, a Slurm that does not answer, or files too damaged to be recorded
         directory = attempts[-1]
-        return Row(point.name, "running", _progress(directory), "", "", str(directory))
+        return Row(
+            spec_id=point.name,
+            state="running",
+            detail=_progress(directory),
+            job="",
+            nodes="",
+            log=str(directory),
+        )
     detail = "" if task and task.job else "the same command submits or runs it"
     state = "waiting" if task and task.job else "missing"
-    return Row(point.name, state, detail, task.job if task else "", "", "")
+    return Row(
+        spec_id=point.name,
+        state=state,
+        detail=detail,
+        job=task.job if task else "",
+        nodes="",
+        log="",
+    )
 
 
 def _queued_row(task: Task, job: QueuedJob) -> Row:
     attempts = task.found_attempts()
     if not job.has_started or not (job.is_seen or attempts):
-        return Row(task.spec_id, "waiting", job.reason, job.job, "", str(task.log))
+        return Row(
+            spec_id=task.spec_id,
+            state="waiting",
+            detail=job.reason,
+            job=job.job,
+            nodes="",
+            log=str(task.log),
+        )
     step = _progress(attempts[-1]) if attempts else "starting"
     log = attempts[-1] / "rank_000.log" if attempts else task.log
     left = f"{job.time_left} left" if job.is_seen else job.reason
-    return Row(task.spec_id, "running", f"{step}, {left}", job.job, job.nodes, str(log))
+    return Row(
+        spec_id=task.spec_id,
+        state="running",
+        detail=f"{step}, {left}",
+        job=job.job,
+        nodes=job.nodes,
+        log=str(log),
+    )
 
 
 def _recorded_row(record: RunRecord, point: Path) -> Row:
@@ -103,12 +138,12 @@ def _recorded_row(record: RunRecord, point: Path) -> Row:
     log = attempt / "rank_000.log"
     slurm = record.slurm
     return Row(
-        record.spec_id,
-        record.status,
-        record.reason,
-        str(slurm.get("job", "")),
-        str(slurm.get("nodes", "")),
-        str(log if log.exists() else slurm.get("log", "")),
+        spec_id=record.spec_id,
+        state=record.status,
+        detail=record.reason,
+        job=str(slurm.get("job", "")),
+        nodes=str(slurm.get("nodes", "")),
+        log=str(log if log.exists() else slurm.get("log", "")),
     )
 
 

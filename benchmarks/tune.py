@@ -60,7 +60,13 @@ class TuneSpec:
     @property
     def task(self) -> Task:
         """The part that is the same for every contender."""
-        return Task(self.model, self.cluster, self.num_gpus, self.global_batch, self.precision)
+        return Task(
+            shape=self.model,
+            cluster=self.cluster,
+            num_gpus=self.num_gpus,
+            global_batch=self.global_batch,
+            precision=self.precision,
+        )
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """The public API: a list of single-device layers becomes this rank's part of a pipeline.
 
 Layers stay as they were written. They are called one after another, each with the output of the
-one before; the first takes a microbatch of inputs, the loss function the last one's output and
-the targets. ``torch.distributed`` must be initialised; every rank calls with equal arguments.
+layer before it. The first gets microbatches of inputs; the loss function gets the last one's output
+and the targets. ``torch.distributed`` must be initialised; all ranks call with equal arguments.
 """
 
 from __future__ import annotations

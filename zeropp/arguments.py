@@ -1,4 +1,4 @@
-"""The arguments of ``parallelize`` beside layers, loss, sample and batch, each with its type."""
+"""The keyword arguments of ``parallelize`` in addition to layers, loss, sample and batch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from zeropp.training import OptimizerConfig
 
 
 class Arguments(Keywords, total=False):
-    """What ``parallelize`` may be told; an editor completes it, and a type checker checks it.
+    """The keyword arguments of ``parallelize``, for editors and type checkers.
 
     The knobs of the schedule are those of ``Keywords``.
     """
 
     mesh: DeviceMesh | None
-    """A mesh with axes among ``pp``, ``shard`` and ``replicate``; stands for these degrees."""
+    """A mesh with axes among ``pp``, ``shard`` and ``replicate``, instead of these degrees."""
     optimizer: OptimizerConfig | MakeOptimizer
     """A configuration, or a function that makes any optimizer of ``torch.optim`` which works
     element by element, from flat fp32 tensors by group: ``lambda groups:
@@ -62,7 +62,7 @@ class Arguments(Keywords, total=False):
 
 @dataclass(frozen=True)
 class Request:
-    """``Arguments`` with their defaults; the knobs in one object."""
+    """The ``Arguments`` with their defaults, and with the knobs as one object."""
 
     knobs: ZeroppKnobs
     mesh: DeviceMesh | None = None
@@ -89,7 +89,7 @@ class Request:
         return self.knobs, asked, *kinds, self.weights, self.tied, self.dropout_seed, keywords
 
     def engine_options(self) -> EngineOptions:
-        """What the engine is told."""
+        """The options of the engine."""
         seed = self.dropout_seed
         if seed is None and not self.knobs.compile:
             seed = 0
@@ -109,10 +109,10 @@ class Request:
 
 
 def request_of(arguments: Mapping[str, Any]) -> Request:
-    """Arguments as they were given, checked.
+    """The request of these arguments, which are checked.
 
-    Raises TypeError for one that there is not, and InfeasibleError in one line for a value that an
-    argument cannot have.
+    Raises TypeError for an unknown argument, and InfeasibleError for a value that an argument
+    cannot have; the message is one line.
     """
     own = {one.name for one in fields(Request)} - {"knobs"}
     given = {name: value for name, value in arguments.items() if name in own and value is not None}

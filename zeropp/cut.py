@@ -1,4 +1,4 @@
-"""A list of layers cut into pipeline stages: which rank holds what, in which order it runs."""
+"""Cuts a list of layers into pipeline stages, and plans in which order every rank runs its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zeropp.schedule.zeropp_order import default_cap, default_unit
 
 @dataclass(frozen=True)
 class Stages:
-    """Layers cut into stages, and what passes between them."""
+    """A list of layers that is cut into stages, and the tensors that pass between stages."""
 
     layout: Layout
     schedule: Schedule
@@ -43,7 +43,7 @@ class Stages:
         ]
 
     def pieces(self, layers: Sequence[Layer], device: torch.device) -> list[Piece]:
-        """This rank's layers."""
+        """This rank's layers, as pieces for the engine."""
         pieces = []
         for stage in self.schedule.stages_of(self.layout.coordinates(dist.get_rank())["pp"]):
             for index in range(self.cuts[stage], self.cuts[stage + 1]):

@@ -83,9 +83,8 @@ class Plan:
 
     The model is the list of pieces ``[embedding, block 0 .. L-1, head]``. Stage ``s`` begins at
     ``cuts[s]`` and ends before ``cuts[s+1]``: 3 is the beginning of piece 3, and 3.5 is inside
-    piece 3, a block, behind its attention and before its MLP. In every step, ``num_microbatches``
-    microbatches of ``microbatch_size`` sequences pass through the pipeline of every data-parallel
-    rank.
+    piece 3, a block, between its attention and its MLP. In every step ``num_microbatches``
+    microbatches of ``microbatch_size`` sequences pass through every pipeline.
     """
 
     contender: str
@@ -94,7 +93,7 @@ class Plan:
     microbatch_size: int
     schedule: Schedule
     cuts: tuple[float, ...]
-    program: str  # name in the registry: what it has, overlaps, copies and keeps
+    program: str  # name of the training program in ``zeropp.programs``
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     # How many blocks of each stage are recomputed, which are its first ones; empty: all blocks.
@@ -112,8 +111,8 @@ class Plan:
     memory: tuple[MemoryBytes, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a program that is not registered, and cuts inside blocks together with
-        recomputation, which knows whole blocks alone (ValueError)."""
+        """Raise ValueError if the program is not registered, or if there are cuts inside blocks
+        together with recomputation, which needs whole blocks."""
         program_named(self.program)
         if self.recompute != "none" and any(cut % 1 for cut in self.cuts):
             raise ValueError(f"recompute={self.recompute}: recomputed blocks cannot be cut inside")
@@ -141,18 +140,18 @@ class Plan:
         return self.microbatch_size * self.num_microbatches * self.layout.dp
 
     def pieces_of(self, stage: int) -> range:
-        """Indices of the pieces that a stage holds as a whole."""
+        """The indices of the whole pieces of a stage."""
         return range(ceil(self.cuts[stage]), floor(self.cuts[stage + 1]))
 
     def halves_of(self, stage: int) -> tuple[tuple[int, BlockHalf], ...]:
-        """The halves of blocks that a stage holds beside its whole pieces, with the index of their
-        piece: the MLP of a block that it begins in, the attention of one that it ends in."""
+        """(index of the piece, half) of the halves of blocks in a stage: the MLP of a block in
+        which it begins, and the attention of a block in which it ends."""
         begin, end = self.cuts[stage], self.cuts[stage + 1]
         halves: list[tuple[int, BlockHalf]] = [(floor(begin), "mlp")] if begin % 1 else []
         return (*halves, *([(floor(end), "attention")] if end % 1 else []))  # type: ignore[arg-type]
 
     def blocks_of(self, stage: int) -> int:
-        """How many whole transformer blocks a stage holds."""
+        """The number of whole transformer blocks in a stage."""
         pieces = self.pieces_of(stage)
         return len(pieces) - (0 in pieces) - (self.shape.num_pieces - 1 in pieces)
 

@@ -25,7 +25,7 @@ from zeropp.planner.degrees import (
 )
 from zeropp.schedule import build
 from zeropp.schedule.action import Action, Op
-from zeropp.schedule.program import Program, Schedule, loop_placement
+from zeropp.schedule.program import Program, Schedule, loop_placement, unordered
 
 
 def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> Plan:
@@ -52,7 +52,7 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> Plan:
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
-        schedule=Schedule("1f1b", microbatches, microbatches, placement, ()),
+        schedule=unordered("1f1b", placement, microbatches),
         cuts=(),
         program="deepspeed_3d",
         precision=task.precision,

@@ -18,7 +18,7 @@ from zeropp.plan import Plan, Task
 from zeropp.planner.degrees import microbatches_per_step, resolve_degrees
 from zeropp.schedule import lower
 from zeropp.schedule.action import Action, Op
-from zeropp.schedule.program import Schedule
+from zeropp.schedule.program import Schedule, unordered
 
 
 def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> Plan:
@@ -32,7 +32,7 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> Plan:
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
-        schedule=Schedule("accumulation", microbatches, 1, (0,) * pieces, ()),
+        schedule=unordered("accumulation", (0,) * pieces, microbatches, 1),
         cuts=tuple(range(pieces + 1)),
         program="fsdp",
         precision=task.precision,

@@ -1,5 +1,6 @@
-"""Public 3D programs that are priced and not run here, and the bound of all their parts at once.
+"""Public 3D programs that are priced but do not run here, and a bound that has all their parts.
 
-``offers`` says what each program has, by its released version; the other files are what a
-contender's folder has (``knobs``, ``plan``, ``space``, ``contender``), the same for all of them.
+In: a ``Task`` and the program's knobs. Out: a ``Plan``. Read ``offers`` (what each program can be
+set to, by its released version), then the files that they share: ``knobs``, ``plan``, ``space``,
+``contender``.
 """

@@ -1,4 +1,4 @@
-"""The public 3D programs' entries in the registry of contenders: priced, and not run here."""
+"""The entries of the public 3D programs in the registry of contenders; none of them runs here."""
 
 from __future__ import annotations
 

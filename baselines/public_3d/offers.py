@@ -13,11 +13,11 @@ _VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12)
 
 @dataclass(frozen=True)
 class Offer:
-    """One program's choices. ``schedules``: numbers of model chunks per rank that each may have;
-    ``program`` is its name in the registry of programs, whose traits set the price.
+    """One program's choices. ``program`` is its name in ``zeropp.programs``, whose traits set the
+    price; ``schedules`` gives the numbers of virtual stages per rank that each schedule may have.
 
-    ``recomputed``: schedules under which activations can be recomputed, in the ways of
-    ``recomputes``. ``interleaves_few``: interleaved schedules take fewer microbatches than there
+    ``recomputed`` are the schedules with which activations can be recomputed, in the ways of
+    ``recomputes``. ``interleaves_few``: interleaved schedules accept fewer microbatches than there
     are pipeline ranks. ``split_blocks``: a stage may end inside a block.
     """
 
@@ -59,7 +59,7 @@ OFFERS: dict[Public3D, Offer] = {
         recomputed=frozenset(_MEGATRON_SCHEDULES),
         placements=("dp_inner",),
     ),
-    # Nobody's program: the best of every public part at once.
+    # No existing program: the best of every public part at once.
     "best_3d": Offer(
         "best_public_3d",
         {

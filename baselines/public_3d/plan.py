@@ -21,13 +21,14 @@ from zeropp.planner.degrees import (
     resolve_degrees,
 )
 from zeropp.schedule import build, lower
-from zeropp.schedule.program import Schedule, loop_placement, v_placement
+from zeropp.schedule.program import Schedule, loop_placement, unordered, v_placement
 
 _FIXED_CHUNKS = {"1f1b": 1, "zb_h1": 1, "zbv": 2}
 
 
 def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> Plan:
-    """TP x PP x DP (ZeRO-0 or 1): the plan without programs; raises InfeasibleError in one line."""
+    """A plan of TP x PP x DP with ZeRO stage 0 or 1: every size is set, the programs are empty.
+    Raises InfeasibleError, whose message is one line."""
     schedule: Public3DSchedule = if_auto(knobs.schedule, "1f1b")
     layout = replace(
         resolve_degrees(task, replace(knobs, tp=if_auto(knobs.tp, 1))),
@@ -50,7 +51,7 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> Plan:
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
-        schedule=Schedule(schedule, microbatches, microbatches, placement, ()),
+        schedule=unordered(schedule, placement, microbatches),
         cuts=(),
         program=OFFERS[knobs.name].program,
         precision=task.precision,
@@ -62,7 +63,7 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> Plan:
 
 
 def order(plan: Plan, knobs: Public3DKnobs, price: PlanPrice) -> Iterator[Plan]:
-    """The plan in its schedule's order."""
+    """The plan with the programs of its schedule: one order, so this yields one plan."""
     layout, m = plan.layout, plan.num_microbatches
     group = _group(layout.pp, m)
     schedule = _schedule(plan.schedule.name, layout.pp, layout.chunks, m, group)
@@ -73,7 +74,7 @@ def order(plan: Plan, knobs: Public3DKnobs, price: PlanPrice) -> Iterator[Plan]:
 def _schedule(
     name: str, num_ranks: int, chunks: int, num_microbatches: int, group: int
 ) -> Schedule:
-    """A lowered schedule; many plans that differ in other degrees share it."""
+    """A lowered schedule, cached, because many plans that differ in other degrees share it."""
     order = build(
         name, num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches, group=group
     )
@@ -109,7 +110,9 @@ def _check_schedule(
     pp, chunks = layout.pp, layout.chunks
     fixed = _FIXED_CHUNKS.get(name, chunks)
     if chunks != fixed:
-        raise InfeasibleError(f"contender.chunks={chunks}: {name} has another number (use {fixed})")
+        raise InfeasibleError(
+            f"contender.chunks={chunks}: {name} has {fixed} per rank (use {fixed})"
+        )
     if pp == 1 and name != "1f1b":
         raise InfeasibleError(
             f"contender.schedule={name}: one pipeline rank leaves nothing to schedule (use 1f1b)",
@@ -119,14 +122,17 @@ def _check_schedule(
     if name.startswith("interleaved") and few:
         raise InfeasibleError(
             f"contender.schedule={name}: {num_microbatches} microbatches per step and pipeline "
-            f"must be contender.pp={pp} at least (change global_batch)",
+            f"must be at least contender.pp={pp} (change global_batch)",
             "fewer microbatches than pipeline ranks",
         )
 
 
 def _group(pp: int, num_microbatches: int) -> int:
-    """Microbatches that interleaving sends through a chunk before the next chunk's turn: the fewest
-    that Megatron-Core allows (``microbatch_group_size_per_vp_stage``: P at least, and what is left
-    for the last group is nothing or P at least); all, where a program interleaves fewer than P."""
+    """The microbatches that interleaving sends through a chunk before the next chunk.
+
+    It is the smallest number that Megatron-Core allows (``microbatch_group_size_per_vp_stage``): at
+    least P, and the last group has none or at least P. Programs that interleave fewer than P
+    microbatches send all of them.
+    """
     groups = range(min(pp, num_microbatches), num_microbatches + 1)
     return next(size for size in groups if (left := num_microbatches % size) == 0 or left >= pp)

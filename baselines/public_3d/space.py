@@ -7,16 +7,15 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, TypeVar
 
-from baselines.public_3d.knobs import Public3DKnobs, Public3DSchedule
+from baselines.public_3d.knobs import Public3DKnobs
 from baselines.public_3d.offers import OFFERS
-from zeropp.literals import Auto, Recompute
 from zeropp.tune.space import (
     Point,
     Space,
     choices,
+    chunk_choices,
     one_member,
     placement_choices,
-    recompute_choices,
     sequence_choices,
     zero_choices,
 )
@@ -25,7 +24,7 @@ P = TypeVar("P", bound=Public3DKnobs)
 
 
 def families(point: Point[P]) -> Iterator[P]:
-    """Every setting at a point that the program has; nothing is left open."""
+    """All knobs to try at a point that the program can have, none of them ``auto``."""
     asked, degrees = point.asked, point.degrees
     offer = OFFERS[asked.name]
     sequences = sequence_choices(asked.sequence_parallel, degrees)
@@ -36,7 +35,8 @@ def families(point: Point[P]) -> Iterator[P]:
         [placement for placement in placements if placement in offer.placements],
         [s for s in choices(asked.schedule, offer.schedules) if s in offer.schedules],
     ):
-        for chunks, recompute, blocks in _chunks_and_blocks(point, schedule):
+        kinds = offer.recomputes if schedule in offer.recomputed else offer.recomputes[:1]
+        for chunks, recompute, blocks in chunk_choices(point, offer.schedules[schedule], kinds):
             split = offer.split_blocks and recompute == "none" and not point.task.shape.dropout
             yield replace(
                 asked,
@@ -52,20 +52,6 @@ def families(point: Point[P]) -> Iterator[P]:
                 placement=placement,
                 split_blocks=split if asked.split_blocks == "auto" else asked.split_blocks,
             )
-
-
-def _chunks_and_blocks(
-    point: Point[P], schedule: Public3DSchedule
-) -> Iterator[tuple[int, Recompute, int | Auto]]:
-    asked, layers = point.asked, point.task.shape.layers
-    offer = OFFERS[asked.name]
-    kinds = offer.recomputes if schedule in offer.recomputed else offer.recomputes[:1]
-    for chunks in choices(asked.chunks, offer.schedules[schedule]):
-        largest = -(-layers // (point.degrees.pp * chunks))
-        for recompute, blocks in recompute_choices(
-            asked.recompute, asked.recompute_blocks, kinds, largest
-        ):
-            yield chunks, recompute, blocks
 
 
 SPACE: Space[Any] = Space(families=families, members=one_member, tensor=True)

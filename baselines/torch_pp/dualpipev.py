@@ -20,7 +20,7 @@ def dualpipev(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:
 
 
 class _Rank:
-    """One rank's program under construction. Forwards pass a rank twice: in its ``near`` stage on
+    """One rank's program under construction. A microbatch comes twice: in the ``near`` stage on
     the way down the V, and in its ``far`` stage on the way up."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:

@@ -28,7 +28,7 @@ from zeropp.planner.degrees import (
 )
 from zeropp.schedule import build, lower, validate
 from zeropp.schedule.action import Action, Op
-from zeropp.schedule.program import Program, Schedule, loop_placement, v_placement
+from zeropp.schedule.program import Program, Schedule, loop_placement, unordered, v_placement
 
 UNSPLIT: tuple[TorchSchedule, ...] = ("1f1b", "interleaved_1f1b", "looped_bfs")
 SPLIT_BACKWARD: tuple[TorchSchedule, ...] = ("interleaved_zb", "zbv", "dualpipev")
@@ -68,7 +68,7 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
-        schedule=Schedule(schedule, microbatches, microbatches, placement, ()),
+        schedule=unordered(schedule, placement, microbatches),
         cuts=(),
         program=_PROGRAMS[knobs.name],
         precision=task.precision,

@@ -36,8 +36,8 @@ __all__ = [
 class OneForwardOneBackward(Runtime):
     """1F1B on the runtime that torch's other schedules use.
 
-    That runtime posts receives early and gathers a stage's parameters once per step. Torch's own
-    ``Schedule1F1B`` blocks on every message, and its order cannot be read out: in torch 2.13
+    That runtime posts receives early and gathers the parameters of stages once per step. Torch's
+    own ``Schedule1F1B`` blocks on every message, and its order cannot be read out: in torch 2.13
     ``_get_pipeline_order`` leaves out the last rank's first forward.
     """
 
@@ -98,7 +98,7 @@ class ObservedStage(PipelineStage):
 
 
 class PlannedStage(StageBase):
-    """As much of a stage as torch's generators of orders look at: its place in the pipeline."""
+    """A stage with only what torch's generators of orders read: its place in the pipeline."""
 
     def __init__(self, index: int, num_stages: int, num_ranks: int) -> None:
         self.stage_index, self.num_stages = index, num_stages

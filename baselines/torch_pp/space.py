@@ -8,14 +8,14 @@ from itertools import product
 
 from baselines.torch_pp.knobs import TorchPPKnobs, TorchSchedule
 from baselines.torch_pp.plan import SCHEDULES, SPLIT_BACKWARD
-from zeropp.literals import Auto, Recompute
+from zeropp.literals import Recompute
 from zeropp.tune.space import (
     Point,
     Space,
     choices,
+    chunk_choices,
     one_member,
     placement_choices,
-    recompute_choices,
     sequence_choices,
 )
 
@@ -39,7 +39,7 @@ def families(point: Point[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
         choices(asked.schedule, SCHEDULES if degrees.pp > 1 else ("1f1b",)),
     ):
         recomputes = _RECOMPUTE[:1] if schedule in SPLIT_BACKWARD else _RECOMPUTE
-        for chunks, recompute, blocks in _chunks_and_blocks(point, schedule, recomputes):
+        for chunks, recompute, blocks in chunk_choices(point, _CHUNKS[schedule], recomputes):
             whole = recompute != "none" or point.task.shape.dropout > 0
             yield replace(
                 asked,
@@ -55,18 +55,6 @@ def families(point: Point[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
                 placement=placement,
                 split_blocks=not whole if asked.split_blocks == "auto" else asked.split_blocks,
             )
-
-
-def _chunks_and_blocks(
-    point: Point[TorchPPKnobs], schedule: TorchSchedule, recomputes: tuple[Recompute, ...]
-) -> Iterator[tuple[int, Recompute, int | Auto]]:
-    asked, layers = point.asked, point.task.shape.layers
-    for chunks in choices(asked.chunks, _CHUNKS[schedule]):
-        largest = -(-layers // (point.degrees.pp * chunks))
-        for recompute, blocks in recompute_choices(
-            asked.recompute, asked.recompute_blocks, recomputes, largest
-        ):
-            yield chunks, recompute, blocks
 
 
 SPACE = Space(families=families, members=one_member, tensor=True, shards=(1, 0))

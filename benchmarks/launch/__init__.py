@@ -1,6 +1,8 @@
-"""Launchers: each takes planned points and leaves one record per attempt.
+"""Launchers: from planned points to one record per attempt.
 
-Points come from ``points`` (spec and plan together), ``sweep`` hands them to the launcher that the
-options name: ``local`` starts ranks on this machine, ``slurm`` renders and submits, ``trace`` runs
-one rank alone, ``simulate`` prices the plan. ``processes`` and ``finish`` start and close attempts.
+In: RunSpecs. Out: records in the runs folder. Read ``points`` (a spec with its plan; ``auto`` lets
+the tuner choose what is open) and ``sweep`` (which gives points to the launcher of their options),
+then a launcher: ``local`` starts ranks on this machine, ``slurm`` submits jobs, ``trace`` runs
+ranks without their peers, ``simulate`` prices the plan. ``processes`` starts the ranks of an
+attempt, and ``finish`` makes its record.
 """

@@ -1,9 +1,9 @@
-"""``auto``: the tuner chooses what a command line leaves open, the same way for all contenders.
+"""``auto``: the tuner chooses the knobs that a command line leaves open, for all contenders alike.
 
-Where the cluster can be priced, every knob that is ``auto`` is searched under the device's memory,
-and the spec that runs, is recorded and names the record holds what was chosen. Where it cannot
-(CPUs), the planners' simple rules apply. Choices are kept in the user's cache folder, by the
-question and by a digest of the code that answered it.
+If the cluster can be priced, values for every knob that is ``auto`` are searched under the limit of
+the device's memory, and the spec that runs has the values that were chosen. If it cannot be priced
+(CPUs), the planners' simple rules apply. Choices are kept in the user's cache folder, under the
+spec and a digest of the code that made the choice.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from zeropp.layout import InfeasibleError
 from zeropp.tune.describe import describe
 from zeropp.tune.search import search
 
-_TOLERANCE = 0.02  # no plan is faster than the chosen one by more than this share
-_BUDGET_S = 10.0  # of CPU time; then the best so far is taken
+_TOLERANCE = 0.02  # the search may miss plans that are faster than its choice by up to this share
+_BUDGET_S = 10.0  # CPU time of a search; after that the best plan so far is taken
 _CODE = ("zeropp", "baselines")
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """What the tuner chose, as it is kept in the cache."""
+    """What the tuner chose; the cache keeps it in this form."""
 
     knobs: dict[str, Any]
     microbatch_size: int
@@ -40,11 +40,11 @@ class _Choice:
 
 
 def with_best_plan(spec: RunSpec) -> tuple[RunSpec, str]:
-    """The spec with everything that it leaves open chosen, and a line that says what was chosen;
-    the spec itself and no line where nothing is open.
+    """(the spec with the tuner's choice for everything that is ``auto``, a line that describes it).
 
-    Knobs stay ``auto`` where the cluster has no prices, for the planner's simple rules. Raises
-    InfeasibleError where no plan fits the device's memory.
+    The spec is returned unchanged, with an empty line, if nothing is ``auto`` or if the cluster has
+    no prices; then the planner's simple rules apply. Raises InfeasibleError if no plan fits the
+    device's memory.
     """
     contender = CONTENDERS[spec.contender.name]
     is_open = spec.microbatch_size == "auto" or contender.left_open(spec.contender)
@@ -56,7 +56,7 @@ def with_best_plan(spec: RunSpec) -> tuple[RunSpec, str]:
     choice, source = _read(path), "remembered"
     if choice is None:
         choice, source = _search(spec)
-        with suppress(OSError):  # a cache that cannot be written only costs time
+        with suppress(OSError):  # without a cache, the search is only repeated
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(asdict(choice)))
     where = f"{spec.model.name} on {spec.num_gpus} x {spec.cluster.name}"
@@ -66,7 +66,7 @@ def with_best_plan(spec: RunSpec) -> tuple[RunSpec, str]:
 
 
 def _search(spec: RunSpec) -> tuple[_Choice, str]:
-    """The choice, and in words how it was found."""
+    """(the choice, words on how it was found)."""
     outcome = search(
         spec.task,
         CONTENDERS[spec.contender.name],
@@ -77,11 +77,11 @@ def _search(spec: RunSpec) -> tuple[_Choice, str]:
         budget_s=_BUDGET_S,
     )
     if outcome.winner is None:
-        spec.plan()  # a fixed value that cannot be is refused in its own words
+        spec.plan()  # if a fixed value is the reason, the planner's message says so
         gib = spec.cluster.device.usable_bytes / 2**30
         raise InfeasibleError(
-            f"contender={spec.contender.name}: no plan fits {spec.num_gpus} x {gib:.0f} GiB for "
-            "what is auto (use more GPUs, or set the degrees to run it all the same)"
+            f"contender={spec.contender.name}: no choice for what is auto fits {spec.num_gpus} x "
+            f"{gib:.0f} GiB (use more GPUs, or set the degrees to run it all the same)"
         )
     winner = outcome.winner
     speed = winner.result.tokens_per_s_per_gpu
@@ -103,7 +103,8 @@ def _cache_path(spec: RunSpec) -> Path:
 
 @lru_cache
 def _code_digest() -> str:
-    """Of all code that plans, prices and searches: a change of any of it asks anew."""
+    """A digest of all code that plans, prices and searches, so that any change of it makes a new
+    search."""
     digest = hashlib.sha256()
     for package in _CODE:
         for path in sorted((CHECKOUT / package).rglob("*.py")):
@@ -112,7 +113,7 @@ def _code_digest() -> str:
 
 
 def _read(path: Path) -> _Choice | None:
-    """A choice that was kept; None where there is none, or none that can be read."""
+    """The choice in a cache file; None if there is none or if it cannot be read."""
     try:
         choice = _Choice(**json.loads(path.read_text(encoding="utf-8")))
         knobs_from(choice.knobs)

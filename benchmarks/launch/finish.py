@@ -1,9 +1,9 @@
-"""Assemble an attempt's record from what its ranks wrote.
+"""Makes the record of an attempt from the event files of its ranks.
 
-Called by the local launcher, at the end of a Slurm script
-(``python -m benchmarks.launch.finish DIR``), and for attempts that somebody killed:
-the event files alone decide what was measured; the caller adds how the processes ended.
-Damaged files cost what they held and nothing else, and the record notes them.
+It is called by the local launcher, at the end of a Slurm script
+(``python -m benchmarks.launch.finish DIR``), and for attempts that were killed. What was measured
+comes from the event files only; the caller says how the processes ended. If files are damaged, only
+their content is lost, and the record names them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ _RANK = TypeAdapter(RankRecord)
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended. ``interrupted``: from outside, so that running again may help."""
+    """How an attempt ended. ``interrupted`` means from outside, so that it is worth running
+    again."""
 
     status: Status
-    reason: str = ""  # one line; empty where the status is ok
+    reason: str = ""  # one line; empty if the status is ok
     interrupted: bool = False
 
 
@@ -55,13 +56,13 @@ def finish_attempt(
     slurm: Mapping[str, Any] | None = None,
     num_ranks: int | None = None,
 ) -> RunRecord:
-    """Write ``record.json`` and return it.
+    """Write ``record.json`` and return the record.
 
-    ``ending`` is what the launcher saw and the ranks could not write (a signal, a time limit);
-    where it is None the events decide. ``num_ranks``: how many were started, where not all.
-    An attempt that somebody has closed already keeps that record: this one is written beside it,
-    as ``record-late.json``. Raises DamagedError where no copy of the spec is left, and OSError
-    where the record cannot be written.
+    ``ending`` is what the launcher saw and the ranks could not write (a signal, a time limit); if
+    it is None, the events say how the attempt ended. ``num_ranks`` is the number of ranks that were
+    started, if these were not all. If the attempt already has a record, that one stays, and this
+    one is written beside it as ``record-late.json``. Raises DamagedError if no copy of the spec is
+    left, and OSError if the record cannot be written.
     """
     return _write(assemble(directory, ending=ending, slurm=slurm, num_ranks=num_ranks), directory)
 
@@ -73,7 +74,7 @@ def assemble(
     slurm: Mapping[str, Any] | None = None,
     num_ranks: int | None = None,
 ) -> RunRecord:
-    """The record of an attempt, not written; see ``finish_attempt``."""
+    """The record of an attempt, without writing it; see ``finish_attempt``."""
     spec, header = read_frozen_spec(directory), read_header(directory)
     ranks = read_ranks(directory)
     ending = ending or ending_by_events(num_ranks or spec["num_gpus"], ranks)
@@ -95,7 +96,7 @@ def assemble(
 
 
 def _measured(ranks: Mapping[int, Events], header: Header) -> dict[str, Any]:
-    """The fields of a record that come from the ranks' events."""
+    """The fields of a record that come from the events of the ranks."""
     return {
         "gate": _gate(ranks),
         "losses": _of_steps(ranks.get(0, []), "loss"),
@@ -110,7 +111,7 @@ def _measured(ranks: Mapping[int, Events], header: Header) -> dict[str, Any]:
 
 
 def read_ranks(directory: Path) -> dict[int, Events]:
-    """The whole events of every rank that wrote a file."""
+    """The complete events of every rank that wrote a file, by rank."""
     numbered = ((rank_of(path), path) for path in sorted(directory.glob("rank_*.jsonl")))
     return {rank: read_events(path) for rank, path in numbered if rank is not None}
 
@@ -132,7 +133,8 @@ def _write(record: RunRecord, directory: Path) -> RunRecord:
 def close_for_another(
     directory: Path, ending: Ending | None, slurm: Mapping[str, Any] | None = None
 ) -> RunRecord | None:
-    """Record an attempt that can no longer record itself; None where somebody just has.
+    """Write the record of an attempt whose own process can no longer do it; returns None if the
+    attempt has got a record meanwhile.
 
     Raises DamagedError and OSError as ``finish_attempt`` does.
     """
@@ -153,13 +155,13 @@ def _closed_as(directory: Path) -> str:
 
 
 def killed(rank: int, number: int) -> Ending:
-    """The ending of an attempt of which one rank died by a signal."""
+    """The ending of an attempt in which a signal killed one rank."""
     name = signal.Signals(number).name
     return Ending("failed", f"rank {rank} was killed by signal {number} ({name})", interrupted=True)
 
 
 def ending_by_events(num_ranks: int, ranks: Mapping[int, Events]) -> Ending:
-    """What the ranks' own events say of the end."""
+    """How the attempt ended, by the events of its ranks."""
     ends = [
         (event["time"], rank, event)
         for rank, events in ranks.items()
@@ -176,20 +178,20 @@ def ending_by_events(num_ranks: int, ranks: Mapping[int, Events]) -> Ending:
     finished = sum(bool(_of_kind(events, "done")) for events in ranks.values())
     if finished == num_ranks:
         return Ending("ok")
-    silent = f"{num_ranks - finished} of {num_ranks} ranks ended without a word"
+    silent = f"{num_ranks - finished} of {num_ranks} ranks ended without saying why"
     return Ending("failed", silent, interrupted=True)
 
 
 def _raised(rank: int, event: Mapping[str, Any]) -> str:
-    """One line about an exception; some have no message (``assert``, ``MemoryError``)."""
+    """A line about a rank's exception, which may have no message (``assert``, ``MemoryError``)."""
     lines = [line for line in event["message"].splitlines() if line.strip()]
     return ": ".join([f"rank {rank}", event["type"], *lines[:1]])
 
 
 def _gate_words(gate: GateResult) -> str:
-    """Why a gate did not hold: the worst check, and how many others."""
+    """Why a gate failed: the worst check, and how many others failed."""
     failures = gate.failures()
-    if not failures:  # written by a version that recorded no single checks
+    if not failures:  # the record is of a version without single checks
         return (
             f"gate: one step differs from one process by {gate.loss_error:.1e} (loss), "
             f"{gate.grad_norm_error:.1e} (gradient norm), {gate.parameter_error:.1e} (parameters); "
@@ -214,7 +216,7 @@ def _gate(ranks: Mapping[int, Events]) -> GateResult | None:
     found = _fields(ranks.get(0, []), "gate")
     try:
         return _GATE.validate_python(found) if found else None
-    except ValidationError:  # a damaged line, or another version's
+    except ValidationError:  # a damaged line, or one of another version
         return None
 
 
@@ -223,7 +225,7 @@ def _of_steps(events: Events, name: str) -> list[float]:
 
 
 def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:
-    """Each step's time on its slowest rank, for the steps that every rank finished."""
+    """The time of each step on its slowest rank, for steps that all ranks finished."""
     columns = [{e["index"]: e["seconds"] for e in _of_kind(r, kind)} for r in ranks.values()]
     if not columns:
         return []
@@ -242,8 +244,8 @@ def _span_clock(ranks: Mapping[int, Events]) -> str:
 
 
 def _alone(ranks: Mapping[int, Events]) -> dict[str, Any]:
-    """What ranks without peers did: seconds of each stage's compute actions and of whole steps,
-    sums over kernels. Empty where ranks had their peers."""
+    """The results of ranks that ran without peers: seconds of each stage's compute actions and of
+    whole steps, and sums over kernels. Empty if ranks had their peers."""
     found = {rank: events for rank, events in ranks.items() if _of_kind(events, "compute")}
     if not found:
         return {}
@@ -257,7 +259,7 @@ def _alone(ranks: Mapping[int, Events]) -> dict[str, Any]:
 
 
 def _fields(events: Events, kind: str) -> dict[str, Any]:
-    """The last event of a kind without its kind and time."""
+    """The fields of the last event of a kind, without its kind and time."""
     found = _of_kind(events, kind)
     return {k: v for k, v in found[-1].items() if k not in ("event", "time")} if found else {}
 
@@ -272,12 +274,12 @@ def _rank_record(rank: int, events: Events, header: Header) -> RankRecord:
     }
     try:
         return _RANK.validate_python(seen | _fields(events, "memory"))
-    except ValidationError:  # a damaged line of memory or counters
+    except ValidationError:  # a damaged event of memory or counters
         return _RANK.validate_python(seen | {"counters": {}})
 
 
 def main() -> int:
-    """Command line for job scripts; prints the status and why."""
+    """The command line for job scripts; prints the status and the reason."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--status", help="what the caller saw, e.g. timeout")

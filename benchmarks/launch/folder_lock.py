@@ -1,8 +1,8 @@
-"""One submission at a time per runs folder, also from several hosts.
+"""A lock on a runs folder, so that only one process submits into it, also from several hosts.
 
-The lock is a folder with its owner in it: it appears under its name in one rename, which every
-shared file system does for one of two processes only. A lock whose owner is dead is taken over;
-see ``owner`` for how that is told.
+The lock is a folder that names its owner. It gets its name by a rename, which succeeds for only one
+of two processes on every shared file system. A lock whose owner is dead is taken over; ``owner``
+says how that is decided.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from pathlib import Path
 from benchmarks.launch.owner import beat, claim, may_live, read_owner
 
 _POLL_S = 0.5
-_WAIT_S = 1800.0  # a submission of many arrays with a slow sbatch, each call bounded
+_WAIT_S = 1800.0  # enough for a submission of many arrays with a slow sbatch
 
 
 class LockedError(RuntimeError):
-    """Somebody else holds the folder and does not let go; the message is one line."""
+    """Another process holds the lock and has not released it in time; the message is one line."""
 
 
 @contextmanager
 def only_one(
     directory: Path, say: Callable[[str], None], wait_s: float = _WAIT_S
 ) -> Iterator[Callable[[], None]]:
-    """Hold ``directory/.lock``; gives a function to call now and then, the heartbeat.
+    """Hold ``directory/.lock`` inside this context, which gives a heartbeat: a function that must
+    be called now and then.
 
-    Waits for another holder and says so once. Raises LockedError after ``wait_s`` seconds, and
-    OSError where the folder cannot be written to.
+    If another process holds the lock, this says so once and waits. Raises LockedError after
+    ``wait_s`` seconds, and OSError if the folder cannot be written to.
     """
     directory.mkdir(parents=True, exist_ok=True)
     lock, deadline, said = directory / ".lock", time.monotonic() + wait_s, False
@@ -70,12 +71,13 @@ def _take(lock: Path) -> bool:
 
 
 def _take_away(lock: Path, *, mine: bool = False) -> None:
-    """Remove a lock of mine, or of a dead owner; of several who try, one moves it aside."""
+    """Remove this process's lock, or that of a dead owner; if several processes try, only one can
+    move it aside."""
     aside = Path(tempfile.mkdtemp(prefix=".lock-old-", dir=lock.parent))
     moved = aside / "lock"
     try:
         lock.rename(moved)
-        if not mine and may_live(moved):  # somebody was faster, and this is the new holder's
+        if not mine and may_live(moved):  # another process was faster: this is its new lock
             moved.rename(lock)
     except OSError:
         pass

@@ -1,9 +1,9 @@
-"""Read back what an attempt was started with, also where a file of it is damaged.
+"""Reads the files with which an attempt was started, even if some of them are damaged.
 
-``points.freeze`` writes ``spec.json`` and ``attempt.json`` into every attempt. Either may be
-missing, cut off or unreadable when the attempt is closed. A point's spec is the same in all of its
-attempts and in the submission that it came from, so another copy will do. Of the header nothing
-is needed to keep what was measured, so what is lost is said to be unknown.
+``points.freeze`` writes ``spec.json`` and ``attempt.json`` into every attempt. When the attempt is
+closed, either may be missing, incomplete or unreadable. All attempts at a point and its submission
+have the same spec, so another copy can be read instead. A record can be made without the header;
+what it would have said is then unknown.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from zeropp.timeline import Provenance
 
 
 class DamagedError(ValueError):
-    """An attempt that cannot be recorded; the message names the file, in one line."""
+    """No record of an attempt can be made; the message is one line that names the file."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What ``attempt.json`` says. ``damage`` is why it could not be read, empty where it could."""
+    """The content of ``attempt.json``. ``damage`` says why it could not be read, or is empty."""
 
     launcher: str
     provenance: Provenance
     started_at: str  # ISO 8601, UTC
     git_sha: str = "unknown"
     git_dirty: bool = True
-    code_digest: str = ""  # these three as the launcher saw them; the ranks' own word counts
+    code_digest: str = ""  # these three are the launcher's; those of the ranks come first
     variant: str = ""
     plan: dict[str, Any] = field(default_factory=dict)
     damage: str = ""
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of a record that the header gives."""
+        """The fields of a record that come from the header."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "damage"}
 
     def pp_rank(self, rank: int) -> int:
-        """The pipeline rank of a rank; 0 where the plan is not known."""
+        """The pipeline rank of a global rank; 0 if the plan is not known."""
         try:
             return Layout(**self.plan["layout"]).coordinates(rank)["pp"]
         except (KeyError, TypeError, ValueError, IndexError):
@@ -56,7 +56,7 @@ _HEADER = TypeAdapter(Header)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; raises DamagedError that names the file and what is wrong with it."""
+    """The JSON object in a file; raises DamagedError, which names the file and the mistake."""
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
@@ -69,10 +69,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_frozen_spec(directory: Path) -> dict[str, Any]:
-    """The spec of an attempt as a plain mapping, from the nearest whole copy.
+    """The spec of an attempt as a plain mapping, from the nearest copy that can be read.
 
-    It is not checked further: an attempt of another version of the suite keeps what it measured.
-    Raises DamagedError where no copy can be read.
+    Its keys are not checked, so that attempts of other versions of the suite can be recorded, too.
+    Raises DamagedError if no copy can be read.
     """
     first: DamagedError | None = None
     for path in _copies(directory):
@@ -94,7 +94,8 @@ def _copies(directory: Path) -> Iterator[Path]:
 
 
 def read_header(directory: Path) -> Header:
-    """The header of an attempt; what a damaged one would say is unknown, and ``damage`` says so."""
+    """The header of an attempt; if it is damaged, its fields are unknown, and ``damage`` says
+    why."""
     try:
         return _HEADER.validate_python(read_object(directory / "attempt.json"))
     except DamagedError as error:

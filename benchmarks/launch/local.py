@@ -1,4 +1,4 @@
-"""Run points one after another on this machine, one process per rank."""
+"""Runs points one after another on this machine, with one process per rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KILLED = Ending("failed", "the launcher was killed", interrupted=True)
 
 
 def check(points: Sequence[Point], options: LocalOptions) -> None:
-    """Refuse what this machine cannot run; raises SpecError before any process is started."""
+    """Raise SpecError, before any process is started, if this machine cannot run a point."""
     del options
     for point in points:
         if not is_here(point.spec.cluster.device):
@@ -33,7 +33,7 @@ def check(points: Sequence[Point], options: LocalOptions) -> None:
 def launch(
     points: Sequence[Point], options: LocalOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
-    """Run every point; a point that fails does not stop the next."""
+    """Run every point, also after one has failed; returns the records."""
     close_abandoned(runs_dir)
     records = []
     for point in points:
@@ -45,10 +45,10 @@ def launch(
 
 
 def close_abandoned(runs_dir: Path) -> list[str]:
-    """Record attempts whose launcher is dead: their event files still hold what was measured.
+    """Write the records of attempts whose launcher is dead, from their event files.
 
-    Returns one line for each that cannot be recorded. An attempt whose launcher may still be at
-    work, here, on another host or in another container, is left alone.
+    Returns one line per attempt that cannot be recorded. Attempts whose launcher may still run,
+    here, on another host or in another container, are left alone.
     """
     problems = []
     for directory in _open_attempts(runs_dir):

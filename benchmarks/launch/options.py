@@ -1,4 +1,4 @@
-"""The options of the launchers, each a type: what ``conf/launcher/<name>.yaml`` may say."""
+"""The options of the launchers, one type per file ``conf/launcher/<name>.yaml``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STRICT = {"extra": "forbid"}
 
 
 class LauncherOptions(Protocol):
-    """What every launcher's options have."""
+    """What the options of every launcher have."""
 
     @property
     def kind(self) -> str:
@@ -23,12 +23,12 @@ class LauncherOptions(Protocol):
 
     @property
     def variant(self) -> str:
-        """What the options make of a record; see ``RunRecord.variant``."""
+        """The variant of the records that these options give; see ``RunRecord.variant``."""
         ...
 
     @property
     def dry_run(self) -> bool:
-        """Whether to show only what would be done, and leave nothing behind."""
+        """Whether to show only what would be done, without writing anything."""
         ...
 
 
@@ -46,7 +46,7 @@ class LocalOptions:
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """``conf/launcher/simulate.yaml``; each field is explained there."""
+    """The options of ``conf/launcher/simulate.yaml``, which explains each."""
 
     kind: Literal["simulate"] = "simulate"
     compute: Literal["model", "traced"] = "model"
@@ -57,13 +57,13 @@ class SimulateOptions:
 
     @property
     def variant(self) -> str:
-        """Another kind of number where the compute was traced."""
+        """``traced compute`` if compute times are traced ones, since numbers differ then."""
         return "traced compute" if self.compute == "traced" else ""
 
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """``conf/launcher/trace.yaml``; each field is explained there."""
+    """The options of ``conf/launcher/trace.yaml``, which explains each."""
 
     kind: Literal["trace"] = "trace"
     pipeline_ranks: tuple[int, ...] = (0, -1)
@@ -74,7 +74,7 @@ class TraceOptions:
 
     @property
     def variant(self) -> str:
-        """Another kind of number where tensors were real."""
+        """``real tensors`` if tensors are real, since numbers differ then."""
         return "real tensors" if self.tensors == "real" else ""
 
 
@@ -87,7 +87,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], LauncherOptions]] = {
 
 
 def read_launcher_options(values: Mapping[str, Any]) -> LauncherOptions:
-    """Check what a configuration says of its launcher; raises SpecError with one line."""
+    """The options of a configuration's launcher; raises SpecError with one line for a mistake."""
     kind = values.get("kind")
     if kind not in _READERS:
         raise SpecError(f"launcher.kind={kind!r}: must be one of {', '.join(PROVENANCE)}")

@@ -1,15 +1,16 @@
-"""Who works on a folder, and whether that process can still be alive.
+"""Which process works on a folder, and whether it may still be alive.
 
-Whoever starts an attempt or holds a lock writes an ``owner.json`` into it first, and touches it
-while it works: that is its heartbeat. A reader decides in this order:
+A process that starts an attempt or holds a lock first writes an ``owner.json`` into the folder, and
+touches that file while it works, which is its heartbeat. A reader decides in this order:
 
-1. The owner ran on this boot of this machine and in this process namespace: the process table
-   tells, with the start time against a reused number. Another user's process is a process.
-2. The owner ran before this machine was booted, seen from the same host name and machine: dead.
-3. Anything else (another host, another container) cannot be seen from here: alive as long as its
-   heartbeat is not older than ``SILENT_S``.
+1. The owner runs on this boot of this machine and in this process namespace: then the process table
+   says whether it lives. Its start time shows if the process id was reused.
+2. The owner ran on this machine and host name before the last boot: it is dead.
+3. Otherwise (another host or container) the owner cannot be seen from here: it counts as alive as
+   long as its heartbeat is not older than ``SILENT_S``.
 
-Ages are differences of times that the same file system gave, so clocks of hosts do not matter.
+An age is the difference of two times from the same file system, so that differences between the
+clocks of hosts do not matter.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from benchmarks.records.record import write_atomically
 
 OWNER_FILE = "owner.json"
 BEAT_S = 10.0
-SILENT_S = 900.0  # a host that cannot be seen and is silent for so long counts as dead
+SILENT_S = 900.0  # an owner that cannot be seen and is silent for so long counts as dead
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, named so that no other process on any machine has the same name."""
+    """The identity of a process among all processes on all machines."""
 
     user: int
     host: str
-    machine: str  # /etc/machine-id; empty where there is none
+    machine: str  # /etc/machine-id; empty if there is none
     boot: str  # boot id of the kernel
     namespace: str  # of process ids: containers have their own
     pid: int
@@ -45,7 +46,7 @@ class Owner:
 
     @property
     def text(self) -> str:
-        """For a line that a person reads."""
+        """The owner as text for messages."""
         return f"process {self.pid} of user {self.user} on {self.host}"
 
 
@@ -53,19 +54,19 @@ _ADAPTER = TypeAdapter(Owner)
 
 
 def this_process() -> Owner:
-    """The process that calls."""
+    """This process as an owner."""
     pid = os.getpid()
     return Owner(os.getuid(), socket.gethostname(), *_machine(), pid, _process(pid)[1])
 
 
 def claim(directory: Path) -> None:
-    """Write this process into a folder as its owner."""
+    """Make this process the owner of a folder."""
     write_atomically(directory / OWNER_FILE, json.dumps(asdict(this_process())))
 
 
 def beat(directory: Path) -> None:
-    """Say that the owner is still at work, every ``BEAT_S`` at most; a folder that cannot be
-    written to is no error here."""
+    """Renew the heartbeat of this process in a folder, at most every ``BEAT_S`` seconds. It is no
+    error if the folder cannot be written to."""
     path = directory / OWNER_FILE
     try:
         if abs(time.time() - path.stat().st_mtime) > BEAT_S:
@@ -75,7 +76,7 @@ def beat(directory: Path) -> None:
 
 
 def release(directory: Path) -> None:
-    """Take the owner out of a folder whose work is done."""
+    """Remove the owner from a folder whose work is done."""
     try:
         (directory / OWNER_FILE).unlink(missing_ok=True)
     except OSError:
@@ -83,7 +84,7 @@ def release(directory: Path) -> None:
 
 
 def read_owner(directory: Path) -> Owner | None:
-    """The owner of a folder; None where no readable file names one."""
+    """The owner of a folder; None if no readable file names one."""
     try:
         return _ADAPTER.validate_json((directory / OWNER_FILE).read_bytes())
     except (OSError, ValidationError):
@@ -91,14 +92,14 @@ def read_owner(directory: Path) -> Owner | None:
 
 
 def may_live(directory: Path) -> bool:
-    """Whether the owner of a folder may still be at work; yes when in doubt."""
+    """Whether the owner of a folder may still be at work; true in case of doubt."""
     owner = read_owner(directory)
     known = _known(owner) if owner else None
     return silence_s(directory) < SILENT_S if known is None else known
 
 
 def silence_s(directory: Path) -> float:
-    """Seconds since anything in a folder was last written, by the file system's own clock."""
+    """Seconds since a file in the folder was last written, by the clock of the file system."""
     newest = 0.0
     for path in (directory, *directory.glob("*")):
         try:
@@ -109,7 +110,7 @@ def silence_s(directory: Path) -> float:
 
 
 def _known(owner: Owner) -> bool | None:
-    """Whether an owner lives; None where that cannot be seen from here."""
+    """Whether an owner lives; None if that cannot be seen from here."""
     machine, boot, namespace = _machine()
     if owner.boot == boot and (boot or owner.host == socket.gethostname()):
         return _lives(owner) if owner.namespace == namespace else None
@@ -123,13 +124,13 @@ def _lives(owner: Owner) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # a process of another user
+        pass  # the process exists, and belongs to another user
     state, started = _process(owner.pid)
     return state != "Z" and started in ("", owner.started)
 
 
 def _machine() -> tuple[str, str, str]:
-    """Machine id, boot id and process namespace; empty where the system does not say."""
+    """(machine id, boot id, process namespace); those that the system does not give are empty."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -145,13 +146,13 @@ def _line(path: str) -> str:
 
 
 def _process(pid: int) -> tuple[str, str]:
-    """State and start time (clock ticks since boot) of a process; empty where they are hidden."""
+    """(state, start time in clock ticks since boot) of a process; empty if they are hidden."""
     fields = _line(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return (fields[0], fields[19]) if len(fields) > 19 else ("", "")
 
 
 def _file_system_now(directory: Path) -> float:
-    """The time that the file system would give a file now; the host's where it is read-only."""
+    """The time that the file system would give a file now, or the host's if it is read-only."""
     try:
         with tempfile.TemporaryFile(dir=directory.parent) as probe:
             return os.fstat(probe.fileno()).st_mtime

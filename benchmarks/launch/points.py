@@ -1,4 +1,5 @@
-"""Points of a sweep: planned before anything starts, and skipped where a record exists."""
+"""Points of a sweep: all are planned before the first starts, and those with a record are
+skipped."""
 
 from __future__ import annotations
 
@@ -48,13 +49,13 @@ class Point:
 
     spec: RunSpec
     plan: Plan | None
-    reason: str = ""  # one line; set exactly where plan is None
-    note: str = ""  # what the tuner chose, in one line; empty where nothing was left open
+    reason: str = ""  # one line; empty if there is a plan
+    note: str = ""  # what the tuner chose, in one line; empty if nothing was open
 
 
 def plan_point(spec: RunSpec) -> Point:
-    """Check a spec's data, let the tuner choose what the spec leaves open, and plan it, with the
-    memory that the cost model predicts for the plan; raises SpecError on bad input."""
+    """Check a spec's data, let the tuner choose knobs that are ``auto``, and plan it, with the
+    memory that the cost model predicts. Raises SpecError on bad input."""
     check_data(spec)
     try:
         spec, note = with_best_plan(spec)
@@ -68,11 +69,11 @@ def plan_point(spec: RunSpec) -> Point:
 def still_to_run(
     points: Iterable[Point], runs_dir: Path, provenance: Provenance, variant: str, rerun: Rerun
 ) -> list[Point]:
-    """Points whose records of this provenance and variant do not settle them yet.
+    """The points to run: those that no record of this provenance and variant has settled.
 
-    A success settles a point, and so does an end of its own making (out of memory, an error);
-    one that was interrupted from outside does not. ``failed`` also takes points without a
-    success, ``all`` takes every point.
+    A point is settled by a success, and by a failure of its own (out of memory, an error), but not
+    by an attempt that was interrupted from outside. ``rerun=failed`` also returns points without a
+    success, ``rerun=all`` returns every point.
     """
     return [
         point
@@ -96,7 +97,7 @@ def _is_settled(records: list[RunRecord], rerun: Rerun) -> bool:
 
 
 def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:
-    """The readable records of a spec, oldest first; ``benchmarks.status`` names the others."""
+    """The readable records of a spec, oldest first; ``benchmarks.status`` lists unreadable ones."""
     for path in find_records([runs_dir / spec.spec_id]):
         try:
             yield read_record(path)
@@ -105,14 +106,15 @@ def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:
 
 
 def attempt_directory(spec: RunSpec, runs_dir: Path, launcher: str) -> Path:
-    """A new directory for one attempt, named by launcher and time, owned by this process.
+    """Make a folder for one attempt, named by launcher and time, which this process owns.
 
-    It appears under its name with its owner in it, so that nobody takes it for abandoned.
+    It gets its name only after its owner was written, so that no other process takes it for
+    abandoned.
     """
     point = runs_dir / spec.spec_id
     point.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=point))
-    fresh.chmod(0o755)  # mkdtemp's folders are closed to others, who may ask for the status
+    fresh.chmod(0o755)  # mkdtemp closes folders to others, but others may ask for the status
     claim(fresh)
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     for number in itertools.count(1):
@@ -128,7 +130,8 @@ def attempt_directory(spec: RunSpec, runs_dir: Path, launcher: str) -> Path:
 
 
 def freeze(point: Point, directory: Path, launcher: str, variant: str = "") -> None:
-    """Write what ranks and the finishing step read: spec, plan, and where it came from."""
+    """Write the files that ranks and the end of the attempt read: the spec, and a header with the
+    plan, launcher and code."""
     code = read_code()
     header = {
         "launcher": launcher,
@@ -154,7 +157,7 @@ def write_unstarted(
     variant: str = "",
     interrupted: bool = False,
 ) -> RunRecord:
-    """Record a point that no rank was started for."""
+    """Write the record of a point for which no rank was started."""
     directory = attempt_directory(point.spec, runs_dir, launcher)
     record = launcher_record(
         point.spec,
@@ -171,13 +174,13 @@ def write_unstarted(
 
 
 def write_record(record: RunRecord, directory: Path) -> None:
-    """Write the record of an attempt that this process owns, and let go of the attempt."""
+    """Write the record of an attempt that this process owns, and give up the ownership."""
     record.write(directory / "record.json")
     release(directory)
 
 
 def or_unwritten(point: Point, launcher: str, run: Callable[[], RunRecord]) -> RunRecord:
-    """What ``run`` returns; where files cannot be written, ``unwritten_record``."""
+    """The record that ``run`` returns, or ``unwritten_record`` if files cannot be written."""
     try:
         return run()
     except OSError as error:
@@ -185,8 +188,8 @@ def or_unwritten(point: Point, launcher: str, run: Callable[[], RunRecord]) -> R
 
 
 def unwritten_record(point: Point, launcher: str, error: OSError) -> RunRecord:
-    """A record that is on no disk and says why (full disk, read-only folder): the sweep goes on,
-    and the point counts as missing."""
+    """A record that could not be written and says why (full disk, read-only folder). The sweep goes
+    on, and the point counts as missing."""
     reason = f"not recorded: {error.filename or 'a file'}: {error.strerror or error}"
     attempt = f"{launcher}-unwritten"
     more: dict[str, Any] = {"interrupted": True}
@@ -202,8 +205,7 @@ def launcher_record(
     started_at: str,
     **more: Any,
 ) -> RunRecord:
-    """The record of an attempt without ranks of its own, ended now; ``more`` are fields of
-    RunRecord."""
+    """The record of an attempt that had no ranks and ends now; ``more`` are fields of RunRecord."""
     code = read_code()
     return RunRecord(
         schema_version=SCHEMA_VERSION,
@@ -224,7 +226,7 @@ def launcher_record(
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
-    """What a record keeps of a plan."""
+    """The part of a plan that a record keeps."""
     return {
         "layout": asdict(plan.layout),
         "cuts": list(plan.cuts),
@@ -239,5 +241,5 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
 
 
 def now() -> str:
-    """Time of day in UTC, ISO 8601."""
+    """The current time in UTC, as ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")

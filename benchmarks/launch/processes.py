@@ -1,7 +1,8 @@
-"""Ranks as processes of this machine: started, watched, and never left behind.
+"""Runs ranks as processes of this machine, and makes sure that none of them stays behind.
 
-Ranks are started directly and not through torchrun, so that the record can name the rank and the
-signal that ended it. Each rank is its own process group; whatever happens, none is left behind.
+Ranks are started directly and not through torchrun, so that the record can name the rank that ended
+first and the signal that killed it. Each rank has a process group of its own, which is killed at
+the end in any case.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from benchmarks.specification.run_spec import RunSpec
 from zeropp.cluster import Device
 
 _POLL_S = 0.2
-_GRACE_S = 5.0  # for the other ranks to say what they saw, once one has ended badly
+_GRACE_S = 5.0  # how long other ranks may go on writing events after one has failed
 
 Processes = Mapping[int, BaseProcess]  # by rank
 
 
 def is_here(device: Device) -> bool:
-    """This machine has such a device, as far as the kind goes."""
+    """Whether this machine has a device of that kind: a CPU or a GPU."""
     return device.is_cpu or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
@@ -51,7 +52,7 @@ def run_attempt(
     arguments: Sequence[str] = (),
     shows_steps: bool = False,
 ) -> RunRecord:
-    """One attempt at a point, finished whatever happens.
+    """Make one attempt at a point and write its record, whatever happens.
 
     ``worlds``: ranks that run at the same time, one such set after the other; ``variant``: see
     ``RunRecord``; ``arguments`` are the worker's own; ``shows_steps``: print a line per step.
@@ -95,10 +96,10 @@ class _Watched:
 def _run_ranks(
     watched: _Watched, directory: Path, ranks: Sequence[int], arguments: Sequence[str]
 ) -> Ending | None:
-    """Some ranks of a point's job at the same time, to their end or the time limit.
+    """Run some ranks of a point's job at the same time, until they end or reach the time limit.
 
-    Gives what the launcher saw of an ending and the ranks could not write; None where their events
-    tell.
+    Returns how they ended, if the ranks could not write that themselves, or None if their events
+    say it.
     """
     processes = _start(watched.point.spec, directory, ranks, arguments)
     try:
@@ -130,7 +131,7 @@ def _start(
 
 
 def _wait(watched: _Watched, processes: Processes, directory: Path) -> Ending | None:
-    """Wait for all ranks, for the first bad end, or for the time limit."""
+    """Wait for all ranks, for the first failure, or for the time limit."""
     limit_s = watched.point.spec.measure.timeout_s
     deadline = time.monotonic() + limit_s
     while any(process.exitcode is None for process in processes.values()):
@@ -151,13 +152,13 @@ def _wait(watched: _Watched, processes: Processes, directory: Path) -> Ending | 
 
 
 def _has_finished(directory: Path, rank: int) -> bool:
-    """The rank measured everything; how its process then went down changes nothing."""
+    """Whether the rank measured everything; then it does not matter how its process ended."""
     events = read_events(rank_file(directory, rank))
     return bool(events) and events[-1]["event"] == "done"
 
 
 def _stage_of(events: Sequence[dict[str, Any]]) -> str:
-    """What a rank did last, for the progress line."""
+    """The last thing that a rank did, for the progress line."""
     if not events:
         return "starting ranks"
     last = events[-1]
@@ -181,7 +182,7 @@ def _wait_all(processes: Processes, seconds: float) -> None:
 def _kill(processes: Processes) -> None:
     for process in processes.values():
         process.kill()
-        with suppress(ProcessLookupError):  # its children, in the session that it leads
+        with suppress(ProcessLookupError):  # it leads a session with its children
             if process.pid is not None:
                 os.killpg(process.pid, signal.SIGKILL)
     for process in processes.values():

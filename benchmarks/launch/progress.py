@@ -17,7 +17,7 @@ from benchmarks.specification import progress
 
 
 def announce(points: Sequence[Point], todo: Sequence[Point], launcher: str) -> None:
-    """Say how much there is to do, and what is skipped because it is done."""
+    """Print how many points will run, and how many are skipped because they have a record."""
     skipped = len(points) - len(todo)
     done = f", {skipped} already recorded (rerun=all runs them again)" if skipped else ""
     say = f"{len(todo)} of {len(points)} points to run with launcher={launcher}{done}"
@@ -31,12 +31,12 @@ def announce(points: Sequence[Point], todo: Sequence[Point], launcher: str) -> N
 
 
 def say(line: str) -> None:
-    """Print one line, which only a terminal may fold."""
+    """Print one line, which only a terminal wraps."""
     progress.CONSOLE.print(line, markup=False, soft_wrap=True)
 
 
 class SweepProgress:
-    """A progress bar over the points of a sweep, or lines where the output is not a terminal."""
+    """A progress bar over the points of a sweep, or lines if the output is no terminal."""
 
     def __init__(self, total: int) -> None:
         self._bar = progress.progress_line()
@@ -55,12 +55,12 @@ class SweepProgress:
         self._bar.stop()
 
     def update(self, point: Point, state: str) -> None:
-        """Show what a running point does."""
+        """Show the state of a running point."""
         without_hash = point.spec.spec_id.rpartition("-")[0]
         self._bar.update(self._task, description=f"{without_hash}: {state}")
 
     def finished(self, record: RunRecord) -> None:
-        """Print the outcome of a point and move the bar on."""
+        """Print the outcome of a point and advance the bar."""
         detail = record.reason
         if record.status == "ok":
             detail = ", ".join(filter(None, (_outcome(record), over_device(record))))
@@ -73,8 +73,8 @@ def _say(status: str, spec_id: str, detail: str) -> None:
 
 
 def over_device(record: RunRecord) -> str:
-    """A warning where a success needs more memory than its device has, as a trace may; else
-    nothing."""
+    """A warning if a success needs more memory than its device has, which a trace may; otherwise
+    empty."""
     peak = peak_memory_gib(record)
     device = record.spec.get("cluster", {}).get("device", {}).get("memory_gib")
     if record.provenance != "traced" or peak is None or device is None or peak[0] <= device:
@@ -83,7 +83,7 @@ def over_device(record: RunRecord) -> str:
 
 
 def _outcome(record: RunRecord) -> str:
-    """What a success found, in a few words."""
+    """The main results of a success, in a few words."""
     words = []
     if record.step_s:
         words.append(f"{statistics.median(record.step_s):.3f} s/step")

@@ -1,9 +1,9 @@
-"""Ranks of this machine as processes that are forked from one which has imported torch.
+"""Starts ranks by forking a process that has already imported torch.
 
-Importing torch and DeepSpeed takes seconds of processor time, and every rank of every point would
-pay it anew. The fork server of ``multiprocessing`` imports them once per sweep. It never touches a
-device, so that a forked rank may: DeepSpeed, whose import asks CUDA for its devices, is imported
-beforehand for CPU ranks alone.
+Importing torch and DeepSpeed takes seconds of processor time per rank. The fork server of
+``multiprocessing`` imports them once per sweep. It must not use a device, because its forks could
+not use it then. So DeepSpeed, whose import initialises CUDA, is imported in advance for CPU ranks
+only.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-# A forked process imports the launcher's main module anew: what that imports is here, too.
+# A forked process imports the launcher's main module again; what that imports is listed here, too.
 _PRELOADED = ("torch.distributed", "benchmarks.specification.compose", "benchmarks.launch.sweep")
-# The CPU ranks' own: dynamo is what optimizers import on their first step.
+# For CPU ranks only. Optimizers import dynamo in their first step.
 _PRELOADED_ON_CPU = (
     "benchmarks.worker.__main__",
     "torch._dynamo",
@@ -39,8 +39,8 @@ def start_rank(
 ) -> BaseProcess:
     """Start one rank: ``python -m benchmarks.worker`` with these arguments.
 
-    ``variables`` are added to its environment; what it prints goes to ``log``. The first call of a
-    process starts the fork server, whose imports serve all later ranks.
+    ``variables`` are added to its environment; its output goes to ``log``. The first call of a
+    process starts the fork server, from which all later ranks are forked, too.
     """
     _CONTEXT.set_forkserver_preload([*_PRELOADED, *(_PRELOADED_ON_CPU if on_cpu else ())])
     life, _ = _line_of_life()
@@ -53,12 +53,12 @@ def start_rank(
 
 @cache
 def _line_of_life() -> tuple[Connection, Connection]:
-    """A pipe whose writing end this process alone holds: ranks read its end when it is gone."""
+    """A pipe whose writing end only this process has: ranks see it closed when the process ends."""
     return _CONTEXT.Pipe(duplex=False)
 
 
 def _be_rank(arguments: list[str], variables: dict[str, str], log: Path, life: Connection) -> None:
-    """What a rank's process does: a session of its own, its variables, its log, its work."""
+    """Run a rank in this forked process: with a session, variables and log of its own."""
     os.setsid()
     os.environ.update(variables)
     threading.Thread(target=_leave_with_launcher, args=(life,), daemon=True).start()
@@ -76,6 +76,6 @@ def _be_rank(arguments: list[str], variables: dict[str, str], log: Path, life: C
 
 
 def _leave_with_launcher(life: Connection) -> None:
-    """No rank outlives the process that started it, however that one died."""
-    life.poll(None)  # nothing is ever sent: it returns when the other end is closed
+    """Wait until the process that started this rank has ended, then kill this rank's session."""
+    life.poll(None)  # nothing is ever sent, so it returns when the other end is closed
     os.killpg(0, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Which code an attempt ran: the word of its ranks, held against that of the launcher."""
+"""Which code an attempt ran, by its ranks, and whether the launcher had the same code."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Events = list[dict[str, Any]]
 
 
 def code_fields(header: Header, ranks: Mapping[int, Events]) -> dict[str, Any]:
-    """Commit, dirty flag and digest for the record: rank 0's, or the launcher's where rank 0 said
-    nothing."""
+    """Commit, dirty flag and digest for the record: those of rank 0, or of the launcher if rank 0
+    has written none."""
     code = _code(ranks.get(0, []))
     if "digest" not in code:
         return {name: getattr(header, name) for name in ("git_sha", "git_dirty", "code_digest")}
@@ -24,7 +24,8 @@ def code_fields(header: Header, ranks: Mapping[int, Events]) -> dict[str, Any]:
 
 
 def code_notes(header: Header, ranks: Mapping[int, Events]) -> list[str]:
-    """Where launcher and ranks, or the ranks among themselves, did not run the same files."""
+    """Notes for the record if the launcher and the ranks, or some of the ranks, did not run the
+    same files."""
     digests = {rank: _code(events).get("digest", "") for rank, events in sorted(ranks.items())}
     first = digests.get(0, "")
     notes = []

@@ -1,7 +1,7 @@
-"""Price points instead of running them: the simulator's answer as a record like any other.
+"""Prices points instead of running them, and writes the simulator's results as records.
 
-A record of this launcher has provenance ``simulated``: no rank ran, ``step_s`` is one predicted
-step, and all that the model says stands in ``predicted``. A plan that lacks memory is an ``oom``.
+The records have provenance ``simulated``: no rank ran, ``step_s`` is one predicted step, and
+``predicted`` has all predictions. A plan that does not fit the memory has status ``oom``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from zeropp.cost import price_plan
 from zeropp.plan import Plan
 from zeropp.sim.simulator import SimResult, simulate
 
-_SPANS = 20_000  # a record keeps a timeline of at most so many
+_SPANS = 20_000  # most spans of a timeline that a record keeps
 
 
 def check(points: Sequence[Point], options: SimulateOptions) -> None:
-    """Refuse a device whose peak is not known for the precision, and points whose compute is to
-    be traced and is not."""
+    """Raise SpecError if a device's peak is not known for the precision, or if traced compute times
+    are asked for and there are none."""
     for point in points:
         check_priced(point.spec.cluster, point.spec.precision)
         if options.compute == "traced" and point.plan is not None:
@@ -82,7 +82,7 @@ def _simulate(spec: RunSpec, plan: Plan, traced: RunRecord | None) -> SimResult:
 def simulated_record(
     spec: RunSpec, plan: Plan, attempt: str, started_at: str, result: SimResult
 ) -> RunRecord:
-    """The record of a simulated plan."""
+    """The record of a plan that was simulated."""
     limit = spec.cluster.device.usable_bytes
     status: Status = "ok" if result.peak_bytes <= limit else "oom"
     peak, held = result.peak_bytes / 2**30, limit / 2**30
@@ -103,7 +103,7 @@ def simulated_record(
 
 
 def prediction(result: SimResult) -> dict[str, Any]:
-    """What a record keeps of a simulated step."""
+    """The part of a simulated step that a record keeps."""
     return {
         "step_s": result.step_s,
         "tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,

@@ -1,4 +1,4 @@
-"""A sweep: points with their launchers' options in, one record per attempt and a report out."""
+"""Runs a sweep: gives points to their launchers, collects the records and makes the report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MODULES = {
 
 
 def spec_of(config: dict[str, Any]) -> RunSpec:
-    """The part of a composed configuration that is the spec; raises SpecError on other keys."""
+    """The spec in a composed configuration; raises SpecError for keys that are unknown."""
     unknown = sorted(set(config) - _SPEC_KEYS - _RUN_KEYS)
     if unknown:
         known = ", ".join(sorted(_SPEC_KEYS | _RUN_KEYS))
@@ -44,7 +44,7 @@ def spec_of(config: dict[str, Any]) -> RunSpec:
 
 
 def _with_batch(values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The spec's values with ``global_batch`` from ``sequences_per_gpu``, where that is given."""
+    """The spec's values, with ``global_batch`` computed from ``sequences_per_gpu`` if given."""
     sequences, gpus = config.get("sequences_per_gpu"), values.get("num_gpus")
     if sequences is None:
         return values
@@ -54,24 +54,25 @@ def _with_batch(values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any
 
 
 def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
-    """Run what is missing, then write the report; 1 where a point failed, else 0."""
+    """Run the points that are missing, then write the report; returns 1 if a point failed, else
+    0."""
     runs_dir, report_dir = (Path(configs[0][key]) for key in ("runs_dir", "report_dir"))
     records = launch_points(points, configs)
     if records is not None:
-        from benchmarks.report.write import write_report  # pandas and matplotlib only now
+        from benchmarks.report.write import write_report  # it imports pandas and matplotlib
 
         roots = dict.fromkeys(runs_dir / point.spec.spec_id for point in points)
         try:
             write_report(list(roots), report_dir)
-        except OSError as error:  # what was measured is recorded; the report can be made again
+        except OSError as error:  # the records exist, so the report can be made later
             say(f"no report: {error.filename or report_dir}: {error.strerror or error}")
             return 1
     return 0 if all(r.status in ("ok", "infeasible") for r in records or ()) else 1
 
 
 def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[RunRecord] | None:
-    """Run what is missing, launcher by launcher, and record what is infeasible; the new records,
-    or None of a dry run, which leaves nothing behind."""
+    """Run the points that are missing, launcher by launcher, and record those that are infeasible.
+    Returns the new records, or None for a dry run, which writes nothing."""
     rerun, runs_dir = configs[0]["rerun"], Path(configs[0]["runs_dir"])
     if rerun not in get_args(Rerun):
         raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
@@ -99,7 +100,7 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
 def _by_launcher(
     points: list[Point], configs: list[dict[str, Any]]
 ) -> list[tuple[LauncherOptions, list[Point]]]:
-    """Points with equal options of the launcher together, equal points once; raises SpecError on
+    """Points grouped by equal launcher options, with equal points only once. Raises SpecError for
     an unknown launcher or option."""
     groups: list[tuple[dict[str, Any], LauncherOptions, dict[str, Point]]] = []
     for point, config in zip(points, configs, strict=True):

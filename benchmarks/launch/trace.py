@@ -1,9 +1,9 @@
-"""Trace points: the contender's own code of a few ranks of a job, each without its peers.
+"""Traces points: runs the contender's own code for a few ranks of a job, each without its peers.
 
-A record of this launcher has provenance ``traced``. With fake tensors its memory is what the code
-allocates, byte by byte, and no time is known. With real tensors it has the allocator's peaks, the
-durations of compute actions, and a profiler's trace of every rank beside the record. Neither has
-a step time: without peers there is no network and no wait.
+The records have provenance ``traced``. With fake tensors they have the exact bytes that the code
+allocates, and no times. With real tensors they have the allocator's peaks, the durations of compute
+actions, and a profiler trace per rank beside the record. In neither case is there a step time,
+because network and waiting for peers are missing.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import SpecError
 from zeropp.plan import Plan
 
-_TRACED = ("zeropp", "torch_pp", "fsdp")  # with fake tensors; why not DeepSpeed: docs/simulator.md
+_TRACED = ("zeropp", "torch_pp", "fsdp")  # with fake tensors; docs/simulator.md: why not DeepSpeed
 
 
 def check(points: Sequence[Point], options: TraceOptions) -> None:
-    """Refuse what does not run without peers, and pipeline ranks that a plan lacks."""
+    """Raise SpecError for points that cannot run without peers, and for pipeline ranks that a plan
+    does not have."""
     ranks = options.pipeline_ranks
     if not ranks:
         raise SpecError("launcher.pipeline_ranks=[]: must name pipeline ranks (try [0,-1])")
@@ -60,8 +61,8 @@ def _check_fake(point: Point) -> None:
         )
     if point.plan is not None and point.plan.compile:
         raise SpecError(
-            "contender.compile=true: launcher=trace has nothing to compile for with fake tensors "
-            "(use false, or launcher.tensors=real)"
+            "contender.compile=true: launcher=trace cannot compile with fake tensors (use false, "
+            "or launcher.tensors=real)"
         )
 
 
@@ -77,7 +78,8 @@ def _check_real(point: Point) -> None:
 def launch(
     points: Sequence[Point], options: TraceOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
-    """Trace every point: fake ranks as many at a time as there are cores, real ones in turn."""
+    """Trace every point: with fake tensors one rank per core at a time, with real ones one rank at
+    a time."""
     close_abandoned(runs_dir)
     records = []
     for point in points:
@@ -106,7 +108,7 @@ def _trace_fake(
     reason, predicted = "", {}
     try:
         predicted = _trace(point, plan, ranks, progress)
-    except Exception as error:  # whatever the contender's code raises is the point's end
+    except Exception as error:  # an error in the contender's code is the point's result
         status, reason = "failed", f"{type(error).__name__}: {str(error).strip()[:500]}"
     record = launcher_record(
         spec,
@@ -125,7 +127,7 @@ def _trace_fake(
 def _trace(
     point: Point, plan: Plan, ranks: Sequence[int], progress: SweepProgress
 ) -> dict[str, Any]:
-    """What a record keeps of the traces of some ranks with fake tensors."""
+    """Trace some ranks with fake tensors; returns the part that a record keeps."""
     from zeropp.engine.traced_ranks import Trace, trace_ranks
 
     spec = point.spec

@@ -1,4 +1,4 @@
-"""Durations of compute that a lone rank measured, in the place of the cost model's."""
+"""Replaces the cost model's compute times by those that ranks without peers measured."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Like = tuple[float, float, bool, bool]  # what makes stages alike: blocks, half,
 
 
 def traced_record(spec: RunSpec, plan: Plan, runs_dir: Path) -> RunRecord:
-    """The newest record of the compute of this very plan; raises SpecError where there is none, or
-    where it lacks the like of one of the plan's stages."""
+    """The newest record with compute times of exactly this plan. Raises SpecError if there is none,
+    or if it has no stage with the same pieces for one of the plan's stages."""
     found = [
         record
         for record in records_of(spec, runs_dir)
@@ -47,16 +47,18 @@ def traced_stages(
 ) -> tuple[StageCost, ...]:
     """Stage costs with traced compute; collectives and transfers stay the cost model's.
 
-    ``compute_s``: seconds by stage and action (``3F``), of some stages; the others take the median
-    of stages with the same pieces. A full backward is split as the model splits it. Tensor-parallel
-    collectives are added: a lone rank's take no time. Raises SpecError on a stage without a like.
+    ``compute_s``: seconds by stage and kind of action (``3F``) for some stages; every other stage
+    takes the median of stages with the same pieces. A full backward is split in the proportion of
+    the cost model. Tensor-parallel collectives are added, because they take no time on a lone rank.
+    Raises SpecError for a stage whose pieces no traced stage has.
     """
     traced = _by_stage(plan, compute_s)
     return tuple(map(_replaced, price.stages, traced, price.extras))
 
 
 def _replaced(cost: StageCost, traced: Mapping[str, float], extras: StageExtras) -> StageCost:
-    """``traced`` by action; what it lacks (FSDP2's embedding has no backward to see) stays."""
+    """A stage's cost with the seconds of ``traced``, by kind of action. Kinds that it lacks keep
+    the cost model's (FSDP2's embedding has no backward that can be timed)."""
     durations = {}
     if "F" in traced:
         durations["forward"] = traced["F"] + extras.tensor_forward
@@ -72,7 +74,7 @@ def _replaced(cost: StageCost, traced: Mapping[str, float], extras: StageExtras)
 
 
 def _by_stage(plan: Plan, compute_s: Mapping[str, float]) -> list[dict[str, float]]:
-    """Seconds of every stage's actions, by action."""
+    """For every stage, the seconds of its actions by kind."""
     own: dict[int, dict[str, float]] = defaultdict(dict)
     likes: dict[Like, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for name, seconds in compute_s.items():
@@ -84,7 +86,7 @@ def _by_stage(plan: Plan, compute_s: Mapping[str, float]) -> list[dict[str, floa
         like = likes[_like(plan, stage)]
         if not like:
             raise SpecError(
-                f"launcher.compute=traced: no traced rank holds a stage like stage {stage} "
+                f"launcher.compute=traced: no traced rank has a stage like stage {stage} "
                 f"(trace it with launcher.pipeline_ranks=[0,{rank},-1])"
             )
         medians = {action: median(seconds) for action, seconds in like.items()}

@@ -44,7 +44,7 @@ class RankRecord:
     peak_rss_bytes: int | None = None  # CPU: peak resident set above the start of the run
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GateCheck:
     """One kind of quantity that the gate compared, at the step and parameter where its error was
     largest in relation to its limit.

@@ -16,7 +16,7 @@ _CONFIDENCE = 0.95
 MAX_SPREAD = 0.10  # a timing with a larger spread is called unstable, as in pyperf
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """The median of a sample with its bootstrap interval from ``low`` to ``high``; ``spread`` is
     the interquartile range divided by the median."""
@@ -40,7 +40,13 @@ def summarise(samples: Sequence[float]) -> Summary:
         raise ValueError("no samples to summarise")
     values = np.asarray(samples, dtype=float)
     low, high = _interval(_medians(values))
-    return Summary(float(np.median(values)), low, high, _spread(values), len(values))
+    return Summary(
+        median=float(np.median(values)),
+        low=low,
+        high=high,
+        spread=_spread(values),
+        count=len(values),
+    )
 
 
 def ratio_of_medians(numerator: Sequence[float], denominator: Sequence[float]) -> Summary:
@@ -75,7 +81,9 @@ def paired_ratio(ratios: Sequence[float]) -> Summary:
     low, high = _interval(means)
     mean = float(np.exp(logs.mean()))
     quartiles = np.percentile(np.exp(logs), [25, 75])
-    return Summary(mean, low, high, float(np.ptp(quartiles)) / mean, len(ratios))
+    return Summary(
+        median=mean, low=low, high=high, spread=float(np.ptp(quartiles)) / mean, count=len(ratios)
+    )
 
 
 @lru_cache(maxsize=64)

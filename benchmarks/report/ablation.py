@@ -160,13 +160,13 @@ def ablation_figure(
         groups = [group for _, group in mine.groupby(_GROUP, sort=False)][:MAX_GROUPS]
         more = mine.groupby(_GROUP).ngroups - len(groups)
         yield Picture(
-            "Ablations",
-            f"ablation_{evidence}_{cluster}".replace(" ", "_"),
-            f"Throughput and peak memory of every configuration over those of its base, {evidence} "
-            f"on {words.cluster_label(str(cluster))}."
+            section="Ablations",
+            name=f"ablation_{evidence}_{cluster}".replace(" ", "_"),
+            caption="Throughput and peak memory of every configuration over those of its base, "
+            f"{evidence} on {words.cluster_label(str(cluster))}."
             + (f" The table has {more} more groups." if more else ""),
-            _panels(groups),
-            style.shown(mine),
+            figure=_panels(groups),
+            shown=style.shown(mine),
         )
 
 

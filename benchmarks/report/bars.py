@@ -33,19 +33,22 @@ def bars(rows: pd.DataFrame) -> Iterator[Picture]:
         worker = words.worker_word(mine)
         if mine["tokens_per_s_per_gpu"].notna().any():
             yield Picture(
-                "Throughput",
-                f"throughput_{suffix}",
-                f"Tokens per second and {worker}, {said}{_intervals(mine)}.{_left_out(mine)}",
-                _panels(mine, "tokens_per_s_per_gpu", f"tokens/s/{worker}", words.tokens),
-                style.shown(mine),
+                section="Throughput",
+                name=f"throughput_{suffix}",
+                caption=f"Tokens per second and {worker}, {said}{_intervals(mine)}."
+                f"{_left_out(mine)}",
+                figure=_panels(mine, "tokens_per_s_per_gpu", f"tokens/s/{worker}", words.tokens),
+                shown=style.shown(mine),
             )
         for kind, known in mine[mine["peak_gib"].notna()].groupby("memory_kind"):
             yield Picture(
-                "Memory",
-                f"memory_{suffix}_{kind}",
-                f"Peak memory of the fullest {worker} ({kind}), {said}.{_left_out(known)}",
-                _panels(known, "peak_gib", _MEMORY[str(kind)].format(worker=worker), words.gib),
-                style.shown(known),
+                section="Memory",
+                name=f"memory_{suffix}_{kind}",
+                caption=f"Peak memory of the fullest {worker} ({kind}), {said}.{_left_out(known)}",
+                figure=_panels(
+                    known, "peak_gib", _MEMORY[str(kind)].format(worker=worker), words.gib
+                ),
+                shown=style.shown(known),
             )
 
 

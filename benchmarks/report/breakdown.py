@@ -35,12 +35,12 @@ def memory_breakdown(rows: pd.DataFrame) -> Iterator[Picture]:
     for suffix, said, mine in by_evidence(best):
         kind = "Traced" if mine["evidence"].iloc[0] == "traced" else "Predicted"
         yield Picture(
-            "Memory",
-            f"memory_by_kind_{suffix}",
-            f"{kind} memory of the fullest rank by kind and in all, tensors alone, for the "
+            section="Memory",
+            name=f"memory_by_kind_{suffix}",
+            caption=f"{kind} memory of the fullest rank by kind and in all, tensors alone, for the "
             f"configurations {said}; the dashed line is what the device has.{_diamond(mine)}",
-            _panels(mine),
-            style.shown(mine),
+            figure=_panels(mine),
+            shown=style.shown(mine),
         )
 
 

@@ -72,7 +72,13 @@ def _write(made: Table, changes: pd.DataFrame, folder: Path) -> list[Path]:
     if not timed.empty:
         caption = "Throughput after over before, with 95 % bootstrap intervals."
         shown = style.shown(timed) if "cluster" in timed else ""
-        picture = Picture("Comparison", "comparison", caption, _intervals(timed), shown)
+        picture = Picture(
+            section="Comparison",
+            name="comparison",
+            caption=caption,
+            figure=_intervals(timed),
+            shown=shown,
+        )
         paths += save(picture, folder).paths
     return paths
 

@@ -71,11 +71,11 @@ def evidence_distance_figure(rows: pd.DataFrame) -> Iterator[Picture]:
     if distances.empty:
         return
     yield Picture(
-        "Evidence",
-        "evidence_distance",
-        "How far one kind of evidence is from a more trusted one on the same configuration "
+        section="Evidence",
+        name="evidence_distance",
+        caption="How far one kind of evidence is from a more trusted one on the same configuration "
         "(value / reference - 1); the worst of each quantity are shown.",
-        _lollipops(distances),
+        figure=_lollipops(distances),
     )
 
 

@@ -55,7 +55,9 @@ def loss_split(cells: Sequence[Cell], name: str, caption: str) -> Picture:
         _bars(axis, cell)
     axes[-1].set_xlabel("step, in multiples of the compute limit's (dashed)")
     style.legend(figure, axes)
-    return Picture("Compute limit", name, caption, figure, caption)
+    return Picture(
+        section="Compute limit", name=name, caption=caption, figure=figure, shown=caption
+    )
 
 
 def _bars(axis: Axes, cell: Cell) -> None:

@@ -25,13 +25,13 @@ def loss_curves(rows: pd.DataFrame) -> Iterator[Picture]:
         groups = [panel for _, panel in mine.groupby(_SAME_BATCHES, sort=False) if len(panel) > 1]
         if groups:
             yield Picture(
-                "Loss",
-                f"loss_{suffix}",
-                f"Training loss, {said}: every contender of a panel, at the smallest and the "
-                "largest rank count, saw the same batches. Below, the distance from the panel's "
-                "first curve: rounding, if all is well.",
-                _curves(groups[: style.COLUMNS]),
-                style.shown(pd.concat(groups[: style.COLUMNS])),
+                section="Loss",
+                name=f"loss_{suffix}",
+                caption=f"Training loss, {said}: every contender of a panel, at the smallest and "
+                "the largest rank count, saw the same batches. Below, the distance from the first "
+                "curve of the panel: rounding, if all is well.",
+                figure=_curves(groups[: style.COLUMNS]),
+                shown=style.shown(pd.concat(groups[: style.COLUMNS])),
             )
 
 

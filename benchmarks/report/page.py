@@ -36,7 +36,7 @@ _SECTIONS = {  # the tables below each heading, after the paper's table
 _LARGE = 300_000  # bytes of an SVG above which its PNG is shown instead, if that is smaller
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Page:
     """What the page shows: ``answers`` are the sentences at its top, and ``rows`` are the rows of
     the frame from which the grids were made and whose records they name."""

@@ -105,19 +105,20 @@ def _grid(name: str, evidence: str, mine: pd.DataFrame) -> Grid:
     groups = {name: _metrics(mine, name, base) for name in contenders}
     lines = [_line(cell, keys, groups) for _, cell in mine.groupby([*CELL], sort=False)]
     worker = words.worker_word(mine)
+    cluster = words.cluster_label(mine["cluster"].iloc[0])
     heads = [f"{worker}s" if key == "num_gpus" else _KEYS[key].head for key in keys]
     metrics = [metric for group in groups.values() for metric in group]
     return Grid(
-        name,
-        f"Throughput and peak memory on {words.cluster_label(mine['cluster'].iloc[0])}, {evidence}",
-        _caption(mine, evidence, keys, worker, base),
-        (*heads, *(metric.head for metric in metrics)),
-        (*(_KEYS[key].form is not None for key in keys), *(True for _ in metrics)),
-        tuple(cells for cells, _ in lines),
-        tuple(records for _, records in lines),
-        (("", len(keys)), *((words.contender_label(c), len(g)) for c, g in groups.items())),
-        len(keys),
-        _notes(mine),
+        name=name,
+        title=f"Throughput and peak memory on {cluster}, {evidence}",
+        caption=_caption(mine, evidence, keys, worker, base),
+        heads=(*heads, *(metric.head for metric in metrics)),
+        numeric=(*(_KEYS[key].form is not None for key in keys), *(True for _ in metrics)),
+        rows=tuple(cells for cells, _ in lines),
+        records=tuple(records for _, records in lines),
+        groups=(("", len(keys)), *((words.contender_label(c), len(g)) for c, g in groups.items())),
+        keys=len(keys),
+        notes=_notes(mine),
     )
 
 

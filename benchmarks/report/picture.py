@@ -17,7 +17,7 @@ _SHOWN_PT, _LETTER_IN = 7.5, 0.06  # the line below a figure: size, and room per
 PANEL = ["evidence", "basis", "cluster", "precision", "model", "global_batch", "seq"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Picture:
     """One figure. ``section`` is its heading on the page, ``name`` its file name without suffix,
     and ``shown`` a line below the panels that says what they show, so that the file can be passed

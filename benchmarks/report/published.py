@@ -87,13 +87,13 @@ def published_figure(rows: pd.DataFrame) -> Iterator[Picture]:
     if distances.empty:
         return
     yield Picture(
-        "Evidence",
-        "evidence_published",
-        "How far the simulator is from published measurements, by source: a dot per run, the bar "
-        "from the 10th to the 90th percentile, the tick the median. The simulator's constants were "
-        "fitted on the grey sources. The blue ones are held out of the fit, which is less than "
-        "blind: the rules for their programs were written with their tables in view.",
-        _panels(distances),
+        section="Evidence",
+        name="evidence_published",
+        caption="How far the simulator is from published measurements, by source: a dot per run, "
+        "the bar from the 10th to the 90th percentile, the tick the median. The simulator's "
+        "constants were fitted on the grey sources. The blue ones are held out of the fit, which "
+        "is less than blind: the rules for their programs were written with their tables in view.",
+        figure=_panels(distances),
     )
 
 

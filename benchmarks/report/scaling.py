@@ -37,13 +37,13 @@ def scaling_curves(rows: pd.DataFrame) -> Iterator[Picture]:
                 worker, kept = words.worker_word(mine), groups[: style.COLUMNS]
                 more = f" {len(groups) - len(kept)} more series are left out."
                 yield Picture(
-                    "Scaling",
-                    f"scaling_{kind}_{suffix}",
-                    f"{kind.capitalize()} scaling, {said}: tokens per second and model PFLOP/s of "
-                    f"the whole job, and throughput per {worker} over that at the contender's "
-                    f"smallest {worker} count." + more * (len(groups) > len(kept)),
-                    _curves(kept),
-                    style.shown(pd.concat([panel for _, panel in kept])),
+                    section="Scaling",
+                    name=f"scaling_{kind}_{suffix}",
+                    caption=f"{kind.capitalize()} scaling, {said}: tokens per second and model "
+                    f"PFLOP/s of the whole job, and throughput per {worker} over that at the "
+                    f"contender's smallest {worker} count." + more * (len(groups) > len(kept)),
+                    figure=_curves(kept),
+                    shown=style.shown(pd.concat([panel for _, panel in kept])),
                 )
 
 

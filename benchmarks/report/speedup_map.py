@@ -36,12 +36,12 @@ def speedup_maps(rows: pd.DataFrame, base: str = BASE) -> Iterator[Picture]:
             ours = mine[mine["contender"] == contender]
             lost = failed.merge(ours[kinds].drop_duplicates(), on=kinds)
             yield Picture(
-                "Speed-up",
-                f"speedup_{contender}_{suffix}",
-                f"Throughput of {label} over {over} in the same cell, {said}. Above 1 {label} is "
-                "faster" + _doubts(mine),
-                _map(pd.concat([ours, lost]), f"{label} over {over}, × throughput", reach),
-                style.shown(ours),
+                section="Speed-up",
+                name=f"speedup_{contender}_{suffix}",
+                caption=f"Throughput of {label} over {over} in the same cell, {said}. Above 1 "
+                f"{label} is faster" + _doubts(mine),
+                figure=_map(pd.concat([ours, lost]), f"{label} over {over}, × throughput", reach),
+                shown=style.shown(ours),
             )
 
 

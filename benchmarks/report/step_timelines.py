@@ -45,15 +45,15 @@ def _picture(name: str, said: str, cell: pd.DataFrame) -> Picture:
     by_name = {row["contender"]: row for row in cell.to_dict("records")}
     timelines = [_shown(timeline_of(by_name[contender])) for contender in style.ordered(by_name)]
     return Picture(
-        "Timelines",
-        name,
-        f"One step on one time axis: {words.model_label(first['model'])}, "
+        section="Timelines",
+        name=name,
+        caption=f"One step on one time axis: {words.model_label(first['model'])}, "
         f"{first['num_gpus']} {words.worker_word(cell)}s, "
         f"batch {first['global_batch']}, {said}. Boxes are compute (darker: later chunks; "
         "numbers: microbatches), strips below them gathers, reductions and transfers; grey is idle."
         + (_unrecorded(list(by_name)) if first["evidence"] == "measured" else ""),
-        timeline_figure(timelines),
-        style.shown(cell),
+        figure=timeline_figure(timelines),
+        shown=style.shown(cell),
     )
 
 

@@ -33,7 +33,7 @@ class Cell:
     sort: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Grid:
     """A table as text.
 
@@ -121,13 +121,13 @@ class Table:
         shown = [c for c in shown if not _is_blank(self.data, c)]
         said = "; ".join(f"{c.head}: {c.cell(rows[0]).text}" for c in told) if rows else ""
         return Grid(
-            self.name,
-            self.title,
-            " ".join(filter(None, (self.caption, f"All rows: {said}." if said else ""))),
-            tuple(c.head for c in shown),
-            tuple(c.form is not None for c in shown),
-            tuple(tuple(c.cell(row) for c in shown) for row in rows),
-            tuple(tuple(str(records).split()) for records in self.data.index),
+            name=self.name,
+            title=self.title,
+            caption=" ".join(filter(None, (self.caption, f"All rows: {said}." if said else ""))),
+            heads=tuple(c.head for c in shown),
+            numeric=tuple(c.form is not None for c in shown),
+            rows=tuple(tuple(c.cell(row) for c in shown) for row in rows),
+            records=tuple(tuple(str(records).split()) for records in self.data.index),
             keys=max(1, sum(c.is_key for c in shown)),
             notes=self.notes,
         )

@@ -1,4 +1,4 @@
-"""Draws a step: one row per pipeline rank, boxes for compute and thin strips for communication.
+"""The picture of a step: one row per pipeline rank, boxes for compute, strips for communication.
 
 It takes timelines, simulated or measured; several are drawn below each other on one time axis, so
 that they can be compared. Later chunks of a rank are darker. A box shows its microbatch if there is

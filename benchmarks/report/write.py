@@ -65,7 +65,13 @@ def write_report(
     with report_folder(out) as folder:
         pictures = draw(rows, base, options.against, folder, every_timeline=options.timelines)
         grids = {name: _grids(table) for name, table in tables.items()}
-        page = Page(rows, grids, pictures, skipped, list(answers(rows, base)))
+        page = Page(
+            rows=rows,
+            grids=grids,
+            pictures=pictures,
+            skipped=skipped,
+            answers=list(answers(rows, base)),
+        )
         files = [write_page(page, folder), *_write_tables(tables, grids, folder)]
         files += [path for picture in pictures for path in picture.paths]
         files += write_traces(rows, folder, every=options.timelines)

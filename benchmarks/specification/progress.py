@@ -1,4 +1,4 @@
-"""How every command says how far it is: a bar on a terminal, a line now and then in a log."""
+"""How every command shows its progress: as a bar on a terminal, as occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rich.table import Column
 T = TypeVar("T")
 
 CONSOLE = Console(stderr=True)
-_FIRST_LINE_S = 2.0  # what takes less than this says nothing in a log
+_FIRST_LINE_S = 2.0  # work that takes less time prints no line in a log
 _LOG_EVERY_S = 10.0
 
 
 def progress_line() -> Progress:
-    """A bar, counts, time and what is being done, in one line of any terminal; in a log a line of
-    its own after 2 s and then every 10 s."""
+    """A progress bar with counts, time and the current work, in one line of the terminal; in a log
+    it prints a line after 2 s and then every 10 s."""
     rest_of_the_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     return _Logged(
         BarColumn(bar_width=8),
@@ -42,7 +42,7 @@ def progress_line() -> Progress:
 
 
 class _Logged(Progress):
-    """A progress bar that prints lines in its place where there is no terminal."""
+    """A progress bar that prints lines instead if there is no terminal."""
 
     def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
         super().__init__(*columns, **options)
@@ -50,12 +50,14 @@ class _Logged(Progress):
         self._next = self._started + _FIRST_LINE_S
 
     def update(self, task_id: TaskID, **fields: Any) -> None:
-        """Change a task as rich does, and say so in a log from time to time."""
+        """Update a task as rich does, and print a line from time to time if there is no
+        terminal."""
         super().update(task_id, **fields)
         self._tell(task_id)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Move a task on as rich does, and say so in a log from time to time."""
+        """Advance a task as rich does, and print a line from time to time if there is no
+        terminal."""
         super().advance(task_id, advance)
         self._tell(task_id)
 
@@ -71,7 +73,7 @@ class _Logged(Progress):
 
 
 def told(items: Iterable[T], total: int | None, of_what: str) -> Iterator[T]:
-    """The items, with a progress line while they are taken."""
+    """The items, with a progress line while they are consumed."""
     with progress_line() as bar:
         line = bar.add_task(of_what, total=total)
         for item in items:

@@ -91,7 +91,13 @@ class RunSpec:
     @property
     def task(self) -> Task:
         """The part of the spec that is the same for every contender of a comparison."""
-        return Task(self.model, self.cluster, self.num_gpus, self.global_batch, self.precision)
+        return Task(
+            shape=self.model,
+            cluster=self.cluster,
+            num_gpus=self.num_gpus,
+            global_batch=self.global_batch,
+            precision=self.precision,
+        )
 
     @property
     def candidate(self) -> Candidate[Knobs]:

@@ -1,5 +1,7 @@
-"""Programs that make committed tables under results/reference/, one module or folder per table.
+"""Programs that make the committed tables in results/reference/, one module or folder per table.
 
-``validation`` holds the simulator against published rows, ``claim_33`` is the verdict; the others
-are run as modules, for example ``python -m benchmarks.studies.schedule_table``.
+In: published measurements, plans and schedules. Out: CSV, JSON and Markdown files.
+``validation`` compares the simulator with published rows (``python -m benchmarks.validate``),
+``claim_33`` is the verdict (``experiment=claim_33``), ``recheck`` computes committed rows again.
+Every other module is a command of its own: ``python -m benchmarks.studies.schedule_table``.
 """

@@ -1,8 +1,8 @@
-"""What the engine costs on one device, side by side: medians of ratios, written as JSON.
+"""Measures the overhead of the engine on one device and writes medians of ratios as JSON.
 
-``split_backward``: B + W over a full backward of the same block, by the weight-gradient store
-and by splitting the autograd graph. ``engine``: a step of ZeroPP with P = D = 1 over a plain loop
-on the same layers. Uses a GPU where there is one.
+``split_backward``: the time of B + W divided by that of a full backward of the same block, with the
+weight-gradient store and with a split of the autograd graph. ``engine``: a step of ZeroPP on one
+rank divided by a plain loop on the same layers. Both sides run in turn, on the GPU if there is one.
 
     python -m benchmarks.studies.engine_overhead --out results/reference/engine_overhead.json
 """
@@ -37,7 +37,7 @@ Backward = Callable[[Tensor, Tensor], None]
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Duration of one call, the device caught up before and after."""
+    """The duration of one call in seconds; the device is waited for before and after."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -48,20 +48,20 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def summary(ratios: list[float]) -> dict[str, Any]:
-    """Median and quartiles of ratios."""
+    """The median and the quartiles of ratios."""
     low, median, high = statistics.quantiles(ratios, n=4)
     return {"median": median, "q1": low, "q3": high, "samples": len(ratios)}
 
 
 def timed_backward(block: nn.Module, x: Tensor, backward: Backward) -> float:
-    """Duration of ``backward(input, output)`` after a forward of the block."""
+    """The seconds of ``backward(input, output)`` after a forward of the block."""
     source = x.clone().requires_grad_()
     output = block(source)
     return seconds(lambda: backward(source, output))
 
 
 def split_backward(hidden: int, seq: int, repeats: int) -> dict[str, Any]:
-    """Ratios of a split backward to a full one, for one transformer block."""
+    """The ratios of a split backward to a full one, for one transformer block."""
     shape = ModelShape("block", "gpt", 1, hidden, hidden // 64, hidden // 64, 4 * hidden, 64, seq)
     plain, split = (build_piece(shape, 1, 0, DEVICE) for _ in range(2))
     store = WeightGradStore()
@@ -95,7 +95,7 @@ def split_backward(hidden: int, seq: int, repeats: int) -> dict[str, Any]:
 
 
 def engine(hidden: int, seq: int, layers: int, microbatches: int, repeats: int) -> dict[str, Any]:
-    """Ratio of an engine's step to that of a plain loop."""
+    """The ratio of a step of the engine to one of a plain loop."""
     shape = ModelShape(
         "gpt", "gpt", layers, hidden, hidden // 64, hidden // 64, 4 * hidden, 512, seq
     )
@@ -128,7 +128,7 @@ def engine(hidden: int, seq: int, layers: int, microbatches: int, repeats: int) 
 def plain_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor
 ) -> None:
-    """What the engine does on one rank, by hand: one sequence a microbatch, the gradient's norm."""
+    """A step without the engine: microbatches of one sequence, the gradient norm, the optimizer."""
     optimizer.zero_grad()
     total = torch.zeros((), device=DEVICE)
     for x, y in zip(inputs[:, None], targets[:, None], strict=True):
@@ -146,13 +146,13 @@ def main() -> int:
 
 def _main() -> int:
     parser = CommandParser(
-        description="What the engine costs on one device (a GPU where there is one), side by side "
-        "with a plain loop: medians of ratios, printed and written as JSON.",
+        description="Measure the engine's overhead over a plain loop on one device (a GPU if there "
+        "is one); medians of ratios are printed and written as JSON.",
         epilog="example: python -m benchmarks.studies.engine_overhead --out /tmp/overhead.json",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON")
     parser.add_argument("--repeats", type=int, default=15, help="ratios (%(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     store = dist.HashStore()  # type: ignore[attr-defined]

@@ -1,10 +1,11 @@
-"""Fit the cost model's constants on published measurements and print them; writes nothing.
+"""Fits the cost model's constants to published measurements and prints them; it writes nothing.
 
-One set of constants a device, and a few of programs (``zeropp/programs``); none of a
-row. Least squares on the logarithm of predicted over measured throughput with a soft L1
-loss, on at most ``--rows`` rows of each table whose rows say ``role=fitted``, by a fixed seed; weak
-priors hold constants that the data do not tell. Rounded results go into ``conf/cluster`` and
-``zeropp/programs`` by hand. Takes some minutes.
+There is one set of constants per device, and a few constants belong to programs
+(``zeropp/programs``); none belongs to a single row. The fit is least squares on the logarithm of
+predicted over measured throughput, with a soft L1 loss, on at most ``--rows`` rows, drawn with a
+fixed seed, of each table whose rows have ``role=fitted``. Weak priors hold constants that the data
+do not determine. The rounded results are copied into ``conf/cluster`` and ``zeropp/programs`` by
+hand. It takes some minutes.
 
     python -m benchmarks.studies.fit_constants [--rows 120]
 """
@@ -30,8 +31,8 @@ from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
 
 @dataclass(frozen=True)
 class Constant:
-    """A field of the device (``of`` is its name) or of the program (``of`` is its name), with a
-    physical prior and the prior's width in logarithms."""
+    """A field of the device or program with the name ``of``, its physical prior, and the width of
+    the prior in logarithms."""
 
     of: str
     field: str
@@ -60,13 +61,13 @@ CONSTANTS = (
 
 @dataclass(frozen=True)
 class Sample:
-    """One row, understood once."""
+    """One published row and the case that it describes."""
 
     row: PublishedRow
     case: Case
 
     def log_error(self, values: Sequence[float]) -> float:
-        """Logarithm of predicted over measured with these constants."""
+        """The logarithm of predicted over measured throughput with these constants."""
         device, program = self.case.cluster.device, self.case.program
         for constant, value in zip(CONSTANTS, values, strict=True):
             if constant.of == device.name:
@@ -79,7 +80,7 @@ class Sample:
 
 
 def samples(rows: int) -> list[Sample]:
-    """Rows of throughput of the fitted sources."""
+    """Throughput rows of the sources that take part in the fit, at most ``rows`` per table."""
     found = []
     for table in training_tables():
         understood = []
@@ -98,7 +99,7 @@ def samples(rows: int) -> list[Sample]:
 
 
 def fit(chosen: Sequence[Sample]) -> Sequence[float]:
-    """The constants, in the order of ``CONSTANTS``."""
+    """The fitted constants, in the order of ``CONSTANTS``."""
     priors = np.log([c.prior for c in CONSTANTS])
     widths = np.array([c.width for c in CONSTANTS])
 
@@ -124,7 +125,7 @@ def _main() -> int:
         "Writes nothing; takes some minutes.",
         epilog="example: python -m benchmarks.studies.fit_constants --rows 20",
     )
-    parser.add_argument("--rows", type=int, default=120, help="of each source (%(default)s)")
+    parser.add_argument("--rows", type=int, default=120, help="rows per source (%(default)s)")
     chosen = samples(parser.parse_args().rows)
     print(f"{len(chosen)} rows")
     for constant, value in zip(CONSTANTS, fit(chosen), strict=True):

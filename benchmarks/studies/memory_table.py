@@ -1,5 +1,5 @@
-"""Write results/reference/memory/traced_vs_simulated.csv: the cost model's memory beside the real
-code's.
+"""Writes results/reference/memory/traced_vs_simulated.csv, which compares the cost model's memory
+with that of the real code.
 
 Every plan's first, middle and last pipeline rank is traced (``traced_ranks``) and priced.
 Needs no GPU and no peers; about a quarter of an hour on two cores. Plans that the file has are
@@ -38,13 +38,13 @@ from zeropp.sim.memory_curve import peak_memory
 from zeropp.training import OptimizerConfig
 
 OUT = Path("results/reference/memory/traced_vs_simulated.csv")
-REAL = ("deepspeed_3d",)  # fake tensors stop it; real ones are computed with, so models are small
+REAL = ("deepspeed_3d",)  # traced with real tensors and small models, as it fails with fake ones
 
 
 @dataclass(frozen=True)
 class Case:
-    """One plan. ``options`` are a contender's knobs as on the command line; degrees and chunks that
-    are not named are 1."""
+    """One plan to trace. ``options`` are a contender's knobs as on the command line; degrees and
+    chunks that are not given are 1."""
 
     contender: str
     model: str
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def knobs(self) -> Knobs:
-        """The options with their values."""
+        """The contender's knobs with these options."""
         chosen = OmegaConf.to_container(OmegaConf.from_dotlist(self.options.split()))
         assert isinstance(chosen, dict)
         known = CONTENDERS[self.contender].knobs.__dataclass_fields__
@@ -64,12 +64,12 @@ class Case:
 
     @property
     def text(self) -> str:
-        """The plan in words."""
+        """The plan as text, which identifies its rows in the file."""
         sizes = f"b={self.microbatch_size} m={self.num_microbatches} {self.precision}"
         return f"{self.options} {sizes}"
 
     def plan(self) -> Plan:
-        """The contender's own plan."""
+        """The plan that the contender's planner makes."""
         knobs = self.knobs
         degrees = asked_degrees(knobs)
         world = prod(int(degree) for degree in degrees.values())
@@ -157,7 +157,7 @@ def trace(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def price(case: Case, row: dict[str, Any]) -> dict[str, Any]:
-    """The row with what the cost model says."""
+    """A traced row with the cost model's numbers added."""
     plan = case.plan()
     memory = peak_memory(plan, price_plan(plan, preset("cluster", "a800", Cluster)))
     simulated = _gib("simulated", memory[int(row["pipeline_rank"])])
@@ -173,7 +173,7 @@ def _gib(prefix: str, memory: MemoryBytes) -> dict[str, str]:
 
 
 def read(path: Path) -> dict[tuple[str, ...], list[dict[str, Any]]]:
-    """Traced rows of a file by plan; none where there is no file."""
+    """The traced rows of a file, by plan; none if there is no file."""
     traced: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     if path.exists():
         for row in csv.DictReader(path.read_text().splitlines()):
@@ -182,7 +182,8 @@ def read(path: Path) -> dict[tuple[str, ...], list[dict[str, Any]]]:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """All rows; called after every plan, so that an interrupted run has what it found."""
+    """Write all rows. It is called after every plan, so that an interrupted run keeps its
+    results."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -197,11 +198,14 @@ def main() -> int:
 
 def _main() -> int:
     parser = CommandParser(
-        description="The cost model's memory beside that of the real code, traced without a GPU: "
-        "a CSV. Plans that the file has are priced again, others traced; a quarter of an hour.",
+        description="Compare the cost model's memory with that of the real code, traced without a "
+        "GPU, and write a CSV. Plans in the file are priced again, others are traced, too; this "
+        "takes a quarter of an hour.",
         epilog="example: python -m benchmarks.studies.memory_table /tmp/memory.csv",
     )
-    parser.add_argument("out", nargs="?", type=Path, default=OUT, help="the CSV (the reference's)")
+    parser.add_argument(
+        "out", nargs="?", type=Path, default=OUT, help="the CSV (the committed one)"
+    )
     out = parser.parse_args().out
     traced, rows = read(out), list[dict[str, Any]]()
     missing = sum((c.contender, c.model, c.text) not in traced for c in CASES)

@@ -1,8 +1,8 @@
-"""How fast plans are priced: plans per minute and core, and where the time goes.
+"""Measures how fast plans are priced: plans per minute and core, and the share of every phase.
 
-Plans of 64 GPUs, spread evenly over everything that the tuner may try for one model: each is
-sized, priced, put in order, simulated, and gives its Timeline. Processor time, so that a busy
-machine changes little; each core takes an equal part of the plans.
+The plans are for 64 GPUs and evenly spread over everything that the tuner may try for one model.
+Each is sized, priced, ordered, simulated, and its Timeline is made. Times are processor times, so
+that other work on the machine changes little; each core takes an equal part of the plans.
 
     python -m benchmarks.studies.pricing_speed --plans 5000 --cores 2
 """
@@ -38,9 +38,9 @@ PHASES = ("size", "price", "order", "simulate", "timeline")
 
 
 def task(model: str, cluster: str) -> Task:
-    """64 GPUs, four sequences per GPU and step."""
+    """A task of 64 GPUs with four sequences per GPU and step."""
     shape, machine = preset("model", model, ModelShape), preset("cluster", cluster, Cluster)
-    return Task(shape, machine, 64, 256)
+    return Task(shape=shape, cluster=machine, num_gpus=64, global_batch=256)
 
 
 def everything(what: Task) -> Iterator[Found]:
@@ -58,7 +58,8 @@ def everything(what: Task) -> Iterator[Found]:
 
 
 def priced(what: Task, found: Found, spent: Counter[str]) -> bool:
-    """Price one candidate and add the seconds of every phase; False where it is infeasible."""
+    """Price one candidate and add the seconds of every phase to ``spent``; returns False if it is
+    infeasible."""
     contender, candidate = found
     clock = [process_time()]
     try:
@@ -80,7 +81,7 @@ def priced(what: Task, found: Found, spent: Counter[str]) -> bool:
 
 
 def part(job: tuple[str, str, int, int, int]) -> tuple[int, Counter[str]]:
-    """One core's part: how many plans were priced, and the seconds of every phase."""
+    """One core's part of the plans: (how many were priced, the seconds of every phase)."""
     model, cluster, plans, cores, core = job
     what = task(model, cluster)
     count = sum(1 for _ in everything(what))

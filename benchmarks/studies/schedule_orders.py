@@ -1,10 +1,10 @@
-"""Write results/reference/schedule_orders.json: how ZeroPP's orders do over many sizes.
+"""Writes results/reference/schedule_orders.json: how good ZeroPP's orders are over many sizes.
 
-``bound``: equal durations, every P up to a largest, V from 1 to 4, U from P to 2P, one to four
-whole units and every rest; how many take longer than ``1 + (P-1)/(3 m V)`` times the ideal.
-``durations``: random plans of two models on the suite's clusters, the order planned with the cost
-model's durations beside that for equal ones, both simulated; gain is old over new step - 1.
-A minute on two cores.
+``bound``: with equal durations, for every P up to a largest one, V from 1 to 4, U from P to 2P, one
+to four whole units and every remainder: how many steps take longer than ``1 + (P-1)/(3 m V)`` times
+the ideal. ``durations``: for random plans of two models on the suite's clusters, the simulated step
+of the order for equal durations divided by that of the order for the cost model's durations, minus
+1. It takes a minute on two cores.
 
     python -m benchmarks.studies.schedule_orders --ranks 11 --plans 150
 """
@@ -46,7 +46,7 @@ Size = tuple[int, int, int, int]  # P, V, U, m
 
 
 def sizes(largest: int) -> Iterator[Size]:
-    """All of them."""
+    """All sizes up to ``largest`` pipeline ranks."""
     for ranks in range(2, largest + 1):
         for chunks in range(1, 5):
             for unit in range(ranks, 2 * ranks + 1):
@@ -55,7 +55,7 @@ def sizes(largest: int) -> Iterator[Size]:
 
 
 def over_bound(size: Size) -> float:
-    """Step over the bound of one size."""
+    """The step time of one size, divided by the bound."""
     ranks, chunks, unit, m = size
     order = build("zeropp", num_ranks=ranks, chunks=chunks, num_microbatches=m, unit=unit)
     bound = 1 + (ranks - 1) / (3 * m * chunks)
@@ -63,14 +63,15 @@ def over_bound(size: Size) -> float:
 
 
 def gain(seed: int) -> float | None:
-    """Of planning with durations, on one random plan; None where it is none."""
+    """What planning with durations gains on one random plan, as a share of the step; None if the
+    plan is infeasible."""
     draw = random.Random(seed)
     model = preset("model", draw.choice(("gpt_14_6b", "llama_8b")), ModelShape)
     cluster = preset("cluster", draw.choice(("a100", "a800", "h100", "h200")), Cluster)
     pp, chunks = draw.choice((2, 4, 8, 16)), draw.choice((1, 2, 4))
     m = draw.randint(pp, 6 * pp)
     knobs = ZeroppKnobs(pp=pp, shard=64 // pp, chunks=chunks, unit=draw.randint(pp, m))
-    task = Task(model, cluster, 64, m * 64 // pp)
+    task = Task(shape=model, cluster=cluster, num_gpus=64, global_batch=m * 64 // pp)
     try:
         plan = ZEROPP.plan(task, Candidate(knobs, 1))
     except InfeasibleError:
@@ -87,10 +88,11 @@ def main() -> int:
 
 def _main() -> int:
     parser = CommandParser(
-        description="How ZeroPP's orders do over many sizes, at equal and at real durations: JSON.",
+        description="Test ZeroPP's orders over many sizes, with equal and with predicted "
+        "durations, and write a JSON file.",
         epilog="example: python -m benchmarks.studies.schedule_orders --out orders.json --ranks 4",
     )
-    parser.add_argument("--out", type=Path, default=OUT, help="the JSON (%(default)s)")
+    parser.add_argument("--out", type=Path, default=OUT, help="the JSON file (%(default)s)")
     parser.add_argument("--ranks", type=int, default=11, help="largest P (%(default)s)")
     parser.add_argument("--plans", type=int, default=150, help="random plans (%(default)s)")
     options = parser.parse_args()

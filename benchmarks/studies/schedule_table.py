@@ -1,9 +1,9 @@
-"""Write results/reference/schedules.csv: ZeroPP's schedule beside torch's own.
+"""Writes results/reference/schedules.csv, which compares ZeroPP's schedule with torch's own.
 
-Torch's orders are read out of ``torch.distributed.pipelining.schedules`` (compute order, and its
-own lowering for the gathers), ours come from ``zeropp.schedule``. All are priced by our event
-loop at F=I=W=1 without communication, a full backward at I+W; an overlapped forward and backward
-pair of DualPipeV is priced as the one after the other. Needs no process group.
+Torch's orders are read from ``torch.distributed.pipelining.schedules`` (the order of compute, and
+torch's own lowering for the gathers), ours come from ``zeropp.schedule``. Our event loop prices all
+of them with F = I = W = 1, a full backward as I + W, and no communication. A forward and a backward
+that DualPipeV overlaps are priced one after the other. It needs no process group.
 
     python -m benchmarks.studies.schedule_table [results/reference/schedules.csv]
 """
@@ -41,14 +41,14 @@ PEERS = (
     ("ScheduleZBVZeroBubble", (2,)),
     ("ScheduleDualPipeV", (2,)),
 )
-TORCH_KEEPS = 3  # chunks that torch's lowering keeps gathered at once
+TORCH_KEEPS = 3  # chunks that torch's lowering keeps gathered at a time
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
 def torch_schedule(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> Schedule:
-    """Torch's order, lowered by torch for gathers; its transfers are left out.
+    """Torch's order with the gathers of torch's lowering, but without transfers.
 
-    Raises ValueError where torch has no order for these sizes.
+    Raises ValueError if torch has no order for these sizes.
     """
     count = num_ranks * chunks
     held = (0, count - 1) if name in V_SHAPED else range(0, count, num_ranks)
@@ -64,11 +64,17 @@ def torch_schedule(name: str, num_ranks: int, chunks: int, num_microbatches: int
         for rank in range(num_ranks)
     )
     stage_rank = tuple(source.stage_index_to_group_rank[s] for s in range(count))
-    return Schedule(name, num_microbatches, num_microbatches, stage_rank, programs)
+    return Schedule(
+        name=name,
+        num_microbatches=num_microbatches,
+        unit=num_microbatches,
+        stage_rank=stage_rank,
+        programs=programs,
+    )
 
 
 def measure(schedule: Schedule) -> dict[str, Any]:
-    """One row's figures: the worst rank of each."""
+    """The numbers of one row, each that of its worst rank."""
     ranks = range(schedule.num_ranks)
     chunks = schedule.num_stages // schedule.num_ranks
     result = run(schedule, [StageCost()] * schedule.num_stages)
@@ -86,7 +92,7 @@ def measure(schedule: Schedule) -> dict[str, Any]:
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """All rows, sizes first; a peer without an order for a size is left out."""
+    """All rows, size by size; torch's schedules without an order for a size are left out."""
     for num_ranks, factor in product(RANKS, MICROBATCHES_PER_RANK):
         m = num_ranks * factor
         lean = lean_rows(num_ranks, m) if factor in LEAN_MICROBATCHES_PER_RANK else ()
@@ -95,7 +101,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def peer_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
-    """Torch's schedules."""
+    """The rows of torch's schedules."""
     for name, options in PEERS:
         for chunks in options:
             if name == "ScheduleDualPipeV" and m < 2 * num_ranks:
@@ -105,7 +111,7 @@ def peer_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
 
 
 def unit_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
-    """ZeroPP in units, within the activations of one unit."""
+    """The rows of ZeroPP with units, with a cap of the activations of one unit."""
     for chunks in (2, 4):
         for unit in sorted({num_ranks, min(2 * num_ranks, m)}):
             for keep in (0, min(TORCH_KEEPS, chunks)):
@@ -116,8 +122,8 @@ def unit_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
 
 
 def lean_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
-    """ZeroPP within half and a third of 1F1B's activations: stages on a V, and, where a unit of
-    at least two microbatches can turn round within so much, as a loop."""
+    """The rows of ZeroPP within half and a third of 1F1B's activations: with stages on a V and,
+    where the cap allows units of at least two microbatches, with stages in a loop."""
     for share, options in LEAN.items():
         for chunks in options:
             cap = int(share * num_ranks * chunks)
@@ -140,7 +146,7 @@ def lean_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
 
 
 def lean_schedule(num_ranks: int, chunks: int, num_microbatches: int, cap: int) -> Schedule:
-    """ZeroPP on a V, within ``cap`` live chunk-activations per rank."""
+    """ZeroPP on a V, with at most ``cap`` chunk-activations per rank at a time."""
     compute = build(
         "zeropp",
         num_ranks=num_ranks,
@@ -155,7 +161,7 @@ def lean_schedule(num_ranks: int, chunks: int, num_microbatches: int, cap: int) 
 def zeropp_schedule(
     num_ranks: int, chunks: int, num_microbatches: int, unit: int, keep: int
 ) -> Schedule:
-    """ZeroPP with the default cap of U*V, gathers one window ahead."""
+    """ZeroPP with the default cap of U*V, where each gather starts one use ahead."""
     compute = build(
         "zeropp", num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches, unit=unit
     )
@@ -168,10 +174,10 @@ def main() -> int:
 
 
 def _main() -> int:
-    logging.disable(logging.WARNING)  # torch warns that it drops ZBV's surplus microbatches
+    logging.disable(logging.WARNING)  # torch warns about microbatches that ZBV drops
     parser = CommandParser(
-        description="ZeroPP's schedule beside torch's own, in steps over the ideal, activations "
-        "and gathers: a CSV.",
+        description="Compare ZeroPP's schedule with torch's own in step time over the ideal, "
+        "activations and gathers, and write a CSV.",
         epilog="example: python -m benchmarks.studies.schedule_table /tmp/schedules.csv",
     )
     default = Path("results/reference/schedules.csv")

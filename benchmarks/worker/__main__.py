@@ -37,8 +37,8 @@ from benchmarks.worker.memory_meter import MemoryMeter
 from zeropp.plan import Plan
 from zeropp.training import Trainer
 
-# What has caught up when a span begins and when it ends, the same for every contender: on a GPU the
-# stream that computes (transfers that were posted early may still be on their way).
+# What is waited for before the clock is read at a span's start and end, for every contender alike:
+# on a GPU the compute stream, because transfers that were posted early may not have ended.
 SPAN_CLOCK = {"cuda": "compute stream", "cpu": "host"}
 EXIT_GATE = 3
 EXIT_OOM = 4
@@ -46,9 +46,9 @@ EXIT_SIGNAL = 5
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Entry of every rank, with the words of its command line (default: this process's).
+    """Run one rank with the words of a command line (default: this process's).
 
-    The exit status is 0 only where everything was measured.
+    The exit status is 0 only if everything was measured.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("spec", type=Path)
@@ -84,7 +84,15 @@ def _run(spec: RunSpec, events: EventWriter) -> int:
     plan = spec.plan()
     meter = MemoryMeter(device)
     trainer = contender.build(plan, spec.optimizer, device, spec.seed)
-    attempt = _Attempt(spec, plan, trainer, batches, device, events, meter)
+    attempt = _Attempt(
+        spec=spec,
+        plan=plan,
+        trainer=trainer,
+        batches=batches,
+        device=device,
+        events=events,
+        meter=meter,
+    )
     attempt.measure()
     events.write("memory", **meter.peaks())
     events.write("counters", **trainer.counters())
@@ -92,14 +100,14 @@ def _run(spec: RunSpec, events: EventWriter) -> int:
         attempt.record_step()
     events.write("done")
     dist.barrier()
-    # Everything is on disk. Taking the groups down while peers leave may abort a rank (gloo).
+    # Everything is on disk. With gloo, destroying the groups while peers exit could abort a rank.
     sys.stdout.flush()
     os._exit(0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Attempt:
-    """What this rank trains, and where it writes what it sees."""
+    """What this rank trains, and where it writes its measurements."""
 
     spec: RunSpec
     plan: Plan
@@ -130,7 +138,7 @@ class _Attempt:
             print(step_line(recorded, event), flush=True)
 
     def record_step(self) -> None:
-        """One more step with its spans; recording may cost time, so it is never a timed one."""
+        """Run one more step and record its spans, which may cost time, so it is not a timed one."""
         layout, trainer = self.plan.layout, self.trainer
         index = self.spec.measure.warmup_steps + self.spec.measure.steps
         trainer.record_spans(True)
@@ -151,10 +159,10 @@ def _open_world(spec: RunSpec) -> torch.device:
         device = torch.device("cpu")
         dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timeout)
     else:
-        # A kernel that is loaded on first use would wait for receives that are posted early.
+        # By default a kernel is loaded on its first use, which would wait for early receives.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-        # Of 8 hardware queues, CUDA's default, two streams could share one, and a send stand behind
-        # a receive that waits for its sender.
+        # With CUDA's default of 8 hardware queues two streams may share a queue, in which a send
+        # could wait for a receive that waits for its own sender.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -171,10 +179,10 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _leave_on_signal(events: EventWriter) -> None:
-    """On SIGTERM or SIGUSR1 (preemption, time limit): say so and leave at once.
+    """On SIGTERM or SIGUSR1 (preemption, time limit), write an event and exit at once.
 
-    Every finished step is on disk already. A thread waits for the signal, because a handler
-    would not run while the main thread sits in a collective.
+    Every finished step is already on disk. A thread waits for the signal, because a handler does
+    not run while the main thread is in a collective.
     """
     caught = {signal.SIGTERM, signal.SIGUSR1}
     signal.pthread_sigmask(signal.SIG_BLOCK, caught)

@@ -1,4 +1,4 @@
-"""What the gate expects: the outcome of one process, and what rounding alone does to it."""
+"""What the gate expects: the results of one process, and how much rounding changes them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from zeropp.model import build_model
 from zeropp.training import OptimizerConfig
 
 STEPS = 3
-_FIRST_DECREASE = 0.1  # of the loss, by the first step of SGD, to first order
+_FIRST_DECREASE = 0.1  # the share of the loss that the first SGD step removes, to first order
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What one process does with an optimizer; equal on every rank, but for ``updates``.
+    """What one process does with an optimizer. It is equal on all ranks except for ``updates``.
 
-    ``losses`` and ``grad_norms``: fp64 [steps]; ``update_norms``: fp64 [steps, parameters], in the
+    ``losses`` and ``grad_norms``: fp64 [steps]. ``update_norms``: fp64 [steps, parameters], in the
     order of ``shapes``. ``loss_rounding``, ``grad_norm_rounding`` (numbers) and ``update_rounding``
-    (fp64 [parameters]): what rounding does to them, relative to them, the largest of all steps.
-    ``updates``: the update of each step by name, on rank 0 alone.
+    (fp64 [parameters]): the largest relative change of them by rounding in any step.
+    ``total_rounding``: that of the update of all parameters together. ``updates``: the update of
+    every parameter by name, one mapping per step, on rank 0 only.
     """
 
     optimizer: OptimizerConfig
@@ -43,7 +44,8 @@ class Expected:
 
 
 def sgd_for(spec: RunSpec, batches: BatchSource, device: torch.device) -> OptimizerConfig:
-    """Plain SGD whose first step should lower the loss by a tenth. Collective."""
+    """Plain SGD with a learning rate whose first step should lower the loss by a tenth. All ranks
+    must call it."""
     rate = torch.zeros((), dtype=torch.float64, device=device)
     if dist.get_rank() == 0:
         alone = OneProcess(spec, batches, device, ROUNDED[spec.precision])
@@ -56,8 +58,8 @@ def sgd_for(spec: RunSpec, batches: BatchSource, device: torch.device) -> Optimi
 def expect(
     spec: RunSpec, batches: BatchSource, device: torch.device, optimizer: OptimizerConfig
 ) -> Expected:
-    """Rank 0 trains the whole model alone with an optimizer, in both kinds of types; the outcome is
-    broadcast. Collective."""
+    """Let rank 0 train the whole model alone, with the types of the run and with wider ones, and
+    broadcast the results. All ranks must call it."""
     named = build_model(spec.model, 0, "meta").named_parameters()
     shapes = {name: parameter.shape for name, parameter in named}
     table = torch.zeros(STEPS, 6 + 2 * len(shapes), dtype=torch.float64, device=device)
@@ -73,22 +75,22 @@ def expect(
     sizes, roundings = table.cpu().chunk(2, dim=1)
     relative = (roundings / sizes).nan_to_num(nan=0.0).max(dim=0).values
     return Expected(
-        optimizer,
-        shapes,
-        sizes[:, 0],
-        sizes[:, 1],
-        sizes[:, 3:],
-        float(relative[0]),
-        float(relative[1]),
-        relative[3:],
-        float(relative[2]),
-        updates,
+        optimizer=optimizer,
+        shapes=shapes,
+        losses=sizes[:, 0],
+        grad_norms=sizes[:, 1],
+        update_norms=sizes[:, 3:],
+        loss_rounding=float(relative[0]),
+        grad_norm_rounding=float(relative[1]),
+        update_rounding=relative[3:],
+        total_rounding=float(relative[2]),
+        updates=updates,
     )
 
 
 def _tabulate(exact: Trajectory, rounded: Trajectory, names: Sequence[str]) -> Tensor:
-    """One row per step: loss, gradient norm, norm of the whole update and of each parameter's; then
-    by how much the rounded run differs in each of these."""
+    """One row per step: loss, gradient norm, norm of the whole update and of each parameter's
+    update, and then the difference of the rounded run in each of these."""
     rows = []
     for step in range(STEPS):
         wide, narrow = exact.updates[step], rounded.updates[step]
@@ -102,5 +104,5 @@ def _tabulate(exact: Trajectory, rounded: Trajectory, names: Sequence[str]) -> T
 
 
 def norm_of(values: Tensor) -> float:
-    """L2 norm, summed in fp64."""
+    """The L2 norm, summed in fp64."""
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))

@@ -1,40 +1,42 @@
-"""The correctness gate: three steps of a configuration against one process on the same batches.
+"""The correctness gate: compares three steps of a configuration with the same steps of one process.
 
 What is compared
-    Plain SGD first, without clipping or weight decay: a step then changes every parameter by its
-    gradient times the learning rate, so that ``full_parameters`` before and after a step shows
-    every gradient of whatever contender, and a wrong scale cannot hide (Adam's first step is the
-    gradient's sign). Each rank compares each parameter that it holds, in each of three steps, and
-    the loss and the gradient norm with it: what is wrong from the second step on (gradients that
-    are not zeroed, an optimizer that idles) shows, too.
-    Then the run's own optimizer: loss, gradient norm, and the update over all parameters together.
-    Its parameters are not compared one by one, because Adam turns an element round whose gradient
-    is near zero.
+    First, steps with plain SGD, without clipping and weight decay. Such a step changes every
+    parameter by its gradient times the learning rate, so that ``full_parameters`` before and after
+    a step shows every gradient of any contender, and a wrong scale is seen (with Adam it would not
+    be, as its first step depends on the sign of the gradient only). In each of three steps, every
+    rank compares the loss, the gradient norm and every parameter that it holds. So mistakes that
+    begin with the second step (gradients that are not zeroed, an optimizer that does nothing) are
+    seen, too.
+    Then, steps with the run's own optimizer: the loss, the gradient norm, and the update of all
+    parameters together. Parameters are not compared one by one, because rounding can change the
+    sign of Adam's update where a gradient is near zero.
 
 The initial weights
-    They are drawn with standard deviation 1/sqrt(hidden). With GPT-2's 0.02 the attention of a
-    narrow model is numb, and rounding would hide the gradients of its queries and keys.
+    They are drawn with standard deviation 1/sqrt(hidden). With GPT-2's 0.02 the attention scores of
+    a narrow model are nearly equal, and rounding would hide the gradients of queries and keys.
 
 The learning rate
-    It is chosen so that the first step should lower the loss by a tenth: lr * |gradient|^2 =
-    loss / 10. So the model moves enough for a stale copy of a parameter to show in the next step.
+    It is chosen such that the first step should lower the loss by a tenth: lr * |gradient|^2 =
+    loss / 10. So the model changes enough that a stale copy of a parameter is seen in the next
+    step.
 
 Limits
-    One process is trained twice: in the types of the run, and in the next wider ones (fp64 for an
-    fp32 run, fp32 for a bf16 run). By how far the two differ is what rounding does to a quantity.
-    A contender rounds as much, in another order, and may differ from the wider run by
+    One process is trained twice: with the types of the run, and with the next wider ones (fp64 for
+    an fp32 run, fp32 for a bf16 run). The difference of the two is what rounding does to a
+    quantity. A contender rounds as much, in another order, and may differ from the wider run by
 
         gate_tolerance * |quantity| + 8 * max(what rounding does, u * |quantity|)
 
     where u is the unit roundoff of the run's compute type (2^-24 in fp32, 2^-9 in bf16), and what
     rounding does to a quantity is the largest of the three steps, relative to the quantity. A
     quantity of a parameter is the L2 norm of its update in one step.
-    The true gradient of a key's bias is zero, because the softmax takes no notice of what is added
-    to all scores alike: rounding is then larger than the update itself, and nothing can be said.
+    The true gradient of a key's bias is zero, because the softmax does not change if a number is
+    added to all scores: rounding is then larger than the update, and nothing can be compared.
     ``not_compared`` names the kinds of parameter whose limit is above half of the update.
 
-Models too large for one process are gated at a reduced size with the same layout, schedule and
-microbatches: what the gate checks is the wiring, and that does not depend on widths.
+Models that are too large for one process are compared at a reduced width, with the same layout,
+schedule and microbatches: the gate finds mistakes in parallelism, which do not depend on widths.
 """
 
 from __future__ import annotations
@@ -60,14 +62,15 @@ from zeropp.tune.contender import Contender
 _MAX_PARAMETERS = 100_000_000
 _ROUNDINGS = 8
 _UNIT_ROUNDOFF: dict[Precision, float] = {"fp32": 2.0**-24, "bf16": 2.0**-9}
-_MOST = 1e12  # stands for an infinite error or limit, which JSON does not know
-_BLIND = 0.5  # a limit above this share of an update says little about it
+_MOST = 1e12  # is written for an infinite error or limit, which JSON cannot express
+_BLIND = 0.5  # an update whose limit is a larger share of it counts as not compared
 
 
 def run_gate(
     spec: RunSpec, contender: Contender[Any], batches: BatchSource, device: torch.device
 ) -> dict[str, Any]:
-    """Train both ways and return the fields of a GateResult, equal on every rank. Collective."""
+    """Train the contender and one process, and return the fields of a GateResult, which are equal
+    on all ranks. All ranks must call it."""
     small, source, left_out = gated_spec(spec, contender, batches)
     plan = small.plan()
     pairs = []
@@ -86,7 +89,7 @@ def run_gate(
 def gated_spec(
     spec: RunSpec, contender: Contender[Any], batches: BatchSource
 ) -> tuple[RunSpec, BatchSource, list[str]]:
-    """The spec and the batches that the gate trains on, and what that leaves out, in words."""
+    """(the spec that the gate trains, its batches, sentences on what is not compared)."""
     shape, left_out = gate_shape(spec.model), []
     if shape.dropout and not contender.reproduces_dropout:
         shape = replace(shape, dropout=0.0)
@@ -95,7 +98,8 @@ def gated_spec(
 
 
 def gate_shape(shape: ModelShape) -> ModelShape:
-    """The shape itself, or a narrow one of the same family, depth and head counts."""
+    """The shape itself or, if it is too large, a narrow one with the same family, depth and
+    numbers of heads."""
     if parameter_count(shape) <= _MAX_PARAMETERS:
         return shape
     hidden = shape.heads * 8
@@ -109,7 +113,7 @@ def gate_shape(shape: ModelShape) -> ModelShape:
 
 
 def gate_result(spec: RunSpec, checks: Sequence[GateCheck], left_out: Sequence[str]) -> GateResult:
-    """The result of all checks, those of plain SGD first."""
+    """The result of all checks, in which those with plain SGD come first."""
     by_name = {check.kind: check for check in reversed(checks)}
     blind = [check.kind for check in checks if check.limit > _BLIND]
     seen = [check.error for check in checks if check.worst and check.kind not in blind]
@@ -126,8 +130,8 @@ def gate_result(spec: RunSpec, checks: Sequence[GateCheck], left_out: Sequence[s
 
 
 def sgd_checks(spec: RunSpec, expected: Expected, observed: Observed) -> list[GateCheck]:
-    """Of the steps with plain SGD: loss, gradient norm and all parameters together, and then, for
-    each kind of parameter (its name without the piece's number), the worst parameter and step."""
+    """The checks of the steps with plain SGD: loss, gradient norm, all parameters together, and for
+    each kind of parameter (its name without the piece's number) the worst parameter and step."""
     rounding = _Rounding.of(spec)
     kinds: dict[str, list[GateCheck]] = {}
     for index, name in enumerate(expected.shapes):
@@ -152,13 +156,13 @@ def total_checks(spec: RunSpec, expected: Expected, observed: Observed) -> Itera
 
 
 def worst_check(checks: Sequence[GateCheck]) -> GateCheck:
-    """The one that is nearest to its limit, or furthest beyond."""
+    """The check with the largest error in relation to its limit."""
     return max(checks, key=lambda check: check.error / check.limit)
 
 
 @dataclass(frozen=True)
 class _Rounding:
-    """How far apart two numbers may be; see the top of this file."""
+    """How far apart two numbers may be; the module's docstring has the formula."""
 
     tolerance: float
     unit: float
@@ -168,11 +172,11 @@ class _Rounding:
         return cls(spec.measure.gate_tolerance, _UNIT_ROUNDOFF[spec.precision])
 
     def limit(self, measured: float) -> float:
-        """Relative to the number, where rounding was seen to change it by ``measured``."""
+        """The relative limit of a number that rounding was seen to change by ``measured``."""
         return self.tolerance + _ROUNDINGS * max(measured, self.unit)
 
 
 def _worst_step(kind: str, errors: Tensor, limit: float, parameter: str = "") -> GateCheck:
     step = int(errors.argmax())
     error, limit = (min(number, _MOST) for number in (float(errors[step]), limit))
-    return GateCheck(kind, parameter, step + 1, error, limit)
+    return GateCheck(kind=kind, worst=parameter, step=step + 1, error=error, limit=limit)

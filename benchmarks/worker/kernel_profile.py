@@ -1,8 +1,8 @@
 """What a GPU did in one step, from the trace that torch's profiler writes (Chrome format).
 
 Every action of a program is a profiler range on the host. A kernel belongs to the action in whose
-range it was launched, from whatever thread: autograd launches backward kernels from its own, while
-the range's thread waits. Times are in seconds from the first kernel.
+range it was launched, from any thread: autograd launches the kernels of a backward from a thread of
+its own while the thread of the range waits. Times are in seconds since the first kernel.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _TORCH_PIPELINE = "PP:"  # torch.distributed.pipelining's ranges are named PP:0F
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One kernel, copy or fill on a stream; ``launched_s`` is when the host was done launching."""
+    """One kernel, copy or fill on a stream; ``launched_s`` is when the host had launched it."""
 
     stream: int
     launched_s: float
@@ -40,11 +40,11 @@ class Kernel:
 class StepKernels:
     """Sums over one step, in seconds.
 
-    ``compute_s``: compute actions on the compute stream, each from its first kernel's start to its
-    last one's end; ``kernels_s``: those kernels alone. ``host_bound_s``: time in which the compute
-    stream stood still because its next kernel had not been launched. ``gather_s``: time in which
-    gathers ran on other streams; ``gather_beside_compute_s``: the part of it in which a kernel ran
-    on the compute stream, too.
+    ``compute_s``: the time of compute actions on the compute stream, each from the start of its
+    first kernel to the end of its last. ``kernels_s``: the time of those kernels only.
+    ``host_bound_s``: the time in which the compute stream was idle because its next kernel had not
+    been launched. ``gather_s``: the time in which gathers ran on other streams.
+    ``gather_beside_compute_s``: the part of that in which a kernel ran on the compute stream, too.
     """
 
     step_s: float
@@ -56,7 +56,7 @@ class StepKernels:
 
     @property
     def compute_over_kernels(self) -> float:
-        """Compute time over the sum of its kernels: 1 where kernels follow without a gap."""
+        """Compute time divided by the sum of its kernels; 1 if there are no gaps between them."""
         return self.compute_s / self.kernels_s
 
 
@@ -67,7 +67,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def kernels_of(events: Iterable[dict[str, Any]]) -> list[Kernel]:
-    """Kernels that a program's actions launched, in the order of their starts."""
+    """The kernels that actions of a program launched, sorted by their starts."""
     whole = [event for event in events if event.get("ph") == "X"]
     ranges = sorted(_ranges(whole), key=lambda found: found[0])
     begins = [begin for begin, _, _ in ranges]
@@ -83,11 +83,19 @@ def kernels_of(events: Iterable[dict[str, Any]]) -> list[Kernel]:
         launch = launches.get(event["args"].get("correlation"))
         place = bisect_right(begins, launch["ts"]) - 1 if launch is not None else -1
         if launch is None or place < 0 or launch["ts"] > ranges[place][1]:
-            continue  # launched outside of any action
+            continue  # no action launched it
         start, launched = event["ts"], launch["ts"] + launch["dur"]
         end, action = start + event["dur"], ranges[place][2]
         stream = event["args"]["stream"]
-        kernels.append(Kernel(stream, launched / 1e6, start / 1e6, end / 1e6, action))
+        kernels.append(
+            Kernel(
+                stream=stream,
+                launched_s=launched / 1e6,
+                start_s=start / 1e6,
+                end_s=end / 1e6,
+                action=action,
+            )
+        )
     return sorted(kernels, key=lambda kernel: kernel.start_s)
 
 
@@ -97,12 +105,12 @@ def _ranges(events: Iterable[dict[str, Any]]) -> Iterable[tuple[float, float, Ac
             try:
                 action = parse_action(event["name"].removeprefix(_TORCH_PIPELINE))
             except ValueError:
-                continue  # a range of somebody else
+                continue  # a range that is no action
             yield event["ts"], event["ts"] + event["dur"], action
 
 
 def summarise_kernels(kernels: Sequence[Kernel]) -> StepKernels | None:
-    """Sums over one step; None where no action launched a kernel (a step on a CPU)."""
+    """The sums over one step; None if no action launched a kernel (a step on a CPU)."""
     compute = [kernel for kernel in kernels if kernel.action.op.is_compute]
     if not compute:
         return None
@@ -131,7 +139,8 @@ def _busiest_stream(kernels: Iterable[Kernel]) -> int:
 
 
 def _extents(kernels: Iterable[Kernel]) -> float:
-    """Sum over actions of the time from the first kernel's start to the last one's end."""
+    """The sum over actions of the time from the start of the first kernel to the end of the
+    last."""
     extents: dict[Action, Interval] = {}
     for kernel in kernels:
         start, end = extents.get(kernel.action, (kernel.start_s, kernel.end_s))
@@ -140,7 +149,7 @@ def _extents(kernels: Iterable[Kernel]) -> float:
 
 
 def _host_bound(before: Kernel, after: Kernel) -> float:
-    """Time between two kernels of a stream for which the host's launching is to blame."""
+    """The part of the time between two kernels of a stream before the second was launched."""
     return max(0.0, min(after.launched_s, after.start_s) - before.end_s)
 
 

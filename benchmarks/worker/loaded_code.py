@@ -1,8 +1,8 @@
 """The code that this rank runs, read when the rank's modules are imported.
 
 A checkout may be edited after the rank has started, and a job may start long after it was
-submitted. Ranks that are forked share what the process they come from has read: its modules are
-theirs.
+submitted, so the files on disk may differ from the modules in memory. Ranks that are forked from
+one process have its modules, and so its digest.
 """
 
 from __future__ import annotations

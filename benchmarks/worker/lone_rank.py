@@ -1,7 +1,7 @@
-"""One rank of a large job, alone, with real tensors: its memory, its compute and its kernels.
+"""Measures one rank of a large job, alone, with real tensors: its memory, compute and kernels.
 
 The rank runs the contender's own code in a ``fake_world``. So parameters, activations, kernels and
-launches are those of the job; the network and the wait for peers are not there, and losses mean
+launches are those of the job, but network and waiting for peers are missing, and losses mean
 nothing.
 """
 
@@ -35,9 +35,9 @@ from zeropp.timeline import Span
 
 
 def measure_lone_rank(spec: RunSpec, events: EventWriter, trace_file: Path) -> None:
-    """Run the rank that the environment names and write what it does; no gate, no peers.
+    """Run the rank that the environment names, without gate and peers, and write its events.
 
-    ``trace_file`` (.json.gz) takes the profiler's trace of one step.
+    The profiler's trace of one step is written to ``trace_file`` (.json.gz).
     """
     device = torch.device("cpu" if spec.cluster.device.is_cpu else "cuda:0")
     if device.type == "cuda":
@@ -76,8 +76,8 @@ def measure_lone_rank(spec: RunSpec, events: EventWriter, trace_file: Path) -> N
 
 
 def compute_seconds(spans: Sequence[Span]) -> dict[str, float]:
-    """Median duration of each stage's compute actions over the microbatches, by stage and action
-    (``3F``). A median leaves out what only the first microbatch pays, as a wait for a gather."""
+    """The median duration over the microbatches of each stage's compute actions, by stage and kind
+    (``3F``). The median ignores what only the first microbatch waits for, such as a gather."""
     samples: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         if span.lane == "compute":
@@ -87,8 +87,8 @@ def compute_seconds(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _profile(step: Callable[[], float], device: torch.device, trace_file: Path) -> dict[str, Any]:
-    """Profile one more step, the profiler warm; sums over its kernels, or nothing on a device that
-    has none."""
+    """Profile one more step, after a warm-up of the profiler; returns the sums over its kernels,
+    which are empty on a device without kernels."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -108,6 +108,6 @@ def _profile(step: Callable[[], float], device: torch.device, trace_file: Path) 
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done all that was asked of it."""
+    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
 """Peak memory of one rank, from the moment before its trainer is built.
 
-CUDA: the allocator's allocated and reserved peaks. CPU: there is no allocator to ask, so the
-peak resident set above the start, which includes what the libraries allocate on first use.
+On CUDA these are the allocator's allocated and reserved peaks. A CPU has no such allocator, so it
+is the peak resident set above that at the start, with what libraries allocate on first use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _RESET_PEAK = "5"  # proc(5): writing 5 to clear_refs resets VmHWM
 
 
 class MemoryMeter:
-    """Starts measuring when it is made."""
+    """Measures peak memory from its construction on."""
 
     def __init__(self, device: torch.device) -> None:
         gc.collect()
@@ -31,7 +31,7 @@ class MemoryMeter:
         self._start_bytes = _status_bytes("VmRSS")
 
     def peaks(self) -> dict[str, int]:
-        """Peaks in bytes, under the names of RankRecord's fields."""
+        """The peaks in bytes, with the field names of RankRecord."""
         if self._device.type == "cuda":
             return {
                 "peak_allocated_bytes": torch.cuda.max_memory_allocated(self._device),
@@ -45,7 +45,7 @@ class MemoryMeter:
 
 
 def _return_free_memory() -> None:
-    """Give freed pages back to the system, so that they do not hide later growth."""
+    """Return freed pages to the system, so that they do not hide later growth."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""What a contender does in the steps of the gate, compared with what one process did."""
+"""How far a contender's steps in the gate differ from those of one process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _BROADCAST_ELEMENTS = 2**22  # 16 MiB in fp32
 
 @dataclass(frozen=True)
 class Observed:
-    """By how much a contender differs from one process, relative to one process and largest over
-    ranks: fp64 [steps], and [steps, parameters]. Infinite where something is missing or no number.
+    """The differences from one process, relative to its values and the largest of all ranks.
+
+    ``losses`` and ``grad_norms``: fp64 [steps]; ``updates``: fp64 [steps, parameters]. A value that
+    is missing or not a number is infinite.
     """
 
     losses: Tensor
@@ -37,7 +39,7 @@ def observe(
     device: torch.device,
     expected: Expected,
 ) -> Observed:
-    """Train as many steps as the reference did and compare after each of them. Collective."""
+    """Train as many steps as the reference and compare after each. All ranks must call it."""
     before = _copies(trainer)
     rows = []
     for step, updates in enumerate(expected.updates):
@@ -56,7 +58,7 @@ def observe(
 
 
 def _copies(trainer: Trainer) -> dict[str, Tensor]:
-    """The parameters as they are now; on a CPU a trainer may give the very tensors it updates."""
+    """Copies of the parameters; on a CPU a trainer may yield the tensors that it updates."""
     return {name: parameter.clone() for name, parameter in trainer.full_parameters()}
 
 
@@ -67,8 +69,8 @@ def _distances(
     shapes: dict[str, torch.Size],
     device: torch.device,
 ) -> Iterator[float]:
-    """L2 norm of the difference between this rank's updates and those that rank 0 knows, parameter
-    by parameter; -1 for one that this rank does not hold."""
+    """Per parameter, the L2 norm of the difference between this rank's update and that of rank 0's
+    one process; -1 for parameters that this rank does not hold."""
     for names in _batches(shapes):
         sizes = [shapes[name].numel() for name in names]
         wanted = torch.empty(sum(sizes), device=device)
@@ -98,7 +100,7 @@ def _batches(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
 
 
 def _ratio(distance: float, size: float) -> float:
-    """A distance relative to the update that was wanted; -1 stays what it is."""
+    """A distance relative to the expected update's norm; -1 stays -1."""
     if distance <= 0:
         return distance
     return distance / size if size else math.inf

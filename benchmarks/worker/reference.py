@@ -1,7 +1,7 @@
-"""One process that trains the whole model: what the gate holds every contender against.
+"""One process that trains the whole model, with which the gate compares every contender.
 
-Nothing here is distributed. The model is the plain one of ``zeropp.model``, its gradients come
-from one backward per microbatch, and the optimizer is torch's.
+Nothing here is distributed. The model is that of ``zeropp.model``, gradients come from one backward
+per microbatch, and the optimizer is torch's.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from zeropp.training import OptimizerConfig
 
 @dataclass(frozen=True)
 class Types:
-    """Number types of one training run: parameters that the optimizer updates, and the copies of
-    them with which the model computes. Gradients are summed in the type of ``masters``."""
+    """The number types of one training run: of the parameters that the optimizer updates
+    (``masters``), and of the copies with which the model computes. Gradients are summed in the type
+    of ``masters``."""
 
     masters: torch.dtype
     compute: torch.dtype
 
 
-# With the types of the run itself, one process makes the rounding errors that any contender makes.
+# With the types of the run, one process makes rounding errors like those of any contender.
 ROUNDED: dict[Precision, Types] = {
     "fp32": Types(torch.float32, torch.float32),
     "bf16": Types(torch.float32, torch.bfloat16),
 }
-# With the next wider types it makes almost none.
+# With the next wider types, it makes almost none.
 EXACT: dict[Precision, Types] = {
     "fp32": Types(torch.float64, torch.float64),
     "bf16": Types(torch.float32, torch.float32),
@@ -46,9 +47,9 @@ EXACT: dict[Precision, Types] = {
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Some steps of one process, one entry per step: mean loss (nats per token), global L2 norm of
-    the gradient before clipping, and by how much the step changed each parameter (fp32, on the
-    CPU, by name)."""
+    """Some steps of one process, with one entry per step: mean loss (nats per token), global L2
+    norm of the gradient before clipping, and the change of each parameter by name (fp32, on the
+    CPU)."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -70,13 +71,13 @@ class OneProcess:
                 block.dropout = _Dropout(spec.model.dropout, drawn_in)
 
     def first_gradient(self) -> tuple[float, float]:
-        """Loss and gradient norm of the first batch; changes no parameter."""
+        """(loss, gradient norm) of the first batch; no parameter is changed."""
         loss = self._accumulate(0)
         norm = nn.utils.clip_grad_norm_(self._masters.parameters(), math.inf)
         return loss, float(norm)
 
     def train(self, config: OptimizerConfig, steps: int) -> Trajectory:
-        """Train for some steps from where the parameters stand."""
+        """Train for some steps, from the current parameters on."""
         optimizer = build_optimizer(self._masters.parameters(), config)
         trajectory = Trajectory([], [], [])
         for step in range(steps):
@@ -94,8 +95,8 @@ class OneProcess:
             yield name, (parameter.detach() - before[name]).float().cpu()
 
     def _accumulate(self, step: int) -> float:
-        """Sum the gradients of all microbatches of a step into the masters; gives the loss. One
-        microbatch at a time, so that memory does not grow with the batch."""
+        """Sum the gradients of all microbatches of a step into the masters; returns the loss. It
+        takes one microbatch at a time, so that memory does not grow with the batch."""
         self._masters.zero_grad()
         pairs = list(zip(self._masters.parameters(), self._working.parameters(), strict=True))
         for master, working in pairs:
@@ -123,7 +124,7 @@ class OneProcess:
 
 
 def _add_gradient(master: nn.Parameter, working: nn.Parameter) -> None:
-    """Move a working copy's gradient into its master's sum."""
+    """Add a compute copy's gradient to that of its master parameter."""
     if working.grad is None:
         return
     fresh = working.grad.to(master.dtype)
@@ -132,10 +133,10 @@ def _add_gradient(master: nn.Parameter, working: nn.Parameter) -> None:
 
 
 class _Dropout(nn.Module):
-    """Dropout whose masks are those of ``nn.Dropout`` on an input of type ``drawn_in``.
+    """Dropout with the masks of ``nn.Dropout`` on an input of type ``drawn_in``.
 
-    A GPU draws other masks for other types from the same seed, and the run in wider types must
-    drop what the run itself drops.
+    From one seed, a GPU draws different masks for different types, but the run with wider types
+    must drop the same elements as the run itself.
     """
 
     def __init__(self, probability: float, drawn_in: torch.dtype) -> None:
@@ -143,6 +144,6 @@ class _Dropout(nn.Module):
         self._probability, self._drawn_in = probability, drawn_in
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape in, the same shape out."""
+        """Input and output have the same shape, which may be any."""
         kept = F.dropout(torch.ones_like(x, dtype=self._drawn_in), self._probability) != 0
         return x * kept / (1 - self._probability)

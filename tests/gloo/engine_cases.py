@@ -31,7 +31,7 @@ ADAMW = OptimizerConfig(kind="adamw", lr=1e-2, weight_decay=0.1)
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration; ``batch`` is sequences a step over all ranks, one a microbatch."""
+    """One configuration; ``batch`` is sequences per step over all ranks, one per microbatch."""
 
     pp: int
     shard: int = 1
@@ -87,7 +87,13 @@ class Case:
             split_backward=self.split_backward,
             split_blocks=self.split_blocks,
         )
-        task = Task(self.shape, CLUSTER, self.world, self.batch, self.precision)  # type: ignore[arg-type]
+        task = Task(
+            shape=self.shape,
+            cluster=CLUSTER,
+            num_gpus=self.world,
+            global_batch=self.batch,
+            precision=self.precision,
+        )  # type: ignore[arg-type]
         return replace(ZEROPP.plan(task, Candidate(knobs, 1)), recomputed=self.recomputed)
 
     def data(self, step: int) -> tuple[Tensor, Tensor]:

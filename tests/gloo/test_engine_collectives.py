@@ -163,7 +163,7 @@ def counting(engine: Engine, found: Counter[tuple[str, str]]) -> Iterator[None]:
 
 def planned(case: Case, engine: Engine) -> Counter[tuple[str, str]]:
     """The collectives and messages of a step, by this rank's program in the plan and by how many
-    buffers a chunk's parameters lie in (weights whose gradients are put off have their own)."""
+    buffers hold the parameters of a chunk (weights with delayed gradients have their own)."""
     plan = case.plan()
     rank = plan.layout.coordinates(dist.get_rank())["pp"]
     program = plan.schedule.programs[rank]

@@ -74,6 +74,6 @@ def test_loss_curve_is_that_of_one_process(
         assert units >= 2
         assert len(record.ranks) == point.spec.num_gpus
         for rank in record.ranks:
-            # Once a chunk, unit and phase would be 2 * chunks * units. The last chunk turns round
+            # Once per chunk, unit and phase would be 2 * chunks * units. The last chunk turns round
             # from forward to backward, and chunk 0 from one unit to the next, without a gather.
             assert rank.counters["unshard"] == steps * (2 * (chunks - 1) * units + 1)

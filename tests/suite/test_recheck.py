@@ -87,7 +87,7 @@ def test_what_moved_is_said_in_a_line_per_column() -> None:
     old = [{"plan": "a", "step_s": "1.0"}, {"plan": "b", "step_s": "2.0"}]
     new = [{"plan": "a", "step_s": "1.5"}, {"plan": "c", "step_s": "2.0"}]
     assert list(moved(old, new, ["plan"])) == [
-        "1 rows went, 1 came",
+        "1 rows removed, 1 added",
         "step_s: 1 of 2 rows differ, by 50.00% at most",
     ]
 
@@ -98,7 +98,15 @@ def test_a_renewal_goes_on_where_it_was_stopped(
     """The second of three studies is stopped: only it and the third run again, the second without
     the words that would throw away the rows that it has."""
     tables = [
-        Table(name, ("key",), 1, lambda row, reference: {}, (name,), ("anew",)) for name in "abc"
+        Table(
+            path=name,
+            keys=("key",),
+            rows=1,
+            again=lambda row, reference: {},
+            command=(name,),
+            anew=("anew",),
+        )
+        for name in "abc"
     ]
     for name in "abc":
         (tmp_path / name).write_text("key,value\n1,2\n")

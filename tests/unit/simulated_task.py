@@ -29,7 +29,7 @@ def task(num_gpus: int = 64, global_batch: int = 256) -> Task:
     cluster = preset("cluster", "a800", Cluster)
     assert isinstance(shape, ModelShape)
     assert isinstance(cluster, Cluster)
-    return Task(shape, cluster, num_gpus, global_batch)
+    return Task(shape=shape, cluster=cluster, num_gpus=num_gpus, global_batch=global_batch)
 
 
 def everything(

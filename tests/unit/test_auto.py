@@ -83,4 +83,4 @@ def test_where_nothing_fits_the_reason_says_so() -> None:
     large = preset("model", "gpt_175b", ModelShape)
     point = plan_point(replace(spec, model=large))
     assert point.plan is None
-    assert "no plan fits 8 x" in point.reason
+    assert "no choice for what is auto fits 8 x" in point.reason

@@ -23,7 +23,7 @@ from zeropp.literals import Recompute
 from zeropp.plan import Plan
 from zeropp.programs import Program, StateBytes
 from zeropp.programs.traits import Selective, Updated
-from zeropp.schedule.program import Schedule, loop_placement
+from zeropp.schedule.program import loop_placement, unordered
 from zeropp.shape import ModelShape
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -44,7 +44,7 @@ def plan(shape: ModelShape = GPT, microbatch: int = 2, **layout: object) -> Plan
     """A plan without programs: the price must not read them."""
     made = Layout(**layout)  # type: ignore[arg-type]
     stages = made.pp * made.chunks
-    schedule = Schedule("1f1b", 8, 8, loop_placement(made.pp, made.chunks), ())
+    schedule = unordered("1f1b", loop_placement(made.pp, made.chunks), 8)
     cuts = balanced_cuts(shape, stages)
     return Plan("zeropp", shape, made, microbatch, schedule, cuts, "zeropp", precision="bf16")
 
@@ -270,4 +270,13 @@ def program(**traits: object) -> Program:
 
 
 def work(**traits: bool) -> Work:
-    return Work(GPT, A100.device, program(**traits), "bf16", "none", 2, 1, False)
+    return Work(
+        shape=GPT,
+        device=A100.device,
+        program=program(**traits),
+        precision="bf16",
+        recompute="none",
+        microbatch=2,
+        tp=1,
+        sequence_parallel=False,
+    )

@@ -135,5 +135,5 @@ def test_recomputed_blocks_and_dropout_are_not_cut_inside() -> None:
     with pytest.raises(InfeasibleError, match="recompute=full recomputes whole blocks"):
         ZEROPP.size(task(), knobs, 1)
     dropping = replace(task(), shape=replace(task().shape, dropout=0.1))
-    with pytest.raises(InfeasibleError, match=r"dropout=0\.1 draws its numbers block by block"):
+    with pytest.raises(InfeasibleError, match=r"dropout=0\.1 draws its masks block by block"):
         ZEROPP.size(dropping, replace(knobs, recompute="none"), 1)

@@ -1,4 +1,4 @@
-"""Whatever lies in a runs folder, status, report and submission go on, name it, and lose nothing.
+"""Whatever is in a runs folder, status, report and submission go on, name it, and lose nothing.
 
 A folder with every kind of file that the suite leaves is damaged in 500 ways: each file cut off,
 emptied, replaced by garbage, taken away or made unreadable. Slurm is a function here; the real one
@@ -95,7 +95,13 @@ def make_folder(runs: Path) -> None:
     listed = "".join(f"    {spec_id}\n" for spec_id in ids)
     (directory / "sweep-0.sbatch").write_text(f"#!/bin/bash\nspecs=(\n{listed})\n")
     (directory / "sweep-report.sbatch").write_text("#!/bin/bash\n#SBATCH --account=science\n")
-    Submission(directory, [SubmittedArray("sweep-0", ids, "7")], "8", "here@head", 0).write()
+    Submission(
+        directory=directory,
+        arrays=[SubmittedArray("sweep-0", ids, "7")],
+        report_job="8",
+        cluster="here@head",
+        user=0,
+    ).write()
 
 
 def cut(path: Path, chance: random.Random) -> None:
@@ -120,7 +126,7 @@ def take_away(path: Path, chance: random.Random) -> None:
 
 
 def unreadable(path: Path, chance: random.Random) -> None:
-    """For root no permission is missing, but a folder is no file for anybody."""
+    """Root has all permissions, but a folder in the place of a file cannot be read by anybody."""
     path.unlink()
     path.mkdir()
 
@@ -145,7 +151,7 @@ def fake_slurm(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: these tests write ten thousand files."""
+    """A folder in memory if there is one, because these tests write ten thousand files."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -262,7 +268,7 @@ def test_jobs_of_a_damaged_submission_are_not_submitted_again(
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file can grow in this process: what a full disk does to it."""
+    """No file of this process can grow, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:

@@ -148,12 +148,12 @@ def test_a_damaged_line_costs_itself_alone(attempt: Path) -> None:
     write_rank(attempt, 1, steps=2)
     record = finish_attempt(attempt)
     assert (record.step_s, record.warmup_s) == ([2.0, 3.0], [])
-    assert record.reason == "1 of 2 ranks ended without a word"
+    assert record.reason == "1 of 2 ranks ended without saying why"
 
 
 def test_silence_is_a_failure(attempt: Path) -> None:
     write_rank(attempt, 0)
-    assert finish_attempt(attempt).reason == "1 of 2 ranks ended without a word"
+    assert finish_attempt(attempt).reason == "1 of 2 ranks ended without saying why"
 
 
 def claimed_by_a_dead_process(directory: Path) -> None:

@@ -90,7 +90,15 @@ def test_bounds_hold_for_any_kernels(raw: list[tuple[int, int, bool, int]]) -> N
         start = ends[stream] + gap
         ends[stream] = start + length
         action = parse_action("0UNSHARD" if gathers else f"0F{number // 2}")
-        kernels.append(Kernel(stream, max(0, start - lead), start, ends[stream], action))
+        kernels.append(
+            Kernel(
+                stream=stream,
+                launched_s=max(0, start - lead),
+                start_s=start,
+                end_s=ends[stream],
+                action=action,
+            )
+        )
     sums = summarise_kernels(sorted(kernels, key=lambda kernel: kernel.start_s))
     if sums is None:
         assert all(kernel.stream == GATHER for kernel in kernels)

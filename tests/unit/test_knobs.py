@@ -1,4 +1,4 @@
-"""What ``parallelize`` refuses, before anything is built and with no process group."""
+"""What ``parallelize`` refuses before anything is built, without a process group."""
 
 from __future__ import annotations
 

@@ -55,7 +55,9 @@ OWN = ("activation_cap", "reduce_every", "replicate_every", "prefetch", "keep", 
 
 def task() -> Task:
     shape: ModelShape = preset("model", "gpt_1_5b", ModelShape)
-    return Task(shape, preset("cluster", "a100", Cluster), num_gpus=8, global_batch=16)
+    return Task(
+        shape=shape, cluster=preset("cluster", "a100", Cluster), num_gpus=8, global_batch=16
+    )
 
 
 def as_row(plan: Plan) -> PublishedRow:

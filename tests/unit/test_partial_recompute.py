@@ -19,7 +19,9 @@ from zeropp.sim.simulator import simulate
 
 def sized(program: str, recompute: str, recomputed: tuple[int, ...]) -> Plan:
     layout = Layout(pp=4, shard=16)
-    schedule = Schedule("1f1b", 8, 8, loop_placement(4, 1), ())
+    schedule = Schedule(
+        name="1f1b", num_microbatches=8, unit=8, stage_rank=loop_placement(4, 1), programs=()
+    )
     plan = Plan(program, task().shape, layout, 1, schedule, (0, 11, 21, 31, 42), program, "bf16")
     return replace(plan, recompute=recompute, recomputed=recomputed)  # type: ignore[arg-type]
 

@@ -30,7 +30,9 @@ def asked(
     assert isinstance(named, Cluster)
     chosen = ZeroppKnobs(**{"shard": 8, "chunks": 1, **knobs})  # type: ignore[arg-type]
     assert isinstance(chosen.pp, int)
-    return Task(SHAPE, named, 64, microbatches * 64 // chosen.pp), Candidate(chosen, 1)
+    return Task(
+        shape=SHAPE, cluster=named, num_gpus=64, global_batch=microbatches * 64 // chosen.pp
+    ), Candidate(chosen, 1)
 
 
 def equal_cost_plan(plan: Plan, cap: int) -> Plan:

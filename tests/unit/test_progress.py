@@ -1,4 +1,4 @@
-"""What a sweep prints: one line a point, however narrow the place it is printed to."""
+"""What a sweep prints: one line per point, whatever the width of the output."""
 
 from __future__ import annotations
 

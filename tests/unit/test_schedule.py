@@ -319,7 +319,7 @@ def test_a_broken_program_is_refused_with_its_grid(change: str, words: str) -> N
 
 def test_a_cap_is_held_and_a_small_one_refused() -> None:
     schedule = build("gpipe", num_ranks=2, chunks=1, num_microbatches=4)
-    with pytest.raises(ScheduleError, match="3 live chunk-activations, allowed are 2"):
+    with pytest.raises(ScheduleError, match="3 live chunk-activations, but only 2 are allowed"):
         validate(schedule, activation_cap=2)
     with pytest.raises(ValueError, match="needs at least 5"):
         build("zeropp", num_ranks=4, chunks=2, num_microbatches=4, activation_cap=4)

@@ -32,7 +32,9 @@ from benchmarks.records.record import read_record
 from tests.unit.toy_spec import spec_of
 
 HERE = ClusterFacts("here@head")
-RUNNING = QueuedJob("7_0", "sweep-0_0", "RUNNING", "None", "node7", "9:00")
+RUNNING = QueuedJob(
+    job="7_0", key="sweep-0_0", state="RUNNING", reason="None", nodes="node7", time_left="9:00"
+)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +233,9 @@ def submitted(attempt: Path, job: str, **who: Any) -> Submission:
     frozen.mkdir(parents=True)
     for name in ("spec.json", "attempt.json"):
         (frozen / name).write_text((attempt / name).read_text())
-    submission = Submission(directory, [SubmittedArray("sweep-0", [spec_id], job)], **who)
+    submission = Submission(
+        directory=directory, arrays=[SubmittedArray("sweep-0", [spec_id], job)], **who
+    )
     submission.write()
     return submission
 

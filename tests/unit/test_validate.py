@@ -220,7 +220,7 @@ def test_the_command_prints_a_summary_and_writes_every_row(
         (b"model,value\nGPT,1\n", [], "column 'source' is missing"),
         (b"device,quantity,value\na100,hbm,1\n", [], "column 'quantity' is not known"),
         (",".join(CELLS).replace("num_gpus", "n_gpus").encode(), [], "is 'num_gpus' meant?"),
-        (",".join([*CELLS, "tp"]).encode(), [], "column 'tp' is there twice"),
+        (",".join([*CELLS, "tp"]).encode(), [], "column 'tp' appears twice"),
         (",".join(CELLS).encode(), [], "no rows"),
         ("sourcé,url\n".encode("latin-1"), [], "not a CSV file in UTF-8"),
         ("source,url\n".encode("utf-16"), [], "not a CSV file in UTF-8"),

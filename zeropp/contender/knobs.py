@@ -15,7 +15,7 @@ class ZeroppKnobs:
     the cluster has no prices (CPUs).
 
     A *chunk* is what Megatron-LM calls a virtual stage: a rank holds V of them. A *unit* is a group
-    of U microbatches that pass a chunk one after another, so that the chunk's parameters are
+    of U microbatches that go through a chunk one after another, so that the chunk's parameters are
     gathered once per unit. A *chunk-activation* is what one microbatch leaves behind in one chunk
     for its backward.
     """

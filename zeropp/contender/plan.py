@@ -20,7 +20,7 @@ from zeropp.planner.degrees import (
     resolve_degrees,
 )
 from zeropp.planner.orders import orders
-from zeropp.schedule.program import Schedule, place_stages
+from zeropp.schedule.program import place_stages, unordered
 from zeropp.schedule.zeropp_order import cap_needs, default_cap, default_unit, smallest_cap
 
 
@@ -44,7 +44,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
-        schedule=Schedule("zeropp", microbatches, unit, placement, ()),
+        schedule=unordered("zeropp", placement, microbatches, unit),
         cuts=(),
         program="zeropp",
         precision=task.precision,

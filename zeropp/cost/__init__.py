@@ -1,11 +1,11 @@
-"""FLOPs, bytes, link times and memory: the only home of formulas. Imports no torch.
+"""The cost model: FLOPs, bytes, durations and memory; all formulas are here. Imports no torch.
 
-``price_plan(plan, cluster)`` gives everything that the simulator needs of a plan: the seconds of
-every stage's passes, gathers, reductions and transfers, the seconds of what follows the last
+In: a Plan and a Cluster. Out: ``price_plan`` gives everything that the simulator needs: the seconds
+of every stage's forward, backward, gathers, reductions and transfers, the seconds after the last
 microbatch, and bytes by kind. ``compute_limit`` gives the throughput of the model's kernels alone,
-against which every plan is held. ``model_flops_per_token`` is what MFU counts.
+with which every plan is compared. ``model_flops_per_token`` is what MFU counts.
 
-Map, from the smallest formula to the whole price:
+Read in this order, from the smallest formula to the whole price:
 
 * ``kernels``: seconds of one matrix product and of one pass over memory on a device.
 * ``flops``: parameters and FLOPs of a model's pieces.

@@ -1,8 +1,8 @@
 """Bytes of one microbatch's tensors in a block, in the head and between stages, on one rank.
 
-Saved tensors are listed one by one, after arXiv 2205.05198 (eq. 1 to 4), for fused attention and
-Llama, too. What programs on plain torch operators keep and make besides was read off
-traces (``zeropp.engine.traced_ranks``), to which a test holds these formulas.
+Saved tensors are listed one by one, as in arXiv 2205.05198 (eq. 1 to 4), also for fused attention
+and for Llama. What programs on plain torch operators keep and allocate in addition was read from
+traces (``zeropp.engine.traced_ranks``); a test compares these formulas with the traces.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ from zeropp.cost.kernels import element_bytes
 from zeropp.literals import BlockHalf
 
 FP32 = 4
-# Tensors that the MLP saves, by ``ModelShape.gates``: input and output of its non-linearity; gate,
-# the gate's non-linearity, up, and their product.
+# How many tensors the MLP saves, by ``ModelShape.gates``. 1: input and output of its non-linearity.
+# 2: gate, the gate's non-linearity, up, and the product of the last two.
 _SAVED = {1: 2, 2: 4}
 
 
 def boundary_bytes(work: Work) -> float:
-    """The tensor between two blocks."""
+    """Bytes of the hidden states between two blocks, which are also a stage's input and output."""
     size = work.tokens * work.shape.hidden * element_bytes(work.precision)
     return size / sequence_split(work)
 
 
 def block_saved(work: Work) -> float:
-    """What a block's backward needs of its forward.
+    """Bytes that a block's backward needs from its forward.
 
-    In units of tokens x hidden: the inputs of both norms and the masks of both residual adds'
-    dropouts are split over TP by sequence parallelism alone, and so are the inputs of the products
-    where a program gathers them again for backward (DTensor does not); everything between is split
-    by TP.
+    Only sequence parallelism splits over the TP ranks the inputs of both norms, the masks of both
+    dropouts before residual additions and, in programs that gather them again for the backward
+    (DTensor does not), the inputs of the products. Everything between is split by TP in any case.
     """
     shape, program = work.shape, work.program
     e, h, kv = element_bytes(work.precision), shape.hidden, shape.kv_heads * shape.head_dim
@@ -43,7 +42,7 @@ def block_saved(work: Work) -> float:
         inner += shape.heads * shape.seq * (2 * e + 1 if program.dropout_masks else e)
     rotations = 0
     if not program.fused_rotary and shape.family == "llama":
-        inner += h * e  # rotated heads lie head by head, so attention's output is copied into rows
+        inner += h * e  # rotated heads are contiguous, so attention's output is copied into rows
         rotations = 4 * FP32 * shape.seq * shape.head_dim // 2  # sines, cosines; queries and keys
     return work.tokens * (norms + products + inner / work.tp) + rotations
 
@@ -64,9 +63,9 @@ def _half_inputs(work: Work) -> float:
 
 
 def block_kept(work: Work) -> float:
-    """What a block keeps from its forward to its backward.
+    """Bytes that a block keeps from its forward to its backward.
 
-    What selective recomputation drops depends on the program (``Program.selective``).
+    With selective recomputation they depend on the program (``Program.selective``).
     """
     if work.recompute == "full":
         return boundary_bytes(work)
@@ -77,15 +76,15 @@ def block_kept(work: Work) -> float:
     shape, e = work.shape, element_bytes(work.precision)
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
     split = (2 * h + 2 * kv + shape.gates * shape.ffn) * e + FP32 * shape.heads
-    sums = 2 * h * e  # of the row-parallel products, whole on every TP rank
+    sums = 2 * h * e  # outputs of the row-parallel products, whole on every TP rank
     return boundary_bytes(work) + work.tokens * (split / work.tp + sums)
 
 
 def block_deferred(work: Work) -> float:
-    """What waits for a block's weight gradients: x and dY of every linear layer.
+    """Bytes that wait for a block's weight gradients: x and dY of every linear layer.
 
-    Torch's pipeline stages split the backward through the graph: nothing that was saved is freed,
-    and gradients are held at every parameter (``torch.distributed.pipelining._backward``).
+    Torch's pipeline stages split the backward in the autograd graph: then no saved tensor is freed,
+    and a gradient is held for every parameter (``torch.distributed.pipelining._backward``).
     """
     shape, e = work.shape, element_bytes(work.precision)
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
@@ -111,8 +110,8 @@ def half_deferred(work: Work, half: BlockHalf) -> float:
 
 
 def block_forward(work: Work) -> float:
-    """A block's own bytes at the fullest moment of its forward: what it keeps, the output of its
-    last product and its own output; where it is recomputed, the MLP's tensors come and go."""
+    """Bytes of a block at the fullest moment of its forward: what it keeps, the output of its last
+    product and its own output; if it is recomputed, temporarily also the MLP's tensors."""
     e, h = element_bytes(work.precision), work.shape.hidden
     inside = _SAVED[work.shape.gates] * work.shape.ffn / work.tp
     if work.recompute == "none":
@@ -121,14 +120,14 @@ def block_forward(work: Work) -> float:
 
 
 def block_backward(work: Work, *, split: bool) -> float:
-    """A block's own bytes at the fullest moment of its backward: what its forward saved (or saves
-    again), the gradient of its output, and those inside the MLP's non-linearity. ``split``: the
-    input of the last product waits for its weight gradient, or nothing is freed at all."""
+    """Bytes of a block at the fullest moment of its backward: what its forward has saved (or saves
+    again), the gradient of its output, and the gradients in the MLP's non-linearity. ``split``: the
+    input of the last product also waits for the weight gradient, or nothing is freed at all."""
     e, inside = element_bytes(work.precision), work.shape.ffn / work.tp
     if split and work.program.torch_stages:
         return block_deferred(work) + work.tokens * e * inside
     inside *= work.shape.gates + split
-    # The output is put together again from the slices of the TP ranks.
+    # The output is joined again from the slices of the TP ranks.
     outputs = 1 + (work.program.pipe_buffers and work.tp > 1)
     return block_saved(work) + outputs * boundary_bytes(work) + work.tokens * e * inside
 
@@ -148,14 +147,15 @@ def half_backward(work: Work, half: BlockHalf, *, split: bool) -> float:
 
 
 def logits_bytes(work: Work, size: int) -> float:
-    """Logits of ``size`` bytes an element."""
+    """Bytes of the logits with ``size`` bytes per element."""
     split = work.tp if work.program.vocab_parallel else 1
     return work.tokens * work.shape.vocab / split * size
 
 
 def head_kept(work: Work) -> float:
-    """Input and output of the final norm, and the loss's fp32 softmax, or the logits where it is
-    fused; torch's pipeline stages keep their outputs, so logits, too."""
+    """Bytes that the head keeps: input and output of the final norm, and the fp32 softmax of the
+    loss, or the logits if the loss is fused. Torch's pipeline stages keep their outputs, so that
+    the logits are kept, too."""
     size = element_bytes(work.precision) if work.program.fused_loss else FP32
     kept = 2 * boundary_bytes(work) + logits_bytes(work, size)
     if work.program.torch_stages:
@@ -164,14 +164,14 @@ def head_kept(work: Work) -> float:
 
 
 def head_deferred(work: Work) -> float:
-    """The head's weight gradient waits in torch's pipeline stages alone."""
+    """Bytes that wait for the head's weight gradient, which only torch's pipeline stages delay."""
     if not work.program.torch_stages:
         return 0.0
     return 2 * boundary_bytes(work) + logits_bytes(work, element_bytes(work.precision))
 
 
 def head_forward(work: Work) -> float:
-    """Temporaries of the head's forward: the logits and their fp32 copy, where one is made."""
+    """Bytes of temporaries in the head's forward: the logits and, unless fused, their fp32 copy."""
     e = element_bytes(work.precision)
     if work.program.fused_loss:
         return 0.0
@@ -179,9 +179,10 @@ def head_forward(work: Work) -> float:
 
 
 def head_backward(work: Work) -> float:
-    """Temporaries of the head's backward: torch's loss makes gradients of its logarithms and of its
-    input, both fp32, and cut by the vocabulary a third (``distributed/tensor/parallel/loss.py``); a
-    fused one works in place and makes the logits' gradient alone."""
+    """Bytes of temporaries in the head's backward. Torch's loss makes fp32 gradients of its
+    logarithms and of its input and, if cut by the vocabulary, a third tensor
+    (``distributed/tensor/parallel/loss.py``). A fused loss works in place and makes only the
+    gradient of the logits."""
     gradient = work.program.loss_gradient
     if gradient == "in_place" or (gradient == "in_place_under_tp" and work.tp > 1):
         return logits_bytes(work, element_bytes(work.precision))
@@ -189,5 +190,5 @@ def head_backward(work: Work) -> float:
 
 
 def sequence_split(work: Work) -> int:
-    """Ranks over which sequence parallelism splits what TP leaves whole."""
+    """The number of ranks over which sequence parallelism splits what TP leaves whole."""
     return work.tp if work.sequence_parallel else 1

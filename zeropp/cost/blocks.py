@@ -1,9 +1,10 @@
 """Time of one piece's forward, input gradient and weight gradient on one rank.
 
-Fed by a shape, a microbatch, the tensor-parallel degree and a device. Products are those of
-arXiv 2104.04473 (section 2.3, appendix); element-wise traffic counts every read and write of
-unfused kernels, from the list of saved tensors in arXiv 2205.05198 (section 4.1). The host
-starts kernels ahead of the device, so a pass takes the longer of device and host time.
+The inputs are a shape, a microbatch, the tensor-parallel degree and a device. Matrix products are
+those of arXiv 2104.04473 (section 2.3, appendix). Element-wise traffic counts every read and write
+of unfused kernels, from the list of saved tensors in arXiv 2205.05198 (section 4.1). The host
+starts kernels ahead of the device, so a forward or backward takes the longer of device and host
+time.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from zeropp.shape import ModelShape
 if TYPE_CHECKING:
     from zeropp.literals import Precision, Recompute
 
-KERNELS = {"gpt": 40, "llama": 50}  # launches of one block's forward
-TENSORS = {"gpt": 12, "llama": 6}  # parameters of one block: biases; none, and fused products
-TENSOR_KERNELS = 8  # more of them under tensor parallelism
+KERNELS = {"gpt": 40, "llama": 50}  # kernel launches of one block's forward
+TENSORS = {"gpt": 12, "llama": 6}  # parameter tensors of one block; GPT's include biases
+TENSOR_KERNELS = 8  # additional launches with tensor parallelism
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a piece is priced for. ``tokens`` is a microbatch's, whole sequences."""
+    """Everything on which the price of a piece depends."""
 
     shape: ModelShape
     device: Device
@@ -42,16 +43,16 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch."""
+        """The tokens of a microbatch, in whole sequences."""
         return self.microbatch * self.shape.seq
 
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of one microbatch, tensor-parallel collectives included."""
+    """Seconds of one microbatch, with tensor-parallel collectives."""
 
     forward: float
-    backward_input: float  # recomputation included
+    backward_input: float  # with recomputation
     backward_weight: float
 
     @property
@@ -61,7 +62,7 @@ class PassTimes:
 
 
 def linears(work: Work) -> tuple[tuple[int, int], ...]:
-    """(k, n) of a block's products as one rank runs them; fused where a program may fuse them."""
+    """(k, n) of the matrix products of a block on one rank; Llama's parallel ones are fused."""
     shape, tp = work.shape, work.tp
     h, kv = shape.hidden, shape.kv_heads * shape.head_dim
     return (
@@ -72,7 +73,7 @@ def linears(work: Work) -> tuple[tuple[int, int], ...]:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PieceTimes:
     """Passes of the three kinds of piece, and of both halves of a block, which add up to it."""
 
@@ -85,8 +86,8 @@ class PieceTimes:
 
 @lru_cache(maxsize=65536)
 def piece_times(work: Work, forward_tp: float, backward_tp: float) -> PieceTimes:
-    """All kinds of piece. ``forward_tp`` and ``backward_tp``: a block's tensor-parallel
-    collectives (seconds; recomputation's apart), which stand in line with its kernels."""
+    """The times of all kinds of piece. ``forward_tp`` and ``backward_tp`` are the exposed seconds
+    of a block's tensor-parallel collectives, without those of recomputation."""
     kernels = _block_kernels(work)
     whole = _block(work, kernels, forward_tp, backward_tp)
     attention = _attention_half(work, kernels, whole, forward_tp, backward_tp)
@@ -95,10 +96,12 @@ def piece_times(work: Work, forward_tp: float, backward_tp: float) -> PieceTimes
         whole.backward_input - attention.backward_input,
         whole.backward_weight - attention.backward_weight,
     )
-    return PieceTimes(_embedding(work), whole, _head(work), attention, mlp)
+    return PieceTimes(
+        embedding=_embedding(work), block=whole, head=_head(work), attention=attention, mlp=mlp
+    )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Kernels:
     """Seconds of a block's kernels. Lists have an entry per matrix product (see ``linears``)."""
 
@@ -115,13 +118,13 @@ def _block_kernels(work: Work) -> _Kernels:
     device, precision, tokens = work.device, work.precision, work.tokens
     parameters = piece_parameters(work.shape, 1) / work.tp
     return _Kernels(
-        [matmul_s(device, precision, tokens, k, n) for k, n in linears(work)],
-        [matmul_s(device, precision, tokens, n, k) for k, n in linears(work)],
-        [matmul_s(device, precision, k, tokens, n) for k, n in linears(work)],
-        attention_s(work),
-        attention_backward_s(work),
-        stream_s(device, block_traffic(work), kernels=12),
-        stream_s(device, accumulation_bytes(work) * parameters, kernels=4),
+        products=[matmul_s(device, precision, tokens, k, n) for k, n in linears(work)],
+        transposed=[matmul_s(device, precision, tokens, n, k) for k, n in linears(work)],
+        weights=[matmul_s(device, precision, k, tokens, n) for k, n in linears(work)],
+        attention=attention_s(work),
+        attention_backward=attention_backward_s(work),
+        elementwise=stream_s(device, block_traffic(work), kernels=12),
+        accumulation=stream_s(device, accumulation_bytes(work) * parameters, kernels=4),
     )
 
 
@@ -167,15 +170,17 @@ def _attention_half(
 
 
 def accumulation_bytes(work: Work) -> int:
-    """Bytes per parameter that adding a microbatch's weight gradient moves: read and write the
-    sum, and, where it is not fused into the product, write and read the gradient as well."""
+    """Bytes per parameter that move when a microbatch's weight gradient is added to the sum: the
+    sum is read and written and, unless the product does the addition, the gradient is written and
+    read as well."""
     total = 2 * work.program.state(work.precision).gradients
     return total if work.program.fused_accumulation else total + 2 * element_bytes(work.precision)
 
 
 def attention_s(work: Work) -> float:
-    """Scores, softmax and mix, forward. Fused: causal, so half of the products (arXiv 2205.14135);
-    unfused: whole products, and scores go through memory."""
+    """Seconds of attention's forward: scores, softmax, and their product with the values. Fused
+    attention computes only the causal half of the products (arXiv 2205.14135); unfused attention
+    computes whole products and moves the scores through memory."""
     if work.program.flash:
         return _fused_products_s(work) + work.device.kernel_us * 1e-6
     # softmax reads the causal half and writes all, dropout reads, writes, and writes its mask
@@ -186,8 +191,8 @@ def attention_s(work: Work) -> float:
 
 
 def attention_backward_s(work: Work) -> float:
-    """Backward of the same: fused, five products for two (arXiv 2205.14135, section 3.1);
-    unfused, twice the products."""
+    """Seconds of attention's backward: five products for the forward's two if fused (arXiv
+    2205.14135, section 3.1), otherwise twice the forward's products."""
     if work.program.flash:
         return 2.5 * _fused_products_s(work) + work.device.kernel_us * 1e-6
     # softmax reads its gradient and the causal half of its output and writes, dropout reads
@@ -206,7 +211,7 @@ def _fused_products_s(work: Work) -> float:
     width = work.shape.head_dim
     rate = matmul_rate(work.device, work.precision) * work.device.attention_efficiency
     rate *= work.program.attention_factor
-    rate *= min(1.0, 0.5 + width / 256)  # narrow heads feed the units worse
+    rate *= min(1.0, 0.5 + width / 256)  # narrow heads use the tensor cores less well
     return 2.0 * _scores(work) * width / rate
 
 
@@ -218,7 +223,7 @@ def _unfused_products_s(work: Work) -> float:
 
 
 def block_traffic(work: Work) -> float:
-    """Bytes that a block's element-wise kernels move in a forward."""
+    """Bytes that the element-wise kernels of a block move in its forward."""
     return sum(_half_traffic(work))
 
 
@@ -247,7 +252,7 @@ def _host(work: Work) -> float:
 
 
 def _embedding(work: Work) -> PassTimes:
-    """A gather of rows, and a scatter of gradients into rows."""
+    """The embedding's times: rows are looked up, and gradients are added to rows."""
     shape, e = work.shape, element_bytes(work.precision)
     rows = work.tokens * shape.hidden * e
     split = work.tp if work.sequence_parallel else 1
@@ -258,7 +263,7 @@ def _embedding(work: Work) -> PassTimes:
 
 
 def _head(work: Work) -> PassTimes:
-    """Final norm, logits and loss: fp32 logits are written and read by softmax and loss."""
+    """The head's times: final norm, logits and loss, which writes and reads fp32 logits."""
     shape, device, precision = work.shape, work.device, work.precision
     h, tokens, e = shape.hidden, work.tokens, element_bytes(precision)
     split = work.tp if work.program.vocab_parallel else 1

@@ -1,11 +1,11 @@
-"""Time of collectives and messages between the ranks of a layout. Seconds.
+"""Seconds of collectives and messages between the ranks of a layout.
 
-Ring alpha-beta (Thakur, Rabenseifner, Gropp 2005, section 4): an all-gather or reduce-scatter of
-S bytes over n ranks moves (n-1)/n S through every rank's link, an all-reduce twice that; every
-step costs a hop. An all-reduce may also go over trees (Sanders, Speck, Traeff 2009, which NCCL
-uses), with logarithmic hops. So the reached bandwidth rises with message size. Across nodes the
-bottleneck is the node's NICs, shared by all groups that cross: every GPU is in a group of its
-own axis and all of them run at the same time.
+The model is that of rings with a latency and a bandwidth (Thakur, Rabenseifner, Gropp 2005, section
+4): an all-gather or reduce-scatter of S bytes over n ranks moves (n-1)/n S through every rank's
+link, an all-reduce twice that, and every step of the ring costs a hop. An all-reduce may also use
+trees, as NCCL does (Sanders, Speck, Traeff 2009), with a logarithmic number of hops. So larger
+messages reach a higher bandwidth. Between nodes the bottleneck is the node's NICs, which all groups
+across nodes share, because they communicate at the same time.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from zeropp.literals import Axis
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: how many, on how many nodes, and the bus bandwidth they share."""
+    """Ranks that communicate: their number, the number of their nodes, and their bus bandwidth."""
 
     size: int
     nodes: int
-    rate: float  # bytes a second through one rank's link (NCCL's bus bandwidth)
+    rate: float  # bytes per second through one rank's link (NCCL's bus bandwidth)
 
 
 def axis_stride(layout: Layout, axis: Axis) -> int:
-    """Distance between neighbouring ranks of an axis."""
+    """The difference of the global ranks of neighbours on an axis."""
     stride = 1
     for name, size in reversed(layout.axes):
         if name == axis:
@@ -38,7 +38,7 @@ def axis_stride(layout: Layout, axis: Axis) -> int:
 
 
 def group_of(cluster: Cluster, layout: Layout, *axes: Axis) -> Group:
-    """The group over one axis, or over neighbouring axes together."""
+    """The group of one axis, or of several neighbouring axes together."""
     sizes = dict(layout.axes)
     size = 1
     for axis in axes:
@@ -48,7 +48,7 @@ def group_of(cluster: Cluster, layout: Layout, *axes: Axis) -> Group:
 
 
 def group(cluster: Cluster, size: int, stride: int, world: int) -> Group:
-    """``size`` ranks, ``stride`` apart, in a job of ``world`` ranks."""
+    """The group of ``size`` ranks that are ``stride`` apart, in a job of ``world`` ranks."""
     per_node = min(cluster.gpus_per_node, world)
     local = max(1, min(size, per_node // stride))
     nodes = -(-size // local)
@@ -62,14 +62,14 @@ def group(cluster: Cluster, size: int, stride: int, world: int) -> Group:
 
 
 def gather_s(cluster: Cluster, group: Group, total: float) -> float:
-    """All-gather to, or reduce-scatter of, ``total`` bytes a rank."""
+    """Seconds of an all-gather to, or a reduce-scatter of, ``total`` bytes per rank."""
     if group.size == 1:
         return 0.0
     return _start(cluster, group) + _ring_hops(cluster, group) + _moved(group, total)
 
 
 def all_reduce_s(cluster: Cluster, group: Group, total: float) -> float:
-    """All-reduce of ``total`` bytes a rank; inside a node the switch may reduce."""
+    """Seconds of an all-reduce of ``total`` bytes per rank; inside a node the switch may reduce."""
     if group.size == 1:
         return 0.0
     gain = cluster.reduction_gain if group.nodes == 1 else 1.0
@@ -81,7 +81,8 @@ def all_reduce_s(cluster: Cluster, group: Group, total: float) -> float:
 
 
 def transfer_s(cluster: Cluster, layout: Layout, source: int, target: int, size: float) -> float:
-    """A message of ``size`` bytes between two pipeline ranks; all ranks of a node send at once."""
+    """Seconds of a message of ``size`` bytes between two pipeline ranks, while all ranks of a node
+    send theirs."""
     if source == target:
         return 0.0
     stride = axis_stride(layout, "pp")
@@ -94,7 +95,7 @@ def transfer_s(cluster: Cluster, layout: Layout, source: int, target: int, size:
 
 
 def crosses_nodes(cluster: Cluster, layout: Layout, source: int, target: int) -> bool:
-    """Whether two pipeline ranks lie on different nodes."""
+    """Whether two pipeline ranks are on different nodes."""
     stride, node = axis_stride(layout, "pp"), cluster.gpus_per_node
     return (source * stride) // node != (target * stride) // node
 

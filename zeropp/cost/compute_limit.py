@@ -1,10 +1,10 @@
-"""The compute limit: what a device would train if nothing but the model's own kernels took time.
+"""The compute limit: the throughput of a device if only the model's own kernels took time.
 
 No program reaches it. It leaves out pipeline bubbles, communication, copies of parameters and
-gradients, recomputation, the optimizer, and stages or nodes of unequal speed. It keeps what no
-program can avoid on a device: matrix products at their reached rate, attention, element-wise
-kernels, the addition of each weight gradient to its sum (fused into the product), and the time
-to start kernels. So the distance between a plan and the limit is what parallel training costs.
+gradients, recomputation, the optimizer, and differences between stages or nodes. It includes what
+no program can avoid on a device: matrix products at the rate that they reach, attention,
+element-wise kernels, the addition of each weight gradient to its sum (in the product), and the time
+to start kernels. So the difference between a plan and the limit is the cost of parallel training.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zeropp.programs import Program, StateBytes
 from zeropp.shape import ModelShape
 
 MICROBATCHES = (1, 2, 4, 8, 16)  # sequences; the sizes that the tuner tries
-# A pipeline of zero bubble is known to need at least a third of 1F1B's activations, which are those
-# of one microbatch in the whole model (V-Min: arXiv 2405.15362, section 3).
+# The least share of 1F1B's activations with which a pipeline without bubble is known (V-Min: arXiv
+# 2405.15362, section 3). 1F1B's are those of one microbatch in the whole model.
 LEAST_ACTIVATIONS = 1 / 3
 STATE_BYTES = 16  # per parameter: gradient, and the optimizer's fp32 master and two moments
 # Fused attention and fused accumulation of fp32 gradient sums.
@@ -31,7 +31,7 @@ _IDEAL = Program("compute limit", bf16=StateBytes(4, 4, 8), fp32=StateBytes(4, 4
 
 @dataclass(frozen=True)
 class ComputeLimit:
-    """The limit of one model on one device, and the microbatch that reaches it (sequences)."""
+    """The limit of one model on one device, and the microbatch, in sequences, that reaches it."""
 
     microbatch_size: int
     tokens_per_s_per_gpu: float
@@ -43,13 +43,23 @@ def compute_limit(
 ) -> ComputeLimit:
     """Tokens per second and GPU of the model's kernels alone, at the best microbatch that fits.
 
-    A microbatch fits where a device holds its part of parameters, gradients and optimizer state,
-    split over all GPUs, and the least activations with which a pipeline can run without a bubble.
-    One sequence counts as fitting always, for programs can split it (tensor parallelism) or keep
-    less of it (recomputation). The kernels are those of ``zeropp.cost.blocks``.
+    A microbatch fits if a device can hold its share of parameters, gradients and optimizer state,
+    divided among all GPUs, and the least activations with which a pipeline can run without a
+    bubble. One sequence always counts as fitting, because programs can split it (tensor
+    parallelism) or keep less of it (recomputation). The kernels are those of
+    ``zeropp.cost.blocks``.
     """
     works = [
-        Work(shape, cluster.device, _IDEAL, precision, "none", size, 1, False)
+        Work(
+            shape=shape,
+            device=cluster.device,
+            program=_IDEAL,
+            precision=precision,
+            recompute="none",
+            microbatch=size,
+            tp=1,
+            sequence_parallel=False,
+        )
         for size in MICROBATCHES
     ]
     fitting = [w for w in works if w.microbatch == 1 or _fits(w, cluster.device, num_gpus)]

@@ -1,8 +1,8 @@
 """Where a model is cut into stages, so that every pipeline rank has the same amount of work.
 
-A rank's work is what counts: with several chunks per rank, one short stage of a rank makes up for
-a long one. All blocks of a model take the same time, so cutting means spreading them one by one,
-or (``half_cuts``) by halves of blocks, where a program can cut between attention and MLP.
+With several chunks per rank the sum over a rank's stages counts, so that a short stage makes up for
+a long one. All blocks of a model take the same time, so a cut is a number of blocks per stage, or
+of halves of blocks (``half_cuts``) in programs that can cut between attention and MLP.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from zeropp.programs import Program
 if TYPE_CHECKING:
     from zeropp.plan import Plan
 
-_WORTH = 0.01  # blocks: what cuts inside blocks must gain
+_WORTH = 0.01  # the least gain, in blocks, for which cuts inside blocks are taken
 
 
 def cut_by_cost(
     plan: Plan, cluster: Cluster, program: Program | None = None, *, split_blocks: bool = False
 ) -> tuple[float, ...]:
-    """Cuts of a plan's model by what its pieces take on the cluster: forward, input gradient and
-    weight gradient of one microbatch, the embedding's and the head's among them.
+    """The cuts of a plan's model by the times of its pieces (embedding, blocks, head) on the
+    cluster: forward, input gradient and weight gradient of one microbatch.
 
-    The plan's own ``cuts`` are not read; ``program`` as for ``price_plan``. ``split_blocks``: a cut
-    may lie inside a block, where that makes the busiest rank's work less. See ``spread_blocks`` for
-    what is minimised.
+    The plan's own ``cuts`` are not read; ``program`` is as in ``price_plan``. ``split_blocks``: a
+    cut may be inside a block, if that makes the work of the busiest rank less. ``spread_blocks``
+    says what is minimised.
     """
     work = work_of(plan, cluster, program)
     tensor = tensor_times(plan, cluster, work)
@@ -58,7 +58,7 @@ def cut_by_cost(
 def largest_work(
     cuts: Sequence[float], ranks: Sequence[int], ends: tuple[float, float], attention: float
 ) -> float:
-    """The work of the busiest rank, in blocks; ``ends``: that of the embedding and of the head."""
+    """The work of the busiest rank, in blocks; ``ends`` is the work of embedding and head."""
 
     def before(cut: float) -> float:
         whole = ends[0] + (floor(cut) - 1) + (attention if cut % 1 else 0.0)
@@ -74,18 +74,18 @@ def largest_work(
 def spread_blocks(
     layers: int, stage_rank: tuple[int, ...], embedding: float, head: float
 ) -> tuple[int, ...]:
-    """Cuts of ``layers`` blocks, an embedding before them and a head behind, into the stages of
-    ``stage_rank``; ``embedding`` and ``head`` are their work in blocks.
+    """The cuts of an embedding, ``layers`` blocks and a head into the stages of ``stage_rank``.
 
-    The largest work of a rank is as small as it can be, and within a rank its stages are as equal
-    as they can be. Of equal ranks the later ones get more, because the first ones hold the
-    activations of more microbatches. Every stage holds a piece at least; raises ValueError where
-    there are more stages than pieces.
+    ``embedding`` and ``head`` are their work as multiples of a block's. The largest work of a rank
+    is as small as possible, and the stages of a rank are as equal as possible. Of ranks with equal
+    work the later ones get more blocks, because the first ones hold the activations of more
+    microbatches. Every stage has at least one piece; raises ValueError if there are more stages
+    than pieces.
     """
     last = len(stage_rank) - 1
     blocks = [1] * len(stage_rank)
-    blocks[0] -= 1  # it has the embedding
-    blocks[last] -= 1  # it has the head, and alone it has both
+    blocks[0] -= 1  # the first stage has the embedding
+    blocks[last] -= 1  # the last stage has the head; a single stage has both
     left = layers - sum(blocks)
     if left < 0:
         raise ValueError(f"{last + 1} stages for {layers + 2} pieces")

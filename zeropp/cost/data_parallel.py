@@ -26,15 +26,15 @@ _CAST = _FP32 + 2  # bytes to read an fp32 number and to write a 16-bit one
 
 
 def stage_parameters(plan: Plan, stage: int) -> float:
-    """Parameters of a stage on one rank, before ZeRO."""
+    """Parameters of a stage on one rank, without ZeRO."""
     return sum(_pieces(plan, stage))
 
 
 def collectives_of(plan: Plan, program: Program, stage: int) -> list[float]:
-    """Parameters (on one rank, before ZeRO) that each collective of a stage moves: one collective
-    per piece, or per flat buffer of a chunk. ZeroPP's engine has one buffer for the weights whose
-    gradients may be put off, one for all else, and one for a parameter that two pipeline ranks
-    share (``zeropp/engine/sharding.py``)."""
+    """The parameters (on one rank, without ZeRO) that each collective of a stage moves: one
+    collective per piece, or per flat buffer of a chunk. ZeroPP's engine has one buffer for weights
+    whose gradients may be delayed, one for other parameters, and one for a parameter that two
+    pipeline ranks share (``zeropp/engine/sharding.py``)."""
     pieces = _pieces(plan, stage)
     if not program.flat_chunks:
         return pieces
@@ -55,10 +55,13 @@ def _pieces(plan: Plan, stage: int) -> list[float]:
 
 
 def shard_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
-    """Gather and reduction of a stage, with what runs on their own streams: shards that are cast
-    before their gather, gradients that are cast before their reduction or added to those of the
-    units before. Also what stands on the compute stream: FSDP2's copies, or the clearing of a flat
-    buffer. On one shard (bf16 copies of fp32 masters) casts and copies are all."""
+    """Seconds of a stage's gather and reduction, by the fields of StageCost.
+
+    They include what runs on the streams of these collectives: shards are cast before their gather,
+    gradients are cast before their reduction or added to those of earlier units. FSDP2's copies and
+    the clearing of a flat buffer take time on the compute stream. With a single shard (bf16 copies
+    of fp32 masters) there are only casts and copies.
+    """
     if not plan.gathers:
         return {}
     program, shards = work.program, plan.layout.shard
@@ -84,9 +87,9 @@ def shard_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> dict[str, f
 
 
 def _summing_s(plan: Plan, work: Work, sizes: list[float], part: float, *, several: bool) -> float:
-    """Seconds beside a reduction of ``sizes`` gradients of which ``part`` stays on a rank: casting
-    them if they are sent in 16 bits, and adding the part to those of earlier reductions if there
-    are ``several``."""
+    """Seconds that a reduction of ``sizes`` gradients, of which ``part`` stays on a rank, takes in
+    addition: to cast them if they are sent in 16 bits, and to add the part to that of earlier
+    reductions if there are ``several``."""
     moved = sum(sizes) * _CAST * (1 + part) if plan.reduce_dtype == "bf16" else 0.0
     if several:
         moved += sum(sizes) * part * _ADD
@@ -94,12 +97,13 @@ def _summing_s(plan: Plan, work: Work, sizes: list[float], part: float, *, sever
 
 
 def sent_bytes(plan: Plan, program: Program) -> int:
-    """Bytes of a gradient on the wire: what the program sends, or what the plan asks for."""
+    """Bytes per gradient that a reduction sends, by the program or by the plan's
+    ``reduce_dtype``."""
     return 2 if plan.reduce_dtype == "bf16" else program.state(plan.precision).reduced
 
 
 def replica_s(plan: Plan, cluster: Cluster, work: Work, stage: int, cost: StageCost) -> float:
-    """Reduction of a stage's gradients over the replicas, as far as nothing hides it."""
+    """Exposed seconds of the reduction of a stage's gradients over the replicas."""
     replicas = group_of(cluster, plan.layout, "replicate")
     if replicas.size == 1:
         return 0.0
@@ -123,20 +127,21 @@ def replica_s(plan: Plan, cluster: Cluster, work: Work, stage: int, cost: StageC
 
 
 def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
-    """What a collective costs whose other part runs beside compute and slows it."""
+    """The cost of a collective of which ``exposed`` seconds are exposed: these, and the time by
+    which the hidden part slows compute."""
     return exposed + cluster.device.overlap_slowdown * (seconds - exposed)
 
 
 def gather_updated_s(
     plan: Plan, cluster: Cluster, work: Work, stages: list[int], parameters: float
 ) -> float:
-    """ZeRO-1: gather a rank's updated parameters over the replicas that split them."""
+    """Exposed seconds in which ZeRO-1 gathers updated parameters of a rank over the replicas."""
     program = work.program
     ranks = zero1_ranks(plan.layout, program)
     if ranks == 1:
         return 0.0
     among = group(cluster, ranks, axis_stride(plan.layout, "replicate"), plan.layout.world)
-    masters = program.state(plan.precision).casts_parameters  # what is updated is what is sent
+    masters = program.state(plan.precision).casts_parameters  # the updated masters are sent
     cast = sends_compute_type(plan, program)  # once per step, where it has been updated
     part = parameters / plan.layout.shard
     seconds = gather_s(
@@ -148,12 +153,12 @@ def gather_updated_s(
     if program.flat_chunks:
         more = sum(len(collectives_of(plan, program, stage)) for stage in stages) - 1
         seconds += more * gather_s(cluster, among, 0.0)
-    if program.updated == "broadcasts":  # each goes round the whole ring by itself
+    if program.updated == "broadcasts":  # each takes all steps of a ring
         seconds += (ranks - 1) * gather_s(cluster, among, 0.0)
     elif program.updated == "slices":
         copies = TENSORS[plan.shape.family] * pieces * ranks
         seconds += copies * cluster.device.launch_us * program.launch_factor * 1e-6
-    if program.overlap_updated:  # all but the first piece's behind the next forward
+    if program.overlap_updated:  # the next forward hides all but the first piece's
         seconds = _slowed(cluster, seconds, seconds / pieces)
     return seconds
 
@@ -161,9 +166,9 @@ def gather_updated_s(
 def finish_s(
     plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int, parameters: float
 ) -> float:
-    """Optimizer step, the tied embedding's all-reduce, host work. Adam reads gradient, master and
-    two moments and writes all but the first; unscaling reads and writes gradients, the norm reads
-    and the next step clears them."""
+    """Seconds of the optimizer step, the tied embedding's all-reduce and host work. Adam reads the
+    gradient, the master weight and two moments, and writes all but the gradient; unscaling reads
+    and writes gradients, the norm reads them, and the next step clears them."""
     updated = parameters / optimizer_shards(plan.layout, work.program)
     moved = updated * (_FP32 + 2 * 12 + element_bytes(plan.precision) + 16)
     seconds = stream_s(cluster.device, moved, kernels=4) + work.program.step_host_s
@@ -175,6 +180,6 @@ def finish_s(
 
 
 def _ends(plan: Plan, cluster: Cluster) -> Group:
-    """The first and the last pipeline rank."""
+    """The group of the first and the last pipeline rank."""
     whole = group_of(cluster, plan.layout, "pp")
     return Group(2, min(2, whole.nodes), whole.rate)

@@ -1,8 +1,8 @@
-"""Parameters and FLOPs of a shape, and a balanced cut of its pieces. Formulas only.
+"""Parameters and FLOPs of a shape, and cuts of its pieces that are balanced by FLOPs.
 
-A product of [a, b] and [b, c] is 2abc FLOPs. Backward is twice forward (one product for dX, one
-for dW), except for attention scores, where both operands are activations: also twice.
-Norms, activations and softmax are left out, as in Megatron-LM (arXiv 2104.04473, appendix).
+A product of [a, b] and [b, c] is 2abc FLOPs. Backward is twice forward: one product for dX and one
+for dW, or, for attention scores, one for each of the two activations. Norms, activations and
+softmax are not counted, as in Megatron-LM (arXiv 2104.04473, appendix).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def linear_weights(shape: ModelShape, half: BlockHalf | None = None) -> int:
 
 
 def piece_parameters(shape: ModelShape, index: int) -> int:
-    """Parameters that piece ``index`` holds (a tied head holds its copy of the embedding)."""
+    """Parameters of piece ``index``; a tied head counts its copy of the embedding."""
     h = shape.hidden
     if index == 0:
         return (shape.vocab + (shape.seq if shape.family == "gpt" else 0)) * h
@@ -52,7 +52,7 @@ def piece_parameters(shape: ModelShape, index: int) -> int:
 
 
 def parameter_count(shape: ModelShape) -> int:
-    """Parameters of the whole model; tied embeddings count once."""
+    """Parameters of the whole model, in which tied embeddings count once."""
     total = sum(piece_parameters(shape, index) for index in range(shape.num_pieces))
     return total - (shape.vocab * shape.hidden if shape.tied_embeddings else 0)
 
@@ -69,7 +69,7 @@ def block_forward_flops(shape: ModelShape) -> int:
 
 
 def piece_forward_flops(shape: ModelShape, index: int) -> int:
-    """Forward FLOPs of a piece per token; an embedding look-up is none."""
+    """Forward FLOPs of a piece per token; an embedding look-up has none."""
     if index == 0:
         return 0
     if index == shape.num_pieces - 1:
@@ -84,16 +84,16 @@ def model_flops_per_token(shape: ModelShape) -> int:
 
 @lru_cache(maxsize=4096)
 def balanced_cuts(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
-    """``cut_by_weight`` of a shape's pieces by their forward FLOPs."""
+    """The cuts of a shape's pieces that ``cut_by_weight`` makes by their forward FLOPs."""
     weights = [piece_forward_flops(shape, index) for index in range(shape.num_pieces)]
     return cut_by_weight(weights, num_stages)
 
 
 def cut_by_weight(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Cut pieces into contiguous stages whose largest weight is as small as it can be.
+    """Cut pieces into contiguous stages such that the largest weight of a stage is minimal.
 
-    Of the cuts that reach it, the one with the most even stages from the front. Every stage
-    gets a piece; raises ValueError where there are more stages than pieces.
+    Of the cuts that reach it, the one with the most even stages, counted from the front, is taken.
+    Every stage has at least one piece; raises ValueError if there are more stages than pieces.
     """
     if num_stages > len(weights):
         raise ValueError(f"{num_stages} stages for {len(weights)} pieces")

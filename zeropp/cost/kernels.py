@@ -1,10 +1,10 @@
-"""Time of one kernel on one device: matrix products and streams over memory. Seconds.
+"""Seconds of one kernel on one device: matrix products, and element-wise passes over memory.
 
-A product is bound by the device's reached rate or by memory, whichever is slower, and pays a
-fixed time. Output tiles run in waves over the multiprocessors (NVIDIA, "Matrix Multiplication
-Background User's Guide", tile and wave quantization): a product that fills a fraction of its
-last wave wastes the rest. Libraries split work within tiles to soften that, so half of the loss
-is counted.
+A product is limited by the rate that the device reaches or by memory, whichever is slower, and
+takes a fixed time in addition. Its output tiles run in waves over the multiprocessors (NVIDIA,
+"Matrix Multiplication Background User's Guide", tile and wave quantization): if the last wave is
+only partly filled, the rest of it is wasted. Libraries split tiles to reduce that loss, so half of
+it is counted.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from zeropp.literals import Precision
 
 TILE = (128, 128)
-UNALIGNED = 0.42  # rate of products with a side that is no multiple of 8 (same guide, alignment)
+UNALIGNED = 0.42  # share of the rate if a side is no multiple of 8 (same guide, alignment)
 
 
 def element_bytes(precision: Precision) -> int:
-    """Bytes of one activation."""
+    """Bytes of one element of an activation."""
     return 2 if precision == "bf16" else 4
 
 
 def matmul_rate(device: Device, precision: Precision) -> float:
-    """FLOP/s that the largest products reach."""
+    """The FLOP/s that the largest products reach."""
     tflops = device.matmul_bf16_tflops if precision == "bf16" else device.matmul_fp32_tflops
     return tflops * 1e12
 
 
 def wave_efficiency(device: Device, m: int, n: int, batch: int = 1) -> float:
-    """Share of the machine that the tiles of an [m, n] output keep busy."""
+    """The share of the multiprocessors that the tiles of an [m, n] output keep busy."""
     if device.units == 1:
         return 1.0
     tiles = m * n * batch / (TILE[0] * TILE[1])
@@ -43,7 +43,7 @@ def wave_efficiency(device: Device, m: int, n: int, batch: int = 1) -> float:
 
 
 def matmul_s(device: Device, precision: Precision, m: int, k: int, n: int, batch: int = 1) -> float:
-    """Seconds of ``batch`` products of [m, k] and [k, n]."""
+    """Seconds of ``batch`` products of [m, k] and [k, n] in one kernel."""
     flops = 2.0 * m * k * n * batch
     rate = matmul_rate(device, precision) * wave_efficiency(device, m, n, batch)
     if device.units > 1 and (m % 8 or k % 8 or n % 8):
@@ -53,7 +53,7 @@ def matmul_s(device: Device, precision: Precision, m: int, k: int, n: int, batch
 
 
 def stream_s(device: Device, moved: float, kernels: int = 1) -> float:
-    """Seconds of element-wise kernels that read and write ``moved`` bytes in all."""
+    """Seconds of ``kernels`` element-wise kernels that together read and write ``moved`` bytes."""
     return _stream(device, moved) + kernels * device.kernel_us * 1e-6
 
 

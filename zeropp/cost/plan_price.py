@@ -1,9 +1,9 @@
-"""What a price is made of: durations and bytes of one plan on one cluster.
+"""The price of one plan on one cluster: durations and bytes.
 
-Durations are seconds of one action on one rank without contention from the schedule; whatever
-depends on the order of actions (bubbles, overlap, how many activations live at a time) is the
-simulator's. All figures read only the plan's sizes, never its programs, so that the tuner can
-price a plan before it builds a schedule.
+Durations are seconds of one action on one rank. What depends on the order of actions (bubbles,
+overlap, how many activations are held at a time) is left to the simulator. A price depends on the
+plan's sizes and never on its programs, so that the tuner can price a plan before it builds a
+schedule.
 """
 
 from __future__ import annotations
@@ -15,56 +15,57 @@ from zeropp.schedule.program import StageCost
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one stage on one rank; several stages of a rank add up. Gradients and activations
-    that come and go are those of one microbatch, except where gradients are summed."""
+    """Bytes of one stage on one rank; those of several stages of a rank add up. Activations, and
+    gradients that are not sums, are those of one microbatch."""
 
-    parameters: int  # sharded, fp32 masters included; resident all the time
-    optimizer: int  # resident all the time
-    gradients: int  # sharded (or whole, where nothing is sharded), for the optimizer
-    unsharded: int  # gathered parameters, while gathered; 0 where nothing is sharded
-    unsharded_gradients: int  # from a weight gradient to the reduction; 0 where never separate
+    parameters: int  # sharded, with fp32 master weights; always held
+    optimizer: int  # always held
+    gradients: int  # for the optimizer; sharded if anything is
+    unsharded: int  # gathered parameters, while gathered; 0 if nothing is sharded
+    unsharded_gradients: int  # from a weight gradient to the reduction; 0 if not separate
     early_gradients: int  # the part of them that comes with the input gradient: embedding, head
-    fresh_gradients: int  # a microbatch's own, until they are added; 0 where they add in place
-    embedding_gradient: int  # a microbatch's own, where it alone is made beside its sum
-    made_gradients: int  # a microbatch's own, where they wait for the stage's next backward
+    fresh_gradients: int  # of a microbatch, until added to the sum; 0 if added in place
+    embedding_gradient: int  # of a microbatch, if only the embedding's is separate from its sum
+    made_gradients: int  # of a microbatch, if they wait for the stage's next backward
     reduction_step: int  # what a reduction copies at a time
-    reduction_copy: int  # what it holds until the next one
-    flat_gradients: int  # a copy for the reduction over the replicas, when the program is done
+    reduction_copy: int  # what a reduction holds until the next one
+    flat_gradients: int  # a copy for the reduction over the replicas, after the program
     activations: int  # from its forward to the end of its input gradient
     deferred: int  # from its input gradient to its weight gradient (x and dY)
     boundary: int  # a message into the stage
-    buffers: int  # of messages, resident all the time
-    forward: int  # its own bytes at the fullest moment of a forward: activations and temporaries
-    backward_input: int  # likewise
-    full_backward: int  # likewise
+    buffers: int  # for messages; always held
+    forward: int  # at the fullest moment of a forward: activations and temporaries
+    backward_input: int  # at the fullest moment of an input gradient
+    full_backward: int  # at the fullest moment of a full backward
 
 
 @dataclass(frozen=True)
 class StageExtras:
-    """Seconds of one microbatch that a stage's compute durations include beside the kernels which
-    the model itself needs."""
+    """Seconds per microbatch that a stage's compute durations include in addition to the model's
+    own kernels."""
 
     tensor_forward: float = 0.0  # exposed tensor-parallel collectives
     tensor_backward: float = 0.0
-    transfer_forward: float = 0.0  # transfers during which compute stands still
+    transfer_forward: float = 0.0  # transfers during which the rank cannot compute
     transfer_backward: float = 0.0
-    recomputation: float = 0.0  # in ``backward_input``
-    accumulation: float = 0.0  # of weight gradients outside their product, in ``backward_weight``
+    recomputation: float = 0.0  # part of ``backward_input``
+    accumulation: float = 0.0  # weight gradients added outside their product; in backward_weight
 
     @property
     def tensor(self) -> float:
-        """Exposed tensor-parallel collectives of forward and backward."""
+        """Seconds of exposed tensor-parallel collectives of a forward and a backward."""
         return self.tensor_forward + self.tensor_backward
 
 
 @dataclass(frozen=True)
 class PlanPrice:
-    """Price of a plan. Tuples have one entry per stage, except where a line says per pipeline rank.
+    """The price of a plan, in seconds and bytes. Tuples have one entry per stage, or per pipeline
+    rank where a comment says so.
 
-    ``extras`` says what the durations in ``stages`` include beside the model's own kernels.
-    ``replica_s`` is the reduction over replicas, once per step after the last weight gradient
-    (an all-reduce, or a reduce-scatter under ZeRO-1). ``limit_s`` is what the step would take at
-    the compute limit (``zeropp.cost.compute_limit``). All in seconds.
+    ``extras`` says what the durations in ``stages`` include in addition to the model's own kernels.
+    ``replica_s`` is the reduction over replicas, once per step after the last weight gradient (an
+    all-reduce, or a reduce-scatter with ZeRO-1). ``limit_s`` is the step time at the compute limit
+    (``zeropp.cost.compute_limit``).
     """
 
     stages: tuple[StageCost, ...]

@@ -1,7 +1,7 @@
-"""The price of a plan on a cluster: what the simulator asks of the cost model.
+"""The price of a plan on a cluster.
 
-``price_plan`` reads only the plan's sizes and its schedule's name, counts and placement, never its
-programs, so that the tuner can price a plan before it builds one. Equal blocks are priced once.
+``price_plan`` reads the plan's sizes and its schedule's name, counts and placement, but never its
+programs, so that the tuner can price a plan before it builds them. Equal blocks are priced once.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from zeropp.schedule.program import StageCost
 if TYPE_CHECKING:
     from zeropp.plan import Plan
 
-# About 0.5 % of machines take about 10 % more time for equal work (MegaScale, arXiv 2402.15627, as
-# remembered: its text was not at hand), and a synchronous step waits for the slowest.
+# About 0.5 % of machines take about 10 % more time for equal work (MegaScale, arXiv 2402.15627,
+# cited from memory), and a synchronous step waits for the slowest.
 SLOW_NODES = 0.005
 SLOW_NODE_LOSS = 0.1
 
 
 def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> PlanPrice:
-    """Durations (seconds) and bytes of a plan. ``program``: a variant of the plan's own, which is
-    the registered one by default."""
+    """The durations (seconds) and bytes of a plan. ``program`` replaces the registered program that
+    the plan names, for variants of it."""
     work = work_of(plan, cluster, program)
     program = work.program
     tensor = tensor_times(plan, cluster, work)
@@ -79,23 +79,24 @@ def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> 
 
 
 def work_of(plan: Plan, cluster: Cluster, program: Program | None = None) -> Work:
-    """What a plan's pieces are priced for; ``program`` as for ``price_plan``."""
+    """Everything on which the price of a plan's pieces depends; ``program`` as in
+    ``price_plan``."""
     return Work(
-        plan.shape,
-        cluster.device,
-        program or program_named(plan.program),
-        plan.precision,
-        plan.recompute,
-        plan.microbatch_size,
-        plan.layout.tp,
-        plan.layout.sequence_parallel,
+        shape=plan.shape,
+        device=cluster.device,
+        program=program or program_named(plan.program),
+        precision=plan.precision,
+        recompute=plan.recompute,
+        microbatch=plan.microbatch_size,
+        tp=plan.layout.tp,
+        sequence_parallel=plan.layout.sequence_parallel,
     )
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What all stages of one plan are priced with. ``plain``: without recomputation; ``fused``:
-    with weight gradients that are added inside their product."""
+    """What the prices of all stages of one plan share. ``plain`` are times without recomputation,
+    ``fused`` those with weight gradients that are added in their product."""
 
     plan: Plan
     cluster: Cluster
@@ -106,18 +107,18 @@ class _Job:
     fused: PieceTimes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _PricedStage:
     cost: StageCost
     extras: StageExtras
     replica_s: float
     memory: StageMemory
-    parameters: float  # on one rank, before ZeRO
+    parameters: float  # on one rank, without ZeRO
 
 
 @lru_cache(maxsize=4096)
 def _piece_times(work: Work, tensor: TensorTimes) -> tuple[PieceTimes, PieceTimes, PieceTimes]:
-    """A program's own pieces, those without recomputation, and those with fused accumulation."""
+    """(times of the plan's pieces, those without recomputation, those with fused accumulation)."""
     ideal = replace(work.program, fused_accumulation=True)
     variants = (work, replace(work, recompute="none"), replace(work, program=ideal))
     times = [piece_times(variant, tensor.forward, tensor.backward) for variant in variants]
@@ -125,8 +126,8 @@ def _piece_times(work: Work, tensor: TensorTimes) -> tuple[PieceTimes, PieceTime
 
 
 def _first_alike(plan: Plan, cluster: Cluster) -> list[int]:
-    """For each stage the first one that has the same price: the same pieces, and neighbours at
-    the same distance. Most stages are alike, and pricing them once saves most of the time."""
+    """For each stage, the first stage with the same price, that is with the same pieces and with
+    neighbours at the same distance. Most stages are equal, so pricing them once saves time."""
     ranks, last = plan.schedule.stage_rank, plan.shape.num_pieces
     hops: list[int | None] = [None]
     for here, there in pairwise(ranks):
@@ -145,24 +146,24 @@ def _priced_stage(job: _Job, stage: int) -> _PricedStage:
     plan, cluster, work = job.plan, job.cluster, job.work
     cost = _stage_cost(job, stage)
     return _PricedStage(
-        cost,
-        _extras(job, stage),
-        replica_s(plan, cluster, work, stage, cost),
-        stage_memory(plan, work, stage),
-        stage_parameters(plan, stage),
+        cost=cost,
+        extras=_extras(job, stage),
+        replica_s=replica_s(plan, cluster, work, stage, cost),
+        memory=stage_memory(plan, work, stage),
+        parameters=stage_parameters(plan, stage),
     )
 
 
 def stragglers(cluster: Cluster, world: int) -> float:
-    """Factor on the compute of a job of ``world`` GPUs: expected time of its slowest node over that
-    of one node, on which the constants were measured."""
+    """The factor on the compute of a job of ``world`` GPUs: the expected time of its slowest node,
+    divided by that of a single node, on which the constants were measured."""
     others = -(-world // cluster.gpus_per_node) - 1
     return 1.0 + SLOW_NODE_LOSS * (1.0 - (1.0 - SLOW_NODES) ** others)
 
 
 def _extras(job: _Job, stage: int) -> StageExtras:
-    """What a stage's durations include beside the model's kernels. The embedding and the head add
-    one tensor-parallel collective each way."""
+    """What a stage's durations include in addition to the model's kernels. The embedding and the
+    head each add one tensor-parallel collective to the forward and one to the backward."""
     plan, tensor = job.plan, job.tensor
     blocks = plan.blocks_of(stage) + len(plan.halves_of(stage)) / 2
     ends = len(_ends_of(plan, stage, job.times))
@@ -181,21 +182,22 @@ def _extras(job: _Job, stage: int) -> StageExtras:
 
 
 def _backward_s(plan: Plan, stage: int, times: PieceTimes) -> float:
-    """Input and weight gradients of a stage, all of its blocks recomputed or none."""
+    """Seconds of the input and weight gradients of a stage; all of its blocks are recomputed, or
+    none."""
     held = [(plan.blocks_of(stage), times.block)]
     held += [(1, part) for part in _single_parts(plan, stage, times)]
     return sum(count * (part.backward_input + part.backward_weight) for count, part in held)
 
 
 def _ends_of(plan: Plan, stage: int, times: PieceTimes) -> list[PassTimes]:
-    """The embedding's and the head's times, where a stage holds them."""
+    """The times of embedding and head, if the stage has them."""
     first, last = plan.cuts[stage], plan.cuts[stage + 1]
     embedding = [times.embedding] if first == 0 else []
     return embedding + ([times.head] if last == plan.shape.num_pieces else [])
 
 
 def _single_parts(plan: Plan, stage: int, times: PieceTimes) -> list[PassTimes]:
-    """The times of all that a stage holds beside whole blocks."""
+    """The times of everything in a stage that is no whole block."""
     by_half = {"attention": times.attention, "mlp": times.mlp}
     halves = [by_half[half] for _, half in plan.halves_of(stage)]
     return _ends_of(plan, stage, times) + halves
@@ -222,8 +224,8 @@ def _stage_cost(job: _Job, stage: int) -> StageCost:
 
 
 def _transfer_s(job: _Job, stage: int) -> float:
-    """A boundary between a stage and the next; before the first and after the last there is none.
-    Where the shard group's collectives use the same network, it gets half of it beside them."""
+    """Seconds of a transfer from a stage to the next; the last stage has none. If the shard group's
+    collectives use the same network, the transfer gets half of the bandwidth."""
     plan, cluster, work = job.plan, job.cluster, job.work
     ranks, other = plan.schedule.stage_rank, stage + 1
     if stage < 0 or other == len(ranks):

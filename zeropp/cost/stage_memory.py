@@ -1,9 +1,10 @@
 """Bytes of one stage on one rank: parameters, gradients, optimizer, activations, temporaries.
 
-Parameters, gradients and optimizer follow arXiv 1910.02054 (section 3.1) with the bytes that the
-program keeps, activations ``zeropp.cost.activations``. What FSDP2 gathers, sums and copies follows
-``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`` and ``_fsdp_param_group.py`` (2.13),
-whose traces (``zeropp.engine.traced_ranks``) a test compares.
+Parameters, gradients and optimizer state follow arXiv 1910.02054 (section 3.1), with the bytes that
+the program keeps; activations come from ``zeropp.cost.activations``. What FSDP2 gathers, sums and
+copies follows ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`` and
+``_fsdp_param_group.py`` (torch 2.13). A test compares the sums with traces
+(``zeropp.engine.traced_ranks``).
 """
 
 from __future__ import annotations
@@ -50,13 +51,9 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     parts = _in_order(plan, stage, sizes)
     whole, more = sum(parts), _more_gradients(plan, program, pieces)
     separate = plan.gathers or program.fsdp_hooks
-    # One shard's flat buffer is what the optimizer reads.
+    # With a single shard, the optimizer reads the flat buffer itself.
     summed = _summed_bytes(plan, work) * separate * (layout.shard > 1 or not program.flat_chunks)
-    # A microbatch's own gradients, until they are added to an fp32 sum: FSDP2's hooks add piece by
-    # piece, the first piece last.
-    half = (
-        element_bytes(plan.precision) if separate and summed > element_bytes(plan.precision) else 0
-    )
+    half = _unsummed_bytes(plan, summed) * separate
     blocks = _blocks(plan, work, stage)
     activations, later = _kept(work, blocks, head=last in pieces)
     held, buffers = _messages(plan, work, stage)
@@ -85,7 +82,8 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
 
 
 def _in_order(plan: Plan, stage: int, whole: dict[int, float]) -> list[float]:
-    """Parameters of a stage's pieces and halves of blocks, in their order; ``whole``: by piece."""
+    """The parameters of a stage's pieces and halves of blocks, in their order; ``whole`` has them
+    per piece."""
     sizes = dict(whole)
     for piece, half in plan.halves_of(stage):
         sizes[piece] = half_parameters(plan.shape, half) / plan.layout.tp
@@ -93,16 +91,16 @@ def _in_order(plan: Plan, stage: int, whole: dict[int, float]) -> list[float]:
 
 
 class _Block(NamedTuple):
-    """Bytes of one block, or half of one, of a microbatch."""
+    """Bytes of one block, or of half a block, for one microbatch."""
 
     kept: float  # from its forward to its backward
     deferred: float  # from its input gradient to its weight gradient
     split: float  # at the fullest moment of its input gradient
-    full: float  # and of its full backward
+    full: float  # at the fullest moment of its full backward
 
 
 def _blocks(plan: Plan, work: Work, stage: int) -> list[_Block]:
-    """A stage's blocks and halves of blocks in their order; the first ones are recomputed."""
+    """The blocks and halves of blocks of a stage, in their order; the first ones are recomputed."""
     plain = replace(work, recompute="none")
     repeated = plan.recomputed_blocks(stage)
     held = repeated * [_block(work)] if repeated else []
@@ -131,8 +129,9 @@ def _half(work: Work, half: BlockHalf) -> _Block:
 
 
 def _kept(work: Work, blocks: list[_Block], *, head: bool) -> tuple[float, float]:
-    """Bytes from a forward to its input gradient, and from there to its weight gradient. Torch's
-    pipeline stages keep their outputs, and with weight gradients the gradient of their input."""
+    """(bytes kept from a forward to its input gradient, bytes kept from there to its weight
+    gradient). Torch's pipeline stages also keep their outputs and, with delayed weight gradients,
+    the gradient of their input."""
     runtime = work.program.torch_stages
     output = 0.0 if head or not runtime else boundary_bytes(work)
     activations = sum(block.kept for block in blocks) + head * head_kept(work) + output
@@ -141,10 +140,13 @@ def _kept(work: Work, blocks: list[_Block], *, head: bool) -> tuple[float, float
 
 
 def _messages(plan: Plan, work: Work, stage: int) -> tuple[float, float]:
-    """Bytes beyond a message itself: a microbatch's, from its forward to its backward, and those
-    that stay. DeepSpeed's pipeline engine receives into two lasting buffers, copies inputs out of
-    them twice and keeps outputs, each TP rank a part of them; the last stage's are logits, those
-    of two microbatches at a time (``runtime/pipe/engine.py``: ``pipe_buffers``)."""
+    """(bytes per microbatch from its forward to its backward, bytes that are always held) for
+    messages, in addition to a message itself.
+
+    DeepSpeed's pipeline engine receives into two permanent buffers, copies inputs out of them
+    twice, and keeps outputs, of which each TP rank has a part; the last stage keeps the logits of
+    two microbatches (``runtime/pipe/engine.py``: ``pipe_buffers``).
+    """
     if not work.program.pipe_buffers:
         return 0.0, 0.0
     part = boundary_bytes(work) / work.tp
@@ -163,10 +165,11 @@ def _messages(plan: Plan, work: Work, stage: int) -> tuple[float, float]:
 def _moments(
     work: Work, blocks: list[_Block], repeated: int, head: bool, activations: float, later: float
 ) -> dict[str, int]:
-    """The stage's own bytes of a microbatch at the fullest moment of each of its passes.
+    """The stage's bytes of a microbatch at the fullest moment of its forward and of each backward.
 
-    ``repeated``: how many blocks are recomputed. A backward goes through the blocks from the last
-    one: those before it still keep what they keep, those behind it have deferred.
+    ``repeated`` is the number of blocks that are recomputed. A backward goes through the blocks
+    from the last one to the first: blocks that it has not reached still keep their tensors, and
+    those that it has passed keep what their weight gradients need.
     """
     plain = work if repeated == len(blocks) else replace(work, recompute="none")
     last = block_forward(plain) - block_kept(plain) if blocks else 0.0
@@ -179,7 +182,7 @@ def _moments(
         split = max(split, behind + before + block.split)
         full = max(full, before + block.full)
         behind += block.deferred
-    if blocks:  # in the first one, the head has deferred, too
+    if blocks:  # when the first block is reached, the head waits for its weight gradient, too
         split = max(split, later - blocks[0].deferred + blocks[0].split)
     return {
         "forward": int(activations + max(last, again, in_head)),
@@ -204,26 +207,27 @@ def _parameter_bytes(plan: Plan, program: Program) -> float:
 
 
 def shares_ends(plan: Plan, program: Program) -> bool:
-    """Embedding and head are one parameter on one rank, in FSDP2's root group."""
+    """Whether embedding and head are one parameter on one rank, in FSDP2's root group."""
     return program.fsdp_root and plan.shape.tied_embeddings
 
 
 def _parameters(plan: Plan, program: Program, piece: int) -> float:
-    """Parameters of a piece on one rank before ZeRO; what both ends share is the first's."""
+    """Parameters of a piece on one rank, without ZeRO; shared embeddings count in the first."""
     size = piece_parameters(plan.shape, piece)
     one_chunk = program.flat_chunks and plan.shape.tied_embeddings and plan.schedule.num_stages == 1
     if (shares_ends(plan, program) or one_chunk) and piece == plan.shape.num_pieces - 1:
         size -= plan.shape.vocab * plan.shape.hidden
-    whole = 0  # learned positions are cut by sequence parallelism alone
+    whole = 0  # only sequence parallelism cuts learned positions
     if piece == 0 and plan.shape.family == "gpt" and not plan.layout.sequence_parallel:
         whole = plan.shape.seq * plan.shape.hidden
     return (size - whole) / plan.layout.tp + whole
 
 
 def _more_gradients(plan: Plan, program: Program, pieces: range) -> float:
-    """Gradients beyond the stage's own parameters. Parameters that both ends share are the first
-    stage's, but their gradient comes with the last one's; DTensor's embedding makes the gradient
-    of the whole vocabulary on every TP rank (``embedding_dense_backward``)."""
+    """Gradient elements in addition to those of the stage's parameters. Parameters that the first
+    and the last stage share belong to the first, but their gradient begins in the last. DTensor's
+    embedding makes the gradient of the whole vocabulary on every TP rank
+    (``embedding_dense_backward``)."""
     vocabulary = plan.shape.vocab * plan.shape.hidden
     if shares_ends(plan, program):
         return vocabulary * ((plan.shape.num_pieces - 1 in pieces) - (0 in pieces))
@@ -233,8 +237,8 @@ def _more_gradients(plan: Plan, program: Program, pieces: range) -> float:
 
 
 def _gathered_bytes(plan: Plan, work: Work, stage: int) -> int:
-    """Bytes of a gathered parameter. FSDP2's own hooks hold two pieces: this one, and the buffer
-    that its gather or the next one's came in."""
+    """Bytes of a stage's gathered parameters. FSDP2's hooks hold two pieces: this one, and the
+    buffer of its gather or of the next one."""
     if plan.layout.shard == 1 and sends_compute_type(plan, work.program):
         return 0  # what is resident is what compute reads
     ends = (0, plan.schedule.num_stages - 1)
@@ -243,29 +247,36 @@ def _gathered_bytes(plan: Plan, work: Work, stage: int) -> int:
 
 
 def _summed_bytes(plan: Plan, work: Work) -> int:
-    """Bytes of a gradient that awaits its reduction: fp32 where microbatches are summed first."""
+    """Bytes per gradient that waits for its reduction: fp32 if microbatches are summed first."""
     each = work.program.fsdp_root and plan.reduce_every == "unit"
     return element_bytes(plan.precision) if each else FP32
 
 
+def _unsummed_bytes(plan: Plan, summed: int) -> int:
+    """Bytes per gradient of a microbatch before it is added to an fp32 sum; 0 if there is no such
+    sum. FSDP2's hooks add gradients piece by piece, those of the first piece last."""
+    element = element_bytes(plan.precision)
+    return element if summed > element else 0
+
+
 def _embedding_gradient(plan: Plan, program: Program, pieces: range) -> float:
-    """Bytes of a microbatch's gradient of the embedding, the only one that is a tensor of its own
-    before it is added to a flat chunk's sum: products add theirs inside."""
+    """Bytes of a microbatch's embedding gradient. In a flat chunk only this gradient is a tensor of
+    its own before it is added to the sum, since products add theirs directly."""
     vocabulary = plan.shape.vocab * plan.shape.hidden
     return element_bytes(plan.precision) * vocabulary * (0 in pieces) * program.flat_chunks
 
 
 def _reduction_step(plan: Plan, program: Program, sizes: list[float]) -> float:
-    """Bytes that a reduction makes beside the gradients: FSDP2 copies those of one piece at a time;
-    a flat chunk's are sent as they lie, cast first if they are sent in 16 bits."""
+    """Bytes that a reduction allocates: FSDP2 copies the gradients of one piece at a time; those of
+    a flat chunk are sent directly, or cast first if they are sent in 16 bits."""
     if program.flat_chunks:
         return _cast_bytes(plan) * sum(sizes)
     return FP32 * max(sizes)
 
 
 def _copied(plan: Plan, work: Work, stage: int, sizes: list[float]) -> float:
-    """Bytes of gradients that a reduction still holds when it is done: a flat chunk's whole buffer,
-    of FSDP2's hooks one piece's and, after the first stage's, none."""
+    """Bytes of gradients that are still held after a reduction: the whole buffer of a flat chunk;
+    with FSDP2's hooks those of one piece and, after the first stage's reduction, none."""
     if work.program.flat_chunks:
         return (FP32 + _cast_bytes(plan)) * sum(sizes) * (plan.layout.shard > 1)
     return FP32 * (0.0 if work.program.fsdp_root and stage == 0 else max(sizes))
@@ -276,8 +287,8 @@ def _cast_bytes(plan: Plan) -> int:
 
 
 def _flattened(plan: Plan, program: Program, parameters: float) -> float:
-    """Bytes of the copy of gradients that DeepSpeed makes to reduce them: cast to 16 bit all at
-    once, or, in fp32, put into one tensor, 5e8 at a time (``runtime/engine.py``:
+    """Bytes of the copy of gradients that DeepSpeed makes to reduce them: in bf16 all of them, cast
+    to 16 bits; in fp32 at most 5e8 elements at a time, in one tensor (``runtime/engine.py``:
     ``allreduce_bucket``, ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
     if not program.flattens_gradients or plan.layout.replicate == 1:
         return 0.0
@@ -285,20 +296,20 @@ def _flattened(plan: Plan, program: Program, parameters: float) -> float:
 
 
 def _gradient_shards(plan: Plan) -> int:
-    """Ranks over which the gradients of a step are split: those that cross the replicas once a
-    unit under ZeRO-1 add up where they are updated."""
+    """The number of ranks over which the gradients of a step are sharded. With ZeRO-1, gradients
+    that are reduced over the replicas per unit are summed only where they are updated."""
     layout = plan.layout
     rows = layout.replicate_zero and plan.replicate_every == "unit"
     return layout.shard * (layout.replicate if rows else 1)
 
 
 def optimizer_shards(layout: Layout, program: Program) -> int:
-    """Ranks over which the optimizer state is split."""
+    """The number of ranks over which the optimizer state is sharded."""
     return layout.shard * zero1_ranks(layout, program)
 
 
 def zero1_ranks(layout: Layout, program: Program) -> int:
-    """Replicas over which ZeRO-1 splits the optimizer state; 1 where there is no ZeRO-1."""
+    """The number of replicas over which ZeRO-1 shards the optimizer state; 1 without ZeRO-1."""
     if program.zero1_group:
         return min(program.zero1_group, layout.replicate)
     return layout.replicate if layout.replicate_zero else 1

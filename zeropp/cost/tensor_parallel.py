@@ -1,4 +1,4 @@
-"""Seconds of tensor-parallel collectives of one microbatch, as far as compute waits for them."""
+"""Seconds of tensor-parallel collectives per microbatch for which compute waits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorTimes:
-    """Seconds of tensor-parallel collectives, one microbatch: ``one`` of a boundary, and of a
-    block's forward, backward and recomputation."""
+    """Seconds of tensor-parallel collectives per microbatch: of ``one`` collective of hidden
+    states, and of a block's forward, backward and recomputation (``again``)."""
 
     one: float = 0.0
     forward: float = 0.0
@@ -26,12 +26,12 @@ class TensorTimes:
 
 
 def tensor_times(plan: Plan, cluster: Cluster, work: Work) -> TensorTimes:
-    """Tensor-parallel collectives.
+    """The exposed seconds of tensor-parallel collectives.
 
-    Two all-reduces of a boundary each way (arXiv 1909.08053, section 3); under sequence
-    parallelism a reduce-scatter and an all-gather take the place of each (arXiv 2205.05198,
-    section 4.2.2), and the backward gathers the inputs of both column-parallel products again,
-    hidden behind a product but for the slowdown.
+    A block has two all-reduces of its hidden states in the forward and two in the backward (arXiv
+    1909.08053, section 3). With sequence parallelism a reduce-scatter and an all-gather replace
+    each of them (arXiv 2205.05198, section 4.2.2), and the backward gathers the inputs of both
+    column-parallel products again; a product hides that gather, but is slowed by it.
     """
     if plan.layout.tp == 1:
         return TensorTimes()

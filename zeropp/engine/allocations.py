@@ -1,11 +1,11 @@
-"""Every storage that torch allocates while a rank is traced, sorted by what it turned out to be.
+"""Records every storage that torch allocates while a rank is traced, and sorts it by kind.
 
-Kinds are known only when the step is over, so allocations are written down and sorted afterwards.
-What the trainer is built with are parameters; what the optimizer's step leaves is its state, which
-every later step has from its beginning; what FSDP2 gathers is unsharded; what the optimizer or
-FSDP2's reduction takes are gradients. Of the rest, what outlives the pass that made it (a forward,
-or one run of autograd) is an activation. What does not is workspace, and so is what a reduction
-copies.
+Kinds are known only at the end of the step, so allocations are recorded and sorted afterwards.
+Storages with which the trainer is built are parameters. Those that the optimizer's step leaves are
+its state, which later steps have from their beginning. What FSDP2 gathers is unsharded; what the
+optimizer or FSDP2's reduction reads are gradients. Of the others, a storage that outlives the
+forward or the run of autograd that allocated it is an activation. All else, and the copies of
+reductions, is workspace.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ Kind = Literal["parameters", "unsharded", "gradients", "optimizer", "activations
 
 @dataclass(eq=False)
 class _Allocation:
-    """One storage, from its allocation to its end."""
+    """One storage, from its allocation until it is freed."""
 
     size: int
     kind: Kind | None
-    first: int  # the pass that made it
-    last: int = -1  # the pass in which it was freed; -1: it lives
+    first: int  # the pass (forward or run of autograd) that allocated it
+    last: int = -1  # the pass in which it was freed; -1: not freed
 
     def sorted_kind(self) -> Kind:
-        """What it turned out to be."""
+        """The kind of the storage, once the step is over."""
         return self.kind or ("workspace" if self.first == self.last else "activations")
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down every storage that is allocated, freed or resized.
+    """Records every storage that is allocated, freed or resized.
 
-    ``kind`` is that of what is allocated from now on; None: to be found out.
+    ``kind`` is the kind of storages that are allocated from now on; None: it is found out later.
     """
 
     def __init__(self, *, fake: bool) -> None:
@@ -64,18 +64,18 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pass, self._run = 0, -1
 
     def begin_step(self) -> None:
-        """Forget what happened before; what is still allocated counts from here on."""
+        """Begin a step: storages that are still allocated count, and earlier events do not."""
         self._events = [(allocation, allocation.size) for allocation, _ in self._live.values()]
 
     def label(self, tensor: Tensor, kind: Kind) -> None:
-        """Say what a tensor's storage is."""
+        """Set the kind of a tensor's storage."""
         entry = self._live.get(storage_key(local_part(tensor).untyped_storage()))
         if entry is not None and entry[0].kind is None:
             entry[0].kind = kind
 
     def peak(self) -> MemoryBytes:
-        """Bytes by kind at the highest total since ``begin_step``, with the optimizer's state that
-        the step has left there from the beginning."""
+        """Bytes by kind at the highest total since ``begin_step``, with the optimizer's state,
+        which counts from the beginning of the step."""
         state = {allocation for allocation, _ in self._live.values()}
         state = {allocation for allocation in state if allocation.kind == "optimizer"}
         moves = sorted(self._events, key=lambda move: move[0] not in state)
@@ -90,7 +90,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return MemoryBytes(**kinds)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Take note of a resized storage; FSDP2 empties and refills gathered parameters."""
+        """Record that a storage was resized, as FSDP2 does to free gathered parameters."""
         self._forget(storage_key(storage))
         self._add(storage, "unsharded")
 
@@ -100,7 +100,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back with local tensors
         if self._fake and func is NUMBER_OF:
-            # Fake tensors hold no numbers. Torch's pipeline stages vote 1: shapes are known.
+            # Fake tensors have no values. Torch's pipeline stages read a 1: shapes are known.
             return 0.0 if args[0].is_floating_point() else 1
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
@@ -131,7 +131,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._events.append((allocation, -allocation.size))
 
     def _current_pass(self) -> int:
-        """Counts runs of autograd and what lies between them."""
+        """A number for the current run of autograd, or for the time between two runs."""
         run = autograd_run()
         if run != self._run:
             self._run = run

@@ -1,11 +1,11 @@
 """Point-to-point messages between pipeline ranks: sends never block, receives are posted early.
 
-In a process group of NCCL all that a rank sends and receives may share one stream (it does where
-the job was initialised with a device). So in each group a rank exchanges messages with one other,
-in one direction: a message that waits for its receiver holds up neither compute nor messages of
-other pairs. Pairs that have no rank in common share a group, over all pipelines: two to six groups
-of the whole job do, however many ranks there are. On one pair messages are matched by order; the
-schedule's passes put receives in the order of the sends.
+In an NCCL process group all messages of a rank may share one stream (they do if the job was
+initialised with a device). So in each group a rank exchanges messages with only one other rank and
+in one direction: a message that waits for its receiver delays neither compute nor messages of other
+pairs. Pairs that have no rank in common use the same group, over all pipelines: two to six groups
+are enough for a job of any size. Messages of one pair are matched by their order; the schedule's
+passes put receives in the order of the sends.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class _Pending:
 
 
 class Channels:
-    """Messages of this rank's pipeline; construction is collective over all ranks.
+    """The messages between the ranks of this rank's pipeline. All ranks must construct it.
 
-    ``timeout``: how long a message waits for its peer; None: torch's default.
+    ``timeout`` is how long a message waits for its peer; None means torch's default.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Channels:
             self._connect(source, target, device)
 
     def send(self, tensor: Tensor, target: int) -> None:
-        """Start to send; the tensor is kept until ``drain``."""
+        """Start to send a tensor, which is kept alive until the message has left."""
         group = self._groups[self._rank, target]
         work = dist.isend(tensor, self._global_ranks[target], group=group)
         assert work is not None
@@ -63,32 +63,32 @@ class Channels:
         self._forget_finished()
 
     def receive(self, tensor: Tensor, source: int) -> dist.Work:
-        """Post a receive into ``tensor``; wait on the result before reading it."""
+        """Post a receive into ``tensor``; wait for the result before reading the tensor."""
         group = self._groups[source, self._rank]
         work = dist.irecv(tensor, self._global_ranks[source], group=group)
         assert work is not None
         return work
 
     def drain(self) -> None:
-        """Wait until every message has left."""
+        """Wait until all messages have left."""
         for pending in self._sends:
             pending.work.wait()
         self._sends.clear()
 
     def close(self) -> None:
-        """Give the groups up; collective over their ranks."""
+        """Destroy the process groups; all their ranks must call it."""
         for group in set(self._groups.values()):
             dist.destroy_process_group(group)
         self._groups.clear()
 
     def _forget_finished(self) -> None:
-        """Free sent tensors, oldest first; on one pair messages finish in order."""
+        """Free tensors whose messages have left, oldest first: messages of a pair end in order."""
         while self._sends and self._sends[0].work.is_completed():
             self._sends.pop(0).work.wait()
 
     def _connect(self, source: int, target: int, device: torch.device) -> None:
-        """One message through a pair: NCCL connects on first use, and that would block ranks that
-        first use their pairs in different orders."""
+        """Send one message through a pair. NCCL connects a pair on its first use, which would block
+        ranks that first use their pairs in different orders."""
         group = self._groups[source, target]
         probe = torch.zeros(1, device=device)
         if self._rank == source:
@@ -98,7 +98,8 @@ class Channels:
 
 
 def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Pairs in as few lots as come of taking them in order, no rank twice in a lot."""
+    """Divide pairs into lists in which no rank appears twice; each pair, in order, goes into the
+    first list that allows it."""
     lots: list[list[Pair]] = []
     for pair in sorted(pairs):
         free = (lot for lot in lots if not any(set(pair) & set(other) for other in lot))
@@ -112,10 +113,10 @@ def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:
 def new_group_in_each_pipeline(
     layout: Layout, members: Iterable[int], timeout: timedelta | None = None
 ) -> dist.ProcessGroup | None:
-    """A group of the given pipeline ranks in every pipeline; the one this rank is in, if any.
+    """Make one group of these pipeline ranks per pipeline; returns the one with this rank, or None.
 
-    Every rank makes every group: torch names groups by how many a rank has made, so ranks that
-    make different ones would not find each other.
+    Every rank must make every group: torch names a group by how many groups the rank has made
+    before, so that ranks with other numbers of groups would not find each other.
     """
     mine = None
     for pipeline in layout.pipelines():

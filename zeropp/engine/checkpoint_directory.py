@@ -1,9 +1,9 @@
-"""A checkpoint's directory: written beside the last one, moved into its place, checked on reading.
+"""The folder of a checkpoint: written beside the last one, moved to its place, checked on reading.
 
-A rank that is killed while it saves leaves the last whole checkpoint as it was: the new one is
-written into ``NAME.partial``, and only when every rank has written and every file has a digest do
-the two change places. Should the job die between the two renames, ``NAME.previous`` is the whole
-one, and ``load`` takes it.
+If a rank is killed while it saves, the last complete checkpoint stays as it was: the new one is
+written into ``NAME.partial``, and takes the other's place only when every rank has written and
+every file has a digest. If the job is killed between the two renames, ``NAME.previous`` is the
+complete checkpoint, and ``load`` reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DIGESTS = "digests.json"  # file name -> SHA-256 of its bytes
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is not there, not whole, or not what was written; one line."""
+    """A checkpoint is missing, incomplete or damaged; the message is one line."""
 
 
 def write_whole(directory: Path, write: Callable[[Path], None]) -> None:
@@ -49,7 +49,7 @@ def checked(directory: Path) -> Path:
     found = _digests_over_ranks(place)
     for name, digest in sorted(expected.items()):
         if found.get(name) != digest:
-            state = "missing" if name not in found else "not as it was written (its digest differs)"
+            state = "missing" if name not in found else "damaged (its digest differs)"
             raise CheckpointError(f"{place / name}: {state}; load another checkpoint")
     return place
 

@@ -1,7 +1,7 @@
-"""What ``parallelize`` is given, checked before anything is cut, and compared over the ranks.
+"""Checks the arguments of ``parallelize`` before anything is cut, and compares them over the ranks.
 
-A wrong argument on one rank would leave the others waiting for it in a collective. So whatever a
-rank finds is told to all, and every rank raises the same error.
+If only one rank raised for a wrong argument, the others would wait for it in a collective. So every
+rank tells the others what it found, and all raise the same error.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ _SHOWN = 60  # characters of a value in a message
 
 
 def agreed(check: Callable[[], object], description: Callable[[], object]) -> None:
-    """Run a check, and compare what ranks describe; collective.
+    """Run a check, and compare a description over the ranks. All ranks must call it.
 
-    ``check`` raises where something is wrong on this rank; then every rank raises, as ``together``
-    says. ``description`` is whatever must be equal on all ranks (compared by ``repr``), and is
-    asked for only where the check passed everywhere. Raises the same InfeasibleError on every rank
-    where it differs.
+    If ``check`` raises on any rank, every rank raises, as in ``together``. ``description`` returns
+    what must be equal on all ranks (its ``repr`` is compared); it is called only if the check
+    passed everywhere. If it differs, every rank raises the same InfeasibleError.
     """
     together(check)
     _compare(together(description))
@@ -44,7 +43,7 @@ def _compare(description: object) -> None:
 
 
 def _difference(first: str, second: str) -> tuple[str, str]:
-    """The part in which two texts differ, shortened, with a little of what stands before it."""
+    """The part in which two texts differ, shortened, with a little of the text before it."""
     pairs = enumerate(zip(first, second, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
     start = max(first.rfind("(", 0, at), first.rfind("'", 0, at - 1), at - _SHOWN // 2, 0)
@@ -56,10 +55,10 @@ def check_layers(
     weights: Sequence[float] | None,
     tied: tuple[ParameterName, ParameterName] | None,
 ) -> None:
-    """Refuse layers that cannot be trained apart; raises InfeasibleError.
+    """Raise InfeasibleError for layers that cannot be trained separately.
 
-    A module or a parameter that two entries share would be trained twice, each with half of its
-    gradients; ``tied`` names the one pair that may be shared.
+    A parameter in two layers would be trained twice, each time with a part of its gradient;
+    ``tied`` names the only pair that may be shared.
     """
     if not layers:
         raise InfeasibleError("layers=[]: there is nothing to train")
@@ -106,7 +105,7 @@ def _check_not_shared(
 
 
 def described(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, object]:
-    """What must be equal wherever a layer is trained: shapes, types, and sums over the values."""
+    """What must be equal on all ranks that train a layer: shapes, types, and sums of the values."""
     found: dict[str, object] = {}
     for name, parameter in named_parameters:
         values = parameter.detach()
@@ -140,7 +139,7 @@ def check_keywords(
 
 
 def check_batch(parts: Mapping[str, torch.Tensor], rows: int) -> None:
-    """Refuse a batch that is not this rank's rows; raises ValueError."""
+    """Raise ValueError if a batch does not have this rank's number of rows."""
     for name, part in parts.items():
         if len(part) != rows:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""One model chunk on its rank: forward, backward in two halves, over sharded parameters."""
+"""One model chunk on its rank: its forward, and its backward in two halves."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ChunkOptions:
 
 @dataclass
 class _Live:
-    """What one microbatch keeps between its forward and its input gradient.
+    """What one microbatch keeps between its forward and its backward.
 
     The outputs themselves are not kept, only where their gradients enter the graph: their memory
     is free once they are sent. An output that depends on nothing trained has None.
@@ -53,9 +53,9 @@ class _Live:
 class Chunk:
     """Pieces that run one after another on this rank.
 
-    Linear layers of ``blocks`` (the chunk's transformer blocks) put off their weight gradients
-    while ``store`` is open. ``arriving`` and ``leaving`` are the tensors that come from the stage
-    before and go to the stage behind; None at an end of the model.
+    Linear layers of ``blocks`` (the chunk's transformer blocks) delay their weight gradients while
+    ``store`` is open. ``arriving`` and ``leaving`` are the tensors that come from the stage before
+    and go to the next stage; None at an end of the model.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Chunk:
     def forward(
         self, inputs: Sequence[Tensor], microbatch: int, keywords: Mapping[str, Tensor]
     ) -> Value:
-        """Run the pieces on one microbatch and keep what backward needs.
+        """Run the pieces on one microbatch, and keep what its backward needs.
 
-        Gives what the last piece returns, cast to the types that the next stage expects. Raises
-        RuntimeError where a tensor has another shape than the next stage expects.
+        Returns what the last piece returns, cast to the types that the next stage expects. Raises
+        RuntimeError if a tensor has another shape than the next stage expects.
         """
         self.shards.wait()
         if self.arriving is not None:
@@ -105,17 +105,17 @@ class Chunk:
         return value if self.leaving is None else self._cast_leaving(value)
 
     def set_output(self, microbatch: int, output: Tensor) -> None:
-        """Replace what backward starts from (the last stage's loss)."""
+        """Replace the tensor from which the backward starts: in the last stage by the loss."""
         self._live[microbatch].outputs = _edges([output])
 
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor] | None, *, split: bool = False
     ) -> list[Tensor]:
-        """Gradients of the chunk's floating-point inputs; frees the microbatch's graph.
+        """The gradients of the chunk's floating-point inputs; frees the microbatch's graph.
 
-        ``gradients``: of its floating-point outputs; None where the output is the loss. ``split``:
-        linear layers put off their weight gradients until ``backward_weight``. The first stage's
-        inputs are the batch and have no gradients.
+        ``gradients`` are those of its floating-point outputs, or None if the output is the loss.
+        ``split``: linear layers delay their weight gradients until ``backward_weight``. The first
+        stage's inputs are the batch and have no gradients.
         """
         self.shards.wait()
         live = self._live.pop(microbatch)
@@ -132,7 +132,8 @@ class Chunk:
         return [_gradient(x) for x in live.inputs if x.is_floating_point()]
 
     def backward_weight(self, microbatch: int) -> None:
-        """The weight gradients that ``backward`` put off; needs no gathered parameters."""
+        """Compute the weight gradients that ``backward`` has delayed; no gathered parameters are
+        needed."""
         self.shards.make_gradients(deferred=True)
         self.store.run(microbatch)
 

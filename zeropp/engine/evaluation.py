@@ -1,9 +1,9 @@
-"""The loss of a batch without training on it: a pipeline of forwards alone.
+"""The loss of a batch without training: a pipeline of forwards only.
 
-No gradients, no dropout (every module is in evaluation mode while it runs), and nothing stays
-behind: parameters are released again, the modules' modes and torch's random numbers are as before.
-Units of microbatches run through one chunk after another, so that a chunk is gathered once per
-unit. Ranks may have different numbers of rows, and the last microbatch fewer than the others.
+There are no gradients and no dropout (modules run in evaluation mode). Afterwards parameters are
+released, and the modules' modes and torch's random generators are as before. Units of microbatches
+run through one chunk after another, so that a chunk is gathered once per unit. Ranks may have
+different numbers of rows, and the last microbatch may have fewer rows than the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeropp.schedule.program import Schedule
 
 
 class Evaluator:
-    """Runs batches forward through this rank's chunks; every method is collective."""
+    """Runs batches forward through this rank's chunks. All ranks must call its methods together."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class Evaluator:
         self._last = schedule.num_stages - 1
 
     def run(self, batch: Microbatches) -> float:
-        """The loss of all ranks' batches together: the mean over their rows, or the sum.
+        """The loss over the batches of all ranks: the mean over their rows, or the sum.
 
-        Raises ValueError on every rank where ranks of one pipeline have different numbers of rows,
-        or where no rank has any.
+        Raises ValueError on every rank if ranks of one pipeline have different numbers of rows, or
+        if no rank has any.
         """
         rows = [len(part) for part in batch.inputs]
         rounds, all_rows = self._agree(sum(rows), len(rows))
@@ -62,7 +62,8 @@ class Evaluator:
         return float(total) / (all_rows if self._reduction == "mean" else 1)
 
     def _agree(self, rows: int, microbatches: int) -> tuple[int, int]:
-        """Units that every rank runs, because gathers are collective; and the rows of all."""
+        """(the number of units that every rank runs, as gathers are collective; the rows of all
+        ranks)."""
         counts = torch.zeros(2, dist.get_world_size(), dtype=torch.long)
         counts[:, dist.get_rank()] = torch.tensor([rows, microbatches])
         counts = counts.to(self._channels.device)
@@ -81,7 +82,7 @@ class Evaluator:
         return -(-max(all_microbatches) // self._schedule.unit), total
 
     def _run_unit(self, batch: Microbatches, unit: range) -> Iterator[tuple[int, Tensor]]:
-        """Losses of the unit's microbatches, on the rank that has the last stage."""
+        """The losses of a unit's microbatches, on the rank with the last stage."""
         local: dict[tuple[int, int], Sequence[Tensor]] = {}
         for stage, chunk in self._chunks.items():
             chunk.shards.unshard()
@@ -128,7 +129,8 @@ class Evaluator:
             self._channels.send(output.contiguous(), target)
 
     def _receive(self, shapes: Sequence[TensorShape], source: int) -> list[Tensor]:
-        """Tensors of as many dimensions as in training, but of the sizes that come before them."""
+        """Receive tensors with as many dimensions as in training, after a message with their
+        sizes."""
         device = self._channels.device
         count = sum(len(shape.size) for shape in shapes)
         sizes = torch.empty(count, dtype=torch.long, device=device)
@@ -144,7 +146,7 @@ class Evaluator:
 
 @contextmanager
 def _evaluating(roots: Iterable[nn.Module]) -> Iterator[None]:
-    """All modules in evaluation mode; afterwards each in the mode in which it was."""
+    """Inside this context all modules are in evaluation mode; afterwards each is as before."""
     training = [module for root in roots for module in root.modules() if module.training]
     for module in training:
         module.training = False

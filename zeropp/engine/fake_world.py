@@ -1,8 +1,8 @@
-"""A rank of a large job in a process of its own, without its peers: torch's ``fake`` process group.
+"""One rank of a large job, alone in a process, over torch's ``fake`` process group.
 
-The group answers at once. A gather copies this rank's part into every place, a reduction hands back
-this rank's part, and what a receive would bring is left to the caller here: the group itself leaves
-in a tensor what memory held before.
+The group answers at once. A gather copies this rank's part into the place of every part, and a
+reduction returns this rank's part. The group does not write into received tensors; the caller of
+this module can do so.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ Fill = Callable[[Tensor], None]
 
 @contextmanager
 def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Iterator[None]:
-    """Be rank ``rank`` of ``size`` while the context is open; torch and the usual variables say so.
+    """Inside this context the process is rank ``rank`` of ``size``, for torch and in the usual
+    environment variables.
 
-    ``fill_integers`` writes a message of integers, as peers would have sent it; messages of numbers
-    are random, because products of zeros are faster on a GPU. None: messages stay as they are
-    (fake tensors hold nothing).
+    ``fill_integers`` fills a received message of integers with what peers would have sent; messages
+    of floating-point numbers are random, because products of zeros are faster on a GPU. With None,
+    messages are not filled (fake tensors have no values).
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     dist.init_process_group("fake", rank=rank, world_size=size)
     originals = {name: getattr(distributed_c10d, name) for name in ("recv", "irecv")}
     work: Any = type(dist.all_reduce(torch.zeros(1), async_op=True))
     completed = work.is_completed
-    # Messages have left as soon as they are sent, or they would be kept to the step's end.
+    # A send ends at once; otherwise its tensor would be kept until the end of the step.
     work.is_completed = lambda _: True
     try:
         if fill_integers is not None:

@@ -1,9 +1,9 @@
-"""Where parameters lie in a flat buffer, and which stretch of it a rank keeps and updates.
+"""Where parameters are in a flat buffer, and which stretch of it a rank keeps and updates.
 
-Arithmetic alone. A flat buffer holds parameters one after another, those of one optimizer group
-side by side, so that a rank's stretch of the buffer has at most one stretch of each group. Every
-shard rank keeps an equal part; under ZeRO-1 (arXiv 1910.02054) every replica updates an equal part
-of that. What does not divide is padded with zeros.
+A *stretch* is a range of consecutive elements. A flat buffer holds parameters one after another,
+those of one optimizer group next to each other, so that a rank's stretch has at most one stretch of
+each group. Every rank of a shard group keeps an equal part; with ZeRO-1 (arXiv 1910.02054) every
+replica updates an equal part of that. The buffer is padded with zeros so that it divides.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-# Elements. Every parameter and every part begins at a multiple of 16 bytes (bf16: what the
-# vectorised loads of matrix products and fused kernels need).
+# Elements. Every parameter and every part begins at a multiple of 16 bytes, also in bf16, because
+# the vectorised loads of matrix products and fused kernels need that.
 ALIGNMENT = 8
 
 Name = tuple[int, str]  # piece of the model, parameter or buffer of the piece
@@ -21,7 +21,7 @@ Name = tuple[int, str]  # piece of the model, parameter or buffer of the piece
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements ``begin`` to ``end`` of a flat buffer, the last one excluded."""
+    """The elements from ``begin`` up to, but without, ``end`` of a flat buffer."""
 
     begin: int
     end: int
@@ -30,7 +30,7 @@ class Stretch:
         return self.end - self.begin
 
     def meet(self, other: Stretch) -> Stretch:
-        """What two stretches have in common; possibly empty."""
+        """The common elements of two stretches, which may be none."""
         begin = max(self.begin, other.begin)
         return Stretch(begin, max(begin, min(self.end, other.end)))
 
@@ -41,7 +41,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in a flat buffer. ``names``: all names that it has in the model."""
+    """One parameter's place in a flat buffer; ``names`` are all its names in the model."""
 
     names: tuple[Name, ...]
     shape: tuple[int, ...]
@@ -50,14 +50,14 @@ class Slot:
 
     @property
     def stretch(self) -> Stretch:
-        """Its elements in the buffer."""
+        """The elements of the parameter in the buffer."""
         return Stretch(self.begin, self.begin + prod(self.shape))
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Slots in a buffer of ``size`` elements; ``part`` is what this rank's shard keeps of it and
-    ``owned`` what this rank updates."""
+    """The slots of a buffer of ``size`` elements. ``part`` is the stretch that this rank's shard
+    keeps, and ``owned`` the one that this rank updates."""
 
     slots: tuple[Slot, ...]
     size: int
@@ -65,7 +65,7 @@ class FlatLayout:
     owned: Stretch
 
     def groups(self) -> Iterator[tuple[str, Stretch]]:
-        """What this rank updates of every optimizer group, where that is anything."""
+        """(optimizer group, the stretch of it that this rank updates), without empty ones."""
         whole: dict[str, Stretch] = {}
         for slot in self.slots:
             first = whole.setdefault(slot.group, slot.stretch)
@@ -78,8 +78,8 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a buffer is cut: this rank's place among shards, and among the replicas that split the
-    optimizer's work (one, where they do not)."""
+    """How a buffer is cut: this rank's index among ``shards``, and its ``row`` among the ``rows``
+    replicas that divide the optimizer's work (one row without ZeRO-1)."""
 
     shard: int = 0
     shards: int = 1
@@ -90,7 +90,8 @@ class Cut:
 def lay_out(
     parameters: Iterable[tuple[tuple[Name, ...], Sequence[int], str]], cut: Cut
 ) -> FlatLayout:
-    """Place (names, shape, optimizer group) in a buffer; groups in the order of their first."""
+    """Lay out parameters, given as (names, shape, optimizer group), in a buffer. Groups come in the
+    order of their first parameters."""
     waiting = list(parameters)
     order = list(dict.fromkeys(group for _, _, group in waiting))
     slots, end = [], 0

@@ -1,7 +1,8 @@
 """Process groups of a rank's shards and replicas, and the collectives that the engine runs there.
 
-Gathers and reductions have groups of their own over the same ranks: each runs in a lane of its own
-(``zeropp.engine.lanes``), and on one group the order of collectives must be the same on all ranks.
+Gathers and reductions have separate groups of the same ranks, because each runs in a lane of its
+own (``zeropp.engine.lanes``), and the collectives of one group must come in the same order on all
+ranks.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ import torch.distributed as dist
 from zeropp.layout import Layout
 from zeropp.literals import Axis
 
-# The names that torch 2.13 gives these collectives; before, the others are the only ones.
+# The names of these collectives since torch 2.13; older versions have only the other ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class DataGroups:
-    """The groups that this rank is in; None where the group would be this rank alone.
+    """The groups that contain this rank; None for a group that would have only this rank.
 
-    ``shard`` and ``replica`` are this rank's places on the two axes, ``shards`` and ``replicas``
-    how many places there are.
+    ``shard`` and ``replica`` are this rank's indices on the two axes, whose sizes are ``shards``
+    and ``replicas``.
     """
 
     shard: int
@@ -39,7 +40,7 @@ class DataGroups:
     replicate: dist.ProcessGroup | None
 
     def close(self) -> None:
-        """Give the groups up; collective over their ranks."""
+        """Destroy the process groups; all their ranks must call it."""
         for group in (self.gather, self.reduce, self.replicate):
             if group is not None:
                 dist.destroy_process_group(group)
@@ -65,7 +66,7 @@ def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None)
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend that the default group uses for a device's tensors."""
+    """The backend that the default process group uses for tensors on a device."""
     backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
     return backends[device.type]
 
@@ -84,7 +85,7 @@ def _group(
 
 
 def _lots(layout: Layout, axis: Axis) -> Iterator[list[int]]:
-    """The ranks that differ on one axis alone, for every place on the other ones."""
+    """Lists of ranks that differ only on one axis, one list per place on the other axes."""
     sizes = dict(layout.axes)
     lots: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world):

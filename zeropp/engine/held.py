@@ -1,4 +1,4 @@
-"""The parameters that lie in a flat buffer, and their values in and out of it."""
+"""The parameters of a flat buffer, and how their values are copied into it and viewed in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeropp.engine.flat_layout import Slot, Stretch
 
 @dataclass(frozen=True)
 class Types:
-    """Number types of one flat buffer; ``wire`` is what reductions send."""
+    """The number types of one flat buffer; ``wire`` is the type that reductions send."""
 
     master: torch.dtype
     compute: torch.dtype
@@ -22,14 +22,14 @@ class Types:
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters that lie in one slot: usually one object, several where the model ties them."""
+    """The parameters in one slot: one object, or several that the model ties."""
 
     slot: Slot
     parameters: tuple[nn.Parameter, ...]
 
 
 def taken(held: Iterable[Held], stretch: Stretch, dtype: torch.dtype) -> Tensor:
-    """A stretch of a buffer with the values that the parameters have now; zeros in between."""
+    """A stretch of a buffer with the current values of the parameters, and zeros between them."""
     lot = list(held)
     (device,) = {parameter.device for one in lot for parameter in one.parameters}
     buffer = torch.zeros(len(stretch), dtype=dtype, device=device)
@@ -42,5 +42,5 @@ def taken(held: Iterable[Held], stretch: Stretch, dtype: torch.dtype) -> Tensor:
 
 
 def view(buffer: Tensor, slot: Slot) -> Tensor:
-    """A parameter's part of a tensor that is as long as the buffer, in the parameter's shape."""
+    """The view, in a tensor of the buffer's size, of one parameter in its own shape."""
     return buffer[slot.stretch.begin : slot.stretch.end].view(slot.shape)

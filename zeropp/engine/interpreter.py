@@ -1,4 +1,5 @@
-"""The interpreter: runs one rank's program, one method an operation, no schedule knowledge."""
+"""The interpreter: runs one rank's program, with one method per kind of action. It knows nothing of
+schedules: the program alone says what comes next."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ _Message = list[tuple[Tensor, dist.Work]]
 
 @dataclass(frozen=True)
 class Microbatches:
-    """One rank's part of a batch, cut into microbatches. ``keywords``: the keyword inputs of each
-    microbatch by name; empty where there are none."""
+    """One rank's part of a batch, cut into microbatches. ``keywords`` are the keyword inputs of
+    each microbatch by name; empty if there are none."""
 
     inputs: Sequence[Tensor]
     targets: Sequence[Tensor]
@@ -42,7 +43,7 @@ class Microbatches:
 
 
 class Loss:
-    """The user's loss function, given the keyword inputs that it names."""
+    """The user's loss function, which is called with the keyword inputs that it names."""
 
     def __init__(self, function: LossFunction) -> None:
         self._function, self._names = function, keywords_of(function)
@@ -55,7 +56,7 @@ class Loss:
 
 @dataclass
 class _Step:
-    """Tensors of one step while it runs, by (stage, microbatch)."""
+    """The tensors of one step while it runs, by (stage, microbatch)."""
 
     batch: Microbatches
     activations: dict[Key, Tensors] = field(default_factory=dict)  # inputs of a forward to come
@@ -67,9 +68,10 @@ class _Step:
 class Interpreter:
     """Runs one rank's program over its chunks.
 
-    ``chunks`` by stage; ``replicate_every``: gradients cross the replicas at every reduction, or
-    at a step's last. Every microbatch's loss is divided by ``loss_count``, so that the sum over
-    microbatches and ranks is the loss of the global batch.
+    ``chunks`` are by stage. ``replicate_every``: gradients are reduced over the replicas with every
+    reduction over the shards, or with the last one of a step. The loss of every microbatch is
+    divided by ``loss_count``, so that the sum over microbatches and ranks is the loss of the global
+    batch.
     """
 
     def __init__(
@@ -110,8 +112,8 @@ class Interpreter:
         }
 
     def run(self, batch: Microbatches) -> list[Tensor]:
-        """Run the program over one step's microbatches; gives the losses of the last stage, each
-        already divided by ``loss_count``, empty elsewhere."""
+        """Run the program over one step's microbatches. Returns the losses, each divided by
+        ``loss_count``, on the rank with the last stage, and nothing on others."""
         step = _Step(batch)
         self._reductions_left = self._unreduced.copy()
         begin = time.perf_counter()
@@ -131,10 +133,10 @@ class Interpreter:
         return step.losses
 
     def _clock(self, begin: float) -> float:
-        """Seconds since the step began; while spans are recorded, with compute caught up.
+        """Seconds since the step began; while spans are recorded, it waits for the compute stream.
 
-        Only the compute stream is waited for: a receive that is posted early may need messages
-        that this rank has yet to send, so waiting for the whole device would never end.
+        It does not wait for the whole device, which could be for ever: a receive that was posted
+        early may depend on messages that this rank has yet to send.
         """
         if self.spans is None:
             return 0.0
@@ -216,7 +218,7 @@ class Interpreter:
     def _arrived(
         self, op: Op, stage: int, microbatch: int, local: dict[Key, Tensors], step: _Step
     ) -> Tensors:
-        """The message into a stage: from another rank, or left here by a stage of this one."""
+        """The message into a stage, from another rank or from another stage of this rank."""
         message = step.receiving.pop((op, stage, microbatch), None)
         if message is None:
             return local.pop((stage, microbatch))

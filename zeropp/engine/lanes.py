@@ -1,11 +1,11 @@
-"""Lanes: work that runs beside compute, in the order in which it was asked for.
+"""Lanes: queues of work that overlaps compute; each lane runs its work in order.
 
-A lane is a stream of its own on CUDA and a thread of its own on a CPU. The work is the same code in
-both cases (a cast, a collective, a sum), so that tests on a CPU run the overlap that a GPU runs.
+A lane is a stream on CUDA and a thread on a CPU. The work (a cast, a collective, a sum) is the same
+code in both cases, so that tests on a CPU run the overlap that a GPU runs.
 
-Memory: tensors that a lane works on are allocated and freed by compute. A lane begins behind what
-compute was asked for before, and compute waits for the lane's ticket before it reads or frees such
-a tensor, so no allocator ever needs to know of the lane's stream.
+The tensors of a lane's work are allocated and freed by compute. Work in a lane begins after the
+compute that was issued before it, and compute waits for the lane's ticket before it reads or frees
+such a tensor. So the allocator does not need to know the lane's stream.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ Work = Callable[[], None]
 
 
 class Ticket(Protocol):
-    """Stands for work that a lane was given; keeps the work's tensors as long as it lives."""
+    """Represents work in a lane; as long as the ticket exists, it keeps the work's tensors."""
 
     def wait(self) -> None:
-        """Let what the caller asks for next run behind the work: on CUDA the current stream waits,
-        on a CPU the calling thread. Raises what the work raised on a CPU."""
+        """Let the caller's next operations run after the work: on CUDA the current stream waits, on
+        a CPU the calling thread. On a CPU it raises what the work has raised."""
         ...
 
 
 class Lane(Protocol):
-    """Runs work in order, beside compute."""
+    """Runs work in order, overlapping compute."""
 
     def run(self, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
-        """Start ``work`` behind what compute was asked for so far, and behind the tickets."""
+        """Run ``work`` after the compute that was issued so far and after the tickets' work."""
         ...
 
     def close(self) -> None:
-        """End the lane, its work done; it takes no more."""
+        """Finish the lane's work and end it."""
         ...
 
 
 def make_lane(device: torch.device, name: str) -> Lane:
-    """A lane for a device's work."""
+    """Make a lane for a device: a stream or a thread."""
     if device.type == "cuda":
         return _StreamLane(device)
     return _InlineLane() if _inline else _ThreadLane(name)
@@ -55,8 +55,8 @@ _inline = False
 
 @contextmanager
 def inline_lanes() -> Iterator[None]:
-    """Lanes that are made for a CPU while this is open run their work at once, in the caller's
-    thread: for ranks without peers, whose dispatch modes other threads do not have."""
+    """Inside this context, new lanes for a CPU run their work at once in the caller's thread.
+    Traced ranks need it, because other threads do not have the caller's dispatch modes."""
     global _inline
     before, _inline = _inline, True
     try:
@@ -94,7 +94,7 @@ class _DoneTicket:
         self._work = work
 
     def wait(self) -> None:
-        """Nothing: the work is done."""
+        """Return at once, since the work is done."""
 
 
 class _InlineLane:
@@ -105,7 +105,7 @@ class _InlineLane:
         return _DoneTicket(work)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing, since there is nothing to end."""
 
 
 class _ThreadTicket:
@@ -132,7 +132,8 @@ class _ThreadTicket:
 class _ThreadLane:
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
-        # A daemon: a rank that fails must not wait for collectives that its peers never join.
+        # A daemon, because a rank that fails must not wait for collectives that its peers never
+        # join.
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 

@@ -1,4 +1,4 @@
-"""A user's DeviceMesh as degrees of parallelism."""
+"""Reads degrees of parallelism from a user's DeviceMesh."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _AXES: tuple[Axis, ...] = ("pp", "shard", "replicate")
 
 
 def degrees_of(mesh: DeviceMesh, knobs: Mapping[str, object]) -> dict[str, Any]:
-    """The mesh's degrees, and the placement whose numbering of ranks is the mesh's.
+    """The degrees of a mesh, and the placement that numbers ranks as the mesh does.
 
-    Raises InfeasibleError where the mesh has another axis, where a degree is given twice, or where
-    the mesh numbers ranks in a way that no placement does.
+    Raises InfeasibleError if the mesh has another axis, if a degree is given twice, or if no
+    placement numbers ranks as the mesh does.
     """
     names = mesh.mesh_dim_names or ()
     if not names or not set(names) <= set(_AXES):
@@ -25,7 +25,7 @@ def degrees_of(mesh: DeviceMesh, knobs: Mapping[str, object]) -> dict[str, Any]:
     for name in names:
         if name in knobs:
             raise InfeasibleError(
-                f"{name}={knobs[name]!r}: the mesh says it already (leave one out)"
+                f"{name}={knobs[name]!r}: the mesh has it, too (leave one of them out)"
             )
     sizes = {name: mesh.size(names.index(name)) for name in names}
     ranks = mesh.mesh.flatten().tolist()
@@ -45,7 +45,7 @@ def degrees_of(mesh: DeviceMesh, knobs: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _numbered(layout: Layout, names: tuple[str, ...]) -> list[int]:
-    """Ranks of a layout in the order in which a mesh with these axes lists them."""
+    """The ranks of a layout in the order of a mesh with these axes."""
     places = [layout.coordinates(rank) for rank in range(layout.world)]
     order = sorted(range(layout.world), key=lambda rank: [places[rank][n] for n in names])  # type: ignore[index]
     return list(order)

@@ -1,4 +1,4 @@
-"""What an engine is told: its pieces of the model, and its options."""
+"""What an engine is made of: its pieces of the model, and its options."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from zeropp.literals import LossReduction, Precision, Recompute, ReduceEvery, Wi
 
 @dataclass(frozen=True)
 class Piece:
-    """One pipeline piece that this rank holds. ``deferrable``: its linear layers may put off
-    their weight gradients, and it is what recomputation recomputes (a transformer block)."""
+    """One piece of the model on this rank. A ``deferrable`` piece (a transformer block) may delay
+    the weight gradients of its linear layers, and may be recomputed."""
 
     index: int
     stage: int
@@ -32,7 +32,7 @@ MakeOptimizer = Callable[[Mapping[str, list[nn.Parameter]]], torch.optim.Optimiz
 
 
 def one_group(name: Name, parameter: nn.Parameter) -> str:
-    """All parameters in one optimizer group."""
+    """The optimizer group of every parameter, if there is only one group."""
     del name, parameter
     return "all"
 
@@ -72,6 +72,6 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.compile and self.dropout_seed is not None:
             raise InfeasibleError(
-                "compile=True: compiled blocks draw dropout from a generator of their own "
-                "(use compile=False, or no dropout)"
+                "compile=True: compiled blocks draw dropout masks from a random generator of their "
+                "own, which would make runs differ (use compile=False, or no dropout)"
             )

@@ -1,4 +1,4 @@
-"""Random numbers of dropout as a function of the step alone, so that no topology changes them."""
+"""Seeds dropout by step, microbatch and piece, so that its masks are the same in every topology."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:
-    """Seed torch for one piece and microbatch of a step.
+    """Seed torch's generators for one piece and microbatch of a step.
 
-    ``microbatch`` counts over the whole global batch: with m microbatches a rank and step, the
-    data-parallel rank d has numbers d*m .. (d+1)*m-1. One process that calls this before every
-    piece draws the numbers that any pipeline draws.
+    ``microbatch`` is an index in the whole global batch: with m microbatches per rank and step, the
+    data-parallel rank d has the indices d*m .. (d+1)*m-1. A single process that calls this before
+    every piece draws the same numbers as any pipeline.
     """
     mixed = seed
     for part in (step, microbatch, piece):
@@ -24,7 +24,7 @@ def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:
 
 @dataclass
 class StepSeeds:
-    """The seeds of one rank; ``step`` is the number of steps done before."""
+    """The seeds of one rank; ``step`` is the number of steps that are done."""
 
     seed: int
     first_microbatch: int
@@ -32,13 +32,13 @@ class StepSeeds:
     step: int = 0
 
     def set(self, piece: int, microbatch: int) -> None:
-        """Seed for one piece of the model and one of this rank's microbatches."""
+        """Seed torch for one piece of the model and one of this rank's microbatches."""
         seed_piece(self.seed, self.step, self.first_microbatch + microbatch, piece)
 
     @contextmanager
     def drawing(self, step: int) -> Iterator[None]:
-        """A step's draws; afterwards torch's generators are as they were, so that whatever else a
-        rank draws from them (a batch, say) does not depend on the model's place in the pipeline."""
+        """Inside this context a step draws its random numbers; afterwards torch's generators are as
+        before. So what else a rank draws (a batch, for example) does not depend on its stages."""
         self.step = step
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):

@@ -31,7 +31,7 @@ class Lanes:
         self.reducing.clear()
 
     def join_reduction_of(self, flat: object) -> None:
-        """As ``join_reductions``, for one flat buffer's, if it has any."""
+        """Like ``join_reductions``, for the reduction of one flat buffer, if there is one."""
         ticket = self.reducing.pop(flat, None)
         if ticket is not None:
             ticket.wait()
@@ -43,13 +43,13 @@ class Lanes:
         self.crossing.clear()
 
     def close(self) -> None:
-        """End all lanes."""
+        """Finish the work of all lanes and end them."""
         for lane in (self.gather, self.reduce, self.replicate):
             lane.close()
 
 
 def make_lanes(device: torch.device) -> Lanes:
-    """The lanes of a rank on a device."""
+    """Make the lanes of a rank on a device."""
     names = ("zeropp gathers", "zeropp reductions", "zeropp replicas")
     gather, reduce, replicate = (make_lane(device, name) for name in names)
     return Lanes(gather, reduce, replicate)

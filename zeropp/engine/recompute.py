@@ -1,4 +1,4 @@
-"""Activation recomputation of one block: none, selective or full, the same for every contender."""
+"""Recomputation of one block (none, selective or full), the same for every contender."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> Ch
 def run_recomputed(
     function: Callable[..., Result], *inputs: Tensor, recompute: Recompute, random: bool
 ) -> Result:
-    """``function(*inputs)``; backward computes again what ``recompute`` does not keep.
+    """``function(*inputs)``, whose backward computes again what ``recompute`` does not keep.
 
-    Selective keeps the outputs of matrix products and of attention. ``random``: the function may
-    draw random numbers, and the second run must draw the same.
+    Full keeps the inputs only; selective also keeps the outputs of matrix products and of
+    attention. ``random``: the function may draw random numbers, and the second run must draw the
+    same ones.
     """
     if recompute == "none":
         return function(*inputs)

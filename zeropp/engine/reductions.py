@@ -1,7 +1,7 @@
 """Reductions of flat gradients over shards or replicas, as work that a lane runs.
 
-Each reads the gradients where they lie; with another number type on the wire it casts them into a
-buffer first, and what comes is added in the gradients' own type.
+A reduction reads the gradients directly. If it sends another number type, it first casts them into
+a buffer, and adds the result in the type of the gradients.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from zeropp.engine.groups import reduce_scatter_single
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """Reduce-scatter ``source`` into ``total``, or add to it what comes if ``first`` is False.
+    """Reduce-scatter ``source`` into ``total`` if ``first``, otherwise add the result to ``total``.
 
-    ``sent`` is the source, or a buffer that it is cast into; ``place`` is this rank's stretch.
+    ``sent`` is the source, or a buffer of the wire type into which it is cast; ``place`` is this
+    rank's part.
     """
 
     source: Tensor

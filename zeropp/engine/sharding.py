@@ -1,8 +1,9 @@
 """The shards of one chunk: its parameters in flat buffers that are gathered and reduced together.
 
-A chunk has one buffer for the weights whose gradients may be put off (so that the memory of these
-gradients begins with the first of them), one for all else that it trains, one for what is frozen,
-and one for each parameter that another pipeline rank shares (so that both ranks cut it alike).
+A chunk has one buffer for weights whose gradients may be delayed (so that memory for these
+gradients is allocated only with the first of them), one for its other trained parameters, one for
+frozen parameters, and one for each parameter that another pipeline rank has, too (so that both
+ranks shard it in the same way).
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class ShardOptions:
 
 
 class ChunkShards:
-    """The shards of one chunk: gather, release, reduce.
+    """The shards of one chunk, which are gathered, released and reduced together.
 
-    ``pieces`` are modules by index in the model. ``deferred``: weights whose gradients may be put
-    off. ``tied`` are the two names of a parameter that is
-    one in the model; what has either name has a buffer of its own.
+    ``pieces`` are modules by their index in the model. ``deferred`` are the weights whose gradients
+    may be delayed. ``tied`` are the two names of a parameter that the model uses twice; a parameter
+    with either name has a buffer of its own.
     """
 
     def __init__(
@@ -63,23 +64,24 @@ class ChunkShards:
         self.flats = list(self._make_flats(found, set(tied or ())))
 
     def unshard(self) -> None:
-        """Start to gather the parameters, once compute so far is done; ``wait`` before use."""
+        """Start to gather the parameters after the compute so far; call ``wait`` before using
+        them."""
         for flat in self.flats:
             flat.unshard()
 
     def wait(self) -> None:
-        """Make compute wait for the gather that was started."""
+        """Let compute wait for the gather that was started."""
         for flat in self.flats:
             flat.wait()
 
     def reshard(self) -> None:
-        """Drop the gathered parameters; gradients stay."""
+        """Free the gathered parameters; gradients stay."""
         for flat in self.flats:
             flat.reshard()
 
     def make_gradients(self, *, deferred: bool) -> None:
-        """Give parameters gradients to add to, unless they have them; those whose gradients may be
-        put off only if ``deferred``."""
+        """Give parameters gradients of zeros, to which backwards add, unless they have them;
+        parameters whose gradients may be delayed get them only if ``deferred``."""
         for flat in self.flats:
             if deferred or not flat.deferred:
                 flat.make_gradients()
@@ -97,32 +99,32 @@ class ChunkShards:
             flat.reduce(cross=cross)
 
     def finish(self) -> None:
-        """Make compute wait for the reductions; what the optimizer updates has its gradients."""
+        """Let compute wait for the reductions, and set the gradients that the optimizer uses."""
         self._lanes.join_reductions()
         self._lanes.join_crossings()
         for flat in self.flats:
             flat.finish()
 
     def clear_gradients(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         for flat in self.flats:
             flat.clear_gradients()
 
     def gather_updated(self) -> None:
-        """Start to bring what other replicas have updated."""
+        """Start to gather the rows that other replicas have updated."""
         for flat in self.flats:
             flat.gather_updated()
 
     def flat_of(self, name: Name) -> FlatParameters | None:
-        """The buffer that a parameter lies in, if it is this chunk's."""
+        """The buffer that holds a parameter; None if it is not in this chunk."""
         return next((flat for flat in self.flats if name in flat.names()), None)
 
     def gathered_bytes(self) -> int:
-        """Bytes of gathered parameters, those on their way included."""
+        """Bytes of gathered parameters, with those that are being gathered."""
         return sum(flat.gathered_bytes() for flat in self.flats)
 
     def unreduced_bytes(self) -> int:
-        """Bytes of gradients whose reduction over the shards has not been started."""
+        """Bytes of gradients whose reduction over the shards has not begun."""
         return sum(flat.unreduced_bytes() for flat in self.flats)
 
     def _make_flats(self, found: Sequence[_Found], tied: set[Name]) -> Iterator[FlatParameters]:
@@ -164,7 +166,7 @@ class ChunkShards:
 
 @dataclass
 class _Found:
-    """A parameter with all its names in the chunk, or several that are tied to be one."""
+    """A parameter with all its names in the chunk, or several that are tied."""
 
     names: tuple[Name, ...]
     parameters: list[nn.Parameter]
@@ -175,7 +177,7 @@ class _Found:
 
 
 def _parameters(pieces: Mapping[int, nn.Module]) -> list[_Found]:
-    """All parameters in the order of the model, each once."""
+    """All parameters, each once, in the order of the model."""
     found: dict[int, _Found] = {}
     for index, piece in pieces.items():
         for name, parameter in piece.named_parameters(remove_duplicate=False):

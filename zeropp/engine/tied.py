@@ -1,8 +1,9 @@
-"""Two parameters of the model that are one in it (tied embeddings), on two pipeline ranks.
+"""A parameter that the model uses in its first and last layer (tied embeddings), on two ranks.
 
-Each rank keeps its own sharded copy; they begin equal, their gradients are summed before the
-optimizer's step, and so they stay equal. Each lies in a flat buffer of its own, cut alike, so a
-rank's part meets its like. Two of the same chunk are one parameter and need none of this.
+Each of the two pipeline ranks keeps a sharded copy. The copies begin equal, and their gradients are
+summed before every optimizer step, so they stay equal. Each is in a flat buffer of its own, and
+both buffers are cut in the same way, so that corresponding ranks have the same part. If both uses
+are in one chunk, they are one parameter and nothing of this is needed.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from zeropp.schedule.program import Schedule
 
 
 class TiedWeights:
-    """Keeps (original, copy) equal; does nothing where ``tied`` is None.
+    """Keeps the two copies equal; does nothing if ``tied`` is None.
 
-    ``copy`` is the buffer of the second name, if this rank has it and it is not the first's: norms
-    and whole parameters skip it.
+    ``copy`` is the buffer of the second name, if this rank has it and it is not the buffer of the
+    first: gradient norms and full parameters leave it out.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class TiedWeights:
         self._make_equal()
 
     def sum_gradients(self) -> None:
-        """Give both the sum of their gradients."""
+        """Replace the gradients of both copies by their sum."""
         gradients = [flat.gradient() for flat in self._mine]
         found = [gradient for gradient in gradients if gradient is not None]
         if self._group is not None and found:
@@ -59,13 +60,13 @@ class TiedWeights:
             found[1].copy_(found[0])
 
     def close(self) -> None:
-        """Give the group up; collective over its ranks."""
+        """Destroy the process group; all its ranks must call it."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
 
     @torch.no_grad()
     def _make_equal(self) -> None:
-        """Give the copy the original's values."""
+        """Overwrite the copy with the original's values."""
         if self._group is not None:
             dist.broadcast(self._mine[0].master, self._source, group=self._group)
         elif len(self._mine) == 2:

@@ -1,8 +1,8 @@
-"""Work that every rank does at the same time, and that fails on all ranks or on none.
+"""Work that all ranks do at the same time, and that fails on all ranks or on none.
 
-A rank that raises alone would leave the others waiting for it in their next collective until the
-process group's timeout. So after the work every rank learns whether it worked everywhere, and
-every rank raises.
+If only one rank raised, the others would wait for it in their next collective until the process
+group's timeout. So after the work every rank learns whether it succeeded everywhere; if not, every
+rank raises.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ T = TypeVar("T")
 
 
 class PeerError(RuntimeError):
-    """Another rank raised while all ranks did the same work; one line says which and what."""
+    """Another rank raised during work that all ranks do; the message says which rank and what."""
 
 
 def together(work: Callable[[], T]) -> T:
-    """What ``work`` gives on this rank, once it has worked on every rank; collective.
+    """The result of ``work`` on this rank, if it succeeded on all ranks. All ranks must call it.
 
-    ``work`` runs no collective that only some ranks reach. Where it raises on any rank, every rank
-    raises: the same InfeasibleError everywhere if that is what was raised, otherwise a rank's own
-    error, and ``PeerError`` on the ranks that have none.
+    ``work`` must not run a collective that only some ranks reach. If it raises on any rank, every
+    rank raises: the same InfeasibleError everywhere if one was raised, otherwise each rank's own
+    error, and ``PeerError`` on ranks without an error.
     """
-    failed = torch.zeros((), device=_control_device())  # made first: later memory may have run out
+    failed = torch.zeros((), device=_control_device())  # allocated first, as memory may run out
     try:
         result = work()
     except Exception as error:
         failed += 1
-        traceback.clear_frames(error.__traceback__)  # frees what the work had made
+        traceback.clear_frames(error.__traceback__)  # frees the tensors of the work
         _raise_everywhere(failed, error)
         raise
     _raise_everywhere(failed, None)
@@ -43,7 +43,7 @@ def together(work: Callable[[], T]) -> T:
 
 
 def _raise_everywhere(failed: torch.Tensor, error: Exception | None) -> None:
-    """Raise what a rank that has no error of its own must raise, if any rank has one."""
+    """Raise the error that this rank must raise although it has none, if another rank has one."""
     dist.all_reduce(failed)
     if not float(failed):
         return
@@ -59,7 +59,7 @@ def _raise_everywhere(failed: torch.Tensor, error: Exception | None) -> None:
 
 
 def gathered_texts(text: str) -> list[str]:
-    """Every rank's text, by rank; collective."""
+    """The texts of all ranks, by rank. All ranks must call it."""
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     return texts
@@ -71,7 +71,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _control_device() -> torch.device:
-    """Where small collectives of the default group run: the CPU if its backend takes CPU tensors,
-    else this process's CUDA device."""
+    """The device for small collectives of the default group: the CPU if its backend accepts CPU
+    tensors, otherwise this process's CUDA device."""
     devices = {entry.partition(":")[0] for entry in str(dist.get_backend_config()).split(",")}
     return torch.device("cpu" if "cpu" in devices else "cuda")

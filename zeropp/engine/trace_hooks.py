@@ -1,7 +1,7 @@
-"""How a trace learns what its allocations are: hooks on optimizers, FSDP2 and our own engine.
+"""Hooks on optimizers, FSDP2 and our engine, by which a trace learns the kinds of its allocations.
 
-While a trace runs, functions of torch and of the engine are wrapped or stand aside where fake
-tensors could not run them, or where a CPU's kernel allocates what CUDA's does not.
+While a trace runs, functions of torch and of the engine are wrapped. Some are replaced, because
+fake tensors cannot run them, or because their CPU kernel allocates what the CUDA kernel does not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zeropp.engine.private_names import (
 
 @contextmanager
 def observed(allocations: Allocations) -> Iterator[None]:
-    """Let optimizers, FSDP2's gradients and resized storages tell what they are."""
+    """Inside this context, optimizers, FSDP2's gradients and resized storages set their kinds."""
     with ExitStack() as undo:
         for hook, register in (
             (_before_update, register_optimizer_step_pre_hook),
@@ -59,7 +59,7 @@ def observed(allocations: Allocations) -> Iterator[None]:
 
 def _before_update(allocations: Allocations, optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
-        # As on CUDA: the step without temporaries. The other kinds read numbers, too.
+        # As on CUDA, a step without temporaries. Other implementations also read values.
         group.update(fused=True, foreach=False)
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -73,7 +73,8 @@ def _after_update(allocations: Allocations, optimizer: torch.optim.Optimizer) ->
 
 
 def _untraced(original: Any, allocations: Allocations) -> Any:
-    """Run on numbers that are there: meshes, and shapes that DTensor finds out by trial."""
+    """Run a function outside of the trace, because it needs values: meshes, and shapes that DTensor
+    finds by a trial."""
     del allocations
 
     def run(*arguments: Any, **keywords: Any) -> Any:
@@ -84,8 +85,8 @@ def _untraced(original: Any, allocations: Allocations) -> Any:
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """What CUDA's ``_fused_rms_norm`` keeps and makes; on CPUs torch takes RMSNorm apart and keeps
-    each part in fp32. Zeros, so that an optimizer that looks for overflows goes on."""
+    """Allocates what CUDA's ``_fused_rms_norm`` does; on CPUs torch computes RMSNorm in parts, and
+    keeps each in fp32. The values are zeros, so that an optimizer finds no overflow."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ def _sums(original: Any, allocations: Allocations) -> Any:
 
 
 def _in_place(original: Any, allocations: Allocations) -> Any:
-    """As CUDA's kernel: nothing is allocated, and the numbers are nobody's."""
+    """Add in place without an allocation, like CUDA's kernel; the values do not matter."""
     del original, allocations
 
     def add(*tensors: Tensor) -> None:

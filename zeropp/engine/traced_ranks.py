@@ -1,9 +1,10 @@
-"""Memory of one rank of a large job, alone on any machine: a contender's own code, no data.
+"""Traces the memory of one rank of a large job, alone on any machine, with the contender's own
+code.
 
 The rank builds its trainer and runs a whole step in a ``fake_world``, with fake tensors: every
-allocation happens, none holds memory. The figures are exact but for what an allocator rounds, a
-kernel allocates inside, and a network library keeps. A contender that fake tensors cannot run is
-given real ones. ``zeropp.engine.allocations`` says how allocations are sorted by kind.
+allocation is made, but none takes memory. The numbers are exact except for the allocator's
+rounding, what kernels allocate inside, and what network libraries keep. A contender that cannot run
+with fake tensors gets real ones. ``zeropp.engine.allocations`` sorts allocations by kind.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Build = Callable[[Plan, OptimizerConfig, torch.device, int], Trainer]
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's step: bytes by kind at the moment of its peak, and what the trace itself took."""
+    """The trace of one rank's step: bytes by kind at the peak, and the seconds that it took."""
 
     rank: int
     memory: MemoryBytes
@@ -47,11 +48,11 @@ def trace_ranks(
     build: Build,
     fill_integers: Callable[[Plan, Tensor], None] | None = None,
 ) -> Iterator[Trace]:
-    """Trace some ranks of a plan, as many at a time as there are cores, in the order given.
+    """Trace some ranks of a plan, one per core at a time; results come in the order of ``ranks``.
 
-    ``build`` makes the contender's trainer, as on a real rank. With ``fill_integers``, which writes
-    what peers would have sent, tensors are real ones on the CPU. Each rank has a process of its
-    own: what torch remembers of one rank's meshes would be wrong on another.
+    ``build`` makes the contender's trainer, as on a real rank. If ``fill_integers`` is given, which
+    fills messages as peers would, tensors are real ones on the CPU. Each rank has a process of its
+    own, because what torch caches of one rank's meshes would be wrong for another.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])

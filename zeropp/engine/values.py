@@ -1,8 +1,8 @@
 """What passes from layer to layer: one tensor or several, and the keyword inputs of a microbatch.
 
-A layer that returns a tuple hands its tensors to the next layer as positional arguments. Keyword
-inputs (attention masks, positions) belong to a microbatch and not to a layer: every pipeline rank
-holds those of its own rows, and each layer gets the ones that its ``forward`` names.
+If a layer returns a tuple, the next layer gets its tensors as positional arguments. Keyword inputs
+(attention masks, positions) belong to a microbatch and not to a layer: every pipeline rank has
+those of its own rows, and each layer gets the ones that its ``forward`` names.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Value = Tensor | tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Shape and number type of one tensor that crosses from a stage to the next."""
+    """The shape and number type of one tensor that a stage sends to the next."""
 
     size: torch.Size
     dtype: torch.dtype
 
     def empty(self, device: torch.device) -> Tensor:
-        """A tensor of this shape, to receive a message into."""
+        """An empty tensor of this shape, into which a message can be received."""
         return torch.empty(self.size, dtype=self.dtype, device=device)
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient comes back for it; token numbers and masks have none."""
+        """Whether a gradient is sent back for it; token indices and masks have none."""
         return self.dtype.is_floating_point
 
 
@@ -51,7 +51,7 @@ def keywords_of(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def chosen(keywords: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
-    """Those keyword inputs that have one of the names."""
+    """The keyword inputs whose names are among ``names``."""
     return {name: value for name, value in keywords.items() if name in names}
 
 

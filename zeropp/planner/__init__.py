@@ -1,5 +1,7 @@
-"""From a request to a Plan: degrees, then cuts and order. Imports no torch.
+"""What the planners of all contenders share. Imports no torch.
 
-``degrees`` fills in ``auto`` degrees and refuses what no contender could run; ``orders`` makes the
-orders of a ZeroPP step, among which the simulator chooses.
+In: a Task and a contender's knobs. Out: degrees, the number of microbatches, ZeroPP's orders.
+Read ``degrees``, which fills in degrees that are ``auto`` and refuses what no contender could run,
+then ``orders``, which makes the orders of a ZeroPP step from which the simulator chooses. The
+planners themselves are the ``plan.py`` of every contender.
 """

@@ -1,7 +1,7 @@
-"""How a planner fills in degrees left ``auto``, and how many microbatches a step then has.
+"""Simple rules for degrees that are ``auto``, and the number of microbatches of a step.
 
-These are simple rules that need no prices. The tuner searches for better degrees wherever the
-cluster can be priced, and then nothing is left ``auto`` when a planner is called.
+The rules need no prices. If the cluster can be priced, the tuner searches for better degrees, and
+then nothing is ``auto`` when a planner is called.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _AXES: tuple[Axis, ...] = ("tp", "pp", "shard", "replicate")
 
 
 def resolve_degrees(task: Task, knobs: Knobs) -> Layout:
-    """A layout of degrees alone, which make up the task's ranks.
+    """A layout whose degrees multiply to the task's ranks; its other fields have their defaults.
 
-    Degrees that are given take their share of the ranks first. Then ``pp: auto`` is one stage per
-    node (two on one node, if the ranks allow), ``shard: auto`` the largest group that fits what
-    remains of a node, and ``replicate: auto`` the rest. Raises InfeasibleError with one line that
-    names field, value and what would work.
+    Degrees that are given are taken first. Then ``pp: auto`` is one pipeline rank per node (two on
+    a single node, if the ranks allow it), ``shard: auto`` is the largest group that fits into what
+    is left of a node, and ``replicate: auto`` is what is left of the ranks. Raises InfeasibleError
+    with one line that names the field, its value and what would work.
     """
     asked = asked_degrees(knobs)
     degrees = _fill(task, asked)
@@ -34,7 +34,7 @@ def resolve_degrees(task: Task, knobs: Knobs) -> Layout:
 
 
 def asked_degrees(knobs: Knobs) -> dict[Axis, int | Auto]:
-    """The degrees of the axes that a contender has a knob for."""
+    """The degrees that were asked for, of the axes for which a contender has a knob."""
     return {axis: getattr(knobs, axis) for axis in _AXES if hasattr(knobs, axis)}
 
 
@@ -66,7 +66,7 @@ def _fill(task: Task, asked: Mapping[Axis, int | Auto]) -> dict[Axis, int]:
 
 
 def _limits(task: Task, degrees: Mapping[Axis, int]) -> dict[Axis, int]:
-    """The largest degree that the rules above give each axis, in the order of filling."""
+    """The largest degree that the rules allow each axis, in the order in which they are filled."""
     node = task.cluster.gpus_per_node
     return {
         "pp": max(2, task.num_gpus // node),
@@ -76,8 +76,8 @@ def _limits(task: Task, degrees: Mapping[Axis, int]) -> dict[Axis, int]:
 
 
 def microbatches_per_step(task: Task, layout: Layout, microbatch_size: int) -> int:
-    """Microbatches per step and pipeline; raises InfeasibleError where the batch does not divide
-    by the data-parallel ranks, or where there are more microbatches than can be planned."""
+    """Microbatches per step and pipeline. Raises InfeasibleError if the global batch does not
+    divide among the data-parallel ranks, or if there are more microbatches than can be planned."""
     slots = layout.dp * microbatch_size
     if task.global_batch % slots:
         below = task.global_batch // slots * slots
@@ -100,8 +100,8 @@ def microbatches_per_step(task: Task, layout: Layout, microbatch_size: int) -> i
 
 
 def check_stages(task: Task, layout: Layout, *, split_blocks: bool = False) -> None:
-    """Refuse more stages than the model has blocks, or halves of blocks where these can be stages;
-    raises InfeasibleError."""
+    """Raise InfeasibleError if there are more stages than the model has blocks, or, with
+    ``split_blocks``, than it has halves of blocks."""
     stages, layers = layout.pp * layout.chunks, task.shape.layers
     most = 2 * layers if split_blocks else layers
     if stages <= most:
@@ -122,7 +122,8 @@ def check_stages(task: Task, layout: Layout, *, split_blocks: bool = False) -> N
 
 
 def check_split_blocks(task: Task, split_blocks: bool | Auto, recompute: Recompute) -> None:
-    """Refuse cuts inside blocks where whole blocks are needed; raises InfeasibleError."""
+    """Raise InfeasibleError for cuts inside blocks if recomputation or dropout need whole
+    blocks."""
     if split_blocks is not True:
         return
     if recompute != "none":
@@ -132,13 +133,13 @@ def check_split_blocks(task: Task, split_blocks: bool | Auto, recompute: Recompu
         )
     if task.shape.dropout > 0:
         raise InfeasibleError(
-            f"contender.split_blocks=true: model.dropout={task.shape.dropout} draws its numbers "
+            f"contender.split_blocks=true: model.dropout={task.shape.dropout} draws its masks "
             "block by block (use false, or model.dropout=0)"
         )
 
 
 def default_chunks(task: Task, layout: Layout) -> int:
-    """Chunks per rank where nobody has said or searched: two, if the model has the blocks."""
+    """The simple rule for chunks per rank: two, if the model has enough blocks for the stages."""
     return 2 if layout.pp > 1 and 2 * layout.pp <= task.shape.layers else 1
 
 
@@ -147,5 +148,6 @@ def _product(degrees: Mapping[Axis, object]) -> str:
 
 
 def recomputed_blocks(asked: int | Auto, num_stages: int) -> tuple[int, ...]:
-    """``Plan.recomputed`` for the same number of blocks on every stage; ``auto`` is all blocks."""
+    """``Plan.recomputed`` for the same number of blocks in every stage; ``auto`` means all
+    blocks."""
     return () if asked == "auto" else (asked,) * num_stages

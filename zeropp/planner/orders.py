@@ -1,8 +1,8 @@
-"""ZeroPP's orders of a step, among which the simulator decides. Imports no torch.
+"""ZeroPP's orders of a step, from which the simulator chooses the fastest. Imports no torch.
 
-One order is planned for equal durations, the other with the durations that the cost model gives
-the cluster. The planner and the tuner call the same functions, so what is priced is what the
-engine runs.
+One order is planned for equal durations, the other with the durations that the cost model predicts
+on the cluster. The planner and the tuner call the same functions, so that what is priced is what
+runs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from zeropp.sim.simulator import SimResult, simulate
 
 
 def fastest(plans: Iterable[Plan], cluster: Cluster, price: PlanPrice) -> SimResult:
-    """The plan with the shortest simulated step, the first of equals; ``price`` is that of all."""
+    """The plan with the shortest simulated step, or the first of several; they have one
+    ``price``."""
     return min((simulate(plan, cluster, price=price) for plan in plans), key=lambda r: r.step_s)
 
 
 def orders(plan: Plan, activation_cap: int, price: PlanPrice | None = None) -> tuple[Plan, ...]:
-    """A ZeroPP plan of sizes alone with each of the programs to choose from, all of which keep
-    the cap (chunk-activations); without a price that for equal durations alone."""
+    """A ZeroPP plan with each of the programs to choose from: that for equal durations and, if a
+    ``price`` is given, those planned with its durations. All keep ``activation_cap``, the largest
+    number of chunk-activations that a rank may hold."""
     sizes = StepSizes(
         num_ranks=plan.layout.pp,
         chunks=plan.layout.chunks,
@@ -38,7 +40,7 @@ def orders(plan: Plan, activation_cap: int, price: PlanPrice | None = None) -> t
         keep=plan.keep,
         reduce_every=plan.reduce_every,
     )
-    # No order is planned with gathers and reductions, and without them more plans are alike.
+    # Orders do not depend on gathers and reductions; without these, more plans share cached orders.
     none = {"unshard": 0.0, "reduce_grad": 0.0, "copy_out": 0.0, "copy_in": 0.0}
     costs = tuple(replace(cost, **none) for cost in price.stages) if price else None
     return tuple(replace(plan, schedule=schedule) for schedule in step_programs(sizes, costs))

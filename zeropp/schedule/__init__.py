@@ -4,7 +4,7 @@ In: sizes (ranks, chunks, microbatches, unit, activation cap) and, where known, 
 Out: a ``Schedule``, one list of actions per pipeline rank, ready for engine and simulator.
 
 Read in this order: ``action`` (the vocabulary), ``program`` (a schedule and its stages' places),
-``build`` (the door: a name or ZeroPP's sizes in, a schedule out); then the generators
+``build`` (the entry: from a name or ZeroPP's sizes to a schedule); then the generators
 (``generators``, ``zero_bubble``, and ZeroPP's: ``zeropp_order`` with ``greedy`` for stages in a
 loop, ``lean_order`` with ``pattern`` and ``justify`` for stages on a V); ``passes`` adds gathers,
 reductions and transfers; ``legality`` refuses what must not run; ``event_loop`` prices a

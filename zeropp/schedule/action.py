@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 
 class Op(StrEnum):
-    """What an action does to its stage. The value is torch's abbreviation."""
+    """What an action does to its stage. The value is the abbreviation that torch uses."""
 
     FORWARD = "F"
     BACKWARD_INPUT = "I"  # gradient of the stage's input only
-    BACKWARD_WEIGHT = "W"  # gradient of the stage's parameters, from what BACKWARD_INPUT kept
+    BACKWARD_WEIGHT = "W"  # gradient of the stage's parameters, from tensors that "I" has kept
     FULL_BACKWARD = "B"  # both at once
     UNSHARD = "UNSHARD"  # gather the stage's parameters over its shard group
-    RESHARD = "RESHARD"  # drop the gathered parameters
+    RESHARD = "RESHARD"  # release the gathered parameters
     REDUCE_GRAD = "REDUCE_GRAD"  # reduce-scatter the stage's accumulated gradients
     SEND_F = "SEND_F"  # activation to the next stage
     RECV_F = "RECV_F"  # activation from the previous stage
@@ -89,7 +89,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def parse_action(text: str) -> Action:
-    """Read one action in torch's text form. Raises ValueError where the text is not one."""
+    """Read one action in torch's text form. Raises ValueError if the text is no action."""
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"not an action: {text!r} (examples: 0F3, 2I1, 1UNSHARD, 0SEND_F3)")

@@ -1,21 +1,28 @@
-"""The door to schedules: a name and sizes in, a schedule out.
+"""The entry to schedules: from a name and sizes to a schedule.
 
-``build`` gives the compute actions of any generator by its name. ``step_programs`` gives whole
-ZeroPP programs, gathers, reductions and transfers included: planner, tuner and engine call it, so
-all three mean the same step.
+``build`` gives the compute actions of any generator by its name. ``step_programs`` gives complete
+ZeroPP programs, with gathers, reductions and transfers; planner, tuner and engine all call it, so
+that they agree on the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from zeropp.literals import ReduceEvery, StageStyle
 from zeropp.schedule import event_loop, generators, zero_bubble
 from zeropp.schedule.action import collector_paused
 from zeropp.schedule.passes import lower
-from zeropp.schedule.program import Program, Schedule, StageCost, loop_placement, v_placement
+from zeropp.schedule.program import (
+    Program,
+    Schedule,
+    StageCost,
+    loop_placement,
+    unordered,
+    v_placement,
+)
 from zeropp.schedule.zeropp_order import OrderSizes, candidates, default_cap, default_unit
 
 GENERATORS = (
@@ -32,8 +39,8 @@ GENERATORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes(OrderSizes):
-    """What sets the whole programs of a ZeroPP step, durations aside: the order's sizes, and what
-    ``lower`` is told."""
+    """Everything except for durations on which the programs of a ZeroPP step depend: the sizes of
+    the order, and the arguments of ``lower``."""
 
     gather: bool
     prefetch: int = 1
@@ -45,11 +52,11 @@ class StepSizes(OrderSizes):
 def step_programs(
     sizes: StepSizes, costs: tuple[StageCost, ...] | None = None
 ) -> tuple[Schedule, ...]:
-    """Whole programs to choose from: the order for equal durations, and with ``costs`` (one per
-    stage) one that is planned with them, where it differs.
+    """The complete programs to choose from: the order for equal durations and, with ``costs`` (one
+    per stage), one that is planned with these, if it differs.
 
-    Cached, because many plans that differ in other degrees share them. Raises ValueError where the
-    activation cap is too small.
+    They are cached, because many plans that differ in other degrees share them. Raises ValueError
+    if the activation cap is too small.
     """
     return tuple(
         lower(
@@ -85,18 +92,12 @@ def build(
     of 1F1B's), ``stage_style``, ``split_backward`` and ``costs`` (durations, one per stage;
     default: all equal). Raises ValueError where the generator has no order for these sizes.
     """
-    if name not in GENERATORS:
-        raise ValueError(f"schedule={name!r}: no such generator (known: {', '.join(GENERATORS)})")
-    if chunks > 1 and name in ("gpipe", "1f1b", "zb_h1"):
-        raise ValueError(f"chunks={chunks}: {name} has one chunk per rank")
-    if chunks != 2 and name == "zbv":
-        raise ValueError(f"chunks={chunks}: zbv has two chunks per rank")
+    _check_chunks(name, chunks)
     m = num_microbatches
     if name != "zeropp":
         placement = v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks)
-        return Schedule(
-            name, m, m, placement, _programs(name, num_ranks, chunks, m, group or num_ranks)
-        )
+        programs = _programs(name, num_ranks, chunks, m, group or num_ranks)
+        return replace(unordered(name, placement, m), programs=programs)
     unit = min(unit or default_unit(stage_style, num_ranks, m), m)
     sizes = OrderSizes(
         num_ranks=num_ranks,
@@ -108,6 +109,15 @@ def build(
         split_backward=split_backward,
     )
     return _cheapest(candidates(sizes, costs), costs)
+
+
+def _check_chunks(name: str, chunks: int) -> None:
+    if name not in GENERATORS:
+        raise ValueError(f"schedule={name!r}: no such generator (known: {', '.join(GENERATORS)})")
+    if chunks > 1 and name in ("gpipe", "1f1b", "zb_h1"):
+        raise ValueError(f"chunks={chunks}: {name} has one chunk per rank")
+    if chunks != 2 and name == "zbv":
+        raise ValueError(f"chunks={chunks}: zbv has two chunks per rank")
 
 
 def _cheapest(orders: Sequence[Schedule], costs: Sequence[StageCost] | None) -> Schedule:

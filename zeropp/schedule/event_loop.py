@@ -33,7 +33,7 @@ def run(schedule: Schedule, costs: Sequence[StageCost]) -> EventResult:
 def run_programs(
     programs: Sequence[Program], stage_rank: Sequence[int], costs: Sequence[StageCost]
 ) -> EventResult:
-    """As ``run``, for programs that are not part of a Schedule."""
+    """Like ``run``, for programs that are not part of a Schedule."""
     return _Loop(programs, stage_rank, costs).result()
 
 

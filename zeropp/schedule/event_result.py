@@ -1,4 +1,4 @@
-"""What a run of the event loop gives: when every action starts and ends, and what that sums to."""
+"""The result of the event loop: when every action starts and ends, and the sums over actions."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class EventResult:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which the rank with the most compute has nothing to compute."""
+        """The share of the step in which the rank with the most compute does not compute."""
         return 1.0 - max(self.busy) / self.step_s
 
     @property
     def over_ideal(self) -> float:
-        """Step divided by the compute of the rank that has most; 1 means no bubble at all."""
+        """The step time divided by the compute of the rank with the most; 1 means no bubble."""
         return self.step_s / max(self.busy)
 
     @collector_paused()

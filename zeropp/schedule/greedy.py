@@ -1,11 +1,11 @@
-"""ZeroPP's list scheduler: it merges the orders of forwards and backwards into one per rank.
+"""ZeroPP's list scheduler, which merges the orders of forwards and backwards into one per rank.
 
 Every rank has a fixed order of its forwards and a fixed order of its input gradients. Weight
 gradients wait in a queue, in the order of their input gradients. Simulated time runs from event to
 event; whenever a rank is free it takes an input gradient or a forward that can start (a forward
 only if the activation cap allows it), and a weight gradient where there is neither. An activation
 counts from its forward to the end of its weight gradient, so the cap limits both the microbatches
-in flight and the weight gradients that are put off.
+in flight and the delayed weight gradients.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Policy:
 class Orders:
     """The order of every rank's forwards and of its input gradients.
 
-    Without ``split_backward`` the input gradients are full backwards, and nothing is put off.
+    Without ``split_backward`` the input gradients are full backwards, and nothing is delayed.
     """
 
     stage_rank: tuple[int, ...]

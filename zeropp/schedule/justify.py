@@ -1,15 +1,15 @@
-"""Close the gaps of an order at both ends of a step, without ever exceeding the activation cap.
+"""Closes the gaps of an order at both ends of a step, without ever exceeding the activation cap.
 
-Input is an order of every rank's actions that is legal but was made for the middle of a step,
-where a pattern repeats. A forward pass runs it as a list scheduler: a rank whose next action
-cannot start yet takes the first later one that can, if memory allows; this fills the start of the
-step. A backward pass does the same in reversed time, from the last action to the first; this fills
-its end, with weight gradients that are put off. Passes in turn help each other (the technique is
-known as forward-backward improvement, or justification, in project scheduling: Tormos and Lova,
-Annals of Operations Research 102, 2001).
+The input is a legal order of every rank's actions that was made for the middle of a step, where a
+pattern repeats. A forward pass runs it as a list scheduler: a rank whose next action cannot start
+yet takes the first later one that can, if memory allows. This fills the start of the step. A
+backward pass does the same in reversed time, from the last action to the first. This fills the end
+of the step with delayed weight gradients. Passes alternate, and each may improve on the one before
+(in project scheduling this is known as forward-backward improvement, or justification: Tormos and
+Lova, Annals of Operations Research 102, 2001).
 
-Why no pass can deadlock or break the cap: an action is taken ahead of others only if the order
-that remains, with that action moved to its front, still keeps the cap at every place.
+No pass can deadlock or break the cap, because an action is moved before others only if the order
+that remains, with that action at its front, still keeps the cap everywhere.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Order = list[list[int]]  # by rank: numbers of actions
 
 @dataclass(frozen=True)
 class Result:
-    """An order, and how long it takes on the durations that it was made with."""
+    """An order, and the step time with the durations for which it was made."""
 
     order: Order
     step_s: float
@@ -72,10 +72,11 @@ def justify(
     passes: int,
     weights_last: bool,
 ) -> Result:
-    """The fastest order that ``passes`` passes, forward and backward in turn, come by.
+    """The fastest order that ``passes`` passes find, which alternate between forward and backward.
 
-    ``cap`` is in live chunk-activations per rank; ``order`` must keep it. ``weights_last``: a
-    weight gradient is taken only where nothing else can start; else in its place.
+    ``cap`` is the largest number of chunk-activations that a rank may hold; ``order`` must keep it.
+    ``weights_last``: a weight gradient is taken only if nothing else can start; otherwise it is
+    taken in its place of the order.
     """
     best: Result | None = None
     for number in range(passes):
@@ -91,8 +92,8 @@ def justify(
 
 
 class _Pass:
-    """One list scheduling. In reversed time a weight gradient is what takes memory, and a forward
-    what gives it back."""
+    """One pass of list scheduling. In reversed time a weight gradient takes memory, and a forward
+    frees it."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class _Pass:
         self._events = [(0.0, rank) for rank in ranks]
 
     def _predecessors(self) -> bytearray:
-        """How many actions each one waits for, beside those before it on its rank."""
+        """For each action, the number of other ranks' actions and stages that it waits for."""
         count, m, split = self._count, self._m, self._actions.split_backward
         waits = bytearray(_KINDS * count)
         if self._reverse:
@@ -134,7 +135,7 @@ class _Pass:
         return waits
 
     def result(self) -> Result:
-        """Run to the end. Raises ValueError where the order that was given cannot be kept."""
+        """Run to the end. Raises ValueError if the given order breaks the cap or is not legal."""
         events, free = self._events, self._free
         while events:
             time, rank = heapq.heappop(events)
@@ -147,7 +148,8 @@ class _Pass:
         return Result(self._taken, max(free))
 
     def _choose(self, rank: int, time: float) -> int:
-        """Place of the action that a free rank takes up now; -1 where none can start."""
+        """The place in the order of the action that a free rank starts now; -1 if none can
+        start."""
         order, done, head = self._order[rank], self._done[rank], self._head[rank]
         end = len(order)
         while head < end and done[head]:
@@ -186,7 +188,7 @@ class _Pass:
             self._arrive(target, stage_there, rank, stage, end)
 
     def _arrive(self, action: int, stage: int, sender: int, source: int, end: float) -> None:
-        """What an action waited for is there; wake its rank unless it is busy until then."""
+        """Note that an input of an action has arrived, and wake its rank unless it is busy."""
         rank = self._actions.stage_rank[stage]
         if rank != sender:
             end += self._costs[min(stage, source)].transfer
@@ -197,7 +199,7 @@ class _Pass:
             heapq.heappush(self._events, (self._ready[action], rank))
 
     def _after(self, action: int, kind: int, stage: int) -> list[tuple[int, int]]:
-        """Actions that wait for this one, with their stages."""
+        """The actions that wait for this one, with their stages."""
         if kind == _FORWARD:
             if stage == self._last:
                 return [(action + self._count, stage)]
@@ -208,7 +210,7 @@ class _Pass:
         return [*follow, (action - self._m, stage - 1)] if stage else follow
 
     def _before(self, action: int, kind: int, stage: int) -> list[tuple[int, int]]:
-        """Actions that this one waits for, with their stages: in reversed time they come next."""
+        """The actions for which this one waits, with their stages; in reversed time they follow."""
         if kind == _FORWARD:
             return [(action - self._m, stage - 1)] if stage else []
         if kind == _WEIGHT:

@@ -1,12 +1,12 @@
-"""ZeroPP's order on a V-shaped placement: the fewest activations for a given step.
+"""ZeroPP's order on a V-shaped placement, which needs few activations.
 
-On a loop every rank's first chunk is early in the data flow and its last one late; a microbatch
-must pass all stages behind before its activations in the first chunk are freed, and units make it
-wait for its unit, too. On a V (``0 1 .. P-1 P-1 .. 1 0``, with more chunks down and up again) early
-and late stages stand on the same rank, and microbatches follow each other one by one, in a pattern
-that repeats (``pattern``). Half of 1F1B's activations then take next to no time, a third of them
-some. The price: a rank turns to another chunk with every action, so all its chunks stay gathered
-through the step, each gathered once.
+With stages in a loop, a rank's first chunk is early in the data flow and its last one late. A
+microbatch must pass all later stages before its activations in the first chunk are freed, and with
+units it also waits for its unit. On a V (``0 1 .. P-1 P-1 .. 1 0``, and with more chunks down and
+up again) early and late stages are on the same rank, and microbatches follow each other one by one,
+in a pattern that repeats (``pattern``). With half of 1F1B's activations the step is then hardly
+longer, with a third of them somewhat. In return a rank works on another chunk with every action, so
+all its chunks are gathered once and stay gathered during the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zeropp.schedule.program import Program, StageCost
 
 _KINDS = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _FULL_KINDS = (Op.FORWARD, Op.FULL_BACKWARD, Op.BACKWARD_WEIGHT)
-_PASSES = ((80_000, 5), (150_000, 3))  # up to so many actions in a step, so many passes; beyond 1
+_PASSES = ((80_000, 5), (150_000, 3))  # (most actions of a step, passes); larger steps: 1 pass
 
 
 def lean_programs(
@@ -33,10 +33,10 @@ def lean_programs(
     *,
     split_backward: bool = True,
 ) -> tuple[Program, ...]:
-    """Compute actions of every rank, planned with ``costs`` (one per stage).
+    """The compute actions of every rank, planned with ``costs`` (one per stage).
 
-    Keeps ``activation_cap`` live chunk-activations per rank; raises ValueError where one
-    microbatch alone has more.
+    A rank never holds more than ``activation_cap`` chunk-activations. Raises ValueError if a single
+    microbatch needs more.
     """
     pattern = find_pattern(stage_rank, activation_cap, split_backward)
     chunks = len(stage_rank) // len(set(stage_rank))
@@ -58,7 +58,7 @@ def lean_programs(
 
 
 def _repeated(actions: Actions, pattern: Pattern) -> Order:
-    """Every rank's actions in the order of their slots, the pattern repeated per microbatch."""
+    """Every rank's actions in the order of their slots; the pattern is repeated per microbatch."""
     starts = [pattern.forward, pattern.backward_input, pattern.backward_weight]
     kinds = starts if actions.split_backward else starts[:2]
     slots: list[list[tuple[int, int]]] = [[] for _ in range(max(actions.stage_rank) + 1)]

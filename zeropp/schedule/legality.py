@@ -1,4 +1,4 @@
-"""Refuse a program that is illegal, deadlocks or needs too much memory, before anything runs."""
+"""Refuses programs that are illegal, deadlock or need too much memory, before anything runs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _PARTS = {op: (op,) for op in COMPUTE} | {Op.FULL_BACKWARD: (Op.BACKWARD_INPUT, 
 
 
 class ScheduleError(ValueError):
-    """A program that must not be run. The message ends with the programs of all ranks around the
-    bad action, which is marked with [[ ]]."""
+    """A program that must not run. The message ends with an excerpt of all ranks' programs, in
+    which the bad action is marked with [[ ]]."""
 
 
 @collector_paused()
@@ -84,7 +84,7 @@ def _check_each_action_once(schedule: Schedule) -> None:
             for part in _PARTS[op]:
                 done = (stage, part, microbatch)
                 if done in seen or microbatch not in range(schedule.num_microbatches):
-                    raise _error(schedule, rank, index, f"{action} stands once too often")
+                    raise _error(schedule, rank, index, f"{action} is repeated")
                 seen.add(done)
     parts = (Op.FORWARD, *_PARTS[Op.FULL_BACKWARD])
     for stage, part, microbatch in product(
@@ -101,7 +101,7 @@ def _check_cap(schedule: Schedule, cap: int) -> None:
         counts = live_activations(schedule, rank)
         if max(counts) > cap:
             index = next(i for i, live in enumerate(counts) if live > cap)
-            why = f"{counts[index]} live chunk-activations, allowed are {cap}"
+            why = f"{counts[index]} live chunk-activations, but only {cap} are allowed"
             raise _error(schedule, rank, index, why)
 
 
@@ -122,7 +122,7 @@ def _check_gathers(schedule: Schedule) -> None:
         units = -(-schedule.num_microbatches // schedule.unit)
         allowed = 2 * units * len(schedule.stages_of(rank))
         if gathers > allowed or resident:
-            why = f"{gathers} gathers, allowed are {allowed}; never released: {sorted(resident)}"
+            why = f"{gathers} gathers, but {allowed} allowed; never released: {sorted(resident)}"
             raise _error(schedule, rank, len(program) - 1, why)
 
 

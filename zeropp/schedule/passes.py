@@ -59,7 +59,7 @@ def lower(
 
 @dataclass
 class Window:
-    """A stretch of a program, from index ``first`` to ``last``, that needs a stage's parameters."""
+    """A part of a program, from index ``first`` to ``last``, for which a stage must be gathered."""
 
     stage: int
     first: int
@@ -71,9 +71,9 @@ def parameter_windows(program: Program, unit: int) -> list[Window]:
 
     A phase is all forwards, or all input gradients, of one stage in one unit (in the whole step
     where a schedule has no units); weight gradients need no parameters. Two phases of a stage are
-    one window if they overlap or if no other phase begins between them: the parameters stay, which
-    saves a gather. This happens where the last chunk goes from forward to backward, and where the
-    first chunk goes from one unit to the next.
+    one window if they overlap or if no other phase begins between them: the parameters stay, and
+    one gather less is needed. This happens where the last chunk goes from forward to backward, and
+    where the first chunk goes from one unit to the next.
     """
     phases: dict[tuple[int, int, bool], Window] = {}
     for index, action in enumerate(program):

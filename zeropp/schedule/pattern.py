@@ -1,12 +1,12 @@
-"""Repeating patterns for V-shaped placements: one microbatch's work, repeated at a fixed period.
+"""Patterns for V-shaped placements: the work of one microbatch, repeated at a fixed period.
 
-A microbatch is a chain of forwards down all stages and of backwards up again. If it is started
-once every ``period`` slots, and no two of a rank's actions fall on the same slot modulo the
-period, then every rank does the same thing in every period and never waits: a steady state
-without a bubble (arXiv 2405.15362, section 3, calls it the building block). The memory of the
-steady state follows from how long each activation lives, so a search for a lean order is a search
-over a handful of small patterns, whatever the number of microbatches. A slot is the duration of
-one forward; backward is taken to cost one slot for each of its two parts.
+A microbatch is a chain of forwards through all stages and of backwards in the other direction. If
+one is started every ``period`` slots, and no two actions of a rank have the same slot modulo the
+period, then every rank does the same in every period and never waits: a steady state without a
+bubble (arXiv 2405.15362, section 3, calls the pattern the building block). Its memory follows from
+how long each activation is held. So the search for an order with few activations is a search over a
+few small patterns, whatever the number of microbatches. A slot is the duration of one forward; each
+of the two parts of a backward takes one slot, too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from functools import lru_cache
 _TURNS = range(13)  # slots between a microbatch's last forward and its first backward, to be tried
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """When one microbatch's work starts, in slots, by stage; the next one starts ``period`` later.
+    """The slots in which one microbatch's actions start, per stage; the next one starts ``period``
+    slots later.
 
     Without a split backward ``backward_weight`` is the second slot of the full backward. ``peak``
     is the largest number of live chunk-activations on any rank once the pattern repeats.
@@ -35,7 +36,8 @@ class Pattern:
 
 @lru_cache(maxsize=256)
 def find_pattern(stage_rank: tuple[int, ...], cap: int, split_backward: bool) -> Pattern:
-    """The shortest period, and of these the leanest pattern, with at most ``cap`` live activations.
+    """The pattern with the shortest period that needs at most ``cap`` activations, and of several
+    the one that needs the fewest.
 
     ``cap`` counts chunk-activations per rank and must be at least the number of chunks per rank;
     with exactly that many one microbatch after the other passes through. Raises ValueError below.
@@ -69,7 +71,8 @@ def _periods(chunks: int, longest: int) -> Iterator[int]:
 
 
 def _repeat(stage_rank: Sequence[int], period: int, turn: int, split_backward: bool) -> Pattern:
-    """Each action of the chain at its first free slot; then weight gradients in what is left."""
+    """Put each action of the chain into its first free slot, then weight gradients into what is
+    left."""
     stages = range(len(stage_rank))
     taken = [bytearray(period) for _ in range(max(stage_rank) + 1)]
     forward, backward_input = [0] * len(stage_rank), [0] * len(stage_rank)
@@ -88,7 +91,13 @@ def _repeat(stage_rank: Sequence[int], period: int, turn: int, split_backward: b
             start = backward_weight[stage]
             backward_weight[stage] = _take(taken[stage_rank[stage]], start, 1)
     peak = _peak(stage_rank, period, forward, backward_weight)
-    return Pattern(period, tuple(forward), tuple(backward_input), tuple(backward_weight), peak)
+    return Pattern(
+        period=period,
+        forward=tuple(forward),
+        backward_input=tuple(backward_input),
+        backward_weight=tuple(backward_weight),
+        peak=peak,
+    )
 
 
 def _take(taken: bytearray, time: int, slots: int) -> int:
@@ -109,8 +118,8 @@ def _take(taken: bytearray, time: int, slots: int) -> int:
 def _peak(
     stage_rank: Sequence[int], period: int, forward: Sequence[int], released: Sequence[int]
 ) -> int:
-    """Most activations alive at once on any rank: each lives from its forward's slot to the slot
-    of its weight gradient, both included."""
+    """The largest number of activations that a rank holds at a time: each from the slot of its
+    forward to that of its weight gradient, both included."""
     change = [[0] * (period + 1) for _ in range(max(stage_rank) + 1)]
     whole = [0] * len(change)
     for stage, rank in enumerate(stage_rank):

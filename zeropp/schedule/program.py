@@ -39,7 +39,7 @@ class StageCost:
         return self.forward + self.backward_input + self.backward_weight
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Programs of all pipeline ranks for one optimizer step.
 
@@ -77,6 +77,22 @@ class Schedule:
         for program in self.programs:
             writer.writerow([str(action) for action in program])
         return out.getvalue()
+
+
+def unordered(
+    name: str, stage_rank: tuple[int, ...], num_microbatches: int, unit: int | None = None
+) -> Schedule:
+    """A schedule with empty programs: its sizes are set, but not the order of its actions.
+
+    The cost model needs no more. ``unit`` is all microbatches of the step by default.
+    """
+    return Schedule(
+        name=name,
+        num_microbatches=num_microbatches,
+        unit=num_microbatches if unit is None else unit,
+        stage_rank=stage_rank,
+        programs=(),
+    )
 
 
 def programs_from_csv(text: str) -> tuple[Program, ...]:

@@ -25,9 +25,9 @@ from zeropp.schedule.lean_order import lean_programs
 from zeropp.schedule.program import Program, Schedule, StageCost, loop_placement, place_stages
 
 _EQUAL_COST_POLICIES = (Policy(), Policy(alternate=True))
-# More of them gain next to nothing and take their time.
+# More policies would gain almost nothing, and take time.
 _POLICIES = tuple(Policy(alternate=True, patience=patience) for patience in (0.0, 0.25, 0.5))
-_MANY_ACTIONS = 100_000  # beyond, the policy is chosen on so many units:
+_MANY_ACTIONS = 100_000  # for longer steps, the policy is chosen on this many units:
 _SAMPLED_UNITS = 3
 
 
@@ -39,7 +39,7 @@ class OrderSizes:
     the most live chunk-activations per rank: one is live from its forward to the end of its weight
     gradient. ``stage_style``: ``loop`` puts stage s on rank s mod P and runs units breadth first;
     ``v`` goes down the ranks and up again and runs microbatches one after the other. Without
-    ``split_backward`` input and weight gradients are one action, and nothing is put off.
+    ``split_backward`` input and weight gradients are one action, and nothing is delayed.
     """
 
     num_ranks: int
@@ -56,7 +56,7 @@ class OrderSizes:
         return place_stages(self.stage_style, self.num_ranks, self.chunks)
 
     def check(self) -> None:
-        """Raise ValueError where the cap is too small for the order ever to finish."""
+        """Raise ValueError if the cap is too small for any order to finish."""
         least = smallest_cap(self.stage_style, self.chunks, self.num_microbatches, self.unit)
         if self.activation_cap < least:
             raise ValueError(
@@ -66,13 +66,13 @@ class OrderSizes:
 
 
 def default_unit(style: StageStyle, num_ranks: int, num_microbatches: int) -> int:
-    """P microbatches; on a V all of them, because all chunks stay gathered anyway."""
+    """The default unit: P microbatches; on a V all of them, because all chunks stay gathered."""
     return num_microbatches if style == "v" else min(num_ranks, num_microbatches)
 
 
 def default_cap(style: StageStyle, num_ranks: int, chunks: int, unit: int) -> int:
-    """A whole unit's activations, U*V (those of 1F1B's first rank at U = P); half of 1F1B's on
-    a V, which has that placement for its memory."""
+    """The default cap in chunk-activations: a whole unit's, U*V (with U = P as many as 1F1B's first
+    rank holds); on a V, whose purpose is to save memory, half of 1F1B's."""
     return max(chunks, num_ranks * chunks // 2) if style == "v" else unit * chunks
 
 
@@ -86,7 +86,7 @@ def smallest_cap(style: StageStyle, chunks: int, num_microbatches: int, unit: in
 
 
 def cap_needs(style: StageStyle, chunks: int, unit: int, least: int) -> str:
-    """Half a sentence that says why an activation cap below ``least`` is too small."""
+    """The part of a message that says why an activation cap below ``least`` is too small."""
     who = "one microbatch" if style == "v" else f"a unit of {unit} microbatches"
     return f"{who} in {chunks} chunks needs at least {least} live chunk-activations"
 
@@ -103,7 +103,13 @@ def candidates(sizes: OrderSizes, costs: Sequence[StageCost] | None) -> tuple[Sc
     real = costs is not None and set(costs) != {StageCost()}
     planned = (_on_a_v if sizes.stage_style == "v" else _in_units)(sizes, costs if real else None)
     return tuple(
-        Schedule("zeropp", sizes.num_microbatches, sizes.unit, sizes.stage_rank, programs)
+        Schedule(
+            name="zeropp",
+            num_microbatches=sizes.num_microbatches,
+            unit=sizes.unit,
+            stage_rank=sizes.stage_rank,
+            programs=programs,
+        )
         for programs in dict.fromkeys(planned)
     )
 
@@ -134,7 +140,7 @@ def _in_units(sizes: OrderSizes, costs: Sequence[StageCost] | None) -> list[tupl
 def _real_cost_plan(
     sizes: OrderSizes, orders: Sequence[Orders], costs: Sequence[StageCost]
 ) -> Planned:
-    """The best of all policies; which that is, is found out on the first units of a long step."""
+    """The best plan over all policies; for a long step, its first units decide which is best."""
     cap = sizes.activation_cap
     units = _SAMPLED_UNITS * sizes.unit + sizes.num_microbatches % sizes.unit
     if units < sizes.num_microbatches and 3 * len(costs) * sizes.num_microbatches > _MANY_ACTIONS:
@@ -150,10 +156,10 @@ def _real_cost_plan(
 
 
 def unit_orders(sizes: OrderSizes) -> tuple[Orders, ...]:
-    """Forward and input-gradient orders of all ranks, to choose from.
+    """The orders of forwards and input gradients of all ranks, from which to choose.
 
-    Microbatches that are left over make a short unit: the last one, or the last but one, where
-    whole units on both sides fill what it leaves; which is better depends on durations and cap.
+    Microbatches that are left over make a short unit, either the last one or the last but one,
+    where whole units on both sides fill its gaps; which is better depends on durations and cap.
     """
     unit, m = sizes.unit, sizes.num_microbatches
     in_turn = [range(first, min(first + unit, m)) for first in range(0, m, unit)]
@@ -175,8 +181,8 @@ def _orders_of(sizes: OrderSizes, units: Sequence[range]) -> Orders:
 
 
 def _equal_cost_plan(orders: Sequence[Orders], cap: int) -> Planned:
-    """The order for equal durations; the next policy is tried where a rank stands still longer
-    than the first microbatch needs to come to it."""
+    """The order for equal durations. The next policy is tried if a rank is idle for longer than the
+    first microbatch needs to reach it."""
     num_ranks, stages = len(orders[0].forward), len(orders[0].stage_rank)
     bound = num_ranks - 1 + 3 * len(orders[0].forward[0])
     tried = []

@@ -1,7 +1,9 @@
-"""Discrete-event run of a Plan: its time, its memory, its Timeline. Imports no torch.
+"""The simulator: the step time, memory and Timeline of a Plan. Imports no torch.
 
-* ``simulator``: ``simulate(plan, cluster)`` prices a plan, runs its programs through the event
-  loop (``zeropp.schedule.event_loop``) and adds what follows the last microbatch.
-* ``losses``: why the step takes longer than the compute limit, by kinds that add up.
-* ``memory_curve``: the bytes that live on a rank while its program runs, and their peak.
+In: a Plan and a Cluster. Out: a ``SimResult``. Read in this order:
+
+* ``simulator``: ``simulate(plan, cluster)`` prices a plan, runs its programs in the event loop
+  (``zeropp.schedule.event_loop``) and adds what follows the last microbatch.
+* ``losses``: why the step takes longer than the compute limit, by causes that add up.
+* ``memory_curve``: the bytes that a rank holds while its program runs, and their peak.
 """

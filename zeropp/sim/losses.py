@@ -1,11 +1,10 @@
-"""Why a step takes longer than the compute limit, by kinds that add up exactly.
+"""Why a step takes longer than the compute limit, by causes that add up exactly.
 
-The causes are taken away one after the other, in the order of ``_CAUSES``: what the step is
-shorter after a cause is gone, with those before it gone already, is that cause's loss. So each
-second is counted once, where causes hide behind each other under the one that goes last. What
-remains is compute alone: the busiest rank against the mean of all ranks is the imbalance, the
-mean's recomputation and unfused accumulation are known, and the rest above the limit is what
-smaller or slower kernels take.
+The causes are removed one after the other, in the order of ``_CAUSES``; the time by which the step
+becomes shorter is that cause's loss. So each second is counted once; where causes overlap, it is
+counted for the one that is removed last. In the end only compute remains. The busiest rank's time
+above the mean of all ranks is the imbalance; the mean's recomputation and unfused accumulation are
+known; the rest above the limit is due to smaller or slower kernels.
 """
 
 from __future__ import annotations
@@ -22,38 +21,38 @@ _Change = Callable[[StageCost, StageExtras], StageCost]
 
 @dataclass(frozen=True)
 class Losses:
-    """Seconds of a step by cause; with the limit they add up to the step.
+    """The seconds of a step by cause; together with the limit they add up to the step.
 
-    Only ``small_kernels`` can be negative: where a program's kernels are better than those of the
-    limit, by tensor parallelism or by a microbatch that fits thanks to recomputation.
+    Only ``small_kernels`` can be negative: if a program's kernels are faster than those of the
+    limit, because of tensor parallelism or of a microbatch that fits only with recomputation.
     """
 
-    limit: float  # the model's kernels alone, at their best microbatch
+    limit: float  # the model's own kernels, at the best microbatch
     small_kernels: float  # the same kernels at this microbatch and tensor-parallel degree
     recomputation: float
     imbalance: float  # the busiest rank's compute above the mean of all ranks
     bubble: float  # the busiest rank waits for other ranks
     slow_nodes: float  # every rank waits for the slowest node
-    copies: float  # to and from the collectives' buffers; gradients added outside their product
+    copies: float  # into and out of collectives' buffers; gradients added outside their product
     tensor: float  # tensor-parallel collectives
-    transfers: float  # boundaries between stages
-    reductions: float  # gradients over shards and replicas, and what they slow beside them
-    gathers: float  # parameters over shards, ZeRO-1's updated ones, and what they slow
-    optimizer: float  # its step, the norm, tied embeddings, host work
+    transfers: float  # messages between stages
+    reductions: float  # of gradients over shards and replicas, and the compute that they slow
+    gathers: float  # of parameters over shards, also ZeRO-1's, and the compute that they slow
+    optimizer: float  # its step, the gradient norm, tied embeddings, host work
 
     @property
     def step_s(self) -> float:
-        """The step: the sum of all kinds, the limit among them."""
+        """The step time: the sum of the limit and all losses."""
         return sum(self.by_kind().values())
 
     def by_kind(self) -> dict[str, float]:
-        """Seconds by kind, from the limit outwards."""
+        """The seconds by kind, beginning with the limit."""
         return asdict(self)
 
 
 def losses_of(plan: Plan, price: PlanPrice, step_of: Callable[[PlanPrice], float]) -> Losses:
-    """Take a step apart. ``step_of`` gives the plan's step (seconds) on a changed price; it is
-    called once per cause."""
+    """Split a step by cause. ``step_of`` gives the plan's step time in seconds for a changed price;
+    it is called once per cause."""
     before = step_of(price)
     lost = {}
     for kind, taken_away in _CAUSES.items():
@@ -132,8 +131,8 @@ def _without_slow_nodes(price: PlanPrice) -> PlanPrice:
 
 
 def _less(duration: float, part: float) -> float:
-    """A duration without a part of it; where traced durations replaced the model's, the part may
-    be longer than the whole."""
+    """A duration without a part of it, at least 0: if traced durations replace the model's, the
+    part may be longer than the whole."""
     return max(0.0, duration - part)
 
 

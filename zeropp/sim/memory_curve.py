@@ -1,8 +1,8 @@
-"""Bytes that live on a pipeline rank while its program runs, in the order of the program.
+"""The bytes that a pipeline rank holds while its program runs.
 
-Fed by a plan's programs and the bytes of its stages (``zeropp.cost.plan_price``). An action
-allocates when it is issued and frees when it has ended, so the peak depends on the order alone and
-not on durations; durations only place the curve in time.
+They follow from the plan's programs and from the bytes of its stages (``zeropp.cost.plan_price``).
+An action allocates when it is issued and frees when it has ended, so the peak depends only on the
+order of actions; durations say when the bytes are held.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from zeropp.schedule.action import Op
 
 
 class Change(NamedTuple):
-    """What has come to live on a rank, beside what is resident, at one action."""
+    """The bytes that a rank holds at one action, in addition to those that are always held."""
 
-    place: int  # of the action in the program
-    grew: bool  # it lives from the action's start on, else from its end on
+    place: int  # index of the action in the program
+    grew: bool  # true: held from the action's start on; false: from its end on
     unsharded: int
-    gradients: int  # those that are not resident
+    gradients: int  # without those that are always held
     activations: int
     workspace: int
 
     @property
     def total(self) -> int:
-        """Bytes that are not resident."""
+        """The sum of these bytes."""
         return self.unsharded + self.gradients + self.activations + self.workspace
 
 
@@ -48,7 +48,7 @@ def rank_peak(plan: Plan, price: PlanPrice, rank: int) -> MemoryBytes:
 
 
 def as_memory(plan: Plan, price: PlanPrice, rank: int, change: Change) -> MemoryBytes:
-    """All bytes of a rank at one change: what is resident all the time, and what moves."""
+    """All bytes of a rank at one change, with those that are always held."""
     stages = [price.memory[s] for s in plan.schedule.stages_of(rank)]
     resident = sum(m.gradients for m in stages) if price.resident_gradients else 0
     return MemoryBytes(
@@ -62,12 +62,13 @@ def as_memory(plan: Plan, price: PlanPrice, rank: int, change: Change) -> Memory
 
 
 def walk(plan: Plan, price: PlanPrice, rank: int) -> Iterator[Change]:
-    """At every action that moves anything: its fullest moment, and what it leaves."""
+    """The changes of a rank: for every action that changes memory, its fullest moment and what it
+    leaves."""
     return map(Change._make, _changes(plan, price, rank))
 
 
 def _changes(plan: Plan, price: PlanPrice, rank: int) -> Iterator[_Change]:
-    """The fields of every ``Change``; bare tuples, because a search looks at millions of them."""
+    """The fields of every ``Change`` as plain tuples, because a search reads millions of them."""
     state = _Rank(plan, price, rank)
     handlers = state.handlers
     yield _EMPTY
@@ -93,23 +94,23 @@ Moment = tuple[int, int, int]  # gradients, activations, workspace
 
 
 class _Rank:
-    """Bytes of one rank while its program is gone through.
+    """The bytes of one rank while its program is run through.
 
-    A handler moves them to what an action leaves, and gives its fullest moment if that is another.
-    ``copy`` is what the last reduction holds. Weight gradients free activations as they come, so
-    only their beginning and their end are looked at.
+    The handler of an action updates them to what the action leaves, and returns its fullest moment
+    if that is different. ``copy`` is what the last reduction still holds. A weight gradient frees
+    activations while it runs, so only its beginning and end matter.
     """
 
     def __init__(self, plan: Plan, price: PlanPrice, rank: int) -> None:
         schedule = plan.schedule
         self.gradients = self.activations = self.copy = 0
-        # Shared parameters of the ends are gathered all the time.
+        # Parameters that the first and the last stage share are always gathered.
         self.unsharded = price.memory[0].unsharded if price.shared_ends else 0
         self._copied = -1  # the flat chunk whose reduction that is
         self._runtime = price.torch_runtime
         self._memory, self._resident = price.memory, price.resident_gradients
         self._ahead, self._flat = price.gathers_ahead, price.flat_chunks
-        self._due: set[int] = set()  # stages whose gathered parameters come when they are used
+        self._due: set[int] = set()  # stages whose parameters take memory at their next use
         self._made: set[int] = set()  # stages with weight gradients that are not summed yet
         self._summed: set[tuple[int, bool]] = set()  # unreduced gradients: stage, early ones?
         self._reduced: set[int] = set()  # stages that hold gradients for the optimizer
@@ -172,12 +173,12 @@ class _Rank:
 
     def _backward_input(self, stage: int) -> Moment | None:
         if self._runtime and stage == 0:
-            return None  # tokens have no gradient: torch runs all of it for the weights
+            return None  # tokens have no gradient, so torch runs the backward with the weights
         memory = self._memory[stage]
         held = max(memory.activations, memory.deferred)
         fresh = memory.fresh_gradients * self._share(memory)
         others = self._begin_backward(stage)
-        if self._flat:  # the buffer is there before what is added to it
+        if self._flat:  # the buffer is allocated before gradients are added to it
             self._sum(stage, early=True)
         moment = self._moment(int(fresh), others + held, memory.backward_input - held)
         if self._runtime:
@@ -207,14 +208,14 @@ class _Rank:
         if self._runtime and stage == 0:
             return self._full_backward(stage)
         memory = self._memory[stage]
-        if self._flat:  # the buffer is there before what is added to it
+        if self._flat:  # the buffer is allocated before gradients are added to it
             self._sum(stage, early=False)
             begin = self._moment(0, self.activations, 0)
             self.activations -= memory.deferred
             return begin
         self.activations -= memory.deferred
         if self._runtime and memory.made_gradients:
-            if stage not in self._made:  # they stand beside the sum until the next backward
+            if stage not in self._made:  # they are kept beside the sum until the next backward
                 self._made.add(stage)
                 self.gradients += memory.made_gradients
             return None
@@ -226,7 +227,7 @@ class _Rank:
         return moment
 
     def _add_made(self, stage: int) -> None:
-        """Add the weight gradients that were made since the last backward to the sum."""
+        """Add to the sum the weight gradients that were made since the last backward."""
         if stage in self._made:
             self._made.remove(stage)
             self.gradients -= self._memory[stage].made_gradients
@@ -236,7 +237,7 @@ class _Rank:
     def _reduce(self, stage: int) -> Moment | None:
         memory = self._memory[stage]
         stages: tuple[int, ...] = (stage,)
-        if stage in self._shared:  # reduced together, when the first is done
+        if stage in self._shared:  # both are reduced together, after the first
             stages = (0, self._last) if stage == 0 else ()
         self._add_made(stage)
         self.copy = max(self.copy, memory.reduction_step)
@@ -253,21 +254,22 @@ class _Rank:
         return self.gradients + fresh, activations, workspace + self.copy
 
     def _begin_backward(self, stage: int) -> int:
-        """Activations of the others, and neither this one's nor the gradient that came in."""
+        """Remove this microbatch's activations and the gradient that came in; returns the
+        activations of the others."""
         self._use(stage)
         memory = self._memory[stage]
         incoming = memory.boundary if stage < self._last else 0
         return self.activations - memory.activations - incoming
 
     def _end_backward(self, stage: int, activations: int) -> None:
-        """A gradient for a stage of this rank stays, and so do buffers that last: a message's, and
-        the input's, which is the stage before's output where that is of this rank."""
+        """Keep a gradient that is for another stage of this rank, and permanent buffers: of a
+        message and of the input, which is the output of the stage before if this rank has it."""
         stays = (stage - 1 in self._local) + (stage in self._lasting)
         stays += self._runtime and stage > 0
         self.activations = activations + stays * self._memory[stage].boundary
 
     def _sum(self, stage: int, *, early: bool) -> None:
-        """A stage's gradients have come for the first time since their last reduction."""
+        """Count the gradients of a stage at their first appearance since the last reduction."""
         if (stage, early) not in self._summed:
             self._summed.add((stage, early))
             if stage == self._copied and self._memory[stage].unsharded_gradients:
@@ -277,7 +279,7 @@ class _Rank:
                 self._keep(stage)
 
     def _keep(self, stage: int) -> None:
-        """The optimizer's gradients are there from here on."""
+        """From now on count the gradients of a stage for the optimizer."""
         if not self._resident and stage not in self._reduced:
             self._reduced.add(stage)
             self.gradients += self._memory[stage].gradients
@@ -295,6 +297,6 @@ class _Rank:
 
     @staticmethod
     def _share(memory: StageMemory) -> float:
-        """How much of a stage's gradients comes early."""
+        """The share of a stage's gradients that comes with the input gradient."""
         whole = memory.unsharded_gradients
         return memory.early_gradients / whole if whole else 0.0

@@ -1,14 +1,13 @@
-"""What a Plan does on a cluster: time, bubble, exposed communication, memory, Timeline.
+"""The simulated step of a Plan on a cluster: time, bubble, communication, memory, Timeline.
 
-Fed by a Plan (its programs) and the cost model's price of it. The event loop orders the actions;
-this module adds what concerns a step as a whole: reductions over replicas, optimizer, ZeRO-1's
-all-gather, and the bytes that live when.
+The inputs are the Plan's programs and the cost model's price of it. The event loop places the
+actions in time; this module adds what concerns the step as a whole: reductions over replicas, the
+optimizer, ZeRO-1's all-gather, and memory.
 
-Assumptions. A rank has one compute stream; collectives of the shard group, those over the
-replicas and transfers between stages are lanes beside it. While collectives run beside compute,
-compute takes ``overlap_slowdown`` longer, spread evenly over the rank's actions. Every pipeline
-of the job does the same at the same time, so one of them is simulated, at the pace of the job's
-slowest node.
+Assumptions: a rank has one compute stream; collectives of the shard group, collectives over the
+replicas and transfers between stages are lanes that overlap it. While collectives run, compute
+takes ``overlap_slowdown`` longer, spread evenly over the rank's actions. All pipelines of the job
+do the same at the same time, so one of them is simulated, at the speed of the job's slowest node.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ from zeropp.timeline import Span, Timeline
 
 @dataclass(frozen=True)
 class Tail:
-    """What one pipeline rank does after its last weight gradient; times from the step's start."""
+    """When one pipeline rank does what follows its last weight gradient, since the step's start."""
 
     reduced_s: float  # its gradients are reduced over shards and replicas
     updated_s: float  # its optimizer has stepped
-    end_s: float  # its parameters are gathered again, where ZeRO-1 scattered them
+    end_s: float  # its parameters are gathered again, if ZeRO-1 scattered them
 
 
 @dataclass(frozen=True)
 class SimResult:
-    """One simulated step. Everything beyond the step time is worked out when it is asked for."""
+    """One simulated step. Everything except for the step time is computed when it is asked for."""
 
     plan: Plan
     price: PlanPrice
     events: EventResult
-    tails: tuple[Tail, ...]  # a pipeline rank
+    tails: tuple[Tail, ...]  # one per pipeline rank
 
     @property
     def step_s(self) -> float:
-        """Seconds of one optimizer step: from its first action to its last; where steps overlap,
-        from a rank's first pass to its last action, for the ranks keep their distances (arXiv
+        """Seconds of one step, from its first action to its last. If steps overlap, from a rank's
+        first forward to its last action, because each rank then begins its next step (arXiv
         2401.10241, section 4)."""
         if self.price.steps_overlap:
             ranks = range(len(self.tails))
@@ -59,40 +58,40 @@ class SimResult:
         return max(self.events.step_s, max(tail.end_s for tail in self.tails))
 
     def _first_pass_s(self, rank: int) -> float:
-        """When the rank's first forward starts."""
+        """When the first forward of a rank starts."""
         starts = zip(self.plan.schedule.programs[rank], self.events.start[rank], strict=True)
         return min(start for action, start in starts if action.op.is_compute)
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """Throughput."""
+        """Tokens per second and GPU."""
         tokens = self.plan.global_batch * self.plan.shape.seq
         return tokens / self.step_s / self.plan.layout.world
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which the busiest rank's compute stands still."""
+        """The share of the step in which the busiest rank does not compute."""
         return 1.0 - max(self.events.busy) / self.step_s
 
     @property
     def limit_share(self) -> float:
-        """Throughput over the compute limit's (``zeropp.cost.compute_limit``): 1 would be a step
-        that is made of the model's own kernels alone."""
+        """The throughput divided by the compute limit (``zeropp.cost.compute_limit``); at 1 a step
+        would consist of the model's own kernels only."""
         return self.price.limit_s / self.step_s
 
     @cached_property
     def losses(self) -> Losses:
-        """The step's seconds by cause, which add up to ``step_s``."""
+        """The seconds of the step by cause, which add up to ``step_s``."""
         return losses_of(self.plan, self.price, lambda price: _run(self.plan, price).step_s)
 
     @cached_property
     def memory(self) -> tuple[MemoryBytes, ...]:
-        """Bytes by kind at every pipeline rank's peak."""
+        """Bytes by kind at the peak of every pipeline rank."""
         return peak_memory(self.plan, self.price)
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the fullest rank."""
+        """The peak of the fullest rank in bytes."""
         return max(memory.total for memory in self.memory)
 
     def memory_curve(self, rank: int) -> list[tuple[float, MemoryBytes]]:
@@ -107,7 +106,7 @@ class SimResult:
         ]
 
     def timeline(self) -> Timeline:
-        """Spans of the step, the optimizer's among them."""
+        """The spans of the step, with those of the optimizer."""
         last = []
         for rank, tail in enumerate(self.tails):
             last.append(Span(rank, "compute", "optimizer", tail.reduced_s, tail.updated_s))
@@ -124,11 +123,11 @@ def simulate(
     price: PlanPrice | None = None,
     costs: Sequence[StageCost] | None = None,
 ) -> SimResult:
-    """Price a plan's step on a cluster.
+    """Simulate a step of a plan on a cluster.
 
-    ``price`` saves the pricing where the caller has done it; ``costs`` (one a stage, seconds)
-    replaces the model's durations, for instance by traced ones. Raises DeadlockError where the
-    programs cannot end.
+    ``price`` is the plan's price, if the caller has it. ``costs`` (one per stage, in seconds)
+    replace the model's durations, for example by traced ones. Raises DeadlockError if the programs
+    cannot end.
     """
     price = price or price_plan(plan, cluster)
     if costs is not None:
@@ -143,7 +142,7 @@ def _run(plan: Plan, price: PlanPrice) -> SimResult:
 
 
 def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
-    """Stage costs with compute slowed by the collectives that run beside it, and by the slowest
+    """The stage costs with compute that is slowed by overlapping collectives and by the slowest
     node of the job."""
     if not price.overlap_slowdown and price.stragglers == 1.0:
         return list(price.stages)
@@ -160,7 +159,8 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
         factor = 1.0 + price.overlap_slowdown * min(1.0, beside / compute)
         factor *= price.stragglers
         for s in stages:
-            # Collectives, which no processor slows, stand in line with its kernels.
+            # Exposed tensor-parallel collectives are part of compute, but slow nodes do not slow
+            # them.
             forward, backward = price.extras[s].tensor_forward, price.extras[s].tensor_backward
             costs[s] = replace(
                 costs[s],
@@ -172,8 +172,8 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
 
 
 def _crossings_beside_s(plan: Plan, price: PlanPrice, program: Program) -> float:
-    """Seconds of a rank's reductions over the replicas that run while it still computes: all but
-    the last one."""
+    """Seconds of a rank's reductions over the replicas that overlap its compute: all except for the
+    last one."""
     if not any(price.replica_s):
         return 0.0
     ends = [action.stage for action in program if action.op in _COMPLETES]
@@ -185,7 +185,7 @@ def _crossings_beside_s(plan: Plan, price: PlanPrice, program: Program) -> float
 
 
 def _tail(plan: Plan, rank: int, events: EventResult, price: PlanPrice) -> Tail:
-    """Reductions over replicas in the order in which the stages are done, then the optimizer."""
+    """Reductions over replicas, in the order in which the stages are ready, then the optimizer."""
     reduced = 0.0
     for time, stage in _done(plan, rank, events):
         reduced = max(reduced, time) + price.replica_s[stage]
@@ -194,8 +194,8 @@ def _tail(plan: Plan, rank: int, events: EventResult, price: PlanPrice) -> Tail:
 
 
 def _done(plan: Plan, rank: int, events: EventResult) -> list[tuple[float, int]]:
-    """When gradients are ready to cross the replicas, and of which stage: at a stage's last
-    reduction or weight gradient, or at every reduction. Ascending."""
+    """(time, stage) at which gradients can be reduced over the replicas, ascending: at a stage's
+    last reduction or weight gradient, or at every reduction."""
     program, ends = plan.schedule.programs[rank], events.end[rank]
     if plan.replicate_every == "unit":
         pairs = zip(program, ends, strict=True)

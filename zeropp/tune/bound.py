@@ -1,7 +1,7 @@
-"""What a plan takes at least, without its programs: the tuner's reason not to simulate it.
+"""Lower bounds of a plan's step time and memory, with which the tuner avoids simulations.
 
-Both bounds hold for every order of actions that the generators can give; a test compares them
-with the simulator. They read a plan without programs and its price.
+Both hold for every order of actions that the generators can make; a test compares them with the
+simulator. They need only a plan without programs, and its price.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv", "dualpipev"})
 
 
 class WorkBound:
-    """Seconds of compute of the whole model, spread evenly over the pipeline: the cheapest bound.
+    """The compute of the whole model, divided evenly among the pipeline ranks: the cheapest bound.
 
-    What a microbatch takes depends on few settings, so it is priced once for each of them.
+    A microbatch's time depends on few settings, so it is priced once for each of these.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -38,11 +38,13 @@ class WorkBound:
         return self._microbatch_s[key] * plan.num_microbatches / layout.pp
 
     def _price(self, plan: Plan, recomputed: int) -> float:
-        """One microbatch of the whole model as a single stage."""
+        """Seconds of one microbatch with the whole model as a single stage."""
         one = replace(
             plan,
             layout=Layout(tp=plan.layout.tp, sequence_parallel=plan.layout.sequence_parallel),
-            schedule=Schedule("1f1b", 1, 1, (0,), ()),
+            schedule=Schedule(
+                name="1f1b", num_microbatches=1, unit=1, stage_rank=(0,), programs=()
+            ),
             cuts=(0, plan.shape.num_pieces),
             recomputed=(recomputed,),
         )
@@ -91,9 +93,9 @@ def _work_s(
 
 
 def _link_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
-    """Seconds of a rank's reductions, and of its gathers at the least: each stage between its
-    first and its last is gathered at least once a unit (the ends may turn round without, and
-    phases of two units may overlap)."""
+    """The least seconds of a rank's reductions and gathers. Each stage between its first and its
+    last is gathered at least once per unit; the first and the last may stay gathered from one phase
+    to the next, and phases of two units may overlap."""
     units = plan.num_units
     reductions = units if plan.reduce_every == "unit" else 1
     reduced = sum(price.stages[s].reduce_grad for s in stages) * reductions
@@ -109,7 +111,7 @@ def _copies_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
 
 
 def least_bytes(plan: Plan, price: PlanPrice) -> int:
-    """Bytes that the fullest rank holds at least at its peak: in the forward that fills it, or when
+    """The least peak of the fullest rank in bytes: in the forward that fills its memory, or when
     the optimizer has all gradients."""
     schedule = plan.schedule
     worst = 0
@@ -127,9 +129,10 @@ def least_bytes(plan: Plan, price: PlanPrice) -> int:
 
 
 def _least_gradients(plan: Plan, sizes: list[int]) -> int:
-    """Bytes of unsharded gradients that live together at least once; ``sizes``: by chunk. Weight
-    gradients come unit by unit, so what is reduced once a step is open in all chunks before the
-    first reduction; else one chunk's come while the copy of the chunk before is reduced."""
+    """The bytes of unsharded gradients that are held together at least once; ``sizes`` are per
+    chunk. Weight gradients come unit by unit. So gradients that are reduced once per step exist in
+    all chunks before the first reduction; otherwise those of one chunk come while the copy of the
+    chunk before is reduced."""
     units = plan.num_units
     if plan.reduce_every == "step" and units > 1:
         return sum(sizes)
@@ -137,10 +140,11 @@ def _least_gradients(plan: Plan, sizes: list[int]) -> int:
 
 
 def _least_activations(plan: Plan, rank: int, sizes: list[int]) -> int:
-    """Bytes of chunk-activations that live together at least once; ``sizes``: by chunk."""
+    """The bytes of chunk-activations that are held together at least once; ``sizes`` are per
+    chunk."""
     name, m, pp = plan.schedule.name, plan.num_microbatches, plan.layout.pp
     chunks = len(sizes)
-    way_round = 2 * (pp - rank) - 1  # forwards before the first input gradient can be back
+    way_round = 2 * (pp - rank) - 1  # forwards before the first input gradient can arrive
     if name in ("1f1b", "zb_h1"):
         return min(m, pp - rank) * sizes[0]
     if name == "interleaved_1f1b":

@@ -1,5 +1,5 @@
-"""Contender: what the tuner, the planner's callers, the launchers and the report know of one way
-to train. Each contender's folder makes one, and a registry outside this package lists them.
+"""Contender: everything that the tuner, the launchers and the report need to know of one way to
+train. Each contender's folder makes one; ``benchmarks.specification.contenders`` lists them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Dashes = str | tuple[float, tuple[float, ...]]  # as matplotlib takes them
 
 @dataclass(frozen=True)
 class Style:
-    """How figures draw a contender; hatch, dashes and marker repeat the colour for print."""
+    """How figures draw a contender; hatch, dashes and marker repeat the distinction for print
+    without colour."""
 
     colour: str
     hatch: str
@@ -35,33 +36,34 @@ class Style:
 
 
 def any_auto(knobs: Knobs) -> bool:
-    """Whether a knob is left for the tuner to choose.
+    """Whether any knob is ``auto``, so that the tuner has something to choose.
 
-    How many blocks are recomputed is a question only where there is recomputation.
+    The number of recomputed blocks counts only if there is recomputation.
     """
     settled = {"recompute_blocks"} if getattr(knobs, "recompute", "none") == "none" else set()
     return any(value == "auto" for name, value in vars(knobs).items() if name not in settled)
 
 
 def check_schedule(plan: Plan) -> None:
-    """Refuse an illegal or deadlocking schedule, or one over its cap; raises ScheduleError."""
+    """Raise ScheduleError for a schedule that is illegal, deadlocks or exceeds its cap."""
     validate(plan.schedule, activation_cap=plan.activation_cap or None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender(Generic[K]):
-    """One way to train. Nothing here imports torch; ``trainer`` and ``filler`` are named as
-    ``module:function`` and imported on first use.
+    """One way to train. ``trainer`` and ``filler`` are given as ``module:function`` and imported on
+    first use, so that nothing here imports torch.
 
-    ``size`` gives a candidate's plan without its programs, which is all that the cost model reads;
-    it fills in what is ``auto`` by simple rules and raises InfeasibleError in one line. ``order``
-    gives that plan with the programs among which the simulator chooses: the first is made without
-    durations, the others only when they are asked for. ``check`` refuses a schedule that cannot
-    run, and ``left_open`` says whether the tuner has something to choose.
+    ``size`` makes a candidate's plan with all sizes, but with empty programs; the cost model needs
+    no more. It fills in knobs that are ``auto`` by simple rules, and raises InfeasibleError with
+    one line. ``order`` yields that plan with programs, once per order among which the simulator
+    chooses: the first is made without durations, and others are made only when they are asked for.
+    ``check`` raises ScheduleError for a schedule that cannot run. ``left_open`` says whether the
+    tuner has something to choose.
     """
 
     name: str
-    label: str  # in tables and figures
+    label: str  # its name in tables and figures
     style: Style
     knobs: type[K]
     size: Callable[[Task, K, int], Plan]  # task, knobs, microbatch size
@@ -69,21 +71,21 @@ class Contender(Generic[K]):
     space: Space[K]
     check: Callable[[Plan], None] = check_schedule
     left_open: Callable[[K], bool] = any_auto
-    trainer: str = ""  # empty: it can be priced, and not run
-    # Dropout's masks depend on the step, the microbatch and the piece alone (see
-    # zeropp/engine/randomness.py), so that one process can draw them, too.
+    trainer: str = ""  # empty: it can be priced, but not run
+    # Whether dropout masks depend only on step, microbatch and piece, so that one process can draw
+    # the same (zeropp/engine/randomness.py).
     reproduces_dropout: bool = False
-    filler: str = ""  # writes the integers that a lone rank's peers would send, where not all are 1
+    filler: str = ""  # fills messages of integers to a rank without peers; empty: with ones
 
     def plan(self, task: Task, candidate: Candidate[K]) -> Plan:
-        """The plan of a candidate, its order chosen by the simulator and checked; raises
-        InfeasibleError where there is none."""
+        """The plan of a candidate, with the order that the simulator finds fastest, checked. Raises
+        InfeasibleError if there is none."""
         plan = self.simulated(task, candidate).plan
         self.check(plan)
         return plan
 
     def simulated(self, task: Task, candidate: Candidate[K]) -> SimResult:
-        """The simulated step of a candidate, in the order that is fastest."""
+        """The simulated step of a candidate, in its fastest order."""
         sized = self.size(task, candidate.knobs, candidate.microbatch_size)
         price = price_plan(sized, task.cluster)
         return fastest(self.order(sized, candidate.knobs, price), task.cluster, price)
@@ -91,12 +93,13 @@ class Contender(Generic[K]):
     def build(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
     ) -> Trainer:
-        """Build this rank's trainer; collective, after torch.distributed is initialised."""
+        """Build this rank's trainer. All ranks must call it after torch.distributed is
+        initialised."""
         return cast("Trainer", _load(self.trainer)(plan, optimizer, device, seed))
 
     def fill_integers(self, plan: Plan, message: Tensor) -> None:
-        """Write into a message of integers what a peer would have sent. The usual one is a yes:
-        torch's pipeline stages ask their neighbours whether they know the shapes."""
+        """Fill a received message of integers as a peer would have. Without a ``filler`` it gets
+        ones, which for torch's pipeline stages mean that the neighbour knows the shapes."""
         if self.filler:
             _load(self.filler)(plan, message)
         else:

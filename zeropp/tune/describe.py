@@ -1,4 +1,4 @@
-"""A plan's settings in one line, and as the overrides that ``benchmarks.run`` takes."""
+"""A plan's settings as one line of text, and as overrides for ``benchmarks.run``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zeropp.plan import Candidate, K, Plan
 
 
 def describe(plan: Plan) -> str:
-    """Degrees and knobs of a plan as a person would say them, for example
+    """The degrees and knobs of a plan as short text, such as
     ``pp=4 shard=16 b=1 m=32 zeropp V=2 U=8 cap=16 reduce=unit``."""
     layout, order = plan.layout, plan.schedule
     degrees = [(k, getattr(layout, k)) for k in ("pp", "tp", "shard", "replicate")]
@@ -37,7 +37,7 @@ def _some(plan: Plan) -> str:
 
 
 def overrides(candidate: Candidate[K]) -> list[str]:
-    """What to write behind ``benchmarks.run`` for exactly this candidate."""
+    """The words for the command line of ``benchmarks.run`` that set exactly this candidate."""
     knobs = asdict(candidate.knobs)  # type: ignore[call-overload]
     words = [f"contender={knobs.pop('name')}", f"microbatch_size={candidate.microbatch_size}"]
     return words + [f"contender.{name}={_value(value)}" for name, value in knobs.items()]

@@ -1,11 +1,15 @@
-"""The best feasible configuration of a contender: exhaustive, best bound first.
+"""Finds the best feasible configuration of a contender by an exhaustive search, best bound first.
 
-Families of configurations (all but unit, cap and point of reduction) wait in a queue by a lower
-bound of their step. The lowest is taken: first priced, then opened into its members, then
-simulated; the search ends when no bound in the queue is below the winner. So the winner is the
-best there is; the runner-up is the best of other degrees among those that were simulated. What
-lacks memory falls before it has a schedule where its least bytes are too many or a lower activation
-cap has been too much, else by the peak of its programs.
+A *family* is a set of configurations that have the same price: they differ only in unit, activation
+cap and when gradients are reduced. Families wait in a queue, sorted by a lower bound of their step
+time. The search takes the first entry again and again: a family is first priced, then replaced by
+its members, and a member is simulated. It ends when no bound in the queue is below the best step,
+so that the winner is the best configuration. The runner-up is the best of those that were simulated
+with other degrees.
+
+A configuration that does not fit the memory is dropped without a schedule if its lower bound of
+bytes is too large, or if it was too large with a smaller activation cap; otherwise it is dropped
+after the peak of its programs is known.
 """
 
 from __future__ import annotations
@@ -28,9 +32,9 @@ from zeropp.tune.bound import WorkBound, least_bytes, least_step_s
 from zeropp.tune.contender import Contender
 from zeropp.tune.space import points
 
-# What planning with durations may gain over the order for equal durations. A plan is missed where
-# it gains more than this; ``schedule_orders.json`` shows 10 % at most, and a test holds the factor
-# over a sample of plans of all sizes.
+# The largest gain expected from planning with durations, over the order for equal durations. A plan
+# that gains more would be missed; ``schedule_orders.json`` shows 10 % at most, and a test checks
+# the factor on a sample of plans of all sizes.
 _LARGEST_GAIN = 1.2
 
 OOM = "out of memory"
@@ -39,14 +43,14 @@ SLOWER = "slower by its lower bound"
 
 @dataclass(frozen=True)
 class Evaluated(Generic[K]):
-    """A candidate that was simulated, in the order that its contender's planner chooses."""
+    """A candidate that was simulated, in the fastest order of its contender's planner."""
 
     candidate: Candidate[K]
     result: SimResult
 
     @property
     def plan(self) -> Plan:
-        """The whole plan."""
+        """The plan, with its programs."""
         return self.result.plan
 
     @property
@@ -56,24 +60,25 @@ class Evaluated(Generic[K]):
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the fullest rank."""
+        """The peak of the fullest rank in bytes."""
         return self.result.peak_bytes
 
     @property
     def degrees(self) -> tuple[object, ...]:
-        """What makes two configurations different enough to be winner and runner-up."""
+        """The degrees, in which winner and runner-up must differ."""
         layout, order = self.plan.layout, self.plan.schedule
         degrees = (layout.pp, layout.tp, layout.shard, layout.replicate)
         return (*degrees, layout.chunks, order.name, self.plan.recompute)
 
 
-# Called with: configurations settled, configurations known so far, the best so far.
+# Called with the number of configurations that are settled, the number known, and the best so far.
 Progress = Callable[[int, int, Evaluated[K] | None], None]
 
 
 @dataclass
 class Outcome(Generic[K]):
-    """What a search found. ``fallen`` counts families and members by why they fell."""
+    """The result of a search. ``fallen`` counts families and members by the reason why they were
+    dropped."""
 
     task: Task
     contender: Contender[K]
@@ -82,10 +87,10 @@ class Outcome(Generic[K]):
     fallen: Counter[str] = field(default_factory=Counter)
     simulated: int = 0
     is_complete: bool = True  # False: the budget ended the search
-    too_large: set[Plan] = field(default_factory=set)  # whatever their cap beyond the tried
+    too_large: set[Plan] = field(default_factory=set)  # out of memory; larger caps are, too
 
     def offer(self, new: Evaluated[K]) -> None:
-        """Keep the best, and the best of other degrees."""
+        """Keep a candidate if it is the best, or the best with other degrees than the winner's."""
         if self.winner is None or new.step_s < self.winner.step_s:
             if self.winner is not None and self.winner.degrees != new.degrees:
                 self.runner_up = self.winner
@@ -96,16 +101,16 @@ class Outcome(Generic[K]):
             self.runner_up = new
 
     def to_beat(self, runner_up: bool) -> float:
-        """Step time above which a configuration changes nothing: the winner's, once there is
-        another to put beside it where one is wanted."""
+        """The step time above which a configuration cannot change the result: the winner's, or the
+        runner-up's if one is wanted."""
         enough = self.winner and (self.runner_up or not runner_up)
         return self.winner.step_s if self.winner and enough else float("inf")
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class _Entry(Generic[K]):
-    """A family by its work alone, then with its price; last a member, which has its family's
-    price, because no price depends on unit, cap or point of reduction."""
+    """An entry of the queue: a family with the bound of its work, a family with its price, or a
+    member, which has the price of its family."""
 
     bound_s: float
     number: int  # unique, so that nothing after it is compared
@@ -126,13 +131,13 @@ def search(
     runner_up: bool = True,
     budget_s: float = float("inf"),
 ) -> Outcome[K]:
-    """Find the winner and the runner-up; both are None where nothing fits.
+    """Find the winner and the runner-up; both are None if nothing fits.
 
-    ``asked``: knobs, of which those that are ``auto`` are searched; by default all of them.
-    ``tolerance``: a configuration whose bound promises less than this share of the step is not
-    simulated, so none can be faster than the winner by more. ``runner_up``: False ends the search
-    as soon as the winner is known. ``budget_s``: seconds of CPU time after which the best so far
-    is the winner, if there is one.
+    ``asked``: knobs, of which those that are ``auto`` are searched; by default all are. A
+    configuration is not simulated if its bound is below the winner's step by less than the share
+    ``tolerance``, so that no configuration can be faster than the winner by more. ``runner_up``:
+    False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
+    which the best so far is the winner, if there is one.
     """
     return _Search(task, contender, asked or contender.knobs(), progress, budget_s).run(
         microbatch_size, tolerance, runner_up
@@ -140,7 +145,7 @@ def search(
 
 
 class _Search(Generic[K]):
-    """One search: its queue of entries, lowest bound first."""
+    """One search, with its queue of entries, of which the lowest bound is first."""
 
     def __init__(
         self,
@@ -159,7 +164,7 @@ class _Search(Generic[K]):
         self._limit = task.cluster.device.usable_bytes
 
     def run(self, microbatch_size: int | Auto, tolerance: float, runner_up: bool) -> Outcome[K]:
-        """Take the lowest bound until none is below the winner."""
+        """Take the entry with the lowest bound, until no bound is below the winner."""
         outcome = self._outcome
         queue = list(self._families(microbatch_size))
         heapq.heapify(queue)
@@ -185,9 +190,12 @@ class _Search(Generic[K]):
         return outcome
 
     def _recompute_less(self) -> None:
-        """Recompute as few blocks per stage as fit in the winner. The search tried half of a stage
-        and all of it, and memory falls with every block, so halving finds the fewest. What this
-        could miss: degrees that lose to the winner's with halves and would win with fewer."""
+        """Recompute as few blocks per stage as fit in the winner.
+
+        The search tries half of a stage's blocks and all of them. More recomputed blocks need less
+        memory, so a bisection finds the fewest. Degrees that would win only with fewer blocks than
+        half are missed.
+        """
         winner = self._outcome.winner
         if winner is None or winner.plan.recompute == "none" or not self._may_choose_blocks:
             return
@@ -208,11 +216,12 @@ class _Search(Generic[K]):
 
     @property
     def _may_choose_blocks(self) -> bool:
-        """The contender can recompute some blocks of a stage, and their number is left open."""
+        """Whether the contender can recompute some blocks of a stage, and their number is
+        ``auto``."""
         return getattr(self._asked, "recompute_blocks", None) == "auto"
 
     def _families(self, microbatch_size: int | Auto) -> Iterator[_Entry[K]]:
-        """Every family that its planner can size, with the cheapest bound."""
+        """Every family for which the planner has a plan, with the cheapest bound."""
         space, fallen, number = self._contender.space, self._outcome.fallen, 0
         work_s = WorkBound(self._task.cluster)
         for point, size in points(self._task, space, self._asked, microbatch_size, fallen):
@@ -231,10 +240,10 @@ class _Search(Generic[K]):
             return None
 
     def _opened(self, entry: _Entry[K], number: int) -> Iterator[_Entry[K]]:
-        """What an entry is replaced by: itself with its price, or its members."""
+        """The entries that replace a family: the family with its price, or its members."""
         if entry.price is None:
             price = price_plan(entry.plan, self._task.cluster)
-            first = next(self._members(entry), None)  # takes the least memory
+            first = next(self._members(entry), None)  # the one with the least memory
             if first is not None and self._may_fit(first[1], price):
                 bound = least_step_s(entry.plan, price)
                 yield _Entry(bound, number + 1, entry.candidate, entry.plan, price)
@@ -260,8 +269,8 @@ class _Search(Generic[K]):
         return False
 
     def _evaluate(self, entry: _Entry[K], to_beat: float) -> None:
-        """Simulate a member: first the order that needs no durations, then, if that comes near,
-        the others."""
+        """Simulate a member: first in the order that needs no durations and then, if that is fast
+        enough, in the others."""
         outcome, cluster, price = self._outcome, self._task.cluster, entry.price
         assert price is not None
         uncapped = replace(entry.plan, activation_cap=0)

@@ -1,8 +1,8 @@
-"""Search spaces: the settings of a contender that could run on so many GPUs at a global batch.
+"""Search spaces: the settings of a contender that are possible for a task.
 
-A contender's ``Space`` says which degrees its program has and yields its own knobs; what is done
-with them is the same for every contender. Whatever a user has fixed is not searched: a space takes
-the knobs that were asked for, in which ``auto`` means that the search may choose.
+A contender's ``Space`` says which degrees it may have and yields its knobs; the search is the same
+for every contender. What a user has fixed is not searched: a space gets the knobs that were asked
+for, in which ``auto`` means that the search may choose.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from zeropp.layout import Layout, divisors
 from zeropp.literals import Auto, Placement, Recompute, ReplicateZero
-from zeropp.plan import K, Plan, Task
+from zeropp.plan import K, Knobs, Plan, Task
 from zeropp.planner.degrees import asked_degrees
 
 T = TypeVar("T")
@@ -25,10 +25,10 @@ DIVIDES_NOT = "global batch does not divide"
 
 @dataclass(frozen=True)
 class Point(Generic[K]):
-    """One place in a space from which a contender yields its knobs: degrees and microbatches.
+    """One combination of degrees and microbatch size, for which a contender yields its knobs.
 
-    ``asked`` are the knobs as the user left them, ``degrees`` a layout of degrees alone, and
-    ``num_microbatches`` those of one step and pipeline.
+    ``asked`` are the knobs as the user gave them, ``degrees`` is a layout with degrees only, and
+    ``num_microbatches`` is the number per step and pipeline.
     """
 
     task: Task
@@ -39,11 +39,11 @@ class Point(Generic[K]):
 
 @dataclass(frozen=True, kw_only=True)
 class Space(Generic[K]):
-    """What a contender can choose from.
+    """The settings that are tried for a contender.
 
-    ``families`` yields knobs with everything set that a price depends on. ``members`` opens one
-    family, whose plan it is given, into all settings of what no price depends on, such as units
-    and activation caps; they come in ascending order of the memory that they take.
+    ``families`` yields knobs in which everything is set on which the price depends. ``members``
+    yields, for one family and its plan, all settings on which the price does not depend, such as
+    units and activation caps, in ascending order of the memory that they need.
     """
 
     families: Callable[[Point[K]], Iterable[K]]
@@ -54,30 +54,31 @@ class Space(Generic[K]):
 
 
 def one_member(asked: K, family: K, plan: Plan) -> tuple[K]:
-    """The members of a family in which nothing is left open."""
+    """The members of a family in which everything is set: the family itself."""
     return (family,)
 
 
 def choices(asked: T | Auto, known: Iterable[T]) -> tuple[T, ...]:
-    """What a search tries for one knob: what was asked for, or all that is known."""
+    """The values that a search tries for one knob: the one that was asked for, or all that are
+    known if it is ``auto``."""
     return tuple(known) if asked == "auto" else (asked,)
 
 
 def zero_choices(asked: ReplicateZero | Auto, degrees: Layout) -> tuple[ReplicateZero, ...]:
-    """ZeRO-0 and ZeRO-1, where there are replicas to shard the optimizer over."""
+    """The ZeRO stages to try: 0 and, if there are replicas over which to shard, 1."""
     return choices(asked, (0, 1) if degrees.replicate > 1 else (0,))
 
 
 def sequence_choices(asked: bool | Auto, degrees: Layout) -> tuple[bool, ...]:
-    """Without and with sequence parallelism, where there is tensor parallelism."""
+    """Whether to try sequence parallelism: both with tensor parallelism, otherwise only without."""
     return choices(asked, (False, True) if degrees.tp > 1 else (False,))
 
 
 def recompute_choices(
     asked: Recompute | Auto, blocks: int | Auto, kinds: Iterable[Recompute], per_stage: int
 ) -> Iterator[tuple[Recompute, int | Auto]]:
-    """Kinds of recomputation, and of how many blocks per stage, of which the largest has
-    ``per_stage``: half of them, or all. The search takes its winner further, block by block."""
+    """(kind of recomputation, number of blocks per stage) to try: all blocks, or half of the
+    ``per_stage`` blocks of the largest stage. For its winner, the search then tries all numbers."""
     halves = sorted({-(-per_stage // 2), per_stage})
     for kind in choices(asked, kinds):
         if kind == "none":
@@ -87,8 +88,44 @@ def recompute_choices(
             yield kind, count
 
 
+class ChunkKnobs(Knobs, Protocol):
+    """Knobs of a contender whose ranks may have several chunks, and recompute some blocks."""
+
+    @property
+    def chunks(self) -> int | Auto:
+        """Virtual stages per rank."""
+        ...
+
+    @property
+    def recompute(self) -> Recompute | Auto:
+        """The kind of recomputation."""
+        ...
+
+    @property
+    def recompute_blocks(self) -> int | Auto:
+        """The number of blocks of every stage that are recomputed."""
+        ...
+
+
+C = TypeVar("C", bound=ChunkKnobs)
+
+
+def chunk_choices(
+    point: Point[C], known: Iterable[int], kinds: Iterable[Recompute]
+) -> Iterator[tuple[int, Recompute, int | Auto]]:
+    """(chunks per rank, kind of recomputation, number of blocks per stage) to try, where ``known``
+    are the numbers of chunks and ``kinds`` the recomputation that the contender may have."""
+    asked, layers = point.asked, point.task.shape.layers
+    for chunks in choices(asked.chunks, known):
+        largest = -(-layers // (point.degrees.pp * chunks))
+        for kind, blocks in recompute_choices(
+            asked.recompute, asked.recompute_blocks, kinds, largest
+        ):
+            yield chunks, kind, blocks
+
+
 def placement_choices(asked: Placement | Auto, point: Point[K]) -> tuple[Placement, ...]:
-    """Both numberings of ranks, where they put other ranks into a node."""
+    """The numberings of ranks to try: both, if they put different ranks into a node."""
     degrees, node = point.degrees, point.task.cluster.gpus_per_node
     moves = degrees.pp > 1 and degrees.dp > 1 and degrees.world > node
     return choices(asked, ("dp_inner", "pp_inner") if moves else ("dp_inner",))
@@ -97,8 +134,8 @@ def placement_choices(asked: Placement | Auto, point: Point[K]) -> tuple[Placeme
 def points(
     task: Task, space: Space[K], asked: K, microbatch_size: int | Auto, fallen: Counter[str]
 ) -> Iterator[tuple[Point[K], int]]:
-    """All points of a space with their microbatch sizes; what does not divide is counted in
-    ``fallen`` by its cause."""
+    """(point, microbatch size) of all points of a space; those that do not divide are counted in
+    ``fallen`` by their cause."""
     for degrees in _degrees(task, space, asked, fallen):
         for size in choices(microbatch_size, MICROBATCH_SIZES):
             slots = degrees.dp * size
@@ -109,7 +146,7 @@ def points(
 
 
 def _degrees(task: Task, space: Space[K], asked: K, fallen: Counter[str]) -> Iterator[Layout]:
-    """All degrees that make up the ranks and agree with those that were asked for."""
+    """All layouts whose degrees multiply to the ranks and agree with those that were asked for."""
     shape, given = task.shape, asked_degrees(asked)
     for tp in _open(given.get("tp", 1), divisors(task.num_gpus) if space.tensor else [1]):
         if any(size % tp for size in (shape.heads, shape.kv_heads, shape.ffn, shape.vocab)):
@@ -136,6 +173,6 @@ def _open(asked: int | Auto, known: list[int]) -> list[int]:
 
 
 def _within(limits: tuple[int, int], ranks: int) -> list[int]:
-    """Divisors between the limits; one rank where there are fewer ranks than the fewest."""
+    """The divisors of ``ranks`` within the limits; 1 if there are fewer ranks than the least."""
     fewest, most = limits
     return [d for d in divisors(ranks) if fewest <= d <= (most or ranks)] or [1]

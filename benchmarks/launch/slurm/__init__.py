@@ -1,7 +1,8 @@
-"""Sweeps on Slurm: points in, rendered scripts and submitted job arrays out.
+"""Sweeps on Slurm.
 
-``launcher`` is the door and ``submit`` hands a sweep over. ``options`` is what may be asked for,
-``arrays`` groups points by their needs, ``script`` renders. ``client`` asks Slurm by ``command``,
-the only module that calls its programs. ``submissions`` reads what was handed over, ``jobs`` finds
-out what became of it, ``attempt`` closes an attempt from inside its job, ``reasons`` says why.
+In: planned points and ``SlurmOptions``. Out: rendered scripts and submitted job arrays, and at
+their ends records. Read ``launcher`` (the entry), ``options``, ``arrays`` (which points share an
+array), ``script`` (what is rendered) and ``submit``; then ``submissions`` (what was submitted),
+``jobs`` (what became of it), ``attempt`` (makes the record inside a job) and ``reasons`` (why it
+ended). ``client`` and ``command`` are the only modules that call Slurm's programs.
 """

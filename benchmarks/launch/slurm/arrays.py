@@ -1,4 +1,4 @@
-"""What each point asks of Slurm, and which points share a job array. Asks Slurm nothing."""
+"""The resources of each point, and which points share a job array. It does not call Slurm."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from benchmarks.launch.points import Point
 from benchmarks.launch.slurm.options import Flag, Flags, SlurmOptions
 from benchmarks.specification.run_spec import RunSpec, SpecError
 
-_START_S = 300.0  # imports, process groups, the gate and building, on a slow file system
+_START_S = 300.0  # for imports, process groups, the gate and the model, on a slow file system
 _TIME_STEP_MIN = 10  # points whose estimates differ by less share an array
-# Six of the gate, as many of its reference (on one rank, but of a smaller model), one with spans.
+# Steps besides the timed ones: six of the gate, six of its reference (on one rank, but of a smaller
+# model), and one with spans.
 _EXTRA_STEPS = 13
 MAX_ARRAY_SIZE = 1001  # Slurm's default
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a point asks of Slurm; points with equal ones share an array."""
+    """The resources of a point; points with equal resources share an array."""
 
     nodes: int
     ranks_per_node: int
@@ -30,37 +31,37 @@ class Resources:
 
     @property
     def flags(self) -> Flags:
-        """The site's flags as a map."""
+        """The site's flags as a mapping."""
         return dict(self.sbatch)
 
 
 @dataclass(frozen=True)
 class Array:
-    """Points with equal resources, and the name and place of the script that runs them."""
+    """Points with equal resources, and the name and folder of the script that runs them."""
 
-    name: str  # unique: a job is found by it before it has an id
+    name: str  # unique, because a job without a known id is found by its name
     resources: Resources
     points: tuple[Point, ...]
     submission: Path
 
     @property
     def script(self) -> Path:
-        """Where the rendered script is kept."""
+        """The path of the rendered script."""
         return self.submission / f"{self.name}.sbatch"
 
     @property
     def spec_ids(self) -> list[str]:
-        """Its points, by array index."""
+        """The ids of its points, by array index."""
         return [point.spec.spec_id for point in self.points]
 
     @property
     def log(self) -> str:
-        """The batch scripts' output as sbatch names it: ``%a`` is the index, ``%%`` a per cent."""
+        """The file for the script's output, in sbatch's notation (``%a`` is the array index)."""
         return f"{self.submission / self.name}".replace("%", "%%") + "-%a.log"
 
 
 def nodes_of(spec: RunSpec) -> int:
-    """Nodes of a point; raises SpecError where its ranks do not divide over them."""
+    """The number of nodes of a point; raises SpecError if its ranks do not divide among them."""
     nodes = math.ceil(spec.num_gpus / spec.cluster.gpus_per_node)
     if spec.num_gpus % nodes:
         raise SpecError(
@@ -73,8 +74,8 @@ def nodes_of(spec: RunSpec) -> int:
 def resources_of(spec: RunSpec, options: SlurmOptions, step_s: float | None) -> Resources:
     """Nodes, ranks, time and flags of a point.
 
-    ``step_s`` is the predicted time of a step where a model of it exists. The time limit is the
-    estimate times the safety factor, or ``measure.timeout_s``, whichever is less, and the grace.
+    ``step_s`` is the predicted time of a step, or None. The time limit is the estimate times the
+    safety factor, but at most ``measure.timeout_s``, plus the grace time.
     """
     nodes = nodes_of(spec)
     limit_s = spec.measure.timeout_s
@@ -97,8 +98,8 @@ def group(
     sweep: str,
     max_array_size: int = MAX_ARRAY_SIZE,
 ) -> list[Array]:
-    """One array for each set of resources, smallest first, of at most ``max_array_size - 1``
-    points: Slurm's indices end below MaxArraySize."""
+    """One array per set of resources, the smallest first. An array has at most
+    ``max_array_size - 1`` points, because Slurm's indices end below MaxArraySize."""
     by_resources: dict[Resources, list[Point]] = {}
     for point, resources in points:
         by_resources.setdefault(resources, []).append(point)

@@ -1,7 +1,7 @@
-"""Close an attempt from inside its job: the last line of an array's script.
+"""Makes the record of an attempt from inside its job; an array's script calls it at its end.
 
-The ranks' event files say what was measured. Where they cannot say why it stopped, Slurm is asked:
-a signal alone does not tell the time limit from preemption, nor preemption from somebody's scancel.
+The event files of the ranks say what was measured. If they do not say why the attempt stopped,
+Slurm is asked, because a signal alone may mean the time limit, preemption or somebody's scancel.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from benchmarks.launch.slurm.reasons import (
 from benchmarks.records.record import RunRecord
 
 _CLIENT_TIMEOUT_S = 5.0  # KillWait, 30 s by default, is all that a preempted job has
-_LATE_S = 120.0  # USR1 comes up to a minute early, and ranks take a while to leave
+_LATE_S = 120.0  # USR1 may come a minute early, and ranks need some time to exit
 
 
 @dataclass(frozen=True)
 class ScriptEnd:
-    """What the script says of its own end."""
+    """How the script ended, by its own account."""
 
     exit_code: int  # srun's, or that of the line that failed before it
     caught: str = ""  # USR1, TERM, or nothing
-    stage: str = "ranks"  # setup: the ranks were not started yet
+    stage: str = "ranks"  # "setup" if it ended before it started the ranks
     elapsed_s: float = 0.0  # since the script began
 
 
 def close(directory: Path, end: ScriptEnd) -> RunRecord:
-    """Write the record of an attempt whose script is at its end."""
+    """Write the record of an attempt whose script ends."""
     slurm = slurm_of(directory)
     ending = None if is_complete(directory) else _ending(directory, end)
     slurm |= {"exit_code": end.exit_code, "caught": end.caught}
@@ -63,7 +63,7 @@ def close(directory: Path, end: ScriptEnd) -> RunRecord:
 
 
 def _ending(directory: Path, end: ScriptEnd) -> Ending | None:
-    """Why it ended; None leaves the word to the ranks' events."""
+    """Why the attempt ended; None if the events of the ranks say it."""
     slurm = slurm_of(directory)
     job, ended = str(slurm["job"]), _word_of(slurm)
     return (
@@ -79,8 +79,8 @@ def _ending(directory: Path, end: ScriptEnd) -> Ending | None:
 
 
 def _word_of(slurm: Mapping[str, Any]) -> EndedJob | None:
-    """What Slurm says of the job now. While a job leaves its nodes slurmctld says no more than
-    that, whoever sent it away; accounting knows, a moment later."""
+    """The job's ending as Slurm knows it now. While a job leaves its nodes, slurmctld does not say
+    why; accounting does, a moment later."""
     now = last_ending(str(slurm["job"]), _CLIENT_TIMEOUT_S)
     restart = slurm.get("restart")
     if now is None or now.word != "COMPLETING" or not isinstance(restart, int):
@@ -94,11 +94,11 @@ def _word_of(slurm: Mapping[str, Any]) -> EndedJob | None:
 
 
 def _time_limit(directory: Path, job: str, end: ScriptEnd) -> Ending | None:
-    """USR1 near the limit is the limit; with time left it is something else."""
+    """The ending after SIGUSR1: the time limit if little time is left, otherwise something else."""
     if end.caught != "USR1":
         return None
     left = time_left_s(job, _CLIENT_TIMEOUT_S)
-    if left is None:  # not answered: what was left at the start, less what went by since
+    if left is None:  # Slurm did not answer: time left at the start, minus the time since then
         noted = seconds_left(str(slurm_of(directory).get("time_left", "")))
         left = None if noted is None else noted - end.elapsed_s
     grace_s = _grace_s(directory)
@@ -115,7 +115,7 @@ def _grace_s(directory: Path) -> float:
 
 
 def _failed_setup(directory: Path, end: ScriptEnd, ended: EndedJob | None) -> Ending | None:
-    """A line before srun failed; the job's log says which."""
+    """The ending if a line before srun failed; the job's log says which."""
     if end.stage != "setup":
         return None
     log = slurm_of(directory).get("log")
@@ -125,7 +125,7 @@ def _failed_setup(directory: Path, end: ScriptEnd, ended: EndedJob | None) -> En
 
 
 def _neighbours(directory: Path) -> list[str]:
-    """Jobs that were on the same nodes when the attempt began or ended; empty on whole nodes."""
+    """Jobs that were on the same nodes when the attempt began or ended; none on whole nodes."""
     noted = directory / "neighbours.txt"
     if not noted.exists():
         return []
@@ -136,18 +136,19 @@ def _neighbours(directory: Path) -> list[str]:
 
 
 def main() -> int:
-    """Command line for the script; the exit status becomes the job's."""
+    """The command line for scripts; its exit status becomes that of the job."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.launch.slurm.attempt",
-        description="Record an attempt from inside its Slurm job: what its ranks wrote, and why it "
-        "ended where they cannot say. The scripts of launcher=slurm call it however they end.",
+        description="Make the record of an attempt from inside its Slurm job. The scripts of "
+        "launcher=slurm call it at their end, also after a failure.",
         epilog="example: python -m benchmarks.launch.slurm.attempt DIR --exit-code 0",
     )
-    parser.add_argument("directory", type=Path, help="the attempt's, below results/runs")
+    parser.add_argument("directory", type=Path, help="the attempt's folder in results/runs")
     parser.add_argument("--exit-code", type=int, required=True, help="srun's")
     parser.add_argument("--caught", default="", help="the signal that the script caught")
     parser.add_argument("--stage", default="ranks", help="setup or ranks (%(default)s)")
-    parser.add_argument("--elapsed-s", type=float, default=0.0, help="since the script began")
+    elapsed = "seconds since the script began"
+    parser.add_argument("--elapsed-s", type=float, default=0.0, help=elapsed)
     parser.add_argument(
         "--requeue", action="store_true", help="put a preempted job back into the queue"
     )
@@ -165,7 +166,7 @@ def main() -> int:
 
 
 def _requeue(directory: Path) -> None:
-    """A preempted job that ends by itself would count as done and not come back."""
+    """Put a preempted job back into the queue, since a job that ends by itself counts as done."""
     try:
         requeue(str(slurm_of(directory)["job"]))
     except SlurmError as error:

@@ -1,8 +1,8 @@
-"""What is asked of Slurm, and its answers as types.
+"""The questions to Slurm, and its answers as types.
 
-Assumes Slurm 21.08 or newer on the PATH. What it says is never the measurement: it explains why
-one is missing. Accounting (sacct) is used where the cluster has it; slurmctld's memory is the
-fallback, and tells only the last of a requeued job's endings.
+It needs Slurm 21.08 or newer on the PATH. Its answers never change what was measured; they explain
+why a measurement is missing. Accounting (sacct) is used if the cluster has it. Otherwise slurmctld
+is asked, which remembers only the last ending of a requeued job.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """What a submission must know of the cluster."""
+    """What a submission needs to know about the cluster."""
 
-    identity: str = ""  # name@controller; empty where it could not be asked
+    identity: str = ""  # name@controller; empty if it could not be asked
     max_array_size: int = 1001
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job, or one task of an array, that slurmctld still has to do with."""
+    """A job, or one task of an array, that is in slurmctld's queue."""
 
     job: str  # "17", or "17_3" for a task of an array
     key: str  # job name and array index: known before the job has an id
@@ -44,7 +44,7 @@ class QueuedJob:
 
     @property
     def is_seen(self) -> bool:
-        """Whether Slurm told of it; see ``jobs.underway`` for the others."""
+        """Whether Slurm listed it; ``jobs.underway`` makes others for jobs that cannot be seen."""
         return self.state != UNSEEN
 
     @property
@@ -55,7 +55,7 @@ class QueuedJob:
 
 @dataclass(frozen=True)
 class EndedJob:
-    """One ending of a job; a requeued one has several."""
+    """One ending of a job; a job that was requeued has several."""
 
     state: str
     exit_code: str  # "code:signal"
@@ -64,12 +64,12 @@ class EndedJob:
 
     @property
     def word(self) -> str:
-        """The state alone: ``CANCELLED`` of ``CANCELLED by 1000``."""
+        """The first word of the state, such as ``CANCELLED`` of ``CANCELLED by 1000``."""
         return self.state.split()[0] if self.state else ""
 
     @property
     def is_over(self) -> bool:
-        """Whether that was an ending at all: accounting also knows jobs that run."""
+        """Whether the job has ended, since accounting also lists jobs that run."""
         return self.word in _OVER
 
     @property
@@ -82,15 +82,15 @@ class EndedJob:
 
 
 def submit(script: Path, owned: Collection[str], *flags: str) -> str:
-    """Submit a script and return the job's id. ``owned``: the flags that the script decides, which
-    no variable may change. Raises SlurmError, and NoAnswerError where it may be submitted."""
+    """Submit a script and return the job's id. ``owned`` are flags that the script sets and that no
+    environment variable may change. Raises SlurmError; NoAnswerError if it may be submitted."""
     kept = site_defaults(os.environ, owned)
     answer = call("sbatch", "--parsable", *flags, str(script), more=kept)
     return answer.strip().partition(";")[0]  # "17;cluster" on a federation
 
 
 def cluster_facts() -> ClusterFacts:
-    """Who this cluster is, and its largest array; raises SlurmError."""
+    """The cluster's identity and its largest array; raises SlurmError."""
     pairs = (line.partition("=") for line in call("scontrol", "show", "config").splitlines())
     found = {name.strip(): value.strip() for name, _, value in pairs}
     host = found.get("SlurmctldHost[0]", found.get("SlurmctldHost", ""))
@@ -112,7 +112,7 @@ def queued_jobs(names: Iterable[str]) -> dict[str, QueuedJob]:
 
 
 def time_left_s(job: str, timeout_s: float = TIMEOUT_S) -> float | None:
-    """Seconds until a running job's limit; None where nobody says."""
+    """Seconds until a running job's time limit; None if Slurm does not say."""
     try:
         text = call("squeue", "--noheader", f"--job={job}", "--format=%L", timeout_s=timeout_s)
     except SlurmError:
@@ -121,7 +121,7 @@ def time_left_s(job: str, timeout_s: float = TIMEOUT_S) -> float | None:
 
 
 def seconds_left(text: str) -> float | None:
-    """Seconds of a time left as squeue prints it: D-HH:MM:SS without its leading zeros."""
+    """The seconds of a time as squeue prints it: D-HH:MM:SS without leading zeros."""
     days, _, rest = text.rpartition("-")
     parts = rest.split(":")
     if not all(part.isdigit() for part in [*parts, days or "0"]) or len(parts) < 2:
@@ -133,8 +133,8 @@ def seconds_left(text: str) -> float | None:
 
 
 def find_job(name: str) -> str:
-    """The id of a job by its name, where the answer of sbatch was lost; empty if there is none.
-    Raises SlurmError where that cannot be told."""
+    """The id of the job with a name, for jobs whose sbatch did not answer; empty if there is none.
+    Raises SlurmError if Slurm does not say."""
     lines = call("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%F").split()
     if lines:
         return lines[0]
@@ -152,7 +152,7 @@ def requeue(job: str) -> None:
 
 
 def running_on(nodes: str, timeout_s: float = TIMEOUT_S) -> list[str]:
-    """The jobs that run on some nodes now; empty where nobody says."""
+    """The jobs that run on these nodes now; none if Slurm does not say."""
     flags = ("--noheader", "--states=RUNNING", f"--nodelist={nodes}", "--format=%A")
     try:
         return call("squeue", *flags, timeout_s=timeout_s).split()
@@ -161,7 +161,7 @@ def running_on(nodes: str, timeout_s: float = TIMEOUT_S) -> list[str]:
 
 
 def endings(jobs: Collection[str]) -> dict[str, list[EndedJob]]:
-    """How jobs ended, requeued ones several times, oldest first; none where nobody knows."""
+    """The endings of jobs, oldest first; jobs that Slurm does not know are left out."""
     try:
         found = _accounted(jobs)
     except SlurmError:
@@ -173,9 +173,9 @@ def endings(jobs: Collection[str]) -> dict[str, list[EndedJob]]:
 
 
 def last_ending(job: str, timeout_s: float = TIMEOUT_S) -> EndedJob | None:
-    """What slurmctld remembers of a job (for MinJobAge seconds); None where it does not.
+    """The ending of a job that slurmctld remembers (for MinJobAge seconds), or None.
 
-    Tasks that were cancelled before any of their array began are known by the array's id alone.
+    Tasks of an array that was cancelled before any task began are listed under the array's id only.
     """
     for known_as in dict.fromkeys((job, job.partition("_")[0])):
         try:
@@ -195,7 +195,7 @@ def last_ending(job: str, timeout_s: float = TIMEOUT_S) -> EndedJob | None:
 
 
 def accounted(job: str, timeout_s: float = TIMEOUT_S) -> list[EndedJob]:
-    """How accounting says that a job ended, oldest first; empty where there is none."""
+    """The endings of a job by accounting, oldest first; none without accounting."""
     try:
         return _accounted([job], timeout_s).get(job, [])
     except SlurmError:
@@ -216,7 +216,7 @@ def _accounted(jobs: Collection[str], timeout_s: float = TIMEOUT_S) -> dict[str,
 
 
 def _tasks_of(job: str) -> list[str]:
-    """The tasks that a job id stands for: ``17_[0-1,5%2]`` are those that never began."""
+    """The tasks of a job id; ``17_[0-1,5%2]`` stands for several that have not begun."""
     array, bracket, indices = job.partition("_[")
     if not bracket:
         return [job]

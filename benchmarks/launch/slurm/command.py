@@ -1,8 +1,8 @@
-"""Slurm's own commands, each with a time limit and one line of error.
+"""Runs Slurm's commands, with a time limit and errors of one line.
 
-Commands run without the variables that would change what they mean (``SQUEUE_STATES``,
-``SLURM_CLUSTERS``, those of a surrounding salloc). Of the variables of sbatch those stay that set
-a flag of which the script says nothing: a site's defaults.
+Commands run without environment variables that would change their meaning (``SQUEUE_STATES``,
+``SLURM_CLUSTERS``, those of a surrounding salloc). Variables of sbatch that set a flag which the
+script does not set are kept, because they are the site's defaults.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class SlurmError(RuntimeError):
 
 
 class NoAnswerError(SlurmError):
-    """A command was cut off: what it was to do may have been done."""
+    """A command was stopped after its time limit, so that it may have had its effect or not."""
 
 
 def site_defaults(environment: Mapping[str, str], owned: Collection[str]) -> dict[str, str]:
-    """The ``SBATCH_*`` variables that set flags which neither the suite nor the script decides."""
+    """The ``SBATCH_*`` variables for flags that neither the suite nor the script sets."""
     decided = OWNED | set(owned)
     return {
         name: value
@@ -82,11 +82,12 @@ def call(*command: str, timeout_s: float = TIMEOUT_S, more: Mapping[str, str] | 
 
 
 def _end_with_the_launcher() -> None:
-    """Linux: an sbatch that outlives a killed launcher would submit what is looked for already."""
+    """On Linux, end with the launcher: an sbatch that goes on after the launcher was killed would
+    submit a job while the next launcher already looks for it."""
     if _PRCTL is not None:
         _PRCTL(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _may_be_done(said: str) -> bool:
-    """Errors of the way back: the controller may have done what was asked."""
+    """Whether an error may concern the answer only, so that the controller may have acted."""
     return bool(re.search(r"timed out|timeout|receive|connection (reset|refused)", said, re.I))

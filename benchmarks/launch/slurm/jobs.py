@@ -1,7 +1,7 @@
-"""What became of submitted points: submissions on disk against what Slurm says now.
+"""What became of submitted points, from the submissions on disk and Slurm's answers.
 
-The rule for every doubt: a job that may be alive is alive. An attempt is closed for another only
-where Slurm's own word, seen by somebody who may see it, or a long silence says that it is over.
+In case of doubt, a job that may be alive counts as alive. Another process writes the record of an
+attempt only if Slurm, asked by a user who may see the job, or a long silence says that it is over.
 """
 
 from __future__ import annotations
@@ -47,42 +47,42 @@ _QUIET_S = 90.0  # the script's heartbeat comes every 20 s
 
 @dataclass
 class View:
-    """Submissions, then the queue, read in that order: an attempt that began in between would look
-    dead otherwise."""
+    """The submissions and then the queue, read in that order: otherwise an attempt that began in
+    between would seem dead."""
 
     runs_dir: Path
     submissions: list[Submission]
     tasks: list[Task]
     queued: dict[str, QueuedJob] = field(default_factory=dict)
     facts: ClusterFacts = field(default_factory=ClusterFacts)
-    problems: list[str] = field(default_factory=list)  # a line per damaged or unwritable file
+    problems: list[str] = field(default_factory=list)  # one line per damaged or unwritable file
 
     @cached_property
     def latest(self) -> dict[str, Task]:
-        """The newest task of each point that Slurm took."""
+        """The newest task of each point, among those that Slurm accepted."""
         return {task.spec_id: task for task in self.tasks if not task.refused}
 
     def is_of_this_cluster(self, submission: Submission) -> bool:
-        """Whether a submission went to the cluster that answers here; elsewhere its job numbers
-        are those of other jobs."""
+        """Whether a submission went to the cluster that answers here. On another cluster its job
+        ids belong to other jobs."""
         known = submission.cluster and self.facts.identity
         return not known or submission.cluster == self.facts.identity
 
     def sees(self, submission: Submission) -> bool:
-        """Whether this user's question to this cluster tells all about a submission's jobs."""
+        """Whether this cluster shows this user all jobs of a submission."""
         return self.is_of_this_cluster(submission) and submission.is_mine
 
 
 def read_view(runs_dir: Path) -> View:
-    """What is on disk alone."""
+    """The view without asking Slurm."""
     submissions, problems = read_submissions(runs_dir)
     tasks = [task for submission in submissions for task in tasks_of(submission, runs_dir)]
     return View(runs_dir, submissions, tasks, problems=problems)
 
 
 def look(runs_dir: Path) -> View:
-    """Submissions, then the queue; asks Slurm only where something is not settled yet. Raises
-    SlurmError where Slurm does not answer."""
+    """The view with the queue; Slurm is asked only if something is not settled yet. Raises
+    SlurmError if Slurm does not answer."""
     view = read_view(runs_dir)
     unsettled = [s for s in view.submissions if not _is_settled(s, view.tasks)]
     if not unsettled:
@@ -101,7 +101,7 @@ def look(runs_dir: Path) -> View:
 
 
 def _is_settled(submission: Submission, tasks: list[Task]) -> bool:
-    """Whether every point has an end that no requeue changes."""
+    """Whether every point has ended, in a way that no requeue changes."""
     mine = [task for task in tasks if task.submission is submission]
     return all(task.refused or (task.attempts and _has_final_record(task)) for task in mine)
 
@@ -112,7 +112,7 @@ def _has_final_record(task: Task) -> bool:
 
 
 def _find_lost(submission: Submission) -> Submission:
-    """Ids of arrays whose sbatch did not answer, looked up by their names and kept."""
+    """Look up the ids of arrays whose sbatch did not answer, by their names, and keep them."""
     if not any(_is_lost(array.job, array.error, array.lost) for array in submission.arrays):
         return submission
     arrays = [
@@ -129,14 +129,15 @@ def _find_lost(submission: Submission) -> Submission:
 
 
 def _is_lost(job: str, error: str, lost: bool) -> bool:
-    """No id, and no refusal either: also where the launcher was killed while sbatch ran."""
+    """Whether there is neither an id nor a refusal, as when the launcher was killed during
+    sbatch."""
     return not job and (lost or not error)
 
 
 def close_ended(view: View) -> list[RunRecord]:
-    """Record every attempt that can no longer record itself, with Slurm's reason.
+    """Write the record, with Slurm's reason, of every attempt whose own script can no longer do so.
 
-    What cannot be recorded becomes a line of ``view.problems``.
+    Attempts that cannot be recorded become lines of ``view.problems``.
     """
     absent = [task for task in view.tasks if not task.refused and _is_open(task, view)]
     asked = [task.job for task in absent if task.job and view.is_of_this_cluster(task.submission)]
@@ -170,8 +171,8 @@ def _is_open(task: Task, view: View) -> bool:
 
 
 def _over(task: Task, view: View, told: Mapping[str, list[EndedJob]]) -> list[Path]:
-    """The attempts without a record that are over; for a job that ended before it began, a new
-    one."""
+    """The attempts of a task that are over and have no record; for a job that ended before its
+    script began, a new attempt."""
     job = view.queued.get(task.key)
     ended = bool(told.get(task.job)) and told[task.job][-1].is_over
     attempts = task.found_attempts()
@@ -193,9 +194,9 @@ def _is_recorded(attempt: Path) -> bool:
 
 
 def underway(view: View) -> dict[str, QueuedJob]:
-    """The points that wait or run, by spec id; not those whose job only has to leave the queue.
+    """The points that wait or run, by spec id, without those whose job has only to leave the queue.
 
-    Also those of which that cannot be told from here, with what to do about it as the reason.
+    Points that may run but cannot be seen from here are included; their reason says what to do.
     """
     found = {}
     for task in view.tasks:
@@ -221,8 +222,8 @@ def _record_of(attempt: Path) -> RunRecord | None:
 
 
 def _may_run_unseen(task: Task, view: View) -> bool:
-    """Whether a job that the queue does not show may live: of another cluster or another user; or
-    one whose script spoke a moment ago."""
+    """Whether a job that is not in the queue may be alive: because it is of another cluster or
+    user, or because its script was active a moment ago."""
     attempts = task.found_attempts()
     recorded = bool(attempts) and _is_recorded(attempts[-1])
     if view.sees(task.submission):
@@ -238,11 +239,18 @@ def _unseen(task: Task) -> QueuedJob:
     name = submission.cluster.partition("@")[0] or "another cluster"
     where = f"submitted to {name} by user {submission.user} from {submission.host or 'elsewhere'}"
     way = f"unseen from here: ask there, or remove {submission.directory} if its jobs are gone"
-    return QueuedJob(task.job or "?", task.key, UNSEEN, f"{where}; {way}", "", "")
+    return QueuedJob(
+        job=task.job or "?",
+        key=task.key,
+        state=UNSEEN,
+        reason=f"{where}; {way}",
+        nodes="",
+        time_left="",
+    )
 
 
 def _open_unstarted(task: Task) -> Path:
-    """An attempt for a job that left the queue without having run a line of its script."""
+    """Make an attempt for a job that left the queue before its script began."""
     attempt = task.point / f"slurm-{task.job}-0"
     attempt.mkdir(parents=True, exist_ok=True)
     for name in ("spec.json", "attempt.json"):
@@ -257,7 +265,7 @@ def _open_unstarted(task: Task) -> Path:
 
 
 def _close(attempt: Path, task: Task, told: Mapping[str, list[EndedJob]]) -> RunRecord | None:
-    """Record one attempt with the ending that belongs to its restart."""
+    """Write the record of one attempt, with the ending of its restart of the job."""
     slurm = slurm_of(attempt)
     all_ended = [ended for ended in told.get(task.job, []) if ended.is_over]
     restart = slurm["restart"] if isinstance(slurm.get("restart"), int) else 0
@@ -267,7 +275,7 @@ def _close(attempt: Path, task: Task, told: Mapping[str, list[EndedJob]]) -> Run
 
 
 def _ending(attempt: Path, log: Path, ended: EndedJob | None) -> Ending | None:
-    """Why an attempt ended that its own script could not record."""
+    """Why an attempt ended whose own script could not write the record."""
     if ended is None:
         return memory_kill(attempt) or _UNKNOWN
     by_state = ending_by_state(ended)

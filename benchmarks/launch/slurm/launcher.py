@@ -1,7 +1,7 @@
-"""Submit points to Slurm: one array for the points with equal resources, then a report job.
+"""Submits points to Slurm: one array per set of resources, then a report job.
 
-Specs are frozen and scripts kept on disk beside them. A point whose job waits or runs, or of which
-that cannot be told, is never submitted again; one submission at a time per runs folder.
+Frozen specs and scripts stay on disk beside each other. A point whose job waits or runs, or may do
+so, is never submitted again. Only one process at a time submits into a runs folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GIB = 2**30
 
 
 def check(points: Sequence[Point], options: SlurmOptions) -> None:
-    """Refuse ranks that do not divide over their nodes; raises SpecError."""
+    """Raise SpecError if the ranks of a point do not divide among its nodes."""
     del options
     for point in points:
         nodes_of(point.spec)
@@ -41,7 +41,8 @@ def check(points: Sequence[Point], options: SlurmOptions) -> None:
 def launch(
     points: Sequence[Point], options: SlurmOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
-    """Submit what is not in the queue yet; the records are of points that end here and now."""
+    """Submit the points that are not in the queue. The records that it returns are of points that
+    end here, because they cannot fit or were refused."""
     runs_dir = runs_dir.resolve()
     name = f"zeropp-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
     sweep = Sweep(runs_dir / "slurm" / name, runs_dir, options)
@@ -67,7 +68,7 @@ def _refuse(point: Point, why: str, runs_dir: Path) -> RunRecord:
 
 
 def _submit_missing(points: list[Point], sweep: Sweep) -> list[RunRecord]:
-    """Submit the points of which no job waits or runs, with the folder held for ourselves."""
+    """Submit the points for which no job waits or runs, while this process holds the lock."""
     if not points and not (sweep.runs_dir / "slurm").exists():
         return []
     try:
@@ -84,7 +85,7 @@ def _submit_missing(points: list[Point], sweep: Sweep) -> list[RunRecord]:
 
 
 def _not_underway(points: Sequence[Point], view: View) -> list[Point]:
-    """Points that neither wait nor run, nor were found to have ended by themselves just now."""
+    """The points for which no job waits or runs, and which have not just been found to be over."""
     closed = close_ended(view)
     settled = {record.spec_id for record in closed if not record.interrupted}
     jobs = underway(view)
@@ -99,7 +100,7 @@ def _not_underway(points: Sequence[Point], view: View) -> list[Point]:
 
 
 def too_large(point: Point) -> str:
-    """Why a plan is known not to fit, so that it does not wait in a queue; empty if it may."""
+    """Why a plan cannot fit the memory, so that it is not submitted; empty if it may fit."""
     if point.plan is None:
         return ""
     device = point.spec.cluster.device

@@ -17,7 +17,7 @@ Flag = str | int | float | bool | None
 Flags = dict[str, Flag]
 GpuFlag = Literal["gpus-per-node", "gres", "gpus-per-task", "none"]
 
-# What a point's resources and the suite's bookkeeping decide; a flag map may not.
+# Flags that follow from a point's resources or that the suite needs; users cannot set them.
 OWNED = {
     *("array", "dependency", "distribution", "kill-on-bad-exit", "parsable", "signal", "wait"),
     *("nodes", "ntasks", "ntasks-per-node", "test-only", "clusters"),
@@ -30,7 +30,7 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """``conf/launcher/slurm.yaml``, checked; each field is explained there."""
+    """The options of ``conf/launcher/slurm.yaml``, which explains each; they are checked."""
 
     kind: str
     report_dir: str
@@ -57,23 +57,24 @@ class SlurmOptions:
 
     @property
     def interpreter(self) -> str:
-        """Python of the batch script."""
+        """The Python of the batch script."""
         return shlex.quote(self.python or sys.executable)
 
     @property
     def worker_interpreter(self) -> str:
-        """Python of the ranks."""
+        """The Python of the ranks."""
         return shlex.quote(self.worker_python) if self.worker_python else self.interpreter
 
     def sbatch_of(self, num_gpus: int) -> Flags:
-        """The flags of sbatch for a point: the queue of its size over the general ones."""
+        """The flags of sbatch for a point: the general ones, and over them those of its size's
+        ``queues``."""
         sizes = [size for size in self.queues if size <= num_gpus]
         queue = self.queues[max(sizes)] if sizes else {}
         return normal(self.sbatch) | normal(queue)
 
 
 def read_options(values: Mapping[str, Any]) -> SlurmOptions:
-    """Check the launcher's options; raises SpecError with one line."""
+    """The checked options of the launcher; raises SpecError with one line for a mistake."""
     options = validated(SlurmOptions, _with_gpu_flag(values), "launcher")
     for group, flags in _flag_maps(options).items():
         for name in flags:
@@ -98,7 +99,8 @@ def _flag_maps(options: SlurmOptions) -> dict[str, Flags]:
 
 
 def _check_times(options: SlurmOptions) -> None:
-    """A limit that is not above the grace would end a job as it begins; raises SpecError."""
+    """Raise SpecError for a time limit that is not above the grace time, since such a job would end
+    when it begins."""
     for group, flags in _flag_maps(options).items():
         limit_s = seconds_of(flags.get("time")) if group != "report_sbatch" else None
         if limit_s is not None and limit_s <= options.grace_s:
@@ -109,7 +111,7 @@ def _check_times(options: SlurmOptions) -> None:
 
 
 def seconds_of(limit: Flag) -> float | None:
-    """A time limit as Slurm writes it; None where there is none, or it is none that is known."""
+    """The seconds of a time limit in Slurm's notation; None if it is absent or not understood."""
     if isinstance(limit, bool) or limit is None:
         return None
     found = _TIME.fullmatch(str(limit))
@@ -149,23 +151,23 @@ def _with_gpu_flag(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dashed(name: str) -> str:
-    """A flag's name as it is spelled on a command line."""
+    """A flag's name as on a command line."""
     return name.replace("_", "-")
 
 
 def normal(flags: Flags) -> Flags:
-    """Flags as they are spelled; null says nothing, so that a default may stand."""
+    """Flags with names as on a command line, without those that are null."""
     return {dashed(name): value for name, value in flags.items() if value is not None}
 
 
 def words(flags: Flags) -> list[str]:
-    """``--name=value`` each; true is a bare flag, false leaves it out."""
+    """The flags as words ``--name=value``; true gives a bare flag, false leaves it out."""
     kept = {name: value for name, value in normal(flags).items() if value is not False}
     return [f"--{n}" if value is True else f"--{n}={value}" for n, value in kept.items()]
 
 
 def sbatch_words(flags: Flags) -> list[str]:
-    """Flags for a line ``#SBATCH``, whose values sbatch splits at spaces unless quoted."""
+    """The flags as words for ``#SBATCH`` lines, with quotes, because sbatch splits at spaces."""
     return [_quoted(word) for word in words(flags)]
 
 

@@ -1,7 +1,7 @@
-"""Why an attempt ended, where its ranks' events cannot say: Slurm's word, its log, exit codes.
+"""Why an attempt ended, if its ranks' events do not say it: by Slurm's state, logs, exit codes.
 
-Fed by an attempt's folder and by what Slurm says of its job; asks nobody by itself. A ``None``
-leaves the word to the ranks' events.
+The functions read the attempt's folder and Slurm's answers that they are given; they do not call
+Slurm. They return None if they have no reason; then the events of the ranks decide.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.records.record import Status
 
 ATTEMPT = re.compile(r"slurm-(?P<job>.+)-(?P<restart>\d+)")
 _MEMORY_KILL = re.compile(r"slurmstepd\S*: error: (.*(?:exceeded memory limit|oom.kill).*)", re.I)
-# Troubles of a file system or a node that are gone the next day: such a point is run again.
+# Errors of a file system or node that may not happen again, so that the point is run again.
 _PASSING = re.compile(
     r"no space left|quota exceeded|read-only file system|stale file handle|input/output error|"
     r"node failure|communication connection failure",
@@ -39,7 +39,7 @@ _SIGNALS = {  # as srun names the end of a task
     "Floating point exception": 8,
 }
 _TASK_KILL = re.compile(rf"error: \S+: tasks? ([\d,-]+): ({'|'.join(_SIGNALS)})")
-_LOG_BYTES = 20_000  # of a log's end
+_LOG_BYTES = 20_000  # bytes at the end of a log that are read
 
 _STATES: dict[str, tuple[Status, bool]] = {  # Slurm's state: status, ended from outside
     "OUT_OF_MEMORY": ("oom", False),
@@ -56,8 +56,8 @@ _STATES: dict[str, tuple[Status, bool]] = {  # Slurm's state: status, ended from
 
 
 def slurm_of(directory: Path) -> dict[str, Any]:
-    """What the script noted of its job when the attempt began; where that is damaged, what the
-    folder's name tells."""
+    """What the script wrote about its job when the attempt began; if that is damaged, what the
+    folder's name says."""
     named = ATTEMPT.fullmatch(directory.name)
     job, restart = (named["job"], int(named["restart"])) if named else ("", 0)
     told: dict[str, Any] = {"job": job, "job_id": job, "restart": restart}
@@ -68,7 +68,7 @@ def slurm_of(directory: Path) -> dict[str, Any]:
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether every rank measured everything; then it does not matter what came after."""
+    """Whether every rank measured everything; then it does not matter what happened later."""
     try:
         number = int(read_frozen_spec(directory)["num_gpus"])
     except DamagedError:
@@ -78,7 +78,7 @@ def is_complete(directory: Path) -> bool:
 
 
 def ending_by_state(ended: EndedJob) -> Ending | None:
-    """What a Slurm state means for an attempt; None where it explains nothing."""
+    """The ending that a Slurm state means for an attempt; None if it explains nothing."""
     if ended.preempted and ended.word not in _STATES:
         return Ending("preempted", f"Slurm: preempted on {ended.nodes}", interrupted=True)
     if ended.word not in _STATES:
@@ -89,13 +89,14 @@ def ending_by_state(ended: EndedJob) -> Ending | None:
 
 
 def memory_kill(directory: Path) -> Ending | None:
-    """slurmstepd's own line about a kill by the memory limit, if it wrote one."""
+    """The ending by slurmstepd's line about a kill by the memory limit, if there is one."""
     found = _MEMORY_KILL.search(_tail(directory / "srun.log"))
     return Ending("oom", f"Slurm: {found[1]}") if found else None
 
 
 def first_kill(directory: Path) -> Ending | None:
-    """The rank that ended first, if a signal ended it: the others only followed."""
+    """The ending by the rank that ended first, if a signal killed it; others ended because of
+    it."""
     codes = []
     for path in directory.glob("rank_*.exit"):
         try:
@@ -108,9 +109,10 @@ def first_kill(directory: Path) -> Ending | None:
 
 
 def killed_with_its_shell(directory: Path) -> Ending | None:
-    """A rank that was killed together with the shell that would have noted it; srun tells.
+    """The ending by srun's line on ranks that were killed together with the shell that would have
+    written it.
 
-    Where the script was signalled that tells nothing: srun then kills the ranks itself.
+    If the script got a signal, that line says nothing, because srun then kills the ranks itself.
     """
     found = _TASK_KILL.search(_tail(directory / "srun.log"))
     if found is None:
@@ -122,9 +124,9 @@ def killed_with_its_shell(directory: Path) -> Ending | None:
 
 
 def before_ranks(directory: Path, log: Path | None, stage: str = "") -> Ending | None:
-    """The end of an attempt in which no rank wrote anything: the last line that says why, from
-    srun's errors, a rank's own output, or the job's log. None where ranks wrote, or nobody says.
-    """
+    """The ending of an attempt in which no rank wrote anything: the last line that gives a reason,
+    from srun's errors, a rank's output, or the job's log. None if ranks wrote, or if there is no
+    such line."""
     if any(read_ranks(directory).values()):
         return None
     ranks = sorted(directory.glob("rank_*.log"))
@@ -136,7 +138,7 @@ def before_ranks(directory: Path, log: Path | None, stage: str = "") -> Ending |
 
 
 def killed_script(ended: EndedJob) -> Ending | None:
-    """The end of an attempt whose batch script was killed, so that it recorded nothing."""
+    """The ending of an attempt whose batch script was killed, so that it wrote no record."""
     if not ended.signal:
         return None
     reason = f"the batch script was killed by signal {ended.signal} (Slurm: {ended.state})"
@@ -144,22 +146,22 @@ def killed_script(ended: EndedJob) -> Ending | None:
 
 
 def left_on_signal(directory: Path, ended: EndedJob | None, caught: str) -> Ending | None:
-    """Ranks or the script were sent a signal, and Slurm knows of no reason: somebody's scancel
-    with a signal, or the site's own tools."""
+    """The ending if ranks or the script got a signal for which Slurm has no reason: scancel with a
+    signal, or the site's tools."""
     ranks = read_ranks(directory)
     told = ending_by_events(len(ranks), ranks) if ranks else None
     by_signal = told is not None and " left on SIG" in told.reason
     if not caught and not by_signal:
         return None
     if told is not None and told.status != "ok" and not told.interrupted:
-        return None  # an error of its own came first
+        return None  # another error came first
     who = told.reason if told is not None and by_signal else f"the script was sent SIG{caught}"
     state = f"Slurm: {ended.state}" if ended else "Slurm does not answer"
     return Ending("failed", f"{who}, sent by hand or by a tool of the site ({state})", True)
 
 
 def _cause(path: Path) -> str:
-    """The last line of a log that may be a cause, without those that only say that it ended."""
+    """The last line of a log that may be a cause; lines that only say that it ended are skipped."""
     lines = [line.strip() for line in _tail(path).splitlines()]
     causes = [line for line in lines if not _NO_CAUSE.search(line)]
     return causes[-1][:300] if causes else ""
@@ -175,5 +177,5 @@ def _tail(path: Path) -> str:
 
 
 def with_state(slurm: Mapping[str, Any], ended: EndedJob | None) -> dict[str, Any]:
-    """What a record keeps of the job, with Slurm's last word."""
+    """The part of the job's data that a record keeps, with Slurm's last state."""
     return dict(slurm) | {"state": ended.state if ended else ""}

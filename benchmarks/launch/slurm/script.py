@@ -1,6 +1,6 @@
-"""Job scripts from arrays of points, by Jinja2 templates.
+"""Renders job scripts for arrays of points, with Jinja2 templates.
 
-Nothing here talks to Slurm. A script is readable and complete: what ran can be read from it.
+Nothing here calls Slurm. A script is complete and readable, so that it shows exactly what ran.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.launch.slurm.options import Flags, SlurmOptions, normal, sbatch_
 
 
 def render_array(array: Array, options: SlurmOptions, runs_dir: Path) -> str:
-    """The script of an array."""
+    """The text of an array's script."""
     sbatch = array_flags(array, options)
     return _render(
         "array.sbatch.j2",
@@ -41,7 +41,7 @@ def render_array(array: Array, options: SlurmOptions, runs_dir: Path) -> str:
 
 
 def array_flags(array: Array, options: SlurmOptions) -> Flags:
-    """Every flag of sbatch for an array."""
+    """All flags of sbatch for an array."""
     resources = array.resources
     throttle = f"%{options.max_running}" if options.max_running else ""
     owned: Flags = {
@@ -58,7 +58,7 @@ def array_flags(array: Array, options: SlurmOptions) -> Flags:
 
 
 def _gpu_flags(resources: Resources, options: SlurmOptions) -> Flags:
-    """As many GPUs as ranks, asked for in the way that the site is used to; none on CPUs."""
+    """The flag that asks for as many GPUs as ranks, in the site's way; none on CPUs."""
     if not resources.has_gpus or options.gpu_flag == "none":
         return {}
     kind = f"{options.gpu_type}:" if options.gpu_type else ""
@@ -69,8 +69,8 @@ def _gpu_flags(resources: Resources, options: SlurmOptions) -> Flags:
 
 
 def _srun_flags(resources: Resources, options: SlurmOptions) -> Flags:
-    """Flags of srun that a site may change. A rank must see its neighbours' GPUs to reach them
-    directly, so GPUs are never bound to tasks."""
+    """The flags of srun, which a site may change. GPUs are never bound to tasks, because a rank
+    must see its neighbours' GPUs to reach them directly."""
     defaults: Flags = {"cpu-bind": "cores"}
     if resources.has_gpus and options.gpu_flag == "gpus-per-task":
         defaults["gpu-bind"] = "none"
@@ -78,7 +78,7 @@ def _srun_flags(resources: Resources, options: SlurmOptions) -> Flags:
 
 
 def render_report(submission: Path, sweep: str, options: SlurmOptions, runs_dir: Path) -> str:
-    """The script of the report job."""
+    """The text of the report job's script."""
     return _render(
         "report.sbatch.j2",
         options,
@@ -90,7 +90,7 @@ def render_report(submission: Path, sweep: str, options: SlurmOptions, runs_dir:
 
 
 def report_flags(submission: Path, sweep: str, options: SlurmOptions) -> Flags:
-    """Every flag of sbatch for the report job."""
+    """All flags of sbatch for the report job."""
     inherited = {
         name: value
         for name, value in options.sbatch_of(1).items()
@@ -106,12 +106,12 @@ def report_flags(submission: Path, sweep: str, options: SlurmOptions) -> Flags:
 
 
 def report_name(sweep: str) -> str:
-    """The job name of a sweep's report."""
+    """The name of a sweep's report job."""
     return f"{sweep}-report"
 
 
 def checkout_of(submission: Path, options: SlurmOptions) -> Path:
-    """Where ranks run: this checkout, or the copy of it that ``snapshot`` makes."""
+    """The checkout from which ranks run: this one, or the copy that ``snapshot`` makes."""
     return submission / "checkout" if options.snapshot else CHECKOUT
 
 

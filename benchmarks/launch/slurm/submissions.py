@@ -1,9 +1,9 @@
-"""Submissions on disk: what was handed to Slurm, by whom, where, and the attempts that came of it.
+"""Submissions on disk: what was submitted by whom and to which cluster, and the attempts at it.
 
-A submission is a folder ``RUNS_DIR/slurm/<sweep>/`` with the scripts, their logs, the frozen
-specs, and ``submission.json``, written before the first sbatch: a job whose id never arrived is
-still found by its name. A damaged ``submission.json`` is made out again from the scripts beside
-it, because a job that is forgotten would be submitted twice.
+A submission is a folder ``RUNS_DIR/slurm/<sweep>/`` with scripts, logs, frozen specs, and
+``submission.json``. This file is written before the first sbatch, so that a job is found by its
+name even if its id never arrived. If it is damaged, its content is found again from the scripts
+beside it, because a job that is forgotten would be submitted twice.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _SPECS = re.compile(r"^specs=\(\n(.*?)^\)", re.M | re.S)
 
 @dataclass(frozen=True)
 class SubmittedArray:
-    """An array as ``submission.json`` keeps it. ``job`` is empty until sbatch answered."""
+    """An array in ``submission.json``; ``job`` is empty until sbatch has answered."""
 
     name: str
     spec_ids: list[str]
     job: str = ""
     error: str = ""
-    lost: bool = False  # sbatch did not answer: it may be submitted
+    lost: bool = False  # sbatch did not answer, so it may or may not be submitted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Document:
     arrays: list[SubmittedArray]
     report_job: str = ""
-    cluster: str = ""  # see ClusterFacts.identity; empty where it was not known
+    cluster: str = ""  # ClusterFacts.identity; empty if it was not known
     user: int | None = None
     host: str = ""
 
@@ -47,7 +47,7 @@ class _Document:
 _DOCUMENT = TypeAdapter(_Document)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Submission:
     """Everything that one call of the launcher submitted."""
 
@@ -57,32 +57,38 @@ class Submission:
     cluster: str = ""
     user: int | None = None
     host: str = ""
-    is_damaged: bool = False  # submission.json is, and stays as it is
+    is_damaged: bool = False  # submission.json cannot be read, and is not overwritten
 
     @property
     def name(self) -> str:
-        """The sweep's name, with which the names of its jobs begin."""
+        """The name of the sweep; the names of its jobs begin with it."""
         return self.directory.name
 
     @property
     def job_names(self) -> list[str]:
-        """The names of its jobs, the report's last."""
+        """The names of its jobs; the report job is the last."""
         return [*(array.name for array in self.arrays), report_name(self.name)]
 
     @property
     def is_mine(self) -> bool:
-        """Whether this user submitted it, or may see everybody's jobs; also one that does not say
-        who did (of an older version)."""
+        """Whether this user submitted it or may see all jobs. It is true for submissions of older
+        versions, which do not name the user."""
         return self.user is None or os.getuid() in (0, self.user)
 
     @property
     def report_script(self) -> Path:
-        """The script of its report job."""
+        """The path of its report job's script."""
         return self.directory / f"{report_name(self.name)}.sbatch"
 
     def write(self) -> None:
-        """Write ``submission.json``; raises OSError where that cannot be."""
-        document = _Document(self.arrays, self.report_job, self.cluster, self.user, self.host)
+        """Write ``submission.json``; raises OSError if that is impossible."""
+        document = _Document(
+            arrays=self.arrays,
+            report_job=self.report_job,
+            cluster=self.cluster,
+            user=self.user,
+            host=self.host,
+        )
         write_atomically(self.directory / "submission.json", json.dumps(asdict(document), indent=1))
 
 
@@ -92,7 +98,7 @@ class Task:
 
     spec_id: str
     key: str  # as in QueuedJob
-    job: str  # "17_3"; empty where sbatch gave no id
+    job: str  # "17_3"; empty if sbatch gave no id
     submission: Submission
     log: Path
     point: Path  # the folder of its attempts
@@ -101,16 +107,16 @@ class Task:
 
     @property
     def frozen(self) -> Path:
-        """Its spec as it was submitted."""
+        """The file of its spec, as it was submitted."""
         return self.submission.directory / "specs" / self.spec_id
 
     def found_attempts(self) -> list[Path]:
-        """Its attempts as they are on disk now."""
+        """Its attempts that are on disk now."""
         return find_attempts(self.point, self.key, self.job)
 
 
 def read_submissions(runs_dir: Path) -> tuple[list[Submission], list[str]]:
-    """Every submission, oldest first, and a line for each damaged file."""
+    """(every submission, oldest first; one line per damaged file)."""
     submissions, problems = [], []
     for directory in sorted((runs_dir / "slurm").glob("*")):
         if not directory.is_dir() or directory.name.startswith("."):
@@ -127,19 +133,29 @@ def _read(directory: Path) -> tuple[Submission, str]:
     try:
         told = _DOCUMENT.validate_json(path.read_bytes())
     except FileNotFoundError:  # killed before the first sbatch, or deleted
-        return Submission(directory, _arrays_of_scripts(directory)), ""
+        return Submission(directory=directory, arrays=_arrays_of_scripts(directory)), ""
     except (OSError, ValidationError) as error:
         why = str(error).splitlines()[0]
         line = f"{path}: not readable ({why}); its jobs are looked up by the scripts beside it"
-        return Submission(directory, _arrays_of_scripts(directory), is_damaged=True), line
+        return Submission(
+            directory=directory, arrays=_arrays_of_scripts(directory), is_damaged=True
+        ), line
     return (
-        Submission(directory, told.arrays, told.report_job, told.cluster, told.user, told.host),
+        Submission(
+            directory=directory,
+            arrays=told.arrays,
+            report_job=told.report_job,
+            cluster=told.cluster,
+            user=told.user,
+            host=told.host,
+        ),
         "",
     )
 
 
 def _arrays_of_scripts(directory: Path) -> list[SubmittedArray]:
-    """Arrays by their scripts, with ids from the attempts that name them; each may be queued."""
+    """The arrays of a submission, from its scripts, with ids from attempts that name them; any of
+    them may be in the queue."""
     arrays = []
     for path in sorted(directory.glob(f"{directory.name}-[0-9]*.sbatch")):
         try:
@@ -152,7 +168,7 @@ def _arrays_of_scripts(directory: Path) -> list[SubmittedArray]:
 
 
 def tasks_of(submission: Submission, runs_dir: Path) -> Iterator[Task]:
-    """The points of a submission with their attempts."""
+    """The points of a submission as tasks, with their attempts."""
     for array in submission.arrays:
         for index, spec_id in enumerate(array.spec_ids):
             job = f"{array.job}_{index}" if array.job else ""
@@ -170,7 +186,7 @@ def tasks_of(submission: Submission, runs_dir: Path) -> Iterator[Task]:
 
 
 def find_attempts(point: Path, key: str, job: str) -> list[Path]:
-    """A task's attempts, oldest first: by the job's id, or by the key that each has noted."""
+    """A task's attempts, oldest first; they are found by the job's id or by their key."""
     if job:
         found = [(ATTEMPT.fullmatch(path.name), path) for path in point.glob(f"slurm-{job}-*")]
         mine = [(int(name["restart"]), path) for name, path in found if name and path.is_dir()]

@@ -1,4 +1,4 @@
-"""Hand a sweep to Slurm: freeze its points, write its scripts, submit the arrays and the report."""
+"""Submits a sweep: freezes its points, writes scripts, submits the arrays and the report job."""
 
 from __future__ import annotations
 
@@ -43,41 +43,42 @@ _OUT = Console(soft_wrap=True, markup=False, highlight=False)
 
 @dataclass(frozen=True)
 class Sweep:
-    """One call of the launcher: where it writes, and what it was asked for."""
+    """One call of the launcher: its folders and options."""
 
     directory: Path  # RUNS_DIR/slurm/<sweep>
     runs_dir: Path
     options: SlurmOptions
 
     def arrays(self, points: Sequence[Point], max_array_size: int) -> list[Array]:
-        """The points by what they ask for."""
+        """The points grouped by their resources."""
         sized = [(p, resources_of(p.spec, self.options, _predicted_step_s(p))) for p in points]
         return group(sized, self.directory, self.directory.name, max_array_size)
 
     def scripts(self, arrays: Sequence[Array]) -> dict[Path, str]:
-        """Every script by its place, the report's last; none without arrays."""
+        """The text of every script by its path, the report's last; none without arrays."""
         if not arrays:
             return {}
         name, directory = self.directory.name, self.directory
         report = render_report(directory, name, self.options, self.runs_dir)
         scripts = {a.script: render_array(a, self.options, self.runs_dir) for a in arrays}
-        return scripts | {Submission(directory, []).report_script: report}
+        return scripts | {Submission(directory=directory, arrays=[]).report_script: report}
 
 
 def say(line: str) -> None:
-    """Print one line, whatever the width of the terminal."""
+    """Print one line without wrapping it."""
     _OUT.print(line)
 
 
 def _predicted_step_s(point: Point) -> float | None:
-    """The simulator's step; None on CPUs, where it cannot know how many ranks share a core."""
+    """The simulated step time; None on CPUs, where the simulator does not know how many ranks share
+    a core."""
     if point.plan is None or point.spec.cluster.device.is_cpu:
         return None
     return simulate(point.plan, point.spec.cluster).step_s
 
 
 def show(points: Sequence[Point], sweep: Sweep) -> None:
-    """Print what each point would ask for and every script; write and submit nothing."""
+    """Print each point's resources and every script, without writing or submitting anything."""
     try:
         size = cluster_facts().max_array_size
     except SlurmError:
@@ -94,7 +95,7 @@ def show(points: Sequence[Point], sweep: Sweep) -> None:
 
 
 def _asks(flags: Flags) -> list[str]:
-    """The flags that cost something: not names, logs and bookkeeping."""
+    """The flags that ask for resources, without names, logs and bookkeeping."""
     hidden = ("job-name", "array", "output", "open-mode", "signal", "requeue")
     return words({name: value for name, value in flags.items() if name not in hidden})
 
@@ -102,17 +103,17 @@ def _asks(flags: Flags) -> list[str]:
 def submit_points(
     points: Sequence[Point], sweep: Sweep, facts: ClusterFacts, beat: Callable[[], None]
 ) -> list[RunRecord]:
-    """Submit the arrays and the report job; returns records of what Slurm refused.
+    """Submit the arrays and the report job; returns records of points that Slurm refused.
 
-    ``beat`` is called between the calls of sbatch. Raises OSError where files cannot be written.
+    ``beat`` is called between the calls of sbatch. Raises OSError if files cannot be written.
     """
     if not points:
         return []
     facts = facts if facts.identity else cluster_facts()
     arrays = _prepare(sweep.arrays(points, facts.max_array_size), sweep)
     submission = Submission(
-        sweep.directory,
-        [SubmittedArray(array.name, array.spec_ids) for array in arrays],
+        directory=sweep.directory,
+        arrays=[SubmittedArray(array.name, array.spec_ids) for array in arrays],
         cluster=facts.identity,
         user=os.getuid(),
         host=socket.gethostname(),
@@ -134,8 +135,8 @@ def submit_points(
 
 
 def _prepare(arrays: list[Array], sweep: Sweep) -> list[Array]:
-    """Freeze every point and write every script; a submission that cannot be written whole is
-    taken back."""
+    """Freeze every point and write every script; if that fails, the submission's folder is
+    deleted."""
     try:
         scripts = sweep.scripts(arrays)
         for point in (point for array in arrays for point in array.points):
@@ -153,8 +154,8 @@ def _prepare(arrays: list[Array], sweep: Sweep) -> list[Array]:
 
 
 def copy_checkout(target: Path) -> None:
-    """The checkout's files as they are now, over a clone at its commit: ranks can still say their
-    commit, and what differs from it."""
+    """Copy the checkout: a clone at its commit with the files as they are now, so that ranks can
+    still name the commit and what differs from it."""
     clone = ("clone", "--quiet", "--shared", "--no-checkout", str(CHECKOUT), str(target))
     _git(*clone)
     listed = _git(
@@ -179,7 +180,7 @@ def _git(*arguments: str) -> str:
 
 
 def _submit_array(array: Array, options: SlurmOptions, before: str) -> SubmittedArray:
-    """Submit one array, after another one's end where ``before`` names it."""
+    """Submit one array, which begins after the job ``before`` has ended, if that is given."""
     flags = [f"--dependency=afterany:{before}"] if before else []
     told = partial(SubmittedArray, array.name, array.spec_ids)
     try:
@@ -192,7 +193,8 @@ def _submit_array(array: Array, options: SlurmOptions, before: str) -> Submitted
 
 
 def _found(name: str) -> str:
-    """The job whose sbatch did not answer; empty where it is not there, or nobody says."""
+    """The id of the job whose sbatch did not answer; empty if there is none, or Slurm does not
+    say."""
     try:
         return find_job(name)
     except SlurmError:
@@ -200,7 +202,7 @@ def _found(name: str) -> str:
 
 
 def _say_submitted(array: Array, told: SubmittedArray, runs_dir: Path) -> list[RunRecord]:
-    """Say what became of an array; a refusal becomes records, for everybody to see."""
+    """Print what became of an array; if Slurm refused it, its points get records that say so."""
     size, count = array.resources, len(array.points)
     if told.job:
         unit = "GPUs" if size.has_gpus else "ranks"
@@ -214,7 +216,7 @@ def _say_submitted(array: Array, told: SubmittedArray, runs_dir: Path) -> list[R
 
 
 def not_submitted(point: Point, runs_dir: Path, why: str) -> RunRecord:
-    """A record, for everybody to see, of a point that waits in no queue; it counts as missing."""
+    """Write a record of a point that could not be submitted; the point counts as missing."""
     refuse = partial(write_unstarted, point, runs_dir, "slurm", "failed", f"not submitted: {why}")
     return or_unwritten(point, "slurm", lambda: refuse(interrupted=True))
 
@@ -230,7 +232,7 @@ def _submit_report(submission: Submission, options: SlurmOptions) -> None:
 
 
 def report_again(submission: Submission) -> None:
-    """Submit the report job of a submission that lacks it while its points are under way."""
+    """Submit the report job of a submission that has none while its points are under way."""
     try:
         flags = _FLAG.findall(submission.report_script.read_text(errors="replace"))
     except OSError:

@@ -1,8 +1,8 @@
-"""The cells of the verdict, and what every contender does in one of them. All simulated.
+"""The cells of the verdict, and every contender's simulated results in a cell.
 
-A cell is a model on so many GPUs of a cluster at a global batch. In each, every contender is at
-its best plan (``zeropp.tune``), and all are compared twice more in settings that are given
-(``given_settings``): at equal degrees, and as far as the paper tells its own.
+A cell is a model, a cluster, a number of GPUs and a global batch. In each, every contender runs
+with its best plan (``zeropp.tune``). In addition all are compared in two given settings
+(``given_settings``): with equal degrees, and with the paper's setting as far as it is known.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zeropp.tune.contender import Contender
 from zeropp.tune.describe import describe
 from zeropp.tune.search import Evaluated, search
 
-# Who is compared, in the order of the tables.
+# The contenders that are compared, in the order of the tables.
 COMPARED: tuple[Contender[Any], ...] = (
     DEEPSPEED_3D,
     MEGATRON_DEEPSPEED,
@@ -61,7 +61,7 @@ class Cell:
 
     @property
     def priced(self) -> Task:
-        """The task on the cluster with the bandwidth that the cell asks for."""
+        """The task on the cluster with the cell's bandwidth."""
         inter = self.task.cluster.inter
         scaled = replace(inter, bandwidth_gb_s=inter.bandwidth_gb_s * self.bandwidth)
         return replace(self.task, cluster=replace(self.task.cluster, inter=scaled))
@@ -69,7 +69,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """One contender in one cell. Numbers are None where no plan fits."""
+    """One contender in one cell; numbers are None if no plan fits."""
 
     model: str
     cluster: str
@@ -84,7 +84,7 @@ class Row:
     tokens_per_s_per_gpu: float | None = None
     peak_gib: float | None = None
     bubble: float | None = None
-    share_of_limit: float | None = None  # throughput over that of the compute limit
+    share_of_limit: float | None = None  # throughput divided by the compute limit
     setting: str = ""  # knobs and microbatch size as JSON, from which ``priced_again`` simulates
     losses: Losses | None = None
 
@@ -98,15 +98,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Job:
-    """A part of a cell that one process works out: the best plan of the contender ``part``, or the
-    plans of the given settings ``part``."""
+    """The part of a cell that one process computes: the best plan of the contender named ``part``,
+    or the plans of the given setting named ``part``."""
 
     cell: Cell
     part: str
     tolerance: float
 
     def rows(self) -> list[Row]:
-        """What the part adds to the verdict."""
+        """The rows of this part."""
         cell, name = self.cell, self.part
         if name in GIVEN:
             plans = GIVEN[name](cell.priced)
@@ -123,8 +123,8 @@ def jobs_of(cell: Cell, tolerance: float) -> list[Job]:
 
 
 def priced_again(cell: Cell, setting: str) -> Row:
-    """The row of a ``setting`` as today's code computes it; raises SpecError where its contender
-    knows these knobs no more."""
+    """The row of a ``setting`` as today's code computes it. Raises SpecError if its contender no
+    longer has these knobs."""
     values = json.loads(setting)
     contender = PRICED[values["knobs"]["name"]]
     knobs = validated(contender.knobs, values["knobs"], "setting.knobs")
@@ -135,7 +135,7 @@ def priced_again(cell: Cell, setting: str) -> Row:
 def winners(
     cell: Cell, tolerance: float, contenders: Iterable[Contender[Any]]
 ) -> dict[str, Evaluated[Any] | None]:
-    """Every contender's best plan; None where none fits."""
+    """Every contender's best plan, by name; None if none fits."""
     return {
         contender.name: search(cell.priced, contender, tolerance=tolerance).winner
         for contender in contenders

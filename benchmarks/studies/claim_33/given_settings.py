@@ -1,7 +1,7 @@
-"""The comparisons in settings that are given: nobody is at its best plan.
+"""The comparisons in given settings, in which no contender has its best plan.
 
-The same pipeline, the same group of GPUs inside a node (TP for 3D, ZeRO-3 for ZeroPP), the same
-microbatch and recomputation for all.
+All have the same number of pipeline ranks, the same group of GPUs inside a node (TP for 3D, ZeRO-3
+for ZeroPP), the same microbatch size and the same recomputation.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _Setting = tuple[
 
 
 def equal_degrees(task: Task) -> Priced:
-    """The smallest pipeline, with as little recomputation as possible, that fits for all three;
-    empty where there is none."""
+    """The results with the smallest pipeline, and as little recomputation as possible, with which
+    all three fit; empty if there is none."""
     recomputes: tuple[Recompute, ...] = ("none", "full")
     for recompute in recomputes:
         for setting in _equal_settings(task, recompute):
@@ -41,10 +41,13 @@ def equal_degrees(task: Task) -> Priced:
 
 
 def papers_own(task: Task) -> Priced:
-    """As ``equal_degrees``, with what the paper's abstract and version history tell of its setting:
-    everything recomputed on both sides, plain 1F1B for 3D, and comparable memory. So ZeroPP has the
-    largest unit with which its peak is at most a tenth above the larger one of 3D, and the smallest
-    unit where none is. Empty where no pipeline fits for all."""
+    """Like ``equal_degrees``, with what the paper's abstract and version history say of its
+    setting.
+
+    Everything is recomputed on both sides, 3D runs plain 1F1B, and memory is comparable: ZeroPP has
+    the largest unit with which its peak is at most a tenth above the larger peak of 3D, or the
+    smallest unit if there is none. Empty if no pipeline fits for all.
+    """
     for setting in _equal_settings(task, "full", interleaved=False):
         *three, (_, given) = setting
         baselines = _priced(task, three)
@@ -59,7 +62,7 @@ def papers_own(task: Task) -> Priced:
 
 
 def _units(task: Task, knobs: ZeroppKnobs) -> list[int]:
-    """Units to try, the largest first: all microbatches, and halves of them down to P."""
+    """The units to try, the largest first: all microbatches, half of them and so on down to P."""
     assert isinstance(knobs.shard, int)
     assert isinstance(knobs.replicate, int)
     assert isinstance(knobs.unit, int)
@@ -72,7 +75,7 @@ def _units(task: Task, knobs: ZeroppKnobs) -> list[int]:
 
 
 def _priced(task: Task, setting: Iterable[tuple[Contender[Any], Knobs]]) -> Priced:
-    """One sequence per microbatch."""
+    """The results of a setting with one sequence per microbatch."""
     candidates = ((who, Candidate(knobs, 1)) for who, knobs in setting)
     return [
         (candidate, contender.simulated(task, candidate)) for contender, candidate in candidates
@@ -90,8 +93,8 @@ def _usable(task: Task) -> int:
 def _equal_settings(
     task: Task, recompute: Recompute, *, interleaved: bool = True
 ) -> Iterator[_Setting]:
-    """DeepSpeed's 1F1B, Megatron-Core's interleaved 1F1B (or its plain one) with sequence
-    parallelism, and ZeroPP with U = P and two chunks per rank."""
+    """The settings to try: DeepSpeed's 1F1B, Megatron-Core's interleaved 1F1B (or plain 1F1B) with
+    sequence parallelism, and ZeroPP with U = P and two chunks per rank."""
     group = min(task.cluster.gpus_per_node, task.num_gpus // 2)
     for pp in divisors(task.num_gpus // group)[1:] or [2]:
         replicas = task.num_gpus // group // pp
@@ -134,5 +137,5 @@ def _equal_knobs(
     return ((DEEPSPEED_3D, three), (MEGATRON_CORE, core), (ZEROPP, shards))
 
 
-# By the name of the base of comparison in the rows.
+# The given settings, by the name of their basis of comparison in the rows.
 GIVEN: dict[str, Callable[[Task], Priced]] = {"equal": equal_degrees, "paper": papers_own}

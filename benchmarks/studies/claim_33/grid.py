@@ -1,4 +1,4 @@
-"""From the ``verdict`` part of a configuration to cells, each of them once."""
+"""From the ``verdict`` mapping of a configuration to cells, each of them once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STRICT = {"extra": "forbid"}
 
 @dataclass(frozen=True)
 class _BatchMap:
-    """Something x batch for one model on one cluster."""
+    """A map over the batch and another quantity, for one model on one cluster."""
 
     model: str
     cluster: str
@@ -30,14 +30,14 @@ class _BatchMap:
 
 @dataclass(frozen=True)
 class MapSpec(_BatchMap):
-    """GPU count x batch."""
+    """The map over GPU count and batch."""
 
     num_gpus: list[int]
 
 
 @dataclass(frozen=True)
 class BandwidthSpec(_BatchMap):
-    """Inter-node bandwidth x batch."""
+    """The map over inter-node bandwidth and batch."""
 
     num_gpus: int
     factors: list[float]
@@ -59,13 +59,13 @@ class VerdictSpec:
 
 
 def verdict_spec(values: Any) -> VerdictSpec:
-    """Check the mapping; raises SpecError with one line."""
+    """The mapping, checked; raises SpecError with one line for a mistake."""
     return validated(VerdictSpec, values, "verdict")
 
 
 def cells_of(spec: VerdictSpec, precision: Precision) -> list[Cell]:
-    """All cells, each once, those that take longest to search first, so that no core works on one
-    of them while the others have nothing left."""
+    """All cells, each once. Those whose search takes longest come first, so that no core is still
+    busy with one of them when the others have nothing left."""
     unique = {cell.key: cell for cell in _cells(spec, precision)}
     return sorted(unique.values(), key=lambda c: c.task.global_batch * c.task.shape.layers)[::-1]
 
@@ -73,7 +73,16 @@ def cells_of(spec: VerdictSpec, precision: Precision) -> list[Cell]:
 def _cells(spec: VerdictSpec, precision: Precision) -> Iterator[Cell]:
     def cell(model: str, cluster: str, gpus: int, sequences: int, factor: float = 1.0) -> Cell:
         shape, machine = preset("model", model, ModelShape), preset("cluster", cluster, Cluster)
-        return Cell(Task(shape, machine, gpus, gpus * sequences, precision), factor)
+        return Cell(
+            Task(
+                shape=shape,
+                cluster=machine,
+                num_gpus=gpus,
+                global_batch=gpus * sequences,
+                precision=precision,
+            ),
+            factor,
+        )
 
     for cluster in spec.clusters:
         for model, counts in spec.num_gpus.items():

@@ -1,8 +1,8 @@
-"""From simulated rows to one verdict a cell, in numbers and in words.
+"""From simulated rows to one verdict per cell, in numbers and in words.
 
-The claim (arXiv 2402.03791, version 2): up to 33 % faster than 3D parallelism at comparable
-memory. A cell reproduces it where ZeroPP is at least 1.33 times as fast as the baseline; where
-it is faster by more than 6 % the direction holds, not the size; within 6 % it is a tie.
+The claim (arXiv 2402.03791, version 2) is up to 33 % more speed than 3D parallelism at comparable
+memory. A cell reproduces it if ZeroPP is at least 1.33 times as fast as the baseline. If ZeroPP is
+faster by more than 6 %, the direction of the claim holds, but not its size; within 6 % it is a tie.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from benchmarks.studies.claim_33.cells import COMPARED
 
 CLAIM = 1.33
 TIE = 0.06  # the simulator's median error of ratios
-# Everyone that ZeroPP is compared with, and those over whom every cell gets a verdict: the program
-# of the claim as it is run here, the program that most people would use, and the bound.
+# All contenders with which ZeroPP is compared, and those for which every cell gets a verdict: the
+# program of the claim as it runs here, the program that most people would use, and the bound.
 BASELINES = {c.name: c.label for c in COMPARED if c.name != "zeropp"}
 JUDGED = ("deepspeed_3d", "megatron_core", "best_3d")
-EQUAL = ("deepspeed_3d", "megatron_core")  # those that are compared at equal degrees, too
+EQUAL = ("deepspeed_3d", "megatron_core")  # also compared with equal degrees
 # The bases of comparison, in words.
 MODES = {"best": "its best plan", "equal": "equal degrees", "paper": "the paper's own setting"}
 KEYS = ["model", "cluster", "num_gpus", "global_batch", "bandwidth", "mode"]
 
 
 def judge(plans: pd.DataFrame) -> pd.DataFrame:
-    """One row a cell and mode: speed, memory, speed-ups over each baseline, and the verdict."""
+    """One row per cell and mode: speed, memory, speed-ups over each baseline, and the verdict."""
     wide = plans.pivot(index=KEYS, columns="contender")
     rows = []
     for key, row in wide.iterrows():
@@ -40,7 +40,7 @@ def judge(plans: pd.DataFrame) -> pd.DataFrame:
         for name in ("zeropp", *BASELINES):
             out[f"{name}_tokens_per_s_per_gpu"] = speed.get(name)
             out[f"{name}_peak_gib"] = memory.get(name)
-            if "share_of_limit" in row:  # rows priced before the compute limit was known lack it
+            if "share_of_limit" in row:  # older rows do not have it
                 out[f"{name}_share_of_limit"] = row["share_of_limit"].get(name)
         for name in BASELINES:
             out[f"speedup_over_{name}"] = speed["zeropp"] / speed.get(name, float("nan"))
@@ -54,7 +54,7 @@ def judge(plans: pd.DataFrame) -> pd.DataFrame:
 
 
 def summary(verdicts: pd.DataFrame) -> str:
-    """The verdict in Markdown: counts, then the cells of the comparison at its own bandwidth."""
+    """The verdict in Markdown: counts, then all cells at the clusters' own bandwidth."""
     own = verdicts[verdicts.bandwidth == 1.0]
     lines = ["# Verdict on the 33 % (simulated)", "", UNMEASURED, ""]
     for mode, setting in MODES.items():
@@ -69,8 +69,8 @@ def summary(verdicts: pd.DataFrame) -> str:
 
 
 def unfit(cells: pd.DataFrame, name: str) -> str:
-    """A sentence on the cells that have no ratio because no plan of ZeroPP fits and one of the
-    other does, and the other way round; empty where there are none."""
+    """A sentence on the cells that have no ratio because only one of the two, ZeroPP or the other
+    contender, has a plan that fits; empty if there are none."""
     ours, theirs = (cells[f"{n}_tokens_per_s_per_gpu"].notna() for n in ("zeropp", name))
     told = []
     for who, where in (("ZeroPP", theirs & ~ours), (BASELINES[name], ours & ~theirs)):
@@ -91,7 +91,7 @@ def _counts(cells: pd.DataFrame, name: str) -> str:
 
 
 def _table(rows: pd.DataFrame, judged: Sequence[str]) -> list[str]:
-    """A row per cell: speeds and memory, then speed-up and verdict over everyone judged."""
+    """One row per cell: speeds and memory, then speed-up and verdict over each judged contender."""
     names = ["zeropp", *judged]
     labels = {"zeropp": "ZeroPP", **BASELINES}
     head = ["model", "cluster", "GPUs", "batch"]
@@ -132,7 +132,7 @@ def _word(speedup: float) -> str:
 
 
 def _regime(row: pd.Series) -> str:
-    """What the cell is like: batch a GPU, and how much of DeepSpeed's step is bubble."""
+    """What the cell is like: the batch per GPU, and the bubble's share of DeepSpeed's step."""
     sequences = row.name[3] / row.name[2]  # type: ignore[index]
     batch = (
         "small batch" if sequences <= 1 else "large batch" if sequences >= 16 else "medium batch"

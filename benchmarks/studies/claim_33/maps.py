@@ -1,4 +1,4 @@
-"""Maps of ZeroPP's speed-up: over GPU count x batch, and over inter-node bandwidth x batch."""
+"""Maps of ZeroPP's speed-up over GPU count and batch, and over inter-node bandwidth and batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeropp.sim.losses import Losses
 
 
 def draw(verdicts: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
-    """Write the speed-ups over everyone and both maps, as PNG and SVG."""
+    """Write the speed-ups over all contenders and both maps, as PNG and SVG."""
     best = verdicts[verdicts["mode"] == "best"]
     grid, band = spec.map, spec.bandwidth
     own = best[(best.model == grid.model) & (best.cluster == grid.cluster) & (best.bandwidth == 1)]
@@ -42,9 +42,11 @@ def draw(verdicts: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
 
 
 def draw_losses(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
-    """Write a bar per contender with what its best plan loses against the compute limit, for the
-    model, cluster and GPU count of the bandwidth's map, a panel per batch. Rows that were priced
-    before losses were recorded give no picture."""
+    """Write a picture of what every contender's best plan loses against the compute limit.
+
+    It is drawn for the model, cluster and GPU count of the bandwidth's map, with one panel per
+    batch and one bar per contender. Older rows have no losses, and give no picture.
+    """
     if "limit_s" not in plans:
         return []
     band = spec.bandwidth
@@ -64,7 +66,7 @@ def _place(band: BandwidthSpec) -> str:
 
 
 def _losses(plans: pd.DataFrame, global_batch: int) -> dict[str, dict[str, float]]:
-    """Seconds by cause, by contender, of the plans at one batch."""
+    """Per contender, the seconds of its step by cause, for the plans at one batch."""
     kinds = [kind.name for kind in fields(Losses)]
     rows = plans[(plans.global_batch == global_batch) & plans.limit_s.notna()]
     labels = {"zeropp": "ZeroPP", **BASELINES}
@@ -75,7 +77,7 @@ def _losses(plans: pd.DataFrame, global_batch: int) -> dict[str, dict[str, float
 
 
 def _speedups(cells: pd.DataFrame) -> Picture:
-    """One dot per cell, a line per contender that ZeroPP is compared with; bars at the medians."""
+    """Draw one dot per cell, with one line per contender other than ZeroPP and bars at medians."""
     names = list(BASELINES)
     batches = sorted(cells.sequences_per_gpu.unique())
     figure, axis = plt.subplots(figsize=(9.0, 4.2), layout="constrained")
@@ -94,7 +96,7 @@ def _speedups(cells: pd.DataFrame) -> Picture:
     title = "ZeroPP at its best plan over every contender at its own: simulated, a dot per cell"
     axis.set_title(title, fontsize=10)
     axis.legend(loc="lower right", fontsize=8)
-    return Picture("Verdict", "speedups", title, figure)
+    return Picture(section="Verdict", name="speedups", caption=title, figure=figure)
 
 
 def _map(rows: pd.DataFrame, column: str, label: str, title: str, name: str) -> Picture:
@@ -106,11 +108,11 @@ def _map(rows: pd.DataFrame, column: str, label: str, title: str, name: str) -> 
         axis.set_xlabel(label)
     axes[0].set_ylabel("sequences per GPU and step")
     figure.suptitle(f"Speed-up of ZeroPP: {title}", fontsize=10)
-    return Picture("Verdict", name, title, figure)
+    return Picture(section="Verdict", name=name, caption=title, figure=figure)
 
 
 def _panel(axis: Axes, table: pd.DataFrame) -> None:
-    """A heat map with its numbers; blue is ZeroPP faster, grey is where nothing fits."""
+    """Draw a heat map with its numbers: blue where ZeroPP is faster, grey where nothing fits."""
     axis.grid(visible=False)
     axis.set_facecolor("#cccccc")
     norm = TwoSlopeNorm(1.0, vmin=0.67, vmax=1.33)

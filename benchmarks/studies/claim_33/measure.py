@@ -1,8 +1,8 @@
-"""The same comparison with a launcher that runs: the best plan of every contender that can be run,
-found by the simulator, as points of a sweep.
+"""Makes the comparison with a launcher that runs: the points of a sweep are the best plans, found
+by the simulator, of every contender that can be run.
 
-"3D, best known" is nobody's program and cannot be run. In its place stand torch's own pipelines,
-the public program that has most of its schedules, at their own best plan.
+"3D, all public parts" is no program and cannot be run. Torch's own pipelines replace it, with their
+own best plan, because they are the public program that has most of its schedules.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from zeropp.plan import Candidate, Knobs
 
 
 def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Point]:
-    """A point for every contender's best plan in every cell; ``base`` gives data, optimizer and
-    what is timed."""
+    """One point per cell and contender with its best plan; ``base`` gives data, optimizer and what
+    is timed."""
     points = []
     for cell in cells:
         for winner in winners(cell, tolerance, CONTENDERS.values()).values():

@@ -1,4 +1,4 @@
-"""The tables of the verdict's page in the documentation, from the judged cells."""
+"""Makes the tables of docs/verdict.md from the judged cells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REPRODUCED = [
 
 
 def page_tables(verdicts: pd.DataFrame) -> dict[str, str]:
-    """Markdown by name: ``answer`` (a sentence per baseline), and the tables ``best``, ``limit``,
+    """Markdown by name: ``answer`` (one sentence per baseline), and the tables ``best``, ``limit``,
     ``reproduced``, ``memory``, ``network``, ``equal``, ``paper``."""
     own = verdicts[verdicts.bandwidth == 1.0]
     best, equal, paper = (own[own["mode"] == mode] for mode in MODES)
@@ -36,7 +36,7 @@ def page_tables(verdicts: pd.DataFrame) -> dict[str, str]:
 
 
 def _answer(best: pd.DataFrame) -> str:
-    """What the cells say of the claim, over everyone that is judged."""
+    """What the cells say of the claim, with one sentence per judged contender."""
     told = []
     for name in JUDGED:
         speedups = best[f"speedup_over_{name}"].dropna()
@@ -50,7 +50,7 @@ def _answer(best: pd.DataFrame) -> str:
 
 
 def _spread(cells: pd.DataFrame, names: list[str], column: str, head: str) -> str:
-    """Median, lowest and highest of a column per contender, by sequences per GPU and step."""
+    """The median, lowest and highest value of a column per contender and sequences per GPU."""
     if cells.empty:
         return "No cell has been priced in this setting."
     batches = dict(list(cells.groupby("sequences_per_gpu")))
@@ -80,12 +80,12 @@ def _reproduced(cells: pd.DataFrame) -> str:
 
 
 def _memory(bases: Mapping[str, pd.DataFrame]) -> str:
-    """ZeroPP's peak over that of those it is judged against, by base of comparison."""
+    """ZeroPP's peak memory divided by that of each judged contender, per basis of comparison."""
     rows = []
     for label, cells in bases.items():
         for name in JUDGED:
             ratios = (cells["zeropp_peak_gib"] / cells[f"{name}_peak_gib"]).dropna()
-            if ratios.empty:  # not compared on this base
+            if ratios.empty:  # not compared on this basis
                 continue
             values = (ratios.min(), ratios.median(), ratios.max())
             rows.append([label, BASELINES[name], *(f"{value:.2f}" for value in values)])
@@ -93,7 +93,7 @@ def _memory(bases: Mapping[str, pd.DataFrame]) -> str:
 
 
 def _network(best: pd.DataFrame) -> str:
-    """Speed-up by inter-node bandwidth, where that was varied."""
+    """The speed-up per inter-node bandwidth, for the cells in which that was varied."""
     keys = ["model", "cluster", "num_gpus"]
     varied = best[best.groupby([*keys, "global_batch"])["bandwidth"].transform("nunique") > 1]
     factors = sorted(varied.bandwidth.unique())
@@ -111,7 +111,7 @@ def _by_factor(group: pd.DataFrame, name: str, factors: list[float]) -> Iterator
 
 
 def _markdown(heads: list[str], rows: list[list[str]]) -> str:
-    """A table whose columns of numbers are set to the right."""
+    """A Markdown table in which columns of numbers are aligned to the right."""
     rules = ["---:" if _is_numeric([row[i] for row in rows]) else "---" for i in range(len(heads))]
     lines = ["| " + " | ".join(heads) + " |", "|" + "|".join(rules) + "|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

@@ -1,6 +1,6 @@
-"""Search all cells on all cores, keep the rows, judge them, draw the maps.
+"""Runs the study: searches all cells on all cores, keeps the rows, judges them, draws the maps.
 
-``plans.csv`` holds what was simulated and by which commit, a row a contender, cell and mode; every
+``plans.csv`` has one row per contender, cell and mode, with the commit that simulated it; every
 table, figure and sentence of the verdict is derived from it.
 """
 
@@ -33,11 +33,11 @@ CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
 
 
 def run(config: dict[str, Any]) -> int:
-    """Write plans.csv, verdict.csv, verdict.md and the maps into ``report_dir``; with another
-    launcher than ``simulate`` run the best plans of ``verdict.clusters`` instead.
+    """Write plans.csv, verdict.csv, verdict.md and the maps into ``report_dir``. With a launcher
+    other than ``simulate``, run the best plans on ``verdict.clusters`` instead.
 
-    Cells that plans.csv holds already are not simulated again, unless ``rerun=all``: after a
-    change of the cost model or of the schedules they must be.
+    Cells that are in plans.csv are not simulated again unless ``rerun=all``, which is needed after
+    a change of the cost model or of the schedules.
     """
     spec = verdict_spec(config["verdict"])
     cells = cells_of(spec, config["precision"])
@@ -57,7 +57,7 @@ def _measure(config: dict[str, Any], spec: VerdictSpec, cells: list[Cell]) -> in
 
 
 def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
-    """Everything that is derived from the rows."""
+    """Write everything that is derived from the rows."""
     verdicts = judge(plans)
     verdicts.to_csv(out / "verdict.csv", index=False, float_format="%.4g")
     text = summary(verdicts)
@@ -73,8 +73,8 @@ def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
 
 
 def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bool) -> None:
-    """Add the rows of the cells that are missing in ``path``, sorted. One process per core; a cell
-    is written when every contender is done."""
+    """Simulate the cells that are missing in the file ``path``, with one process per core, and add
+    their rows, sorted. A cell is written when all of its contenders are done."""
     rows: list[dict[str, Any]] = []
     if path.exists() and not anew:
         rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]

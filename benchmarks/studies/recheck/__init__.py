@@ -1,1 +1,5 @@
-"""Committed tables held against today's code: a sample that is computed again, or all renewed."""
+"""Checks committed tables: rows are computed again and compared, or whole tables are renewed.
+
+In: the tables in results/reference. Out: an exit status and the rows that differ. Read ``tables``
+(how a row of each table is computed), ``compare`` (when two cells are equal), ``__main__``.
+"""

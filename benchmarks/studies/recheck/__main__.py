@@ -1,7 +1,7 @@
-"""Hold the committed tables against today's code, or write them anew.
+"""Compares the committed tables with what today's code computes, or writes them again.
 
-A table that was computed by yesterday's code looks like any other. So some rows of each are
-computed again, other ones every day, and a row that differs by more than rounding is an error.
+Nobody sees from a table that older code has computed it. So some rows of each table are computed
+again, other rows every day, and a row that differs by more than rounding is an error.
 
     python -m benchmarks.studies.recheck                 # a sample, drawn by today's date
     python -m benchmarks.studies.recheck --rows 0        # every row (an hour)
@@ -30,7 +30,8 @@ REFERENCE = CHECKOUT / "results" / "reference"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 where every drawn row is what today's code computes, 1 where one is not, 2 on bad input."""
+    """Run the command line; returns 0 if every drawn row is what today's code computes, 1 if any is
+    not, 2 on bad input."""
     return run_command(partial(_recheck, arguments))
 
 
@@ -56,7 +57,7 @@ def _recheck(arguments: Sequence[str] | None) -> int:
 
 
 def _check(table: Table, reference: Path, draw: random.Random, count: int | None) -> int:
-    """How many of the drawn rows differ; prints each with the columns that do."""
+    """Print the drawn rows that differ, with the columns; returns their number."""
     rows = table.read(reference)
     wanted = table.rows if count is None else count or len(rows)
     drawn = draw.sample(rows, min(wanted, len(rows)))
@@ -82,14 +83,14 @@ def _stale(table: Table, row: Row, reference: Path) -> Iterator[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.studies.recheck",
-        description="Compute rows of the committed tables again and fail where one differs by more "
-        "than rounding; --renew writes the tables anew and says what moved.",
+        description="Compute rows of the committed tables again and fail if one differs by more "
+        "than rounding; --renew writes the tables again and prints what changed.",
         epilog="example: python -m benchmarks.studies.recheck --only plans --rows 20 --seed 7",
     )
     today = datetime.now(UTC).date().toordinal()
-    parser.add_argument("--seed", type=int, default=today, help="of the sample (today's date)")
+    parser.add_argument("--seed", type=int, default=today, help="seed of the sample (today's date)")
     parser.add_argument(
-        "--rows", type=int, help="rows of each table; 0: all (a few seconds' worth)"
+        "--rows", type=int, help="rows per table; 0: all (as many as take a few seconds)"
     )
     parser.add_argument("--only", default="", metavar="PART", help="tables with this in their path")
     parser.add_argument("--reference", type=Path, default=REFERENCE, help="the tables' folder")

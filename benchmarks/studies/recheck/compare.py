@@ -1,4 +1,4 @@
-"""Whether two texts of a table's cell say the same, but for rounding, and what moved in a table."""
+"""Whether two texts of a cell are equal except for rounding, and what changed in a table."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from decimal import Decimal, InvalidOperation
 
 from benchmarks.studies.recheck.tables import Computed, Row
 
-_SLACK = 1.01  # of one unit in the last place: half on each side, and binary fractions
+_SLACK = 1.01  # units in the last digit: a half per side, and a little for binary fractions
 
 
 def differences(stored: Row, computed: Computed) -> dict[str, tuple[str, str]]:
-    """The columns in which a stored row differs from what was computed: (stored, computed)."""
+    """The columns in which a stored row differs from what was computed, as (stored, computed)."""
     return {
         name: (stored.get(name, ""), _text(value))
         for name, value in computed.items()
@@ -21,7 +21,8 @@ def differences(stored: Row, computed: Computed) -> dict[str, tuple[str, str]]:
 
 
 def same(stored: str, computed: str) -> bool:
-    """Equal as texts, or as numbers to the last digit that the coarser of the two shows."""
+    """Whether two texts are equal, or are numbers that agree to the last digit of the coarser
+    one."""
     if stored == computed:
         return True
     a, b = _number(stored), _number(computed)
@@ -32,12 +33,12 @@ def same(stored: str, computed: str) -> bool:
 
 
 def moved(old: Sequence[Row], new: Sequence[Row], keys: Sequence[str]) -> Iterator[str]:
-    """In words, one line each: rows that came or went, and for every column how many rows moved
-    and by how much at most, relative to the old number."""
+    """Lines that say how many rows were added or removed and, for every column, how many rows
+    changed and by how much at most, relative to the old number."""
     before, after = ({tuple(r.get(k, "") for k in keys): r for r in rows} for rows in (old, new))
     gone, come = len(before.keys() - after.keys()), len(after.keys() - before.keys())
     if gone or come:
-        yield f"{gone} rows went, {come} came"
+        yield f"{gone} rows removed, {come} added"
     columns: dict[str, list[float]] = {}
     for key in before.keys() & after.keys():
         for name, (a, b) in differences(before[key], after[key]).items():
@@ -61,7 +62,7 @@ def _number(text: str) -> Decimal | None:
 
 
 def _last_place(number: Decimal) -> Decimal:
-    """One unit in the last digit shown; of a whole number without a point, nothing."""
+    """One unit in the last digit of a number; 0 for a whole number without a decimal point."""
     exponent = number.as_tuple().exponent
     assert isinstance(exponent, int)
     return Decimal(1).scaleb(exponent) if exponent else Decimal(0)

@@ -1,7 +1,7 @@
 """The committed tables of results/reference, and how one row of each is computed again.
 
-A row is a mapping of column to text, as it stands in the file. To compute it again, its identifying
-columns are read and the others are computed by the very functions of the study that wrote it.
+A row is a mapping from column to the text in the file. To compute it again, the columns that
+identify it are read, and the functions of the study that wrote it compute the others.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Computed = dict[str, Any]
 
 
 class StaleError(ValueError):
-    """A row that today's code would not write at all; the message says why."""
+    """Today's code would not write this row at all; the message says why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """One committed table. ``again`` computes some columns of a row anew; ``keys`` identify a row
     in messages; ``rows`` of it are drawn by default; ``command`` writes the whole table, with the
@@ -76,7 +76,7 @@ def _memory(row: Row, reference: Path) -> Computed:
     key = row["contender"], row["model"], row["plan"]
     cases = {(case.contender, case.model, case.text): case for case in memory_table.CASES}
     if key not in cases:
-        raise StaleError("the study has no such plan any more")
+        raise StaleError("the study no longer has this plan")
     computed = memory_table.price(cases[key], dict(row))
     return {name: value for name, value in computed.items() if name.startswith("simulated_")}
 
@@ -85,7 +85,7 @@ def _validation(row: Row, reference: Path) -> Computed:
     del reference
     lines = _published()
     if row["place"] not in lines:
-        raise StaleError("results/published has no such row any more")
+        raise StaleError("results/published no longer has this row")
     outcome = outcome_of(lines[row["place"]])
     computed: Computed = {"reason": outcome.reason, "predicted": ""}
     if outcome.prediction is not None:
@@ -109,10 +109,15 @@ def _plan(row: Row, reference: Path) -> Computed:
         preset("model", row["model"], ModelShape),
         preset("cluster", row["cluster"], Cluster),
     )
-    task = Task(shape, cluster, int(row["num_gpus"]), int(row["global_batch"]))
+    task = Task(
+        shape=shape,
+        cluster=cluster,
+        num_gpus=int(row["num_gpus"]),
+        global_batch=int(row["global_batch"]),
+    )
     computed = priced_again(Cell(task, float(row["bandwidth"])), row["setting"]).columns()
     computed["mode"] = row["mode"]
-    # Other digits than the file's six would say that nothing ever agrees.
+    # The file has six digits, so the computed values are rounded to six as well.
     return {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in computed.items()}
 
 
@@ -129,14 +134,14 @@ def _verdict(row: Row, reference: Path) -> Computed:
 
 @cache
 def _judged(plans: Path) -> list[Row]:
-    """The verdict on a file of plans, as it would be written."""
+    """The rows of the verdict on a file of plans, as the study would write them."""
     text = judge(pd.read_csv(plans)).to_csv(index=False, float_format="%.4g")
     return list(csv.DictReader(text.splitlines()))
 
 
 def _orders_rows(document: dict[str, Any]) -> list[Row]:
-    """The sizes that the document speaks of, as rows: each is claimed to keep to the largest step
-    over the bound that was found."""
+    """The sizes that the document covers, as rows. Each row claims that its step over the bound is
+    at most the largest one that the document gives."""
     bound = document["bound"]
     return [
         {"ranks": str(p), "chunks": str(v), "unit": str(u), "microbatches": str(m)}
@@ -157,40 +162,40 @@ _FOR_CLAIM_33 = ("benchmarks.run", "experiment=claim_33")
 
 TABLES: Sequence[Table] = (
     Table(
-        "schedules.csv",
-        ("ranks", "microbatches", "schedule", "chunks", "unit", "keep"),
-        8,
-        _schedule,
-        (f"{_STUDY}.schedule_table", "{reference}/schedules.csv"),
+        path="schedules.csv",
+        keys=("ranks", "microbatches", "schedule", "chunks", "unit", "keep"),
+        rows=8,
+        again=_schedule,
+        command=(f"{_STUDY}.schedule_table", "{reference}/schedules.csv"),
     ),
     Table(
-        "schedule_orders.json",
-        ("ranks", "chunks", "unit", "microbatches"),
-        20,
-        _orders,
-        (f"{_STUDY}.schedule_orders", "--out", "{reference}/schedule_orders.json"),
+        path="schedule_orders.json",
+        keys=("ranks", "chunks", "unit", "microbatches"),
+        rows=20,
+        again=_orders,
+        command=(f"{_STUDY}.schedule_orders", "--out", "{reference}/schedule_orders.json"),
     ),
     Table(
-        "memory/traced_vs_simulated.csv",
-        ("contender", "model", "plan", "pipeline_rank"),
-        3,
-        _memory,
-        (f"{_STUDY}.memory_table", "{reference}/memory/traced_vs_simulated.csv"),
+        path="memory/traced_vs_simulated.csv",
+        keys=("contender", "model", "plan", "pipeline_rank"),
+        rows=3,
+        again=_memory,
+        command=(f"{_STUDY}.memory_table", "{reference}/memory/traced_vs_simulated.csv"),
     ),
     Table(
-        "validation/validation.csv",
-        ("place",),
-        20,
-        _validation,
-        ("benchmarks.validate", "--out", "{reference}/validation"),
+        path="validation/validation.csv",
+        keys=("place",),
+        rows=20,
+        again=_validation,
+        command=("benchmarks.validate", "--out", "{reference}/validation"),
     ),
     Table(
-        "claim_33/plans.csv",
-        (*VERDICT_KEYS, "contender"),
-        4,
-        _plan,
-        (*_FOR_CLAIM_33, "report_dir={reference}/claim_33"),
-        ("rerun=all",),
+        path="claim_33/plans.csv",
+        keys=(*VERDICT_KEYS, "contender"),
+        rows=4,
+        again=_plan,
+        command=(*_FOR_CLAIM_33, "report_dir={reference}/claim_33"),
+        anew=("rerun=all",),
     ),
-    Table("claim_33/verdict.csv", VERDICT_KEYS, 10, _verdict, ()),
+    Table(path="claim_33/verdict.csv", keys=VERDICT_KEYS, rows=10, again=_verdict, command=()),
 )

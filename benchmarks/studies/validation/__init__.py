@@ -1,1 +1,7 @@
-"""Published measurements beside the simulator's predictions: ``python -m benchmarks.validate``."""
+"""Compares published measurements with the simulator's predictions (``benchmarks.validate``).
+
+In: CSV files with the columns of docs/published_rows.md. Out: predictions and their errors.
+Read ``rows`` (the columns; ``cells`` and ``quantities`` say what may be in them), ``reader`` (CSV
+to rows), ``cases`` (row to Plan, on the cluster of ``clusters``), ``predict`` (Plan to the row's
+quantity), ``pairs`` (ratios of runs), ``errors`` and ``write``.
+"""

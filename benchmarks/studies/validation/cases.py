@@ -1,7 +1,7 @@
-"""From a row to the Plan that the simulator prices.
+"""From a published row to the Plan that the simulator prices.
 
-Everything is a column of the row; what a column leaves blank is the registered program's. ZeRO-3
-without a pipeline gathers every block for every pass, as FSDP does.
+All of it comes from the columns of the row; if a column is blank, the registered program's value is
+used. ZeRO-3 without a pipeline gathers every block for each forward and backward, as FSDP does.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
 
-_MOST_BLOCKS = 10**6  # a step of a row that is wrong could be simulated for ever
+_MOST_BLOCKS = 10**6  # blocks x microbatches; a wrong row could otherwise take for ever
 _UNPRICED_SCHEDULES = ("dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min", "seq1f1b")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Everything that a row's prediction depends on; equal cases share one simulation."""
+    """Everything on which a row's prediction depends; equal cases share one simulation."""
 
     shape: ModelShape
     cluster: Cluster
@@ -49,8 +49,8 @@ class Case:
 
 
 def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
-    """A row as the simulator takes it, on another cluster preset where one is named; raises
-    UnpredictableError where no price exists."""
+    """The case of a row, on the cluster preset ``cluster_name`` if one is given. Raises
+    UnpredictableError if the case has no price."""
     _refuse_what_has_no_price(row)
     count = row.global_batch // (row.micro_batch * row.dp)
     if row.layers * count > _MOST_BLOCKS:
@@ -121,7 +121,7 @@ def _layout(row: PublishedRow) -> Layout:
 
 
 def program_of(row: PublishedRow) -> Program:
-    """The registered program, with what the row states otherwise."""
+    """The registered program, with the traits that the row states differently."""
     program, state = program_named(row.program), program_named(row.program).state(_precision(row))
     if row.gradient_dtype:
         state = replace(state, gradients=_BYTES[row.gradient_dtype])
@@ -143,7 +143,7 @@ def _with_state(program: Program, state: StateBytes, precision: Precision) -> Pr
 
 
 def _cuts(case: Case, stages: int) -> tuple[int, ...]:
-    """Cuts that need no prices."""
+    """Where the model is cut into stages, by rules that need no prices."""
     if case.program.spread == "flops":
         return balanced_cuts(case.shape, stages)
     return even_cuts(case.shape, stages, blocks=case.program.spread == "blocks")
@@ -151,7 +151,7 @@ def _cuts(case: Case, stages: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def plan_of(case: Case) -> Plan:
-    """The case's Plan; raises UnpredictableError where no schedule of that name fits the sizes."""
+    """The case's Plan; raises UnpredictableError if its schedule does not exist for the sizes."""
     cuts: tuple[int, ...]
     try:
         if case.schedule == "zeropp":
@@ -194,14 +194,20 @@ def _zeropp_plan(case: Case) -> Plan:
         recompute_blocks="auto" if blocks is None else blocks // stages,
     )
     batch = case.microbatch * case.num_microbatches * layout.dp
-    task = Task(case.shape, case.cluster, layout.world, batch, case.precision)
+    task = Task(
+        shape=case.shape,
+        cluster=case.cluster,
+        num_gpus=layout.world,
+        global_batch=batch,
+        precision=case.precision,
+    )
     plan = ZEROPP.plan(task, Candidate(knobs, case.microbatch))
     return replace(plan, program=case.program.name)
 
 
 def _recomputed(case: Case, cuts: tuple[int, ...]) -> tuple[int, ...]:
-    """Blocks that every stage recomputes: equally many, or, where every piece is a stage, all
-    those of the model's first blocks; empty where all are."""
+    """The number of blocks that each stage recomputes; empty if all blocks are. Every stage has the
+    same number, except where every piece is a stage: then these are the model's first blocks."""
     blocks, stages = case.recompute_blocks, len(cuts) - 1
     if blocks is None:
         return ()
@@ -226,20 +232,30 @@ def _pipeline_schedule(case: Case) -> Schedule:
 
 @lru_cache(maxsize=1024)
 def _fsdp_schedule(shape: ModelShape, count: int) -> tuple[Schedule, tuple[int, ...]]:
-    """Every piece is a stage: gathered for each forward and each backward, reduced after it."""
+    """A schedule in which every piece is a stage, which is gathered for each forward and backward
+    and reduced after the backward."""
     stages = range(shape.num_pieces)
     program: list[Action] = []
     for j in range(count):
         program += [Action(s, Op.FORWARD, j) for s in stages]
         program += [Action(s, Op.FULL_BACKWARD, j) for s in reversed(stages)]
-    bare = Schedule("fsdp", count, 1, (0,) * len(stages), (tuple(program),))
+    bare = Schedule(
+        name="fsdp",
+        num_microbatches=count,
+        unit=1,
+        stage_rank=(0,) * len(stages),
+        programs=(tuple(program),),
+    )
     return lower(bare, gather=True, reduce_every="unit"), (*stages, shape.num_pieces)
 
 
 def even_cuts(shape: ModelShape, stages: int, *, blocks: bool = False) -> tuple[int, ...]:
-    """Equal blocks per stage, embedding with the first and head with the last. Where the blocks do
-    not divide, both ends count as one each (BLOOM, Llama 3 and arXiv 2401.10241 chose their depths
-    for it), unless ``blocks`` alone are spread; the last stages have what is left over."""
+    """Cuts with equally many blocks per stage; the embedding is in the first, the head in the last.
+
+    If the blocks do not divide, embedding and head count as one block each (BLOOM, Llama 3 and
+    arXiv 2401.10241 chose their depths for this), unless ``blocks`` is true. The last stages get
+    the remainder.
+    """
     first = 1 if blocks or shape.layers % stages == 0 else 0
     each, more = divmod(shape.num_pieces - 2 * first, stages)
     inner = (first + each * s + max(0, s - (stages - more)) for s in range(1, stages))

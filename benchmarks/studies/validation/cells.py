@@ -1,4 +1,4 @@
-"""How the cells of a published table are spelt: one spelling per type, everything else refused."""
+"""The spelling of cells in published tables: one per type, and all others are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DECIMAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]+)?(?:e[-+]?[0-9]{1,2})?")
 def _whole(cell: Any) -> int:
     if isinstance(cell, str) and _WHOLE.fullmatch(cell):
         return int(cell)
-    raise ValueError("must be a whole number in digits alone, for example 8192")
+    raise ValueError("must be a whole number in digits only, for example 8192")
 
 
 def _decimal(cell: Any) -> float:

@@ -1,10 +1,10 @@
-"""The cluster of a row: its device's preset in ``conf/cluster`` with the numbers that it states.
+"""The cluster of a row: its device's preset in ``conf/cluster``, with the numbers of the row.
 
-B200 and GB200 have no preset: they are an H100 whose peak, memory and links are those of
-``results/published/hardware.csv``, so they keep its shares of them. ``device=stated`` is an A100
-scaled in the same way to the row's peak, memory and memory bandwidth. ``power_w`` changes the
-clocks: products run at the root of the power's ratio, because power grows with frequency and
-voltage.
+B200 and GB200 have no preset. They are made from an H100 whose peak, memory and links are replaced
+by those of ``results/published/hardware.csv``; the share of them that is reached stays the same.
+``device=stated`` is an A100 that is scaled in the same way to the row's peak, memory and memory
+bandwidth. ``power_w`` changes the clocks: the rate of products changes with the square root of the
+power, because power grows with frequency and voltage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.studies.validation.rows import POWER_W, PublishedRow, Unpredicta
 from zeropp.cluster import Cluster, Device
 
 _HARDWARE = CHECKOUT / "results" / "published" / "hardware.csv"
-_FACTS = ("b200", "gb200")  # devices of hardware.csv without a preset
+_FACTS = ("b200", "gb200")  # devices that have no preset, but are in hardware.csv
 _PCIE_GB_S = {
     "v100": 15.5, "a100": 31.0, "a800": 31.0, "h100": 63.0, "h800": 63.0, "h200": 63.0,
     "b200": 63.0, "gb200": 63.0, "stated": 31.0,
@@ -66,7 +66,7 @@ def at_rate(device: Device, factor: float) -> Device:
 
 
 def with_peak(device: Device, tflops: float) -> Device:
-    """The device with another dense 16-bit peak (TFLOP/s), of which it reaches the same share."""
+    """The device with another dense 16-bit peak in TFLOP/s; it reaches the same share of it."""
     if device.peak_bf16_tflops is None:
         raise UnpredictableError(f"peak_bf16_tflops={tflops:g}: {device.name}'s own is not known")
     scaled = at_rate(device, tflops / device.peak_bf16_tflops)
@@ -75,7 +75,7 @@ def with_peak(device: Device, tflops: float) -> Device:
 
 @lru_cache(maxsize=16)
 def _base(name: str) -> Cluster:
-    """The preset; what has none is made of the nearest that there is."""
+    """A device's preset, or a cluster made from the most similar preset if it has none."""
     if name in _FACTS:
         return _from_facts(name)
     cluster: Cluster = preset("cluster", "a100" if name == "stated" else name, Cluster)
@@ -85,7 +85,8 @@ def _base(name: str) -> Cluster:
 
 
 def _from_facts(name: str) -> Cluster:
-    """An H100 scaled to the facts of another device; what is not listed is the B200's."""
+    """An H100 scaled to another device's numbers in hardware.csv; those that are missing are the
+    B200's."""
     with _HARDWARE.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
 

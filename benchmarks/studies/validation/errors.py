@@ -1,4 +1,4 @@
-"""What validation says of all rows: outcomes, errors by source and kind, refusals by reason."""
+"""The results of validation: predictions, errors per source and kind, refusals per reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("throughput", "memory", "ratio")
 
 @dataclass(frozen=True)
 class Outcome:
-    """A line of a table with its prediction, or the reason why there is none."""
+    """A line of a table with its prediction, or with the reason why there is none."""
 
     line: Line
     prediction: Prediction | None
@@ -28,14 +28,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A row that was predicted."""
+    """A row with its prediction."""
 
     row: PublishedRow
     prediction: Prediction
 
 
 def outcome_of(line: Line, cluster: str | None = None) -> Outcome:
-    """Predict a line, on another cluster preset where one is named, or say why not."""
+    """Predict a line, on the preset ``cluster`` if one is given, or say why that is impossible."""
     if line.row is None:
         return Outcome(line, None, line.refusal)
     try:
@@ -54,8 +54,8 @@ def predicted_rows(outcomes: Iterable[Outcome]) -> list[Predicted]:
 
 
 def first_of_runs(predicted: Iterable[Predicted]) -> list[Predicted]:
-    """One row per run and quantity: a run whose speed is printed in three units counts once, by
-    the first of its rows. Equal rows of one metric are runs of their own, repeated."""
+    """One row per run and quantity. A run whose speed is printed in three units counts once, by its
+    first row. Equal rows with the same metric are repeated runs, and all of them count."""
     repeats: Counter[tuple[Any, ...]] = Counter()
     seen: set[tuple[Any, ...]] = set()
     first = []
@@ -72,8 +72,8 @@ def first_of_runs(predicted: Iterable[Predicted]) -> list[Predicted]:
 
 @dataclass(frozen=True)
 class Errors:
-    """Absolute relative errors of one kind (throughput, memory, or the ratio of two runs) and
-    source. ``rows`` are numbers that were printed; ``median`` and ``p90`` are over ``runs``."""
+    """The absolute relative errors of one source and kind (throughput, memory, or the ratio of two
+    runs). ``rows`` counts printed numbers; ``median`` and ``p90`` are over ``runs``."""
 
     kind: str
     source: str
@@ -84,7 +84,7 @@ class Errors:
     p90: float
 
     def line(self) -> str:
-        """As it is printed, under ``HEADER``."""
+        """The line that is printed under ``HEADER``."""
         return (
             f"{self.kind:10}  {self.source[:58]:58}  {self.role:8}  {self.rows:5}  {self.runs:5}  "
             f"{self.median:6.1%}  {self.p90:6.1%}"
@@ -95,7 +95,7 @@ HEADER = f"{'kind':10}  {'source':58}  {'role':8}  {'rows':>5}  {'runs':>5}  med
 
 
 def errors_of(predicted: Sequence[Predicted]) -> list[Errors]:
-    """Median and 90th percentile by kind and source, and over all; ratios of pairs last."""
+    """Median and 90th percentile per kind and source, and over all sources; ratios come last."""
     rows: Counter[tuple[str, str, str]] = Counter()
     errors: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for one in predicted:
@@ -124,8 +124,8 @@ def _groups(kind: str, row: PublishedRow) -> list[tuple[str, str, str]]:
 
 
 def oom_line(predicted: Sequence[Predicted]) -> str:
-    """How often the model's word on memory agrees with what happened: of runs that were out of
-    memory, and of all that ran (every row with a number did)."""
+    """A line that says how often the model is right on whether a run fits into memory: for runs
+    that were out of memory, and for runs that ran, which are all rows with a number."""
     out = [p.prediction for p in predicted if p.row.unit == "yes/no" and p.row.value == "yes"]
     ran = [p.prediction for p in predicted if p.row.unit != "yes/no" or p.row.value == "no"]
     right, wrong = sum(not p.fits for p in out), sum(not p.fits for p in ran)
@@ -134,7 +134,7 @@ def oom_line(predicted: Sequence[Predicted]) -> str:
 
 
 def refusals(outcomes: Iterable[Outcome]) -> Counter[tuple[str, str]]:
-    """Rows without a prediction, counted by table and reason."""
+    """The number of rows without a prediction per table and reason."""
     return Counter(
         (o.line.place.rpartition(":")[0], o.reason) for o in outcomes if o.prediction is None
     )

@@ -1,6 +1,6 @@
-"""Speed-ups: pairs of runs that differ in schedule or in parallelism alone.
+"""Pairs of published runs that differ only in schedule or parallelism.
 
-The error of a pair is that of the ratio of its two values, predicted over measured.
+The error of a pair is that of the ratio of its two values: predicted ratio over measured ratio - 1.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from benchmarks.studies.validation.predict import Prediction
 from benchmarks.studies.validation.rows import PublishedRow
 
-# What may differ, of which at least one must. The microbatch belongs to the kernels' sizes and not
-# to the parallelism.
+# The columns that may differ, and at least one of them must. The microbatch is not among them,
+# because it changes the sizes of kernels.
 DIFFER = (
     "tp", "pp", "chunks", "dp", "zero", "zero1_group", "zero3_group", "schedule",
     "sequence_parallel",
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two rows by index, and the ratio of the first's value over the second's."""
+    """Two rows, by index, and the ratio of the first one's value to the second one's."""
 
     first: int
     second: int
@@ -34,12 +34,12 @@ class Pair:
 
     @property
     def relative_error(self) -> float:
-        """Predicted ratio over measured ratio, less one."""
+        """The predicted ratio over the measured ratio, minus 1."""
         return self.predicted / self.measured - 1.0
 
 
 def pairs_of(rows: Sequence[PublishedRow], predictions: Sequence[Prediction]) -> list[Pair]:
-    """All such pairs of predicted throughput rows with the same metric and unit."""
+    """All pairs of predicted throughput rows with the same metric and unit."""
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, (row, prediction) in enumerate(zip(rows, predictions, strict=True)):
         if prediction.kind == "throughput":
@@ -55,4 +55,10 @@ def pairs_of(rows: Sequence[PublishedRow], predictions: Sequence[Prediction]) ->
 
 def _pair(rows: Sequence[PublishedRow], predictions: Sequence[Prediction], i: int, j: int) -> Pair:
     predicted = predictions[i].value / predictions[j].value
-    return Pair(i, j, rows[i].source, rows[i].measured / rows[j].measured, predicted)
+    return Pair(
+        first=i,
+        second=j,
+        source=rows[i].source,
+        measured=rows[i].measured / rows[j].measured,
+        predicted=predicted,
+    )

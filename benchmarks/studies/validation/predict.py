@@ -1,7 +1,7 @@
-"""A row's quantity, in the row's own unit, from the simulated step of its Plan.
+"""Predicts the quantity of a row, in the row's unit, from the simulated step of its Plan.
 
-FLOPs are those of arXiv 2104.04473 (eq. 3) and 2205.05198 (appendix); attention counts in full,
-or half of it where the row says that its source counts the causal half.
+FLOPs are those of arXiv 2104.04473 (eq. 3) and 2205.05198 (appendix). Attention counts in full, or
+half if the row's source counts only the causal half.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from zeropp.cost import model_flops_per_token, price_plan
 from zeropp.cost.flops import block_forward_flops
 from zeropp.sim.simulator import SimResult, simulate
 
-# A share of what torch's allocator reserves is fragments: 15 % on average over eight language
-# models on A100 (GMLake, arXiv 2401.08156); nearly none in expandable segments.
+# The share of the memory reserved by torch's allocator that is lost to fragmentation: 15 % on
+# average over eight language models on A100 (GMLake, arXiv 2401.08156). With expandable segments it
+# is nearly 0.
 _FRAGMENTS = 0.15
 Kind = Literal["throughput", "memory", "oom"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """``value`` in the row's unit; ``text`` is ``OOM`` or ``fits`` for rows of memory's limit."""
+    """A predicted ``value`` in the row's unit. For ``ran_out_of_memory`` the ``text`` is ``OOM`` or
+    ``fits``."""
 
     kind: Kind
     value: float
     text: str
-    relative_error: float  # of ``oom``: 0 where the row agrees, else 1
+    relative_error: float  # for kind ``oom``: 0 if the row agrees, else 1
     fits: bool = True  # whether the model says that the run fits into memory
 
 
 def predict(row: PublishedRow, cluster_name: str | None = None) -> Prediction:
-    """Predict one row; raises UnpredictableError with the reason."""
+    """Predict one row; raises UnpredictableError, with the reason, if that is impossible."""
     return predict_case(row, case_of(row, cluster_name))
 
 
@@ -48,22 +50,34 @@ def predict_case(row: PublishedRow, case: Case) -> Prediction:
     fits = result.peak_bytes <= case.cluster.device.usable_bytes
     if kind == "limit":
         agrees = fits is (row.value == "no")
-        return Prediction("oom", float("nan"), "fits" if fits else "OOM", float(not agrees), fits)
+        return Prediction(
+            kind="oom",
+            value=float("nan"),
+            text="fits" if fits else "OOM",
+            relative_error=float(not agrees),
+            fits=fits,
+        )
     if kind == "memory":
-        whole = row.metric.startswith("peak")  # else of what a formula gives, not of a run
+        whole = row.metric.startswith("peak")  # the other metrics are formulas' and not a run's
         return _compared(row, _memory_bytes(row, case, result), "memory", fits or not whole)
     return _compared(row, _speed(row, case, result), "throughput", fits)
 
 
 def _compared(row: PublishedRow, value: float, kind: Kind, fits: bool = True) -> Prediction:
-    """``value`` in SI units, beside the row's number."""
+    """The prediction of ``value`` (in SI units) for a row's number."""
     scaled = value * row.measure.units[row.unit]
-    return Prediction(kind, scaled, f"{scaled:.6g}", scaled / row.measured - 1.0, fits)
+    return Prediction(
+        kind=kind,
+        value=scaled,
+        text=f"{scaled:.6g}",
+        relative_error=scaled / row.measured - 1.0,
+        fits=fits,
+    )
 
 
 @lru_cache(maxsize=8192)
 def simulated(case: Case) -> SimResult:
-    """One simulated step of a case."""
+    """Simulate one step of a case."""
     plan = plan_of(case)
     return simulate(plan, case.cluster, price=price_plan(plan, case.cluster, case.program))
 
@@ -84,7 +98,7 @@ def _speed(row: PublishedRow, case: Case, result: SimResult) -> float:
 
 
 def _peak_flops(row: PublishedRow, case: Case) -> float:
-    """What a utilisation is a share of."""
+    """The FLOP/s of which a utilisation is a share."""
     device = case.cluster.device
     known = device.peak_fp32_tflops if case.precision == "fp32" else device.peak_bf16_tflops
     peak = row.utilization_peak_tflops or known
@@ -107,7 +121,7 @@ def _flops_per_token(row: PublishedRow, case: Case) -> float:
 
 
 def _memory_bytes(row: PublishedRow, case: Case, result: SimResult) -> float:
-    """Memory of the fullest rank, or of the kind that the metric names (first pipeline rank)."""
+    """The memory of the fullest rank, or of the first pipeline rank if the metric names a kind."""
     first = result.memory[0]
     if row.metric == "activation_memory":
         return float(first.activations)
@@ -119,8 +133,8 @@ def _memory_bytes(row: PublishedRow, case: Case, result: SimResult) -> float:
 
 
 def _layer_s(row: PublishedRow, case: Case) -> float:
-    """Seconds of one block's forward, backward or both, tensor-parallel collectives included:
-    what a model with one more block costs more."""
+    """Seconds of one block's forward, backward or both, with tensor-parallel collectives: the
+    difference between the model and one with one more block."""
     alone = replace(case, layout=replace(case.layout, pp=1, chunks=1), num_microbatches=1)
     costs = []
     for layers in (1, 2):

@@ -1,9 +1,9 @@
 """The closed list of metrics that a published row may report, with units and definitions.
 
-A metric's name is its definition: ``model_`` and ``mfu`` count the model's FLOPs alone,
-``hardware_`` and ``hfu`` also what recomputation runs again (arXiv 2205.05198, appendix);
-``allocated`` is what tensors take, ``reserved`` what torch's allocator holds. The unit says the
-rest: GB is 10^9 bytes, GiB is 2^30.
+A metric's name is its definition. ``model_`` and ``mfu`` count the model's FLOPs only;
+``hardware_`` and ``hfu`` also count recomputation (arXiv 2205.05198, appendix). ``allocated`` is
+the memory of tensors, ``reserved`` what torch's allocator holds. The unit says the rest: GB is 10^9
+bytes, GiB is 2^30.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _SHARES = {"%": 100.0, "fraction": 1.0}
 
 @dataclass(frozen=True)
 class Metric:
-    """``units`` maps each unit to its scale: a value in it is the value in SI units (seconds, per
-    second, FLOP/s, a fraction, bytes) times the scale. ``per_gpu``: divided by the GPUs of the run.
-    """
+    """A metric's kind and units. ``units`` gives the scale of each unit: a value in the unit is the
+    value in SI units (seconds, 1/second, FLOP/s, a fraction, bytes) times the scale. ``per_gpu``
+    means divided by the GPUs of the run."""
 
     kind: Kind
     units: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""From CSV files to rows: each line is understood, or refused with its column and value."""
+"""From CSV files to rows: a line becomes a row, or is refused with its column and value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.specification.run_spec import SpecError
 from benchmarks.studies.validation.rows import COLUMNS, OPTIONAL, PublishedRow
 
 PUBLISHED = CHECKOUT / "results" / "published"
-# Tables of other things than training runs, which have other columns.
+# Tables that are not of training runs and have other columns.
 OTHER_TABLES = ("claims.csv", "gemm_efficiency.csv", "hardware.csv", "nccl_busbw.csv")
 
 
@@ -25,7 +25,7 @@ def training_tables() -> list[Path]:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table: its ``cells``, and either the row or why it was refused."""
+    """A line of a table: its ``cells``, and either the row or the reason why it was refused."""
 
     place: str  # file and line
     cells: dict[str, str]
@@ -34,8 +34,8 @@ class Line:
 
 
 def read_rows(path: Path) -> list[Line]:
-    """All lines of a table. Raises SpecError in one line where the file cannot be read or its
-    header is not that of the schema."""
+    """All lines of a table. Raises SpecError, in one line, if the file cannot be read or if its
+    header does not have the columns of the schema."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             header, *rest = [*csv.reader(file, strict=True)] or [[]]
@@ -54,7 +54,7 @@ def _check_header(path: Path, header: list[str]) -> None:
             meant = f"is {near[0]!r} meant?" if near else "docs/published_rows.md has the schema"
             raise SpecError(f"{path}: column {name!r} is not known ({meant})")
         if header.count(name) > 1:
-            raise SpecError(f"{path}: column {name!r} is there twice")
+            raise SpecError(f"{path}: column {name!r} appears twice")
     for name in COLUMNS:
         if name not in header and name not in OPTIONAL:
             raise SpecError(f"{path}: column {name!r} is missing (docs/published_rows.md)")
@@ -72,8 +72,8 @@ def _line(place: str, header: list[str], cells: list[str]) -> Line:
 
 
 def _one_line(error: ValidationError) -> str:
-    """What is wrong: column, value, and what it must be; of several columns the first, but all
-    that are blank."""
+    """The mistake in one line: all columns that are blank but must not be; otherwise the first
+    column that is wrong, its value and what it must be."""
     blank = [str(e["loc"][0]) for e in error.errors() if e["type"] == "missing"]
     if blank:
         return f"blank, but must be given: {', '.join(blank)}"

@@ -1,8 +1,8 @@
-"""The schema of published training measurements: what a row must say, and must not contradict.
+"""The schema of published training measurements: which columns a row has, and which values agree.
 
-One CSV file per table, one line per measured number, columns as in ``PublishedRow``
-(``docs/published_rows.md`` explains each one). No rule reads prose: ``source``, ``url``, ``table``,
-``model``, ``verified`` and ``remark`` are for people and decide no price.
+There is one CSV file per table and one line per measured number; the columns are the fields of
+``PublishedRow`` (``docs/published_rows.md`` explains each). ``source``, ``url``, ``table``,
+``model``, ``verified`` and ``remark`` are for people and never change a price.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ ScheduleName = Literal[
 ]  # fmt: skip
 CHUNKED = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "zeropp", "hanayo", "seq1f1b")
 TWO_CHUNKS = ("zbv", "dualpipe", "dualpipev", "v_half", "v_min")
-# Boards' nominal power in W, to which ``power_w`` is compared (results/published/hardware.csv).
+# Nominal power of the boards in W (results/published/hardware.csv), for rows with ``power_w``.
 POWER_W = {"v100": 300, "a100": 400, "a800": 400, "h100": 700, "h800": 700, "h200": 700}
 SLACK = 0.03  # parameters may differ by this share from those of the shape
 
 
 class UnpredictableError(ValueError):
-    """Why a row that is well understood has no price; one line."""
+    """A correct row has no price; the message is one line that says why."""
 
 
 def _registered(name: str) -> str:
@@ -54,7 +54,7 @@ def _registered(name: str) -> str:
 
 
 class PublishedRow(BaseModel):
-    """One measured number and everything that its price depends on."""
+    """One measured number and everything on which its price depends."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -78,7 +78,7 @@ class PublishedRow(BaseModel):
     vocab: Count
     seq: Count
     tied_embeddings: YesNo
-    # Device and network; what is blank is the device's preset in ``conf/cluster``.
+    # Device and network; a blank cell means the value of the device's preset in ``conf/cluster``.
     device: Device
     memory_gib: Decimal | None = None
     memory_bandwidth_gb_s: Decimal | None = None
@@ -110,7 +110,7 @@ class PublishedRow(BaseModel):
     dtype: Precise
     gradient_dtype: Half | None = None  # of the sum over microbatches; blank: the program's
     reduce_dtype: Half | None = None  # on the wire; blank: the program's
-    # What the run had otherwise than its program; blank: as the program has it.
+    # Traits in which the run differs from its program; blank: the program's.
     attention: Literal["flash", "unfused"] | None = None
     compiled: YesNo | None = None
     overlap_gradients: YesNo | None = None
@@ -144,7 +144,7 @@ class PublishedRow(BaseModel):
 
     @property
     def run(self) -> tuple[tuple[str, Any], ...]:
-        """What two rows of one run share: all columns but those of the number itself."""
+        """What two rows of the same run have in common: all columns except those of the number."""
         return tuple((name, value) for name, value in self if name not in _OF_THE_NUMBER)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Validation's files: every row with its prediction, the errors by source, and the picture."""
+"""Writes the files of validation: all rows with predictions, the errors, and a picture."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ ANSWERS = ("place", "predicted", "relative_error", "first_of_run", "reason")
 
 
 def write(outcomes: Sequence[Outcome], errors: Sequence[Errors], out: Path) -> None:
-    """``validation.csv`` (every input column, then its place, what was predicted, the relative
-    error, whether it is the row by which its run is counted, and the reason of a refusal),
-    ``errors.csv`` (one line per kind and source) and ``validation.png``."""
+    """Write the three files of a validation into ``out``.
+
+    ``validation.csv`` has every input column, then the row's place, the prediction, the relative
+    error, whether its run is counted by this row, and the reason of a refusal. ``errors.csv`` has
+    one line per kind and source. ``validation.png`` shows predicted over measured.
+    """
     out.mkdir(parents=True, exist_ok=True)
     first = {id(one.prediction) for one in first_of_runs(predicted_rows(outcomes))}
     with (out / "validation.csv").open("w", newline="", encoding="utf-8") as file:
@@ -51,8 +54,8 @@ def _answer(outcome: Outcome, first: set[int]) -> dict[str, str]:
 
 
 def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Predicted over measured, against measured: one panel per kind and unit, one colour per
-    source, one dot per run."""
+    """Draw predicted / measured over measured: one panel per kind and unit, one colour per source,
+    one dot per run."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for one in first_of_runs(predicted_rows(outcomes)):
         row, prediction = one.row, one.prediction

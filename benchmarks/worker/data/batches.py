@@ -1,7 +1,7 @@
 """Global batches by step number, from text, Megatron files or a random generator.
 
-Batch ``step`` depends on ``(data.seed, step)`` alone. Every rank draws the same global batch and
-keeps the rows of its data-parallel index, so all topologies train on the same sequences.
+The batch of a step depends on ``(data.seed, step)`` only. Every rank draws the same global batch
+and keeps the rows of its data-parallel index, so that all topologies train on the same sequences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTES = 256  # vocabulary of byte-level text
 class BatchSource:
     """Draws batches of ``global_batch`` sequences of ``seq`` tokens.
 
-    ``tokens`` is the stream to cut windows from; empty for synthetic data.
+    ``tokens`` is the stream from which sequences are cut; it is empty for synthetic data.
     """
 
     tokens: NDArray[Any]
@@ -34,8 +34,8 @@ class BatchSource:
     seed: int
 
     def batch(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Inputs and targets of one step, both int64 [global_batch, seq]; targets are the inputs
-        moved on by one token. Raises ValueError on a token outside the vocabulary."""
+        """(inputs, targets) of one step, both int64 [global_batch, seq]; targets are the inputs
+        shifted by one token. Raises ValueError for a token outside of the vocabulary."""
         random = np.random.default_rng([self.seed, step])
         if self.tokens.size == 0:
             shape = (self.global_batch, self.seq + 1)
@@ -52,7 +52,8 @@ class BatchSource:
     def shard(
         self, step: int, index: int, count: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows of data-parallel rank ``index`` of ``count``: [global_batch / count, seq]."""
+        """(inputs, targets) of data-parallel rank ``index`` of ``count``, both int64
+        [global_batch / count, seq]."""
         rows = self.global_batch // count
         inputs, targets = self.batch(step)
         return inputs[index * rows : (index + 1) * rows], targets[index * rows : (index + 1) * rows]
@@ -70,7 +71,7 @@ def open_batches(spec: RunSpec) -> BatchSource:
 
 
 def check_data(spec: RunSpec) -> None:
-    """Refuse data that cannot be read or does not fit the model; raises SpecError."""
+    """Raise SpecError if the data cannot be read or does not fit the model."""
     if spec.data.kind == "synthetic":
         return
     if not spec.data.path:
@@ -109,7 +110,8 @@ def _open_tokens(data: DataSpec) -> NDArray[Any]:
 
 
 def _resolve(path: str) -> Path:
-    """Relative paths are looked up from where the user stands, then from the checkout."""
+    """The path itself or, if a relative path is not found in the current folder, that path from the
+    checkout."""
     given = Path(path).expanduser()
     if given.is_absolute() or given.exists():
         return given

@@ -1,4 +1,4 @@
-"""This rank's part of a global batch, on its device: where data meets torch."""
+"""This rank's part of a global batch, as tensors on its device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeropp.layout import Layout
 def local_batch(
     batches: BatchSource, layout: Layout, step: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of this rank, both int64 [global_batch / dp, seq]."""
+    """(inputs, targets) of this rank, both int64 [global_batch / dp, seq]."""
     rows = batches.shard(step, layout.dp_index(dist.get_rank()), layout.dp)
     inputs, targets = (torch.from_numpy(part).to(device) for part in rows)
     return inputs, targets

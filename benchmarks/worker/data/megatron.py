@@ -1,9 +1,9 @@
-"""Read Megatron's indexed data set: ``PREFIX.idx`` (header) beside ``PREFIX.bin`` (tokens).
+"""Reads Megatron's indexed data set: ``PREFIX.idx`` (header) and ``PREFIX.bin`` (tokens).
 
 Layout of the index (Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``): 9 magic bytes,
 version as uint64 = 1, one byte for the type of the tokens, the number of sequences and of
 documents as uint64, then the lengths (int32) and byte offsets (int64) of the sequences. The
-tokens of all sequences stand one after another in the ``.bin``, so it is read as one stream.
+``.bin`` has the tokens of all sequences one after another, so it is read as one stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DTYPES: dict[int, type[np.generic]] = {
 
 
 def open_megatron(prefix: Path) -> NDArray[Any]:
-    """Memory map of all tokens; raises ValueError where the index is not Megatron's."""
+    """A memory map of all tokens; raises ValueError if the index is not one of Megatron's."""
     index = prefix.with_name(prefix.name + ".idx")
     with index.open("rb") as file:
         header = file.read(len(MAGIC) + 9)
