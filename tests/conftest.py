@@ -1,29 +1,39 @@
-"""Which tests share a process where pytest-xdist spreads them (``-n 2 --dist loadgroup``)."""
+"""How tests are spread over processes where pytest-xdist is asked for (``-n 2``).
+
+The tests of one Slurm stay together, and so do those of gloo ranks, one world of which uses all
+cores; of the rest a file stays together, for its fixtures.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-_TOGETHER = {"slurm", "gloo"}  # one Slurm, and one world of ranks at a time
+_TOGETHER = {"slurm", "gloo"}
 _ORDER = ["slurm", "gloo", "suite", "unit"]  # what takes long, or waits, begins first
 _ROOT = Path(__file__).parent
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Group tests by file, or by folder, and put the folders in the order of their length."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(_group_of(item)))
-    items.sort(key=lambda item: _ORDER.index(_folder_of(item)))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the folders in the order of their length."""
+    items.sort(key=lambda item: _ORDER.index(item.path.relative_to(_ROOT).parts[0]))
 
 
-def _folder_of(item: pytest.Item) -> str:
-    return item.path.relative_to(_ROOT).parts[0]
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Use groups of our own. (xdist's marks of groups do nothing with pytest 9.2, because they
+    write a private name of it.)"""
+    from xdist.scheduler import LoadScopeScheduling
 
+    class ByFolderOrFile(LoadScopeScheduling):
+        def _split_scope(
+            self, nodeid: str
+        ) -> str:  # private, and what xdist's own classes override
+            path = Path(nodeid.partition("::")[0])
+            folder = path.parent.name
+            return folder if folder in _TOGETHER else path.as_posix()
 
-def _group_of(item: pytest.Item) -> str:
-    folder = _folder_of(item)
-    return folder if folder in _TOGETHER else item.path.stem
+    config.option.loadscopereorder = False  # the order above, not the groups' sizes
+    return ByFolderOrFile(config, log)

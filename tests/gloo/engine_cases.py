@@ -18,6 +18,7 @@ from zeropp.engine.engine import Engine
 from zeropp.engine.options import EngineOptions
 from zeropp.engine.randomness import seed_piece
 from zeropp.engine.values import TensorShape
+from zeropp.literals import Precision
 from zeropp.model import build_model
 from zeropp.plan import Candidate, Plan, Task
 from zeropp.shape import Family, ModelShape
@@ -49,7 +50,7 @@ class Case:
     family: Family = "gpt"
     dropout: float = 0.0
     placement: str = "dp_inner"
-    precision: str = "fp32"
+    precision: Precision = "fp32"
     layers: int = 6
     cap: int | str = "auto"
     compile: bool = False
@@ -93,7 +94,7 @@ class Case:
             num_gpus=self.world,
             global_batch=self.batch,
             precision=self.precision,
-        )  # type: ignore[arg-type]
+        )
         return replace(ZEROPP.plan(task, Candidate(knobs, 1)), recomputed=self.recomputed)
 
     def data(self, step: int) -> tuple[Tensor, Tensor]:

@@ -140,9 +140,10 @@ def train_alone_in_bf16(case: Case, steps: int, rate: float, total: torch.dtype)
     model.bfloat16()
     for step in range(steps):
         sums = [torch.zeros_like(master, dtype=total) for master in masters]
-        for x, y in zip(*(part.split(1) for part in case.data(step)), strict=True):
+        for x, y in zip(*(torch.split(part, 1) for part in case.data(step)), strict=True):
             (loss_function(model(x), y) / case.batch).backward()  # type: ignore[no-untyped-call]
             for gradient, parameter in zip(sums, model.parameters(), strict=True):
+                assert parameter.grad is not None
                 gradient += parameter.grad
                 parameter.grad = None
         for master, gradient, parameter in zip(masters, sums, model.parameters(), strict=True):

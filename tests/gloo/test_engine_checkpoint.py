@@ -66,13 +66,13 @@ def save_after(directory: Path, steps: int, killed_in: str) -> str:
             write(state, **options)
             raise KeyboardInterrupt
 
-        state_dict_saver.save = fail  # type: ignore[attr-defined]
+        state_dict_saver.save = fail
         try:
             engine.save(directory)
         except KeyboardInterrupt:
             return "died"
         finally:
-            state_dict_saver.save = write  # type: ignore[attr-defined]
+            state_dict_saver.save = write
     engine.save(directory)
     return "saved"
 

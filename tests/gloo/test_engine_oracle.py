@@ -40,7 +40,8 @@ def run_by_torch(case: Case, programs: Path) -> dict[str, Tensor]:
     count = plan.schedule.num_stages
     modules = {s: Stage(case, plan.pieces_of(s)) for s in plan.schedule.stages_of(rank)}
     stages = [PipelineStage(m, s, count, torch.device("cpu")) for s, m in modules.items()]
-    runtime = Runtime(stages, plan.num_microbatches, loss_fn=loss_function)
+    count_m = plan.num_microbatches
+    runtime = Runtime(stages, count_m, loss_fn=loss_function)  # type: ignore[no-untyped-call]
     load_programs(runtime, programs)
     inputs, targets = case.data(0)
     arguments = (inputs,) if rank == 0 else ()

@@ -144,7 +144,7 @@ def test_zeropp_meets_its_bound_with_a_short_unit(data: st.DataObject) -> None:
 @given(zeropp_sizes(), st.data())
 @settings(max_examples=40, deadline=None)
 def test_weight_gradients_of_one_chunk_at_a_time_are_open(
-    sizes: dict[str, int], data: st.DataObject
+    sizes: dict[str, Any], data: st.DataObject
 ) -> None:
     costs = data.draw(costs_of(sizes["num_ranks"] * sizes["chunks"]))
     for order in (build("zeropp", **sizes), build("zeropp", **sizes, costs=costs)):
@@ -183,7 +183,7 @@ def test_lowered_programs_gather_and_reduce_once(
 @given(zeropp_sizes(), st.integers(0, 2), st.integers(1, 4))
 @settings(max_examples=50, deadline=None)
 def test_kept_chunks_save_gathers_within_their_number(
-    sizes: dict[str, int], prefetch: int, keep: int
+    sizes: dict[str, Any], prefetch: int, keep: int
 ) -> None:
     schedule = build("zeropp", **sizes)
     plain = lower(schedule, gather=True, prefetch=prefetch)
