@@ -25,9 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """Use groups of our own. (xdist's marks of groups do nothing with pytest 9.2, because they
     write a private name of it.)"""
-    from xdist.scheduler import LoadScopeScheduling
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-    class ByFolderOrFile(LoadScopeScheduling):
+    class ByFolderOrFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(
             self, nodeid: str
         ) -> str:  # private, and what xdist's own classes override
