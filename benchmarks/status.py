@@ -27,6 +27,7 @@ from benchmarks.specification.run_spec import SpecError
 
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}
 _OPTIONAL = ("detail", "job", "nodes", "log")  # columns that are left out if they are empty
+_LOG_WIDTH = 140  # columns that a terminal needs to show the logs' paths in the table
 _FILE_WIDTH = 400  # characters per line where the output is no terminal: one line per point
 
 
@@ -176,7 +177,12 @@ def _progress(attempt: Path) -> str:
 
 
 def _print_table(found: list[Row]) -> None:
-    columns = [name for name in _OPTIONAL if any(getattr(row, name) for row in found)]
+    """The rows as a table. A terminal too narrow for paths shows the logs of those points below it
+    that did not end well."""
+    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False)
+    narrow = console.width < _LOG_WIDTH
+    shown = [name for name in _OPTIONAL if not (narrow and name == "log")]
+    columns = [name for name in shown if any(getattr(row, name) for row in found)]
     table = Table(box=None, pad_edge=False)
     for heading in ("point", "state", *columns):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("point", "state"))
@@ -184,8 +190,10 @@ def _print_table(found: list[Row]) -> None:
         colour = _COLOURS.get(row.state, "red")
         cells = (escape(getattr(row, name)) for name in columns)
         table.add_row(row.spec_id, f"[{colour}]{row.state}[/]", *cells)
-    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False)
     console.print(table)
+    for row in found if narrow else ():
+        if row.log and row.state != "ok":
+            console.print(f"{row.spec_id}: {row.log}", soft_wrap=True, markup=False)
     counts = Counter(row.state for row in found)
     console.print(", ".join(f"{number} {state}" for state, number in sorted(counts.items())))
 

@@ -3,8 +3,8 @@ with that of the real code.
 
 Every plan's first, middle and last pipeline rank is traced (``traced_ranks``) and priced.
 Needs no GPU and no peers; about a quarter of an hour on two cores. Plans that the file has are
-priced again but not traced again: delete rows whose code or plan has changed. The file is written
-after every plan, so a run that was stopped goes on where it was.
+priced again but not traced again, but for those of ``--retrace CONTENDER``, whose code has changed.
+The file is written after every plan, so a run that was stopped goes on where it was.
 
     python -m benchmarks.studies.memory_table [results/reference/memory/traced_vs_simulated.csv]
 """
@@ -181,6 +181,18 @@ def read(path: Path) -> dict[tuple[str, ...], list[dict[str, Any]]]:
     return traced
 
 
+def up_to_date(
+    traced: dict[tuple[str, ...], list[dict[str, Any]]], retrace: str
+) -> dict[tuple[str, ...], list[dict[str, Any]]]:
+    """The traced rows without those of the contender ``retrace`` that another commit traced."""
+    commit = git_state()[0][:10]
+    return {
+        key: rows
+        for key, rows in traced.items()
+        if key[0] != retrace or rows[0]["trace_commit"] == commit
+    }
+
+
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write all rows. It is called after every plan, so that an interrupted run keeps its
     results."""
@@ -206,8 +218,15 @@ def _main() -> int:
     parser.add_argument(
         "out", nargs="?", type=Path, default=OUT, help="the CSV (the committed one)"
     )
-    out = parser.parse_args().out
-    traced, rows = read(out), list[dict[str, Any]]()
+    parser.add_argument(
+        "--retrace",
+        default="",
+        choices=sorted({case.contender for case in CASES}),
+        help="trace its plans again that were not traced at this commit, because its code changed",
+    )
+    options = parser.parse_args()
+    out, rows = options.out, list[dict[str, Any]]()
+    traced = up_to_date(read(out), options.retrace)
     missing = sum((c.contender, c.model, c.text) not in traced for c in CASES)
     print(f"{missing} of {len(CASES)} plans are to be traced", flush=True)
     for number, case in enumerate(CASES, 1):

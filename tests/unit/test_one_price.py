@@ -60,7 +60,7 @@ def task() -> Task:
     )
 
 
-def as_row(plan: Plan) -> PublishedRow:
+def as_row(plan: Plan, knobs: Any) -> PublishedRow:
     """A published row of a plan."""
     shape, layout = plan.shape, plan.layout
     pipeline = layout.pp > 1
@@ -79,16 +79,21 @@ def as_row(plan: Plan) -> PublishedRow:
         "recompute": plan.recompute,
     }  # fmt: skip
     if plan.schedule.name == "zeropp":
-        cells |= {"schedule": "zeropp", "chunks": str(layout.chunks), "knobs": knobs_of(plan)}
+        cells |= {
+            "schedule": "zeropp",
+            "chunks": str(layout.chunks),
+            "knobs": knobs_of(plan, knobs),
+        }
         cells["zero"] = "3" if layout.shard > 1 else "0"
     return PublishedRow.model_validate({name: cell for name, cell in cells.items() if cell})
 
 
-def knobs_of(plan: Plan) -> str:
+def knobs_of(plan: Plan, knobs: ZeroppKnobs) -> str:
     """A ZeroPP plan's own knobs as a row states them."""
     stated = {name: getattr(plan, name) for name in OWN} | {"unit": plan.schedule.unit}
     stated |= {name: getattr(plan.layout, name) for name in ("replicate_zero", "placement")}
     stated["split_backward"] = str(plan.split_backward).lower()
+    stated["split_blocks"] = str(knobs.split_blocks is True).lower()
     return " ".join(f"{name}={value}" for name, value in stated.items())
 
 
@@ -106,6 +111,6 @@ def test_validation_tuner_launch_and_verdict_give_one_number() -> None:
         tuned = contender.simulated(task(), candidate)  # the tuner's and the verdict's
         launched = simulate(contender.plan(task(), candidate), task().cluster)
         assert launched.step_s == pytest.approx(tuned.step_s, rel=1e-12)
-        row = as_row(tuned.plan)
+        row = as_row(tuned.plan, candidate.knobs)
         assert simulated(case_of(row)).plan.program == tuned.plan.program
         assert predict(row).value == pytest.approx(tuned.step_s, rel=1e-12), candidate

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.launch import progress
+from benchmarks.launch import processes, progress
 from benchmarks.launch.points import Point, write_unstarted
 from benchmarks.specification import progress as bars
 from benchmarks.specification.run_spec import spec_from_mapping
@@ -62,6 +62,24 @@ def test_a_log_has_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = out.getvalue().splitlines()
     assert 2 <= len(lines) <= 5
     assert all(" of 9, cells" in text for text in lines)
+
+
+@pytest.mark.parametrize("shows_steps", [True, False])
+def test_every_step_is_shown_once_where_steps_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, shows_steps: bool
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(bars, "CONSOLE", Console(file=out, width=200, force_terminal=False))
+    events = [{"event": "environment"}, {"event": "gate"}]
+    events += [{"event": "warmup", "index": 0, "seconds": 1.0, "loss": 5.5}]
+    events += [{"event": "step", "index": i, "seconds": 1.0, "loss": 5.0} for i in (1, 2)]
+    with progress.SweepProgress(1) as bar:
+        watched = processes._Watched(POINT, bar, shows_steps)
+        for known in (0, 2, 4, 4, 5):
+            watched.tell(events[:known])
+    lines = [line.split("  loss ")[0] for line in out.getvalue().splitlines()]
+    expected = ["step    1 (warm-up)", "step    2", "step    3"] if shows_steps else []
+    assert lines == expected
 
 
 def test_a_trace_over_the_device_warns() -> None:

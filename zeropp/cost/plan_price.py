@@ -75,14 +75,15 @@ class PlanPrice:
     gather_updated_s: tuple[float, ...]  # per pipeline rank: ZeRO-1's all-gather of parameters
     memory: tuple[StageMemory, ...]
     limit_s: float
-    shared_ends: bool = (
-        False  # the first and the last stage share a group: one gather, one reduction
-    )
-    gathers_ahead: bool = True  # else parameters take memory when they are used, not when gathered
-    torch_runtime: bool = False  # torch's pipelining: every message of a step has a buffer that
-    # lasts, outputs stay, and weight gradients stand beside their sum until the next backward
-    steps_overlap: bool = False  # a rank begins its next step when its own is done
-    resident_gradients: bool = True  # else a step's gradients begin with its first reductions
-    flat_chunks: bool = False  # a buffer for gradients is there before a backward adds to it
-    stragglers: float = 1.0  # factor on compute: a step waits for its slowest node
-    overlap_slowdown: float = 0.0  # compute takes this share longer while collectives run beside
+    # The first and the last stage share a group, with one gather and one reduction for both.
+    shared_ends: bool = False
+    # Parameters take memory when they are gathered; False: when they are used.
+    gathers_ahead: bool = True
+    # Torch's pipelining: every message of a step has a permanent buffer, outputs are kept, and
+    # weight gradients are kept beside their sum until the next backward.
+    torch_runtime: bool = False
+    steps_overlap: bool = False  # a rank begins its next step as soon as it has ended this one
+    resident_gradients: bool = True  # always held; False: only from a step's first reduction on
+    flat_chunks: bool = False  # the buffer of gradients is allocated before a backward adds to it
+    stragglers: float = 1.0  # factor on compute, because a step waits for its slowest node
+    overlap_slowdown: float = 0.0  # the share by which compute takes longer during collectives

@@ -73,12 +73,12 @@ class Program:
     overlap_updated: bool = False  # ZeRO-1's parameter gathers overlap the next forward
     updated: Updated = "gather"
     zero1_group: int = 0  # replicas of a ZeRO-1 group; 0: all of them
-    zero3: bool = False  # it can run ZeRO-3, whose gathers of each piece overlap compute
+    zero3: bool = False  # its ZeRO-3 can be priced: the gathers of each piece overlap compute
     shard_copies: bool = False  # ZeRO-3 copies between parameters and the collectives' buffers
     post_validation: bool = False  # a rank updates before it knows the others' gradient norms
 
     # Memory. ``zeropp/cost/stage_memory.py`` and ``activations.py`` say what each trait costs.
-    resident_gradients: bool = True  # gradients are kept from step to step; False: they are freed
+    resident_gradients: bool = True  # always held; False: only from a step's first reduction on
     keeps_gathered_inputs: bool = False  # sequence parallelism keeps products' gathered inputs
     # FSDP2's ``fully_shard`` is applied to every piece, even where the group is one rank.
     fsdp_hooks: bool = False

@@ -11,7 +11,6 @@ again, other rows every day, and a row that differs by more than rounding is an 
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import CHECKOUT
-from benchmarks.specification.command import run_command
+from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.run_spec import SpecError
 from benchmarks.studies.recheck.compare import differences
 from benchmarks.studies.recheck.renew import renew
@@ -46,7 +45,7 @@ def _recheck(arguments: Sequence[str] | None) -> int:
             raise SpecError(f"--reference {options.reference}: {table.path} is not there")
     if options.renew:
         status = renew(tables, options.reference, REFERENCE)
-        print("pages that quote these tables are written by: python docs/make.py")
+        print("pages that quote these tables are written by: python -m docs.make")
         return status
     print(f"seed {options.seed}")
     stale = sum(
@@ -80,8 +79,8 @@ def _stale(table: Table, row: Row, reference: Path) -> Iterator[str]:
         yield f"  {name}: " + ", ".join(words)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="python -m benchmarks.studies.recheck",
         description="Compute rows of the committed tables again and fail if one differs by more "
         "than rounding; --renew writes the tables again and prints what changed.",

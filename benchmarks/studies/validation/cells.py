@@ -16,7 +16,7 @@ _WHOLE = re.compile(r"[0-9]{1,15}")
 # ZeroPP's knobs that no other column says.
 _OWN_KNOBS = (
     "unit", "activation_cap", "replicate_zero", "reduce_every", "replicate_every", "prefetch",
-    "keep", "stage_style", "split_backward", "placement",
+    "keep", "stage_style", "split_blocks", "split_backward", "placement",
 )  # fmt: skip
 _DECIMAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]+)?(?:e[-+]?[0-9]{1,2})?")
 
