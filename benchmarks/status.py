@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.launch.local import close_abandoned
+from benchmarks.launch.owner import QUIET_S, silence_s
 from benchmarks.launch.slurm.client import QueuedJob
 from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.jobs import View, close_ended, look, read_view, underway
@@ -64,7 +65,8 @@ def standing(runs_dir: Path) -> Standing:
     except SlurmError as error:
         view, jobs, problem = read_view(runs_dir), {}, str(error)
     notes += view.problems
-    folders = {path.name for path in runs_dir.iterdir() if path.is_dir()} - {"slurm"}
+    found = {path.name for path in runs_dir.iterdir() if path.is_dir()} - {"slurm"}
+    folders = {name for name in found if not name.startswith(".")}
     names = sorted(folders | set(view.latest))
     rows = [_row(runs_dir / name, view, jobs.get(name), notes) for name in names]
     return Standing(rows, list(dict.fromkeys(notes)), problem)
@@ -74,6 +76,11 @@ def _row(point: Path, view: View, job: QueuedJob | None, notes: list[str]) -> Ro
     task = view.latest.get(point.name)
     if task and job:
         return _queued_row(task, job)
+    attempts = sorted(path for path in point.glob("*-*") if path.is_dir())
+    unrecorded = [path for path in attempts if not (path / "record.json").exists()]
+    beating = [path for path in unrecorded if silence_s(path) <= QUIET_S]
+    if beating:  # a local run, or Slurm does not answer
+        return _running_row(point, beating[-1])
     records, problems = _records(point)
     notes += problems
     if records:
@@ -87,17 +94,8 @@ def _row(point: Path, view: View, job: QueuedJob | None, notes: list[str]) -> Ro
             nodes="",
             log=str(point),
         )
-    attempts = sorted(path for path in point.glob("*-*") if path.is_dir())
-    if attempts:  # a local run, a Slurm that does not answer, or files too damaged to be recorded
-        directory = attempts[-1]
-        return Row(
-            spec_id=point.name,
-            state="running",
-            detail=_progress(directory),
-            job="",
-            nodes="",
-            log=str(directory),
-        )
+    if attempts:  # silent, but perhaps alive elsewhere; or files too damaged to be recorded
+        return _running_row(point, attempts[-1])
     detail = "" if task and task.job else "the same command submits or runs it"
     state = "waiting" if task and task.job else "missing"
     return Row(
@@ -107,6 +105,17 @@ def _row(point: Path, view: View, job: QueuedJob | None, notes: list[str]) -> Ro
         job=task.job if task else "",
         nodes="",
         log="",
+    )
+
+
+def _running_row(point: Path, attempt: Path) -> Row:
+    return Row(
+        spec_id=point.name,
+        state="running",
+        detail=_progress(attempt),
+        job="",
+        nodes="",
+        log=str(attempt),
     )
 
 

@@ -26,8 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.records.metrics import UNMEASURED
-from benchmarks.records.record import check_writable, write_atomically
-from benchmarks.specification.command import leave_interrupts_to_parent, run_command
+from benchmarks.records.record import write_atomically
+from benchmarks.specification.command import (
+    check_writable,
+    leave_interrupts_to_parent,
+    run_command,
+)
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import CONTENDERS, PRICED
 from benchmarks.specification.progress import progress_line

@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.records.metrics import UNMEASURED
-from benchmarks.records.record import check_writable
-from benchmarks.specification.command import CommandParser, run_command
+from benchmarks.specification.command import CommandParser, check_writable, run_command
 from benchmarks.specification.compose import preset
 from benchmarks.specification.progress import told
 from benchmarks.specification.run_spec import SpecError

@@ -50,7 +50,8 @@ def _comparison(records: str) -> str:
 
 
 def _verdict(name: str) -> str:
-    return page_tables(pd.read_csv(_REFERENCE / "claim_33" / "verdict.csv"))[name]
+    tables = (pd.read_csv(_REFERENCE / "claim_33" / f"{file}.csv") for file in ("verdict", "plans"))
+    return page_tables(*tables)[name]
 
 
 def _errors(kind: str) -> str:

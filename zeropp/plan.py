@@ -97,6 +97,7 @@ class Plan:
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     # How many blocks of each stage are recomputed, which are its first ones; empty: all blocks.
+    # Halves of blocks are never recomputed.
     recomputed: tuple[int, ...] = ()
     reduce_every: ReduceEvery = "unit"
     replicate_every: ReduceEvery = "step"
@@ -111,11 +112,8 @@ class Plan:
     memory: tuple[MemoryBytes, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the program is not registered, or if there are cuts inside blocks
-        together with recomputation, which needs whole blocks."""
+        """Raise ValueError, with the known names, if the program is not registered."""
         program_named(self.program)
-        if self.recompute != "none" and any(cut % 1 for cut in self.cuts):
-            raise ValueError(f"recompute={self.recompute}: recomputed blocks cannot be cut inside")
 
     @property
     def gathers(self) -> bool:

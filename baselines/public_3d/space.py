@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from baselines.public_3d.knobs import Public3DKnobs
 from baselines.public_3d.offers import OFFERS
+from zeropp.literals import if_auto
 from zeropp.tune.space import (
     Point,
     Space,
@@ -37,7 +38,6 @@ def families(point: Point[P]) -> Iterator[P]:
     ):
         kinds = offer.recomputes if schedule in offer.recomputed else offer.recomputes[:1]
         for chunks, recompute, blocks in chunk_choices(point, offer.schedules[schedule], kinds):
-            split = offer.split_blocks and recompute == "none" and not point.task.shape.dropout
             yield replace(
                 asked,
                 tp=degrees.tp,
@@ -50,7 +50,9 @@ def families(point: Point[P]) -> Iterator[P]:
                 recompute=recompute,
                 recompute_blocks=blocks,
                 placement=placement,
-                split_blocks=split if asked.split_blocks == "auto" else asked.split_blocks,
+                split_blocks=if_auto(
+                    asked.split_blocks, offer.split_blocks and not point.task.shape.dropout
+                ),
             )
 
 

@@ -56,7 +56,7 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
         placement=if_auto(knobs.placement, "dp_inner"),
     )
     split_blocks = if_auto(knobs.split_blocks, False)
-    check_split_blocks(task, knobs.split_blocks, if_auto(knobs.recompute, "none"))
+    check_split_blocks(task, knobs.split_blocks)
     check_stages(task, layout, split_blocks=split_blocks)
     check_tensor_parallel(task.shape, layout)
     microbatches = microbatches_per_step(task, layout, microbatch_size)

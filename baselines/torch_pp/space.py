@@ -8,7 +8,7 @@ from itertools import product
 
 from baselines.torch_pp.knobs import TorchPPKnobs, TorchSchedule
 from baselines.torch_pp.plan import SCHEDULES, SPLIT_BACKWARD
-from zeropp.literals import Recompute
+from zeropp.literals import Recompute, if_auto
 from zeropp.tune.space import (
     Point,
     Space,
@@ -40,7 +40,6 @@ def families(point: Point[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
     ):
         recomputes = _RECOMPUTE[:1] if schedule in SPLIT_BACKWARD else _RECOMPUTE
         for chunks, recompute, blocks in chunk_choices(point, _CHUNKS[schedule], recomputes):
-            whole = recompute != "none" or point.task.shape.dropout > 0
             yield replace(
                 asked,
                 tp=degrees.tp,
@@ -53,7 +52,7 @@ def families(point: Point[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
                 recompute=recompute,
                 recompute_blocks=blocks,
                 placement=placement,
-                split_blocks=not whole if asked.split_blocks == "auto" else asked.split_blocks,
+                split_blocks=if_auto(asked.split_blocks, not point.task.shape.dropout),
             )
 
 

@@ -21,7 +21,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from benchmarks.launch.frozen import DamagedError, Header, read_frozen_spec, read_header
 from benchmarks.launch.owner import release
-from benchmarks.launch.points import now
 from benchmarks.launch.run_code import code_fields, code_notes
 from benchmarks.records.rank_events import rank_of, read_events
 from benchmarks.records.record import (
@@ -31,6 +30,7 @@ from benchmarks.records.record import (
     RecordError,
     RunRecord,
     Status,
+    now,
     read_record,
 )
 

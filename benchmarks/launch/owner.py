@@ -29,6 +29,7 @@ from benchmarks.records.record import write_atomically
 
 OWNER_FILE = "owner.json"
 BEAT_S = 10.0
+QUIET_S = 90.0  # work that is silent for longer is no longer under way: it beats every 20 s
 SILENT_S = 900.0  # an owner that cannot be seen and is silent for so long counts as dead
 
 
@@ -56,7 +57,7 @@ _ADAPTER = TypeAdapter(Owner)
 def this_process() -> Owner:
     """This process as an owner."""
     pid = os.getpid()
-    return Owner(os.getuid(), socket.gethostname(), *_machine(), pid, _process(pid)[1])
+    return Owner(os.getuid(), socket.gethostname(), *_machine(), pid, state_and_start(pid)[1])
 
 
 def claim(directory: Path) -> None:
@@ -125,7 +126,7 @@ def _lives(owner: Owner) -> bool:
         return False
     except OSError:
         pass  # the process exists, and belongs to another user
-    state, started = _process(owner.pid)
+    state, started = state_and_start(owner.pid)
     return state != "Z" and started in ("", owner.started)
 
 
@@ -145,8 +146,9 @@ def _line(path: str) -> str:
         return ""
 
 
-def _process(pid: int) -> tuple[str, str]:
-    """(state, start time in clock ticks since boot) of a process; empty if they are hidden."""
+def state_and_start(pid: int) -> tuple[str, str]:
+    """(state, start time in clock ticks since boot) of a process; empty if there is none, or if
+    they are hidden. A process that has got the number of an earlier one has another start time."""
     fields = _line(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return (fields[0], fields[19]) if len(fields) > 19 else ("", "")
 

@@ -22,6 +22,7 @@ from benchmarks.records.record import (
     RunRecord,
     Status,
     find_records,
+    now,
     read_record,
     write_atomically,
 )
@@ -238,8 +239,3 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "reduce_every": plan.reduce_every,
         "predicted_memory": [asdict(memory) for memory in plan.memory],
     }
-
-
-def now() -> str:
-    """The current time in UTC, as ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launch.finish import Ending, finish_attempt, killed
-from benchmarks.launch.owner import beat
+from benchmarks.launch.owner import beat, state_and_start
 from benchmarks.launch.points import Point, attempt_directory, freeze
 from benchmarks.launch.progress import SweepProgress, say
 from benchmarks.launch.rank_process import start_rank
@@ -102,10 +102,16 @@ def _run_ranks(
     say it.
     """
     processes = _start(watched.point.spec, directory, ranks, arguments)
+    starts = {p.pid: state_and_start(p.pid)[1] for p in processes.values() if p.pid is not None}
     try:
         return _wait(watched, processes, directory)
     finally:
-        _kill(processes)
+        for process in processes.values():
+            process.kill()
+        for pid, started in starts.items():
+            kill_session(pid, started)
+        for process in processes.values():
+            process.join(timeout=30)
 
 
 def _start(
@@ -179,14 +185,17 @@ def _wait_all(processes: Processes, seconds: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _kill(processes: Processes) -> None:
-    for process in processes.values():
-        process.kill()
-        with suppress(ProcessLookupError):  # it leads a session with its children
-            if process.pid is not None:
-                os.killpg(process.pid, signal.SIGKILL)
-    for process in processes.values():
-        process.join(timeout=30)
+def kill_session(pid: int, started: str) -> None:
+    """Kill what is left of the session that a rank led: the rank and its children.
+
+    ``started`` is the rank's start time (``owner.state_and_start``). If the rank has ended long
+    ago, another process may have got its number; that one is left alone. If no process has the
+    number, the group is the rank's: the kernel does not reuse a number while a group has it.
+    """
+    _, found = state_and_start(pid)
+    if found in ("", started):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 def _free_port() -> int:

@@ -17,14 +17,13 @@ from benchmarks.launch.points import (
     Point,
     attempt_directory,
     launcher_record,
-    now,
     or_unwritten,
     plan_summary,
     write_record,
 )
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.traced_compute import traced_record, traced_stages
-from benchmarks.records.record import RunRecord, Status
+from benchmarks.records.record import RunRecord, Status, now
 from benchmarks.specification.run_spec import RunSpec, check_priced
 from zeropp.cost import price_plan
 from zeropp.plan import Plan

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
+from benchmarks.launch.folder_lock import only_one
 from benchmarks.launch.options import LauncherOptions, read_launcher_options
 from benchmarks.launch.points import (
     PROVENANCE,
     Point,
     Rerun,
     or_unwritten,
+    records_of,
     still_to_run,
+    unwritten_record,
     write_unstarted,
 )
 from benchmarks.launch.progress import SweepProgress, announce, say
-from benchmarks.records.record import RunRecord, check_writable
+from benchmarks.records.record import RunRecord
+from benchmarks.specification.command import check_writable
 from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
 
 _RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "verdict", "sequences_per_gpu"}
+# Ranks of two sweeps on one machine would spoil each other's timings, and run every point twice.
+_STARTS_RANKS = {"local", "trace"}
+_PURPOSE = "runs points in this folder"
 _SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
 _MODULES = {
     "local": "local",
@@ -54,11 +62,13 @@ def _with_batch(values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any
 
 
 def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
-    """Run the points that are missing, then write the report; returns 1 if a point failed, else
-    0."""
+    """Run the points that are missing, then write the report; returns 1 if a point failed, else 0.
+
+    If points wait in a queue and have no record yet, the last job of the sweep writes the report.
+    """
     runs_dir, report_dir = (Path(configs[0][key]) for key in ("runs_dir", "report_dir"))
     records = launch_points(points, configs)
-    if records is not None:
+    if records is not None and all(any(records_of(p.spec, runs_dir)) for p in points):
         from benchmarks.report.write import write_report  # it imports pandas and matplotlib
 
         roots = dict.fromkeys(runs_dir / point.spec.spec_id for point in points)
@@ -86,15 +96,37 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
         check_writable("report_dir", Path(configs[0]["report_dir"]))
     records: list[RunRecord] = []
     for options, group in groups:
-        kind = options.kind
-        todo = still_to_run(group, runs_dir, PROVENANCE[kind], options.variant, rerun)
-        announce(group, todo, kind)
-        feasible = [point for point in todo if point.plan is not None]
-        if not dry_run:
-            _record_infeasible(todo, runs_dir, options)
-        with SweepProgress(len(feasible)) as progress:
-            records += _launcher(options).launch(feasible, options, runs_dir, progress)
+        with ExitStack() as held:
+            if options.kind in _STARTS_RANKS:
+                try:
+                    held.enter_context(only_one(runs_dir / ".lock", _PURPOSE, say))
+                except OSError as error:
+                    records += _unwritten(group, options, error)
+                    continue
+            records += _launch_missing(group, options, runs_dir, rerun)
     return None if dry_run else records
+
+
+def _launch_missing(
+    group: list[Point], options: LauncherOptions, runs_dir: Path, rerun: Rerun
+) -> list[RunRecord]:
+    """Run what no record settles yet of points that share a launcher's options."""
+    todo = still_to_run(group, runs_dir, PROVENANCE[options.kind], options.variant, rerun)
+    announce(group, todo, options.kind)
+    feasible = [point for point in todo if point.plan is not None]
+    if not options.dry_run:
+        _record_infeasible(todo, runs_dir, options)
+    with SweepProgress(len(feasible)) as progress:
+        return list(_launcher(options).launch(feasible, options, runs_dir, progress))
+
+
+def _unwritten(group: list[Point], options: LauncherOptions, error: OSError) -> list[RunRecord]:
+    """Say of every point that nothing could be written; it counts as missing."""
+    records = [unwritten_record(point, options.kind, error) for point in group]
+    with SweepProgress(len(group)) as progress:
+        for record in records:
+            progress.finished(record)
+    return records
 
 
 def _by_launcher(

@@ -20,14 +20,13 @@ from benchmarks.launch.points import (
     Point,
     attempt_directory,
     launcher_record,
-    now,
     or_unwritten,
     plan_summary,
     write_record,
 )
 from benchmarks.launch.processes import is_here, run_attempt
 from benchmarks.launch.progress import SweepProgress
-from benchmarks.records.record import RunRecord, Status
+from benchmarks.records.record import RunRecord, Status, now
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import SpecError
 from zeropp.plan import Plan

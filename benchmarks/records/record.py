@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
+import fnmatch
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from benchmarks.specification.run_spec import SpecError
 from zeropp.timeline import Provenance
 
 # Every record that was ever written stays readable. A new field has a default and needs no new
@@ -119,10 +118,15 @@ class RunRecord:
     def write(self, path: Path) -> None:
         """Write the record atomically, so that a reader sees all of it or nothing. Raises
         FileExistsError if the file exists, since no record is ever overwritten."""
-        create_atomically(path, json.dumps(dataclasses.asdict(self), indent=1))
+        create_atomically(path, json.dumps(vars(self), default=vars, indent=1))
 
 
 _ADAPTER = TypeAdapter(RunRecord)
+
+
+def now() -> str:
+    """Time of day in UTC, ISO 8601, as records have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -156,17 +160,6 @@ def _complete_neighbour(path: Path, text: str) -> Iterator[Path]:
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def check_writable(field: str, directory: Path) -> None:
-    """Make a folder for results; raises SpecError if it cannot be written to."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise SpecError(f"{field}={directory}: cannot be written to: {why}") from None
 
 
 def read_record(path: Path) -> RunRecord:
@@ -203,7 +196,18 @@ def _other_version(version: object) -> str:
 def find_records(roots: Iterable[Path]) -> Iterator[Path]:
     """The sorted paths of all records below the roots; a root may be a record itself."""
     for root in roots:
-        if root.is_file():
-            yield root
-        else:
-            yield from sorted(root.rglob("record*.json"))
+        yield from [root] if root.is_file() else find_below(root, "record*.json")
+
+
+def find_below(root: Path, pattern: str) -> list[Path]:
+    """Paths below a folder whose names match a pattern, sorted; a folder may match, whose reader
+    says then that it is none of its files.
+
+    Hidden folders are left out: locks, attempts that are being made, and copies of the checkout,
+    which hold the committed records of other runs.
+    """
+    found = []
+    for place, folders, files in os.walk(root):
+        found += [Path(place) / name for name in fnmatch.filter([*folders, *files], pattern)]
+        folders[:] = [name for name in folders if not name.startswith(".")]
+    return sorted(found)

@@ -10,8 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.records.record import check_writable
-from benchmarks.specification.command import CommandParser, run_command
+from benchmarks.specification.command import CommandParser, check_writable, run_command
 from benchmarks.specification.run_spec import SpecError
 
 _TABLES = ("paper", "ablation", "throughput", "memory", "speedup", "evidence", "published")

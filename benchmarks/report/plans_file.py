@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records.record import RecordError
+from benchmarks.records.record import RecordError, find_below
 from benchmarks.records.recorded_spec import (
     RecordedCluster,
     RecordedContender,
@@ -34,7 +34,7 @@ def find_plans(roots: Iterable[Path]) -> Iterator[Path]:
     """The paths of all ``plans.csv`` below the roots; a root may be such a file itself."""
     for root in roots:
         if root.is_dir():
-            yield from sorted(root.rglob("plans.csv"))
+            yield from find_below(root, "plans.csv")
         elif root.suffix == ".csv":
             yield root
 

@@ -6,7 +6,9 @@ import argparse
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from benchmarks.specification.run_spec import SpecError
@@ -42,6 +44,17 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> in
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout at its end
         return 0
+
+
+def check_writable(field: str, directory: Path) -> None:
+    """Make a folder for results; raises SpecError if it cannot be written to."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise SpecError(f"{field}={directory}: cannot be written to: {why}") from None
 
 
 def leave_interrupts_to_parent() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from zeropp.cluster import Cluster, Device, Link
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
-from zeropp.contender.trainer import pieces_of
+from zeropp.contender.trainer import pieces_of, recomputed_of
 from zeropp.engine.engine import Engine
 from zeropp.engine.options import EngineOptions
 from zeropp.engine.randomness import seed_piece
@@ -147,7 +147,7 @@ def build_engine(
             dropout_seed=SEED if case.dropout else None,
             lr_schedule=lr_schedule,
             compile=plan.compile,
-            recomputed=plan.recomputed,
+            recomputed=recomputed_of(plan),
         ),
     )
 

@@ -63,6 +63,7 @@ CASES = [
     Case(pp=4, chunks=2, unit=4, batch=8, layers=5, split_blocks=True),
     Case(pp=2, shard=2, chunks=3, batch=8, layers=5, split_blocks=True, tied=True),
     Case(pp=2, shard=2, chunks=2, batch=8, layers=3, split_blocks=True, stage_style="v"),
+    Case(pp=2, chunks=3, batch=8, layers=5, split_blocks=True, recompute="full"),
     # With those above: pp, shard and replicate in {1, 2, 3}, as far as eight ranks go. Units that
     # do not divide the microbatches, and fewer microbatches than pipeline ranks.
     Case(pp=1, shard=3, chunks=1, unit=2, batch=9),

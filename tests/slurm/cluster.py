@@ -1,4 +1,4 @@
-"""A real Slurm with accounting on this machine: six virtual nodes with four fake GPUs each.
+"""A real Slurm with accounting on this machine: ten virtual nodes with four fake GPUs each.
 
 Own munged, MariaDB, slurmdbd, slurmctld and slurmd's in a temporary directory, from Debian's
 packages, as root; nothing of an installed Slurm's configuration is read or changed. Every wait is
@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 
-NODES, GPUS_PER_NODE = 6, 4
+NODES, GPUS_PER_NODE = 10, 4
+SHARED_NODES = 6  # of the main partition; each of the others is one test's, to break it
 _CLIENT_TIMEOUT_S = 30
 _END_S = 3
 _HOSTS = Path("/etc/hosts")
@@ -73,7 +74,8 @@ class SlurmCluster:
         self._add_account()
         for name in self.names:
             self.start_node(name)
-        probe = ("srun", f"--nodes={NODES}", f"--ntasks={NODES}", "--immediate=20", "true")
+        everywhere = ("--partition=apart", f"--nodes={NODES}", f"--ntasks={NODES}")
+        probe = ("srun", *everywhere, "--immediate=20", "true")
         wait_until(lambda: self._succeeds(*probe), 60, "a probe job on every node")
 
     def stop(self) -> None:
@@ -108,6 +110,12 @@ class SlurmCluster:
         for process in self._of_node(name):
             _kill(process)
         self._end(name)
+
+    def take_node(self, name: str) -> None:
+        """Submit a job that preempts whatever runs on a node."""
+        urgent = ("--partition=urgent", f"--nodelist={name}", "--exclusive", "--time=1")
+        quiet = (f"--account={_ACCOUNT}", "--output=/dev/null", "--wrap=true")
+        self.run("sbatch", *urgent, *quiet)
 
     def freeze_node(self, name: str) -> None:
         """A node stands still with everything that it runs, and can be thawed."""
@@ -155,6 +163,7 @@ class SlurmCluster:
         values = {
             "directory": self.directory,
             "nodes": f"zpnode[0-{NODES - 1}]",
+            "shared_nodes": f"zpnode[0-{SHARED_NODES - 1}]",
             "gpus": GPUS_PER_NODE,
             "controller_port": self._first_port,
             "dbd_port": self._first_port + 1,

@@ -1,11 +1,16 @@
-"""One Slurm a session, and the suite's commands as a user of it types them."""
+"""One Slurm per session, and the suite's commands as a user of it types them.
+
+Tests that are marked ``together`` mostly wait. Those that were selected all begin when the first of
+them is asked for, each in a thread with a suite of its own; what follows in their files' order only
+collects the results.
+"""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import re
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import psutil
@@ -14,8 +19,32 @@ import pytest
 from benchmarks.records.record import RunRecord, find_records, read_record
 from benchmarks.status import Row
 from tests.slurm.cluster import SlurmCluster, unavailable, wait_until
+from tests.slurm.commands import Command, call
 
 _STAND_IN = Path(__file__).with_name("stand_in.py")
+_RESULT_S = 270.0
+
+# The marks of a test that begins at once with the others.
+TOGETHER = [pytest.mark.together, pytest.mark.usefixtures("running")]
+
+FIRST = pytest.mark.together("first")  # the longest: Slurm's shortest time limit is a minute
+
+Running = dict[str, Future[None]]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known to --strict-markers."""
+    line = "together(when): begins at once with the others, in a thread; FIRST before all of them"
+    config.addinivalue_line("markers", line)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """The outcome of a test that runs already; pytest calls the other ones."""
+    if pyfuncitem.get_closest_marker("together") is None:
+        return None
+    pyfuncitem.funcargs["running"][pyfuncitem.nodeid].result(timeout=_RESULT_S)
+    return True
 
 
 class Suite:
@@ -32,49 +61,49 @@ class Suite:
         """Another suite of the same cluster, in a folder of this name."""
         return Suite(self.cluster, self.directory / name)
 
-    def sweep(self, *overrides: str, expect: int | None = 0) -> str:
-        """Submit a sweep and return what was printed; ``expect`` is the exit status, None any."""
-        process = self._start(*overrides)
-        printed, _ = process.communicate(timeout=120)
-        assert expect in (None, process.returncode), printed
-        return printed
+    def sweep(self, *overrides: str) -> str:
+        """Submit a sweep of real ranks and return what was printed."""
+        command = call("benchmarks.run", self.given(*overrides), self.variables)
+        assert command.returncode == 0, command.printed
+        return command.printed
 
     def stand_in(self, *overrides: str, expect: int | None = 0) -> str:
-        """Submit points whose ranks are the stand-in: two ranks on a node."""
-        return self.sweep(*self._quick(), *overrides, expect=expect)
+        """Submit points whose ranks are the stand-in, two on a node; the report job is held."""
+        command = call("benchmarks.run", self.words(*overrides), self.variables)
+        assert expect in (None, command.returncode), command.printed
+        return command.printed
 
-    def start(self, *overrides: str) -> subprocess.Popen[str]:
+    def start(self, *overrides: str) -> Command:
         """Begin to submit such points; the caller waits for the process."""
-        return self._start(*self._quick(), *overrides)
+        return Command("benchmarks.run", self.words(*overrides), self.variables)
 
-    def _quick(self) -> tuple[str, ...]:
+    @staticmethod
+    def apart_on(node: str) -> tuple[str, str]:
+        """What sends points to one node, which no other test uses."""
+        return "launcher.sbatch.partition=apart", f"+launcher.sbatch.nodelist={node}"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment of its commands."""
+        return self.cluster.environment | self.environment
+
+    def words(self, *overrides: str) -> list[str]:
+        """The words of a command that submits points whose ranks are the stand-in."""
         quick = ("num_gpus=2", "measure.gate=false", "measure.warmup_steps=0", "global_batch=4")
-        return (f"launcher.worker_python={_STAND_IN}", *quick)
+        held = "+launcher.report_sbatch.hold=true"
+        return self.given(f"launcher.worker_python={_STAND_IN}", held, *quick, *overrides)
 
-    def _start(self, *overrides: str) -> subprocess.Popen[str]:
+    def given(self, *overrides: str) -> list[str]:
+        """The words of a command that submits points to this cluster, into the suite's folders."""
         places = (f"runs_dir='{_escaped(self.runs)}'", f"report_dir='{_escaped(self.report)}'")
         shared = ("launcher.sbatch.exclusive=false", "cluster.gpus_per_node=4")
         defaults = ("launcher=slurm", "launcher.sbatch.account=science", *shared)
-        return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.run", "-m", *places, *defaults, *overrides],
-            env=self.cluster.environment | self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        return ["-m", *places, *defaults, *overrides]
 
     def status(self, expect: int = 0) -> dict[str, Row]:
         """Every point as ``benchmarks.status --json`` tells it, by spec id."""
-        command = (sys.executable, "-m", "benchmarks.status", str(self.runs), "--json")
-        done = subprocess.run(
-            command,
-            env=self.cluster.environment | self.environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == expect, done.stderr
+        done = call("benchmarks.status", [str(self.runs), "--json"], self.variables)
+        assert done.returncode == expect, done.printed
         rows = [Row(**fields) for fields in json.loads(done.stdout)]
         return {row.spec_id: row for row in rows}
 
@@ -91,13 +120,13 @@ class Suite:
         (record,) = self.records()
         return record
 
-    def wait_for_records(self, number: int, seconds: float) -> list[RunRecord]:
+    def wait_for_records(self, number: int, seconds: float = 120) -> list[RunRecord]:
         """Wait until this many attempts have recorded themselves."""
         what = f"{number} records below {self.runs}"
         wait_until(lambda: len(list(find_records([self.runs]))) >= number, seconds, what)
         return self.records()
 
-    def wait_for_steps(self, number: int, seconds: float = 60) -> Path:
+    def wait_for_steps(self, number: int, seconds: float = 120) -> Path:
         """Wait until a first rank has measured this many steps; returns its attempt."""
 
         def stepping() -> list[Path]:
@@ -107,7 +136,7 @@ class Suite:
         wait_until(stepping, seconds, f"{number} steps below {self.runs}")
         return stepping()[-1].parent
 
-    def wait_for_all_steps(self, number: int, seconds: float = 90) -> dict[int, Path]:
+    def wait_for_all_steps(self, number: int, seconds: float = 120) -> dict[int, Path]:
         """Wait until all ranks of so many attempts have measured two steps; the attempts by the
         seeds of their points."""
 
@@ -123,10 +152,10 @@ class Suite:
         wait_until(lambda: len(stepping()) >= number, seconds, what)
         return stepping()
 
-    def recorded_by_status(self) -> int:
-        """How many records there are after a call of status, which closes what is over."""
-        self.status()
-        return len(self.records())
+    def wait_for_states(self, expected: list[str], seconds: float = 120) -> None:
+        """Wait until no point is in the queue, then compare the states."""
+        self.wait_until_idle(seconds)
+        wait_until(lambda: self.states() == expected, 30, f"{expected} of {self.runs}")
 
     def workers(self) -> list[int]:
         """Processes of ranks below this suite's runs."""
@@ -137,16 +166,25 @@ class Suite:
                 found.append(process.pid)
         return found
 
-    def wait_until_idle(self, seconds: float) -> None:
-        """Wait until none of the user's jobs is left in the queue."""
-        wait_until(lambda: not self.queue(), seconds, "an empty queue")
+    def wait_until_idle(self, seconds: float = 120) -> None:
+        """Wait until none of the suite's points waits or runs."""
+        wait_until(lambda: not self.queue(), seconds, f"an empty queue of {self.runs}")
 
     def queue(self) -> list[str]:
-        """The ids of the jobs of this suite's sweeps that wait or run."""
+        """The ids of the points of this suite's sweeps that wait or run: tasks of arrays."""
+        return [job for job, _ in self.jobs() if "_" in job]
+
+    def report_jobs(self) -> list[str]:
+        """The ids of this suite's report jobs that wait or run."""
+        return [job for job, _ in self.jobs() if "_" not in job]
+
+    def jobs(self) -> list[tuple[str, str]]:
+        """The ids and dependencies of all jobs of this suite's sweeps that wait or run."""
         sweeps = {path.name for path in (self.runs / "slurm").glob("*")}
-        lines = self.cluster.run("squeue", "--noheader", "--array", "--format=%i %j").splitlines()
-        pairs = [line.split() for line in lines]
-        return [job for job, name in pairs if name.rpartition("-")[0] in sweeps]
+        form = "--format=%i %j %E"
+        lines = self.cluster.run("squeue", "--noheader", "--array", form).splitlines()
+        told = [line.split() for line in lines]
+        return [(job, waits) for job, name, waits in told if name.rpartition("-")[0] in sweeps]
 
 
 def _escaped(path: Path) -> str:
@@ -168,26 +206,30 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def suite(cluster: SlurmCluster, tmp_path: Path) -> Suite:
-    """A suite with empty folders."""
+    """A suite with empty folders; tests that run ``together`` have another one."""
     return Suite(cluster, tmp_path)
 
 
 @pytest.fixture(scope="session")
-def background(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Suite]:
-    """What takes long, submitted first and asked for last: a sweep of real ranks, and a time limit.
+def running(
+    cluster: SlurmCluster, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    """The selected tests that run together, by their ids."""
+    items = [i for i in request.session.items if isinstance(i, pytest.Function)]
+    marked = [(item, item.get_closest_marker("together")) for item in items]
+    ordered = sorted((not mark.args, place) for place, (_, mark) in enumerate(marked) if mark)
+    chosen = [items[place] for _, place in ordered]
 
-    The other tests that leave nodes alone run meanwhile.
-    """
-    suites = {
-        name: Suite(cluster, tmp_path_factory.mktemp(name)) for name in ("sweep", "over_time")
-    }
-    suites["over_time"].stand_in(
-        *("seed=3", "launcher.sbatch.time=1", "launcher.grace_s=20"),
-    )
-    suites["sweep"].sweep(
-        *("model=gpt_tiny", "num_gpus=4,8", "contender=zeropp,deepspeed_3d"),
-        *("measure.warmup_steps=1", "measure.steps=2", "measure.gate=false"),
-        *("measure.timeline=false", "+launcher.sbatch.nice=10000"),  # the others go first,
-        "+launcher.sbatch.exclude='zpnode[4-5]'",  # and two nodes are theirs to break
-    )
-    return suites
+    def begin(pool: ThreadPoolExecutor, item: pytest.Function) -> Future[None]:
+        folder = tmp_path_factory.mktemp(re.sub(r"\W", "_", item.name))
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        return pool.submit(item.obj, suite=Suite(cluster, folder), **given)
+
+    with ThreadPoolExecutor(max(1, len(chosen))) as pool:
+        yield {item.nodeid: begin(pool, item) for item in chosen}
+
+
+@pytest.fixture
+def alone(running: Running) -> None:
+    """For a test that all others would notice: waits until none of them runs."""
+    wait(running.values(), timeout=_RESULT_S)

@@ -58,9 +58,9 @@ def main() -> None:
         signal.signal(signal.SIGUSR1, leave)
         (directory / f"rank_{rank:03d}.pid").write_text(str(os.getpid()))
         places = ["OMP_NUM_THREADS", "SLURM_NODEID", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
-        places += ["SLURMD_NODENAME"]
-        devices = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
-        write("environment", **devices, **{name: os.environ.get(name, "") for name in places})
+        places += ["SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES"]
+        seen = {name: os.environ.get(name, "") for name in places}
+        write("environment", clock=time.time(), **seen)
         for index in range(_ENDLESS if behaviour == GOES_ON else _STEPS):
             time.sleep(0.1)
             write("step", index=index, seconds=0.1, loss=5.0 - index / _ENDLESS)

@@ -16,9 +16,9 @@ import pytest
 
 from benchmarks.records.record import RunRecord
 from tests.slurm.cluster import wait_until
-from tests.slurm.conftest import Suite
+from tests.slurm.conftest import FIRST, TOGETHER, Suite
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(290), *TOGETHER]
 
 TWO_NODES = ("cluster.gpus_per_node=1", "num_gpus=2")
 
@@ -85,7 +85,7 @@ def test_each_fault_has_its_own_word(suite: Suite) -> None:
     attempts = suite.wait_for_all_steps(len(FAULTS))
     for seed, (fault, *_) in zip(seeds, FAULTS, strict=True):
         fault(Victim(suite, attempts[seed]))
-    wait_until(lambda: suite.recorded_by_status() >= len(FAULTS), 100, "a record for each fault")
+    suite.wait_for_states(["failed"] * len(FAULTS))
     records = {record.spec["seed"]: record for record in suite.records()}
     assert len(suite.records()) == len(FAULTS)
     for seed, (_, status, interrupted, words) in zip(seeds, FAULTS, strict=True):
@@ -93,21 +93,31 @@ def test_each_fault_has_its_own_word(suite: Suite) -> None:
         assert (record.status, record.interrupted) == (status, interrupted), record.reason
         assert words in record.reason
         assert len(record.step_s) >= 2  # what was measured is kept
-    suite.wait_until_idle(60)
     assert suite.workers() == []
     (suite.directory / "calm").touch()
     assert f"{len(FAULTS)} of {len(FAULTS)} points to run" in suite.stand_in(*command)
-    suite.wait_for_records(2 * len(FAULTS), 120)
+    suite.wait_for_records(2 * len(FAULTS))
     assert suite.states() == ["ok"] * len(FAULTS)
 
 
 def test_failures_before_the_ranks_start_are_told_and_not_repeated(suite: Suite) -> None:
     broken = ("seed=0,10", "launcher.setup=['module load nonesuch']")
     suite.stand_in(*broken)
-    records = suite.wait_for_records(2, 60)
+    records = suite.wait_for_records(2)
     assert {(r.status, r.interrupted) for r in records} == {("failed", False)}
     assert all("in setup: " in r.reason and "module" in r.reason for r in records)
     assert "0 of 2 points to run" in suite.stand_in(*broken)
+
+
+@FIRST
+def test_a_time_limit_in_setup_is_a_time_limit(suite: Suite) -> None:
+    slow = ("seed=0", "launcher.setup=['sleep 200']")
+    suite.stand_in(*slow, "launcher.sbatch.time=1", "launcher.grace_s=20")
+    (record,) = suite.wait_for_records(1, 200)
+    assert (record.status, record.interrupted) == ("timeout", False)
+    assert "setup" in record.reason
+    assert record.ranks == []
+    assert "0 of 1 points to run" in suite.stand_in(*slow)
 
 
 def test_variables_of_a_surrounding_job_and_of_a_login_shell(suite: Suite) -> None:
@@ -125,9 +135,9 @@ def test_variables_of_a_surrounding_job_and_of_a_login_shell(suite: Suite) -> No
     }
     printed = suite.stand_in("seed=0,3")
     assert "environment SBATCH_EXPORT=NONE holds" in printed
-    suite.wait_for_steps(3)
-    suite.wait_for_records(1, 60)
-    assert sorted(r.state for r in suite.status().values()) == ["ok", "running"]
+    suite.wait_for_steps(4)
+    suite.wait_for_records(1)
+    assert suite.states() == ["ok", "running"]
     assert "left alone" in suite.stand_in("seed=3")
     ok = suite.only_record()
     assert ok.ranks[0].environment["OMP_NUM_THREADS"] == "1"
@@ -135,32 +145,31 @@ def test_variables_of_a_surrounding_job_and_of_a_login_shell(suite: Suite) -> No
 
 
 def test_the_user_signal_at_preemption_is_not_the_time_limit(suite: Suite) -> None:
-    gentle = ("launcher.sbatch.partition=gentle", "+launcher.sbatch.nodelist=zpnode4")
+    gentle = ("launcher.sbatch.partition=gentle", "+launcher.sbatch.nodelist=zpnode7")
     suite.stand_in("seed=3", *gentle)
     suite.wait_for_steps(3)
     (suite.directory / "calm").touch()  # the second attempt shall end
-    urgent = ("--partition=urgent", "--nodelist=zpnode4", "--exclusive", "--time=1")
-    suite.cluster.run("sbatch", *urgent, "--account=science", "--output=/dev/null", "--wrap=true")
-    first, after = suite.wait_for_records(2, 100)
+    suite.cluster.take_node("zpnode7")
+    first, after = suite.wait_for_records(2)
     assert (first.status, first.interrupted) == ("preempted", True)
     assert after.status == "ok"
     assert first.slurm["job"] == after.slurm["job"]  # the same job came back
 
 
 def test_a_frozen_node_is_lost_and_its_job_does_not_run_beside_the_next(suite: Suite) -> None:
-    once = ("seed=3", "+launcher.sbatch.nodelist=zpnode5", "launcher.sbatch.requeue=false")
+    once = ("seed=3", *suite.apart_on("zpnode9"), "launcher.sbatch.requeue=false")
     suite.stand_in(*once, "+launcher.sbatch.no-requeue=true")
     attempt = suite.wait_for_steps(2)
-    suite.cluster.freeze_node("zpnode5")
+    suite.cluster.freeze_node("zpnode9")
     try:
-        wait_until(lambda: suite.states() == ["lost"], 60, "the loss of the node")
+        suite.wait_for_states(["lost"])
         lost = (attempt / "record.json").read_bytes()
         assert b"NODE_FAIL" in lost
     finally:
-        suite.cluster.thaw_node("zpnode5")
+        suite.cluster.thaw_node("zpnode9")
     wait_until(lambda: suite.workers() == [], 60, "the end of its ranks")
     assert (attempt / "record.json").read_bytes() == lost
     (suite.directory / "calm").touch()
     assert "1 of 1 points to run" in suite.stand_in("seed=3")
-    suite.wait_for_records(2, 60)
+    suite.wait_for_records(2)
     assert suite.states() == ["ok"]

@@ -1,34 +1,70 @@
-"""Sweeps on a real Slurm: every way in which a point can end, and what a second call does.
-
-A sweep of real ranks runs in the background on four of the six nodes; it is asked for towards the
-end, before slurmctld is taken away.
-"""
+"""Sweeps on a real Slurm: every way in which a point can end, and what a second call does."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.slurm.cluster import wait_until
-from tests.slurm.conftest import Suite
+from tests.slurm.conftest import FIRST, TOGETHER, Suite
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(290), *TOGETHER]
 
-Background = dict[str, Suite]
+REAL = (  # ranks of two contenders with all of the engine, on one node and on two
+    *("model=gpt_tiny", "num_gpus=2,4", "cluster.gpus_per_node=2", "global_batch=8"),
+    *("contender=zeropp,deepspeed_3d", "measure.warmup_steps=1", "measure.steps=2"),
+    *("measure.gate=false", "measure.timeline=false"),
+)
 
 
-@pytest.mark.usefixtures("background")
+@FIRST
+def test_sweep_of_real_ranks_over_nodes(suite: Suite) -> None:
+    suite.sweep(*REAL)
+    wait_until(lambda: "Written to" in _report_log(suite), 240, "the report of the sweep")
+    records = suite.records()
+    assert [r.status for r in records] == ["ok"] * 4, [r.reason for r in records]
+    assert all(len(r.step_s) == 2 for r in records)
+    sizes = {(r.spec["num_gpus"], _node_count(r.slurm["nodes"])) for r in records}
+    assert sizes == {(2, 1), (4, 2)}
+    assert len({r.slurm["job_id"] for r in records}) == 4  # nothing ran twice
+    losses = [r.losses[-1] for r in records]  # the same batches, however they were divided
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
+    assert "4 ok" in _report_log(suite)  # none of them was still under way
+    assert list(suite.report.glob("throughput.*"))
+    assert "0 of 4 points to run" in suite.sweep(*REAL)
+
+
+def _node_count(nodes: str) -> int:
+    """``zpnode0`` or ``zpnode[0-3]``."""
+    first, _, last = nodes.partition("[")[2].rstrip("]").partition("-")
+    return int(last) - int(first) + 1 if last else 1
+
+
+def _report_log(suite: Suite) -> str:
+    return "".join(path.read_text() for path in suite.runs.glob("slurm/*/*-report.log"))
+
+
+@FIRST
+def test_a_point_over_its_time(suite: Suite) -> None:
+    suite.stand_in("seed=3", "launcher.sbatch.time=1", "launcher.grace_s=20")
+    suite.wait_for_records(1, 200)
+    record = suite.only_record()
+    assert (record.status, record.interrupted) == ("timeout", False)
+    assert "time limit" in record.reason
+    assert len(record.step_s) > 3
+    assert suite.states() == ["timeout"]
+
+
 def test_dry_run_prints_scripts_and_submits_nothing(suite: Suite) -> None:
     printed = suite.stand_in("seed=0,10", "launcher.dry_run=true")
     assert "#SBATCH --array=0-1" in printed
     assert "benchmarks.report" in printed
-    assert suite.queue() == []
-    assert list(suite.runs.glob("*/*/submission.json")) == []
+    assert suite.jobs() == []
+    assert not suite.runs.exists()
 
 
-@pytest.mark.usefixtures("background")
 def test_a_point_that_raises(suite: Suite) -> None:
     suite.stand_in("seed=1,0")
-    suite.wait_for_records(2, 60)
+    suite.wait_for_records(2)
     failed = next(r for r in suite.records() if r.status != "ok")
     assert (failed.status, failed.interrupted) == ("failed", False)
     assert failed.reason == "rank 1: ValueError: token 999 is not in the vocabulary"
@@ -37,14 +73,13 @@ def test_a_point_that_raises(suite: Suite) -> None:
     assert "0 of 2 points to run" in suite.stand_in("seed=1,0")
     (suite.directory / "calm").touch()
     assert "1 of 2 points to run" in suite.stand_in("seed=1,0", "rerun=failed")
-    suite.wait_for_records(3, 60)
+    suite.wait_for_records(3)
     assert suite.states() == ["ok", "ok"]
 
 
-@pytest.mark.usefixtures("background")
 def test_a_point_over_its_memory(suite: Suite) -> None:
     suite.stand_in("seed=2", "launcher.sbatch.mem=300")
-    suite.wait_for_records(1, 60)
+    suite.wait_for_records(1)
     record = suite.only_record()
     assert record.status == "oom"
     assert "memory limit" in record.reason
@@ -52,7 +87,6 @@ def test_a_point_over_its_memory(suite: Suite) -> None:
     assert suite.states() == ["oom"]
 
 
-@pytest.mark.usefixtures("background")
 def test_a_bad_account_is_refused_at_submit(suite: Suite) -> None:
     printed = suite.stand_in("seed=0", "launcher.sbatch.account=nobody", expect=1)
     assert "Invalid account" in printed
@@ -60,11 +94,10 @@ def test_a_bad_account_is_refused_at_submit(suite: Suite) -> None:
     assert row.state == "failed"
     assert row.detail.startswith("not submitted: sbatch: ")
     suite.stand_in("seed=0")  # counts as missing
-    suite.wait_for_records(2, 60)
+    suite.wait_for_records(2)
     assert suite.states() == ["ok"]
 
 
-@pytest.mark.usefixtures("background")
 def test_queued_points_are_never_doubled(suite: Suite) -> None:
     held = ("seed=0,10", "+launcher.sbatch.hold=true")
     suite.stand_in(*held)
@@ -74,21 +107,19 @@ def test_queued_points_are_never_doubled(suite: Suite) -> None:
     assert "left alone" in suite.stand_in(*held, "rerun=all")
     assert suite.queue() == queue
     suite.cluster.run("scancel", *queue)
-    wait_until(lambda: suite.states() == ["failed", "failed"], 30, "the cancellation")
+    suite.wait_for_states(["failed", "failed"])
     assert all("CANCELLED" in row.detail for row in suite.status().values())
     suite.stand_in("seed=0,10")
-    suite.wait_for_records(4, 60)
+    suite.wait_for_records(4)
     assert suite.states() == ["ok", "ok"]
 
 
-@pytest.mark.usefixtures("background")
 def test_preempted_and_requeued(suite: Suite) -> None:
-    suite.stand_in("seed=3", "+launcher.sbatch.nodelist=zpnode4")
+    suite.stand_in("seed=3", *suite.apart_on("zpnode6"))
     suite.wait_for_steps(3)
     (suite.directory / "calm").touch()  # the second attempt shall end
-    urgent = ("--partition=urgent", "--nodelist=zpnode4", "--exclusive", "--time=1")
-    suite.cluster.run("sbatch", *urgent, "--account=science", "--output=/dev/null", "--wrap=true")
-    preempted, after = suite.wait_for_records(2, 60)
+    suite.cluster.take_node("zpnode6")
+    preempted, after = suite.wait_for_records(2)
     assert (preempted.status, preempted.interrupted) == ("preempted", True)
     assert len(preempted.step_s) >= 3
     assert after.status == "ok"
@@ -98,86 +129,22 @@ def test_preempted_and_requeued(suite: Suite) -> None:
     assert "0 of 1 points to run" in suite.stand_in("seed=3")
 
 
-@pytest.mark.usefixtures("background")
 def test_a_node_taken_down_then_the_rest_completed(suite: Suite) -> None:
     once = ("seed=3,0", "launcher.sbatch.requeue=false", "+launcher.sbatch.no-requeue=true")
-    suite.stand_in(*once, "+launcher.sbatch.nodelist=zpnode5")
+    suite.stand_in(*once, *suite.apart_on("zpnode8"))
     attempt = suite.wait_for_steps(5)
     assert "step" in next(r.detail for r in suite.status().values() if r.state == "running")
-    suite.cluster.kill_node("zpnode5")
-    wait_until(lambda: suite.states() == ["lost", "ok"], 60, "the loss of the node")
+    suite.wait_for_records(1)
+    suite.cluster.kill_node("zpnode8")
+    suite.wait_for_states(["lost", "ok"])
     lost = next(r for r in suite.records() if r.status == "lost")
     assert lost.interrupted
     assert "NODE_FAIL" in lost.reason
-    assert "zpnode5" in lost.reason
+    assert "zpnode8" in lost.reason
     assert len(lost.step_s) >= 5
     assert lost.record_id.endswith(attempt.name)
-    suite.cluster.start_node("zpnode5")
+    suite.cluster.start_node("zpnode8")
     (suite.directory / "calm").touch()
     assert "1 of 2 points to run" in suite.stand_in(*once)
-    suite.wait_for_records(3, 60)
+    suite.wait_for_records(3)
     assert suite.states() == ["ok", "ok"]
-
-
-def test_a_point_over_its_time(background: Background) -> None:
-    suite = background["over_time"]
-    suite.wait_for_records(1, 150)
-    record = suite.only_record()
-    assert (record.status, record.interrupted) == ("timeout", False)
-    assert "time limit" in record.reason
-    assert len(record.step_s) > 3
-    assert suite.states() == ["timeout"]
-
-
-def _node_count(nodes: str) -> int:
-    """``zpnode0`` or ``zpnode[0-3]``."""
-    first, _, last = nodes.partition("[")[2].rstrip("]").partition("-")
-    return int(last) - int(first) + 1 if last else 1
-
-
-def test_sweep_of_real_ranks_over_nodes(background: Background) -> None:
-    suite = background["sweep"]
-    wait_until(lambda: not suite.queue(), 200, "the end of the sweep")
-    records = suite.records()
-    assert [r.status for r in records] == ["ok"] * 4, [r.reason for r in records]
-    assert all(len(r.step_s) == 2 for r in records)
-    assert {(r.spec["num_gpus"], _node_count(r.slurm["nodes"])) for r in records} == {
-        (4, 1),
-        (8, 2),
-    }
-    assert len({r.slurm["job_id"] for r in records}) == 4  # nothing ran twice
-    losses = [r.losses[-1] for r in records]  # the same batches, however they were divided
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
-    assert "4 ok" in _report_log(suite)
-    assert list(suite.report.glob("throughput.*"))
-    assert "0 of 4 points to run" in suite.sweep(
-        *("model=gpt_tiny", "num_gpus=4,8", "contender=zeropp,deepspeed_3d"),
-        *("measure.warmup_steps=1", "measure.steps=2", "measure.gate=false"),
-        "measure.timeline=false",
-    )
-
-
-def test_no_controller_at_submit(suite: Suite) -> None:
-    suite.stand_in("seed=0")
-    suite.wait_for_records(1, 60)
-    suite.cluster.stop_controller()
-    try:
-        printed = suite.stand_in("seed=0,10", expect=1)
-        assert "not submitted: squeue: " in printed
-        assert suite.status(expect=1)
-    finally:
-        suite.cluster.start_controller()
-    assert suite.states() == ["failed", "ok"]
-    assert "1 of 2 points to run" in suite.stand_in("seed=0,10")
-    suite.wait_for_records(3, 60)
-    assert suite.states() == ["ok", "ok"]
-
-
-def test_the_report_job_waits_for_every_point(suite: Suite) -> None:
-    suite.stand_in("seed=0,1,10")
-    wait_until(lambda: "Written to" in _report_log(suite), 240, "the report")
-    assert "1 failed, 2 ok" in _report_log(suite)  # none of them was still under way
-
-
-def _report_log(suite: Suite) -> str:
-    return "".join(path.read_text() for path in suite.runs.glob("slurm/*/*-report.log"))

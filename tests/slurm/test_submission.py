@@ -1,6 +1,7 @@
 """Submitting on a real Slurm: twice at once, interrupted at any moment, answers that get lost.
 
-``sbatch`` is a shell script here, before the real one on the PATH: it is slow, or loses its answer.
+Programs such as ``sbatch`` are shell scripts here, before the real ones on the PATH: they are slow,
+or lose their answer.
 """
 
 from __future__ import annotations
@@ -8,122 +9,111 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import wait_until
-from tests.slurm.conftest import Suite
+from tests.slurm.conftest import TOGETHER, Suite
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(290), *TOGETHER]
 
-HELD = ("seed=0,10,20,30", "+launcher.sbatch.hold=true")
+HELD = ("seed=0,10", "+launcher.sbatch.hold=true")  # these jobs wait for ever
 
 
 def stand_before(suite: Suite, program: str, script: str) -> None:
-    """Put a script before one of Slurm's programs; ``$real`` is that program."""
+    """Put a script before a program; ``$real`` is that program."""
     folder = suite.directory / "bin"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     path = folder / program
     path.write_text(f"#!/usr/bin/env bash\nreal={shutil.which(program)}\n{script}\n")
     path.chmod(0o755)
     suite.environment["PATH"] = f"{folder}:{os.environ['PATH']}"
 
 
-def points_in_the_queue(suite: Suite) -> list[str]:
-    """The held points of the suite, each task of an array by its own number."""
-    return [job for job in suite.queue() if "_" in job]
+def test_twice_at_once_with_a_slow_sbatch(suite: Suite) -> None:
+    stand_before(suite, "sbatch", 'sleep 2; exec "$real" "$@"')
+    both = [suite.start(*HELD), suite.start(*HELD)]
+    assert [command.wait(200) for command in both] == [0, 0], [c.printed for c in both]
+    assert len(suite.queue()) == 2
+    assert sum(command.printed.count("left alone") for command in both) == 2
+    assert sum("waiting for process" in command.printed for command in both) == 1
+    assert len(list(suite.runs.glob("slurm/*/submission.json"))) == 1
 
 
-@pytest.fixture
-def held(suite: Suite) -> Iterator[Suite]:
-    """A suite whose jobs wait for ever; they are cancelled afterwards."""
-    yield suite
-    if jobs := suite.queue():
-        suite.cluster.run("scancel", *jobs)
+# Where a submission is interrupted: while this program works, on the call that has these words.
+STAGES = {
+    "asking what the cluster is": ("scontrol", "show config", ()),
+    "copying the checkout": ("git", "clone", ("launcher.snapshot=true",)),
+    "submitting the points": ("sbatch", "-0.sbatch", ()),
+    "submitting the second array": ("sbatch", "-1.sbatch", ("num_gpus=2,4",)),
+    "submitting the report job": ("sbatch", "-report.sbatch", ()),
+    "looking into the queue": ("squeue", "--array", ()),
+}
 
 
-def test_twice_at_once_with_a_slow_sbatch(held: Suite) -> None:
-    stand_before(held, "sbatch", 'sleep 2; exec "$real" "$@"')
-    both = [held.start(*HELD), held.start(*HELD)]
-    printed = [process.communicate(timeout=200)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], printed
-    assert len(points_in_the_queue(held)) == 4
-    assert sum(text.count("left alone") for text in printed) == 4
-    assert len(list(held.runs.glob("slurm/*/submission.json"))) == 1
+KILLED_AT = ("copying the checkout", "submitting the points", "submitting the report job")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_interrupted_while_submitting(held: Suite, number: signal.Signals) -> None:
-    stand_before(held, "sbatch", f'touch {held.directory}/began; sleep 3; exec "$real" "$@"')
-    process = held.start(*HELD)
-    wait_until((held.directory / "began").exists, 100, "the call of sbatch")
-    os.kill(process.pid, number)
-    process.communicate(timeout=60)
-    assert process.returncode != 0
-    time.sleep(4)  # an sbatch that outlived its launcher would have submitted by now
-    held.environment.clear()
-    held.stand_in(*HELD)
-    assert len(points_in_the_queue(held)) == 4
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    [(stage, signal.SIGINT) for stage in STAGES] + [(stage, signal.SIGKILL) for stage in KILLED_AT],
+)
+def test_interrupted_while_submitting(suite: Suite, stage: str, number: signal.Signals) -> None:
+    program, words, more = STAGES[stage]
+    asked = (*HELD, "global_batch=8", *more)
+    points = 4 if "num_gpus=2,4" in more else 2
+    if program == "squeue":  # asked only where something was submitted before
+        suite.stand_in("seed=0", *asked[1:])
+    slow = f"touch {suite.directory}/began; sleep 3; touch {suite.directory}/over"
+    stand_before(suite, program, f'case "$*" in *"{words}"*) {slow};; esac; exec "$real" "$@"')
+    command = suite.start(*asked)
+    wait_until((suite.directory / "began").exists, 100, f"a call of {program}")
+    os.kill(command.pid, number)
+    assert command.wait(60) != 0
+    assert "Traceback" not in command.printed
+    time.sleep(4)  # a program that outlived its launcher would have submitted by now
+    suite.environment.clear()
+    suite.stand_in(*asked)
+    assert len(suite.queue()) == points
+    assert suite.states() == ["waiting"] * points
+    assert not list((suite.runs / "slurm").glob(".lock*"))
 
 
-def test_a_lost_answer_and_a_lost_report_job(held: Suite) -> None:
+def test_interrupted_while_it_waits_for_another_submission(suite: Suite) -> None:
+    go = suite.directory / "go"
+    stand_before(suite, "sbatch", f'until [ -e {go} ]; do sleep 0.2; done; exec "$real" "$@"')
+    first = suite.start(*HELD)
+    wait_until((suite.runs / "slurm" / ".lock").exists, 100, "the lock of the first")
+    second = suite.start(*HELD)
+    wait_until(lambda: "waiting for process" in second.printed, 100, "the second to wait")
+    os.kill(second.pid, signal.SIGINT)
+    assert second.wait(60) == 130
+    go.touch()
+    assert first.wait(100) == 0
+    assert len(suite.queue()) == 2
+
+
+def test_a_lost_answer_and_a_lost_report_job(suite: Suite) -> None:
     lost = '"$real" "$@" >/dev/null; echo "sbatch: error: Socket timed out" >&2; exit 1'
-    stand_before(held, "sbatch", lost)
-    held.stand_in(*HELD)
-    held.environment.clear()
-    assert len(points_in_the_queue(held)) == 4
-    assert held.stand_in(*HELD).count("left alone") == 4
-    report = [job for job in held.queue() if "_" not in job]
-    held.cluster.run("scancel", *report)
-    wait_until(lambda: len(held.queue()) == 4, 20, "the end of the report job")
-    assert "report      job " in held.stand_in(*HELD)
-    wait_until(lambda: len(held.queue()) == 5, 20, "the new report job")
-    assert "report      job " not in held.stand_in(*HELD)
+    stand_before(suite, "sbatch", lost)
+    suite.stand_in(*HELD)
+    suite.environment.clear()
+    assert len(suite.queue()) == 2
+    assert suite.stand_in(*HELD).count("left alone") == 2
+    suite.cluster.run("scancel", *suite.report_jobs())
+    wait_until(lambda: not suite.report_jobs(), 20, "the end of the report job")
+    assert "report      job " in suite.stand_in(*HELD)
+    wait_until(lambda: len(suite.report_jobs()) == 1, 20, "the new report job")
+    assert "report      job " not in suite.stand_in(*HELD)
 
 
-def test_a_full_disk_before_and_during_a_run(suite: Suite) -> None:
-    suite.runs.mkdir()
-    options = ("mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(suite.runs))
-    if subprocess.run(options, check=False, capture_output=True, timeout=10).returncode:
-        pytest.skip("mounting a small disk is not allowed here")
-    try:
-        filler = suite.runs / "filler"
-        fill(filler)
-        printed = suite.stand_in("seed=3", expect=None)
-        assert "No space left on device" in printed or "no space left" in printed
-        assert "Traceback" not in printed
-        filler.unlink()
-        suite.stand_in("seed=3")
-        attempt = suite.wait_for_steps(3)
-        fill(filler)
-        suite.cluster.run("scancel", "--signal=KILL", *points_in_the_queue(suite))
-        suite.wait_until_idle(60)
-        assert list(suite.status()) == [attempt.parent.name]  # says what can be said
-        filler.unlink()
-        wait_until(lambda: suite.states() == ["failed"], 30, "the record")
-        (record,) = [r for r in suite.records() if r.slurm.get("job")]
-        assert record.interrupted
-        assert len(record.step_s) >= 3
-        (suite.directory / "calm").touch()
-        suite.stand_in("seed=3")
-        wait_until(lambda: suite.states() == ["ok"], 60, "the point to complete")
-        suite.wait_until_idle(60)
-    finally:
-        subprocess.run(["umount", "-l", str(suite.runs)], check=False, timeout=10)
-
-
-def fill(path: Path) -> None:
-    """Leave no byte free on the disk of a file."""
-    with path.open("wb", buffering=0) as file:
-        try:
-            while file.write(b"\0" * 4096):
-                pass
-        except OSError:
-            return
+def test_odd_paths_and_comments(suite: Suite) -> None:
+    odd = suite.beside("a folder, with 100% (odd) 'characters'")
+    odd.stand_in("seed=0", '+launcher.sbatch.comment="two words"')
+    odd.wait_for_records(1)
+    assert odd.states() == ["ok"]
+    assert len(list(odd.runs.glob("slurm/*/*-0-0.log"))) == 1
 
 
 GPU_FLAGS = {
@@ -133,44 +123,29 @@ GPU_FLAGS = {
 }
 
 
-def test_every_rank_sees_the_gpus_of_its_node_whichever_flag_asks_for_them(suite: Suite) -> None:
+@pytest.mark.parametrize("flag", GPU_FLAGS)
+def test_every_rank_sees_the_gpus_of_its_node(suite: Suite, flag: str) -> None:
     gpus = ("cluster=a100", "cluster.gpus_per_node=4", "data=synthetic", "num_gpus=4")
-    for seed, flags in enumerate(GPU_FLAGS.values()):
-        suite.stand_in(*gpus, *flags, f"seed={10 * seed}", "global_batch=8")
-    records = suite.wait_for_records(len(GPU_FLAGS), 100)
-    assert [record.status for record in records] == ["ok"] * len(GPU_FLAGS)
-    for record in records:
-        seen = [rank.environment["CUDA_VISIBLE_DEVICES"] for rank in record.ranks]
-        assert seen == ["0,1,2,3"] * 4, record.slurm
-
-
-def test_odd_paths_and_comments(suite: Suite) -> None:
-    odd = suite.beside("a folder, with 100% (odd) 'characters'")
-    odd.stand_in("seed=0", '+launcher.sbatch.comment="two words"')
-    odd.wait_for_records(1, 60)
-    assert odd.states() == ["ok"]
-    assert len(list(odd.runs.glob("slurm/*/*-0-0.log"))) == 1
+    suite.stand_in(*gpus, *GPU_FLAGS[flag], "seed=0", "global_batch=8")
+    (record,) = suite.wait_for_records(1)
+    assert record.status == "ok"
+    seen = [rank.environment["CUDA_VISIBLE_DEVICES"] for rank in record.ranks]
+    assert seen == ["0,1,2,3"] * 4, record.slurm
 
 
 def test_who_was_beside_a_point_stands_in_its_record(suite: Suite) -> None:
-    suite.stand_in("seed=3,0", "+launcher.sbatch.nodelist=zpnode4")
-    suite.wait_for_records(1, 60)
+    suite.stand_in("seed=3,0", "+launcher.sbatch.nodelist=zpnode5")
+    suite.wait_for_records(1)
     record = suite.only_record()
     suite.cluster.run("scancel", *suite.queue())
     assert len(record.slurm["neighbours"]) >= 1
     assert str(record.slurm["job_id"]) not in record.slurm["neighbours"]
 
 
-def test_chained_arrays_wait_for_each_other(held: Suite) -> None:
-    points = ("num_gpus=2,4", "cluster.gpus_per_node=4", "launcher.chain=true")
-    held.stand_in(*points, "seed=0", "+launcher.sbatch.hold=true", "global_batch=8")
-    form = ("squeue", "--noheader", "--format=%j %E")
-    lines = [line.split() for line in held.cluster.run(*form).splitlines()]
-    waits = {line[0].rpartition("-")[2]: line[1] for line in lines if line[0] in _names(held)}
-    assert waits["0"] == "(null)"
-    assert waits["1"].startswith("afterany:")
-
-
-def _names(suite: Suite) -> set[str]:
-    sweeps = [path.name for path in (suite.runs / "slurm").glob("zeropp-*")]
-    return {f"{name}-{number}" for name in sweeps for number in range(2)}
+def test_chained_arrays_wait_for_each_other(suite: Suite) -> None:
+    sizes = ("num_gpus=2,4", "cluster.gpus_per_node=4", "launcher.chain=true")
+    suite.stand_in(*sizes, "seed=0", "+launcher.sbatch.hold=true", "global_batch=8")
+    waits = dict(job for job in suite.jobs() if "_" in job[0])
+    first, second = sorted(waits, key=lambda job: int(job.partition("_")[0]))
+    assert waits[first] == "(null)"
+    assert waits[second].startswith(f"afterany:{first.partition('_')[0]}_")

@@ -15,10 +15,13 @@ from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import price_plan
 from zeropp.cost.cuts import largest_work, spread_blocks
+from zeropp.cost.data_parallel import collectives_of, stage_parameters
 from zeropp.cost.half_cuts import spread_halves
 from zeropp.layout import InfeasibleError
-from zeropp.plan import Plan
+from zeropp.plan import Candidate, Plan
+from zeropp.programs import program_named
 from zeropp.schedule.program import loop_placement, v_placement
+from zeropp.sim.simulator import simulate
 
 
 def work_of_ranks(
@@ -117,7 +120,7 @@ def cut(cuts: tuple[float, ...]) -> Plan:
 
 def test_both_halves_of_a_block_cost_what_the_block_costs() -> None:
     """Time and bytes, wherever the cut between two stages is: only the places differ."""
-    prices = {at: price_plan(cut((0, at, 42)), task().cluster) for at in (20, 20.5, 21)}
+    prices = {at: price_plan(cut((0, at, 48)), task().cluster) for at in (20, 20.5, 21)}
     for field in ("forward", "backward_input", "backward_weight"):
         totals = [sum(getattr(c, field) for c in p.stages) for p in prices.values()]
         assert totals == pytest.approx([totals[0]] * 3)
@@ -130,10 +133,35 @@ def test_both_halves_of_a_block_cost_what_the_block_costs() -> None:
         assert first[0] < first[1] < first[2]
 
 
-def test_recomputed_blocks_and_dropout_are_not_cut_inside() -> None:
-    knobs = ZeroppKnobs(pp=2, shard=32, recompute="full", split_blocks=True)
-    with pytest.raises(InfeasibleError, match="recompute=full recomputes whole blocks"):
-        ZEROPP.size(task(), knobs, 1)
+def test_halves_are_not_recomputed() -> None:
+    plan = cut((0, 20.5, 48))
+    full = price_plan(replace(plan, recompute="full"), task().cluster).memory
+    none = price_plan(plan, task().cluster).memory
+    whole = price_plan(replace(cut((0, 20, 48)), recompute="full"), task().cluster).memory
+    assert full[0].activations < none[0].activations
+    assert full[0].activations - whole[0].activations > 5 * whole[0].activations / 20
+
+
+def test_dropout_is_not_cut_inside() -> None:
+    knobs = ZeroppKnobs(pp=2, shard=32, split_blocks=True)
     dropping = replace(task(), shape=replace(task().shape, dropout=0.1))
     with pytest.raises(InfeasibleError, match=r"dropout=0\.1 draws its masks block by block"):
-        ZEROPP.size(dropping, replace(knobs, recompute="none"), 1)
+        ZEROPP.size(dropping, knobs, 1)
+
+
+def test_a_chunk_has_a_collective_per_flat_buffer() -> None:
+    plan = cut((0, 20.5, 48))
+    for stage in range(2):  # weights, all else, and the end that is tied
+        sizes = collectives_of(plan, program_named("zeropp"), stage)
+        assert len(sizes) == 3
+        assert sum(sizes) == pytest.approx(stage_parameters(plan, stage))
+        assert len(collectives_of(plan, program_named("fsdp"), stage)) == 21 + 7 * stage
+
+
+def test_crossings_of_the_replicas_slow_the_compute_beside_them() -> None:
+    knobs = ZeroppKnobs(pp=2, shard=8, replicate=4, chunks=4, recompute="none")
+    result = ZEROPP.simulated(task(), Candidate(knobs, 1))
+    assert min(result.price.replica_s) > 0
+    free = replace(result.price, replica_s=(0.0,) * len(result.price.replica_s))
+    alone = simulate(result.plan, task().cluster, price=free)
+    assert all(a < b for a, b in zip(alone.events.busy, result.events.busy, strict=True))

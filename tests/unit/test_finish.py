@@ -18,7 +18,7 @@ from benchmarks.launch.owner import OWNER_FILE, SILENT_S, claim, may_live, this_
 from benchmarks.launch.points import Point, freeze, records_of, still_to_run, write_unstarted
 from benchmarks.records.environment import read_code
 from benchmarks.records.rank_events import EventWriter
-from benchmarks.records.record import RecordError, read_record
+from benchmarks.records.record import RecordError, find_records, read_record
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.toy_spec import mapping
 
@@ -70,6 +70,18 @@ def test_spans_say_by_which_clock(attempt: Path) -> None:
     write_rank(attempt, 0, done=False).write("spans", clock="compute stream", rows=[row])
     record = finish_attempt(attempt)
     assert (record.spans, record.span_clock) == ([row], "compute stream")
+
+
+def test_records_in_hidden_folders_are_not_of_these_runs(attempt: Path) -> None:
+    """A snapshot of the checkout lies below the runs folder, with the committed records in it."""
+    write_rank(attempt, 0)
+    finish_attempt(attempt)
+    runs = attempt.parents[1]
+    copy = runs / "slurm" / "sweep" / ".checkout" / "results" / "point" / "local-1"
+    copy.mkdir(parents=True)
+    (copy / "record.json").write_text((attempt / "record.json").read_text())
+    assert list(find_records([runs])) == [attempt / "record.json"]
+    assert len(list(find_records([copy]))) == 1  # asked for by its name
 
 
 def test_what_was_measured_before_a_kill_is_kept(attempt: Path) -> None:

@@ -55,9 +55,13 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
         return build(name, **draw(any_zeropp()))
     ranks, m = draw(st.integers(1, 5)), draw(st.integers(1, 10))
     chunks = draw(st.integers(1, 3)) if name in (*GROUPED, "looped_bfs") else 1
-    if name in GROUPED:
-        m = ranks * draw(st.integers(1, 3))
-    return build(name, num_ranks=ranks, chunks=2 if name == "zbv" else chunks, num_microbatches=m)
+    chunks = 2 if name == "zbv" else chunks
+    if name not in GROUPED:
+        return build(name, num_ranks=ranks, chunks=chunks, num_microbatches=m)
+    rounds = draw(st.integers(1, 3))
+    group = draw(st.integers(1 if rounds == 1 else ranks, 2 * ranks))
+    sizes = {"num_ranks": ranks, "chunks": chunks, "num_microbatches": rounds * group}
+    return build(name, **sizes, group=group)
 
 
 @st.composite
@@ -302,7 +306,7 @@ def _broken(change: str) -> Schedule:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("twice", "once too often"),
+        ("twice", "0F0 is repeated"),
         ("missing", "2W1 is missing"),
         ("wrong rank", "belongs to rank 1"),
         ("deadlock", "deadlock"),

@@ -65,7 +65,7 @@ def attempt(tmp_path: Path) -> Path:
     directory.mkdir(parents=True)
     freeze(Point(spec, None, ""), directory, "slurm")
     slurm = {"job": "7_0", "job_id": 8, "restart": 0, "nodes": "node7", "key": "sweep-0_0"}
-    slurm |= {"time_left": "9:00", "grace_s": 60, "log": str(tmp_path / "a.log")}
+    slurm |= {"time_limit": "9:00", "grace_s": 60, "log": str(tmp_path / "a.log")}
     (directory / "slurm.json").write_text(json.dumps(slurm))
     for rank in range(2):
         EventWriter(directory, rank).write("step", index=0, seconds=1.0, loss=5.0)
@@ -82,7 +82,7 @@ def silent_for(attempt: Path, seconds: float) -> None:
 @pytest.fixture
 def silent_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_attempt, "last_ending", lambda job, timeout_s: None)
-    monkeypatch.setattr(slurm_attempt, "time_left_s", lambda job, timeout_s: None)
+    monkeypatch.setattr(slurm_attempt, "time_limit_s", lambda job, timeout_s: None)
 
 
 TIME_LIMIT = Ending("timeout", "stopped before the job's time limit (SIGUSR1)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from dataclasses import replace
@@ -14,7 +15,7 @@ from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.slurm import script as slurm_script
 from benchmarks.launch.slurm.arrays import group, resources_of
-from benchmarks.launch.slurm.client import seconds_left
+from benchmarks.launch.slurm.client import limit_s
 from benchmarks.launch.slurm.command import site_defaults
 from benchmarks.launch.slurm.launcher import check, launch
 from benchmarks.launch.slurm.options import SlurmOptions, read_options, seconds_of
@@ -151,7 +152,8 @@ def test_gpus_follow_the_point_whichever_flag_the_site_uses(
     text = script_of(options(**changes))
     asked = [line for line in text.splitlines() if "#SBATCH" in line and ("gpu" in line)]
     assert asked == ([f"#SBATCH {expected}"] if expected else [])
-    assert ("--gpu-bind=none" in text) == (expected == "--gpus-per-task=1")
+    (srun,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    assert ("--gpus-per-node=4" in srun) == (expected == "--gpus-per-task=1")
 
 
 def test_ranks_on_cpus_ask_for_no_gpus() -> None:
@@ -199,10 +201,17 @@ def test_time_limits_are_read_as_slurm_reads_them(text: Any, seconds: float | No
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("0:59", 59), ("9:00", 540), ("1:00:00", 3600), ("2-01:00:00", 176400), ("INVALID", None)],
+    [
+        ("0:59", 59),
+        ("9:00", 540),
+        ("1:00:00", 3600),
+        ("2-01:00:00", 176400),
+        ("UNLIMITED", math.inf),
+        ("INVALID", None),
+    ],
 )
-def test_time_left_is_read_as_squeue_prints_it(text: str, seconds: float | None) -> None:
-    assert seconds_left(text) == seconds
+def test_a_time_limit_is_read_as_squeue_prints_it(text: str, seconds: float | None) -> None:
+    assert limit_s(text) == seconds
 
 
 def test_variables_of_a_shell_change_no_flag_of_the_script() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.launch.points import Point, write_unstarted
+from benchmarks.launch.points import Point, attempt_directory, write_unstarted
 from benchmarks.specification.run_spec import spec_from_mapping
 from benchmarks.status import main
 from tests.unit.toy_spec import mapping
@@ -38,3 +38,14 @@ def test_nothing_was_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert printed(tmp_path, monkeypatch, capsys) == [f"no points in {tmp_path}"]
+
+
+def test_an_attempt_that_is_under_way_counts_before_one_that_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_from_mapping(mapping())
+    write_unstarted(Point(spec, None), tmp_path, "slurm", "failed", "not submitted")
+    attempt_directory(spec, tmp_path, "local")
+    _, row, counts = printed(tmp_path, monkeypatch, capsys)
+    assert row.split()[:3] == [spec.spec_id, "running", "starting"]
+    assert counts == "1 running"

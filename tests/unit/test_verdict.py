@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.studies.claim_33.judge import CLAIM, judge, summary
+from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, judge, summary
 from tests.unit.simulated_task import task
 from zeropp.sim.simulator import simulate
 from zeropp.tune.search import search
@@ -49,6 +49,25 @@ def test_a_cell_is_judged_by_its_speed_up() -> None:
     assert verdict["verdict_over_megatron_core"] == "faster, not reproduced"
     assert verdict["verdict_over_best_3d"] == "tie"
     assert verdict["regime"] == "small batch, idle 10 % in 3D"
+
+
+def test_cells_in_which_zeropp_does_not_fit_are_told() -> None:
+    def cell(batch: int, ours: float | None) -> list[dict[str, object]]:
+        keys = {"model": "m", "cluster": "c", "num_gpus": 8, "global_batch": batch}
+        keys |= {"bandwidth": 1.0, "mode": "best", "bubble": 0.1}
+        speeds = {"zeropp": ours} | dict.fromkeys(BASELINES, 100.0)
+        return [
+            keys | {"contender": name, "tokens_per_s_per_gpu": speed, "peak_gib": speed}
+            for name, speed in speeds.items()
+        ]
+
+    verdicts = judge(pd.DataFrame([*cell(8, 90.0), *cell(16, None)]))
+    assert list(verdicts["verdict_over_best_3d"]) == [
+        "slower, not reproduced",
+        "ZeroPP does not fit",
+    ]
+    assert "1 cells, median 0.90" in summary(verdicts)
+    assert summary(verdicts).count("In 1 more no plan of ZeroPP fits.") == len(BASELINES)
 
 
 def test_committed_tables_follow_from_the_committed_rows() -> None:

@@ -118,7 +118,7 @@ def _refuse(task: Task, knobs: ZeroppKnobs) -> None:
             f"contender.activation_cap_gib={knobs.activation_cap_gib}: "
             f"contender.activation_cap={knobs.activation_cap} sets it too (set one to auto)"
         )
-    check_split_blocks(task, knobs.split_blocks, if_auto(knobs.recompute, "none"))
+    check_split_blocks(task, knobs.split_blocks)
     if knobs.compile and task.shape.dropout > 0:
         raise InfeasibleError(
             f"contender.compile={knobs.compile}: compiled blocks draw dropout masks from a random "

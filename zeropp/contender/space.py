@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from zeropp.contender.knobs import ZeroppKnobs
-from zeropp.literals import Auto, Recompute, ReduceEvery, StageStyle
+from zeropp.literals import Auto, Recompute, ReduceEvery, StageStyle, if_auto
 from zeropp.plan import Plan
 from zeropp.schedule.zeropp_order import smallest_cap
 from zeropp.tune.space import (
@@ -20,9 +20,7 @@ from zeropp.tune.space import (
 )
 
 _CHUNKS = (1, 2, 3, 4, 6, 8, 12)
-# Selective recomputation was tried in every configuration of docs/verdict.md and was in no best
-# plan: where memory is short, smaller units cost less.
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
 _UNITS = (0.5, 1, 2, 4)  # multiples of the pipeline ranks; one unit of the whole step is tried, too
 _CAPS = (0.0, 1.0, 1.5)  # multiples of U*V, raised to the smallest cap, lowered to the whole step
@@ -41,13 +39,12 @@ def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     for zero, placement, (chunks, style) in product(
         zero_choices(asked.replicate_zero, degrees),
         placement_choices(asked.placement, point),
-        _stages(asked),
+        _stages(asked, max(1, point.task.shape.layers // degrees.pp)),
     ):
         largest = -(-point.task.shape.layers // (degrees.pp * chunks))
         for recompute, blocks in recompute_choices(
             asked.recompute, asked.recompute_blocks, _RECOMPUTE, largest
         ):
-            whole = recompute != "none" or point.task.shape.dropout > 0
             yield replace(
                 asked,
                 pp=degrees.pp,
@@ -59,15 +56,16 @@ def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
                 stage_style=style,
                 recompute=recompute,
                 recompute_blocks=blocks,
-                split_blocks=not whole if asked.split_blocks == "auto" else asked.split_blocks,
+                split_blocks=if_auto(asked.split_blocks, not point.task.shape.dropout),
                 unit=unit,
                 activation_cap="auto",
             )
 
 
-def _stages(asked: ZeroppKnobs) -> Iterator[tuple[int, StageStyle]]:
-    """(chunks per rank, how their stages are assigned to ranks) to try."""
-    for chunks in choices(asked.chunks, _CHUNKS):
+def _stages(asked: ZeroppKnobs, most: int) -> Iterator[tuple[int, StageStyle]]:
+    """(chunks per rank, how their stages are assigned to ranks) to try; ``most``: the chunks per
+    rank of one block each, which have the smallest buffers."""
+    for chunks in choices(asked.chunks, sorted({*_CHUNKS, most})):
         styles: tuple[StageStyle, ...] = ("loop", "v") if chunks in _V_CHUNKS else ("loop",)
         for style in choices(asked.stage_style, styles):
             yield chunks, style

@@ -57,9 +57,14 @@ def build_engine(
             dropout_seed=seed if shape.dropout else None,
             random=shape.dropout > 0,
             compile=plan.compile,
-            recomputed=plan.recomputed,
+            recomputed=recomputed_of(plan),
         ),
     )
+
+
+def recomputed_of(plan: Plan) -> tuple[int, ...]:
+    """How many whole blocks of each stage are recomputed, which are its first ones."""
+    return tuple(map(plan.recomputed_blocks, range(plan.schedule.num_stages)))
 
 
 def pieces_of(plan: Plan, stage: int, seed: int, device: torch.device) -> Iterator[Piece]:
@@ -69,7 +74,7 @@ def pieces_of(plan: Plan, stage: int, seed: int, device: torch.device) -> Iterat
         is_block = 0 < index < shape.num_pieces - 1
         yield Piece(index, stage, build_piece(shape, index, seed, device), is_block)
     for index, half in plan.halves_of(stage):
-        yield Piece(index, stage, build_half(shape, index, half, seed, device), True)
+        yield Piece(index, stage, build_half(shape, index, half, seed, device), True, half=True)
 
 
 class ZeroppTrainer:

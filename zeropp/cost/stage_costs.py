@@ -211,7 +211,7 @@ def _stage_cost(job: _Job, stage: int) -> StageCost:
     input_ = (blocks - repeated) * job.plain.block.backward_input + ends * tensor.one
     input_ += repeated * times.block.backward_input
     weight = blocks * times.block.backward_weight
-    for part in _single_parts(plan, stage, times):
+    for part in _single_parts(plan, stage, job.plain):
         forward += part.forward
         input_ += part.backward_input
         weight += part.backward_weight

@@ -204,7 +204,9 @@ class Engine:
     ) -> Chunk:
         options = self._options
         pieces = {piece.index: piece for piece in self._pieces if piece.stage == stage}
-        deferrable = [piece.module for piece in pieces.values() if piece.deferrable]
+        blocks = [piece for piece in pieces.values() if piece.deferrable]
+        # The first ones may be recomputed; half blocks never are, so they come last.
+        deferrable = [piece.module for piece in sorted(blocks, key=lambda piece: piece.half)]
         others = [piece.module for piece in pieces.values() if not piece.deferrable]
         store = WeightGradStore()
         deferred = defer_weight_grads(deferrable, store)

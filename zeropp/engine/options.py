@@ -19,12 +19,14 @@ from zeropp.literals import LossReduction, Precision, Recompute, ReduceEvery, Wi
 @dataclass(frozen=True)
 class Piece:
     """One piece of the model on this rank. A ``deferrable`` piece (a transformer block) may delay
-    the weight gradients of its linear layers, and may be recomputed."""
+    the weight gradients of its linear layers, and may be recomputed. A ``half`` is only the
+    attention or the MLP of a block, and is never recomputed."""
 
     index: int
     stage: int
     module: nn.Module
     deferrable: bool
+    half: bool = False
 
 
 Boundary = Callable[[int], Sequence[TensorShape]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zeropp.layout import InfeasibleError, Layout, divisors, most_microbatches
-from zeropp.literals import Auto, Axis, Recompute
+from zeropp.literals import Auto, Axis
 from zeropp.plan import Knobs, Task
 
 _AXES: tuple[Axis, ...] = ("tp", "pp", "shard", "replicate")
@@ -121,17 +121,9 @@ def check_stages(task: Task, layout: Layout, *, split_blocks: bool = False) -> N
     raise InfeasibleError(message, "more stages than layers")
 
 
-def check_split_blocks(task: Task, split_blocks: bool | Auto, recompute: Recompute) -> None:
-    """Raise InfeasibleError for cuts inside blocks if recomputation or dropout need whole
-    blocks."""
-    if split_blocks is not True:
-        return
-    if recompute != "none":
-        raise InfeasibleError(
-            f"contender.split_blocks=true: contender.recompute={recompute} recomputes whole blocks "
-            "(use false, or recompute=none)"
-        )
-    if task.shape.dropout > 0:
+def check_split_blocks(task: Task, split_blocks: bool | Auto) -> None:
+    """Raise InfeasibleError where cuts inside blocks are asked for and whole blocks are needed."""
+    if split_blocks is True and task.shape.dropout > 0:
         raise InfeasibleError(
             f"contender.split_blocks=true: model.dropout={task.shape.dropout} draws its masks "
             "block by block (use false, or model.dropout=0)"

@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from benchmarks.launch.slurm.client import (
     EndedJob,
     accounted,
     last_ending,
+    limit_s,
     requeue,
     running_on,
-    seconds_left,
-    time_left_s,
+    time_limit_s,
 )
 from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.reasons import (
@@ -68,7 +68,7 @@ def _ending(directory: Path, end: ScriptEnd) -> Ending | None:
     job, ended = str(slurm["job"]), _word_of(slurm)
     return (
         memory_kill(directory)
-        or (ending_by_state(ended) if ended else None)
+        or (_by_state(ended, end.stage) if ended else None)
         or _time_limit(directory, job, end)
         or first_kill(directory)
         or (None if end.caught else killed_with_its_shell(directory))
@@ -76,6 +76,13 @@ def _ending(directory: Path, end: ScriptEnd) -> Ending | None:
         or before_ranks(directory, None, end.stage)
         or _failed_setup(directory, end, ended)
     )
+
+
+def _by_state(ended: EndedJob, stage: str) -> Ending | None:
+    ending = ending_by_state(ended)
+    if ending is None or stage != "setup":
+        return ending
+    return replace(ending, reason=f"{ending.reason}, in setup")
 
 
 def _word_of(slurm: Mapping[str, Any]) -> EndedJob | None:
@@ -97,12 +104,11 @@ def _time_limit(directory: Path, job: str, end: ScriptEnd) -> Ending | None:
     """The ending after SIGUSR1: the time limit if little time is left, otherwise something else."""
     if end.caught != "USR1":
         return None
-    left = time_left_s(job, _CLIENT_TIMEOUT_S)
-    if left is None:  # Slurm did not answer: time left at the start, minus the time since then
-        noted = seconds_left(str(slurm_of(directory).get("time_left", "")))
-        left = None if noted is None else noted - end.elapsed_s
-    grace_s = _grace_s(directory)
-    if left is None or left <= grace_s + _LATE_S:
+    limit = time_limit_s(job, _CLIENT_TIMEOUT_S)
+    if limit is None:  # Slurm did not answer: the limit as it was at the start
+        limit = limit_s(str(slurm_of(directory).get("time_limit", "")))
+    left = 0.0 if limit is None else limit - end.elapsed_s
+    if left <= _grace_s(directory) + _LATE_S:
         stage = ", in setup" if end.stage == "setup" else ""
         return Ending("timeout", f"stopped before the job's time limit (SIGUSR1){stage}")
     reason = f"SIGUSR1 with {left:.0f} s left: preemption, or sent by hand"

@@ -7,6 +7,7 @@ is asked, which remembers only the last ending of a requeued job.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Collection, Iterable
@@ -111,17 +112,20 @@ def queued_jobs(names: Iterable[str]) -> dict[str, QueuedJob]:
     return {job.key: job for job in jobs if job.state not in _OVER}
 
 
-def time_left_s(job: str, timeout_s: float = TIMEOUT_S) -> float | None:
-    """Seconds until a running job's time limit; None if Slurm does not say."""
+def time_limit_s(job: str, timeout_s: float = TIMEOUT_S) -> float | None:
+    """The time limit of a running job in seconds; None if Slurm does not say. The time left is not
+    asked for, because squeue computes it from the clock of its own host, which may be wrong."""
     try:
-        text = call("squeue", "--noheader", f"--job={job}", "--format=%L", timeout_s=timeout_s)
+        text = call("squeue", "--noheader", f"--job={job}", "--format=%l", timeout_s=timeout_s)
     except SlurmError:
         return None
-    return seconds_left(text.strip())
+    return limit_s(text.strip())
 
 
-def seconds_left(text: str) -> float | None:
-    """The seconds of a time as squeue prints it: D-HH:MM:SS without leading zeros."""
+def limit_s(text: str) -> float | None:
+    """The seconds of a time limit as squeue prints it: D-HH:MM:SS without leading zeros."""
+    if text == "UNLIMITED":
+        return math.inf
     days, _, rest = text.rpartition("-")
     parts = rest.split(":")
     if not all(part.isdigit() for part in [*parts, days or "0"]) or len(parts) < 2:

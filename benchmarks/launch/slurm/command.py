@@ -14,8 +14,13 @@ import signal
 import subprocess
 from collections.abc import Collection, Mapping
 
-from benchmarks.launch.slurm.options import OWNED
-
+# The flags of sbatch and srun that a point's resources and the suite's bookkeeping decide; neither
+# a flag map nor a variable may.
+OWNED = {
+    *("array", "dependency", "distribution", "kill-on-bad-exit", "parsable", "signal", "wait"),
+    *("nodes", "ntasks", "ntasks-per-node", "test-only", "clusters"),
+    *("chdir", "error", "job-name", "open-mode", "output"),
+}
 TIMEOUT_S = 60.0
 _NOISE = re.compile(r"^(sbatch|squeue|sacct|scontrol): (error: )?")
 _KEPT = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}  # where Slurm is and who asks

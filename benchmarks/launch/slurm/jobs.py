@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.launch.finish import Ending, close_for_another
 from benchmarks.launch.frozen import DamagedError
-from benchmarks.launch.owner import SILENT_S, silence_s
+from benchmarks.launch.owner import QUIET_S, SILENT_S, silence_s
 from benchmarks.launch.slurm.client import (
     UNSEEN,
     ClusterFacts,
@@ -42,7 +42,6 @@ from benchmarks.launch.slurm.submissions import Submission, Task, read_submissio
 from benchmarks.records.record import RecordError, RunRecord, read_record, write_atomically
 
 _UNKNOWN = Ending("lost", "the job is gone, and Slurm does not say why", interrupted=True)
-_QUIET_S = 90.0  # the script's heartbeat comes every 20 s
 
 
 @dataclass
@@ -184,7 +183,7 @@ def _over(task: Task, view: View, told: Mapping[str, list[EndedJob]]) -> list[Pa
     last = attempts[-1]
     if _is_recorded(last) or (job is not None and job.has_started):
         return over
-    silent_for = _QUIET_S if view.sees(task.submission) else SILENT_S
+    silent_for = QUIET_S if view.sees(task.submission) else SILENT_S
     requeued = job is not None
     return [*over, last] if requeued or ended or silence_s(last) > silent_for else over
 
@@ -227,7 +226,7 @@ def _may_run_unseen(task: Task, view: View) -> bool:
     attempts = task.found_attempts()
     recorded = bool(attempts) and _is_recorded(attempts[-1])
     if view.sees(task.submission):
-        return bool(attempts) and not recorded and silence_s(attempts[-1]) <= _QUIET_S
+        return bool(attempts) and not recorded and silence_s(attempts[-1]) <= QUIET_S
     if not recorded:
         return True
     record = _record_of(attempts[-1])

@@ -29,6 +29,8 @@ from benchmarks.launch.slurm.submit import (
 from benchmarks.records.record import RunRecord
 
 _GIB = 2**30
+_PURPOSE = "submits into this folder"
+_WAIT_S = 1800.0  # a submission of many arrays with a slow sbatch, each call bounded
 
 
 def check(points: Sequence[Point], options: SlurmOptions) -> None:
@@ -72,16 +74,20 @@ def _submit_missing(points: list[Point], sweep: Sweep) -> list[RunRecord]:
     if not points and not (sweep.runs_dir / "slurm").exists():
         return []
     try:
-        with only_one(sweep.runs_dir / "slurm", lambda line: say(f"  {line}")) as beat:
+        with only_one(sweep.runs_dir / "slurm" / ".lock", _PURPOSE, _say_waiting, _WAIT_S):
             view = look(sweep.runs_dir)
             todo = _not_underway(points, view)
             for submission in unreported(view):
                 report_again(submission)
-            return submit_points(todo, sweep, view.facts, beat)
+            return submit_points(todo, sweep, view.facts)
     except (SlurmError, LockedError) as error:  # what is in the queue must not be doubled
         return [not_submitted(point, sweep.runs_dir, str(error)) for point in points]
     except OSError as error:
         return [unwritten_record(point, "slurm", error) for point in points]
+
+
+def _say_waiting(line: str) -> None:
+    say(f"  {line}")
 
 
 def _not_underway(points: Sequence[Point], view: View) -> list[Point]:

@@ -11,18 +11,13 @@ from typing import Any, Literal
 
 from rich.console import Console
 
+from benchmarks.launch.slurm.command import OWNED
 from benchmarks.specification.run_spec import SpecError, validated
 
 Flag = str | int | float | bool | None
 Flags = dict[str, Flag]
 GpuFlag = Literal["gpus-per-node", "gres", "gpus-per-task", "none"]
 
-# Flags that follow from a point's resources or that the suite needs; users cannot set them.
-OWNED = {
-    *("array", "dependency", "distribution", "kill-on-bad-exit", "parsable", "signal", "wait"),
-    *("nodes", "ntasks", "ntasks-per-node", "test-only", "clusters"),
-    *("chdir", "error", "job-name", "open-mode", "output"),
-}
 _GPU_FLAGS = {"gpus-per-node", "gpus-per-task", "gpus"}
 _GRES = re.compile(r"gpu(?::(?P<type>[^:,=]*[^:,=\d][^:,=]*))?(?::\d+)?")
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")

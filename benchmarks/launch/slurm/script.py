@@ -6,6 +6,7 @@ Nothing here calls Slurm. A script is complete and readable, so that it shows ex
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,11 @@ def _gpu_flags(resources: Resources, options: SlurmOptions) -> Flags:
 
 
 def _srun_flags(resources: Resources, options: SlurmOptions) -> Flags:
-    """The flags of srun, which a site may change. GPUs are never bound to tasks, because a rank
-    must see its neighbours' GPUs to reach them directly."""
+    """The flags of srun, which a site may change. A rank must see its neighbours' GPUs to reach
+    them directly; so if the job asked for GPUs per task, its step asks for GPUs per node."""
     defaults: Flags = {"cpu-bind": "cores"}
     if resources.has_gpus and options.gpu_flag == "gpus-per-task":
-        defaults["gpu-bind"] = "none"
+        defaults |= _gpu_flags(resources, replace(options, gpu_flag="gpus-per-node"))
     return defaults | normal(options.srun)
 
 
@@ -112,7 +113,7 @@ def report_name(sweep: str) -> str:
 
 def checkout_of(submission: Path, options: SlurmOptions) -> Path:
     """The checkout from which ranks run: this one, or the copy that ``snapshot`` makes."""
-    return submission / "checkout" if options.snapshot else CHECKOUT
+    return submission / ".checkout" if options.snapshot else CHECKOUT
 
 
 def _render(name: str, options: SlurmOptions, runs_dir: Path, **values: Any) -> str:

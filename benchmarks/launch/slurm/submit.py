@@ -7,7 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -100,12 +100,10 @@ def _asks(flags: Flags) -> list[str]:
     return words({name: value for name, value in flags.items() if name not in hidden})
 
 
-def submit_points(
-    points: Sequence[Point], sweep: Sweep, facts: ClusterFacts, beat: Callable[[], None]
-) -> list[RunRecord]:
+def submit_points(points: Sequence[Point], sweep: Sweep, facts: ClusterFacts) -> list[RunRecord]:
     """Submit the arrays and the report job; returns records of points that Slurm refused.
 
-    ``beat`` is called between the calls of sbatch. Raises OSError if files cannot be written.
+    Raises OSError if files cannot be written.
     """
     if not points:
         return []
@@ -122,7 +120,6 @@ def submit_points(
     _say_site_defaults(arrays[0], sweep.options)
     records: list[RunRecord] = []
     for number, array in enumerate(arrays):
-        beat()
         before = submission.arrays[number - 1].job if number and sweep.options.chain else ""
         submission.arrays[number] = _submit_array(array, sweep.options, before)
         submission.write()
@@ -162,10 +159,13 @@ def copy_checkout(target: Path) -> None:
         "-C", str(CHECKOUT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"
     )
     for name in filter(None, listed.split("\0")):
-        source = CHECKOUT / name
-        if source.is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target / name)
+        source, copy = CHECKOUT / name, target / name
+        if source.exists():  # and not deleted since it was committed
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():  # a link to a folder: git lists nothing below it
+                copy.symlink_to(source.resolve())
+            else:
+                shutil.copy2(source, copy)
     _git("-C", str(target), "reset", "--quiet")
 
 

@@ -25,7 +25,8 @@ JUDGED = ("deepspeed_3d", "megatron_core", "best_3d")
 EQUAL = ("deepspeed_3d", "megatron_core")  # also compared with equal degrees
 # The bases of comparison, in words.
 MODES = {"best": "its best plan", "equal": "equal degrees", "paper": "the paper's own setting"}
-KEYS = ["model", "cluster", "num_gpus", "global_batch", "bandwidth", "mode"]
+CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
+KEYS = [*CELL, "mode"]
 
 
 def judge(plans: pd.DataFrame) -> pd.DataFrame:

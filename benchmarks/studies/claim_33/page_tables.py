@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 
 import pandas as pd
 
 from benchmarks.report import words
-from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, EQUAL, JUDGED, MODES, unfit
+from benchmarks.studies.claim_33.judge import (
+    BASELINES,
+    CELL,
+    CLAIM,
+    EQUAL,
+    JUDGED,
+    MODES,
+    TIE,
+    unfit,
+)
+from zeropp.sim.losses import Losses
 
+_KINDS = [kind.name for kind in fields(Losses) if kind.name != "limit"]
 _LABELS = {"zeropp": "ZeroPP", **BASELINES}
 
 _REPRODUCED = [
@@ -18,13 +30,16 @@ _REPRODUCED = [
 ]
 
 
-def page_tables(verdicts: pd.DataFrame) -> dict[str, str]:
-    """Markdown by name: ``answer`` (one sentence per baseline), and the tables ``best``, ``limit``,
-    ``reproduced``, ``memory``, ``network``, ``equal``, ``paper``."""
+def page_tables(verdicts: pd.DataFrame, plans: pd.DataFrame) -> dict[str, str]:
+    """Markdown by name: ``answer`` (one sentence per baseline), and the tables ``cells``, ``best``,
+    ``limit``, ``behind``, ``reproduced``, ``memory``, ``network``, ``equal``, ``paper``.
+    ``verdicts`` are the judged cells, ``plans`` the rows that they were judged from."""
     own = verdicts[verdicts.bandwidth == 1.0]
     best, equal, paper = (own[own["mode"] == mode] for mode in MODES)
     return {
         "answer": _answer(best),
+        "cells": _cells(best),
+        "behind": _behind(best, plans),
         "best": _spread(best, list(BASELINES), "speedup_over_{}", "ZeroPP over"),
         "limit": _spread(best, ["zeropp", *BASELINES], "{}_share_of_limit", "contender"),
         "reproduced": _reproduced(best),
@@ -47,6 +62,43 @@ def _answer(best: pd.DataFrame) -> str:
             f"{words.ratio(speedups.min())} to {words.ratio(speedups.max())})." + unfit(best, name)
         )
     return " ".join(told)
+
+
+def _cells(best: pd.DataFrame) -> str:
+    """Which batches were compared, per model, cluster and number of GPUs."""
+    rows = []
+    for (model, cluster, gpus), group in best.groupby(["model", "cluster", "num_gpus"]):
+        batches = ", ".join(f"{batch:g}" for batch in sorted(group.sequences_per_gpu))
+        names = [words.model_label(str(model)), words.cluster_label(str(cluster))]
+        rows.append([*names, str(gpus), batches])
+    return _markdown(["model", "cluster", "GPUs", "sequences per GPU and step"], rows)
+
+
+def _behind(best: pd.DataFrame, plans: pd.DataFrame) -> str:
+    """Cells in which ZeroPP is behind the bound by more than a tie, and which losses differ."""
+    rows = []
+    lost = plans[(plans["mode"] == "best") & plans.limit_s.notna()].set_index([*CELL, "contender"])
+    slower = best[best.speedup_over_best_3d < 1 - TIE].sort_values("speedup_over_best_3d")
+    for _, cell in slower.iterrows():
+        key = tuple(cell[name] for name in CELL)
+        ours, theirs = (lost.loc[(*key, name)] for name in ("zeropp", "best_3d"))
+        more = {
+            kind: 100 * float(ours[f"{kind}_s"] - theirs[f"{kind}_s"]) / float(ours["limit_s"])
+            for kind in _KINDS
+        }
+        ranked = sorted(more, key=more.__getitem__, reverse=True)
+        place = [words.model_label(key[0]), words.cluster_label(key[1]), str(key[2]), str(key[3])]
+        ratio = words.ratio(cell["speedup_over_best_3d"])
+        kinds = ([k for k in ranked[:3] if more[k] >= 0.5], [k for k in ranked[-2:] if more[k] < 0])
+        rows.append([*place, ratio, *(_told(side, more) for side in kinds)])
+    if not rows:
+        return f"ZeroPP is behind the bound by more than {TIE:.0%} in no cell."
+    heads = ["model", "cluster", "GPUs", "batch", "over the bound", "loses more to", "less to"]
+    return _markdown(heads, rows)
+
+
+def _told(kinds: Iterable[str], more: Mapping[str, float]) -> str:
+    return ", ".join(f"{kind.replace('_', ' ')} {more[kind]:+.1f} %" for kind in kinds)
 
 
 def _spread(cells: pd.DataFrame, names: list[str], column: str, head: str) -> str:

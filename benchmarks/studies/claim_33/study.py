@@ -17,19 +17,17 @@ from rich.console import Console
 
 from benchmarks.launch.sweep import run_points, spec_of
 from benchmarks.records.environment import git_state
-from benchmarks.records.record import check_writable, write_atomically
+from benchmarks.records.record import write_atomically
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.paper import paper_table
 from benchmarks.report.write import write_table_forms
-from benchmarks.specification.command import leave_interrupts_to_parent
+from benchmarks.specification.command import check_writable, leave_interrupts_to_parent
 from benchmarks.specification.progress import progress_line
 from benchmarks.studies.claim_33.cells import Cell, Job, Row, jobs_of
 from benchmarks.studies.claim_33.grid import VerdictSpec, cells_of, verdict_spec
-from benchmarks.studies.claim_33.judge import judge, summary
+from benchmarks.studies.claim_33.judge import CELL, judge, summary
 from benchmarks.studies.claim_33.maps import draw, draw_losses
 from benchmarks.studies.claim_33.measure import points_of
-
-CELL = ["model", "cluster", "num_gpus", "global_batch", "bandwidth"]
 
 
 def run(config: dict[str, Any]) -> int:
