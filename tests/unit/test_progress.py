@@ -6,6 +6,7 @@ import io
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -70,7 +71,7 @@ def test_every_step_is_shown_once_where_steps_are_asked_for(
 ) -> None:
     out = io.StringIO()
     monkeypatch.setattr(bars, "CONSOLE", Console(file=out, width=200, force_terminal=False))
-    events = [{"event": "environment"}, {"event": "gate"}]
+    events: list[dict[str, Any]] = [{"event": "environment"}, {"event": "gate"}]
     events += [{"event": "warmup", "index": 0, "seconds": 1.0, "loss": 5.5}]
     events += [{"event": "step", "index": i, "seconds": 1.0, "loss": 5.0} for i in (1, 2)]
     with progress.SweepProgress(1) as bar:

@@ -60,7 +60,8 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
         return build(name, num_ranks=ranks, chunks=chunks, num_microbatches=m)
     rounds = draw(st.integers(1, 3))
     group = draw(st.integers(1 if rounds == 1 else ranks, 2 * ranks))
-    sizes = {"num_ranks": ranks, "chunks": chunks, "num_microbatches": rounds * group}
+    sizes: dict[str, Any] = {"num_ranks": ranks, "chunks": chunks}
+    sizes["num_microbatches"] = rounds * group
     return build(name, **sizes, group=group)
 
 
