@@ -26,7 +26,6 @@ from benchmarks.studies.validation.errors import (
     refusals,
 )
 from benchmarks.studies.validation.reader import Line, read_rows, training_tables
-from benchmarks.studies.validation.write import write
 from zeropp.cluster import Cluster
 
 
@@ -50,6 +49,8 @@ def _validate(arguments: Sequence[str] | None) -> int:
         print("\n".join(_row_line(outcome) for outcome in outcomes), end="\n\n")
     print(_summary(outcomes, errors))
     if options.out is not None:
+        from benchmarks.studies.validation.write import write  # matplotlib only now
+
         write(outcomes, errors, options.out)
         print(f"wrote {options.out}/validation.csv, errors.csv and validation.png")
     return 0

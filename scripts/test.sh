@@ -6,12 +6,14 @@ cd "$(dirname "$0")/.."
 source scripts/environment.sh
 make_environment ".[dev]"
 bin=.venv/bin
+# Two processes: one has the tests of gloo ranks, which use all cores, the other what mostly waits.
+pytest=("$bin/python" -m pytest -q -n 2 --durations=25)
 if [ "${1:-all}" = unit ]; then
-    exec $bin/python -m pytest -q tests/unit
+    exec "${pytest[@]}" tests/unit
 fi
 $bin/ruff check .
 $bin/ruff format --check .
 $bin/mypy
 $bin/lint-imports
 $bin/mkdocs build --strict --quiet --site-dir "$(mktemp -d)/site"
-exec $bin/python -m pytest -q
+exec "${pytest[@]}"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.gloo.world import World
-from tests.unit.test_spec import mapping
+from tests.unit.toy_spec import mapping
 from zeropp.model import build_model, cross_entropy
 from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan

@@ -18,9 +18,10 @@ from zeropp.engine.engine import Engine
 from zeropp.engine.options import EngineOptions
 from zeropp.engine.randomness import seed_piece
 from zeropp.engine.values import TensorShape
+from zeropp.literals import Precision
 from zeropp.model import build_model
 from zeropp.plan import Candidate, Plan, Task
-from zeropp.shape import ModelShape
+from zeropp.shape import Family, ModelShape
 from zeropp.training import OptimizerConfig
 
 SEED = 11
@@ -46,10 +47,10 @@ class Case:
     replicate_every: str = "step"
     keep: int = 0
     tied: bool = False
-    family: str = "gpt"
+    family: Family = "gpt"
     dropout: float = 0.0
     placement: str = "dp_inner"
-    precision: str = "fp32"
+    precision: Precision = "fp32"
     layers: int = 6
     cap: int | str = "auto"
     compile: bool = False
@@ -66,7 +67,7 @@ class Case:
         kv_heads = 2 if self.family == "llama" else 4
         return ModelShape(
             "test", self.family, self.layers, 32, 4, kv_heads, 64, 61, 12, self.tied, self.dropout
-        )  # type: ignore[arg-type]
+        )
 
     def plan(self) -> Plan:
         knobs = ZeroppKnobs(
@@ -93,7 +94,7 @@ class Case:
             num_gpus=self.world,
             global_batch=self.batch,
             precision=self.precision,
-        )  # type: ignore[arg-type]
+        )
         return replace(ZEROPP.plan(task, Candidate(knobs, 1)), recomputed=self.recomputed)
 
     def data(self, step: int) -> tuple[Tensor, Tensor]:
@@ -157,7 +158,7 @@ def local_microbatches(case: Case, step: int) -> tuple[Sequence[Tensor], Sequenc
     inputs, targets = (
         part.chunk(layout.dp)[layout.dp_index(dist.get_rank())] for part in case.data(step)
     )
-    return inputs.split(1), targets.split(1)
+    return torch.split(inputs, 1), torch.split(targets, 1)
 
 
 @dataclass
@@ -192,7 +193,8 @@ def train_alone(case: Case, dtype: torch.dtype, steps: int, config: OptimizerCon
     for step in range(steps):
         optimizer.zero_grad()
         total = 0.0
-        for number, (x, y) in enumerate(zip(*(p.split(1) for p in case.data(step)), strict=True)):
+        rows = (torch.split(part, 1) for part in case.data(step))
+        for number, (x, y) in enumerate(zip(*rows, strict=True)):
             hidden = x
             for index, piece in enumerate(model):
                 if case.dropout:
@@ -208,3 +210,17 @@ def train_alone(case: Case, dtype: torch.dtype, steps: int, config: OptimizerCon
         norms.append(norm.item())
     parameters = {n: p.detach() for n, p in model.named_parameters()}
     return Outcome(losses, norms, gradients, parameters)
+
+
+def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest difference over the largest magnitude, the worst parameter's.
+
+    Some gradients are zero but for rounding (a key's bias): a thousandth of the model's largest
+    magnitude is the least to divide by.
+    """
+    largest = {name: float(value.abs().max()) for name, value in expected.items()}
+    floor = 1e-3 * max(largest.values())
+    return max(
+        float((found[name] - expected[name]).abs().max()) / max(largest[name], floor)
+        for name in found
+    )

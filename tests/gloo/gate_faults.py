@@ -38,8 +38,12 @@ from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan
 
 CPU = torch.device("cpu")
-_BUILDERS = ("zeropp.engine.updates", "baselines.torch_pp.trainer")
-_BUILDERS += ("baselines.fsdp.trainer", "baselines.deepspeed_3d.trainer")
+_BUILDERS = (
+    "zeropp.engine.updates",
+    "baselines.torch_pp.trainer",
+    "baselines.fsdp.trainer",
+    "baselines.deepspeed_3d.trainer",
+)
 _TIED = (
     "zeropp.engine.tied.TiedWeights.sum_gradients",
     "baselines.torch_pp.tied.TiedEnds.sum_gradients",
@@ -185,7 +189,7 @@ def _swapped_targets(place: Place) -> Iterator[Prepare]:
     size = place.plan.microbatch_size
 
     def swap(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        first, second, *rest = targets.split(size)
+        first, second, *rest = torch.split(targets, size)
         pair = (second, first) if place.dp_index == 0 else (first, second)
         return inputs, torch.cat((*pair, *rest))
 
@@ -241,7 +245,9 @@ def _swapped_input_gradients(place: Place) -> Iterator[Prepare]:
     """In the second block on this rank every second microbatch takes the input gradient of the one
     before it."""
     del place
-    forward, blocks, last = Block.forward, [], []
+    forward = Block.forward
+    blocks: list[Block] = []
+    last: list[Tensor] = []
 
     def stale(grad: Tensor) -> Tensor:
         if last:
@@ -254,7 +260,7 @@ def _swapped_input_gradients(place: Place) -> Iterator[Prepare]:
             blocks.append(block)
         if block is blocks[min(1, len(blocks) - 1)] and len(blocks) > 1 and x.requires_grad:
             x = x.view_as(x)
-            x.register_hook(stale)
+            x.register_hook(stale)  # type: ignore[no-untyped-call]
         return forward(block, x)
 
     with mock.patch.object(Block, "forward", wrong):
@@ -268,6 +274,7 @@ def _tied_gradients(times: int) -> Fault:
     def fault(place: Place) -> Iterator[Prepare]:
         def prepare(trainer: Any) -> Any:
             if isinstance(trainer, DeepSpeedTrainer):
+                # DeepSpeed's table of handlers: the only place between two of its instructions.
                 handlers = trainer._engine._INSTRUCTION_MAP
                 kind = instructions.ReduceTiedGrads
                 handlers[kind] = _repeated(handlers[kind], times)
@@ -301,7 +308,7 @@ def _dropped_reduction(place: Place) -> Iterator[Prepare]:
     def losing(original: Callable[..., Any]) -> Callable[..., Any]:
         def reduce(*arguments: Any, **keywords: Any) -> Any:
             work = original(*arguments, **keywords)
-            output = keywords.get("output", arguments[0] if arguments else None)
+            output = keywords["output"] if "output" in keywords else arguments[0]
             if calls[0] == 0:
                 if work is not None:
                     work.wait()

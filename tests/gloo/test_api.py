@@ -46,7 +46,8 @@ class Remembering(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.scale is None:
             self.scale = torch.full((WIDTH,), 0.7, dtype=x.dtype, device=x.device)
-        return self.linear(x) * self.scale
+        scaled: Tensor = self.linear(x) * self.scale
+        return scaled
 
 
 class Branching(nn.Module):
@@ -82,7 +83,8 @@ class Unused(nn.Module):
         self.nothing = nn.Parameter(torch.empty(0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.scale
+        scaled: Tensor = self.linear(x) * self.scale
+        return scaled
 
 
 def seeded(kinds: list[Callable[[], nn.Module]]) -> list[nn.Module]:
@@ -191,11 +193,11 @@ def refused(case: str) -> str:
     layers = seeded([linear] * 4)
     shared = layers[1]
     other = [*layers[:3], nn.Linear(WIDTH, WIDTH).double()]
-    other[3].weight = layers[0].weight  # type: ignore[assignment]
+    other[3].weight = layers[0].weight
     rank = dist.get_rank()
     if case == "other values":
         with torch.no_grad():
-            layers[2].weight[0, 0] += float(rank)  # type: ignore[index]
+            next(layers[2].parameters())[0, 0] += float(rank)
     optimizer = zeropp.OptimizerConfig("sgd", lr=0.1 + (rank if case == "other rate" else 0))
     tuples = seeded([linear, lambda: nn.LSTM(WIDTH, WIDTH), linear, linear])
     calls: dict[str, dict[str, Any]] = {

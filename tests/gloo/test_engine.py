@@ -20,6 +20,7 @@ from tests.gloo.engine_cases import (
     loss_function,
     train,
     train_alone,
+    worst_error,
 )
 from tests.gloo.world import World
 from zeropp.engine.channels import Channels, neighbours
@@ -74,20 +75,6 @@ CASES = [
     Case(pp=3, replicate=2, zero=True, chunks=1, unit=3, batch=2),
     Case(pp=3, chunks=3, unit=3, batch=2, layers=9),
 ]
-
-
-def worst_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Largest difference over the largest magnitude, the worst parameter's.
-
-    Some gradients are zero but for rounding (a key's bias): a thousandth of the model's largest
-    magnitude is the least to divide by.
-    """
-    largest = {name: float(value.abs().max()) for name, value in expected.items()}
-    floor = 1e-3 * max(largest.values())
-    return max(
-        float((found[name] - expected[name]).abs().max()) / max(largest[name], floor)
-        for name in found
-    )
 
 
 def check(outcomes: list[Outcome], expected: Outcome, tolerance: float) -> None:
@@ -153,9 +140,10 @@ def train_alone_in_bf16(case: Case, steps: int, rate: float, total: torch.dtype)
     model.bfloat16()
     for step in range(steps):
         sums = [torch.zeros_like(master, dtype=total) for master in masters]
-        for x, y in zip(*(part.split(1) for part in case.data(step)), strict=True):
+        for x, y in zip(*(torch.split(part, 1) for part in case.data(step)), strict=True):
             (loss_function(model(x), y) / case.batch).backward()  # type: ignore[no-untyped-call]
             for gradient, parameter in zip(sums, model.parameters(), strict=True):
+                assert parameter.grad is not None
                 gradient += parameter.grad
                 parameter.grad = None
         for master, gradient, parameter in zip(masters, sums, model.parameters(), strict=True):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 
 from tests.gloo.engine_cases import ADAMW, Case, build_engine, local_microbatches
 from tests.gloo.world import World
-from zeropp.engine import checkpoint
 from zeropp.engine.checkpoint_directory import CheckpointError
 
 CASES = [
@@ -60,19 +60,19 @@ def save_after(directory: Path, steps: int, killed_in: str) -> str:
     for step in range(steps):
         engine.step(*local_microbatches(case, step))
     if killed_in:
-        write = checkpoint.state_dict_saver.save
+        write = state_dict_saver.save
 
         def fail(state: dict[str, Any], **options: Any) -> None:
             write(state, **options)
             raise KeyboardInterrupt
 
-        checkpoint.state_dict_saver.save = fail  # type: ignore[assignment]
+        state_dict_saver.save = fail
         try:
             engine.save(directory)
         except KeyboardInterrupt:
             return "died"
         finally:
-            checkpoint.state_dict_saver.save = write
+            state_dict_saver.save = write
     engine.save(directory)
     return "saved"
 

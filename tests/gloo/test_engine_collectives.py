@@ -83,11 +83,11 @@ def operators_around(case: Case, injected: bool) -> tuple[list[str], int]:
         buffer._buffer.clone()
 
     gather = gather_and_copy if injected else original
-    scatter = marked(reductions.reduce_scatter_single)
+    scatter = marked(vars(reductions)["reduce_scatter_single"])
     with (
         mock.patch.object(rank_lanes, "make_lane", WatchedLane),
         mock.patch.object(flat.FlatParameters, "_gather", gather),
-        mock.patch.object(flat, "all_gather_single", marked(flat.all_gather_single)),
+        mock.patch.object(flat, "all_gather_single", marked(vars(flat)["all_gather_single"])),
         mock.patch.object(reductions, "reduce_scatter_single", scatter),
         mock.patch.object(dist, "all_reduce", marked(dist.all_reduce)),
     ):
@@ -149,8 +149,8 @@ def counting(engine: Engine, found: Counter[tuple[str, str]]) -> Iterator[None]:
         found[kind, "pair" if message else names[id(keywords.get("group"))]] += 1
         return call(*arguments, **keywords)
 
-    gather = partial(counted, "gather", flat.all_gather_single)
-    scatter = partial(counted, "reduce-scatter", reductions.reduce_scatter_single)
+    gather = partial(counted, "gather", vars(flat)["all_gather_single"])
+    scatter = partial(counted, "reduce-scatter", vars(reductions)["reduce_scatter_single"])
     with (
         mock.patch.object(flat, "all_gather_single", gather),
         mock.patch.object(reductions, "reduce_scatter_single", scatter),

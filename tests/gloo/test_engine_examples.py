@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "scripts" / "examples"
 TEXT = ROOT / "benchmarks" / "worker" / "data" / "kjv_genesis_psalms.txt"
 STEPS = 3
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -60,7 +61,8 @@ def made(family: str) -> PreTrainedModel:
     if family == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
     attention = "eager" if family == "llama, eager attention" else "sdpa"
-    return LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation=attention))
+    config: Any = LlamaConfig  # whose keywords beyond its own fields have no types
+    return LlamaForCausalLM(config(**SIZES, attn_implementation=attention))
 
 
 def trained_alone(model: PreTrainedModel) -> dict[str, Tensor]:

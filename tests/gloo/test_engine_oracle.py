@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from baselines.torch_pp.private_names import Runtime, load_programs
-from tests.gloo.engine_cases import SEED, Case, loss_function, train
-from tests.gloo.test_engine import worst_error
+from tests.gloo.engine_cases import SEED, Case, loss_function, train, worst_error
 from tests.gloo.world import World
 from zeropp.model import build_piece
 from zeropp.schedule.action import Op
@@ -41,7 +40,8 @@ def run_by_torch(case: Case, programs: Path) -> dict[str, Tensor]:
     count = plan.schedule.num_stages
     modules = {s: Stage(case, plan.pieces_of(s)) for s in plan.schedule.stages_of(rank)}
     stages = [PipelineStage(m, s, count, torch.device("cpu")) for s, m in modules.items()]
-    runtime = Runtime(stages, plan.num_microbatches, loss_fn=loss_function)
+    count_m = plan.num_microbatches
+    runtime = Runtime(stages, count_m, loss_fn=loss_function)  # type: ignore[no-untyped-call]
     load_programs(runtime, programs)
     inputs, targets = case.data(0)
     arguments = (inputs,) if rank == 0 else ()
@@ -51,6 +51,7 @@ def run_by_torch(case: Case, programs: Path) -> dict[str, Tensor]:
         name.removeprefix("pieces."): parameter.grad
         for module in modules.values()
         for name, parameter in module.named_parameters()
+        if parameter.grad is not None
     }
 
 

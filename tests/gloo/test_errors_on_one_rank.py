@@ -16,11 +16,11 @@ from torch import Tensor, nn
 import zeropp
 from tests.gloo.engine_cases import ADAMW, Case, build_engine, local_microbatches
 from tests.gloo.world import World
-from zeropp.api import ParallelModel
 from zeropp.engine import checkpoint_directory, flat
 from zeropp.engine.checkpoint_directory import CheckpointError
 from zeropp.engine.together import PeerError, together
 from zeropp.layout import InfeasibleError
+from zeropp.parallel_model import ParallelModel
 
 RANK = 1  # the one that fails
 PROMPT_S = 20.0  # of the world's 60
@@ -107,7 +107,7 @@ def failed_building(what: str) -> str:
     layers: list[Any] = seeded([linear] * 4)
     more: dict[str, Any] = {"pp": 2}
     out_of_memory = fail(torch.OutOfMemoryError("tried 2 GiB"))
-    patch = mock.patch.object(flat, "zeros", flat.zeros)
+    patch: Any = mock.patch.object(flat, "zeros", flat.zeros)
     if what == "sample":
         more["sample"] = data()[0][:1] if dist.get_rank() != RANK else "rows"
     elif what == "layer":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.gloo.gate_faults import FAULTS, find
 from tests.gloo.world import World
-from tests.unit.test_spec import mapping
+from tests.unit.toy_spec import mapping
 
 TIED = {"tied_embeddings": True}
 ALL = {"dp", "tp", "tied"}
@@ -29,54 +30,97 @@ NEEDS = {
 HIDDEN_IN_BF16 = {"a quarter of the gradients times 1.05", "a norm's gradient times 1.05"}
 
 
-def spec_of(num_gpus: int, contender: dict[str, Any], precision: str, **model: Any) -> RunSpec:
-    values = mapping()
-    values["model"] |= {"layers": 4, "hidden": 32, "ffn": 64, "vocab": 64, "seq": 16, **model}
-    values["cluster"] = yaml.safe_load(Path("conf/cluster/cpu_gloo.yaml").read_text())
-    values["data"] = {"kind": "synthetic"}
-    values |= {"num_gpus": num_gpus, "contender": contender, "precision": precision}
-    return spec_from_mapping(values | {"global_batch": 8})
-
-
 DROPOUT = TIED | {"dropout": 0.1}
-ZEROPP = {"pp": 2, "shard": 2}
-FSDP = {"shard": 2, "replicate": 2}
-DEEPSPEED = {"pp": 1, "tp": 2, "replicate": 2, "replicate_zero": 1}
-# Contender, precision, ranks, knobs, model, and what it has of what faults need. In fp32 on all
-# axes at once; in bf16 on four ranks, because more processes find nothing more.
-CASES: list[tuple[str, str, int, dict[str, Any], dict[str, Any], set[str]]] = [
-    ("zeropp", "fp32", 4, ZEROPP, DROPOUT, {"dp", "tied", "dropout"}),
-    ("zeropp", "bf16", 4, ZEROPP, DROPOUT, {"dp", "tied", "dropout"}),
-    ("torch_pp", "fp32", 8, {"pp": 2, "tp": 2, "shard": 2, "schedule": "1f1b"}, TIED, ALL),
-    ("torch_pp", "bf16", 4, {"pp": 2, "tp": 2, "schedule": "1f1b"}, TIED, {"tp", "tied"}),
-    ("fsdp", "fp32", 4, FSDP, {}, {"dp"}),
-    ("fsdp", "bf16", 4, FSDP, {}, {"dp"}),
-    ("deepspeed_3d", "fp32", 8, {"pp": 2, "tp": 2, "replicate_zero": 1}, TIED, ALL),
-    ("deepspeed_3d", "bf16", 4, DEEPSPEED, TIED, {"dp", "tp"}),
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A configuration of a contender, and what it has of what faults need."""
+
+    ranks: int
+    knobs: dict[str, Any]
+    has: set[str]
+    global_batch: int = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A contender in one precision. Faults that need an axis are injected where every axis is,
+    all others on two ranks, because more processes find nothing more."""
+
+    contender: str
+    precision: str
+    model: dict[str, Any]
+    axes: Setting
+    pair: Setting
+
+    def faults(self, *, needy: bool) -> list[str]:
+        """Those that need an axis which the case has, or those that need none."""
+        needed = self.axes.has if needy else {None}
+        return ["none", *(n for n in findable(self.precision) if NEEDS.get(n) in needed)]
+
+
+def findable(precision: str) -> list[str]:
+    """The names of the faults that rounding does not hide in a precision."""
+    hidden = HIDDEN_IN_BF16 if precision == "bf16" else set()
+    return [name for name in FAULTS if name not in {"none", *hidden}]
+
+
+TWO_STAGES = Setting(2, {"pp": 2}, set(), 4)
+TORCH_STAGES = replace(TWO_STAGES, knobs={"pp": 2, "schedule": "1f1b"})
+ZEROPP = Setting(4, {"pp": 2, "shard": 2}, {"dp", "tied", "dropout"})
+FSDP = Setting(4, {"shard": 2, "replicate": 2}, {"dp"})
+SHARDS = Setting(2, {"shard": 2}, {"dp"}, 4)
+REPLICAS = Setting(2, {"pp": 1, "replicate": 2, "replicate_zero": 1}, {"dp"}, 4)
+TORCH = Setting(8, {"pp": 2, "tp": 2, "shard": 2, "schedule": "1f1b"}, ALL)
+TORCH_BF16 = Setting(4, {"pp": 2, "tp": 2, "schedule": "1f1b"}, {"tp", "tied"})
+DEEPSPEED = Setting(8, {"pp": 2, "tp": 2, "replicate_zero": 1}, ALL)
+DEEPSPEED_BF16 = Setting(4, {"pp": 1, "tp": 2, "replicate": 2, "replicate_zero": 1}, {"dp", "tp"})
+CASES = [
+    Case("zeropp", "fp32", DROPOUT, ZEROPP, TWO_STAGES),
+    Case("zeropp", "bf16", DROPOUT, ZEROPP, TWO_STAGES),
+    Case("torch_pp", "fp32", TIED, TORCH, TORCH_STAGES),
+    Case("torch_pp", "bf16", TIED, TORCH_BF16, TORCH_STAGES),
+    Case("fsdp", "fp32", {}, FSDP, SHARDS),
+    Case("fsdp", "bf16", {}, FSDP, SHARDS),
+    Case("deepspeed_3d", "fp32", TIED, DEEPSPEED, TWO_STAGES),
+    Case("deepspeed_3d", "bf16", TIED, DEEPSPEED_BF16, REPLICAS),
 ]
 
 
-@pytest.mark.parametrize(
-    ("contender", "precision", "ranks", "knobs", "model", "has"),
-    CASES,
-    ids=[f"{contender}-{precision}" for contender, precision, *_ in CASES],
-)
-def test_the_gate_finds_every_fault(
-    world: World,
-    contender: str,
-    precision: str,
-    ranks: int,
-    knobs: dict[str, Any],
-    model: dict[str, Any],
-    has: set[str],
-) -> None:
-    faults = [name for name in FAULTS if NEEDS.get(name) in {None, *has}]
-    if precision == "bf16":
-        faults = [name for name in faults if name not in HIDDEN_IN_BF16]
-    spec = spec_of(ranks, {"name": contender, **knobs}, precision, **model)
+def spec_of(case: Case, setting: Setting) -> RunSpec:
+    values = mapping()
+    values["model"] |= {"layers": 4, "hidden": 32, "ffn": 64, "vocab": 64, "seq": 16}
+    values["model"] |= case.model
+    values["cluster"] = yaml.safe_load(Path("conf/cluster/cpu_gloo.yaml").read_text())
+    values["data"] = {"kind": "synthetic"}
+    values["contender"] = {"name": case.contender, **setting.knobs}
+    values |= {"num_gpus": setting.ranks, "precision": case.precision}
+    return spec_from_mapping(values | {"global_batch": setting.global_batch})
+
+
+def label(case: Case) -> str:
+    return f"{case.contender}-{case.precision}"
+
+
+@pytest.mark.parametrize("needy", [False, True], ids=["any", "of an axis"])
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_the_gate_finds_every_fault(world: World, case: Case, needy: bool) -> None:
+    setting = case.axes if needy else case.pair
+    faults = case.faults(needy=needy)
+    assert len(faults) > 3
+    spec = spec_of(case, setting)
     layout = spec.plan().layout
-    assert has >= {axis for axis, size in (("dp", layout.dp), ("tp", layout.tp)) if size > 1}
-    assert all(size > 1 for axis, size in (("dp", layout.dp), ("tp", layout.tp)) if axis in has)
-    for found in world.run(find, spec, faults, size=ranks, timeout_s=240):
+    axes = {axis for axis, size in (("dp", layout.dp), ("tp", layout.tp)) if size > 1}
+    assert axes == setting.has & {"dp", "tp"}
+    for found in world.run(find, spec, faults, size=setting.ranks, timeout_s=240):
+        assert list(found) == faults
         assert found.pop("none") == []
         assert [name for name, failed in found.items() if not failed] == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_fault_is_injected_somewhere(precision: str) -> None:
+    cases = [case for case in CASES if case.precision == precision]
+    injected = [name for c in cases for needy in (False, True) for name in c.faults(needy=needy)]
+    assert set(injected) == {"none", *findable(precision)}

@@ -30,8 +30,7 @@ def test_results_by_rank_and_recovery_after_a_failure(world: World) -> None:
     assert world.run(sum_of_ranks, size=2) == [1] * 2
 
 
+@pytest.mark.timeout(30)
 def test_a_hang_is_cut_off(world: World) -> None:
-    start = time.monotonic()
     with pytest.raises(WorkerError, match="no answer in time"):
         world.run(time.sleep, 60, size=1, timeout_s=1)
-    assert time.monotonic() - start < 15

@@ -10,17 +10,18 @@ from __future__ import annotations
 import ctypes
 import gc
 import multiprocessing
-import random
+import os
 import signal
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 # What is slow to import, dynamo among it: optimizers import it on their first step.
 PRELOADED = [
@@ -34,11 +35,22 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
 ]
+_NICE = 5  # eight ranks on few cores leave room to the tests of the other pytest process
 GRACE_S = 3.0  # for the other ranks to say what went wrong, after the first did
 
 
 class WorkerError(AssertionError):
     """A rank raised, died or hung; the message has what every rank had to say."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of one task meet: a part of a store on this machine."""
+
+    port: int
+    task: str
+    size: int
+    timeout_s: float
 
 
 class World:
@@ -49,7 +61,9 @@ class World:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[BaseProcess, Connection]] = []
-        self._directory = tempfile.TemporaryDirectory(prefix="gloo_world_")
+        # One server for all tasks: a FileStore's readers poll, and wait for each other's locks.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._tasks = 0
 
     def run(
         self, function: Callable[..., Any], *arguments: Any, size: int, timeout_s: float = 60.0
@@ -59,10 +73,11 @@ class World:
         ``function`` and what it takes and gives must pickle. Raises WorkerError.
         """
         self._start()
-        store = Path(self._directory.name) / f"store_{random.getrandbits(64):x}"
+        self._tasks += 1
+        place = Place(self._store.port, f"task {self._tasks}", size, timeout_s)
         workers = self._workers[:size]
         for rank, (_, pipe) in enumerate(workers):
-            pipe.send((function, arguments, rank, size, str(store), timeout_s))
+            pipe.send((function, arguments, rank, place))
         replies = self._collect(workers, timeout_s)
         failures = [f"rank {r}: {text}" for r, (ok, text) in enumerate(replies) if not ok]
         if failures:
@@ -75,13 +90,12 @@ class World:
 
     def __exit__(self, *error: object) -> None:
         self._kill()
-        self._directory.cleanup()
 
     def _collect(
         self, workers: list[tuple[BaseProcess, Connection]], timeout_s: float
     ) -> list[tuple[bool, Any]]:
         replies: dict[int, tuple[bool, Any]] = {}
-        pipes = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+        pipes: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
         deadline = time.monotonic() + timeout_s
         while len(replies) < len(workers):
             left = deadline - time.monotonic()
@@ -89,9 +103,9 @@ class World:
             if not ready:
                 break
             for pipe in ready:
-                rank = pipes[pipe]  # type: ignore[index]
+                rank = pipes[pipe]
                 try:
-                    replies[rank] = pipe.recv()  # type: ignore[union-attr]
+                    replies[rank] = cast(Connection, pipe).recv()
                 except EOFError:
                     replies[rank] = (False, "died")
                 if not replies[rank][0]:
@@ -119,6 +133,7 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     _die_with_server()
+    os.nice(_NICE)
     torch.set_num_threads(1)
     while True:
         try:
@@ -134,21 +149,18 @@ def _serve(pipe: Connection) -> None:
 
 
 def _run_task(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    rank: int,
-    size: int,
-    store: str,
-    timeout_s: float,
+    function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, place: Place
 ) -> Any:
     import torch.distributed as dist
 
+    limit = timedelta(seconds=place.timeout_s)
+    store = TCPStore("127.0.0.1", place.port, wait_for_workers=False, timeout=limit)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, size),
+        store=PrefixStore(place.task, store),
         rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
+        world_size=place.size,
+        timeout=limit,
     )
     try:
         result = function(*arguments)

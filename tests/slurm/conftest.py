@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -43,7 +44,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """The outcome of a test that runs already; pytest calls the other ones."""
     if pyfuncitem.get_closest_marker("together") is None:
         return None
-    pyfuncitem.funcargs["running"][pyfuncitem.nodeid].result(timeout=_RESULT_S)
+    running: Any = pyfuncitem.funcargs["running"]
+    running[pyfuncitem.nodeid].result(timeout=_RESULT_S)
     return True
 
 

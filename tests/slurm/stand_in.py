@@ -57,8 +57,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, leave)
         signal.signal(signal.SIGUSR1, leave)
         (directory / f"rank_{rank:03d}.pid").write_text(str(os.getpid()))
-        places = ("OMP_NUM_THREADS", "SLURM_NODEID", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        places += ("SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES")
+        places = ["OMP_NUM_THREADS", "SLURM_NODEID", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+        places += ["SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES"]
         seen = {name: os.environ.get(name, "") for name in places}
         write("environment", clock=time.time(), **seen)
         for index in range(_ENDLESS if behaviour == GOES_ON else _STEPS):

@@ -23,19 +23,20 @@ from benchmarks.launch import processes
 from benchmarks.launch.points import Point, attempt_directory, freeze, plan_point
 from benchmarks.launch.sweep import launch_points
 from benchmarks.records.record import find_records, read_record
+from benchmarks.run import main
 from benchmarks.specification.run_spec import spec_from_mapping
 from benchmarks.status import standing
-from tests.unit.test_spec import mapping
+from tests.unit.toy_spec import mapping
 
 SWEEP = [
-    *("-m", "contender=zeropp", "model=gpt_tiny", "num_gpus=2", "seed=0,1", "global_batch=4"),
+    *("-m", "contender=zeropp", "model=gpt_tiny", "num_gpus=2", "seed=0,10", "global_batch=4"),
     *("measure.warmup_steps=0", "measure.gate=false", "measure.timeline=false"),
 ]
 
 
 def ranks_of(runs: Path) -> dict[int, psutil.Process]:
     """Every live rank whose log lies below ``runs``, by its number."""
-    found = {}
+    found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             logs = [Path(f.path) for f in process.open_files() if f.path.endswith(".log")]
@@ -106,23 +107,26 @@ def wait_for_next(runs: Path, done: str) -> None:
     pytest.fail("the sweep did not go on")
 
 
-def test_second_run_completes_only_what_is_missing(runs: Path) -> None:
-    short = ("measure.steps=2",)
-    sweep = start(runs, *short)
-    output, _ = sweep.communicate(timeout=180)
-    assert sweep.returncode == 0, output
+def test_second_run_completes_only_what_is_missing(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "start_rank", start_stand_in)
+    places = [f"runs_dir={runs}", f"report_dir={runs.parent / 'report'}"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks.run", *SWEEP, *places])
+    assert main() == 0, capsys.readouterr().err
     assert statuses(runs) == ["ok", "ok"]
     record = next(iter(find_records([runs])))
     damaged = record.read_text().replace('"status": "ok"', '"status": "failed"')
     record.write_text(damaged.replace('"interrupted": false', '"interrupted": true'))
-    again = start(runs, *short)
-    output, _ = again.communicate(timeout=180)
-    assert again.returncode == 0, output
-    assert "1 of 2 points to run" in output
+    capsys.readouterr()
+    assert main() == 0
+    assert "1 of 2 points to run" in capsys.readouterr().err
     assert statuses(runs) == ["failed", "ok", "ok"]
 
 
-MOMENTS, SIMULATED, MEASURED = 30, 200, 20
+MOMENTS, SIMULATED, MEASURED = 30, 100, 8
+MOST_TOUCHES = 60  # of files in the runs folder, in the life of a launcher that is killed
+TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.utime"}  # audit events
 STAND_IN = Path(__file__).parents[1] / "slurm" / "stand_in.py"
 
 
@@ -133,14 +137,20 @@ def many() -> dict[str, list[Point]]:
     peak = replace(spec.cluster.device, peak_fp32_tflops=1.0)
     priced = replace(spec, cluster=replace(spec.cluster, device=peak))
     return {
-        "simulate": [plan_point(replace(priced, seed=seed)) for seed in range(SIMULATED)],
-        "local": [plan_point(replace(spec, seed=10 * seed)) for seed in range(MEASURED)],
+        "simulate": with_seeds(plan_point(priced), range(SIMULATED)),
+        "local": with_seeds(plan_point(spec), range(0, 10 * MEASURED, 10)),
     }
+
+
+def with_seeds(point: Point, seeds: range) -> list[Point]:
+    """Points that differ in the seed alone, for which a plan is the same."""
+    return [replace(point, spec=replace(point.spec, seed=seed)) for seed in seeds]
 
 
 def run_all(many: dict[str, list[Point]], order: list[str], runs: Path) -> None:
     """What the two commands do, without the seconds that their start takes."""
-    options = {"simulate": {"compute": "model", "traced_runs": str(runs)}, "local": {}}
+    options: dict[str, dict[str, str]] = {"simulate": {"compute": "model"}, "local": {}}
+    options["simulate"]["traced_runs"] = str(runs)
     for kind in order:
         points = many[kind]
         config = {"runs_dir": str(runs), "report_dir": str(runs.parent / "report")}
@@ -148,8 +158,11 @@ def run_all(many: dict[str, list[Point]], order: list[str], runs: Path) -> None:
         launch_points(points, [config | {"rerun": "missing", "launcher": launcher}] * len(points))
 
 
-def start_all(many: dict[str, list[Point]], order: list[str], runs: Path) -> int:
-    """The same in a process of its own, whose number is returned."""
+def start_all(
+    many: dict[str, list[Point]], order: list[str], runs: Path, last_touch: int | None = None
+) -> int:
+    """The same in a process of its own, whose number is returned; it kills itself right before it
+    touches a file of the runs folder for the time ``last_touch``."""
     pid = os.fork()
     if pid:
         return pid
@@ -158,16 +171,39 @@ def start_all(many: dict[str, list[Point]], order: list[str], runs: Path) -> int
         with (runs.parent / "output").open("a") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
+        if last_touch is not None:
+            die_before_touch(runs, last_touch)
         run_all(many, order, runs)
         os._exit(0)
     finally:
         os._exit(1)
 
 
+def die_before_touch(runs: Path, number: int) -> None:
+    """Let the interpreter's audit events end this process. The moment is then a state of the
+    folder and not a time: fast and slow machines are killed at the same place.
+
+    Opening a record does not count: at its start a sweep reads all that there are.
+    """
+    below, left = f"{runs}{os.sep}", number
+
+    def count(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal left
+        path = str(arguments[0]) if event in TOUCHES else ""
+        if not path.startswith(below) or (event == "open" and path.endswith("record.json")):
+            return
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
 def start_stand_in(
     arguments: list[str], *, rank: int, variables: dict[str, str], log: Path, on_cpu: bool
 ) -> BaseProcess:
     """In the place of ``start_rank``: a rank that takes a second and no torch."""
+    del log, on_cpu
     variables = variables | {"SUITE_LAUNCHER_PID": str(os.getpid())}
     context = multiprocessing.get_context("fork")
     process = context.Process(target=be_stand_in, args=(arguments, variables), name=f"rank {rank}")
@@ -181,41 +217,46 @@ def be_stand_in(arguments: list[str], variables: dict[str, str]) -> None:
     os.execve(STAND_IN, command, os.environ | variables)
 
 
-def ended(pid: int) -> bool:
-    return os.waitpid(pid, os.WNOHANG)[0] == pid
+def exit_of(pid: int, runs: Path, timeout_s: float) -> int:
+    """Wait for a process of ``start_all`` and return its exit code, negative for a signal."""
+    deadline = time.monotonic() + timeout_s
+    while (ended := os.waitpid(pid, os.WNOHANG))[0] != pid:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            pytest.fail(f"not ended: {(runs.parent / 'output').read_text()[-2000:]}")
+        time.sleep(0.01)
+    return os.waitstatus_to_exitcode(ended[1])
 
 
 @pytest.mark.timeout(280)
 def test_a_sweep_killed_at_30_random_moments(
     many: dict[str, list[Point]], runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A moment is how often the launcher has touched the runs folder in one life. All lives
+    together touch it less often than the sweep has to, so that none of them comes to its end."""
     monkeypatch.setattr(processes, "start_rank", start_stand_in)
     runs.mkdir()
-    chance, kills = random.Random(20), 0
-    while kills < MOMENTS:
-        pid = start_all(many, chance.sample(list(many), 2), runs)
-        time.sleep(chance.uniform(0.1, 2.0))
-        assert not ended(pid), "the sweep ended before all the kills; make it longer"
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        kills += 1
-    last = start_all(many, list(many), runs)
-    deadline = time.monotonic() + 200
-    while not ended(last):
-        assert time.monotonic() < deadline, (runs.parent / "output").read_text()[-2000:]
-        time.sleep(0.2)
+    chance = random.Random(20)
+    for _ in range(MOMENTS):
+        order, moment = chance.sample(list(many), 2), chance.randint(1, MOST_TOUCHES)
+        killed = exit_of(start_all(many, order, runs, moment), runs, 60)
+        assert killed == -signal.SIGKILL, (runs.parent / "output").read_text()[-2000:]
+    assert exit_of(start_all(many, list(many), runs), runs, 200) == 0
     records = [read_record(path) for path in find_records([runs])]
     successes = Counter((r.spec_id, r.provenance) for r in records if r.status == "ok")
     points = [(p.spec.spec_id, "simulated") for p in many["simulate"]]
     points += [(p.spec.spec_id, "measured") for p in many["local"]]
     assert successes == Counter(points)  # complete, and nothing twice
-    assert {r.reason for r in records if r.status != "ok"} <= {"the launcher was killed"}
+    assert {r.reason for r in records if r.status != "ok"} == {"the launcher was killed"}
     attempts = [path for path in runs.glob("*/local-*") if path.is_dir()]
+    assert len(attempts) > MEASURED  # some were interrupted
     assert all((path / "record.json").exists() for path in attempts)  # nothing lost
     on_disk = sum(path.read_text().count('"step"') for path in runs.glob("*/*/rank_*.jsonl"))
-    assert on_disk == sum(len(rank.step_s) for r in records for rank in r.ranks)
+    assert on_disk == sum(len(rank.step_s) for r in records for rank in r.ranks) > 0
     assert ranks_of(runs) == {}
-    assert [row.state for row in standing(runs).rows] == ["ok"] * len(standing(runs).rows)
+    rows = standing(runs).rows
+    assert [row.state for row in rows] == ["ok"] * (SIMULATED + MEASURED)
 
 
 def test_a_launcher_in_another_container_is_alive(many: dict[str, list[Point]], runs: Path) -> None:

@@ -15,7 +15,7 @@ from benchmarks.launch.options import SimulateOptions, TraceOptions
 from benchmarks.launch.points import plan_point
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.specification.run_spec import SpecError, spec_from_mapping
-from tests.unit.test_spec import changed
+from tests.unit.toy_spec import changed
 
 CONTENDERS: dict[str, dict[str, Any]] = {
     "zeropp": {"pp": 4, "shard": 8, "chunks": 2},
@@ -44,6 +44,7 @@ def test_lone_ranks_compute_what_the_simulator_takes(name: str, tmp_path: Path) 
     compute = record.predicted["compute_s"]
     assert {int(action[:-1]) for action in compute} == stages
     assert all(seconds > 0 for seconds in compute.values())
+    assert len(record.ranks) == min(2, schedule.num_ranks)
     for rank in record.ranks:
         assert name == "deepspeed_3d" or rank.counters["unshard"] > 0
         assert rank.peak_rss_bytes

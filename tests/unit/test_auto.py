@@ -15,6 +15,7 @@ from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.synthetic_records import spec_values
 from zeropp.cluster import Cluster
+from zeropp.shape import ModelShape
 from zeropp.sim.simulator import simulate
 
 
@@ -79,7 +80,7 @@ def test_without_prices_simple_rules_apply() -> None:
 
 def test_where_nothing_fits_the_reason_says_so() -> None:
     spec = spec_of("a800", "zeropp")
-    large = preset("model", "gpt_175b", type(spec.model))
+    large = preset("model", "gpt_175b", ModelShape)
     point = plan_point(replace(spec, model=large))
     assert point.plan is None
     assert "no choice for what is auto fits 8 x" in point.reason

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
-from tests.unit.test_spec import mapping
+from tests.unit.toy_spec import mapping
 from zeropp.layout import InfeasibleError
 from zeropp.schedule.action import Action, Op
 
@@ -76,7 +76,8 @@ def torch_programs(name: str, ranks: int, chunks: int, microbatches: int) -> lis
     for rank in range(ranks):
         actions = []
         for action in schedule.pipeline_order_with_comms[rank]:
-            parts = action.sub_actions if action.computation_type is OVERLAP_F_B else [action]
+            overlaps = action.computation_type is OVERLAP_F_B
+            parts = (action.sub_actions or ()) if overlaps else (action,)
             actions += [str(part) for part in parts]
         programs.append([text for text in actions if "SEND" not in text and "RECV" not in text])
     return programs
@@ -113,7 +114,7 @@ def test_torch_plan_is_that_of_torch(name: str, ranks: int, chunks: int, microba
 
 
 WAY_OUT = r"(use|try|change|it has|input should be)"
-REFUSED = {
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "deepspeed_3d": [
         ({"tp": 3, "replicate": 1, "pp": 1}, "contender.tp=3: must divide model.heads=4"),
         ({"chunks": 2}, "contender.chunks=2"),

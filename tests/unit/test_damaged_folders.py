@@ -39,7 +39,7 @@ from benchmarks.records.record import find_records, read_record
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.tables import comparison_tables
 from benchmarks.status import standing
-from tests.unit.test_slurm_render import spec_of
+from tests.unit.toy_spec import spec_of
 
 NUMBER = 500
 OPTIONS = SlurmOptions("slurm", report_dir="report")

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
 from benchmarks.worker.data import check_data, open_batches
-from tests.unit.test_spec import mapping
+from tests.unit.toy_spec import mapping
 
 KJV = "benchmarks/worker/data/kjv_genesis_psalms.txt"
 

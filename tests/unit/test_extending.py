@@ -29,7 +29,7 @@ def gpipe(monkeypatch: pytest.MonkeyPatch) -> Contender[Any]:
     monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
     for block in blocks:
         exec(compile(block, "docs/extending.md", "exec"), vars(module))
-    contender: Contender[Any] = module.GPIPE  # type: ignore[attr-defined]
+    contender: Contender[Any] = module.GPIPE
     monkeypatch.setitem(CONTENDERS, contender.name, contender)
     return contender
 

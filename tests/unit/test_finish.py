@@ -20,7 +20,7 @@ from benchmarks.records.environment import read_code
 from benchmarks.records.rank_events import EventWriter
 from benchmarks.records.record import RecordError, find_records, read_record
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
-from tests.unit.test_spec import mapping
+from tests.unit.toy_spec import mapping
 
 
 @pytest.fixture

@@ -39,6 +39,7 @@ def test_a_rank_has_one_stretch_of_a_group_and_groups_cover_all_parameters(
     shards: int, rows: int
 ) -> None:
     found = layouts(shards, rows)
+    assert found[0].slots
     for slot in found[0].slots:
         assert slot.begin % ALIGNMENT == 0
         stretches = [dict(layout.groups()).get(slot.group) for layout in found]

@@ -41,7 +41,7 @@ OTHERS: tuple[Asked, ...] = (
     ),
     (FSDP, Candidate(FSDPKnobs(shard=4, replicate=2, reduce_every="unit"), 1)),
     *(
-        (ZEROPP, Candidate(ZeroppKnobs(**more), 1))  # type: ignore[arg-type]
+        (ZEROPP, Candidate(ZeroppKnobs(**more), 1))
         for more in (
             {"pp": 2, "shard": 4, "chunks": 2},
             {"pp": 4, "shard": 2, "chunks": 2, "unit": 8, "recompute": "full", "keep": 1},

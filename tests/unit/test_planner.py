@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -111,7 +112,7 @@ def test_a_cap_in_gib_holds_as_many_of_the_largest_chunk() -> None:
 def test_a_suggested_cap_in_gib_is_accepted(
     pp: int, chunks: int, microbatches: int, unit: int, recompute: str
 ) -> None:
-    knobs = {"pp": pp, "chunks": chunks, "unit": unit, "recompute": recompute}
+    knobs: dict[str, Any] = {"pp": pp, "chunks": chunks, "unit": unit, "recompute": recompute}
     with pytest.raises(InfeasibleError, match=r"use [\d.]+ or more") as refusal:
         ZEROPP.plan(*asked(microbatches=microbatches, activation_cap_gib=1e-6, **knobs))
     suggested = float(str(refusal.value).split("(use ")[1].split()[0])
@@ -126,7 +127,7 @@ def test_a_suggested_cap_in_gib_is_accepted(
         ({"activation_cap": 3}, "contender.activation_cap=3: a unit of 4"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(knobs: dict[str, object], words: str) -> None:
+def test_what_cannot_be_is_refused_in_one_line(knobs: dict[str, Any], words: str) -> None:
     with pytest.raises(InfeasibleError, match=words) as error:
         ZEROPP.plan(*asked(pp=4, chunks=2, **knobs))
     assert "\n" not in str(error.value)

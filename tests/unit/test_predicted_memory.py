@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from tests.unit.synthetic_records import make_record, spec_values, write_records
 from zeropp.cluster import Cluster
 from zeropp.sim.simulator import simulate
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "zeropp": {"pp": 2, "shard": 2, "chunks": 2},
     "deepspeed_3d": {"pp": 2, "tp": 2},
     "torch_pp": {"pp": 2, "shard": 2, "chunks": 2, "schedule": "interleaved_1f1b"},
@@ -30,7 +31,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_a_record_holds_what_the_simulator_says(contender: str, tmp_path: Path) -> None:
-    values = spec_values() | {"contender": {"name": contender} | SETTINGS[contender]}
+    values = spec_values() | {"contender": {"name": contender, **SETTINGS[contender]}}
     values["cluster"] = asdict(preset("cluster", "cpu_gloo", Cluster))
     spec = spec_from_mapping(values)
     assert spec.cluster.device.peak_fp32_tflops is None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,7 +16,7 @@ from benchmarks.launch.points import Point, write_unstarted
 from benchmarks.specification import progress as bars
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.synthetic_records import make_record
-from tests.unit.test_spec import mapping
+from tests.unit.toy_spec import mapping
 
 POINT = Point(spec_from_mapping(mapping()), None, "global_batch=16: " + "too odd, " * 19 + "try 8")
 
@@ -53,7 +55,7 @@ def test_a_log_has_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=out, width=80, force_terminal=False)
     monkeypatch.setattr(bars, "CONSOLE", console)
     clock = iter(range(0, 1000, 4))  # every look at the clock is 4 s later
-    monkeypatch.setattr(bars.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
     with bars.progress_line() as bar:
         line = bar.add_task("cells", total=9)
         for _ in range(9):
@@ -69,7 +71,7 @@ def test_every_step_is_shown_once_where_steps_are_asked_for(
 ) -> None:
     out = io.StringIO()
     monkeypatch.setattr(bars, "CONSOLE", Console(file=out, width=200, force_terminal=False))
-    events = [{"event": "environment"}, {"event": "gate"}]
+    events: list[dict[str, Any]] = [{"event": "environment"}, {"event": "gate"}]
     events += [{"event": "warmup", "index": 0, "seconds": 1.0, "loss": 5.5}]
     events += [{"event": "step", "index": i, "seconds": 1.0, "loss": 5.0} for i in (1, 2)]
     with progress.SweepProgress(1) as bar:

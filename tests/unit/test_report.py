@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 from rich.console import Console
 
 from benchmarks.report import style
+from benchmarks.report.__main__ import main
 from benchmarks.report.breakdown import memory_breakdown
 from benchmarks.report.compare import compare, write_comparison
 from benchmarks.report.evidence import evidence_distances
@@ -31,7 +32,7 @@ from benchmarks.report.speedup_map import speedup_maps
 from benchmarks.report.step_timelines import step_timelines, write_traces
 from benchmarks.report.table import Table
 from benchmarks.report.tables import comparison_tables, speedup_table, throughput_table
-from benchmarks.report.write import write_report
+from benchmarks.report.write import Options, write_report
 from tests.unit.synthetic_records import make_record, write_records
 
 QUIET = Console(quiet=True)
@@ -147,8 +148,8 @@ def test_a_speedup_shows_its_doubts_at_the_number(tmp_path: Path) -> None:
 
 def test_rows_of_tables_name_their_records(tmp_path: Path) -> None:
     ours, base = make_record("zeropp"), make_record("deepspeed_3d")
-    traced = {"provenance": "traced", "attempt": "trace-1", "noise": 0.0}
-    other = make_record("zeropp", **traced, fields={"predicted": {"peak_bytes": 2**20}})
+    predicted = {"predicted": {"peak_bytes": 2**20}}
+    other = make_record(provenance="traced", attempt="trace-1", noise=0.0, fields=predicted)
     rows = latest_ok(frame_of(ours, base, other, root=tmp_path))
     tables = comparison_tables(rows)
     assert list(tables["speedup"].data.index) == [f"{ours.record_id} {base.record_id}"]
@@ -192,7 +193,8 @@ def test_traced_memory_is_broken_down_by_kind(tmp_path: Path) -> None:
     )
     (picture,) = memory_breakdown(latest_ok(frame_of(traced, root=tmp_path)))
     assert picture.caption.startswith("Traced memory")
-    heights = [patch.get_height() * 2**10 for patch in picture.figure.axes[0].patches]
+    bars: list[Any] = list(picture.figure.axes[0].patches)
+    heights = [bar.get_height() * 2**10 for bar in bars]
     assert heights == [1.0, 2.0]
 
 
@@ -305,9 +307,13 @@ def test_figures_have_units_and_a_zero_baseline(tmp_path: Path) -> None:
 
 def test_write_report_leaves_tables_figures_page_and_traces(tmp_path: Path) -> None:
     records = [make_record(c) for c in ("zeropp", "deepspeed_3d")]
+    records.append(make_record("zeropp", num_gpus=8))
     records.append(make_record("fsdp", fields=failed("infeasible", "contender.pp=3: too many")))
     write_records(records, tmp_path / "runs")
-    paths = write_report([tmp_path / "runs"], tmp_path / "out", QUIET)
+    every = Options(timelines=True)
+    paths = write_report([tmp_path / "runs"], tmp_path / "out", QUIET, every)
+    assert len([path for path in paths.files if path.parent.name == "traces"]) == 3
+    assert len([path for path in paths.files if path.match("timeline_*.png")]) == 2
     assert all(path.stat().st_size > 0 for path in paths.files)
     names = {path.name for path in paths.files}
     assert {"report.html", "tables.md", "throughput.csv", "speedup.tex"} <= names
@@ -321,7 +327,7 @@ def test_write_report_leaves_tables_figures_page_and_traces(tmp_path: Path) -> N
     for name in ("step_s", "step_s_low", "step_s_high", "tokens_per_s_per_gpu"):
         assert csv[name].dtype.kind == "f"
         pd.testing.assert_series_equal(csv[name], parquet[name])
-    assert csv["step_s"].notna().sum() == 2
+    assert csv["step_s"].notna().sum() == 3
 
 
 def test_report_of_failures_alone(tmp_path: Path) -> None:
@@ -388,16 +394,16 @@ def test_best_configuration_of_nothing_is_nothing(tmp_path: Path) -> None:
     ("name", "reason"),
     [("nowhere", "nowhere: no such file or directory"), ("file", "--out={}: cannot be written to")],
 )
-def test_command_line_refuses_a_path_that_is_none(tmp_path: Path, name: str, reason: str) -> None:
+def test_command_line_refuses_a_path_that_is_none(
+    tmp_path: Path,
+    name: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (tmp_path / "file").touch()
     path = str(tmp_path / name)
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.report", path, "--out", path],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    monkeypatch.setattr(sys, "argv", ["report", path, "--out", path])
+    assert main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert reason.format(path) in line

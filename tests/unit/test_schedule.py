@@ -60,7 +60,8 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
         return build(name, num_ranks=ranks, chunks=chunks, num_microbatches=m)
     rounds = draw(st.integers(1, 3))
     group = draw(st.integers(1 if rounds == 1 else ranks, 2 * ranks))
-    sizes = {"num_ranks": ranks, "chunks": chunks, "num_microbatches": rounds * group}
+    sizes: dict[str, Any] = {"num_ranks": ranks, "chunks": chunks}
+    sizes["num_microbatches"] = rounds * group
     return build(name, **sizes, group=group)
 
 
@@ -148,7 +149,7 @@ def test_zeropp_meets_its_bound_with_a_short_unit(data: st.DataObject) -> None:
 @given(zeropp_sizes(), st.data())
 @settings(max_examples=40, deadline=None)
 def test_weight_gradients_of_one_chunk_at_a_time_are_open(
-    sizes: dict[str, int], data: st.DataObject
+    sizes: dict[str, Any], data: st.DataObject
 ) -> None:
     costs = data.draw(costs_of(sizes["num_ranks"] * sizes["chunks"]))
     for order in (build("zeropp", **sizes), build("zeropp", **sizes, costs=costs)):
@@ -187,7 +188,7 @@ def test_lowered_programs_gather_and_reduce_once(
 @given(zeropp_sizes(), st.integers(0, 2), st.integers(1, 4))
 @settings(max_examples=50, deadline=None)
 def test_kept_chunks_save_gathers_within_their_number(
-    sizes: dict[str, int], prefetch: int, keep: int
+    sizes: dict[str, Any], prefetch: int, keep: int
 ) -> None:
     schedule = build("zeropp", **sizes)
     plain = lower(schedule, gather=True, prefetch=prefetch)

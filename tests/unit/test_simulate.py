@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
-from time import process_time
 
 import pytest
 
@@ -134,23 +134,37 @@ def test_memory_curve_ends_where_it_began_and_peaks_at_the_peak(pp: int) -> None
         assert (last.gradients, last.workspace) == (2 * 10, 7)  # the last reduction's copy
 
 
-def test_the_large_plan_is_simulated_in_two_seconds() -> None:
-    schedule = build("zeropp", num_ranks=64, chunks=4, num_microbatches=512)
-    plan = Plan(
-        "zeropp",
-        task().shape,
-        Layout(pp=64, chunks=4, shard=8),
-        1,
-        lower(schedule, gather=True),
-        tuple(range(257)),
-        "zeropp",
-    )
+def calls_to_simulate(microbatches: int) -> tuple[int, int]:
+    """Python calls that a step of 8 ranks with 4 chunks each takes, and its number of actions."""
+    schedule = build("zeropp", num_ranks=8, chunks=4, num_microbatches=microbatches)
+    lowered = lower(schedule, gather=True)
+    layout = Layout(pp=8, chunks=4, shard=8)
+    plan = Plan("zeropp", task().shape, layout, 1, lowered, tuple(range(33)), "zeropp")
     price = flat_price(plan, StageCost(transfer=0.05, unshard=0.5, reduce_grad=0.5))
-    started = process_time()
-    result = simulate(plan, task().cluster, price=price)
-    seconds = process_time() - started
-    assert result.step_s > 512 * 4 * 3.0
-    assert seconds < 4.0, "2 s on an idle machine; the margin is for a busy one"
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        del frame, argument
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        result = simulate(plan, task().cluster, price=price)
+        step_s = result.step_s
+    finally:
+        sys.setprofile(before)
+    assert step_s > microbatches * 4 * 3.0
+    return calls, sum(map(len, lowered.programs))
+
+
+def test_work_of_a_simulated_step_grows_with_its_actions_alone() -> None:
+    """The seconds are for ``benchmarks.studies.pricing_speed`` to measure."""
+    few_calls, few = calls_to_simulate(16)
+    many_calls, many = calls_to_simulate(64)
+    assert many > 3 * few > 3 * 8 * 4 * 3 * 16  # F, I and W of every chunk and microbatch at least
+    assert many_calls / many < 1.05 * few_calls / few < 12
 
 
 def test_price_of_equal_plans_is_equal_whatever_their_programs() -> None:

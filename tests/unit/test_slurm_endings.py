@@ -29,7 +29,7 @@ from benchmarks.launch.slurm.reasons import ending_by_state
 from benchmarks.launch.slurm.submissions import Submission, SubmittedArray
 from benchmarks.records.rank_events import EventWriter
 from benchmarks.records.record import read_record
-from tests.unit.test_slurm_render import spec_of
+from tests.unit.toy_spec import spec_of
 
 HERE = ClusterFacts("here@head")
 RUNNING = QueuedJob(

@@ -20,18 +20,11 @@ from benchmarks.launch.slurm.command import site_defaults
 from benchmarks.launch.slurm.launcher import check, launch
 from benchmarks.launch.slurm.options import SlurmOptions, read_options, seconds_of
 from benchmarks.launch.slurm.script import render_array, render_report
-from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
-from tests.unit.test_spec import mapping
+from benchmarks.specification.run_spec import SpecError, spec_from_mapping
+from tests.unit.toy_spec import mapping, spec_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SUBMISSION = Path("/data/runs/slurm/zeropp-1")
-
-
-def spec_of(**changes: Any) -> RunSpec:
-    """The spec of the unit tests on GPUs."""
-    values = mapping()
-    values["cluster"]["device"]["name"] = "A100"
-    return spec_from_mapping(values | changes)
 
 
 def options(**changes: Any) -> SlurmOptions:

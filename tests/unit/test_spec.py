@@ -9,55 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.specification.run_spec import RunSpec, SpecError, load_spec, spec_from_mapping
-
-
-def mapping() -> dict[str, Any]:
-    link = {"bandwidth_gb_s": 10.0, "latency_us": 5.0}
-    return {
-        "model": {
-            "name": "toy",
-            "family": "gpt",
-            "layers": 4,
-            "hidden": 64,
-            "heads": 4,
-            "kv_heads": 4,
-            "ffn": 256,
-            "vocab": 256,
-            "seq": 32,
-        },
-        "cluster": {
-            "name": "here",
-            "device": {
-                "name": "cpu",
-                "memory_gib": 16,
-                "memory_bandwidth_gb_s": 20,
-                "matmul_bf16_tflops": 0.05,
-                "matmul_fp32_tflops": 0.05,
-            },
-            "gpus_per_node": 8,
-            "nics_per_node": 1,
-            "intra": link,
-            "inter": link,
-        },
-        "num_gpus": 4,
-        "contender": {"name": "zeropp", "pp": 2},
-        "global_batch": 8,
-        "microbatch_size": 1,
-        "precision": "fp32",
-        "optimizer": {},
-        "data": {"kind": "synthetic"},
-        "measure": {},
-    }
-
-
-def changed(path: str, value: Any) -> dict[str, Any]:
-    values = mapping()
-    *parents, last = path.split(".")
-    target = values
-    for parent in parents:
-        target = target[parent]
-    target[last] = value
-    return values
+from tests.unit.toy_spec import changed, mapping
 
 
 @pytest.mark.parametrize(

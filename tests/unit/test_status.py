@@ -10,7 +10,7 @@ import pytest
 from benchmarks.launch.points import Point, attempt_directory, write_unstarted
 from benchmarks.specification.run_spec import spec_from_mapping
 from benchmarks.status import main
-from tests.unit.test_spec import mapping
+from tests.unit.toy_spec import mapping
 
 
 def printed(

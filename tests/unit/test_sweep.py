@@ -27,7 +27,7 @@ from benchmarks.records.rank_events import EventWriter
 from benchmarks.records.record import find_records, read_record
 from benchmarks.specification.run_spec import SpecError, spec_from_mapping
 from benchmarks.status import standing
-from tests.unit.test_spec import mapping
+from tests.unit.toy_spec import mapping
 
 
 def test_equal_points_are_one_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

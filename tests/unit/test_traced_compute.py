@@ -27,7 +27,7 @@ from benchmarks.records.record import RunRecord
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.lone import lone_table
 from benchmarks.specification.run_spec import SpecError, spec_from_mapping
-from tests.unit.test_spec import changed
+from tests.unit.toy_spec import changed
 from zeropp.cost import price_plan
 
 OPTIONS = SimulateOptions(compute="traced")
