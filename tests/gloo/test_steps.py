@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zeropp
 from tests.gloo.step_cases import (
     DEGREES,
     MICROBATCH,
     ROWS,
+    WIDTH,
     Alone,
     Batch,
     made,
@@ -107,3 +109,53 @@ def test_wrong_keywords_and_rows_are_one_error_on_every_rank(world: World) -> No
     assert set(first) == set(MESSAGES)
     for name, message in MESSAGES.items():
         assert first[name].startswith(message), first[name]
+
+
+class Scaled(nn.Module):
+    """Has a buffer that stays fp32, and so an output that is wider than what bf16 computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh() * self.scale
+
+
+class Autocast(nn.Module):
+    """Casts inside, so its output is narrower than its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.linear(x).tanh()
+
+
+def number_types(degrees: dict[str, Any]) -> list[float]:
+    """Losses of layers whose outputs are of other types than their parameters or their inputs."""
+    losses = []
+    for kind, precision in ((Scaled, "bf16"), (Autocast, "fp32")):
+        torch.manual_seed(5)
+        layers = [kind() for _ in range(6)]
+        inputs, targets = (
+            part.float() for part in Batch("tuples", "mean", 0).part(slice(None))[:2]
+        )
+        with zeropp.parallelize(
+            layers, mean_loss, sample=inputs[:MICROBATCH], global_batch=ROWS,
+            precision=precision, optimizer=zeropp.OptimizerConfig("sgd", lr=0.5), **degrees,
+        ) as model:  # fmt: skip
+            rows = model.rows
+            losses += [model.train_step(inputs[rows], targets[rows]).loss for _ in range(3)]
+            losses.append(model.eval_step(inputs[rows], targets[rows]))
+    return losses
+
+
+def test_other_number_types_cross_stages(world: World) -> None:
+    (alone,) = world.run(number_types, {}, size=1)
+    assert alone[2] < alone[0]
+    for found in world.run(number_types, {"pp": 2, "chunks": 2}, size=2):
+        assert found == pytest.approx(alone, rel=1e-3)
