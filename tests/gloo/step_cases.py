@@ -69,7 +69,8 @@ class Masked(nn.Module):
         self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(rate)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.drop(self.linear(x).masked_fill(mask, 0.3)) + x
+        dropped: Tensor = self.drop(self.linear(x).masked_fill(mask, 0.3))
+        return dropped + x
 
 
 class Placed(nn.Module):
@@ -80,7 +81,8 @@ class Placed(nn.Module):
         self.embedding = nn.Embedding(ROWS, WIDTH)
 
     def forward(self, x: Tensor, *, positions: Tensor) -> Tensor:
-        return x + self.embedding(positions)
+        embedded: Tensor = self.embedding(positions)
+        return x + embedded
 
 
 def linear() -> nn.Module:

@@ -154,7 +154,7 @@ def train_kinds() -> dict[str, tuple[float, bool, int]]:
     """For kinds of linear layers: error, whether weight gradients are put off, warnings."""
     kinds: dict[str, Callable[[], nn.Module]] = {
         "plain": lambda: nn.Linear(WIDTH, WIDTH),
-        "Conv1D": lambda: Conv1D(WIDTH, WIDTH),
+        "Conv1D": lambda: Conv1D(WIDTH, WIDTH),  # type: ignore[no-untyped-call]
         "subclass": lambda: Scaled(WIDTH, WIDTH),
         "own forward": lambda: Own(WIDTH, WIDTH),
     }
@@ -187,12 +187,13 @@ def tied_values() -> list[dict[str, Tensor]]:
     """Start values of two tied parameters, in either order, in several topologies."""
     found = []
     names = ((0, "weight"), (5, "weight"))
-    for degrees in (
+    topologies: tuple[dict[str, Any], ...] = (
         {},
         {"pp": 2},
         {"pp": 2, "chunks": 2},
         {"pp": 2, "stage_style": "v", "chunks": 2},
-    ):
+    )
+    for degrees in topologies:
         size = degrees.get("pp", 1)
         rest = {"shard": 2 // size}
         for tied in (names, names[::-1]):

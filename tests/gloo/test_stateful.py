@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import functional as F
 
@@ -38,8 +39,9 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.seen += 1
-        return self.linear(x).tanh()
+            self.get_buffer("seen").add_(1)
+        out: Tensor = self.linear(x)
+        return out.tanh()
 
 
 def made() -> list[nn.Module]:
@@ -99,20 +101,21 @@ def go_on(degrees: dict[str, Any], start: Path | None, target: Path, steps: int)
         first = 0
         if start is not None:
             counter = {"steps": torch.zeros((), dtype=torch.long)}
-            dcp.load({"model": model, "loop": counter}, checkpoint_id=str(start))
+            load({"model": model, "loop": counter}, checkpoint_id=str(start))
             first = int(counter["steps"])
             assert model.engine.steps_done == first
         train(model, first, first + steps)
         counter = {"steps": torch.tensor(first + steps)}
-        dcp.save({"model": model, "loop": counter}, checkpoint_id=str(target))
+        save({"model": model, "loop": counter}, checkpoint_id=str(target))
         return model.full_state_dict()
 
 
 def check(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     assert set(found) == set(expected)
     for name, value in expected.items():
-        close = {"rtol": 0.0, "atol": tolerance, "check_dtype": False}
-        torch.testing.assert_close(found[name], value, **close, msg=name)
+        torch.testing.assert_close(
+            found[name], value, rtol=0.0, atol=tolerance, check_dtype=False, msg=name
+        )
 
 
 def trained_part(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -133,7 +136,7 @@ def test_training_goes_on_in_other_topologies_and_one_process_reads_it(
         expected = alone(2 * (number + 1)).state_dict()
         check(trained_part(whole), trained_part(expected), 1e-6)  # parameters come as fp32
         read = {"model": nn.ModuleList(made()).state_dict()}
-        dcp.load(read, checkpoint_id=str(target), no_dist=True)
+        load(read, checkpoint_id=str(target), no_dist=True)
         check(trained_part(read["model"]), trained_part(expected), 1e-12)
         start = target
 

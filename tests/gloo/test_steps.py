@@ -4,7 +4,7 @@ process."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -120,7 +120,8 @@ class Scaled(nn.Module):
         self.register_buffer("scale", torch.full((WIDTH,), 0.9))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).tanh() * self.scale
+        out: Tensor = self.linear(x).tanh()
+        return out * self.get_buffer("scale")
 
 
 class Autocast(nn.Module):
@@ -132,13 +133,18 @@ class Autocast(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.linear(x).tanh()
+            out: Tensor = self.linear(x)
+            return out.tanh()
 
 
 def number_types(degrees: dict[str, Any]) -> list[float]:
     """Losses of layers whose outputs are of other types than their parameters or their inputs."""
     losses = []
-    for kind, precision in ((Scaled, "bf16"), (Autocast, "fp32")):
+    kinds: tuple[tuple[type[nn.Module], Literal["fp32", "bf16"]], ...] = (
+        (Scaled, "bf16"),
+        (Autocast, "fp32"),
+    )
+    for kind, precision in kinds:
         torch.manual_seed(5)
         layers = [kind() for _ in range(6)]
         inputs, targets = (

@@ -84,7 +84,9 @@ class _DeferredLinear(torch.autograd.Function):
             ctx.store.used.add(id(parameter))
             left, right = (x, grad) if ctx.transposed else (grad, x)
             ctx.store.put(lambda: accumulate(parameter, left, right))
-        back = weight.t() if ctx.transposed else weight
+        back = (weight.t() if ctx.transposed else weight).to(
+            grad.dtype
+        )  # autocast computes in less
         grad_x = grad @ back if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, None, grad_bias, None, None
@@ -98,7 +100,7 @@ def accumulate(parameter: Tensor, left: Tensor, right: Tensor) -> None:
     may be of a smaller type than it is.
     """
     if parameter.grad is None:
-        parameter.grad = left.t() @ right
+        parameter.grad = (left.t() @ right).to(parameter.dtype)
     elif parameter.grad.dtype == left.dtype == right.dtype:
         parameter.grad.addmm_(left.t(), right)
     else:
@@ -148,6 +150,8 @@ def _on_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradStore, *, transposed: bool
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        rows = rows.to(torch.get_autocast_dtype(x.device.type))  # as F.linear reads it
     output = _DeferredLinear.apply(rows, weight, bias, store, transposed)  # type: ignore[no-untyped-call]
     return output.view(*x.shape[:-1], output.shape[-1])  # type: ignore[no-any-return]
 
