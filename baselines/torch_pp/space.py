@@ -21,13 +21,13 @@ from zeropp.tune.space import (
 
 _CHUNKS: dict[TorchSchedule, tuple[int, ...]] = {
     "1f1b": (1,),
-    "interleaved_1f1b": (2, 3, 4, 6, 8),
-    "looped_bfs": (2, 3, 4, 6, 8),
-    "interleaved_zb": (2, 3, 4, 6, 8),
+    "interleaved_1f1b": (2, 3, 4, 6, 8, 12),
+    "looped_bfs": (2, 3, 4, 6, 8, 12),
+    "interleaved_zb": (2, 3, 4, 6, 8, 12),
     "zbv": (2,),
     "dualpipev": (2,),
 }
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 def families(point: Point[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:

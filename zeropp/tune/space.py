@@ -114,10 +114,14 @@ def chunk_choices(
     point: Point[C], known: Iterable[int], kinds: Iterable[Recompute]
 ) -> Iterator[tuple[int, Recompute, int | Auto]]:
     """(chunks per rank, kind of recomputation, number of blocks per stage) to try, where ``known``
-    are the numbers of chunks and ``kinds`` the recomputation that the contender may have."""
-    asked, layers = point.asked, point.task.shape.layers
-    for chunks in choices(asked.chunks, known):
-        largest = -(-layers // (point.degrees.pp * chunks))
+    are the numbers of chunks and ``kinds`` the recomputation that the contender may have. Where
+    more than one number is known, the one that leaves one block per chunk is tried, too."""
+    asked, layers, pp = point.asked, point.task.shape.layers, point.degrees.pp
+    numbers = set(known)
+    if len(numbers) > 1:
+        numbers.add(max(min(numbers), layers // pp))
+    for chunks in choices(asked.chunks, sorted(numbers)):
+        largest = -(-layers // (pp * chunks))
         for kind, blocks in recompute_choices(
             asked.recompute, asked.recompute_blocks, kinds, largest
         ):
