@@ -41,7 +41,9 @@ def cut_on(world: int, layers: list[Any], sample: torch.Tensor, batch: int, **mo
 
 def makers(shape: ModelShape) -> list[Any]:
     """The suite's model, made on the meta device."""
-    return [lambda i=i: build_piece(shape, i, seed=0, device="meta") for i in range(shape.num_pieces)]
+    return [
+        lambda i=i: build_piece(shape, i, seed=0, device="meta") for i in range(shape.num_pieces)
+    ]
 
 
 def test_cut_and_order_are_as_good_as_the_planners() -> None:
@@ -137,7 +139,7 @@ def test_auto_takes_what_fits() -> None:
     ("layers", "more", "words"),
     [
         (24, {"cluster": None}, "pp='auto': needs cluster="),
-        (96, {}, "pp='auto': 4 settings need more memory than a device has"),
+        (96, {}, "pp, shard='auto': 4 settings need more memory than a device has"),
         (24, {"shard": 3}, "pp='auto': no degrees make up 8 ranks"),
     ],
 )
