@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeropp.api import parallelize
+    from zeropp.cluster import Cluster
     from zeropp.engine.checkpoint_directory import CheckpointError
     from zeropp.layout import InfeasibleError
     from zeropp.parallel_model import ParallelModel
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
+    "Cluster",
     "InfeasibleError",
     "OptimizerConfig",
     "ParallelModel",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 _HOMES = {
     "CheckpointError": "zeropp.engine.checkpoint_directory",
+    "Cluster": "zeropp.cluster",
     "InfeasibleError": "zeropp.layout",
     "OptimizerConfig": "zeropp.training",
     "StepResult": "zeropp.training",

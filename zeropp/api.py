@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.arguments import Arguments, request_of
-from zeropp.cut import cut
+from zeropp.arguments import Arguments, Request, request_of
+from zeropp.choose import Job, choose
+from zeropp.cut import Stages, cut_as
 from zeropp.engine.checks import agreed, check_keywords, check_layers, described
 from zeropp.engine.engine import Engine
 from zeropp.engine.interpreter import LossFunction
 from zeropp.engine.options import Piece
+from zeropp.engine.saved import saved_bytes
 from zeropp.engine.together import together
-from zeropp.engine.trial import Layer
+from zeropp.engine.trial import Layer, try_layers
 from zeropp.engine.values import keywords_of
 from zeropp.layout import InfeasibleError
 from zeropp.parallel_model import ParallelModel
@@ -44,44 +46,70 @@ def parallelize(
     on the meta device to learn sizes, and for real only on the ranks that hold its layer.
     ``loss_fn`` takes the last layer's output and the targets, and gives the mean (or the sum) over
     a microbatch. ``sample`` is one microbatch of inputs, and ``global_batch`` the rows of a step
-    over all ranks. All other arguments are in ``Arguments``. The last layer's weight gradients are
-    not put off: its output is taken to be wide.
+    over all ranks. All other arguments are in ``Arguments``.
 
     Raises TypeError for an argument that there is not, and InfeasibleError with one line, the same
     on every rank, where something does not fit or ranks were given different things.
     """
     if not dist.is_initialized():
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
+    request = _checked(arguments, layers, sample, global_batch)
+    device = _device(request.device, request.mesh)
+    request, stages = together(lambda: _cut(layers, loss_fn, request, sample, global_batch))
+    pieces = together(lambda: stages.pieces(layers, device))
+    _compare_values(pieces)
+    engine = Engine(
+        pieces, stages.schedule, stages.layout, loss_fn, stages.boundary, request.optimizer,
+        device, request.engine_options(),
+    )  # fmt: skip
+    rows, keywords = stages.rows(global_batch), request.sample_keywords
+    return ParallelModel(engine, sample, keywords, rows, stages.layout, stages.describe(request))
+
+
+def _checked(
+    arguments: Mapping[str, Any], layers: Sequence[Layer], sample: Tensor, global_batch: int
+) -> Request:
+    """What is asked for, the same on every rank."""
     request = together(lambda: request_of(arguments))
     agreed(
         lambda: check_layers(layers, request.weights, request.tied),
         lambda: (request.described(), global_batch, tuple(sample.shape), sample.dtype, len(layers)),
     )
-    device = _device(request.device, request.mesh)
-    if device.type == "cuda":
-        _prepare_cuda()
-    stages = together(lambda: cut(layers, request, sample, global_batch))
-    named = [keywords_of(loss_fn), *(size.names for size in stages.sizes)]
-    together(lambda: check_keywords(request.sample_keywords, len(sample), named))
-    pieces = together(lambda: stages.pieces(layers, device))
-    _compare_values(pieces)
-    options = request.engine_options()
-    engine = Engine(
-        pieces, stages.schedule, stages.layout, loss_fn, stages.boundary, request.optimizer,
-        device, options,
-    )  # fmt: skip
-    rows = stages.rows(global_batch)
-    return ParallelModel(engine, sample, request.sample_keywords, rows, stages.layout)
+    return request
+
+
+def _cut(
+    layers: Sequence[Layer],
+    loss_fn: LossFunction,
+    request: Request,
+    sample: Tensor,
+    global_batch: int,
+) -> tuple[Request, Stages]:
+    """The request with nothing left open, and the stages that come of it."""
+    sizes = try_layers(layers, sample, request.sample_keywords)
+    named = [keywords_of(loss_fn), *(one.names for one in sizes)]
+    check_keywords(request.sample_keywords, len(sample), named)
+    if request.open:
+        saved = saved_bytes(layers, sample, request.sample_keywords)
+        job = Job(sizes, saved, dist.get_world_size(), global_batch, len(sample))
+        request = choose(request, job)
+    return request, cut_as(request, sizes, global_batch, len(sample))
 
 
 def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
     """Where this rank trains: as asked, else where its process group's tensors live."""
-    if asked is not None:
-        return torch.device(asked)
     on_cuda = (
         "nccl" in str(dist.get_backend_config()) if mesh is None else mesh.device_type == "cuda"
     )
-    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    if asked is not None:
+        device = torch.device(asked)
+    else:
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        )
+    if device.type == "cuda":
+        _prepare_cuda()
+    return device
 
 
 def _prepare_cuda() -> None:
@@ -94,7 +122,7 @@ def _prepare_cuda() -> None:
     wanted = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     missing = [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
     if missing and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        warnings.warn(f"set {' '.join(missing)} before CUDA is used: steps may hang", stacklevel=3)
+        warnings.warn(f"set {' '.join(missing)} before CUDA is used: steps may hang", stacklevel=4)
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeropp.cluster import Cluster
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.engine.checks import Tied
 from zeropp.engine.mesh import degrees_of
 from zeropp.engine.options import EngineOptions, MakeOptimizer, one_group
 from zeropp.engine.sharding import GroupOf
 from zeropp.keywords import Keywords, check, knobs_of
-from zeropp.literals import LossReduction, Precision, if_auto
+from zeropp.layer_costs import Conditions
+from zeropp.literals import LossReduction, Precision, Recompute, if_auto
+from zeropp.named_cluster import named_cluster
 from zeropp.training import OptimizerConfig
 
 
@@ -44,7 +47,12 @@ class Arguments(Keywords, total=False):
     sample_keywords: Mapping[str, Tensor]
     """The keyword inputs of one microbatch, by name, for their shapes; [rows, ...] each."""
     weights: Sequence[float] | None
-    """The layers' relative costs; by default their numbers of parameters."""
+    """The layers' relative costs; by default their durations on ``cluster``, or, without one,
+    their numbers of parameters."""
+    cluster: str | Cluster | None
+    """What the job runs on: a name among ``conf/cluster`` (``"a800"``, ``"h100"``) or a
+    ``zeropp.Cluster``. Layers are then cut by their durations there, and the order of a step is
+    the better of the one for equal durations and the one planned with them."""
     tied: Tied | None
     """Two parameters that are one in the model, as (layer, name), one of the first layer and one
     of the last, in either order. Both begin with the first layer's values."""
@@ -62,9 +70,14 @@ class Arguments(Keywords, total=False):
 
 @dataclass(frozen=True)
 class Request:
-    """The ``Arguments`` with their defaults, and with the knobs as one object."""
+    """The ``Arguments`` with their defaults, and with the knobs as one object.
+
+    ``open`` are the knobs that were asked for as ``auto``. The others that are ``auto`` in
+    ``knobs`` have simple defaults.
+    """
 
     knobs: ZeroppKnobs
+    open: frozenset[str] = frozenset()
     mesh: DeviceMesh | None = None
     optimizer: OptimizerConfig | MakeOptimizer = field(default_factory=OptimizerConfig)
     group_of: GroupOf = one_group
@@ -72,6 +85,7 @@ class Request:
     loss_reduction: LossReduction = "mean"
     sample_keywords: Mapping[str, Tensor] = field(default_factory=dict)
     weights: Sequence[float] | None = None
+    cluster: Cluster | None = None
     tied: Tied | None = None
     device: torch.device | str | None = None
     lr_schedule: Callable[[int], float] | None = None
@@ -85,8 +99,15 @@ class Request:
         keywords = {
             name: (tuple(value.shape), value.dtype) for name, value in self.sample_keywords.items()
         }
-        kinds = self.precision, self.loss_reduction
+        kinds = self.precision, self.loss_reduction, self.cluster
         return self.knobs, asked, *kinds, self.weights, self.tied, self.dropout_seed, keywords
+
+    def conditions(self) -> Conditions | None:
+        """What durations depend on; None where no cluster was named."""
+        if self.cluster is None:
+            return None
+        recompute: Recompute = if_auto(self.knobs.recompute, "none")
+        return Conditions(self.cluster, self.precision, recompute, self.knobs.reduce_dtype)
 
     def engine_options(self) -> EngineOptions:
         """The options of the engine."""
@@ -114,7 +135,7 @@ def request_of(arguments: Mapping[str, Any]) -> Request:
     Raises TypeError for an unknown argument, and InfeasibleError for a value that an argument
     cannot have; the message is one line.
     """
-    own = {one.name for one in fields(Request)} - {"knobs"}
+    own = {one.name for one in fields(Request)} - {"knobs", "open"}
     given = {name: value for name, value in arguments.items() if name in own and value is not None}
     keywords = {name: value for name, value in arguments.items() if name not in own}
     knobs = knobs_of(keywords, also=own)
@@ -123,7 +144,10 @@ def request_of(arguments: Mapping[str, Any]) -> Request:
             check(name, given[name], kind)
     if "mesh" in given:
         knobs = replace(knobs, **degrees_of(given["mesh"], keywords))
+    if isinstance(given.get("cluster"), str):
+        given["cluster"] = named_cluster(given["cluster"])
     if "tied" in given:
         first, second = sorted(given["tied"])
         given["tied"] = (first, second)
-    return Request(knobs, **given)
+    left_open = frozenset(name for name, value in keywords.items() if value == "auto")
+    return Request(knobs, left_open, **given)

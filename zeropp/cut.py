@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from zeropp.arguments import Request
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import cut_by_weight
 from zeropp.engine.options import Piece
-from zeropp.engine.trial import Layer, LayerSizes, try_layers
+from zeropp.engine.trial import Layer, LayerSizes
 from zeropp.engine.values import TensorShape
+from zeropp.layer_costs import layer_costs, stage_costs
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
 from zeropp.literals import Precision, StageStyle, if_auto
-from zeropp.schedule import validate
+from zeropp.schedule import event_loop, validate
 from zeropp.schedule.build import StepSizes, step_programs
-from zeropp.schedule.program import Schedule
+from zeropp.schedule.program import Schedule, StageCost
 from zeropp.schedule.zeropp_order import default_cap, default_unit
 
 
@@ -32,6 +34,7 @@ class Stages:
     cuts: tuple[int, ...]
     sizes: Sequence[LayerSizes]  # of every layer
     precision: Precision
+    activation_cap: int  # live chunk-activations per rank
 
     def boundary(self, stage: int) -> list[TensorShape]:
         """The tensors that one microbatch sends into a stage."""
@@ -52,6 +55,18 @@ class Stages:
                 pieces.append(Piece(index, stage, module, 0 < index < len(layers) - 1))
         return pieces
 
+    def describe(self, request: Request) -> str:
+        """Degrees and knobs that were asked for or chosen, and layers per stage, in one line."""
+        layout, order = self.layout, self.schedule
+        recompute = if_auto(request.knobs.recompute, "none")
+        counts = " ".join(str(end - begin) for begin, end in pairwise(self.cuts))
+        return (
+            f"pp={layout.pp} shard={layout.shard} replicate={layout.replicate} "
+            f"chunks={layout.chunks} unit={order.unit} activation_cap={self.activation_cap} "
+            f"recompute={recompute}; {order.num_microbatches} microbatches, layers per stage: "
+            f"{counts}"
+        )
+
     def rows(self, global_batch: int) -> slice:
         """This rank's rows of a global batch."""
         count = global_batch // self.layout.dp
@@ -59,10 +74,9 @@ class Stages:
         return slice(first, first + count)
 
 
-def cut(layers: Sequence[Layer], request: Request, sample: Tensor, global_batch: int) -> Stages:
-    """Cut layers into ``pp * chunks`` stages of about equal cost; raises InfeasibleError."""
-    knobs = request.knobs
-    layout = Layout(
+def layout_of(knobs: ZeroppKnobs) -> Layout:
+    """The degrees that knobs ask for."""
+    return Layout(
         pp=if_auto(knobs.pp, 1),
         shard=if_auto(knobs.shard, 1),
         replicate=if_auto(knobs.replicate, 1),
@@ -70,45 +84,78 @@ def cut(layers: Sequence[Layer], request: Request, sample: Tensor, global_batch:
         replicate_zero=if_auto(knobs.replicate_zero, 0),
         placement=if_auto(knobs.placement, "dp_inner"),
     )
+
+
+def cut_as(
+    request: Request, sizes: Sequence[LayerSizes], global_batch: int, microbatch_size: int
+) -> Stages:
+    """Cut layers of these sizes into ``pp * chunks`` stages of about equal cost.
+
+    Raises InfeasibleError where degrees, batch or layers do not go together.
+    """
+    layout = layout_of(request.knobs)
     count = layout.pp * layout.chunks
-    if len(layers) < count:
+    if len(sizes) < count:
         raise InfeasibleError(
             f"chunks={layout.chunks}: {layout.pp} x {layout.chunks} stages, but there are "
-            f"{len(layers)} layers"
+            f"{len(sizes)} layers"
         )
-    microbatches = _microbatches(layout, global_batch, sample.shape[0])
-    schedule = _schedule(layout, knobs, microbatches, request.precision)
-    sizes = try_layers(layers, sample, request.sample_keywords)
-    weights = request.weights
-    costs = list(weights) if weights is not None else [max(1, s.parameters) for s in sizes]
-    return Stages(layout, schedule, cut_by_weight(costs, count), sizes, request.precision)
+    microbatches = _microbatches(layout, global_batch, microbatch_size)
+    planned = _step_sizes(layout, request.knobs, microbatches, request.precision)
+    cuts = cut_by_weight(_weights(request, sizes), count)
+    costs = None
+    if (conditions := request.conditions()) is not None:
+        costs = stage_costs(sizes, cuts, planned.stage_rank, layout, conditions)
+    schedule, cap = _schedule(planned, costs), planned.activation_cap
+    return Stages(layout, schedule, cuts, sizes, request.precision, cap)
 
 
-def _schedule(
+def _weights(request: Request, sizes: Sequence[LayerSizes]) -> list[float]:
+    """What layers cost: as the caller says, by their durations, or by their parameters."""
+    if request.weights is not None:
+        return list(request.weights)
+    if (conditions := request.conditions()) is not None:
+        return [cost.compute for cost in layer_costs(sizes, conditions)]
+    return [max(1, one.parameters) for one in sizes]
+
+
+def _step_sizes(
     layout: Layout, knobs: ZeroppKnobs, microbatches: int, precision: Precision
-) -> Schedule:
+) -> StepSizes:
     style: StageStyle = "loop" if knobs.stage_style == "auto" else knobs.stage_style
-    sharded = layout.shard > 1 or precision == "bf16"
     unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
-    cap = if_auto(knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
     sizes = StepSizes(
         num_ranks=layout.pp,
         chunks=layout.chunks,
         num_microbatches=microbatches,
         unit=unit,
-        activation_cap=cap,
+        activation_cap=if_auto(
+            knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit)
+        ),
         stage_style=style,
         split_backward=knobs.split_backward,
-        gather=sharded,
+        gather=layout.shard > 1 or precision == "bf16",
         prefetch=knobs.prefetch,
         keep=if_auto(knobs.keep, 0),
         reduce_every=if_auto(knobs.reduce_every, "unit"),
     )
     try:
-        (schedule,) = step_programs(sizes)
+        sizes.check()
     except ValueError as error:
         raise InfeasibleError(f"{error} (or a smaller unit)") from None
-    validate(schedule, activation_cap=cap)
+    return sizes
+
+
+def _schedule(sizes: StepSizes, costs: tuple[StageCost, ...] | None) -> Schedule:
+    """The order for equal durations or, where durations are known, the better of that one and the
+    one that is planned with them, as ZeroPP's planner does for the suite."""
+    if costs is None:
+        (schedule,) = step_programs(sizes)
+    else:  # as in the planner, no order is planned with gathers and reductions
+        bare = tuple(replace(cost, unshard=0.0, reduce_grad=0.0) for cost in costs)
+        orders = step_programs(sizes, bare)
+        schedule = min(orders, key=lambda order: event_loop.run(order, costs).step_s)
+    validate(schedule, activation_cap=sizes.activation_cap)
     return schedule
 
 

@@ -7,19 +7,19 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get
 
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.layout import InfeasibleError
-from zeropp.literals import Placement, Recompute, ReduceEvery, StageStyle, WireType
+from zeropp.literals import Auto, Placement, Recompute, ReduceEvery, StageStyle, WireType
 
 
 class Keywords(TypedDict, total=False):
-    """The knobs of ``ZeroppKnobs`` that ``parallelize`` accepts. None of them may be ``auto``;
-    degrees and ``chunks`` are 1 unless given."""
+    """The knobs of ``ZeroppKnobs`` that the API has; degrees and chunks are 1 by default. ``auto``
+    is chosen from what the layers take on the cluster that is named."""
 
-    pp: int
-    shard: int
-    replicate: int
+    pp: int | Auto
+    shard: int | Auto
+    replicate: int | Auto
     replicate_zero: Literal[0, 1]
-    chunks: int
-    unit: int
+    chunks: int | Auto
+    unit: int | Auto
     activation_cap: int
     reduce_every: ReduceEvery
     replicate_every: ReduceEvery
@@ -29,7 +29,7 @@ class Keywords(TypedDict, total=False):
     stage_style: StageStyle
     split_backward: bool
     placement: Placement
-    recompute: Recompute
+    recompute: Recompute | Auto
     compile: bool
 
 
@@ -52,13 +52,17 @@ def knobs_of(keywords: Mapping[str, Any], also: Iterable[str] = ()) -> ZeroppKno
 
 def check(field: str, value: object, kind: Any) -> None:
     """Refuse a value that an argument of this type cannot have; raises InfeasibleError."""
-    choices = (False, True) if kind is bool else get_args(kind)
-    if choices and value not in choices:
-        known = ", ".join(map(repr, choices))
+    parts = (kind,) if kind in (bool, int) or get_origin(kind) is Literal else get_args(kind)
+    words = [word for part in parts for word in ((False, True) if part is bool else get_args(part))]
+    if value in words:
+        return
+    if int not in parts:
+        known = ", ".join(map(repr, words))
         raise InfeasibleError(f"{field}={value!r}: must be one of {known}")
-    if not choices and type(value) is not int:
-        raise InfeasibleError(f"{field}={value!r}: must be a whole number")
-    annotated = get_type_hints(ZeroppKnobs, include_extras=True).get(field)
+    if type(value) is not int:
+        more = "".join(f" or {word!r}" for word in words)
+        raise InfeasibleError(f"{field}={value!r}: must be a whole number{more}")
+    annotated = get_type_hints(ZeroppKnobs, include_extras=True)[field]
     for limit in get_args(annotated)[1:] if get_origin(annotated) is Annotated else ():
         try:
             limit.check(value)

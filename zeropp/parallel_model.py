@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 from zeropp.engine.checks import check_batch, check_names, check_same_rows
 from zeropp.engine.engine import Engine
 from zeropp.engine.interpreter import Microbatches
+from zeropp.engine.stateful import load_named, named_state
 from zeropp.engine.values import split_rows
 from zeropp.layout import Layout
 from zeropp.training import StepResult
@@ -22,7 +24,8 @@ class ParallelModel:
 
     Every method but ``close`` is collective: all ranks call it. ``rows`` are this rank's of a
     global batch, those of ``data_parallel_rank`` out of ``data_parallel_size`` equal parts, as a
-    ``DistributedSampler`` numbers them.
+    ``DistributedSampler`` numbers them. ``settings`` says in one line what the model runs with:
+    degrees and knobs, whether they were given, chosen or defaults.
     """
 
     def __init__(
@@ -32,8 +35,10 @@ class ParallelModel:
         sample_keywords: Mapping[str, Tensor],
         rows: slice,
         layout: Layout,
+        settings: str,
     ) -> None:
         self.engine = engine
+        self.settings = settings
         self.rows = rows
         self.data_parallel_rank = layout.dp_index(dist.get_rank())
         self.data_parallel_size = layout.dp
@@ -89,9 +94,11 @@ class ParallelModel:
         return self.engine.full_parameters()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """On rank 0 all parameters, unsharded, fp32 and on the CPU, named ``{layer}.{parameter}``;
-        empty on the other ranks. For models that fit into one machine's memory."""
+        """On rank 0 all parameters, unsharded, fp32 and on the CPU, and all persistent buffers,
+        named ``{layer}.{parameter}``; empty on the other ranks. For models that fit into one
+        machine's memory."""
         mine = dict(self.full_parameters())  # which all ranks gather
+        mine |= {name: value.detach().cpu() for name, value in self.engine.buffers().items()}
         if self.data_parallel_rank > 0:
             mine = {}
         parts: list[dict[str, Tensor]] | None = None
@@ -100,8 +107,32 @@ class ParallelModel:
         dist.gather_object(mine, parts, dst=0)
         return {name: value for part in parts or [] for name, value in part.items()}
 
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of everything, for ``torch.distributed.checkpoint``, which takes the
+        model as it is: ``dcp.save({"model": model}, checkpoint_id=folder)``.
+
+        Parameters and persistent buffers are named as in the unsharded model
+        (``{layer}.{parameter}``), beside ``optimizer`` and ``steps_done``. Each parameter has the
+        unsharded shape and the values that this rank keeps (``zeropp.engine.part.Part``), so any
+        topology, or one process with a plain state dict, reads what another has written.
+        """
+        return named_state(self.engine.state())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``torch.distributed.checkpoint.load`` has read into ``state_dict()``, or
+        whole tensors by name: of every parameter and buffer on the rank that holds it, and, where
+        they are there, of the optimizer. More names than a rank needs may be given.
+
+        Raises ValueError, the same on every rank, for a name that is missing, that no rank knows,
+        or that has another shape.
+        """
+        state = self.engine.state()
+        load_named(state, state_dict)
+        self.engine.take_over(state)
+
     def save(self, directory: Path | str) -> None:
-        """Write a checkpoint that any topology can load: parameters, optimizer, steps done.
+        """Write a checkpoint that any topology can load: parameters, persistent
+        buffers, optimizer, steps done.
 
         It is whole or not there: the last checkpoint of that name stays until this one is written.
         """

@@ -54,6 +54,10 @@ def main(arguments: list[str] | None = None) -> list[float]:
         losses.append(model.train_step(inputs[model.rows], targets[model.rows]).loss)
         if dist.get_rank() == 0:
             print(f"step {step}: loss {losses[-1]:.4f}", flush=True)
+    inputs, targets = batch(options.steps)  # one more, which the model is not trained on
+    losses.append(model.eval_step(inputs[model.rows], targets[model.rows]))
+    if dist.get_rank() == 0:
+        print(f"held out: loss {losses[-1]:.4f} ({model.settings})", flush=True)
     return losses
 
 

@@ -39,7 +39,7 @@ from zeropp.plan import Plan
 
 CPU = torch.device("cpu")
 _BUILDERS = (
-    "zeropp.engine.engine",
+    "zeropp.engine.updates",
     "baselines.torch_pp.trainer",
     "baselines.fsdp.trainer",
     "baselines.deepspeed_3d.trainer",

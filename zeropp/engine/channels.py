@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zeropp.engine.groups import backend_of
 from zeropp.layout import Layout
+from zeropp.schedule.program import Schedule
 
 Pair = tuple[int, int]  # pipeline ranks: source, target
 
@@ -125,3 +126,12 @@ def new_group_in_each_pipeline(
         if dist.get_rank() in ranks:
             mine = group
     return mine
+
+
+def neighbours(schedule: Schedule) -> set[tuple[int, int]]:
+    """Ordered pairs of ranks between which messages go."""
+    pairs = set()
+    for source, target in zip(schedule.stage_rank, schedule.stage_rank[1:], strict=False):
+        if source != target:
+            pairs |= {(source, target), (target, source)}
+    return pairs

@@ -1,111 +1,101 @@
 """Checkpoints through torch.distributed.checkpoint, readable in any other topology.
 
 Everything is saved under the model's own names, ``{piece}.{parameter}``, in the model's own shapes;
-the pipeline rank, the shard and the replica are no part of a name. A rank's stretch of a flat
-buffer is, in each parameter, a few boxes (rows, and parts of rows); each box is written as it lies
-in memory, so nothing is gathered and nothing is copied. A process without any parallelism reads the
-same checkpoint into a plain state dict.
+the pipeline rank, the shard and the replica are no part of a name. A rank writes the boxes that it
+holds of each tensor (``zeropp.engine.part``). A process without any parallelism reads the same
+checkpoint into a plain state dict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from zeropp.engine.checkpoint_directory import checked, write_whole
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Slot, Stretch
-
-
-@dataclass(frozen=True)
-class Part:
-    """This rank's boxes of one tensor of the given shape: (offsets in it, values)."""
-
-    shape: tuple[int, ...]
-    boxes: tuple[tuple[tuple[int, ...], Tensor], ...]
-
-    def chunks(self) -> list[ChunkStorageMetadata]:
-        """Where the boxes lie."""
-        return [ChunkStorageMetadata(torch.Size(o), tensor.size()) for o, tensor in self.boxes]
-
-    def box(self, index: MetadataIndex) -> Tensor:
-        """The box that begins at the index's offset."""
-        return next(tensor for offset, tensor in self.boxes if offset == tuple(index.offset or ()))
+from zeropp.engine.part import Part, make_part
 
 
 @dataclass(frozen=True)
 class State:
-    """What one rank saves: parts of tensors, and whole values that all ranks share. Tensors share
-    memory with what they describe."""
+    """What one rank saves, by name; tensors share memory with what they describe.
 
-    parts: dict[str, Part]
-    whole: dict[str, Any]
+    ``model``: parts of parameters, trained and frozen, and persistent buffers. ``optimizer``: parts
+    of what the optimizer keeps for each parameter, named ``{piece}.{parameter}.{kind}``, and its
+    counters.
+    """
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    steps_done: Tensor
+
+    def nested(self) -> dict[str, Any]:
+        """As a checkpoint has it."""
+        kinds = {"model": self.model, "optimizer": self.optimizer}
+        named = {name: values for name, values in kinds.items() if values}
+        return {**named, "steps_done": self.steps_done}
 
 
 def state_of(
-    flats: Iterable[FlatParameters], optimizer: torch.optim.Optimizer, steps_done: int
+    flats: Iterable[FlatParameters],
+    optimizer: torch.optim.Optimizer,
+    steps_done: int,
+    buffers: Mapping[str, Tensor],
 ) -> State:
-    """The state of one rank, whose buffers are settled."""
+    """The state of one rank, whose flat parameters are settled."""
     prepare_optimizer(optimizer)
-    state = State({}, {"steps_done": torch.tensor(steps_done)})
+    state = State(dict(buffers), {}, torch.tensor(steps_done))
     for flat in flats:
         owned = flat.layout.owned
-        _describe(state, "model.{}", flat, flat.rows, owned)
+        state.model.update(_described("{}", flat, flat.rows, owned))
         for group, mine in flat.layout.groups() if flat.trainable else ():
             for kind, value in optimizer.state[flat.owned[group]].items():
                 if not isinstance(value, Tensor):
                     continue
-                name = f"optimizer.{{}}.{kind}"
+                name = f"{{}}.{kind}"
                 if value.dim():
-                    _describe(state, name, flat, value, mine)
+                    state.optimizer.update(_described(name, flat, value, mine))
                 else:
-                    names = _names_in(flat, mine)
-                    state.whole.update({name.format(key): value for key in names})
+                    state.optimizer.update({name.format(key): value for key in _names(flat, mine)})
     return state
+
+
+def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Tensor]:
+    """The buffers that a state dict of the model has, named ``{piece}.{buffer}``."""
+    return {
+        f"{index}.{name}": buffer
+        for index, piece in pieces
+        for saved in [piece.state_dict(keep_vars=True)]
+        for name, buffer in piece.named_buffers(remove_duplicate=False)
+        if name in saved
+    }
 
 
 def save(state: State, directory: Path | str) -> None:
     """Write a state, whole or not at all; collective."""
 
     def write(place: Path) -> None:
-        planner = _SavePlanner(state.parts)
-        state_dict_saver.save(state.whole, checkpoint_id=str(place), planner=planner)
+        state_dict_saver.save(state.nested(), checkpoint_id=str(place))
 
     write_whole(Path(directory), write)
 
 
-def load(state: State, directory: Path | str) -> int:
-    """Read into the tensors of a state; collective. Gives the number of steps done.
+def load(state: State, directory: Path | str) -> None:
+    """Read into the tensors of a state; collective.
 
     Raises CheckpointError where the checkpoint is not whole.
     """
     place = checked(Path(directory))
     with torch.no_grad():
-        planner = _LoadPlanner(state.parts)
-        state_dict_loader.load(state.whole, checkpoint_id=str(place), planner=planner)
-    return int(state.whole["steps_done"])
+        state_dict_loader.load(state.nested(), checkpoint_id=str(place))
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -172,18 +162,20 @@ def _boxes_in_row(
         yield (row, *offsets), Stretch(found.begin + row * inner, found.end + row * inner)
 
 
-def _describe(state: State, name: str, flat: FlatParameters, tensor: Tensor, held: Stretch) -> None:
-    """Add what ``tensor``, which holds a stretch of the flat buffer, has of every parameter."""
+def _described(
+    name: str, flat: FlatParameters, tensor: Tensor, held: Stretch
+) -> Iterator[tuple[str, Part]]:
+    """What ``tensor``, which holds a stretch of the flat buffer, has of every parameter."""
     for slot in flat.layout.slots:
-        part = _part(slot, tensor, held)
-        if part.boxes:
-            for key in _keys(slot):
-                state.parts[name.format(key)] = part
+        found = _boxes_of(slot, tensor, held)
+        if found:
+            part = make_part(slot.shape, found)
+            yield from ((name.format(key), part) for key in _keys(slot))
 
 
-def _part(slot: Slot, tensor: Tensor, held: Stretch) -> Part:
+def _boxes_of(slot: Slot, tensor: Tensor, held: Stretch) -> list[tuple[tuple[int, ...], Tensor]]:
     if 0 in slot.shape:
-        return Part(slot.shape, ((tuple(0 for _ in slot.shape), tensor.new_empty(slot.shape)),))
+        return [(tuple(0 for _ in slot.shape), tensor.new_empty(slot.shape))]
     mine = slot.stretch.meet(held)
     inside = Stretch(mine.begin - slot.begin, mine.end - slot.begin)
     found = []
@@ -191,10 +183,10 @@ def _part(slot: Slot, tensor: Tensor, held: Stretch) -> Part:
         begin = slot.begin + stretch.begin
         values = tensor[Stretch(begin, begin + len(stretch)).inside(held)]
         found.append((offsets, values.view(box_sizes(slot.shape, offsets, len(stretch)))))
-    return Part(slot.shape, tuple(found))
+    return found
 
 
-def _names_in(flat: FlatParameters, mine: Stretch) -> Iterator[str]:
+def _names(flat: FlatParameters, mine: Stretch) -> Iterator[str]:
     for slot in flat.layout.slots:
         if len(slot.stretch.meet(mine)):
             yield from _keys(slot)
@@ -203,54 +195,3 @@ def _names_in(flat: FlatParameters, mine: Stretch) -> Iterator[str]:
 def _keys(slot: Slot) -> Iterator[str]:
     for piece, name in slot.names:
         yield f"{piece}.{name}"
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """Writes parts beside what torch's planner writes."""
-
-    def __init__(self, parts: dict[str, Part]) -> None:
-        super().__init__()
-        self._parts = parts
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        items = [item for name, part in self._parts.items() for item in _write_items(name, part)]
-        paths = (plan.planner_data or {}) | {name: (name,) for name in self._parts}
-        self.plan = replace(plan, items=[*plan.items, *items], planner_data=paths)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        part = self._parts.get(index.fqn)
-        return super().lookup_object(index) if part is None else part.box(index)
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """Reads parts beside what torch's planner reads."""
-
-    def __init__(self, parts: dict[str, Part]) -> None:
-        super().__init__()
-        self._parts = parts
-
-    def create_local_plan(self) -> LoadPlan:
-        plan = super().create_local_plan()
-        assert self.metadata is not None
-        items = list(plan.items)
-        for name, part in self._parts.items():
-            saved = self.metadata.state_dict_metadata.get(name)
-            if not isinstance(saved, TensorStorageMetadata) or saved.size != part.shape:
-                size = tuple(saved.size) if isinstance(saved, TensorStorageMetadata) else "nothing"
-                raise ValueError(f"{name}: the checkpoint has {size}, the model {part.shape}")
-            items += create_read_items_for_chunk_list(name, saved, part.chunks())
-        return replace(plan, items=items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        part = self._parts.get(index.fqn)
-        return super().lookup_tensor(index) if part is None else part.box(index)
-
-
-def _write_items(name: str, part: Part) -> Iterator[WriteItem]:
-    for chunk, (_, tensor) in zip(part.chunks(), part.boxes, strict=True):
-        data = TensorWriteData(
-            chunk, TensorProperties.create_from_tensor(tensor), torch.Size(part.shape)
-        )
-        yield WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)

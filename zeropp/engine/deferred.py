@@ -1,9 +1,10 @@
 """Weight gradients put off: linear layers whose backward gives dX now and dW later.
 
-``nn.Linear`` modules are given a class of their own, one by one, so model code stays as it is.
-Backward keeps (x, dY), exactly what dW = dYᵀx needs; the parameters are not needed then,
-so a chunk may be released between its input gradients and its weight gradients. Norms, embeddings
-and biases are cheap and take their gradients at once.
+``nn.Linear`` modules, subclasses of it that compute as it does, and the ``Conv1D`` of Hugging
+Face's GPT-2 are given a class of their own, one by one, so model code stays as it is. Backward
+keeps (x, dY), exactly what dW = dYᵀx needs; the parameters are not needed then, so a chunk may be
+released between its input gradients and its weight gradients. Norms, embeddings and biases are
+cheap and take their gradients at once.
 
 Under torch.compile a graph ends before every such layer and begins behind it: what a compiled
 backward is given may be overwritten when that ends, so (x, dY) must not come from inside one.
@@ -11,8 +12,10 @@ backward is given may be overwritten when that ends, so (x, dY) must not come fr
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,10 +27,11 @@ class WeightGradStore:
     """Holds what linear layers put off, for one microbatch at a time.
 
     Between ``begin`` and ``end`` layers put off their weight gradients; at any other time they
-    compute them at once.
+    compute them at once. ``used`` collects the identities of the weights that have had gradients.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, used: set[int] | None = None) -> None:
+        self.used: set[int] = set() if used is None else used
         self._pending: dict[int, deque[Callable[[], None]]] = {}
         self._current: deque[Callable[[], None]] | None = None
 
@@ -54,42 +58,53 @@ class WeightGradStore:
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """A linear layer on rows, [rows, in] to [rows, out]. Its output is no view, so that what comes
-    behind may work in place."""
+    """A linear layer on rows, [rows, in] to [rows, out]; ``transposed`` says that the weight is
+    [in, out]. Its output is no view, so that what comes behind may work in place."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradStore
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        store: WeightGradStore,
+        transposed: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.store = store
+        ctx.store, ctx.transposed = store, transposed
         # The parameter object takes the gradient later; a saved tensor would be another object.
         ctx.parameter = weight
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         parameter = ctx.parameter
         if ctx.needs_input_grad[1]:
-            ctx.store.put(lambda: accumulate(parameter, grad, x))
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+            ctx.store.used.add(id(parameter))
+            left, right = (x, grad) if ctx.transposed else (grad, x)
+            ctx.store.put(lambda: accumulate(parameter, left, right))
+        back = (weight.t() if ctx.transposed else weight).to(
+            grad.dtype
+        )  # autocast computes in less
+        grad_x = grad @ back if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, None, grad_bias, None
+        return grad_x, None, grad_bias, None, None
 
 
 @torch.no_grad()
-def accumulate(parameter: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Add dW = dYᵀx to a parameter's gradient inside the product: one kernel, fp32 sums.
+def accumulate(parameter: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``leftᵀ right`` to a parameter's gradient inside the product: one kernel, fp32 sums.
 
-    ``grad`` [rows, out] and ``x`` [rows, in] may be of a smaller type than the gradient [out, in].
+    ``left`` is [rows, first dimension] and ``right`` [rows, second dimension] of the gradient; both
+    may be of a smaller type than it is.
     """
     if parameter.grad is None:
-        parameter.grad = grad.t() @ x
-    elif parameter.grad.dtype == x.dtype == grad.dtype:
-        parameter.grad.addmm_(grad.t(), x)
+        parameter.grad = (left.t() @ right).to(parameter.dtype)
+    elif parameter.grad.dtype == left.dtype == right.dtype:
+        parameter.grad.addmm_(left.t(), right)
     else:
-        add_wide_product(parameter.grad, grad.t(), x)
+        add_wide_product(parameter.grad, left.t(), right)
 
 
 def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -115,23 +130,83 @@ class DeferredLinear(nn.Linear):
         weight = self.weight
         if not (isinstance(weight, nn.Parameter) and weight.is_leaf):
             return F.linear(x, weight, self.bias)  # computed from others, which take the gradient
-        rows = x.reshape(-1, x.shape[-1])
-        output = _DeferredLinear.apply(rows, weight, self.bias, self.store)  # type: ignore[no-untyped-call]
-        return output.view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
+        return _on_rows(x, weight, self.bias, self.store, transposed=False)
 
 
-def defer_weight_grads(modules: Iterable[nn.Module], store: WeightGradStore) -> list[nn.Parameter]:
-    """Teach every plain ``nn.Linear`` below the modules to use the store; gives their weights.
+class DeferredConv1D(nn.Module):
+    """Hugging Face's ``Conv1D``: a linear layer whose weight is [in, out]."""
+
+    store: WeightGradStore
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: Tensor) -> Tensor:
+        """As ``transformers.pytorch_utils.Conv1D``."""
+        return _on_rows(x, self.weight, self.bias, self.store, transposed=True)
+
+
+def _on_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradStore, *, transposed: bool
+) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        rows = rows.to(torch.get_autocast_dtype(x.device.type))  # as F.linear reads it
+    output = _DeferredLinear.apply(rows, weight, bias, store, transposed)  # type: ignore[no-untyped-call]
+    return output.view(*x.shape[:-1], output.shape[-1])  # type: ignore[no-any-return]
+
+
+def defer_weight_grads(
+    modules: Iterable[nn.Module], store: WeightGradStore, *, warn: bool = False
+) -> list[nn.Parameter]:
+    """Teach every linear layer below the modules to use the store; gives their weights.
 
     A linear layer whose output is no hidden state (a head with its wide logits) should be given a
-    store that is never open: what it would keep is larger than what its chunk keeps.
+    store that is never open: what it would keep is larger than what its chunk keeps. ``warn``: say
+    once of each class of linear layers that it cannot be taught, because its forward is its own.
     """
     weights = []
     for root in modules:
         for module in root.modules():
-            if type(module) is nn.Linear:
-                module.__class__ = DeferredLinear
+            own: Any = type(module)  # hashable, which mypy does not see
+            kind = _taught(own)
+            if kind is not None:
+                module.__class__ = kind
                 setattr(module, "store", store)  # noqa: B010
                 if isinstance(module.weight, nn.Parameter):
                     weights.append(module.weight)
+            elif warn and isinstance(module, nn.Linear) and not _computes_weight(own):
+                _warn_once(own)
     return weights
+
+
+@cache
+def _taught(own: type[Any]) -> type[Any] | None:
+    """The class that a module of this class is given; None where its weight gradients cannot be
+    put off."""
+    if issubclass(own, DeferredLinear | DeferredConv1D):
+        return own
+    if own is nn.Linear:
+        return DeferredLinear
+    if _computes_weight(own):
+        return None
+    if issubclass(own, nn.Linear) and own.forward is nn.Linear.forward:
+        return type(own.__name__, (DeferredLinear, own), {})
+    if (own.__module__, own.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+        return type(own.__name__, (DeferredConv1D, own), {})
+    return None
+
+
+def _computes_weight(own: type[nn.Module]) -> bool:
+    """Whether a class of modules makes its weight out of other parameters (torch's parametrize),
+    which take the gradient."""
+    return isinstance(getattr(own, "weight", None), property)
+
+
+@cache
+def _warn_once(own: type[Any]) -> None:
+    warnings.warn(
+        f"{own.__module__}.{own.__qualname__}: its forward is not that of nn.Linear, so its weight "
+        "gradients are computed at once and cannot fill bubbles of the pipeline",
+        stacklevel=2,
+    )

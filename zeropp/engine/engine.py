@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeropp.engine import checkpoint
-from zeropp.engine.channels import Channels
+from zeropp.engine.channels import Channels, neighbours
 from zeropp.engine.chunk import Chunk, ChunkOptions
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.evaluation import Evaluator
@@ -27,9 +25,11 @@ from zeropp.engine.rank_lanes import make_lanes
 from zeropp.engine.sharding import ChunkShards, ShardOptions
 from zeropp.engine.tied import TiedWeights
 from zeropp.engine.together import together
+from zeropp.engine.updates import gradients_of, make_optimizer
 from zeropp.engine.values import TensorShape
+from zeropp.engine.watch import ParameterWatch
 from zeropp.layout import Layout
-from zeropp.optimizer import build_optimizer, square_norm
+from zeropp.optimizer import square_norm
 from zeropp.schedule.program import Schedule
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
@@ -83,6 +83,7 @@ class Engine:
         undo.callback(self._groups.close)
         self.lanes = make_lanes(device)
         undo.callback(self.lanes.close)
+        self._used: set[int] = set()  # weights that have had gradients, by identity
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
         self.chunks = together(lambda: self._make_chunks(schedule, boundary))
         self._channels = Channels(neighbours(schedule), layout, device, options.timeout)
@@ -100,10 +101,11 @@ class Engine:
         self._evaluator = Evaluator(schedule, layout, self.chunks, self._channels, loss, reduction)
         shards = [chunk.shards for chunk in self.chunks.values()]
         self.flats = [flat for chunk in shards for flat in chunk.flats]
+        self._watch = ParameterWatch(self.flats, self._used)
         self._tied = TiedWeights(options.tied, shards, schedule, layout, options.timeout)
         undo.callback(self._tied.close)
         self._clip_norm = optimizer.clip_norm if isinstance(optimizer, OptimizerConfig) else 0.0
-        self.optimizer = together(lambda: self._make_optimizer(optimizer))
+        self.optimizer = together(lambda: make_optimizer(self.flats, optimizer, device))
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def step(
@@ -117,7 +119,7 @@ class Engine:
         result = self._reduce_result(losses)
         if self._clip_norm and result.grad_norm > self._clip_norm:
             scale = self._clip_norm / (result.grad_norm + 1e-6)  # as torch's clip_grad_norm_
-            for gradient in _gradients(self.flats):
+            for gradient in gradients_of(self.flats):
                 gradient.mul_(scale)
         self.update()
         return result
@@ -145,7 +147,8 @@ class Engine:
         if schedule is not None:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * schedule(self.steps_done)
-        self.optimizer.step()
+        with self._watch.keeping_unused(self.optimizer):
+            self.optimizer.step()
         self._gather_updated()
         self.steps_done += 1
 
@@ -164,12 +167,30 @@ class Engine:
 
     def save(self, directory: Path | str) -> None:
         """Write parameters, optimizer state and the number of steps; any topology can load it."""
-        checkpoint.save(self._state(), directory)
+        checkpoint.save(self.state(), directory)
 
     def load(self, directory: Path | str) -> None:
         """Read what ``save`` wrote, in this topology or another."""
-        self.steps_done = checkpoint.load(self._state(), directory)
+        state = self.state()
+        checkpoint.load(state, directory)
+        self.take_over(state)
+
+    def state(self) -> checkpoint.State:
+        """Parameters, buffers and optimizer state, as this rank holds them: tensors that share
+        their memory."""
+        self._settle()
+        return together(
+            lambda: checkpoint.state_of(self.flats, self.optimizer, self.steps_done, self.buffers())
+        )
+
+    def take_over(self, state: checkpoint.State) -> None:
+        """Go on from what has been written into the tensors of ``state()``."""
+        self.steps_done = int(state.steps_done)
         self._gather_updated()
+
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's persistent buffers, named ``{piece}.{name}``."""
+        return checkpoint.persistent_buffers((p.index, p.module) for p in self._pieces)
 
     def counters(self) -> dict[str, int]:
         """Actions run since construction, by name in lower case."""
@@ -208,9 +229,10 @@ class Engine:
         # The first ones may be recomputed; half blocks never are, so they come last.
         deferrable = [piece.module for piece in sorted(blocks, key=lambda piece: piece.half)]
         others = [piece.module for piece in pieces.values() if not piece.deferrable]
-        store = WeightGradStore()
-        deferred = defer_weight_grads(deferrable, store)
-        defer_weight_grads(others, WeightGradStore())  # never open: at once, inside the product
+        store = WeightGradStore(self._used)
+        deferred = defer_weight_grads(deferrable, store, warn=True)
+        # A store that is never open: at once, inside the product.
+        defer_weight_grads(others, WeightGradStore(self._used))
         shards = ChunkShards(
             {index: piece.module for index, piece in pieces.items()},
             self._groups,
@@ -236,24 +258,9 @@ class Engine:
         )
         return Chunk(shards, store, deferrable, arriving, leaving, how)
 
-    def _make_optimizer(self, optimizer: OptimizerConfig | MakeOptimizer) -> torch.optim.Optimizer:
-        groups: defaultdict[str, list[nn.Parameter]] = defaultdict(list)
-        for flat in self.flats:
-            for name, owned in flat.owned.items():
-                groups[name].append(owned)
-        if not groups:  # optimizers refuse to have nothing at all
-            groups["all"] = [nn.Parameter(torch.empty(0, device=self._device))]
-        if isinstance(optimizer, OptimizerConfig):
-            return build_optimizer(chain.from_iterable(groups.values()), optimizer)
-        return optimizer(groups)
-
     def _settle(self) -> None:
         for flat in self.flats:
             flat.settle()
-
-    def _state(self) -> checkpoint.State:
-        self._settle()
-        return together(lambda: checkpoint.state_of(self.flats, self.optimizer, self.steps_done))
 
     def _gather_updated(self) -> None:
         for chunk in self.chunks.values():
@@ -269,31 +276,20 @@ class Engine:
                 yield f"{piece}.{name}", tensor.to(dtype, copy=True).cpu()
 
     def _reduce_result(self, losses: Sequence[Tensor]) -> StepResult:
-        """Mean loss and gradient norm, the same on every rank: one all-reduce of two numbers.
+        """Loss and gradient norm, the same on every rank: one all-reduce of three numbers.
 
-        Replicas that hold the same gradients count for one part of their number each.
+        Replicas that hold the same gradients count for one part of their number each. The third
+        number says whether any rank has news of its parameters, which then all ranks are told.
         """
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         if losses:
             totals[0] = torch.stack(list(losses)).sum()
-        gradients = _gradients(flat for flat in self.flats if flat is not self._tied.copy)
+        gradients = gradients_of(flat for flat in self.flats if flat is not self._tied.copy)
         copies = 1 if self._layout.replicate_zero else self._layout.replicate
         totals[1] = square_norm(((gradient, copies) for gradient in gradients), self._device)
+        totals[2] = self._watch.has_news()
         dist.all_reduce(totals)
-        loss, square = totals.tolist()
+        loss, square, news = totals.tolist()
+        if news:
+            self._watch.exchange()
         return StepResult(loss, math.sqrt(square))
-
-
-def _gradients(flats: Iterable[FlatParameters]) -> list[Tensor]:
-    """What this rank updates of the flats' gradients."""
-    gradients = (owned.grad for flat in flats for owned in flat.owned.values())
-    return [gradient for gradient in gradients if gradient is not None]
-
-
-def neighbours(schedule: Schedule) -> set[tuple[int, int]]:
-    """Ordered pairs of ranks between which messages go."""
-    pairs = set()
-    for source, target in zip(schedule.stage_rank, schedule.stage_rank[1:], strict=False):
-        if source != target:
-            pairs |= {(source, target), (target, source)}
-    return pairs

@@ -55,7 +55,7 @@ class FlatParameters:
         deferred: bool,
     ) -> None:
         self.layout, self.trainable, self.deferred = layout, trainable, deferred
-        self._held, self._groups, self._lanes, self._types = tuple(held), groups, lanes, types
+        self.held, self._groups, self._lanes, self._types = tuple(held), groups, lanes, types
         self._zero = zero and groups.replicate is not None
         mixed = types.compute != types.master
         self._kept = layout.owned if mixed and self._zero else layout.part
@@ -115,7 +115,7 @@ class FlatParameters:
             return
         self._lanes.join_reduction_of(self)
         self._fresh = zeros(self.layout.size, self._types.master, self.master.device)
-        for held in self._held:
+        for held in self.held:
             gradient = view(self._fresh, held.slot)
             for parameter in held.parameters:
                 made, parameter.grad = parameter.grad, gradient
@@ -124,7 +124,7 @@ class FlatParameters:
 
     def reduce(self, *, cross: bool) -> None:
         """Start to sum the gradients over the shards, and then over the replicas if ``cross``."""
-        if any(parameter.grad is not None for held in self._held for parameter in held.parameters):
+        if any(parameter.grad is not None for held in self.held for parameter in held.parameters):
             self.make_gradients()
         if self._fresh is None:
             return
@@ -155,7 +155,7 @@ class FlatParameters:
     def clear_gradients(self) -> None:
         """Forget all gradients."""
         self._fresh = None
-        for held in self._held:
+        for held in self.held:
             for parameter in held.parameters:
                 parameter.grad = None
         self._partial = self._crossed = None
@@ -187,12 +187,12 @@ class FlatParameters:
 
     def views(self, whole: Tensor) -> Iterator[tuple[Slot, Tensor]]:
         """Every parameter's part of a tensor that is shaped as the buffer."""
-        for held in self._held:
+        for held in self.held:
             yield held.slot, view(whole, held.slot)
 
     def names(self) -> Iterator[Name]:
         """All names of all parameters."""
-        for held in self._held:
+        for held in self.held:
             yield from held.slot.names
 
     def gathered_bytes(self) -> int:
@@ -209,7 +209,7 @@ class FlatParameters:
 
     def _make_buffer(self) -> Tensor:
         """The compute buffer, put in the place of the parameters' own memory."""
-        for held in self._held:
+        for held in self.held:
             for parameter in held.parameters:
                 parameter.data = parameter.data.new_empty(0)
         if self._resident:
@@ -217,7 +217,7 @@ class FlatParameters:
             buffer = self._part
         else:
             buffer = self.master.new_empty(self.layout.size, dtype=self._types.compute)
-        for held in self._held:
+        for held in self.held:
             for parameter in held.parameters:
                 parameter.data = view(buffer, held.slot)
                 if self.trainable:
@@ -237,7 +237,7 @@ class FlatParameters:
     def _take_fresh(self) -> Tensor:
         """The sums so far; parameters have no gradients until they are given new ones."""
         fresh, self._fresh = self._fresh, None
-        for held in self._held:
+        for held in self.held:
             for parameter in held.parameters:
                 parameter.grad = None
         assert fresh is not None

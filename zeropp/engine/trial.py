@@ -13,21 +13,29 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from zeropp.engine.values import TensorShape, Value, chosen, keywords_of, tensors_of
 from zeropp.layout import InfeasibleError
 
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
 Layer = nn.Module | Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """One layer's outputs for one microbatch, how many parameters the layer has (elements), and
-    the names that its ``forward`` gives to what it takes."""
+    """What one layer gives and takes for one microbatch.
+
+    ``parameters``: elements; ``names``: what its ``forward`` calls its inputs; ``product_flops``
+    and ``attention_flops``: floating-point operations of its forward, in products with weights and
+    in all others.
+    """
 
     outputs: tuple[TensorShape, ...]
     parameters: int
     names: frozenset[str]
+    product_flops: int
+    attention_flops: int
 
 
 def try_layers(
@@ -55,11 +63,14 @@ def _run(
     value: Value = sample.to(device)
     keywords = {name: tensor.to(device) for name, tensor in keywords.items()}
     for index, layer in enumerate(layers):
+        counter = FlopCounterMode(display=False)
         try:
-            module = _real_copy(layer) if for_real else _meta_copy(layer)
+            module = _real_copy(layer) if for_real else on_meta(layer)
             names = keywords_of(module)
-            with torch.no_grad():
-                value = module.to(device)(*tensors_of(value), **chosen(keywords, names))
+            # The counter hooks into what needs gradients, also where none are computed.
+            module.to(device).requires_grad_(False)
+            with torch.no_grad(), counter:
+                value = module(*tensors_of(value), **chosen(keywords, names))
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise InfeasibleError(
@@ -67,7 +78,10 @@ def _run(
             ) from error
         outputs = tuple(TensorShape(x.shape, x.dtype) for x in _checked(value, index))
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        found.append(LayerSizes(outputs, parameters, names))
+        flops = counter.get_flop_counts().get("Global", {})
+        products = sum(count for operator, count in flops.items() if operator in _PRODUCTS)
+        others = sum(flops.values()) - products
+        found.append(LayerSizes(outputs, parameters, names, products, others))
     return found
 
 
@@ -88,7 +102,7 @@ def _real_copy(layer: Layer) -> nn.Module:
     return copy.deepcopy(layer) if isinstance(layer, nn.Module) else layer()
 
 
-def _meta_copy(layer: Layer) -> nn.Module:
+def on_meta(layer: Layer) -> nn.Module:
     """The layer without values: its tensors are on the meta device, and take no memory."""
     if not isinstance(layer, nn.Module):
         with torch.device("meta"):

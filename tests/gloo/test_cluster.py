@@ -1,0 +1,150 @@
+"""``cluster=``: layers cut by their durations, orders as good as the planner's, and ``auto``.
+
+One process as one rank of a job (``fake_world``): cutting needs no peers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeropp
+from benchmarks import CHECKOUT
+from zeropp.arguments import request_of
+from zeropp.choose import Job, choose
+from zeropp.contender.contender import ZEROPP
+from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.cost import price_plan
+from zeropp.cut import Stages, cut_as
+from zeropp.engine.fake_world import fake_world
+from zeropp.engine.saved import saved_bytes
+from zeropp.engine.trial import try_layers
+from zeropp.layer_costs import layer_costs, stage_costs
+from zeropp.model import build_piece
+from zeropp.named_cluster import named_cluster
+from zeropp.plan import Candidate, Task
+from zeropp.schedule import event_loop
+from zeropp.shape import ModelShape
+
+GPT = ModelShape("gpt", "gpt", 30, 2048, 16, 16, 8192, 51200, 2048)
+
+
+def cut_on(world: int, layers: list[Any], sample: torch.Tensor, batch: int, **more: Any) -> Stages:
+    """What rank 0 of a job gets."""
+    request = request_of(more)
+    with fake_world(0, world):
+        return cut_as(request, try_layers(layers, sample, {}), batch, len(sample))
+
+
+def makers(shape: ModelShape) -> list[Any]:
+    """The suite's model, made on the meta device."""
+    return [
+        lambda i=i: build_piece(shape, i, seed=0, device="meta") for i in range(shape.num_pieces)
+    ]
+
+
+def test_cut_and_order_are_as_good_as_the_planners() -> None:
+    cluster = named_cluster("a800")
+    degrees = {"pp": 4, "shard": 2, "chunks": 2, "unit": 8}
+    knobs = ZeroppKnobs(**degrees, replicate=1, replicate_zero=0)  # type: ignore[arg-type]
+    planned = ZEROPP.plan(Task(GPT, cluster, 8, 32, "bf16"), Candidate(knobs, 1))
+    tokens = torch.zeros(1, GPT.seq, dtype=torch.long)
+    found = cut_on(8, makers(GPT), tokens, 32, **degrees, precision="bf16", cluster="a800")
+    assert found.cuts == planned.cuts
+    price = price_plan(planned, cluster).stages
+    orders = found.schedule, planned.schedule
+    steps = [event_loop.run(order, price).step_s for order in orders]
+    assert steps[0] <= 1.005 * steps[1]
+
+
+def test_settings_in_one_line() -> None:
+    given = {"pp": 2, "chunks": 2, "weights": [1.0] * 12}
+    stages = cut_on(2, uneven(), torch.zeros(4, 64), 64, **given)
+    assert stages.describe(request_of(given)) == (
+        "pp=2 shard=1 replicate=1 chunks=2 unit=2 activation_cap=4 recompute=none; "
+        "16 microbatches, layers per stage: 3 3 3 3"
+    )
+
+
+def uneven() -> list[nn.Module]:
+    """Layers of very different durations that all have few parameters."""
+    wide = [nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 64)) for _ in range(3)]
+    return [nn.Linear(64, 64), *wide, *(nn.Linear(64, 64) for _ in range(8))]
+
+
+def test_stages_take_about_as_long_as_each_other() -> None:
+    sample = torch.zeros(4, 64)
+    request = request_of({"pp": 2, "chunks": 2, "cluster": "h100"})
+    conditions = request.conditions()
+    assert conditions is not None
+    stages = cut_on(2, uneven(), sample, 64, pp=2, chunks=2, cluster="h100")
+    seconds = [cost.compute for cost in layer_costs(try_layers(uneven(), sample, {}), conditions)]
+    work = [sum(seconds[begin:end]) for begin, end in pairwise(stages.cuts)]
+    assert max(work) < 2 * sum(work) / len(work)
+
+
+def test_the_order_is_no_slower_than_the_one_for_equal_durations() -> None:
+    sample = torch.zeros(4, 64)
+    given = {"pp": 2, "chunks": 2, "weights": [1.0] * 12}
+    conditions = request_of({**given, "cluster": "a800"}).conditions()
+    assert conditions is not None
+    planned = cut_on(2, uneven(), sample, 64, **given, cluster="a800")
+    equal = cut_on(2, uneven(), sample, 64, **given)
+    assert planned.cuts == equal.cuts
+    costs = stage_costs(
+        equal.sizes, equal.cuts, equal.schedule.stage_rank, equal.layout, conditions
+    )
+    steps = [event_loop.run(one.schedule, costs).step_s for one in (planned, equal)]
+    assert steps[0] < steps[1]
+
+
+def test_names_of_clusters() -> None:
+    names = sorted(path.stem for path in (CHECKOUT / "conf" / "cluster").glob("*.yaml"))
+    assert len(names) > 3
+    assert all(named_cluster(name).name for name in names)
+    with pytest.raises(zeropp.InfeasibleError, match="must be one of a100, a800") as caught:
+        named_cluster("b900")
+    assert "\n" not in str(caught.value)
+
+
+def chosen(shape: ModelShape, world: int, **more: Any) -> ZeroppKnobs:
+    """What is chosen for a model of the suite on A800s, one sequence per microbatch."""
+    tokens = torch.zeros(1, shape.seq, dtype=torch.long)
+    layers = makers(shape)
+    job = Job(try_layers(layers, tokens, {}), saved_bytes(layers, tokens, {}), world, 4 * world, 1)
+    with fake_world(0, world):
+        return choose(request_of({"precision": "bf16", "cluster": "a800", **more}), job).knobs
+
+
+EVERYTHING = dict.fromkeys(("pp", "shard", "replicate", "chunks", "unit", "recompute"), "auto")
+
+
+def test_auto_takes_what_fits() -> None:
+    small = ModelShape("small", "gpt", 6, 512, 8, 8, 2048, 1000, 512)
+    knobs = chosen(small, 8, **EVERYTHING)
+    assert knobs.pp * knobs.shard * knobs.replicate == 8  # type: ignore[operator]
+    assert knobs.recompute == "none"
+    large = chosen(
+        ModelShape("large", "gpt", 24, 8192, 64, 64, 32768, 51200, 2048), 8, **EVERYTHING
+    )
+    assert large.pp * large.shard >= 4  # type: ignore[operator]
+    kept = chosen(small, 8, pp="auto", shard=2, replicate="auto", recompute="full")
+    assert (kept.shard, kept.recompute) == (2, "full")
+
+
+@pytest.mark.parametrize(
+    ("layers", "more", "words"),
+    [
+        (24, {"cluster": None}, "pp='auto': needs cluster="),
+        (96, {}, "pp, shard='auto': 4 settings need more memory than a device has"),
+        (24, {"shard": 3}, "pp='auto': no degrees make up 8 ranks"),
+    ],
+)
+def test_auto_is_refused_in_one_line(layers: int, more: dict[str, Any], words: str) -> None:
+    shape = ModelShape("large", "gpt", layers, 12288, 96, 96, 49152, 51200, 2048)
+    with pytest.raises(zeropp.InfeasibleError) as caught:
+        chosen(shape, 8, **{"pp": "auto", "shard": "auto" if not more else 1, **more})
+    assert str(caught.value).startswith(words)

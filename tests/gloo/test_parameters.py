@@ -1,0 +1,212 @@
+"""Parameters that need care: unused, frozen too late, tied, in other classes of linear layers."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+import zeropp
+from tests.gloo.world import World
+from zeropp.parallel_model import ParallelModel
+
+WIDTH, ROWS = 6, 12
+DEGREES: list[dict[str, Any]] = [
+    {"pp": 2, "replicate": 2},
+    {"pp": 2, "shard": 2, "chunks": 2},
+    {"shard": 2, "replicate": 2, "replicate_zero": 1},
+]
+
+
+class Spare(nn.Module):
+    """Has a parameter that nothing ever uses, and one that is used where inputs are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.never, self.later = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, large: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y * self.later if bool(large.any()) else y
+
+
+class Scaled(nn.Linear):
+    """A linear layer that computes as nn.Linear does."""
+
+
+class Own(nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * 2.0, self.bias)
+
+
+def layers_of(kind: Callable[[], nn.Module]) -> list[nn.Module]:
+    """Layers, equal on every rank."""
+    torch.manual_seed(4)
+    made = [nn.Linear(WIDTH, WIDTH), *(kind() for _ in range(4)), nn.Linear(WIDTH, WIDTH)]
+    return [layer.double() for layer in made]
+
+
+def data(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets, and which rows are large: one, from the second step on."""
+    generator = torch.Generator().manual_seed(step)
+    inputs, targets = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    return inputs, targets, torch.arange(ROWS) == (5 if step else ROWS)
+
+
+def loss_function(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target)
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.5)
+
+
+def alone(layers: list[nn.Module], steps: int) -> nn.Module:
+    """The layers after some steps in one process."""
+    model = nn.ModuleList(copy.deepcopy(layers))
+    stepper = optimizer(model.parameters())
+    for step in range(steps):
+        stepper.zero_grad()
+        for x, y, large in zip(*(part[:, None] for part in data(step)), strict=True):
+            for layer in model:
+                x = layer(x, large) if isinstance(layer, Spare) else layer(x)
+            (loss_function(x, y) / ROWS).backward()  # type: ignore[no-untyped-call]
+        stepper.step()
+    return model
+
+
+def parallel(layers: list[nn.Module], **more: Any) -> ParallelModel:
+    inputs, _, large = data(0)
+    if any(isinstance(layer, Spare) for layer in layers):
+        more["sample_keywords"] = {"large": large[:1]}
+    return zeropp.parallelize(
+        layers, loss_function, sample=inputs[:1], global_batch=ROWS,
+        optimizer=lambda groups: optimizer(groups["all"]), **more,
+    )  # fmt: skip
+
+
+def step(model: ParallelModel, number: int, **more: Tensor) -> None:
+    inputs, targets, _ = data(number)
+    model.train_step(inputs[model.rows], targets[model.rows], **more)
+
+
+def worst(model: ParallelModel, expected: nn.Module) -> float:
+    """Largest difference of this rank's parameters from one process's."""
+    theirs = dict(expected.named_parameters())
+    found = dict(model.full_parameters())
+    assert found
+    return max(float((value - theirs[name].float()).abs().max()) for name, value in found.items())
+
+
+def train_unused() -> list[float]:
+    """Errors over all topologies, where weight decay and momentum move what has gradients."""
+    errors = []
+    for degrees in DEGREES:
+        layers = layers_of(Spare)
+        expected = alone(layers, 3)
+        with parallel(layers, **degrees) as model:
+            for number in range(3):
+                step(model, number, large=data(number)[2][model.rows])
+            errors.append(worst(model, expected))
+    return errors
+
+
+def test_weight_decay_leaves_alone_what_nothing_has_used(world: World) -> None:
+    for errors in world.run(train_unused, size=4):
+        assert len(errors) == len(DEGREES)
+        assert max(errors) < 1e-6  # parameters come as fp32
+
+
+def freeze_late(frozen: bool) -> list[str]:
+    """What a step says after a parameter was frozen, or unfrozen, on the rank that has it."""
+    layers = layers_of(lambda: nn.Linear(WIDTH, WIDTH))
+    layers[4].requires_grad_(not frozen)
+    with parallel(layers, pp=2, shard=2) as model:
+        step(model, 0)
+        before = model.full_state_dict()
+        layers[4].requires_grad_(frozen)
+        with pytest.raises(RuntimeError) as caught:
+            step(model, 1)
+        after = model.full_state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_freezing_after_construction_is_one_error_on_every_rank(world: World, frozen: bool) -> None:
+    said = world.run(freeze_late, frozen, size=4)
+    assert len({tuple(lines) for lines in said}) == 1
+    (line,) = said[0]
+    assert line.startswith("train_step: requires_grad of layers[4] 'weight' was changed after")
+
+
+def train_kinds() -> dict[str, tuple[float, bool, int]]:
+    """For kinds of linear layers: error, whether weight gradients are put off, warnings."""
+    kinds: dict[str, Callable[[], nn.Module]] = {
+        "plain": lambda: nn.Linear(WIDTH, WIDTH),
+        "Conv1D": lambda: Conv1D(WIDTH, WIDTH),  # type: ignore[no-untyped-call]
+        "subclass": lambda: Scaled(WIDTH, WIDTH),
+        "own forward": lambda: Own(WIDTH, WIDTH),
+    }
+    found = {}
+    for name, kind in kinds.items():
+        layers = layers_of(kind)
+        expected = alone(layers, 2)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            model = parallel(layers, pp=2, chunks=2)
+        with model:
+            for number in range(2):
+                step(model, number)
+            deferred = any(flat.deferred for flat in model.engine.flats)
+            told = sum("its forward is not that of nn.Linear" in str(w.message) for w in warned)
+            found[name] = worst(model, expected), deferred, told
+    return found
+
+
+def test_classes_of_linear_layers(world: World) -> None:
+    for found in world.run(train_kinds, size=2):
+        assert max(error for error, _, _ in found.values()) < 1e-6
+        assert {name: put_off for name, (_, put_off, _) in found.items()} == {
+            "plain": True, "Conv1D": True, "subclass": True, "own forward": False
+        }  # fmt: skip
+        assert [told for _, _, told in found.values()] == [0, 0, 0, 1]
+
+
+def tied_values() -> list[dict[str, Tensor]]:
+    """Start values of two tied parameters, in either order, in several topologies."""
+    found = []
+    names = ((0, "weight"), (5, "weight"))
+    topologies: tuple[dict[str, Any], ...] = (
+        {},
+        {"pp": 2},
+        {"pp": 2, "chunks": 2},
+        {"pp": 2, "stage_style": "v", "chunks": 2},
+    )
+    for degrees in topologies:
+        size = degrees.get("pp", 1)
+        rest = {"shard": 2 // size}
+        for tied in (names, names[::-1]):
+            layers = layers_of(lambda: nn.Linear(WIDTH, WIDTH))
+            with parallel(layers, tied=tied, **degrees, **rest) as model:
+                found.append(model.full_state_dict())
+    return found
+
+
+def test_tied_parameters_begin_alike_in_every_order_and_topology(world: World) -> None:
+    first, _ = world.run(tied_values, size=2)
+    expected = layers_of(lambda: nn.Linear(WIDTH, WIDTH))[0].weight
+    assert len(first) == 8
+    for values in first:
+        torch.testing.assert_close(values["0.weight"], expected.float())
+        assert "5.weight" not in values or torch.equal(values["5.weight"], values["0.weight"])

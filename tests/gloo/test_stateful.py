@@ -1,0 +1,196 @@
+"""The model as a ``Stateful`` of torch.distributed.checkpoint: what it saves, who can read it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn import functional as F
+
+import zeropp
+from tests.gloo.world import World
+from zeropp.parallel_model import ParallelModel
+
+WIDTH, ROWS = 6, 12
+TOPOLOGIES: list[dict[str, Any]] = [
+    {"pp": 2, "shard": 2, "chunks": 2},
+    {"shard": 3},
+    {"pp": 2, "replicate": 2, "replicate_zero": 1},
+    {},
+]
+
+
+class Counting(nn.Module):
+    """Holds a buffer that a checkpoint has, and one that it has not; its bias is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear.bias.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.get_buffer("seen").add_(1)
+        out: Tensor = self.linear(x)
+        return out.tanh()
+
+
+def made() -> list[nn.Module]:
+    """Layers, equal on every rank: one is frozen, others have buffers."""
+    torch.manual_seed(2)
+    layers = [nn.Linear(WIDTH, WIDTH), Counting(), nn.Linear(WIDTH, WIDTH), Counting()]
+    layers[2].requires_grad_(False)
+    return [layer.double() for layer in [*layers, nn.Linear(WIDTH, WIDTH)]]
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    inputs, targets = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    return inputs, targets
+
+
+def loss_function(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target)
+
+
+def alone(steps: int) -> nn.Module:
+    """The layers after some steps in one process."""
+    model = nn.ModuleList(copy.deepcopy(made()))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for x, y in zip(*(part[:, None] for part in data(step)), strict=True):
+            for layer in model:
+                x = layer(x)
+            (loss_function(x, y) / ROWS).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return model
+
+
+def parallel(degrees: dict[str, Any]) -> ParallelModel:
+    return zeropp.parallelize(
+        made(),
+        loss_function,
+        sample=data(0)[0][:1],
+        global_batch=ROWS,
+        optimizer=lambda groups: torch.optim.AdamW(groups["all"], lr=1e-2),
+        **degrees,
+    )
+
+
+def train(model: ParallelModel, first: int, last: int) -> None:
+    for step in range(first, last):
+        inputs, targets = data(step)
+        model.train_step(inputs[model.rows], targets[model.rows])
+
+
+def go_on(degrees: dict[str, Any], start: Path | None, target: Path, steps: int) -> dict[str, Any]:
+    """Load through torch, train, save through torch; gives the state dict on rank 0."""
+    with parallel(degrees) as model:
+        assert isinstance(model, Stateful)
+        first = 0
+        if start is not None:
+            counter = {"steps": torch.zeros((), dtype=torch.long)}
+            load({"model": model, "loop": counter}, checkpoint_id=str(start))
+            first = int(counter["steps"])
+            assert model.engine.steps_done == first
+        train(model, first, first + steps)
+        counter = {"steps": torch.tensor(first + steps)}
+        save({"model": model, "loop": counter}, checkpoint_id=str(target))
+        return model.full_state_dict()
+
+
+def check(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=0.0, atol=tolerance, check_dtype=False, msg=name
+        )
+
+
+def trained_part(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict without counters, which each data-parallel rank has of its own rows."""
+    assert "1.seen" in state
+    return {name: value for name, value in state.items() if "seen" not in name}
+
+
+def test_training_goes_on_in_other_topologies_and_one_process_reads_it(
+    world: World, tmp_path: Path
+) -> None:
+    start = None
+    for number, degrees in enumerate(TOPOLOGIES):
+        target = tmp_path / str(number)
+        size = degrees.get("pp", 1) * degrees.get("shard", 1) * degrees.get("replicate", 1)
+        whole, *others = world.run(go_on, degrees, start, target, 2, size=size)
+        assert not any(others)
+        expected = alone(2 * (number + 1)).state_dict()
+        check(trained_part(whole), trained_part(expected), 1e-6)  # parameters come as fp32
+        read = {"model": nn.ModuleList(made()).state_dict()}
+        load(read, checkpoint_id=str(target), no_dist=True)
+        check(trained_part(read["model"]), trained_part(expected), 1e-12)
+        start = target
+
+
+def load_whole() -> dict[str, str]:
+    """Load whole tensors by the model's names; what wrong ones say."""
+    trained = alone(3).state_dict()
+    with parallel({"pp": 2, "shard": 2}) as model:
+        model.load_state_dict(trained)
+        found = model.full_state_dict()
+        if dist.get_rank() == 0:
+            check(found, trained, 1e-6)
+        wrong = {
+            "missing": {name: value for name, value in trained.items() if name != "4.bias"},
+            "unknown": {**trained, "5.weight": torch.zeros(1)},
+            "other shape": {**trained, "0.weight": torch.zeros(WIDTH, WIDTH + 1)},
+        }
+        said = {}
+        for kind, given in wrong.items():
+            try:
+                model.load_state_dict(given)
+            except ValueError as error:
+                said[kind] = str(error)
+        return said
+
+
+def test_whole_tensors_load_by_name(world: World) -> None:
+    first, *others = world.run(load_whole, size=4)
+    assert others == [first] * 3
+    assert first["missing"].startswith("load_state_dict: 4.bias: is missing")
+    assert first["unknown"].startswith("load_state_dict: 5.weight: the model has nothing of that")
+    assert first["other shape"].startswith("load_state_dict: 0.weight: has shape (6, 7), the model")
+
+
+def save_and_load(directory: Path) -> list[float]:
+    """Counters and frozen values after a save, changes, and a load; by the engine's own files."""
+    with parallel({"pp": 2, "chunks": 2}) as model:
+        train(model, 0, 1)
+        model.save(directory)
+        before = model.full_state_dict()
+        assert not before or float(before["3.seen"]) == ROWS
+        with torch.no_grad():
+            for flat in model.engine.flats:
+                flat.master.zero_()
+            for buffer in model.engine.buffers().values():
+                buffer.fill_(99)
+        model.load(directory)
+        after = model.full_state_dict()
+    assert list(before) == list(after)
+    return [float((before[name] - after[name]).abs().max()) for name in before]
+
+
+def test_frozen_parameters_and_buffers_are_saved_and_loaded(world: World, tmp_path: Path) -> None:
+    first, second = world.run(save_and_load, tmp_path / "checkpoint", size=2)
+    assert len(first) == len(made()) * 2 + 2
+    assert first == [0.0] * len(first)
+    assert second == []

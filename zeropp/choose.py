@@ -1,0 +1,167 @@
+"""What ``auto`` stands for: the fastest setting that fits the memory, on a described cluster.
+
+Settings are tried in the order of a bound on their step (the compute of the busiest rank), and the
+rest is left once that bound is above the best step. A step takes what the event loop says of its
+order, gathers and reductions included, and the reduction over the replicas. Memory is that of fp32
+masters, gradient sums and Adam's two states (16 bytes per parameter, sharded), the gathered chunks,
+one chunk's gradients, and what layers keep of as many microbatches as the order may have alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from typing import TypeVar
+
+from zeropp.arguments import Request
+from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.cost.collectives import all_reduce_s, group_of
+from zeropp.cost.kernels import element_bytes
+from zeropp.cut import Stages, cut_as, layout_of
+from zeropp.engine.trial import LayerSizes
+from zeropp.layer_costs import Conditions, output_bytes, stage_costs
+from zeropp.layout import InfeasibleError, Layout, divisors
+from zeropp.literals import Auto, Recompute, if_auto
+from zeropp.schedule import event_loop
+
+_CHUNKS = (1, 2, 4)
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained: the layers, what they keep for their backward, and the batch."""
+
+    sizes: Sequence[LayerSizes]
+    saved: Sequence[int]  # bytes per layer and microbatch, in fp32
+    world: int
+    global_batch: int
+    microbatch_size: int
+
+
+def choose(request: Request, job: Job) -> Request:
+    """The request with everything set that was asked for as ``auto``.
+
+    Raises InfeasibleError where no cluster was named, where no setting makes up the ranks and the
+    batch, or where none fits.
+    """
+    asked = ", ".join(sorted(request.open))
+    if request.cluster is None:
+        raise InfeasibleError(
+            f"{asked}='auto': needs cluster=, whose rates and memory decide (or give a value)"
+        )
+    waiting = sorted(_candidates(request, job), key=lambda pair: pair[0])
+    best, best_s, too_large = None, float("inf"), 0
+    for bound_s, candidate in waiting:
+        if bound_s >= best_s:
+            break
+        stages = cut_as(candidate, job.sizes, job.global_batch, job.microbatch_size)
+        conditions = candidate.conditions()
+        assert conditions is not None
+        if _peak_bytes(stages, candidate.knobs, job, conditions) > (
+            conditions.cluster.device.usable_bytes
+        ):
+            too_large += 1
+            continue
+        step_s = _step_s(stages, conditions)
+        if step_s < best_s:
+            best, best_s = candidate, step_s
+    if best is None:
+        why = (
+            f"{too_large} settings need more memory than a device has"
+            if too_large
+            else (f"no degrees make up {job.world} ranks and a batch of {job.global_batch} rows")
+        )
+        raise InfeasibleError(f"{asked}='auto': {why}")
+    return replace(best, open=frozenset())
+
+
+def _candidates(request: Request, job: Job) -> Iterator[tuple[float, Request]]:
+    """All settings that divide, each with a bound on its step in seconds."""
+    asked = request.knobs
+    degrees = divisors(job.world)
+    for pp, shard in product(
+        _options(request, "pp", asked.pp, degrees), _options(request, "shard", asked.shard, degrees)
+    ):
+        assert pp != "auto"
+        assert shard != "auto"
+        replicate = job.world // (pp * shard)
+        slots = shard * replicate * job.microbatch_size
+        if pp * shard * replicate != job.world or job.global_batch % slots:
+            continue
+        if asked.replicate not in ("auto", replicate):
+            continue
+        microbatches = job.global_batch // slots
+        units = {min(microbatches, unit) for unit in (pp, 2 * pp, microbatches)}
+        for chunks, unit, recompute in product(
+            _options(request, "chunks", asked.chunks, _CHUNKS),
+            _options(request, "unit", asked.unit, sorted(units)),
+            _options(request, "recompute", asked.recompute, _RECOMPUTE),
+        ):
+            knobs = replace(
+                asked, pp=pp, shard=shard, replicate=replicate, chunks=chunks, unit=unit,
+                recompute=recompute,
+            )  # fmt: skip
+            candidate = replace(request, knobs=knobs)
+            layout = layout_of(knobs)
+            if layout.pp * layout.chunks <= len(job.sizes):
+                yield _bound_s(candidate, job, microbatches), candidate
+
+
+def _options(request: Request, name: str, asked: T | Auto, known: Iterable[T]) -> list[T | Auto]:
+    """What is tried for one knob: all that is known where it was asked for as ``auto``."""
+    return list(known) if name in request.open else [asked]
+
+
+def _bound_s(candidate: Request, job: Job, microbatches: int) -> float:
+    """All layers' compute, spread evenly over the pipeline's ranks."""
+    conditions = candidate.conditions()
+    assert conditions is not None
+    layout = layout_of(candidate.knobs)
+    (whole,) = stage_costs(job.sizes, (0, len(job.sizes)), (0,), layout, conditions)
+    return whole.compute * microbatches / layout.pp + _replicas_s(layout, job.sizes, conditions)
+
+
+def _replicas_s(layout: Layout, sizes: Sequence[LayerSizes], given: Conditions) -> float:
+    parameters = sum(one.parameters for one in sizes) / (layout.pp * layout.shard)
+    return all_reduce_s(given.cluster, group_of(given.cluster, layout, "replicate"), 4 * parameters)
+
+
+def _step_s(stages: Stages, given: Conditions) -> float:
+    schedule, layout = stages.schedule, stages.layout
+    costs = stage_costs(stages.sizes, stages.cuts, schedule.stage_rank, layout, given)
+    return event_loop.run(schedule, costs).step_s + _replicas_s(layout, stages.sizes, given)
+
+
+def _peak_bytes(stages: Stages, knobs: ZeroppKnobs, job: Job, given: Conditions) -> float:
+    """The largest estimate of any pipeline rank."""
+    return max(
+        _rank_bytes(stages, stages.schedule.stages_of(rank), knobs, job, given)
+        for rank in range(stages.layout.pp)
+    )
+
+
+def _rank_bytes(
+    stages: Stages, mine: Sequence[int], knobs: ZeroppKnobs, job: Job, given: Conditions
+) -> float:
+    layout, width = stages.layout, element_bytes(given.precision)
+    spans = [list(pairwise(stages.cuts))[stage] for stage in mine]
+    parameters = [sum(one.parameters for one in job.sizes[a:b]) for a, b in spans]
+    sharded = 16 * sum(parameters) / layout.shard
+    gathers = layout.shard > 1 or given.precision == "bf16"
+    ahead = sorted(parameters)[-1 - knobs.prefetch - if_auto(knobs.keep, 0) :]
+    gathered = width * sum(ahead) if gathers else 0
+    alive = stages.activation_cap * max(_kept_bytes(job, a, b, given) for a, b in spans)
+    last = 2 * 4 * output_bytes(job.sizes[-1], given.precision) / width  # of the loss, in fp32
+    return sharded + gathered + 4 * max(parameters) + alive + last
+
+
+def _kept_bytes(job: Job, begin: int, end: int, given: Conditions) -> float:
+    """What a stage keeps of one microbatch; recomputed layers keep their inputs alone."""
+    share = element_bytes(given.precision) / 4
+    if given.recompute != "full":
+        return share * sum(job.saved[begin:end])
+    inputs = sum(output_bytes(job.sizes[i - 1], given.precision) for i in range(max(begin, 1), end))
+    return inputs + share * max(job.saved[begin:end])

@@ -1,0 +1,36 @@
+"""What one rank updates: the optimizer over its flat tensors, and their gradients."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from zeropp.engine.flat import FlatParameters
+from zeropp.engine.options import MakeOptimizer
+from zeropp.optimizer import build_optimizer
+from zeropp.training import OptimizerConfig
+
+
+def make_optimizer(
+    flats: Iterable[FlatParameters], asked: OptimizerConfig | MakeOptimizer, device: torch.device
+) -> torch.optim.Optimizer:
+    """The optimizer that was asked for, over what this rank updates of the flat buffers."""
+    groups: defaultdict[str, list[nn.Parameter]] = defaultdict(list)
+    for flat in flats:
+        for name, owned in flat.owned.items():
+            groups[name].append(owned)
+    if not groups:  # optimizers refuse to have nothing at all
+        groups["all"] = [nn.Parameter(torch.empty(0, device=device))]
+    if isinstance(asked, OptimizerConfig):
+        return build_optimizer(chain.from_iterable(groups.values()), asked)
+    return asked(groups)
+
+
+def gradients_of(flats: Iterable[FlatParameters]) -> list[Tensor]:
+    """What this rank updates of the flats' gradients."""
+    gradients = (owned.grad for flat in flats for owned in flat.owned.values())
+    return [gradient for gradient in gradients if gradient is not None]
