@@ -95,7 +95,8 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
             if len(mine) < len(todo[job.cell]):
                 continue
             rows += [row.columns() | {"commit": commit} for part in mine.values() for row in part]
-            table = pd.DataFrame(sorted(rows, key=_order))
+            rows.sort(key=_order)
+            table = pd.DataFrame(rows)
             write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
             bar.advance(line)
 
