@@ -1,4 +1,4 @@
-"""What ``parallelize`` refuses before anything is built, without a process group."""
+"""What ``parallelize`` refuses before it looks at the layers, and without a process group."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import zeropp
+from zeropp.arguments import request_of
 from zeropp.layout import InfeasibleError
 
 
@@ -18,9 +19,7 @@ def never() -> nn.Module:
 
 def raised(knobs: dict[str, Any]) -> Exception:
     with pytest.raises((InfeasibleError, TypeError)) as error:
-        zeropp.parallelize(
-            [never] * 4, lambda y, _: y.sum(), sample=torch.zeros(1, 2), global_batch=4, **knobs
-        )
+        request_of(knobs)
     assert "\n" not in str(error.value)
     return error.value
 
@@ -33,7 +32,7 @@ def raised(knobs: dict[str, Any]) -> Exception:
         ("replicate_every", "bogus", "must be one of 'unit', 'step'"),
         ("chunks", 0, "at least 1"),
         ("chunks", True, "must be a whole number"),
-        ("pp", "auto", "must be a whole number"),
+        ("pp", 1.5, "must be a whole number"),
         ("replicate_zero", 2, "must be one of 0, 1"),
         ("compile", "yes", "must be one of False, True"),
     ],
@@ -49,7 +48,7 @@ def test_no_value_is_ignored(field: str, value: object, way_out: str) -> None:
 def test_an_argument_that_there_is_not_is_a_type_error(field: str) -> None:
     error = raised({field: 2})
     assert isinstance(error, TypeError)
-    assert f"unexpected keyword argument {field!r} (knobs: pp, shard" in str(error)
+    assert f"unexpected keyword argument {field!r} (there are: cluster" in str(error)
 
 
 def test_no_process_group_is_said() -> None:

@@ -31,7 +31,6 @@ from benchmarks.show import main, parse, show
         ("schedule reduce_every=day", "reduce_every=day: use unit or step"),
         ("schedule name=magic", "known: gpipe, 1f1b"),
         ("schedule name=zbv chunks=3", "chunks=3: zbv has two"),
-        ("schedule name=interleaved_1f1b chunks=2 microbatches=7", "7"),
         ("schedule colour=blue", "colour=blue: unknown key"),
         ("schedule out=/dev/null/here", "/dev/null/here"),
     ],

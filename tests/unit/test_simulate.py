@@ -167,7 +167,11 @@ def test_work_of_a_simulated_step_grows_with_its_actions_alone() -> None:
     assert many_calls / many < 1.05 * few_calls / few < 12
 
 
-def test_price_of_equal_plans_is_equal_whatever_their_programs() -> None:
-    plans = [zeropp_plan(4, 16, 4, reduce_every="step"), zeropp_plan(4, 16, 8)]
-    prices = [price_plan(plan, task().cluster) for plan in plans]
-    assert prices[0] == prices[1]  # the tuner prices a family once
+def test_price_depends_on_units_only_by_what_is_added_later() -> None:
+    plans = [zeropp_plan(4, 16, unit, reduce_every="step") for unit in (4, 8, 16)]
+    once = [price_plan(plan, task().cluster) for plan in plans]
+    assert once[0] == once[1] == once[2]  # the tuner prices a family once
+    plans = [zeropp_plan(4, 16, unit, reduce_every="unit") for unit in (4, 8, 16)]
+    later = [price_plan(plan, task().cluster) for plan in plans]
+    assert later[0] == later[1] != later[2] == once[2]
+    assert later[0].stages[0].reduce_grad > once[0].stages[0].reduce_grad

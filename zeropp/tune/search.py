@@ -1,11 +1,11 @@
 """Finds the best feasible configuration of a contender by an exhaustive search, best bound first.
 
-A *family* is a set of configurations that have the same price: they differ only in unit, activation
-cap and when gradients are reduced. Families wait in a queue, sorted by a lower bound of their step
-time. The search takes the first entry again and again: a family is first priced, then replaced by
-its members, and a member is simulated. It ends when no bound in the queue is below the best step,
-so that the winner is the best configuration. The runner-up is the best of those that were simulated
-with other degrees.
+A *family* is a set of configurations that differ only in unit, activation cap and when gradients
+are reduced. Its price is that of a single unit; reductions after each of several units cost more.
+Families wait in a queue, sorted by a lower bound of their step time. The search takes the first
+entry again and again: a family is first priced, then replaced by its members, and a member is
+simulated. It ends when no bound in the queue is below the best step, so that the winner is the best
+configuration. The runner-up is the best of those that were simulated with other degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
 bytes is too large, or if it was too large with a smaller activation cap; otherwise it is dropped
@@ -107,10 +107,17 @@ class Outcome(Generic[K]):
         return self.winner.step_s if self.winner and enough else float("inf")
 
 
+def _adds_later(plan: Plan) -> tuple[bool, bool]:
+    """Whether reduced gradients are added to those of earlier units: over the shards, and over the
+    replicas. It is the one thing besides the family on which the price of a member depends."""
+    several = plan.num_units > 1
+    return several and plan.reduce_every == "unit", several and plan.replicate_every == "unit"
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class _Entry(Generic[K]):
     """An entry of the queue: a family with the bound of its work, a family with its price, or a
-    member, which has the price of its family."""
+    member with its own."""
 
     bound_s: float
     number: int  # unique, so that nothing after it is compared
@@ -248,11 +255,15 @@ class _Search(Generic[K]):
                 bound = least_step_s(entry.plan, price)
                 yield _Entry(bound, number + 1, entry.candidate, entry.plan, price)
             return
+        prices = {_adds_later(entry.plan): entry.price}
         for candidate, plan in self._members(entry):
-            if self._may_fit(plan, entry.price):
+            later = _adds_later(plan)
+            if later not in prices:
+                prices[later] = price_plan(plan, self._task.cluster)
+            if self._may_fit(plan, price := prices[later]):
                 number += 1
-                bound = least_step_s(plan, entry.price)
-                yield _Entry(bound, number, candidate, plan, entry.price, is_member=True)
+                bound = least_step_s(plan, price)
+                yield _Entry(bound, number, candidate, plan, price, is_member=True)
 
     def _members(self, entry: _Entry[K]) -> Iterator[tuple[Candidate[K], Plan]]:
         family = entry.candidate
