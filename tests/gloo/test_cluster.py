@@ -41,7 +41,9 @@ def cut_on(world: int, layers: list[Any], sample: torch.Tensor, batch: int, **mo
 
 def makers(shape: ModelShape) -> list[Any]:
     """The suite's model, made on the meta device."""
-    return [lambda i=i: build_piece(shape, i, seed=0, device="meta") for i in range(shape.num_pieces)]
+    return [
+        lambda i=i: build_piece(shape, i, seed=0, device="meta") for i in range(shape.num_pieces)
+    ]
 
 
 def test_cut_and_order_are_as_good_as_the_planners() -> None:

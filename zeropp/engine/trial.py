@@ -23,15 +23,25 @@ Layer = nn.Module | Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
+class ParameterKind:
+    """What is known of a parameter without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+
+
+@dataclass(frozen=True)
 class LayerSizes:
     """What one layer gives and takes for one microbatch.
 
-    ``parameters``: elements; ``names``: what its ``forward`` calls its inputs; ``product_flops``
-    and ``attention_flops``: floating-point operations of its forward, in products with weights and
-    in all others.
+    ``kinds``: its parameters, each under all its names; ``parameters``: their elements; ``names``:
+    what its ``forward`` calls its inputs; ``product_flops`` and ``attention_flops``: floating-point
+    operations of its forward, in products with weights and in all others.
     """
 
     outputs: tuple[TensorShape, ...]
+    kinds: Mapping[str, ParameterKind]
     parameters: int
     names: frozenset[str]
     product_flops: int
@@ -75,11 +85,15 @@ def _run(
                 f"layers[{index}]: cannot be called with the output of the layer before: {lines[0]}"
             ) from error
         outputs = tuple(TensorShape(x.shape, x.dtype) for x in _checked(value, index))
+        kinds = {
+            name: ParameterKind(tuple(one.shape), one.dtype, one.requires_grad)
+            for name, one in module.named_parameters(remove_duplicate=False)
+        }
         parameters = sum(parameter.numel() for parameter in module.parameters())
         flops = counter.get_flop_counts().get("Global", {})
         products = sum(count for operator, count in flops.items() if operator in _PRODUCTS)
         others = sum(flops.values()) - products
-        found.append(LayerSizes(outputs, parameters, names, products, others))
+        found.append(LayerSizes(outputs, kinds, parameters, names, products, others))
     return found
 
 
