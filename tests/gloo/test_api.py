@@ -259,7 +259,7 @@ REFUSALS = {
     "wrong width": "layers[0]: cannot be called",
     "too many ranks": "must be the number of ranks, 2",
     "small cap": "activation_cap=3: a unit of 4 microbatches in 2 chunks needs at least 5",
-    "mesh and degree": "pp=2: the mesh says it already",
+    "mesh and degree": "pp=2: the mesh has it, too",
     "mesh of another axis": "they must be named among",
 }
 

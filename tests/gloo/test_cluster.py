@@ -139,7 +139,7 @@ def test_auto_takes_what_fits() -> None:
     ("layers", "more", "words"),
     [
         (24, {"cluster": None}, "pp='auto': needs cluster="),
-        (96, {}, "pp='auto': 4 settings need more memory than a device has"),
+        (96, {}, "pp, shard='auto': 4 settings need more memory than a device has"),
         (24, {"shard": 3}, "pp='auto': no degrees make up 8 ranks"),
     ],
 )

@@ -108,7 +108,7 @@ def test_a_flipped_byte_is_refused_on_every_rank(world: World, tmp_path: Path) -
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
     (said,) = set(world.run(load_from, place, size=8))
-    assert said.startswith(f"{victim}: not as it was written")
+    assert said.startswith(f"{victim}: damaged (its digest differs)")
     victim.unlink()
     (said,) = set(world.run(load_from, place, size=8))
     assert said.startswith(f"{victim}: missing")

@@ -77,8 +77,10 @@ def _run(
         try:
             module = _real_copy(layer) if for_real else on_meta(layer)
             names = keywords_of(module)
+            # The counter hooks into what needs gradients, also where none are computed.
+            module.to(device).requires_grad_(False)
             with torch.no_grad(), counter:
-                value = module.to(device)(*tensors_of(value), **chosen(keywords, names))
+                value = module(*tensors_of(value), **chosen(keywords, names))
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise InfeasibleError(
