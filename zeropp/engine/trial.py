@@ -76,7 +76,7 @@ def _run(
         counter = FlopCounterMode(display=False)
         try:
             module = _real_copy(layer) if for_real else on_meta(layer)
-            names = keywords_of(module)
+            names, kinds = keywords_of(module), _kinds(module)
             # The counter hooks into what needs gradients, also where none are computed.
             module.to(device).requires_grad_(False)
             with torch.no_grad(), counter:
@@ -87,16 +87,20 @@ def _run(
                 f"layers[{index}]: cannot be called with the output of the layer before: {lines[0]}"
             ) from error
         outputs = tuple(TensorShape(x.shape, x.dtype) for x in _checked(value, index))
-        kinds = {
-            name: ParameterKind(tuple(one.shape), one.dtype, one.requires_grad)
-            for name, one in module.named_parameters(remove_duplicate=False)
-        }
         parameters = sum(parameter.numel() for parameter in module.parameters())
         flops = counter.get_flop_counts().get("Global", {})
         products = sum(count for operator, count in flops.items() if operator in _PRODUCTS)
         others = sum(flops.values()) - products
         found.append(LayerSizes(outputs, kinds, parameters, names, products, others))
     return found
+
+
+def _kinds(module: nn.Module) -> dict[str, ParameterKind]:
+    """A layer's parameters by name; one that it has twice, under both names."""
+    return {
+        name: ParameterKind(tuple(one.shape), one.dtype, one.requires_grad)
+        for name, one in module.named_parameters(remove_duplicate=False)
+    }
 
 
 def _checked(value: object, index: int) -> tuple[Tensor, ...]:
