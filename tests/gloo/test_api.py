@@ -248,7 +248,7 @@ REFUSALS = {
     "tied to no parameter of a function": "layers[3] has no parameter 'wieght'",
     "tied to another shape": "both must have the same shape and type, and both be trained",
     "tied to a frozen one": "trained=False); both must have the same shape and type",
-    "16 bits": "layers[0]: 'weight' is torch.bfloat16, but precision='fp32' computes in fp32",
+    "16 bits": "'weight' is torch.bfloat16, but precision='fp32' computes in fp32",
     "tied in the middle": "must name a parameter of the first layer (0)",
     "other values": "layers[0]: 'weight' is not the same on ranks 0 and 1",
     "other rate": "ranks differ: rank 0 has",
