@@ -11,6 +11,7 @@ import argparse
 import csv
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -21,6 +22,8 @@ from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.headline import headline_table
 from benchmarks.report.picture import say_what_it_shows
 from benchmarks.report.timeline_figure import timeline_figure
+from benchmarks.specification.compose import compose
+from benchmarks.studies.claim_33.grid import cells_of, verdict_spec
 from benchmarks.studies.claim_33.page_tables import page_tables
 from zeropp.schedule import build, lower
 from zeropp.schedule.event_loop import run
@@ -50,8 +53,15 @@ def _comparison(records: str) -> str:
 
 
 def _verdict(name: str) -> str:
-    tables = (pd.read_csv(_REFERENCE / "claim_33" / f"{file}.csv") for file in ("verdict", "plans"))
-    return page_tables(*tables)[name]
+    return _verdict_tables()[name]
+
+
+@cache
+def _verdict_tables() -> dict[str, str]:
+    plans = pd.read_csv(_REFERENCE / "claim_33" / "plans.csv")
+    (config,) = compose("config", ["experiment=claim_33"])
+    cells = cells_of(verdict_spec(config["verdict"]), config["precision"])
+    return page_tables(plans, [cell.key for cell in cells])
 
 
 def _errors(kind: str) -> str:

@@ -53,11 +53,15 @@ def choose(request: Request, job: Job) -> Request:
             f"{asked}='auto': needs cluster=, whose rates and memory decide (or give a value)"
         )
     waiting = sorted(_candidates(request, job), key=lambda pair: pair[0])
-    best, best_s, too_large = None, float("inf"), 0
+    best, best_s, too_large, refused = None, float("inf"), 0, ""
     for bound_s, candidate in waiting:
         if bound_s >= best_s:
             break
-        stages = cut_as(candidate, job.sizes, job.global_batch, job.microbatch_size)
+        try:
+            stages = cut_as(candidate, job.sizes, job.global_batch, job.microbatch_size)
+        except InfeasibleError as error:
+            refused = str(error)
+            continue
         conditions = candidate.conditions()
         assert conditions is not None
         if _peak_bytes(stages, candidate.knobs, job, conditions) > (
@@ -69,13 +73,17 @@ def choose(request: Request, job: Job) -> Request:
         if step_s < best_s:
             best, best_s = candidate, step_s
     if best is None:
-        why = (
-            f"{too_large} settings need more memory than a device has"
-            if too_large
-            else (f"no degrees make up {job.world} ranks and a batch of {job.global_batch} rows")
-        )
-        raise InfeasibleError(f"{asked}='auto': {why}")
+        raise InfeasibleError(f"{asked}='auto': {_why_none(job, too_large, refused)}")
     return replace(best, open=frozenset())
+
+
+def _why_none(job: Job, too_large: int, refused: str) -> str:
+    """Why no setting is left; ``refused`` is what the last one that cannot be cut said."""
+    if too_large:
+        return f"{too_large} settings need more memory than a device has"
+    if refused:
+        return f"no setting can be cut; the last one: {refused}"
+    return f"no degrees make up {job.world} ranks and a batch of {job.global_batch} rows"
 
 
 def _candidates(request: Request, job: Job) -> Iterator[tuple[float, Request]]:

@@ -15,7 +15,7 @@ from zeropp.engine.checks import check_batch, check_names, check_same_rows
 from zeropp.engine.engine import Engine
 from zeropp.engine.evaluation import RowsError
 from zeropp.engine.interpreter import Microbatches
-from zeropp.engine.stateful import load_named, named_state
+from zeropp.engine.stateful import load_named
 from zeropp.engine.together import together
 from zeropp.engine.values import split_rows
 from zeropp.layout import Layout
@@ -91,9 +91,10 @@ class ParallelModel:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """On rank 0 all parameters, unsharded, fp32 and on the CPU, and all persistent buffers,
-        named ``{layer}.{parameter}``; empty on the other ranks. For models that fit into one
-        machine's memory."""
-        mine = dict(self.full_parameters())  # which all ranks gather
+        named ``{layer}.{parameter}``; empty on the other ranks. A tied parameter is there under
+        each of its names, as in a plain model's state dict. For models that fit into one machine's
+        memory."""
+        mine = dict(self.engine.full_parameters(every_name=True))  # which all ranks gather
         mine |= {name: value.detach().cpu() for name, value in self.engine.buffers().items()}
         if self.data_parallel_rank > 0:
             mine = {}
@@ -112,15 +113,15 @@ class ParallelModel:
         unsharded shape and the values that this rank keeps (``zeropp.engine.part.Part``), so any
         topology, or one process with a plain state dict, reads what another has written.
         """
-        return named_state(self.engine.state())
+        return self.engine.state().named()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what ``torch.distributed.checkpoint.load`` has read into ``state_dict()``, or
         whole tensors by name: of every parameter and buffer on the rank that holds it, and, where
         they are there, of the optimizer. More names than a rank needs may be given.
 
-        Raises ValueError, the same on every rank, for a name that is missing, that no rank knows,
-        or that has another shape.
+        Raises ValueError, the same on every rank and before anything is changed, for a name that
+        is missing, that no rank knows, or that has another shape.
         """
         state = self.engine.state()
         load_named(state, state_dict)
@@ -128,15 +129,17 @@ class ParallelModel:
 
     def save(self, directory: Path | str) -> None:
         """Write a checkpoint that any topology can load: parameters, persistent
-        buffers, optimizer, steps done.
+        buffers, optimizer, steps done. ``torch.distributed.checkpoint.load({"model": model}, ...)``
+        reads it, too.
 
         It is whole or not there: the last checkpoint of that name stays until this one is written.
         """
         self.engine.save(directory)
 
     def load(self, directory: Path | str) -> None:
-        """Read a checkpoint of this topology or another; raises CheckpointError where a file is
-        missing or is not as it was written."""
+        """Read a checkpoint of this topology or another, of ``save`` or of
+        ``torch.distributed.checkpoint.save({"model": model}, ...)``. Raises CheckpointError where a
+        file of ``save`` is missing or is not as it was written."""
         self.engine.load(directory)
 
     def close(self) -> None:

@@ -135,6 +135,16 @@ def test_auto_takes_what_fits() -> None:
     assert (kept.shard, kept.recompute) == (2, "full")
 
 
+def test_auto_goes_on_after_a_setting_that_cannot_be_cut() -> None:
+    small = ModelShape("small", "gpt", 6, 512, 8, 8, 2048, 1000, 512)
+    given = {"pp": 2, "shard": "auto", "replicate": "auto", "unit": 2, "activation_cap": 2}
+    assert chosen(small, 8, **given, chunks="auto").chunks == 1  # more chunks need a larger cap
+    with pytest.raises(zeropp.InfeasibleError) as caught:
+        chosen(small, 8, **given, chunks=2)
+    words = "replicate, shard='auto': no setting can be cut; the last one: activation_cap=2: "
+    assert str(caught.value).startswith(words)
+
+
 @pytest.mark.parametrize(
     ("layers", "more", "words"),
     [

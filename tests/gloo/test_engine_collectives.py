@@ -206,3 +206,19 @@ def test_collectives_per_step_are_the_plans(case: Case, world: World) -> None:
     for found, expected in world.run(counted_and_planned, case, size=case.world):
         assert sum(expected.values()) > 1
         assert found == expected
+
+
+def groups_left(case: Case) -> tuple[int, int]:
+    """Process groups of this rank while an engine is open, and after it has been closed."""
+    engine = build_engine(case, torch.float32)
+    known = dist.distributed_c10d._world.pg_map
+    count = len(known)
+    engine.close()
+    return count, len(known)
+
+
+def test_closing_destroys_every_process_group(world: World) -> None:
+    case = Case(pp=4, shard=2, chunks=1, unit=4, tied=True)
+    for opened, left in world.run(groups_left, case, size=case.world):
+        assert opened > 4
+        assert left == 1  # the default group

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -153,13 +155,18 @@ def load_whole() -> dict[str, str]:
             "missing": {name: value for name, value in trained.items() if name != "4.bias"},
             "unknown": {**trained, "5.weight": torch.zeros(1)},
             "other shape": {**trained, "0.weight": torch.zeros(WIDTH, WIDTH + 1)},
+            "buffer": {**trained, "1.seen": torch.zeros(1)},
         }
         said = {}
         for kind, given in wrong.items():
+            others = {name: value + 1 if value.dim() else value for name, value in given.items()}
             try:
-                model.load_state_dict(given)
+                model.load_state_dict({**others, "steps_done": 99})
             except ValueError as error:
                 said[kind] = str(error)
+        after = model.full_state_dict()
+        assert all(torch.equal(after[name], value) for name, value in found.items())
+        assert model.engine.steps_done == 0
         return said
 
 
@@ -169,6 +176,94 @@ def test_whole_tensors_load_by_name(world: World) -> None:
     assert first["missing"].startswith("load_state_dict: 4.bias: is missing")
     assert first["unknown"].startswith("load_state_dict: 5.weight: the model has nothing of that")
     assert first["other shape"].startswith("load_state_dict: 0.weight: has shape (6, 7), the model")
+    assert first["buffer"].startswith("load_state_dict: 1.seen: has shape (1,), the model ()")
+
+
+Kind = Callable[..., torch.optim.Optimizer]
+
+
+def grouped(degrees: dict[str, Any], kind: Kind = torch.optim.AdamW) -> ParallelModel:
+    """A model whose first layer is an optimizer group of its own, with another learning rate."""
+    return zeropp.parallelize(
+        made(),
+        loss_function,
+        sample=data(0)[0][:1],
+        global_batch=ROWS,
+        group_of=lambda name, _: "first" if name[0] == 0 else "others",
+        optimizer=lambda groups: kind(
+            [{"params": groups["first"], "lr": 0.1}, {"params": groups["others"], "lr": 0.01}]
+        ),
+        **degrees,
+    )
+
+
+def anneal(
+    degrees: dict[str, Any], start: dict[str, Any] | None, place: Path, first: int, last: int
+) -> tuple[list[list[float]], dict[str, Any], dict[str, Tensor]]:
+    """Train some steps with a scheduler, from a checkpoint on and into one. ``save`` writes those
+    after an even number of steps and reads the others, torch writes and reads the rest."""
+    with grouped(degrees) as model:
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(model.optimizer, T_max=8)
+        if start is not None:
+            if first % 2:
+                model.load(place / str(first))
+            else:
+                load({"model": model}, checkpoint_id=str(place / str(first)))
+            scheduler.load_state_dict(start)
+        rates = []
+        for step in range(first, last):
+            train(model, step, step + 1)
+            scheduler.step()
+            rates.append([group["lr"] for group in model.optimizer.param_groups])
+        if last % 2:
+            save({"model": model}, checkpoint_id=str(place / str(last)))
+        else:
+            model.save(place / str(last))
+        return rates, scheduler.state_dict(), model.full_state_dict()
+
+
+def test_a_scheduler_goes_on_and_both_kinds_of_checkpoint_are_one(
+    world: World, tmp_path: Path
+) -> None:
+    ((expected, _, whole),) = world.run(anneal, {}, None, tmp_path, 0, 6, size=1)
+    stretches: list[tuple[dict[str, Any], int, int]] = [
+        ({"pp": 2}, 0, 2), ({"shard": 2}, 2, 5), ({"pp": 2, "chunks": 2}, 5, 6)
+    ]  # fmt: skip
+    scheduler = None
+    for degrees, first, last in stretches:
+        results = world.run(anneal, degrees, scheduler, tmp_path, first, last, size=2)
+        for rates, _, _ in results:
+            assert len(rates) == last - first
+            for found, rate in zip(rates, expected[first:last], strict=True):
+                assert found == pytest.approx(rate, rel=1e-12)
+        _, scheduler, state = results[0]
+    check(trained_part(state), trained_part(whole), 1e-6)
+
+
+def save_first(place: Path, kind: Kind) -> list[dict[str, Tensor]]:
+    """Parameters after two steps: without a checkpoint, after saving one before the first step, and
+    in a new model that has read that."""
+    found = []
+    for how in ("no checkpoint", "save", "load"):
+        with grouped({"pp": 2}, kind) as model:
+            if how == "save":
+                model.save(place)
+            elif how == "load":
+                model.load(place)
+            train(model, 0, 2)
+            found.append(model.full_state_dict())  # empty on rank 1
+    return found
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Rprop])
+def test_a_checkpoint_before_the_first_step_leaves_the_optimizer_unbegun(
+    world: World, tmp_path: Path, kind: Kind
+) -> None:
+    first, *others = world.run(save_first, tmp_path / "checkpoint", kind, size=2)[0]
+    assert first
+    assert len(others) == 2
+    for found in others:
+        check(trained_part(found), trained_part(first), 0.0)
 
 
 def save_and_load(directory: Path) -> list[float]:

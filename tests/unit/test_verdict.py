@@ -9,7 +9,11 @@ import pandas as pd
 import pytest
 
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, judge, summary
+from benchmarks.studies.claim_33 import study
+from benchmarks.studies.claim_33.cells import COMPARED, Cell
+from benchmarks.studies.claim_33.given_settings import GIVEN
+from benchmarks.studies.claim_33.judge import BASELINES, CELL, CLAIM, PUBLIC_3D, judge, summary
+from benchmarks.studies.claim_33.page_tables import page_tables
 from tests.unit.simulated_task import task
 from zeropp.sim.simulator import simulate
 from zeropp.tune.search import search
@@ -49,6 +53,62 @@ def test_a_cell_is_judged_by_its_speed_up() -> None:
     assert verdict["verdict_over_megatron_core"] == "faster, not reproduced"
     assert verdict["verdict_over_best_3d"] == "tie"
     assert verdict["regime"] == "small batch, idle 10 % in 3D"
+
+
+def _rows(mode: str, plans: dict[str, tuple[float, float]]) -> pd.DataFrame:
+    """One cell's rows, from speed and peak by contender."""
+    keys = {"model": "m", "cluster": "c", "num_gpus": 8, "global_batch": 8, "bandwidth": 1.0}
+    return pd.DataFrame(
+        keys
+        | {"mode": mode, "contender": name, "bubble": 0.1}
+        | {"tokens_per_s_per_gpu": speed, "peak_gib": peak}
+        for name, (speed, peak) in plans.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("peak", "word"),
+    [(11.0, "reproduced"), (12.0, "faster, with 1.20 times the memory")],
+)
+def test_it_is_reproduced_only_at_comparable_memory(peak: float, word: str) -> None:
+    rows = _rows("equal", {"deepspeed_3d": (100.0, 10.0), "zeropp": (140.0, peak)})
+    verdict = judge(rows).iloc[0]
+    assert verdict["verdict_over_deepspeed_3d"] == word
+    assert verdict["verdict_over_best_3d"] == "not compared"
+
+
+def test_the_bound_is_the_fastest_public_plan_with_its_memory() -> None:
+    plans = {"best_3d": (100.0, 10.0), "megatron_core": (102.0, 30.0), "torchtitan": (110.0, 5.0)}
+    verdict = judge(_rows("best", plans | {"zeropp": (102.0, 30.0)})).iloc[0]
+    assert verdict["speedup_over_best_3d"] == 1.0
+    assert verdict["best_3d_peak_gib"] == 30.0
+
+
+def test_no_committed_3d_row_is_faster_than_the_bound() -> None:
+    plans = pd.read_csv(REFERENCE / "plans.csv")
+    verdicts = judge(plans)
+    best = verdicts[verdicts["mode"] == "best"]
+    assert len(best) > 20
+    for name in PUBLIC_3D:
+        speeds = best[f"{name}_tokens_per_s_per_gpu"]
+        assert not (speeds > best["best_3d_tokens_per_s_per_gpu"]).any(), name
+
+
+def test_parts_of_a_cell_that_have_no_rows_are_simulated() -> None:
+    cell = Cell(task(16, 32))
+    keys = dict(zip(CELL, cell.key, strict=True))
+    rows = [keys | {"contender": c.name, "mode": "best"} for c in COMPARED if c.name != "fsdp"]
+    rows.append(keys | {"contender": "zeropp", "mode": "equal"})
+    missing = study.missing_jobs(rows, [cell], 0.03)
+    assert [job.part for job in missing[cell]] == ["fsdp", *(set(GIVEN) - {"equal"})]
+
+
+def test_configured_cells_without_rows_are_listed() -> None:
+    plans = pd.read_csv(REFERENCE / "plans.csv")
+    lost = ("gpt_76b", "a800", 64, 64_000, 1.0)
+    have = next(plans[CELL].itertuples(index=False, name=None))
+    told = page_tables(plans, [lost, have])["missing"]
+    assert told == "Configured, but not among the rows: GPT 76B on 64 A800, 1000 per GPU."
 
 
 def test_cells_in_which_zeropp_does_not_fit_are_told() -> None:

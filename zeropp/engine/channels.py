@@ -48,9 +48,11 @@ class Channels:
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._global_ranks = layout.pipeline(dist.get_rank())
         self._groups: dict[Pair, dist.ProcessGroup] = {}
+        self._made: list[dist.ProcessGroup] = []  # by all ranks, in this order
         self._sends: list[_Pending] = []
         for apart in disjoint(pairs):
             group = dist.new_group(timeout=timeout, backend=backend_of(device))
+            self._made.append(group)
             self._groups |= {pair: group for pair in apart if self._rank in pair}
         for source, target in self._groups:
             self._connect(source, target, device)
@@ -77,9 +79,9 @@ class Channels:
         self._sends.clear()
 
     def close(self) -> None:
-        """Destroy the process groups; all their ranks must call it."""
-        for group in set(self._groups.values()):
-            dist.destroy_process_group(group)
+        """Destroy the process groups, the last one first; all ranks must call it."""
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
         self._groups.clear()
 
     def _forget_finished(self) -> None:

@@ -23,6 +23,11 @@ from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Slot, Stretch
 from zeropp.engine.part import Part, make_part
 
+OPTIMIZER, SETTINGS, STEPS = "optimizer", "param_groups", "steps_done"
+Settings = tuple[tuple[str, Any], ...]  # of one optimizer group: names and values
+# How an optimizer computes belongs to the machine and not to the training.
+_OF_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
+
 
 @dataclass(frozen=True)
 class State:
@@ -30,34 +35,45 @@ class State:
 
     ``model``: parts of parameters, trained and frozen, and persistent buffers. ``optimizer``: parts
     of what the optimizer keeps for each parameter, named ``{piece}.{parameter}.{kind}``, and its
-    counters.
+    counters. ``settings``: learning rate and other numbers of each optimizer group, by its name.
+    ``unbegun``: what an optimizer that has not begun would keep for each of its tensors; those in
+    ``optimizer`` are then parts of these.
     """
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
+    settings: dict[str, Settings]
     steps_done: Tensor
+    unbegun: dict[Tensor, dict[str, Any]]
 
-    def nested(self) -> dict[str, Any]:
-        """As a checkpoint has it."""
-        kinds = {"model": self.model, "optimizer": self.optimizer}
-        named = {name: values for name, values in kinds.items() if values}
-        return {**named, "steps_done": self.steps_done}
+    def named(self) -> dict[str, Any]:
+        """As one dict: names of the unsharded model at the top, and ``optimizer`` and
+        ``steps_done`` beside them. No layer can have such a name, because layers are numbers."""
+        optimizer: dict[str, Any] = {**self.optimizer}
+        if self.settings:
+            optimizer[SETTINGS] = self.settings
+        beside = {OPTIMIZER: optimizer} if optimizer else {}
+        return {**self.model, **beside, STEPS: self.steps_done}
 
 
 def state_of(
     flats: Iterable[FlatParameters],
     optimizer: torch.optim.Optimizer,
+    group_names: Mapping[int, str],
     steps_done: int,
     buffers: Mapping[str, Tensor],
 ) -> State:
-    """The state of one rank, whose flat parameters are settled."""
-    prepare_optimizer(optimizer)
-    state = State(dict(buffers), {}, torch.tensor(steps_done))
+    """The state of one rank, whose flat parameters are settled. ``group_names``: the optimizer
+    group of a tensor, by the tensor's identity."""
+    settings = _settings_of(optimizer, group_names)
+    unbegun = _state_to_be(optimizer)
+    kept = unbegun or optimizer.state
+    state = State(dict(buffers), {}, settings, torch.tensor(steps_done), unbegun)
     for flat in flats:
         owned = flat.layout.owned
         state.model.update(_described("{}", flat, flat.rows, owned))
         for group, mine in flat.layout.groups() if flat.trainable else ():
-            for kind, value in optimizer.state[flat.owned[group]].items():
+            for kind, value in kept.get(flat.owned[group], {}).items():
                 if not isinstance(value, Tensor):
                     continue
                 name = f"{{}}.{kind}"
@@ -80,10 +96,11 @@ def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Ten
 
 
 def save(state: State, directory: Path | str) -> None:
-    """Write a state, whole or not at all; collective."""
+    """Write a state, whole or not at all, under the names that torch's ``save`` gives a Stateful
+    that is called ``model``; collective."""
 
     def write(place: Path) -> None:
-        state_dict_saver.save(state.nested(), checkpoint_id=str(place))
+        state_dict_saver.save({"model": state.named()}, checkpoint_id=str(place))
 
     write_whole(Path(directory), write)
 
@@ -95,13 +112,48 @@ def load(state: State, directory: Path | str) -> None:
     """
     place = checked(Path(directory))
     with torch.no_grad():
-        state_dict_loader.load(state.nested(), checkpoint_id=str(place))
+        state_dict_loader.load({"model": state.named()}, checkpoint_id=str(place))
 
 
-def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer's state exist, all zeros, if it has none yet: one step of rate zero."""
+def go_on_from(
+    state: State, optimizer: torch.optim.Optimizer, group_names: Mapping[int, str]
+) -> None:
+    """Let an optimizer go on from what has been read into the tensors and settings of a state."""
+    if int(state.steps_done):  # otherwise it has still not begun, and makes its own beginning
+        optimizer.state.update(state.unbegun)
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            group.update(state.settings.get(group_names.get(id(one), ""), ()))
+
+
+def _settings_of(
+    optimizer: torch.optim.Optimizer, group_names: Mapping[int, str]
+) -> dict[str, Settings]:
+    """Numbers, switches and tuples of them, which a scheduler may have changed or added."""
+    return {
+        group_names[id(one)]: tuple(
+            (key, value)
+            for key, value in group.items()
+            if key not in _OF_MACHINE and _is_plain(value)
+        )
+        for group in optimizer.param_groups
+        for one in group["params"]
+        if id(one) in group_names
+    }
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_plain(one) for one in value)
+    return value is None or isinstance(value, (bool, int, float))
+
+
+def _state_to_be(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """Zeros in the place of what an optimizer will keep, if it has not begun: found by one step of
+    rate zero. The optimizer is left without state, because not every state begins with zeros
+    (NAdam's ``mu_product``, Rprop's ``step_size``)."""
     if optimizer.state:
-        return
+        return {}
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -109,12 +161,15 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    for state in optimizer.state.values():
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    made: dict[Tensor, dict[str, Any]] = dict(optimizer.state)
+    optimizer.state.clear()
+    for state in made.values():
         for value in state.values():
             if isinstance(value, Tensor):
                 value.zero_()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    return made
 
 
 def boxes(shape: Sequence[int], stretch: Stretch) -> Iterator[tuple[tuple[int, ...], Stretch]]:

@@ -43,10 +43,11 @@ def write_whole(directory: Path, write: Callable[[Path], None]) -> None:
 def checked(directory: Path) -> Path:
     """The directory to read from, once every file in it is what was written; collective.
 
-    Raises CheckpointError on every rank where a file is missing or differs.
+    What torch's own ``save`` has written has no digests, so nothing can be checked. Raises
+    CheckpointError on every rank where a file is missing or differs.
     """
     place, expected = together(lambda: _listed(directory))
-    found = _digests_over_ranks(place)
+    found = _digests_over_ranks(place) if expected else {}
     for name, digest in sorted(expected.items()):
         if found.get(name) != digest:
             state = "missing" if name not in found else "damaged (its digest differs)"
@@ -90,10 +91,13 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _listed(directory: Path) -> tuple[Path, dict[str, str]]:
-    """The directory that holds the whole checkpoint, and its files' digests by name."""
+    """The directory that holds the whole checkpoint, and its files' digests by name; none where
+    torch's own ``save`` has written it."""
     if not directory.exists() and _beside(directory, "previous").exists():
         directory = _beside(directory, "previous")
     listing = directory / _DIGESTS
+    if not listing.is_file() and (directory / ".metadata").is_file():
+        return directory, {}
     if not listing.is_file():
         raise CheckpointError(f"{directory}: no checkpoint (there is no {_DIGESTS})")
     return directory, json.loads(listing.read_text())

@@ -40,8 +40,8 @@ class Engine:
 
     ``schedule`` is lowered; ``boundary(stage)`` gives the shapes of the tensors that one microbatch
     sends into a stage. ``optimizer``: a configuration, or a function that makes one from flat
-    tensors by optimizer group (``EngineOptions.group_of``; a group that this rank has nothing of is
-    empty). Any optimizer that works element by element will do.
+    tensors by optimizer group (``EngineOptions.group_of``; a group that this rank has nothing of
+    has one empty tensor). Any optimizer that works element by element will do.
     """
 
     def __init__(
@@ -105,7 +105,8 @@ class Engine:
         self._tied = TiedWeights(options.tied, shards, schedule, layout, options.timeout)
         undo.callback(self._tied.close)
         self._clip_norm = optimizer.clip_norm if isinstance(optimizer, OptimizerConfig) else 0.0
-        self.optimizer = together(lambda: make_optimizer(self.flats, optimizer, device))
+        made = together(lambda: make_optimizer(self.flats, optimizer, device))
+        self.optimizer, self._group_names = made
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def step(
@@ -152,11 +153,12 @@ class Engine:
         self._gather_updated()
         self.steps_done += 1
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Unsharded fp32 CPU copies, named ``{piece}.{name}``."""
+    def full_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Unsharded fp32 CPU copies, named ``{piece}.{name}``; a parameter that has several names
+        in the model comes once, or under each of them with ``every_name``."""
         self._settle()
         for flat in self.flats:
-            yield from self._whole(flat, flat.rows, torch.float32)
+            yield from self._whole(flat, flat.rows, torch.float32, every_name=every_name)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded CPU copies of the last step's gradients, named ``{piece}.{name}``."""
@@ -179,13 +181,13 @@ class Engine:
         """Parameters, buffers and optimizer state, as this rank holds them: tensors that share
         their memory."""
         self._settle()
-        return together(
-            lambda: checkpoint.state_of(self.flats, self.optimizer, self.steps_done, self.buffers())
-        )
+        updated = self.flats, self.optimizer, self._group_names
+        return together(lambda: checkpoint.state_of(*updated, self.steps_done, self.buffers()))
 
     def take_over(self, state: checkpoint.State) -> None:
         """Go on from what has been written into the tensors of ``state()``."""
         self.steps_done = int(state.steps_done)
+        checkpoint.go_on_from(state, self.optimizer, self._group_names)
         self._gather_updated()
 
     def buffers(self) -> dict[str, Tensor]:
@@ -267,13 +269,13 @@ class Engine:
             chunk.shards.gather_updated()
 
     def _whole(
-        self, flat: FlatParameters, mine: Tensor, dtype: torch.dtype
+        self, flat: FlatParameters, mine: Tensor, dtype: torch.dtype, *, every_name: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        whole = flat.whole(mine)
-        for slot, tensor in flat.views(whole):
-            piece, name = slot.names[0]
-            if flat is not self._tied.copy:
-                yield f"{piece}.{name}", tensor.to(dtype, copy=True).cpu()
+        for slot, tensor in flat.views(flat.whole(mine)):
+            once = () if flat is self._tied.copy else slot.names[:1]
+            whole = tensor.to(dtype, copy=True).cpu()
+            for piece, name in slot.names if every_name else once:
+                yield f"{piece}.{name}", whole
 
     def _reduce_result(self, losses: Sequence[Tensor]) -> StepResult:
         """Loss and gradient norm, the same on every rank: one all-reduce of three numbers.

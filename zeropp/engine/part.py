@@ -28,23 +28,19 @@ class Part(Tensor):
 
     boxes: tuple[Box, ...]
 
+    def is_cut_as(self, other: Part) -> bool:
+        """Whether another part of the same tensor has the same boxes."""
+        return [offsets for offsets, _ in other.boxes] == [offsets for offsets, _ in self.boxes]
+
     @torch.no_grad()
     def load(self, value: Tensor) -> None:
-        """Copy this rank's boxes out of a whole tensor, or out of a part that has the same boxes.
-
-        Raises ValueError where shapes or boxes differ.
-        """
-        if value.shape != self.shape:
-            raise ValueError(f"has shape {tuple(value.shape)}, the model {tuple(self.shape)}")
+        """Copy this rank's boxes out of a whole tensor of this shape, or out of a part that is cut
+        in the same way."""
         if not isinstance(value, Part):
             for offsets, box in self.boxes:
                 ends = zip(offsets, box.shape, strict=True)
                 box.copy_(value[tuple(slice(begin, begin + size) for begin, size in ends)])
             return
-        if [offsets for offsets, _ in value.boxes] != [offsets for offsets, _ in self.boxes]:
-            raise ValueError(
-                "is cut as on another rank (load it with torch.distributed.checkpoint)"
-            )
         for (_, mine), (_, theirs) in zip(self.boxes, value.boxes, strict=True):
             if mine.data_ptr() != theirs.data_ptr():
                 mine.copy_(theirs)

@@ -61,7 +61,7 @@ class ChunkShards:
         self._deferred = {id(weight) for weight in deferred}
         found = _parameters(pieces)
         _tie(found, tied)
-        self.flats = list(self._make_flats(found, set(tied or ())))
+        self.flats = list(self._make_flats(found, tied or ()))
 
     def unshard(self) -> None:
         """Start to gather the parameters after the compute so far; call ``wait`` before using
@@ -127,18 +127,23 @@ class ChunkShards:
         """Bytes of gradients whose reduction over the shards has not begun."""
         return sum(flat.unreduced_bytes() for flat in self.flats)
 
-    def _make_flats(self, found: Sequence[_Found], tied: set[Name]) -> Iterator[FlatParameters]:
+    def _make_flats(
+        self, found: Sequence[_Found], tied: Sequence[Name]
+    ) -> Iterator[FlatParameters]:
         lots: dict[tuple[bool, bool, Name | None], list[_Found]] = defaultdict(list)
         for one in found:
             shared = next((name for name in one.names if name in tied), None)
             deferred = shared is None and id(one.parameters[0]) in self._deferred
             lots[one.trainable, deferred and one.trainable, shared].append(one)
-        for (trainable, deferred, _), lot in lots.items():
-            yield self._make_flat(lot, trainable=trainable, deferred=deferred)
+        for (trainable, deferred, shared), lot in lots.items():
+            # Both copies of a tied parameter are updated alike, so both ask by its first name.
+            asked = None if shared is None else tied[0]
+            yield self._make_flat(lot, asked, trainable=trainable, deferred=deferred)
 
     def _make_flat(
-        self, lot: Sequence[_Found], *, trainable: bool, deferred: bool
+        self, lot: Sequence[_Found], asked: Name | None, *, trainable: bool, deferred: bool
     ) -> FlatParameters:
+        """A buffer of these parameters; ``asked`` replaces the name that ``group_of`` is given."""
         options, groups = self._options, self._groups
         zero = options.zero and trainable
         rows = groups.replicas if zero else 1
@@ -147,7 +152,11 @@ class ChunkShards:
         group_of = options.group_of
         layout = lay_out(
             (
-                (one.names, one.parameters[0].shape, group_of(one.names[0], one.parameters[0]))
+                (
+                    one.names,
+                    one.parameters[0].shape,
+                    group_of(asked or one.names[0], one.parameters[0]),
+                )
                 for one in lot
             ),
             cut,

@@ -1,8 +1,5 @@
-"""A rank's state as one state dict, in the form that users of torch.distributed.checkpoint expect.
-
-Parameters and buffers have the names of the unsharded model at the top; ``optimizer`` and
-``steps_done`` stand beside them, and no layer can have such a name, because layers are numbers.
-"""
+"""Takes over a state dict that is given by name, in the form that users of torch's
+``torch.distributed.checkpoint`` expect (``zeropp.engine.checkpoint.State.named``)."""
 
 from __future__ import annotations
 
@@ -13,54 +10,69 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.engine.checkpoint import State
+from zeropp.engine.checkpoint import OPTIMIZER, SETTINGS, STEPS, State
 from zeropp.engine.part import Part
-
-_OPTIMIZER, _STEPS = "optimizer", "steps_done"
-
-
-def named_state(state: State) -> dict[str, Any]:
-    """A state as one dict."""
-    optimizer = {_OPTIMIZER: state.optimizer} if state.optimizer else {}
-    return {**state.model, **optimizer, _STEPS: state.steps_done}
 
 
 def load_named(state: State, given: Mapping[str, Any]) -> None:
-    """Copy a dict like that of ``named_state``, or of whole tensors, into a state; collective.
+    """Copy a dict like that of ``State.named``, or of whole tensors, into a state; collective.
 
     What is given of the optimizer may be less than what the state has. Raises ValueError, the same
-    on every rank, for a name that is missing or that no rank has, and for another shape.
+    on every rank and before anything is copied, for a name that is missing or that no rank has, and
+    for another shape.
     """
-    optimizer: Mapping[str, Tensor] = given.get(_OPTIMIZER, {})
-    model = {name: value for name, value in given.items() if name not in (_OPTIMIZER, _STEPS)}
-    problems = [_missing(state, model), *_copied(state.model, model, "")]
-    problems += _copied(state.optimizer, optimizer, f"{_OPTIMIZER}.")
-    if _STEPS in given:
-        state.steps_done.fill_(int(given[_STEPS]))
-    names = [*model, *(f"{_OPTIMIZER}.{name}" for name in optimizer)]
-    known = [*state.model, *(f"{_OPTIMIZER}.{name}" for name in state.optimizer)]
-    _raise_together(next(filter(None, problems), ""), names, known)
+    steps = int(given.get(STEPS, state.steps_done))
+    kept = dict(given.get(OPTIMIZER, {}))
+    settings = kept.pop(SETTINGS, {})
+    model = {name: value for name, value in given.items() if name not in (OPTIMIZER, STEPS)}
+    offered = {**model, **_named_as(OPTIMIZER, kept)}
+    held = {**state.model, **_named_as(OPTIMIZER, state.optimizer)}
+    theirs, mine = (_named_as(f"{OPTIMIZER}.{SETTINGS}", s) for s in (settings, state.settings))
+    problem = _missing(state, model) or _first_problem(held, offered)
+    _raise_together(problem, [*offered, *theirs], [*held, *mine])
+    _copy(held, offered)
+    state.settings.update((name, settings[name]) for name in state.settings if name in settings)
+    state.steps_done.fill_(steps)
+    if not kept:  # an optimizer that has not begun stays so
+        state.unbegun.clear()
 
 
-def _missing(state: State, model: Mapping[str, Tensor]) -> str:
+def _named_as(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}.{name}": value for name, value in values.items()}
+
+
+def _missing(state: State, model: Mapping[str, Any]) -> str:
     return next((f"{name}: is missing" for name in state.model if name not in model), "")
 
 
-@torch.no_grad()
-def _copied(held: Mapping[str, Tensor], given: Mapping[str, Tensor], prefix: str) -> list[str]:
-    """Copy what is given of what is held; the problems that came up."""
-    problems = []
+def _first_problem(held: Mapping[str, Tensor], offered: Mapping[str, Any]) -> str:
+    """The first thing that cannot be copied into what is held, or an empty text."""
     for name, target in held.items():
-        if name not in given:
+        why = _problem(target, offered[name]) if name in offered else ""
+        if why:
+            return f"{name}: {why}"
+    return ""
+
+
+def _problem(target: Tensor, value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"is of type {type(value).__name__}, which is no tensor"
+    if value.shape != target.shape:
+        return f"has shape {tuple(value.shape)}, the model {tuple(target.shape)}"
+    if isinstance(target, Part) and isinstance(value, Part) and not target.is_cut_as(value):
+        return "is cut as on another rank (load it with torch.distributed.checkpoint)"
+    return ""
+
+
+@torch.no_grad()
+def _copy(held: Mapping[str, Tensor], offered: Mapping[str, Tensor]) -> None:
+    for name, target in held.items():
+        if name not in offered:
             continue
-        try:
-            if isinstance(target, Part):
-                target.load(given[name])
-            elif target is not given[name]:
-                target.copy_(given[name])
-        except (ValueError, RuntimeError) as error:
-            problems.append(f"{prefix}{name}: {error}")
-    return problems
+        if isinstance(target, Part):
+            target.load(offered[name])
+        elif target is not offered[name]:
+            target.copy_(offered[name])
 
 
 def _raise_together(problem: str, names: list[str], known: list[str]) -> None:

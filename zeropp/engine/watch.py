@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Name, Slot
 
+_VALUES = ""  # a parameter's own values, beside the names of what an optimizer keeps of it
 _Report = tuple[str, list[Name]]  # a parameter that was changed, parameters newly used
 
 
@@ -78,13 +79,17 @@ class ParameterWatch:
         """An update inside leaves what nothing has used yet, and what the optimizer keeps of it,
         as it was."""
         before = {key: view.clone() for key, view in self._views(optimizer)}
+        with torch.no_grad():
+            # Of values and gradients that are zero, an optimizer that now begins keeps what every
+            # parameter's state begins with.
+            for (_, kind), view in self._views(optimizer):
+                if kind == _VALUES:
+                    view.zero_()
         yield
         with torch.no_grad():
             for key, view in self._views(optimizer):
                 if key in before:
                     view.copy_(before[key])
-                else:  # the optimizer has just begun to keep it
-                    view.zero_()
 
     def _note(self, parameter: Tensor) -> None:
         self._used.add(id(parameter))
@@ -111,7 +116,7 @@ class ParameterWatch:
                     continue
                 group = groups[slot.group]
                 mine, owned = slot.stretch.meet(group), flat.owned[slot.group]
-                kept = {"": owned.detach(), **optimizer.state.get(owned, {})}
+                kept = {_VALUES: owned.detach(), **optimizer.state.get(owned, {})}
                 for kind, tensor in kept.items():
                     if len(mine) and isinstance(tensor, Tensor) and tensor.shape == owned.shape:
                         yield (slot.names[0], kind), tensor[mine.inside(group)]

@@ -46,7 +46,8 @@ def papers_own(task: Task) -> Priced:
 
     Everything is recomputed on both sides, 3D runs plain 1F1B, and memory is comparable: ZeroPP has
     the largest unit with which its peak is at most a tenth above the larger peak of 3D, or the
-    smallest unit if there is none. Empty if no pipeline fits for all.
+    smallest unit if there is none, which the judge then reports as needing more memory. Empty if no
+    pipeline fits for all.
     """
     for setting in _equal_settings(task, "full", interleaved=False):
         *three, (_, given) = setting

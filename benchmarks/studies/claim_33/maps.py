@@ -13,7 +13,7 @@ from matplotlib.colors import TwoSlopeNorm
 from benchmarks.report import loss_split, words
 from benchmarks.report.picture import Picture, save
 from benchmarks.studies.claim_33.grid import BandwidthSpec, VerdictSpec
-from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, JUDGED
+from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, JUDGED, with_bound
 from zeropp.sim.losses import Losses
 
 
@@ -50,6 +50,7 @@ def draw_losses(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]
     if "limit_s" not in plans:
         return []
     band = spec.bandwidth
+    plans = with_bound(plans)
     own = plans[(plans.model == band.model) & (plans.cluster == band.cluster)]
     own = own[(own["mode"] == "best") & (own.num_gpus == band.num_gpus) & (own.bandwidth == 1.0)]
     cells = [

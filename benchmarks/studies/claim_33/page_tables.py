@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Collection, Iterator, Mapping
 
 import pandas as pd
 
 from benchmarks.report import words
+from benchmarks.studies.claim_33.behind import behind, bound_note
 from benchmarks.studies.claim_33.judge import (
     BASELINES,
     CELL,
     CLAIM,
+    COMPARABLE,
     EQUAL,
     JUDGED,
     MODES,
     TIE,
+    at_edge,
+    judge,
+    reached,
     unfit,
 )
-from zeropp.sim.losses import Losses
+from benchmarks.studies.claim_33.markdown import table
 
-_KINDS = [kind.name for kind in fields(Losses) if kind.name != "limit"]
+Key = tuple[str, str, int, int, float]  # model, cluster, GPUs, global batch, bandwidth
+
 _LABELS = {"zeropp": "ZeroPP", **BASELINES}
 
 _REPRODUCED = [
@@ -30,38 +35,79 @@ _REPRODUCED = [
 ]
 
 
-def page_tables(verdicts: pd.DataFrame, plans: pd.DataFrame) -> dict[str, str]:
-    """Markdown by name: ``answer`` (one sentence per baseline), and the tables ``cells``, ``best``,
-    ``limit``, ``behind``, ``reproduced``, ``memory``, ``network``, ``equal``, ``paper``.
-    ``verdicts`` are the judged cells, ``plans`` the rows that they were judged from."""
+def page_tables(plans: pd.DataFrame, configured: Collection[Key]) -> dict[str, str]:
+    """Markdown by name: ``answer`` (one sentence per baseline), ``bound`` (whose plans it takes),
+    ``missing`` (cells without rows), and the tables ``cells``, ``best``, ``limit``, ``behind``,
+    ``reproduced``, ``memory``, ``network``, ``equal``, ``paper``. ``plans`` are the rows, and
+    ``configured`` the keys of all cells that the study's configuration asks for."""
+    verdicts = judge(plans)
     own = verdicts[verdicts.bandwidth == 1.0]
     best, equal, paper = (own[own["mode"] == mode] for mode in MODES)
     return {
         "answer": _answer(best),
+        "bound": bound_note(plans),
+        "missing": _missing(plans, configured),
         "cells": _cells(best),
-        "behind": _behind(best, plans),
+        "behind": behind(best, plans),
         "best": _spread(best, list(BASELINES), "speedup_over_{}", "ZeroPP over"),
         "limit": _spread(best, ["zeropp", *BASELINES], "{}_share_of_limit", "contender"),
         "reproduced": _reproduced(best),
         "memory": _memory({"best plans": best, "equal degrees": equal, "paper's setting": paper}),
         "network": _network(verdicts[verdicts["mode"] == "best"]),
-        "equal": _spread(equal, list(EQUAL), "speedup_over_{}", "ZeroPP over"),
-        "paper": _spread(paper, list(EQUAL), "speedup_over_{}", "ZeroPP over"),
+        "equal": _given(equal),
+        "paper": _given(paper),
     }
 
 
 def _answer(best: pd.DataFrame) -> str:
-    """What the cells say of the claim, with one sentence per judged contender."""
-    told = []
-    for name in JUDGED:
-        speedups = best[f"speedup_over_{name}"].dropna()
-        reached = int((speedups >= CLAIM).sum())
-        told.append(
-            f"Over {BASELINES[name]}, ZeroPP at its best plan reaches {CLAIM} times the speed in "
-            f"{reached} of {len(speedups)} cells (median {words.ratio(speedups.median())}, from "
-            f"{words.ratio(speedups.min())} to {words.ratio(speedups.max())})." + unfit(best, name)
-        )
+    """What the cells say of the claim, with a few sentences per judged contender."""
+    told = (f"Over {BASELINES[n]}, ZeroPP at its best plan {_reached(best, n)}" for n in JUDGED)
     return " ".join(told)
+
+
+def _reached(cells: pd.DataFrame, name: str) -> str:
+    """The rest of a sentence on how often ZeroPP reaches the claim over a contender, and with how
+    much memory."""
+    speedups = cells[f"speedup_over_{name}"].dropna()
+    fast, comparable = reached(cells, name)
+    memory = f", in {comparable} of them with at most {COMPARABLE} times the memory" if fast else ""
+    edge = at_edge(cells, name)
+    are = "1 cell is" if edge == 1 else f"{edge} cells are"
+    return (
+        f"reaches {CLAIM} times the speed in {fast} of {len(speedups)} cells{memory} (median "
+        f"{words.ratio(speedups.median())}, from {words.ratio(speedups.min())} to "
+        f"{words.ratio(speedups.max())})."
+        + (f" {are} at the claim's edge, within {TIE:.0%} of {CLAIM}." if edge else "")
+        + unfit(cells, name)
+    )
+
+
+def _given(cells: pd.DataFrame) -> str:
+    """Speed-ups in a given setting, and how often they come at comparable memory."""
+    spread = _spread(cells, list(EQUAL), "speedup_over_{}", "ZeroPP over")
+    if cells.empty:
+        return spread
+    told = (f"Over {BASELINES[name]}, ZeroPP {_reached(cells, name)}" for name in EQUAL)
+    held = (
+        f"Its peak is at most {COMPARABLE} times that of {BASELINES[name]} in "
+        f"{int((cells.zeropp_peak_gib <= COMPARABLE * cells[f'{name}_peak_gib']).sum())} of "
+        f"{len(cells)} cells."
+        for name in EQUAL
+    )
+    return "\n\n".join([spread, " ".join([*told, *held])])
+
+
+def _missing(plans: pd.DataFrame, configured: Collection[Key]) -> str:
+    """Which configured cells have no rows."""
+    missing = sorted(set(configured) - set(plans[CELL].itertuples(index=False, name=None)))
+    if not missing:
+        return "Every cell that the study's configuration asks for is among the rows."
+    told = [
+        f"{words.model_label(model)} on {gpus} {words.cluster_label(cluster)}, "
+        f"{batch / gpus:g} per GPU" + ("" if factor == 1.0 else f", {factor:g}× the bandwidth")
+        for model, cluster, gpus, batch, factor in missing
+    ]
+    return "Configured, but not among the rows: " + "; ".join(told) + "."
 
 
 def _cells(best: pd.DataFrame) -> str:
@@ -71,34 +117,7 @@ def _cells(best: pd.DataFrame) -> str:
         batches = ", ".join(f"{batch:g}" for batch in sorted(group.sequences_per_gpu))
         names = [words.model_label(str(model)), words.cluster_label(str(cluster))]
         rows.append([*names, str(gpus), batches])
-    return _markdown(["model", "cluster", "GPUs", "sequences per GPU and step"], rows)
-
-
-def _behind(best: pd.DataFrame, plans: pd.DataFrame) -> str:
-    """Cells in which ZeroPP is behind the bound by more than a tie, and which losses differ."""
-    rows = []
-    lost = plans[(plans["mode"] == "best") & plans.limit_s.notna()].set_index([*CELL, "contender"])
-    slower = best[best.speedup_over_best_3d < 1 - TIE].sort_values("speedup_over_best_3d")
-    for _, cell in slower.iterrows():
-        key = tuple(cell[name] for name in CELL)
-        ours, theirs = (lost.loc[(*key, name)] for name in ("zeropp", "best_3d"))
-        more = {
-            kind: 100 * float(ours[f"{kind}_s"] - theirs[f"{kind}_s"]) / float(ours["limit_s"])
-            for kind in _KINDS
-        }
-        ranked = sorted(more, key=more.__getitem__, reverse=True)
-        place = [words.model_label(key[0]), words.cluster_label(key[1]), str(key[2]), str(key[3])]
-        ratio = words.ratio(cell["speedup_over_best_3d"])
-        kinds = ([k for k in ranked[:3] if more[k] >= 0.5], [k for k in ranked[-2:] if more[k] < 0])
-        rows.append([*place, ratio, *(_told(side, more) for side in kinds)])
-    if not rows:
-        return f"ZeroPP is behind the bound by more than {TIE:.0%} in no cell."
-    heads = ["model", "cluster", "GPUs", "batch", "over the bound", "loses more to", "less to"]
-    return _markdown(heads, rows)
-
-
-def _told(kinds: Iterable[str], more: Mapping[str, float]) -> str:
-    return ", ".join(f"{kind.replace('_', ' ')} {more[kind]:+.1f} %" for kind in kinds)
+    return table(["model", "cluster", "GPUs", "sequences per GPU and step"], rows)
 
 
 def _spread(cells: pd.DataFrame, names: list[str], column: str, head: str) -> str:
@@ -114,7 +133,7 @@ def _spread(cells: pd.DataFrame, names: list[str], column: str, head: str) -> st
             spread = f"{values.median():.2f} ({values.min():.2f} to {values.max():.2f})"
             row.append(spread if len(values) else "nothing fits")
         rows.append(row)
-    return _markdown([head, *(f"{float(str(batch)):g} per GPU" for batch in batches)], rows)
+    return table([head, *(f"{float(str(batch)):g} per GPU" for batch in batches)], rows)
 
 
 def _reproduced(cells: pd.DataFrame) -> str:
@@ -128,7 +147,7 @@ def _reproduced(cells: pd.DataFrame) -> str:
         for row in found[_REPRODUCED].itertuples(index=False, name=None)
     ]
     heads = ["model", "cluster", "GPUs", "batch", *(f"over {_LABELS[name]}" for name in JUDGED)]
-    return _markdown([*heads, "ZeroPP GiB", "DeepSpeed GiB"], rows)
+    return table([*heads, "ZeroPP GiB", "DeepSpeed GiB"], rows)
 
 
 def _memory(bases: Mapping[str, pd.DataFrame]) -> str:
@@ -141,7 +160,7 @@ def _memory(bases: Mapping[str, pd.DataFrame]) -> str:
                 continue
             values = (ratios.min(), ratios.median(), ratios.max())
             rows.append([label, BASELINES[name], *(f"{value:.2f}" for value in values)])
-    return _markdown(["plans", "peak over that of", "lowest", "median", "highest"], rows)
+    return table(["plans", "peak over that of", "lowest", "median", "highest"], rows)
 
 
 def _network(best: pd.DataFrame) -> str:
@@ -154,20 +173,9 @@ def _network(best: pd.DataFrame) -> str:
         for name in JUDGED
         for sequences, group in varied.groupby("sequences_per_gpu")
     ]
-    return _markdown(["over", "sequences per GPU", *(f"{factor:g}×" for factor in factors)], rows)
+    return table(["over", "sequences per GPU", *(f"{factor:g}×" for factor in factors)], rows)
 
 
 def _by_factor(group: pd.DataFrame, name: str, factors: list[float]) -> Iterator[str]:
     speedups = group.set_index("bandwidth")[f"speedup_over_{name}"]
     return (f"{speedups[factor]:.2f}" for factor in factors)
-
-
-def _markdown(heads: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table in which columns of numbers are aligned to the right."""
-    rules = ["---:" if _is_numeric([row[i] for row in rows]) else "---" for i in range(len(heads))]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "|".join(rules) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def _is_numeric(texts: list[str]) -> bool:
-    return bool(texts) and all(text.replace(".", "", 1).isdigit() for text in texts)

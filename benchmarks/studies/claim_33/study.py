@@ -23,7 +23,8 @@ from benchmarks.report.paper import paper_table
 from benchmarks.report.write import write_table_forms
 from benchmarks.specification.command import check_writable, leave_interrupts_to_parent
 from benchmarks.specification.progress import progress_line
-from benchmarks.studies.claim_33.cells import Cell, Job, Row, jobs_of
+from benchmarks.studies.claim_33.cells import COMPARED, Cell, Job, Row, jobs_of
+from benchmarks.studies.claim_33.given_settings import GIVEN
 from benchmarks.studies.claim_33.grid import VerdictSpec, cells_of, verdict_spec
 from benchmarks.studies.claim_33.judge import CELL, judge, summary
 from benchmarks.studies.claim_33.maps import draw, draw_losses
@@ -71,16 +72,15 @@ def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
 
 
 def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bool) -> None:
-    """Simulate the cells that are missing in the file ``path``, with one process per core, and add
-    their rows, sorted. A cell is written when all of its contenders are done."""
+    """Simulate the parts of cells that are missing in the file ``path``, with one process per core,
+    and add their rows, sorted. A cell is written when all of its missing parts are done."""
     rows: list[dict[str, Any]] = []
     if path.exists() and not anew:
         rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
-    have = {tuple(row[name] for name in CELL) for row in rows}
-    todo = [cell for cell in cells if cell.key not in have]
+    todo = missing_jobs(rows, cells, spec.tolerance)
     sha, dirty = git_state()
     commit = sha[:12] + ("+changes" if dirty else "")
-    jobs = [job for cell in todo for job in jobs_of(cell, spec.tolerance)]
+    jobs = [job for missing in todo.values() for job in missing]
     parts: dict[Cell, dict[str, list[Row]]] = defaultdict(dict)
     with (
         multiprocessing.get_context("spawn").Pool(
@@ -92,13 +92,36 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
         for job, found in pool.imap_unordered(_done, jobs):
             mine = parts[job.cell]
             mine[job.part] = found
-            if len(mine) < len(jobs_of(job.cell, spec.tolerance)):
+            if len(mine) < len(todo[job.cell]):
                 continue
-            for other in jobs_of(job.cell, spec.tolerance):  # in the order of the tables
-                rows += [row.columns() | {"commit": commit} for row in mine[other.part]]
-            table = pd.DataFrame(rows).sort_values([*CELL, "mode"], kind="stable")
+            rows += [row.columns() | {"commit": commit} for part in mine.values() for row in part]
+            rows.sort(key=_order)
+            table = pd.DataFrame(rows)
             write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
             bar.advance(line)
+
+
+def missing_jobs(
+    rows: list[dict[str, Any]], cells: list[Cell], tolerance: float
+) -> dict[Cell, list[Job]]:
+    """The parts without rows, by cell. A given setting in which nothing fits leaves no rows, and is
+    tried again."""
+    have = {
+        (*(row[name] for name in CELL), row["mode"] if row["mode"] in GIVEN else row["contender"])
+        for row in rows
+    }
+    jobs = {
+        cell: [job for job in jobs_of(cell, tolerance) if (*cell.key, job.part) not in have]
+        for cell in cells
+    }
+    return {cell: missing for cell, missing in jobs.items() if missing}
+
+
+def _order(row: dict[str, Any]) -> tuple[object, ...]:
+    """The place of a row in the file: by cell and mode, contenders in the order of the tables."""
+    places = {contender.name: place for place, contender in enumerate(COMPARED)}
+    place = places.get(row["contender"], len(places))  # older rows may have other contenders
+    return (*(row[name] for name in CELL), row["mode"], place)
 
 
 def _done(job: Job) -> tuple[Job, list[Row]]:
