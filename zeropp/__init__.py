@@ -9,13 +9,16 @@ In: a model as a list of layers, a loss function and the degrees of parallelism.
 trains in pipeline stages, on one rank of a process group.
 For the library itself read ``schedule`` (which action when), ``plan`` (what every rank does),
 ``cost`` and ``sim`` (what that takes), ``planner`` and ``tune`` (how a plan is chosen), ``engine``
-(what runs it), then ``api``. Importing the package imports no torch.
+(what runs it), then ``api``. Importing the package imports no torch;
+it sets the environment variables that CUDA must have read (``cuda_settings``).
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from zeropp import cuda_settings
 
 if TYPE_CHECKING:
     from zeropp.api import parallelize
@@ -43,6 +46,8 @@ _HOMES = {
     "ParallelModel": "zeropp.parallel_model",
     "parallelize": "zeropp.api",
 }
+
+cuda_settings.prepare()
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,6 @@ and the targets. ``torch.distributed`` must be initialised; all ranks call with 
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
@@ -17,10 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeropp import cuda_settings
 from zeropp.arguments import Arguments, Request, request_of
 from zeropp.choose import Job, choose
 from zeropp.cut import Stages, cut_as
-from zeropp.engine.checks import agreed, check_keywords, check_layers, described
+from zeropp.engine.checks import (
+    agreed,
+    check_keywords,
+    check_layers,
+    check_parameters,
+    described,
+)
 from zeropp.engine.engine import Engine
 from zeropp.engine.interpreter import LossFunction
 from zeropp.engine.options import Piece
@@ -89,6 +95,7 @@ def _cut(
     sizes = try_layers(layers, sample, request.sample_keywords)
     named = [keywords_of(loss_fn), *(one.names for one in sizes)]
     check_keywords(request.sample_keywords, len(sample), named)
+    check_parameters([one.kinds for one in sizes], request.tied, request.precision)
     if request.open:
         saved = saved_bytes(layers, sample, request.sample_keywords)
         job = Job(sizes, saved, dist.get_world_size(), global_batch, len(sample))
@@ -97,34 +104,25 @@ def _cut(
 
 
 def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
-    """Where this rank trains: as asked, else where its process group's tensors live."""
+    """Where this rank trains: as asked, else where its process group's tensors live.
+
+    A CUDA device becomes this process's current one, because streams and events are those of the
+    current device where none is named.
+    """
     on_cuda = (
         "nccl" in str(dist.get_backend_config()) if mesh is None else mesh.device_type == "cuda"
     )
-    if asked is not None:
-        device = torch.device(asked)
-    else:
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-        )
+    device = torch.device(asked or ("cuda" if on_cuda else "cpu"))
     if device.type == "cuda":
-        _prepare_cuda()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        if missing := cuda_settings.missing():
+            warnings.warn(
+                f"set {' '.join(missing)}, or import zeropp, before CUDA is used: steps may hang",
+                stacklevel=3,
+            )
     return device
-
-
-def _prepare_cuda() -> None:
-    """Ask CUDA for what early receives need, as long as it can be asked.
-
-    A kernel that is loaded on first use would wait for receives that are posted early; of the 8
-    hardware queues that are the default, two streams could share one. Warns where CUDA was
-    initialised without these settings.
-    """
-    wanted = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    missing = [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
-    if missing and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        warnings.warn(f"set {' '.join(missing)} before CUDA is used: steps may hang", stacklevel=4)
-    for name, value in wanted.items():
-        os.environ.setdefault(name, value)
 
 
 def _compare_values(pieces: Sequence[Piece]) -> None:

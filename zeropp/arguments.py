@@ -58,7 +58,7 @@ class Arguments(Keywords, total=False):
     of the last, in either order. Both begin with the first layer's values."""
     device: torch.device | str | None
     """By default the mesh's, or this process's CUDA device where the process group has NCCL, else
-    the CPU."""
+    the CPU. A CUDA device becomes the current one of this process (``torch.cuda.set_device``)."""
     lr_schedule: Callable[[int], float] | None
     """The factor on the learning rate, given the number of steps done."""
     dropout_seed: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from zeropp.engine.checks import check_batch, check_names, check_same_rows
 from zeropp.engine.engine import Engine
+from zeropp.engine.evaluation import RowsError
 from zeropp.engine.interpreter import Microbatches
 from zeropp.engine.stateful import load_named
+from zeropp.engine.together import together
 from zeropp.engine.values import split_rows
 from zeropp.layout import Layout
 from zeropp.training import StepResult
@@ -54,21 +57,14 @@ class ParallelModel:
         the loss function where that names it. Gives the loss of the global batch and the gradient's
         norm before clipping, equal on every rank. Raises ValueError where the number of rows is
         another, TypeError for other keyword inputs than ``sample_keywords`` had, and RuntimeError
-        under ``torch.no_grad`` or after a step that raised: what it left undone on the ranks
-        cannot be told, so the model must be built anew.
+        under ``torch.no_grad``; the other ranks raise PeerError, which is a RuntimeError, and
+        nothing has run. After a step that raised while it ran, the next one raises RuntimeError:
+        what ranks left undone cannot be told, so the model must be built anew.
         """
         self._check_whole()
-        if not torch.is_grad_enabled():
-            raise RuntimeError("train_step: gradients are disabled (leave torch.no_grad first)")
-        check_names(keyword_inputs, self._keywords)
-        batch = {"inputs": inputs, "targets": targets, **keyword_inputs}
-        check_batch(batch, self.rows.stop - self.rows.start)
-        try:
-            parts = self._microbatches(inputs, targets, keyword_inputs)
+        parts = together(lambda: self._training_batch(inputs, targets, keyword_inputs))
+        with self._noting_failure():
             return self.engine.step(parts.inputs, parts.targets, parts.keywords)
-        except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            raise
 
     def eval_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> float:
         """The loss of a batch, forward only: no gradients, every module in evaluation mode.
@@ -77,12 +73,12 @@ class ParallelModel:
         the same ``data_parallel_rank`` give the same rows. Gives the mean over all rows of all
         ranks (the sum with ``loss_reduction="sum"``), equal on every rank. Nothing of it stays: a
         training run with evaluations in it is the same as one without. Raises ValueError where
-        ranks of one pipeline have different rows, and TypeError as ``train_step`` does.
+        ranks of one pipeline have different rows, and otherwise what ``train_step`` does.
         """
         self._check_whole()
-        check_names(keyword_inputs, self._keywords)
-        check_same_rows({"inputs": inputs, "targets": targets, **keyword_inputs})
-        return self.engine.evaluate(self._microbatches(inputs, targets, keyword_inputs))
+        parts = together(lambda: self._evaluation_batch(inputs, targets, keyword_inputs))
+        with self._noting_failure():
+            return self.engine.evaluate(parts)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -162,6 +158,35 @@ class ParallelModel:
                 f"an earlier step raised {self._failure}; build the model anew and load a "
                 "checkpoint"
             )
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """After an error inside this context the model refuses further steps, unless every rank
+        has refused the batch before anything ran."""
+        try:
+            yield
+        except RowsError:
+            raise
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def _training_batch(
+        self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]
+    ) -> Microbatches:
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_step: gradients are disabled (leave torch.no_grad first)")
+        check_names(keyword_inputs, self._keywords)
+        batch = {"inputs": inputs, "targets": targets, **keyword_inputs}
+        check_batch(batch, self.rows.stop - self.rows.start)
+        return self._microbatches(inputs, targets, keyword_inputs)
+
+    def _evaluation_batch(
+        self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]
+    ) -> Microbatches:
+        check_names(keyword_inputs, self._keywords)
+        check_same_rows({"inputs": inputs, "targets": targets, **keyword_inputs})
+        return self._microbatches(inputs, targets, keyword_inputs)
 
     def _microbatches(
         self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]

@@ -159,11 +159,6 @@ def _open_world(spec: RunSpec) -> torch.device:
         device = torch.device("cpu")
         dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timeout)
     else:
-        # By default a kernel is loaded on its first use, which would wait for early receives.
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-        # With CUDA's default of 8 hardware queues two streams may share a queue, in which a send
-        # could wait for a receive that waits for its own sender.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group(

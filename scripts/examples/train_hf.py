@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     options = parser.parse_args(arguments)
     if not dist.is_initialized():
         dist.init_process_group()
-    hf = AutoModelForCausalLM.from_pretrained(options.folder)
+    hf = AutoModelForCausalLM.from_pretrained(options.folder).float()
     layers, tied = cut(hf), hf.config.tie_word_embeddings
     tokens = torch.randint(
         hf.config.vocab_size, (16, 33), generator=torch.Generator().manual_seed(0)

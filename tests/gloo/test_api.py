@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -207,6 +208,19 @@ def refused(case: str) -> str:
         "zero weight": {"weights": [1.0, 0.0, 1.0, 1.0]},
         "tied to nothing": {"tied": ((0, "weight"), (3, "no_such"))},
         "tied in the middle": {"tied": ((0, "weight"), (2, "weight"))},
+        "tied to no parameter of a function": {
+            "layers": [*layers[:3], lambda: linear().double()],
+            "tied": ((0, "weight"), (3, "wieght")),
+        },
+        "tied to another shape": {"tied": ((0, "weight"), (3, "bias"))},
+        "tied to a frozen one": {
+            "layers": [*layers[:3], lambda: linear().double().requires_grad_(False)],
+            "tied": ((0, "weight"), (3, "weight")),
+        },
+        "16 bits": {
+            "layers": [layer.bfloat16() for layer in seeded([linear] * 4)],
+            "sample": data()[0][:1].bfloat16(),
+        },
         "other values": {"shard": 2},
         "other rate": {"optimizer": optimizer, "pp": 2},
         "other knob": {"pp": 2, "unit": 1 + rank},
@@ -231,6 +245,10 @@ REFUSALS = {
     "short weights": "weights: 2 numbers for 4 layers",
     "zero weight": "every weight must be more than 0",
     "tied to nothing": "layers[3] has no parameter 'no_such'",
+    "tied to no parameter of a function": "layers[3] has no parameter 'wieght'",
+    "tied to another shape": "both must have the same shape and type, and both be trained",
+    "tied to a frozen one": "trained=False); both must have the same shape and type",
+    "16 bits": "'weight' is torch.bfloat16, but precision='fp32' computes in fp32",
     "tied in the middle": "must name a parameter of the first layer (0)",
     "other values": "layers[0]: 'weight' is not the same on ranks 0 and 1",
     "other rate": "ranks differ: rank 0 has",
@@ -272,23 +290,21 @@ def test_a_users_mesh(world: World) -> None:
 
 def misused() -> dict[str, str]:
     """What wrong steps say, and what a step says after one that raised."""
-    model = built(seeded([linear] * 4), pp=2)
+    model = built(seeded([linear] * 4), pp=2, timeout=timedelta(seconds=3))
     inputs, targets = data()
     found = {"rows": error_of(lambda: model.train_step(inputs[:3], targets[:3]))}
     with torch.no_grad():
         found["no_grad"] = error_of(lambda: model.train_step(inputs, targets))
-    narrow = inputs[:, :3]
-    if (
-        dist.get_rank() == 0
-    ):  # the first stage raises, and its peer waits for it no longer than told
-        found["raised"] = error_of(lambda: model.train_step(narrow, targets))
-        found["again"] = error_of(lambda: model.train_step(inputs, targets))
+    # The first stage raises, and its peer waits for it no longer than told.
+    narrow = inputs[:, :3] if dist.get_rank() == 0 else inputs
+    found["raised"] = error_of(lambda: model.train_step(narrow, targets))
+    found["again"] = error_of(lambda: model.train_step(inputs, targets))
     return found
 
 
 def test_steps_that_cannot_be_right(world: World) -> None:
-    first, _ = world.run(misused, size=2)
-    assert first["rows"].startswith("ValueError: inputs: 3 rows, but this rank trains on 12 rows")
-    assert first["no_grad"].startswith("RuntimeError: train_step: gradients are disabled")
-    assert first["raised"]
-    assert first["again"].startswith("RuntimeError: an earlier step raised")
+    for found in world.run(misused, size=2):
+        assert found["rows"].startswith("ValueError: inputs: 3 rows, but this rank trains on 12")
+        assert found["no_grad"].startswith("RuntimeError: train_step: gradients are disabled")
+        assert found["raised"]
+        assert found["again"].startswith("RuntimeError: an earlier step raised")

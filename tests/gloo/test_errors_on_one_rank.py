@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -151,6 +152,68 @@ def test_a_failure_while_building(world: World, what: str, own: str, peers: str)
     assert "\n" not in first
 
 
+def failed_step(what: str) -> tuple[list[str], bool]:
+    """What steps raise where rank 1 alone is called in a wrong way; whether the model then trains
+    as one that was never called so."""
+    inputs, targets = data()
+    step, evaluate, more = inputs, inputs, {}
+    if dist.get_rank() == RANK:
+        step = inputs[:5] if what == "rows" else inputs
+        evaluate = inputs[:5]
+        more = {"mask": inputs} if what == "keyword" else {}
+    said, losses = [], []
+    for wrong in (True, False):
+        with built(seeded([linear] * 4), pp=2) as model:
+            begin = time.monotonic()
+            if wrong:
+                with torch.set_grad_enabled(what != "no_grad" or dist.get_rank() != RANK):
+                    said.append(error_of(partial(model.train_step, step, targets, **more)))
+                said.append(error_of(partial(model.eval_step, evaluate, targets)))
+            assert time.monotonic() - begin < PROMPT_S
+            losses.append([model.train_step(inputs, targets).loss for _ in range(2)])
+    return said, losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("what", "own"),
+    [
+        ("rows", "ValueError: inputs: 5 rows, but this rank trains on 12 rows per step"),
+        ("keyword", "TypeError: keyword inputs are ['mask']"),
+        ("no_grad", "RuntimeError: train_step: gradients are disabled"),
+    ],
+)
+def test_a_step_that_one_rank_calls_in_a_wrong_way(world: World, what: str, own: str) -> None:
+    (first, same), (second, as_well) = world.run(failed_step, what, size=2)
+    assert same
+    assert as_well
+    uneven = "ValueError: eval_step: numbers of rows differ"
+    assert len(first) == len(second) == 2
+    for ours, peers, expected in zip(second, first, (own, uneven), strict=True):
+        assert ours.startswith(expected), ours
+        assert peers.startswith(f"PeerError: rank 1 raised {expected}"), peers
+
+
+def failed_evaluation() -> str:
+    """What a step says after an evaluation in which the loss function raised."""
+    model = zeropp.parallelize(
+        seeded([linear] * 2), fail_in_evaluation, sample=data()[0][:1], global_batch=BATCH
+    )
+    assert error_of(lambda: model.eval_step(*data())).startswith("ValueError: no loss")
+    return error_of(lambda: model.train_step(*data()))
+
+
+def fail_in_evaluation(output: Tensor, target: Tensor) -> Tensor:
+    """A loss function for training alone."""
+    if not torch.is_grad_enabled():
+        raise ValueError("no loss")
+    return nn.functional.mse_loss(output, target)
+
+
+def test_a_step_after_an_evaluation_that_raised(world: World) -> None:
+    (said,) = world.run(failed_evaluation, size=1)
+    assert said.startswith("RuntimeError: an earlier step raised ValueError: no loss")
+
+
 def save_that_fails(place: Path, what: str) -> str:
     """Save, then save again while one rank fails in something; what the second save raises, and
     the steps that the checkpoint then has."""
@@ -252,13 +315,21 @@ def train_over(kinds: list[Kind], integers: bool, pp: int) -> dict[str, float]:
     }
 
 
+def in_place() -> nn.Module:
+    """Changes what it is given."""
+    return nn.ReLU(inplace=True)
+
+
+IN_PLACE = [linear, in_place, linear, in_place]
 INTEGERS = [Tokens, Tokens, Embed, linear]
 FORGETFUL = [linear, linear, Forgetful, linear]
 
 
-@pytest.mark.parametrize(("kinds", "integers"), [(INTEGERS, True), (FORGETFUL, False)])
+@pytest.mark.parametrize(
+    ("kinds", "integers"), [(INTEGERS, True), (FORGETFUL, False), (IN_PLACE, False)]
+)
 @pytest.mark.parametrize("pp", [2, 4])
-def test_boundaries_that_carry_no_gradient(
+def test_boundaries_with_no_gradient_or_work_in_place(
     world: World, kinds: list[Kind], integers: bool, pp: int
 ) -> None:
     found = world.run(train_over, kinds, integers, pp, size=pp)

@@ -98,8 +98,8 @@ MESSAGES = {
     "left out": "TypeError: keyword inputs are ['mask'], but parallelize was told of",
     "short": "ValueError: mask: 4 rows, but this rank trains on 24 rows",
     "uneven": "ValueError: eval_step: numbers of rows differ",
-    "ranks differ": "ValueError: eval_step: ranks of one pipeline were given different rows",
-    "no rows": "ValueError: eval_step: no rank was given any rows",
+    "ranks differ": "RowsError: eval_step: ranks of one pipeline were given different rows",
+    "no rows": "RowsError: eval_step: no rank was given any rows",
 }
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from zeropp.engine.together import gathered_texts, together
-from zeropp.engine.trial import Layer
+from zeropp.engine.trial import Layer, ParameterKind
 from zeropp.layout import InfeasibleError
+from zeropp.literals import Precision
 
 ParameterName = tuple[int, str]  # layer, and the parameter's name in it
 Tied = tuple[ParameterName, ParameterName]
@@ -81,10 +82,6 @@ def _check_tied(layers: Sequence[Layer], tied: tuple[ParameterName, ParameterNam
             f"tied={tied}: must name a parameter of the first layer (0) and then one of the last "
             f"({len(layers) - 1})"
         )
-    for index, name in tied:
-        layer = layers[index]
-        if isinstance(layer, nn.Module) and name not in dict(layer.named_parameters()):
-            raise InfeasibleError(f"tied={tied}: layers[{index}] has no parameter {name!r}")
 
 
 def _check_not_shared(
@@ -117,6 +114,29 @@ def described(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str,
         kind = tuple(values.shape), str(values.dtype), parameter.requires_grad
         found[name] = (*kind, *sums)
     return found
+
+
+def check_parameters(
+    kinds: Sequence[Mapping[str, ParameterKind]], tied: Tied | None, precision: Precision
+) -> None:
+    """Refuse parameters of 16 bits where layers compute in fp32, and tied parameters that are not
+    there or are not alike; raises InfeasibleError. ``kinds``: every layer's parameters by name."""
+    for index, layer in enumerate(kinds):
+        for name, kind in layer.items():
+            if precision == "fp32" and kind.dtype.is_floating_point and kind.dtype.itemsize < 4:
+                raise InfeasibleError(
+                    f"layers[{index}]: {name!r} is {kind.dtype}, but precision='fp32' computes in "
+                    "fp32 (call .float() on the layers; for bf16 ask for precision='bf16', too)"
+                )
+    for index, name in tied or ():
+        if name not in kinds[index]:
+            raise InfeasibleError(f"tied={tied}: layers[{index}] has no parameter {name!r}")
+    ends = [kinds[index][name] for index, name in tied or ()]
+    if tied is not None and ends[0] != ends[1]:
+        raise InfeasibleError(
+            f"tied={tied}: the first is {ends[0]}, but the second {ends[1]}; both must have the "
+            "same shape and type, and both be trained or frozen"
+        )
 
 
 def check_keywords(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,9 +87,11 @@ class Chunk:
         RuntimeError if a tensor has another shape than the next stage expects.
         """
         self.shards.wait()
+        begin = inputs
         if self.arriving is not None:
             inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-        value = self._run(inputs, microbatch, keywords)
+            begin = [_Alias.apply(x) for x in inputs]  # type: ignore[no-untyped-call]
+        value = self._run(begin, microbatch, keywords)
         if self.leaving is not None:
             self._check_leaving(tensors_of(value))
             value = self._cast_leaving(value)
@@ -177,6 +180,21 @@ class Chunk:
                 f"a stage returns tensors of shapes {ours}, but the next one expects {theirs}: "
                 "shapes may depend neither on values nor on the step"
             )
+
+
+class _Alias(torch.autograd.Function):
+    """The same values in the same memory. It is no leaf and no view, so a layer may work on it in
+    place; as it shares the version counter, torch still notices where that was not allowed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        return gradient
 
 
 def _edges(outputs: Sequence[Tensor]) -> list[GradientEdge | None]:

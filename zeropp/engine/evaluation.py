@@ -24,6 +24,10 @@ from zeropp.literals import LossReduction
 from zeropp.schedule.program import Schedule
 
 
+class RowsError(ValueError):
+    """Ranks were given rows that do not go together; every rank raises it before anything runs."""
+
+
 class Evaluator:
     """Runs batches forward through this rank's chunks. All ranks must call its methods together."""
 
@@ -45,7 +49,7 @@ class Evaluator:
     def run(self, batch: Microbatches) -> float:
         """The loss over the batches of all ranks: the mean over their rows, or the sum.
 
-        Raises ValueError on every rank if ranks of one pipeline have different numbers of rows, or
+        Raises RowsError on every rank if ranks of one pipeline have different numbers of rows, or
         if no rank has any.
         """
         rows = [len(part) for part in batch.inputs]
@@ -72,13 +76,13 @@ class Evaluator:
         for pipeline in self._layout.pipelines():
             found = {rank: all_rows[rank] for rank in pipeline}
             if len(set(found.values())) > 1:
-                raise ValueError(
+                raise RowsError(
                     f"eval_step: ranks of one pipeline were given different rows ({found}); ranks "
                     "with the same data_parallel_rank must have the same batch"
                 )
         total = sum(all_rows[pipeline[0]] for pipeline in self._layout.pipelines())
         if not total:
-            raise ValueError("eval_step: no rank was given any rows")
+            raise RowsError("eval_step: no rank was given any rows")
         return -(-max(all_microbatches) // self._schedule.unit), total
 
     def _run_unit(self, batch: Microbatches, unit: range) -> Iterator[tuple[int, Tensor]]:

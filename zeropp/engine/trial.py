@@ -23,15 +23,25 @@ Layer = nn.Module | Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
+class ParameterKind:
+    """What is known of a parameter without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+
+
+@dataclass(frozen=True)
 class LayerSizes:
     """What one layer gives and takes for one microbatch.
 
-    ``parameters``: elements; ``names``: what its ``forward`` calls its inputs; ``product_flops``
-    and ``attention_flops``: floating-point operations of its forward, in products with weights and
-    in all others.
+    ``kinds``: its parameters, each under all its names; ``parameters``: their elements; ``names``:
+    what its ``forward`` calls its inputs; ``product_flops`` and ``attention_flops``: floating-point
+    operations of its forward, in products with weights and in all others.
     """
 
     outputs: tuple[TensorShape, ...]
+    kinds: Mapping[str, ParameterKind]
     parameters: int
     names: frozenset[str]
     product_flops: int
@@ -66,7 +76,7 @@ def _run(
         counter = FlopCounterMode(display=False)
         try:
             module = _real_copy(layer) if for_real else on_meta(layer)
-            names = keywords_of(module)
+            names, kinds = keywords_of(module), _kinds(module)
             # The counter hooks into what needs gradients, also where none are computed.
             module.to(device).requires_grad_(False)
             with torch.no_grad(), counter:
@@ -81,8 +91,16 @@ def _run(
         flops = counter.get_flop_counts().get("Global", {})
         products = sum(count for operator, count in flops.items() if operator in _PRODUCTS)
         others = sum(flops.values()) - products
-        found.append(LayerSizes(outputs, parameters, names, products, others))
+        found.append(LayerSizes(outputs, kinds, parameters, names, products, others))
     return found
+
+
+def _kinds(module: nn.Module) -> dict[str, ParameterKind]:
+    """A layer's parameters by name; one that it has twice, under both names."""
+    return {
+        name: ParameterKind(tuple(one.shape), one.dtype, one.requires_grad)
+        for name, one in module.named_parameters(remove_duplicate=False)
+    }
 
 
 def _checked(value: object, index: int) -> tuple[Tensor, ...]:
