@@ -145,6 +145,8 @@ def test_the_winner_recomputes_no_more_blocks_than_it_must() -> None:
         if blocks > 1:
             knobs = replace(winner.candidate.knobs, recompute_blocks=blocks - 1)
             fewer = ZEROPP.simulated(small, Candidate(knobs, 1))
-            assert fewer.peak_bytes > device.usable_bytes
+            # Stages are cut anew for fewer blocks, so that fewer need not be faster.
+            fits = fewer.peak_bytes <= device.usable_bytes
+            assert not fits or fewer.step_s >= winner.step_s
     assert 1 in found
     assert found & {2, 3}  # of the four blocks of a stage

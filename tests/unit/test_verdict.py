@@ -23,8 +23,8 @@ REFERENCE = Path(__file__).resolve().parents[2] / "results" / "reference" / "cla
 
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_the_contenders_planner_gives_the_plan_that_was_priced(name: str) -> None:
-    what, contender = task(64, 128), CONTENDERS[name]
-    winner = search(what, contender, tolerance=0.05).winner
+    what, contender = task(16, 64), CONTENDERS[name]
+    winner = search(what, contender, tolerance=0.3, runner_up=False).winner
     assert winner is not None
     ran = simulate(contender.plan(what, winner.candidate), what.cluster)
     assert (ran.step_s, ran.peak_bytes) == (winner.step_s, winner.peak_bytes)
