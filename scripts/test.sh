@@ -6,7 +6,6 @@ cd "$(dirname "$0")/.."
 source scripts/environment.sh
 make_environment ".[dev]"
 bin=.venv/bin
-# Two processes: one has the tests of gloo ranks, which use all cores, the other what mostly waits.
 pytest=("$bin/python" -m pytest -q --durations=25)
 if [ "${1:-all}" = unit ]; then
     exec "${pytest[@]}" tests/unit

@@ -33,12 +33,6 @@ FIRST = pytest.mark.together("first")  # the longest: Slurm's shortest time limi
 Running = dict[str, Future[None]]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known to --strict-markers."""
-    line = "together(when): begins at once with the others, in a thread; FIRST before all of them"
-    config.addinivalue_line("markers", line)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """The outcome of a test that runs already; pytest calls the other ones."""
