@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.launch.local import close_abandoned
-from benchmarks.launch.owner import QUIET_S, silence_s
+from benchmarks.launch.owner import QUIET_S, may_live, silence_s
 from benchmarks.launch.slurm.client import QueuedJob
 from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.jobs import View, close_ended, look, read_view, underway
@@ -76,9 +76,11 @@ def _row(point: Path, view: View, job: QueuedJob | None, notes: list[str]) -> Ro
     task = view.latest.get(point.name)
     if task and job:
         return _queued_row(task, job)
-    attempts = sorted(path for path in point.glob("*-*") if path.is_dir())
+    # A folder whose name begins with a dot is not an attempt yet: its owner is being written.
+    attempts = sorted(path for path in point.glob("[!.]*-*") if path.is_dir())
     unrecorded = [path for path in attempts if not (path / "record.json").exists()]
-    beating = [path for path in unrecorded if silence_s(path) <= QUIET_S]
+    alive = [path for path in unrecorded if may_live(path)]
+    beating = [path for path in alive if silence_s(path) <= QUIET_S]
     if beating:  # a local run, or Slurm does not answer
         return _running_row(point, beating[-1])
     records, problems = _records(point)
@@ -94,8 +96,8 @@ def _row(point: Path, view: View, job: QueuedJob | None, notes: list[str]) -> Ro
             nodes="",
             log=str(point),
         )
-    if attempts:  # silent, but perhaps alive elsewhere; or files too damaged to be recorded
-        return _running_row(point, attempts[-1])
+    if alive:  # silent, but perhaps at work elsewhere
+        return _running_row(point, alive[-1])
     detail = "" if task and task.job else "the same command submits or runs it"
     state = "waiting" if task and task.job else "missing"
     return Row(
