@@ -47,6 +47,12 @@ def rank_peak(plan: Plan, price: PlanPrice, rank: int) -> MemoryBytes:
     return as_memory(plan, price, rank, Change._make(fullest))
 
 
+def fits(plan: Plan, price: PlanPrice, rank: int, limit: int) -> bool:
+    """Whether one pipeline rank never holds more than ``limit`` bytes."""
+    room = limit - as_memory(plan, price, rank, Change._make(_EMPTY)).total
+    return all(c[2] + c[3] + c[4] + c[5] <= room for c in _changes(plan, price, rank))
+
+
 def as_memory(plan: Plan, price: PlanPrice, rank: int, change: Change) -> MemoryBytes:
     """All bytes of a rank at one change, with those that are always held."""
     stages = [price.memory[s] for s in plan.schedule.stages_of(rank)]
@@ -163,31 +169,32 @@ class _Rank:
         return None
 
     def _forward(self, stage: int) -> Moment | None:
-        self._use(stage)
+        if stage in self._due:
+            self._use(stage)
         memory = self._memory[stage]
-        self.activations += memory.activations - (memory.boundary if stage else 0)
-        moment = self._moment(0, self.activations, memory.forward - memory.activations)
+        activations = self.activations + memory.activations - (memory.boundary if stage else 0)
+        self.activations = activations
         if stage in self._local and not self._runtime:
             self.activations += memory.boundary
-        return moment
+        return self.gradients, activations, memory.forward - memory.activations + self.copy
 
     def _backward_input(self, stage: int) -> Moment | None:
         if self._runtime and stage == 0:
             return None  # tokens have no gradient, so torch runs the backward with the weights
         memory = self._memory[stage]
         held = max(memory.activations, memory.deferred)
-        fresh = memory.fresh_gradients * self._share(memory)
+        fresh = int(memory.fresh_gradients * self._share(memory)) if memory.fresh_gradients else 0
         others = self._begin_backward(stage)
         if self._flat:  # the buffer is allocated before gradients are added to it
             self._sum(stage, early=True)
-        moment = self._moment(int(fresh), others + held, memory.backward_input - held)
+        moment = self._moment(fresh, others + held, memory.backward_input - held)
         if self._runtime:
             self._add_made(stage)
         else:
             self._sum(stage, early=True)
         end = self._moment(memory.embedding_gradient, others + memory.deferred, 0)
         self._end_backward(stage, others + memory.deferred)
-        return max(moment, end, key=sum)
+        return moment if sum(moment) >= sum(end) else end
 
     def _full_backward(self, stage: int) -> Moment | None:
         memory = self._memory[stage]
@@ -202,7 +209,7 @@ class _Rank:
         self._sum(stage, early=False)
         end = self._moment(memory.fresh_gradients + memory.embedding_gradient, others, 0)
         self._end_backward(stage, others)
-        return max(begin, end, key=sum)
+        return begin if sum(begin) >= sum(end) else end
 
     def _backward_weight(self, stage: int) -> Moment | None:
         if self._runtime and stage == 0:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from time import process_time
 from typing import Generic
@@ -26,16 +26,11 @@ from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto
 from zeropp.plan import Candidate, K, Plan, Task
 from zeropp.planner.orders import fastest
-from zeropp.sim.memory_curve import rank_peak
-from zeropp.sim.simulator import SimResult, simulate
+from zeropp.sim.memory_curve import fits
+from zeropp.sim.simulator import SimResult, simulate_within
 from zeropp.tune.bound import WorkBound, least_bytes, least_step_s
 from zeropp.tune.contender import Contender
 from zeropp.tune.space import points
-
-# The largest gain expected from planning with durations, over the order for equal durations. A plan
-# that gains more would be missed; ``schedule_orders.json`` shows 10 % at most, and a test checks
-# the factor on a sample of plans of all sizes.
-_LARGEST_GAIN = 1.2
 
 OOM = "out of memory"
 SLOWER = "slower by its lower bound"
@@ -101,10 +96,15 @@ class Outcome(Generic[K]):
             self.runner_up = new
 
     def to_beat(self, runner_up: bool) -> float:
-        """The step time above which a configuration cannot change the result: the winner's, or the
-        runner-up's if one is wanted."""
+        """The step time above which a configuration need not be tried: the winner's, once there is
+        a runner-up if one is wanted."""
         enough = self.winner and (self.runner_up or not runner_up)
         return self.winner.step_s if self.winner and enough else float("inf")
+
+    def slowest(self, runner_up: bool) -> float:
+        """The step time from which on a configuration that was simulated changes nothing."""
+        last = self.runner_up if runner_up else self.winner
+        return last.step_s if last else float("inf")
 
 
 def _adds_later(plan: Plan) -> tuple[bool, bool]:
@@ -188,7 +188,7 @@ class _Search(Generic[K]):
                 outcome.is_complete = False
                 break
             if entry.is_member:
-                self._evaluate(entry, to_beat)
+                self._evaluate(entry, self._slowest(runner_up))
                 continue
             for child in self._opened(entry, number):
                 number += 1
@@ -279,9 +279,17 @@ class _Search(Generic[K]):
         self._outcome.fallen[OOM] += 1
         return False
 
-    def _evaluate(self, entry: _Entry[K], to_beat: float) -> None:
-        """Simulate a member: first in the order that needs no durations and then, if that is fast
-        enough, in the others."""
+    def _slowest(self, runner_up: bool) -> float:
+        """The step time from which on a member's first order is not worth more. If there are other
+        orders, it counts for the winner alone, because they take time."""
+        gain = self._contender.order_gain
+        if gain == 1.0:
+            return self._outcome.slowest(runner_up)
+        return gain * self._outcome.to_beat(runner_up)
+
+    def _evaluate(self, entry: _Entry[K], slowest: float) -> None:
+        """Simulate a member: first in the order that needs no durations and then, if that takes
+        less than ``slowest`` seconds, in the others."""
         outcome, cluster, price = self._outcome, self._task.cluster, entry.price
         assert price is not None
         uncapped = replace(entry.plan, activation_cap=0)
@@ -290,21 +298,27 @@ class _Search(Generic[K]):
             return
         orders = self._contender.order(entry.plan, entry.candidate.knobs, price)
         simple = next(orders)
-        if not self._fits(simple, price):
-            outcome.fallen[OOM] += 1
-            outcome.too_large.add(uncapped)
+        ranks = simple.schedule.num_ranks
+        if not self._fits(simple, price, {0, ranks - 1}):  # these are the fullest as a rule
+            self._drop(uncapped)
             return
         outcome.simulated += 1
-        result = simulate(simple, cluster, price=price)
-        if result.step_s >= to_beat * _LARGEST_GAIN:
+        result = simulate_within(simple, price, slowest)
+        if result is None or result.step_s >= slowest:
+            return
+        if not self._fits(simple, price, range(1, ranks - 1)):
+            self._drop(uncapped)
             return
         if others := list(orders):
             result = min(result, fastest(others, cluster, price), key=lambda r: r.step_s)
-        if result.peak_bytes > self._limit:
-            outcome.fallen[OOM] += 1
-            return
+            if result.plan is not simple and not self._fits(result.plan, price, range(ranks)):
+                outcome.fallen[OOM] += 1
+                return
         outcome.offer(Evaluated(entry.candidate, result))
 
-    def _fits(self, plan: Plan, price: PlanPrice) -> bool:
-        ranks = range(plan.schedule.num_ranks)
-        return all(rank_peak(plan, price, rank).total <= self._limit for rank in ranks)
+    def _drop(self, uncapped: Plan) -> None:
+        self._outcome.fallen[OOM] += 1
+        self._outcome.too_large.add(uncapped)
+
+    def _fits(self, plan: Plan, price: PlanPrice, ranks: Iterable[int]) -> bool:
+        return all(fits(plan, price, rank, self._limit) for rank in ranks)
