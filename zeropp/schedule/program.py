@@ -137,11 +137,13 @@ def programs_from_csv(text: str) -> tuple[Program, ...]:
     )
 
 
+@lru_cache(maxsize=1024)
 def loop_placement(num_ranks: int, chunks: int) -> tuple[int, ...]:
     """Stage ``s`` on rank ``s mod P``: the placement of interleaved and breadth-first schedules."""
     return tuple(s % num_ranks for s in range(num_ranks * chunks))
 
 
+@lru_cache(maxsize=1024)
 def v_placement(num_ranks: int, chunks: int = 2) -> tuple[int, ...]:
     """Down the ranks and up again, chunk by chunk: ``0 1 .. P-1 P-1 .. 1 0 0 1 ..``.
 

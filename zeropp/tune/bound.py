@@ -30,7 +30,7 @@ class WorkBound:
     def __call__(self, plan: Plan) -> float:
         """The bound for a plan, in seconds per step."""
         layout = plan.layout
-        recomputed = sum(map(plan.recomputed_blocks, range(plan.schedule.num_stages)))
+        recomputed = sum(plan.recomputed_per_stage)
         split = (layout.tp, layout.sequence_parallel)
         key = (*split, plan.microbatch_size, plan.recompute, recomputed)
         if key not in self._microbatch_s:

@@ -96,9 +96,7 @@ class Contender(Generic[K]):
         price = price_plan(sized, task.cluster)
         return fastest(self.order(sized, candidate.knobs, price), task.cluster, price)
 
-    def candidates(
-        self, task: Task, asked: K | None = None
-    ) -> Iterator[tuple[Candidate[K], Plan]]:
+    def candidates(self, task: Task, asked: K | None = None) -> Iterator[tuple[Candidate[K], Plan]]:
         """Everything that a search may try within ``asked`` (by default, all knobs are open), with
         its plan without programs."""
         asked = asked or self.knobs()

@@ -257,6 +257,9 @@ class _Search(Generic[K]):
             return
         prices = {_adds_later(entry.plan): entry.price}
         for candidate, plan in self._members(entry):
+            if plan is entry.plan:  # a family of one, whose bounds are known
+                yield replace(entry, number=number + 1, is_member=True)
+                return
             later = _adds_later(plan)
             if later not in prices:
                 prices[later] = price_plan(plan, self._task.cluster)
@@ -268,6 +271,9 @@ class _Search(Generic[K]):
     def _members(self, entry: _Entry[K]) -> Iterator[tuple[Candidate[K], Plan]]:
         family = entry.candidate
         for knobs in self._contender.space.members(self._asked, family.knobs, entry.plan):
+            if knobs is family.knobs:
+                yield family, entry.plan
+                continue
             member = replace(family, knobs=knobs)
             plan = self._sized(member)
             if plan is not None:
