@@ -1,12 +1,13 @@
 """Task, Candidate and Plan: what is trained, a contender's settings, and what every rank does.
 
-The engine, the simulator, the validation and the viewer all work from the same Plan, so that what
-is priced is what runs. Imports no torch.
+A ``SizedPlan`` becomes a ``Plan`` once its order of actions is chosen. The engine, the simulator,
+the validation and the viewer all work from the same Plan, so that what is priced is what runs.
+Imports no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import ceil, floor
@@ -16,7 +17,7 @@ from zeropp.cluster import Cluster
 from zeropp.layout import Layout
 from zeropp.literals import BlockHalf, Precision, Recompute, ReduceEvery, StageStyle, WireType
 from zeropp.programs import program_named
-from zeropp.schedule.program import Schedule
+from zeropp.schedule.program import Schedule, ScheduleSizes
 from zeropp.shape import ModelShape
 
 
@@ -80,8 +81,9 @@ class MemoryBytes:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything that a rank needs to know about one step of one configuration.
+class SizedPlan:
+    """Everything about one step of one configuration except for the order of actions, which the
+    cost model does not need.
 
     The model is the list of pieces ``[embedding, block 0 .. L-1, head]``. Stage ``s`` begins at
     ``cuts[s]`` and ends before ``cuts[s+1]``: 3 is the beginning of piece 3, and 3.5 is inside
@@ -93,7 +95,7 @@ class Plan:
     shape: ModelShape
     layout: Layout
     microbatch_size: int
-    schedule: Schedule
+    schedule: ScheduleSizes
     cuts: tuple[float, ...]
     program: str  # name of the training program in ``zeropp.programs``
     precision: Precision = "fp32"
@@ -174,6 +176,18 @@ class Plan:
         """Whether piece ``piece`` of stage ``stage`` is a block that is recomputed."""
         first = max(1, self.cuts[stage])
         return first <= piece < first + self.recomputed_blocks(stage)
+
+    def ordered(self, schedule: Schedule) -> Plan:
+        """The same plan with the programs of ``schedule``, which must have the plan's sizes."""
+        sizes = {field.name: getattr(self, field.name) for field in fields(SizedPlan)}
+        return Plan(**{**sizes, "schedule": schedule})
+
+
+@dataclass(frozen=True)
+class Plan(SizedPlan):
+    """A plan with its order of actions: all that a rank needs to know about one step."""
+
+    schedule: Schedule
 
 
 @lru_cache(maxsize=4096)

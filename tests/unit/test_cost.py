@@ -20,7 +20,7 @@ from zeropp.cost.kernels import matmul_s
 from zeropp.cost.stage_costs import stragglers
 from zeropp.layout import Layout
 from zeropp.literals import Recompute
-from zeropp.plan import Plan
+from zeropp.plan import SizedPlan
 from zeropp.programs import Program, StateBytes
 from zeropp.programs.traits import Selective, Updated
 from zeropp.schedule.program import loop_placement, unordered
@@ -40,13 +40,22 @@ def cluster(name: str) -> Cluster:
 A100 = cluster("a100")
 
 
-def plan(shape: ModelShape = GPT, microbatch: int = 2, **layout: object) -> Plan:
-    """A plan without programs: the price must not read them."""
+def plan(shape: ModelShape = GPT, microbatch: int = 2, **layout: object) -> SizedPlan:
+    """A plan whose order is not chosen: the price needs none."""
     made = Layout(**layout)  # type: ignore[arg-type]
     stages = made.pp * made.chunks
     schedule = unordered("1f1b", loop_placement(made.pp, made.chunks), 8)
     cuts = balanced_cuts(shape, stages)
-    return Plan("zeropp", shape, made, microbatch, schedule, cuts, "zeropp", precision="bf16")
+    return SizedPlan(
+        contender="zeropp",
+        shape=shape,
+        layout=made,
+        microbatch_size=microbatch,
+        schedule=schedule,
+        cuts=cuts,
+        program="zeropp",
+        precision="bf16",
+    )
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "cluster").glob("*.yaml")), ids=lambda p: p.stem)

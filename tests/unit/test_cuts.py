@@ -18,7 +18,7 @@ from zeropp.cost.cuts import largest_work, spread_blocks
 from zeropp.cost.data_parallel import collectives_of, stage_parameters
 from zeropp.cost.half_cuts import spread_halves
 from zeropp.layout import InfeasibleError
-from zeropp.plan import Candidate, Plan
+from zeropp.plan import Candidate, SizedPlan
 from zeropp.programs import program_named
 from zeropp.schedule.program import loop_placement, v_placement
 from zeropp.sim.simulator import simulate
@@ -113,7 +113,7 @@ def test_there_may_be_more_stages_than_blocks() -> None:
         spread_halves(6, loop_placement(5, 3), 0.1, 0.5, 0.4, ())
 
 
-def cut(cuts: tuple[float, ...]) -> Plan:
+def cut(cuts: tuple[float, ...]) -> SizedPlan:
     knobs = ZeroppKnobs(pp=2, shard=32, chunks=1, recompute="none")
     return replace(ZEROPP.size(task(), knobs, 1), cuts=cuts)
 

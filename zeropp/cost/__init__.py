@@ -1,9 +1,10 @@
 """The cost model: FLOPs, bytes, durations and memory; all formulas are here. Imports no torch.
 
-In: a Plan and a Cluster. Out: ``price_plan`` gives everything that the simulator needs: the seconds
-of every stage's forward, backward, gathers, reductions and transfers, the seconds after the last
-microbatch, and bytes by kind. ``compute_limit`` gives the throughput of the model's kernels alone,
-with which every plan is compared. ``model_flops_per_token`` is what MFU counts.
+In: a SizedPlan (or a Plan, which is one) and a Cluster. Out: ``price_plan`` gives everything that
+the simulator needs: the seconds of every stage's forward, backward, gathers, reductions and
+transfers, the seconds after the last microbatch, and bytes by kind. ``compute_limit`` gives the
+throughput of the model's kernels alone, with which every plan is compared.
+``model_flops_per_token`` is what MFU counts.
 
 Read in this order, from the smallest formula to the whole price:
 

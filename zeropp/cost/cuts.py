@@ -22,13 +22,13 @@ from zeropp.cost.tensor_parallel import TensorTimes, tensor_times
 from zeropp.programs import Program
 
 if TYPE_CHECKING:
-    from zeropp.plan import Plan
+    from zeropp.plan import SizedPlan
 
 _WORTH = 0.01  # the least gain, in blocks, for which cuts inside blocks are taken
 
 
 def cut_by_cost(
-    plan: Plan, cluster: Cluster, program: Program | None = None, *, split_blocks: bool = False
+    plan: SizedPlan, cluster: Cluster, program: Program | None = None, *, split_blocks: bool = False
 ) -> tuple[float, ...]:
     """The cuts of a plan's model by the times of its pieces (embedding, blocks, head) on the
     cluster: forward, input gradient and weight gradient of one microbatch.

@@ -30,7 +30,7 @@ from zeropp.programs import Program, program_named
 from zeropp.schedule.program import StageCost
 
 if TYPE_CHECKING:
-    from zeropp.plan import Plan
+    from zeropp.plan import SizedPlan
 
 # About 0.5 % of machines take about 10 % more time for equal work (MegaScale, arXiv 2402.15627,
 # cited from memory), and a synchronous step waits for the slowest.
@@ -38,7 +38,7 @@ SLOW_NODES = 0.005
 SLOW_NODE_LOSS = 0.1
 
 
-def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> PlanPrice:
+def price_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> PlanPrice:
     """The durations (seconds) and bytes of a plan. ``program`` replaces the registered program that
     the plan names, for variants of it."""
     work = work_of(plan, cluster, program)
@@ -48,7 +48,7 @@ def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> 
     like = _first_alike(plan, cluster)
     first = {s: _priced_stage(job, s) for s in set(like)}
     stages = [first[s] for s in like]
-    by_rank: list[list[int]] = [[] for _ in range(max(plan.schedule.stage_rank) + 1)]
+    by_rank: list[list[int]] = [[] for _ in range(plan.schedule.num_ranks)]
     for stage, rank in enumerate(plan.schedule.stage_rank):
         by_rank[rank].append(stage)
     parameters = [sum(stages[s].parameters for s in mine) for mine in by_rank]
@@ -78,7 +78,7 @@ def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> 
     )
 
 
-def work_of(plan: Plan, cluster: Cluster, program: Program | None = None) -> Work:
+def work_of(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> Work:
     """Everything on which the price of a plan's pieces depends; ``program`` as in
     ``price_plan``."""
     return Work(
@@ -98,7 +98,7 @@ class _Job:
     """What the prices of all stages of one plan share. ``plain`` are times without recomputation,
     ``fused`` those with weight gradients that are added in their product."""
 
-    plan: Plan
+    plan: SizedPlan
     cluster: Cluster
     work: Work
     tensor: TensorTimes
@@ -125,7 +125,7 @@ def _piece_times(work: Work, tensor: TensorTimes) -> tuple[PieceTimes, PieceTime
     return times[0], times[1], times[2]
 
 
-def _first_alike(plan: Plan, cluster: Cluster) -> list[int]:
+def _first_alike(plan: SizedPlan, cluster: Cluster) -> list[int]:
     """For each stage, the first stage with the same price, that is with the same pieces and with
     neighbours at the same distance. Most stages are equal, so pricing them once saves time."""
     ranks, last = plan.schedule.stage_rank, plan.shape.num_pieces
@@ -181,7 +181,7 @@ def _extras(job: _Job, stage: int) -> StageExtras:
     )
 
 
-def _backward_s(plan: Plan, stage: int, times: PieceTimes) -> float:
+def _backward_s(plan: SizedPlan, stage: int, times: PieceTimes) -> float:
     """Seconds of the input and weight gradients of a stage; all of its blocks are recomputed, or
     none."""
     held = [(plan.blocks_of(stage), times.block)]
@@ -189,14 +189,14 @@ def _backward_s(plan: Plan, stage: int, times: PieceTimes) -> float:
     return sum(count * (part.backward_input + part.backward_weight) for count, part in held)
 
 
-def _ends_of(plan: Plan, stage: int, times: PieceTimes) -> list[PassTimes]:
+def _ends_of(plan: SizedPlan, stage: int, times: PieceTimes) -> list[PassTimes]:
     """The times of embedding and head, if the stage has them."""
     first, last = plan.cuts[stage], plan.cuts[stage + 1]
     embedding = [times.embedding] if first == 0 else []
     return embedding + ([times.head] if last == plan.shape.num_pieces else [])
 
 
-def _single_parts(plan: Plan, stage: int, times: PieceTimes) -> list[PassTimes]:
+def _single_parts(plan: SizedPlan, stage: int, times: PieceTimes) -> list[PassTimes]:
     """The times of everything in a stage that is no whole block."""
     by_half = {"attention": times.attention, "mlp": times.mlp}
     halves = [by_half[half] for _, half in plan.halves_of(stage)]

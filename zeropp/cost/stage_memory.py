@@ -37,10 +37,10 @@ from zeropp.literals import BlockHalf
 from zeropp.programs import Program
 
 if TYPE_CHECKING:
-    from zeropp.plan import Plan
+    from zeropp.plan import SizedPlan
 
 
-def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
+def stage_memory(plan: SizedPlan, work: Work, stage: int) -> StageMemory:
     """Bytes of one stage on one of its ranks."""
     layout, program = plan.layout, work.program
     state = program.state(plan.precision)
@@ -81,7 +81,7 @@ def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
     )
 
 
-def _in_order(plan: Plan, stage: int, whole: dict[int, float]) -> list[float]:
+def _in_order(plan: SizedPlan, stage: int, whole: dict[int, float]) -> list[float]:
     """The parameters of a stage's pieces and halves of blocks, in their order; ``whole`` has them
     per piece."""
     sizes = dict(whole)
@@ -99,7 +99,7 @@ class _Block(NamedTuple):
     full: float  # at the fullest moment of its full backward
 
 
-def _blocks(plan: Plan, work: Work, stage: int) -> list[_Block]:
+def _blocks(plan: SizedPlan, work: Work, stage: int) -> list[_Block]:
     """The blocks and halves of blocks of a stage, in their order; the first ones are recomputed."""
     plain = replace(work, recompute="none")
     repeated = plan.recomputed_blocks(stage)
@@ -139,7 +139,7 @@ def _kept(work: Work, blocks: list[_Block], *, head: bool) -> tuple[float, float
     return activations, later + (boundary_bytes(work) if runtime else 0.0)
 
 
-def _messages(plan: Plan, work: Work, stage: int) -> tuple[float, float]:
+def _messages(plan: SizedPlan, work: Work, stage: int) -> tuple[float, float]:
     """(bytes per microbatch from its forward to its backward, bytes that are always held) for
     messages, in addition to a message itself.
 
@@ -191,14 +191,14 @@ def _moments(
     }
 
 
-def sends_compute_type(plan: Plan, program: Program) -> bool:
+def sends_compute_type(plan: SizedPlan, program: Program) -> bool:
     """ZeRO-1 over flat chunks in mixed precision: a rank keeps its part in compute's type, which
     replicas send each other, and fp32 masters of the rows alone that it updates."""
     mixed = program.state(plan.precision).casts_parameters
     return program.flat_chunks and mixed and zero1_ranks(plan.layout, program) > 1
 
 
-def _parameter_bytes(plan: Plan, program: Program) -> float:
+def _parameter_bytes(plan: SizedPlan, program: Program) -> float:
     """Resident bytes of a parameter, on one of the ranks over which ZeRO-3 shards it."""
     each = program.state(plan.precision).parameters
     if sends_compute_type(plan, program):
@@ -206,12 +206,12 @@ def _parameter_bytes(plan: Plan, program: Program) -> float:
     return each
 
 
-def shares_ends(plan: Plan, program: Program) -> bool:
+def shares_ends(plan: SizedPlan, program: Program) -> bool:
     """Whether embedding and head are one parameter on one rank, in FSDP2's root group."""
     return program.fsdp_root and plan.shape.tied_embeddings
 
 
-def _parameters(plan: Plan, program: Program, piece: int) -> float:
+def _parameters(plan: SizedPlan, program: Program, piece: int) -> float:
     """Parameters of a piece on one rank, without ZeRO; shared embeddings count in the first."""
     size = piece_parameters(plan.shape, piece)
     one_chunk = program.flat_chunks and plan.shape.tied_embeddings and plan.schedule.num_stages == 1
@@ -223,7 +223,7 @@ def _parameters(plan: Plan, program: Program, piece: int) -> float:
     return (size - whole) / plan.layout.tp + whole
 
 
-def _more_gradients(plan: Plan, program: Program, pieces: range) -> float:
+def _more_gradients(plan: SizedPlan, program: Program, pieces: range) -> float:
     """Gradient elements in addition to those of the stage's parameters. Parameters that the first
     and the last stage share belong to the first, but their gradient begins in the last. DTensor's
     embedding makes the gradient of the whole vocabulary on every TP rank
@@ -236,7 +236,7 @@ def _more_gradients(plan: Plan, program: Program, pieces: range) -> float:
     return 0.0
 
 
-def _gathered_bytes(plan: Plan, work: Work, stage: int) -> int:
+def _gathered_bytes(plan: SizedPlan, work: Work, stage: int) -> int:
     """Bytes of a stage's gathered parameters. FSDP2's hooks hold two pieces: this one, and the
     buffer of its gather or of the next one."""
     if plan.layout.shard == 1 and sends_compute_type(plan, work.program):
@@ -246,27 +246,27 @@ def _gathered_bytes(plan: Plan, work: Work, stage: int) -> int:
     return buffers * element_bytes(plan.precision)
 
 
-def _summed_bytes(plan: Plan, work: Work) -> int:
+def _summed_bytes(plan: SizedPlan, work: Work) -> int:
     """Bytes per gradient that waits for its reduction: fp32 if microbatches are summed first."""
     each = work.program.fsdp_root and plan.reduce_every == "unit"
     return element_bytes(plan.precision) if each else FP32
 
 
-def _unsummed_bytes(plan: Plan, summed: int) -> int:
+def _unsummed_bytes(plan: SizedPlan, summed: int) -> int:
     """Bytes per gradient of a microbatch before it is added to an fp32 sum; 0 if there is no such
     sum. FSDP2's hooks add gradients piece by piece, those of the first piece last."""
     element = element_bytes(plan.precision)
     return element if summed > element else 0
 
 
-def _embedding_gradient(plan: Plan, program: Program, pieces: range) -> float:
+def _embedding_gradient(plan: SizedPlan, program: Program, pieces: range) -> float:
     """Bytes of a microbatch's embedding gradient. In a flat chunk only this gradient is a tensor of
     its own before it is added to the sum, since products add theirs directly."""
     vocabulary = plan.shape.vocab * plan.shape.hidden
     return element_bytes(plan.precision) * vocabulary * (0 in pieces) * program.flat_chunks
 
 
-def _reduction_step(plan: Plan, program: Program, sizes: list[float]) -> float:
+def _reduction_step(plan: SizedPlan, program: Program, sizes: list[float]) -> float:
     """Bytes that a reduction allocates: FSDP2 copies the gradients of one piece at a time; those of
     a flat chunk are sent directly, or cast first if they are sent in 16 bits."""
     if program.flat_chunks:
@@ -274,7 +274,7 @@ def _reduction_step(plan: Plan, program: Program, sizes: list[float]) -> float:
     return FP32 * max(sizes)
 
 
-def _copied(plan: Plan, work: Work, stage: int, sizes: list[float]) -> float:
+def _copied(plan: SizedPlan, work: Work, stage: int, sizes: list[float]) -> float:
     """Bytes of gradients that are still held after a reduction: the whole buffer of a flat chunk;
     with FSDP2's hooks those of one piece and, after the first stage's reduction, none."""
     if work.program.flat_chunks:
@@ -282,11 +282,11 @@ def _copied(plan: Plan, work: Work, stage: int, sizes: list[float]) -> float:
     return FP32 * (0.0 if work.program.fsdp_root and stage == 0 else max(sizes))
 
 
-def _cast_bytes(plan: Plan) -> int:
+def _cast_bytes(plan: SizedPlan) -> int:
     return 2 if plan.reduce_dtype == "bf16" and plan.layout.shard > 1 else 0
 
 
-def _flattened(plan: Plan, program: Program, parameters: float) -> float:
+def _flattened(plan: SizedPlan, program: Program, parameters: float) -> float:
     """Bytes of the copy of gradients that DeepSpeed makes to reduce them: in bf16 all of them, cast
     to 16 bits; in fp32 at most 5e8 elements at a time, in one tensor (``runtime/engine.py``:
     ``allreduce_bucket``, ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
@@ -295,7 +295,7 @@ def _flattened(plan: Plan, program: Program, parameters: float) -> float:
     return 2 * parameters if plan.precision == "bf16" else FP32 * min(parameters, 5e8)
 
 
-def _gradient_shards(plan: Plan) -> int:
+def _gradient_shards(plan: SizedPlan) -> int:
     """The number of ranks over which the gradients of a step are sharded. With ZeRO-1, gradients
     that are reduced over the replicas per unit are summed only where they are updated."""
     layout = plan.layout

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, cast
 
 from zeropp.cost import PlanPrice, price_plan
 from zeropp.layout import InfeasibleError
-from zeropp.plan import Candidate, K, Knobs, Plan, Task
+from zeropp.plan import Candidate, K, Knobs, Plan, SizedPlan, Task
 from zeropp.planner.orders import fastest
 from zeropp.schedule import validate
 from zeropp.sim.simulator import SimResult
@@ -57,10 +57,11 @@ class Contender(Generic[K]):
     """One way to train. ``trainer`` and ``filler`` are given as ``module:function`` and imported on
     first use, so that nothing here imports torch.
 
-    ``size`` makes a candidate's plan with all sizes, but with empty programs; the cost model needs
-    no more. It fills in knobs that are ``auto`` by simple rules, and raises InfeasibleError with
-    one line. ``order`` yields that plan with programs, once per order among which the simulator
-    chooses: the first is made without durations, and others are made only when they are asked for.
+    ``size`` makes a candidate's plan with all sizes, but without an order of actions; the cost
+    model needs no more. It fills in knobs that are ``auto`` by simple rules, and raises
+    InfeasibleError with one line. ``order`` yields that plan with programs, once per order among
+    which the simulator chooses: the first is made without durations, and others are made only when
+    they are asked for.
     ``order_gain`` bounds how many times faster than the first order the others can be; with 1 there
     are no others.
     ``check`` raises ScheduleError for a schedule that cannot run. ``left_open`` says whether the
@@ -71,8 +72,8 @@ class Contender(Generic[K]):
     label: str  # its name in tables and figures
     style: Style
     knobs: type[K]
-    size: Callable[[Task, K, int], Plan]  # task, knobs, microbatch size
-    order: Callable[[Plan, K, PlanPrice], Iterator[Plan]]
+    size: Callable[[Task, K, int], SizedPlan]  # task, knobs, microbatch size
+    order: Callable[[SizedPlan, K, PlanPrice], Iterator[Plan]]
     space: Space[K]
     order_gain: float = 1.0
     check: Callable[[Plan], None] = check_schedule
@@ -96,9 +97,11 @@ class Contender(Generic[K]):
         price = price_plan(sized, task.cluster)
         return fastest(self.order(sized, candidate.knobs, price), task.cluster, price)
 
-    def candidates(self, task: Task, asked: K | None = None) -> Iterator[tuple[Candidate[K], Plan]]:
+    def candidates(
+        self, task: Task, asked: K | None = None
+    ) -> Iterator[tuple[Candidate[K], SizedPlan]]:
         """Everything that a search may try within ``asked`` (by default, all knobs are open), with
-        its plan without programs."""
+        its plan without an order of actions."""
         asked = asked or self.knobs()
         for point, size in points(task, self.space, asked, "auto", Counter()):
             for family in self.space.families(point):
@@ -107,8 +110,8 @@ class Contender(Generic[K]):
                         for member in self._sized(task, knobs, size):
                             yield Candidate(knobs, size), member
 
-    def _sized(self, task: Task, knobs: K, microbatch_size: int) -> Iterator[Plan]:
-        """The plan without programs, if there is one."""
+    def _sized(self, task: Task, knobs: K, microbatch_size: int) -> Iterator[SizedPlan]:
+        """The plan without an order of actions, if there is one."""
         with suppress(InfeasibleError):
             yield self.size(task, knobs, microbatch_size)
 
