@@ -49,9 +49,14 @@ def collectives_of(plan: SizedPlan, program: Program, stage: int) -> list[float]
 
 def _pieces(plan: SizedPlan, stage: int) -> list[float]:
     """Parameters of a stage's pieces and halves of blocks on one rank."""
-    whole = [piece_parameters(plan.shape, piece) for piece in plan.pieces_of(stage)]
-    halves = [half_parameters(plan.shape, half) for _, half in plan.halves_of(stage)]
-    return [size / plan.layout.tp for size in whole + halves]
+    shape, tp, last = plan.shape, plan.layout.tp, plan.shape.num_pieces - 1
+    pieces = plan.pieces_of(stage)
+    return [
+        *([piece_parameters(shape, 0) / tp] if 0 in pieces else []),
+        *[piece_parameters(shape, 1) / tp] * plan.blocks_of(stage),
+        *([piece_parameters(shape, last) / tp] if last in pieces else []),
+        *(half_parameters(shape, half) / tp for _, half in plan.halves_of(stage)),
+    ]
 
 
 def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:

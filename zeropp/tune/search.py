@@ -18,17 +18,18 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from time import process_time
 from typing import Generic
 
-from zeropp.cost import PlanPrice, price_plan
+from zeropp.cost import PlanPrice, StepTimes, add_memory, price_plan, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto
 from zeropp.plan import Candidate, K, Plan, SizedPlan, Task
 from zeropp.planner.orders import fastest
 from zeropp.sim.memory_curve import fits
 from zeropp.sim.simulator import SimResult, simulate_within
-from zeropp.tune.bound import WorkBound, least_bytes, least_step_s
+from zeropp.tune.bound import least_bytes, least_compute_s, least_step_s
 from zeropp.tune.contender import Contender
 from zeropp.tune.space import points
 
@@ -116,15 +117,15 @@ def _adds_later(plan: SizedPlan) -> tuple[bool, bool]:
 
 @dataclass(frozen=True, order=True, slots=True)
 class _Entry(Generic[K]):
-    """An entry of the queue: a family with the bound of its work, a family with its price, or a
-    member with its own."""
+    """An entry of the queue: a family with the bound of its compute, a family with its durations,
+    or a member with its price."""
 
     bound_s: float
     number: int  # unique, so that nothing after it is compared
     candidate: Candidate[K]
     plan: SizedPlan
-    price: PlanPrice | None = None
-    is_member: bool = False
+    times: StepTimes | None = None
+    price: PlanPrice | None = None  # of a member
 
 
 def search(
@@ -187,7 +188,7 @@ class _Search(Generic[K]):
             if outcome.winner and process_time() > self._ends:
                 outcome.is_complete = False
                 break
-            if entry.is_member:
+            if entry.price is not None:
                 self._evaluate(entry, self._slowest(runner_up))
                 continue
             for child in self._opened(entry, number):
@@ -230,14 +231,14 @@ class _Search(Generic[K]):
     def _families(self, microbatch_size: int | Auto) -> Iterator[_Entry[K]]:
         """Every family for which the planner has a plan, with the cheapest bound."""
         space, fallen, number = self._contender.space, self._outcome.fallen, 0
-        work_s = WorkBound(self._task.cluster)
         for point, size in points(self._task, space, self._asked, microbatch_size, fallen):
             for knobs in space.families(point):
                 candidate = Candidate(knobs, size)
                 plan = self._sized(candidate)
                 if plan is not None:
                     number += 1
-                    yield _Entry(work_s(plan), number, candidate, plan)
+                    bound = least_compute_s(plan, self._task.cluster)
+                    yield _Entry(bound, number, candidate, plan)
 
     def _sized(self, candidate: Candidate[K]) -> SizedPlan | None:
         try:
@@ -247,26 +248,29 @@ class _Search(Generic[K]):
             return None
 
     def _opened(self, entry: _Entry[K], number: int) -> Iterator[_Entry[K]]:
-        """The entries that replace a family: the family with its price, or its members."""
-        if entry.price is None:
-            price = price_plan(entry.plan, self._task.cluster)
-            first = next(self._members(entry), None)  # the one with the least memory
-            if first is not None and self._may_fit(first[1], price):
-                bound = least_step_s(entry.plan, price)
-                yield _Entry(bound, number + 1, entry.candidate, entry.plan, price)
+        """The entries that replace a family: the family with its durations, or its members."""
+        family, cluster = entry.plan, self._task.cluster
+        if entry.times is None:
+            times = time_plan(family, cluster)
+            yield replace(
+                entry, bound_s=least_step_s(family, times), number=number + 1, times=times
+            )
             return
-        prices = {_adds_later(entry.plan): entry.price}
-        for candidate, plan in self._members(entry):
-            if plan is entry.plan:  # a family of one, whose bounds are known
-                yield replace(entry, number=number + 1, is_member=True)
-                return
+        price = add_memory(entry.times, family, cluster)
+        members = self._members(entry)
+        first = next(members, None)  # the one with the least memory
+        if first is None or not self._may_fit(first[1], price):
+            return
+        prices = {_adds_later(family): price}
+        for candidate, plan in chain([first], members):
             later = _adds_later(plan)
             if later not in prices:
-                prices[later] = price_plan(plan, self._task.cluster)
-            if self._may_fit(plan, price := prices[later]):
+                prices[later] = price_plan(plan, cluster)
+            price = prices[later]
+            if plan is family or self._may_fit(plan, price):
                 number += 1
-                bound = least_step_s(plan, price)
-                yield _Entry(bound, number, candidate, plan, price, is_member=True)
+                bound = entry.bound_s if plan is family else least_step_s(plan, price)
+                yield _Entry(bound, number, candidate, plan, price, price)
 
     def _members(self, entry: _Entry[K]) -> Iterator[tuple[Candidate[K], SizedPlan]]:
         family = entry.candidate
