@@ -32,7 +32,7 @@ _LOG_WIDTH = 140  # columns that a terminal needs to show the logs' paths in the
 _FILE_WIDTH = 400  # characters per line where the output is no terminal: one line per point
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One point's line in the table."""
 

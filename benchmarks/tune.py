@@ -46,7 +46,7 @@ from zeropp.tune.describe import describe, overrides
 from zeropp.tune.search import Evaluated, Outcome, search
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TuneSpec:
     """The keys of ``conf/tune.yaml``, checked."""
 

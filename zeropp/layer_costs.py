@@ -67,7 +67,7 @@ def output_bytes(one: LayerSizes, precision: Precision) -> float:
 def stage_costs(
     sizes: Sequence[LayerSizes],
     cuts: Sequence[int],
-    stage_rank: Sequence[int],
+    *, stage_rank: Sequence[int],
     layout: Layout,
     given: Conditions,
 ) -> tuple[StageCost, ...]:
@@ -89,7 +89,7 @@ def stage_costs(
         if stage + 1 < len(stage_rank):
             moved = output_bytes(sizes[end - 1], given.precision)
             here, there = stage_rank[stage], stage_rank[stage + 1]
-            transfer = transfer_s(given.cluster, layout, here, there, moved)
+            transfer = transfer_s(given.cluster, layout, source=here, target=there, size=moved)
             cost = replace(cost, transfer=transfer)
         found.append(cost)
     return tuple(found)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from zeropp.timeline import Span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer of a run, the same for every contender."""
 

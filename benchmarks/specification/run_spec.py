@@ -48,7 +48,7 @@ class DataSpec:
     __pydantic_config__ = _STRICT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MeasureSpec:
     """What is timed, and what is checked before."""
 
@@ -64,7 +64,7 @@ class MeasureSpec:
     __pydantic_config__ = _STRICT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """One point of a comparison: everything that decides what is computed, and nothing else."""
 

@@ -12,12 +12,12 @@ from zeropp.model import build_model, build_piece
 from zeropp.shape import ModelShape
 
 SHAPES = [
-    ModelShape("gpt", "gpt", 3, 64, 4, 4, 256, 96, 32),
-    ModelShape("gpt-tied", "gpt", 2, 48, 3, 3, 192, 80, 16, tied_embeddings=True),
-    ModelShape("llama", "llama", 3, 64, 4, 4, 176, 96, 32),
-    ModelShape("llama-gqa", "llama", 2, 64, 8, 2, 112, 96, 32),
-    ModelShape("llama-gelu", "llama", 2, 64, 8, 2, 112, 96, 32, gated_mlp=False),
-    ModelShape("gpt-gated", "gpt", 2, 64, 4, 4, 112, 96, 32, gated_mlp=True),
+    ModelShape(name="gpt", family="gpt", layers=3, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=96, seq=32),
+    ModelShape(name="gpt-tied", family="gpt", layers=2, hidden=48, heads=3, kv_heads=3, ffn=192, vocab=80, seq=16, tied_embeddings=True),
+    ModelShape(name="llama", family="llama", layers=3, hidden=64, heads=4, kv_heads=4, ffn=176, vocab=96, seq=32),
+    ModelShape(name="llama-gqa", family="llama", layers=2, hidden=64, heads=8, kv_heads=2, ffn=112, vocab=96, seq=32),
+    ModelShape(name="llama-gelu", family="llama", layers=2, hidden=64, heads=8, kv_heads=2, ffn=112, vocab=96, seq=32, gated_mlp=False),
+    ModelShape(name="gpt-gated", family="gpt", layers=2, hidden=64, heads=4, kv_heads=4, ffn=112, vocab=96, seq=32, gated_mlp=True),
 ]
 
 

@@ -85,7 +85,7 @@ def make_record(
         "spec": spec.to_dict(),
         "provenance": provenance,
         "plan": _plan(num_gpus, peak),
-        "gate": GateResult(True, 1e-4, 1e-7, 1e-7, 1e-7, model),
+        "gate": GateResult(passed=True, tolerance=1e-4, loss_error=1e-7, grad_norm_error=1e-7, parameter_error=1e-7, shape=model),
         "losses": [5.5 * 0.9**i * (1 + 1e-7 * draw.random()) for i in range(12)],
         "step_s": steps,
         "ranks": [_rank(rank, steps, peak) for rank in range(num_gpus)],

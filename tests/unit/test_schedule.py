@@ -67,8 +67,11 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
 
 @st.composite
 def costs_of(draw: st.DrawFn, stages: int) -> list[StageCost]:
+    beside = ("unshard", "reduce_grad", "transfer")
     return [
-        StageCost(*(draw(duration) for _ in range(3)), *(draw(duration) / 4 for _ in range(3)))
+        StageCost(
+            *(draw(duration) for _ in range(3)), **{name: draw(duration) / 4 for name in beside}
+        )
         for _ in range(stages)
     ]
 

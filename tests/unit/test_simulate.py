@@ -139,7 +139,7 @@ def calls_to_simulate(microbatches: int) -> tuple[int, int]:
     schedule = build("zeropp", num_ranks=8, chunks=4, num_microbatches=microbatches)
     lowered = lower(schedule, gather=True)
     layout = Layout(pp=8, chunks=4, shard=8)
-    plan = Plan("zeropp", task().shape, layout, 1, lowered, tuple(range(33)), "zeropp")
+    plan = Plan(contender="zeropp", shape=task().shape, layout=layout, microbatch_size=1, schedule=lowered, cuts=tuple(range(33)), program="zeropp")
     price = flat_price(plan, StageCost(transfer=0.05, unshard=0.5, reduce_grad=0.5))
     calls = 0
 

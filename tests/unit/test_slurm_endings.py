@@ -234,7 +234,7 @@ def submitted(attempt: Path, job: str, **who: Any) -> Submission:
     for name in ("spec.json", "attempt.json"):
         (frozen / name).write_text((attempt / name).read_text())
     submission = Submission(
-        directory=directory, arrays=[SubmittedArray("sweep-0", [spec_id], job)], **who
+        directory=directory, arrays=[SubmittedArray(name="sweep-0", spec_ids=[spec_id], job=job)], **who
     )
     submission.write()
     return submission

@@ -44,7 +44,10 @@ def price_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None
     work = work_of(plan, cluster, program)
     program = work.program
     tensor = tensor_times(plan, cluster, work)
-    job = _Job(plan, cluster, work, tensor, *_piece_times(work, tensor))
+    times, plain, fused = _piece_times(work, tensor)
+    job = _Job(
+        plan=plan, cluster=cluster, work=work, tensor=tensor, times=times, plain=plain, fused=fused
+    )
     like = _first_alike(plan, cluster)
     first = {s: _priced_stage(job, s) for s in set(like)}
     stages = [first[s] for s in like]
@@ -59,10 +62,10 @@ def price_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None
         extras=tuple(stage.extras for stage in stages),
         replica_s=tuple(stage.replica_s for stage in stages),
         finish_s=tuple(
-            finish_s(plan, cluster, work, rank, held) for rank, held in enumerate(parameters)
+            finish_s(plan, cluster, work, pipeline_rank=rank, parameters=held) for rank, held in enumerate(parameters)
         ),
         gather_updated_s=tuple(
-            gather_updated_s(plan, cluster, work, mine, held)
+            gather_updated_s(plan, cluster, work, stages=mine, parameters=held)
             for mine, held in zip(by_rank, parameters, strict=True)
         ),
         memory=tuple(stage.memory for stage in stages),
@@ -93,7 +96,7 @@ def work_of(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Job:
     """What the prices of all stages of one plan share. ``plain`` are times without recomputation,
     ``fused`` those with weight gradients that are added in their product."""
@@ -148,7 +151,7 @@ def _priced_stage(job: _Job, stage: int) -> _PricedStage:
     return _PricedStage(
         cost=cost,
         extras=_extras(job, stage),
-        replica_s=replica_s(plan, cluster, work, stage, cost),
+        replica_s=replica_s(plan, cluster, work, stage=stage, cost=cost),
         memory=stage_memory(plan, work, stage),
         parameters=stage_parameters(plan, stage),
     )
@@ -237,7 +240,7 @@ def _transfer_s(job: _Job, stage: int) -> float:
         if shards_cross == crosses_nodes(cluster, plan.layout, ranks[stage], ranks[other]):
             size *= 2
     split = tp if work.sequence_parallel or work.program.split_boundary else 1
-    sent = transfer_s(cluster, plan.layout, ranks[stage], ranks[other], size / split)
+    sent = transfer_s(cluster, plan.layout, source=ranks[stage], target=ranks[other], size=size / split)
     if split > 1 and not work.sequence_parallel:
         sent += gather_s(cluster, group_of(cluster, plan.layout, "tp"), size)
     return sent

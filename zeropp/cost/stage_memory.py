@@ -77,7 +77,7 @@ def stage_memory(plan: SizedPlan, work: Work, stage: int) -> StageMemory:
         deferred=int(later),
         boundary=int(boundary_bytes(work)),
         buffers=int(buffers),
-        **_moments(work, blocks, plan.recomputed_blocks(stage), last in pieces, activations, later),
+        **_moments(work, blocks, repeated=plan.recomputed_blocks(stage), head=last in pieces, activations=activations, later=later),
     )
 
 
@@ -163,7 +163,7 @@ def _messages(plan: SizedPlan, work: Work, stage: int) -> tuple[float, float]:
 
 
 def _moments(
-    work: Work, blocks: list[_Block], repeated: int, head: bool, activations: float, later: float
+    work: Work, blocks: list[_Block], *, repeated: int, head: bool, activations: float, later: float
 ) -> dict[str, int]:
     """The stage's bytes of a microbatch at the fullest moment of its forward and of each backward.
 

@@ -29,7 +29,7 @@ Settings = tuple[tuple[str, Any], ...]  # of one optimizer group: names and valu
 _OF_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class State:
     """What one rank saves, by name; tensors share memory with what they describe.
 
@@ -59,7 +59,7 @@ class State:
 def state_of(
     flats: Iterable[FlatParameters],
     optimizer: torch.optim.Optimizer,
-    group_names: Mapping[int, str],
+    *, group_names: Mapping[int, str],
     steps_done: int,
     buffers: Mapping[str, Tensor],
 ) -> State:
@@ -68,7 +68,7 @@ def state_of(
     settings = _settings_of(optimizer, group_names)
     unbegun = _state_to_be(optimizer)
     kept = unbegun or optimizer.state
-    state = State(dict(buffers), {}, settings, torch.tensor(steps_done), unbegun)
+    state = State(model=dict(buffers), optimizer={}, settings=settings, steps_done=torch.tensor(steps_done), unbegun=unbegun)
     for flat in flats:
         owned = flat.layout.owned
         state.model.update(_described("{}", flat, flat.rows, owned))

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from zeropp.engine import checkpoint
 from zeropp.engine.channels import Channels, neighbours
-from zeropp.engine.chunk import Chunk, ChunkOptions
-from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
+from zeropp.engine.chunk_maker import ChunkMaker
 from zeropp.engine.evaluation import Evaluator
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.groups import make_groups
@@ -22,11 +21,9 @@ from zeropp.engine.interpreter import Interpreter, Loss, LossFunction, Microbatc
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
 from zeropp.engine.randomness import StepSeeds
 from zeropp.engine.rank_lanes import make_lanes
-from zeropp.engine.sharding import ChunkShards, ShardOptions
 from zeropp.engine.tied import TiedWeights
 from zeropp.engine.together import together
 from zeropp.engine.updates import gradients_of, make_optimizer
-from zeropp.engine.values import TensorShape
 from zeropp.engine.watch import ParameterWatch
 from zeropp.layout import Layout
 from zeropp.optimizer import square_norm
@@ -49,6 +46,7 @@ class Engine:
         pieces: Sequence[Piece],
         schedule: Schedule,
         layout: Layout,
+        *,
         loss_function: LossFunction,
         boundary: Boundary,
         optimizer: OptimizerConfig | MakeOptimizer,
@@ -64,48 +62,71 @@ class Engine:
             first = layout.dp_index(rank) * schedule.num_microbatches
             self._seeds = StepSeeds(options.dropout_seed, first, device)
         with ExitStack() as undo:
-            self._build(pieces, schedule, Loss(loss_function), boundary, optimizer, undo)
+            self._make_chunks(pieces, schedule, boundary, undo)
+            self._make_runners(schedule, Loss(loss_function))
+            self._make_updates(schedule, optimizer, undo)
             self._owned = undo.pop_all()
 
-    def _build(
-        self,
-        pieces: Sequence[Piece],
-        schedule: Schedule,
-        loss: Loss,
-        boundary: Boundary,
-        optimizer: OptimizerConfig | MakeOptimizer,
-        undo: ExitStack,
+    def _make_chunks(
+        self, pieces: Sequence[Piece], schedule: Schedule, boundary: Boundary, undo: ExitStack
     ) -> None:
-        """Make all parts, in the order in which they need each other; ``undo`` gives up what has
-        been made. What a rank does on its own is followed by an exchange of errors."""
-        layout, device, options = self._layout, self._device, self._options
-        self._groups = make_groups(layout, device, options.timeout)
+        """Make groups, lanes, chunks and channels; ``undo`` gives up what has been made. What a
+        rank does on its own is followed by an exchange of errors."""
+        layout, device, timeout = self._layout, self._device, self._options.timeout
+        self._groups = make_groups(layout, device, timeout)
         undo.callback(self._groups.close)
         self.lanes = make_lanes(device)
         undo.callback(self.lanes.close)
         self._used: set[int] = set()  # weights that have had gradients, by identity
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
-        self.chunks = together(lambda: self._make_chunks(schedule, boundary))
-        self._channels = Channels(neighbours(schedule), layout, device, options.timeout)
+        maker = ChunkMaker(
+            pieces=self._pieces,
+            layout=layout,
+            options=self._options,
+            groups=self._groups,
+            lanes=self.lanes,
+            seeds=self._seeds,
+            used=self._used,
+        )
+        self.chunks = together(lambda: maker.chunks(schedule, boundary))
+        self._channels = Channels(neighbours(schedule), layout, device, timeout)
         undo.callback(self._channels.close)
-        reduction = options.loss_reduction
-        everywhere = schedule.num_microbatches * layout.dp
+
+    def _make_runners(self, schedule: Schedule, loss: Loss) -> None:
+        """Make what runs the chunks, in training and in evaluation."""
+        reduction = self._options.loss_reduction
+        everywhere = schedule.num_microbatches * self._layout.dp
         self.interpreter = Interpreter(
             schedule,
             self.chunks,
-            self._channels,
-            loss,
-            options.replicate_every,
-            everywhere if reduction == "mean" else 1,
+            channels=self._channels,
+            loss=loss,
+            replicate_every=self._options.replicate_every,
+            loss_count=everywhere if reduction == "mean" else 1,
         )
-        self._evaluator = Evaluator(schedule, layout, self.chunks, self._channels, loss, reduction)
+        self._evaluator = Evaluator(
+            schedule,
+            self._layout,
+            chunks=self.chunks,
+            channels=self._channels,
+            loss=loss,
+            reduction=reduction,
+        )
+
+    def _make_updates(
+        self, schedule: Schedule, optimizer: OptimizerConfig | MakeOptimizer, undo: ExitStack
+    ) -> None:
+        """Make the optimizer, and what goes with its steps."""
+        options = self._options
         shards = [chunk.shards for chunk in self.chunks.values()]
         self.flats = [flat for chunk in shards for flat in chunk.flats]
         self._watch = ParameterWatch(self.flats, self._used)
-        self._tied = TiedWeights(options.tied, shards, schedule, layout, options.timeout)
+        self._tied = TiedWeights(
+            options.tied, shards, schedule=schedule, layout=self._layout, timeout=options.timeout
+        )
         undo.callback(self._tied.close)
         self._clip_norm = optimizer.clip_norm if isinstance(optimizer, OptimizerConfig) else 0.0
-        made = together(lambda: make_optimizer(self.flats, optimizer, device))
+        made = together(lambda: make_optimizer(self.flats, optimizer, self._device))
         self.optimizer, self._group_names = made
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
@@ -181,8 +202,15 @@ class Engine:
         """Parameters, buffers and optimizer state, as this rank holds them: tensors that share
         their memory."""
         self._settle()
-        updated = self.flats, self.optimizer, self._group_names
-        return together(lambda: checkpoint.state_of(*updated, self.steps_done, self.buffers()))
+        return together(
+            lambda: checkpoint.state_of(
+                self.flats,
+                self.optimizer,
+                group_names=self._group_names,
+                steps_done=self.steps_done,
+                buffers=self.buffers(),
+            )
+        )
 
     def take_over(self, state: checkpoint.State) -> None:
         """Go on from what has been written into the tensors of ``state()``."""
@@ -209,56 +237,6 @@ class Engine:
     def close(self) -> None:
         """Give up threads and process groups; the engine is of no more use."""
         self._owned.close()
-
-    def _make_chunks(self, schedule: Schedule, boundary: Boundary) -> dict[int, Chunk]:
-        stages = schedule.stages_of(self._layout.coordinates(dist.get_rank())["pp"])
-        between = {
-            stage: boundary(stage) if 0 < stage < schedule.num_stages else None
-            for each in stages
-            for stage in (each, each + 1)
-        }
-        return {s: self._make_chunk(s, between[s], between[s + 1]) for s in stages}
-
-    def _make_chunk(
-        self,
-        stage: int,
-        arriving: Sequence[TensorShape] | None,
-        leaving: Sequence[TensorShape] | None,
-    ) -> Chunk:
-        options = self._options
-        pieces = {piece.index: piece for piece in self._pieces if piece.stage == stage}
-        blocks = [piece for piece in pieces.values() if piece.deferrable]
-        # The first ones may be recomputed; half blocks never are, so they come last.
-        deferrable = [piece.module for piece in sorted(blocks, key=lambda piece: piece.half)]
-        others = [piece.module for piece in pieces.values() if not piece.deferrable]
-        store = WeightGradStore(self._used)
-        deferred = defer_weight_grads(deferrable, store, warn=True)
-        # A store that is never open: at once, inside the product.
-        defer_weight_grads(others, WeightGradStore(self._used))
-        shards = ChunkShards(
-            {index: piece.module for index, piece in pieces.items()},
-            self._groups,
-            self.lanes,
-            ShardOptions(
-                options.precision,
-                self._layout.replicate_zero == 1,
-                options.reduce_dtype,
-                options.group_of,
-            ),
-            deferred,
-            options.tied,
-        )
-        indices, seeds = list(pieces), self._seeds
-        seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)
-        how = ChunkOptions(
-            options.recompute,
-            options.recomputed[stage] if options.recomputed else None,
-            options.compile,
-            seed,
-            options.random,
-            torch.bfloat16 if options.precision == "bf16" else None,
-        )
-        return Chunk(shards, store, deferrable, arriving, leaving, how)
 
     def _settle(self) -> None:
         for flat in self.flats:

@@ -35,7 +35,7 @@ class Evaluator:
         self,
         schedule: Schedule,
         layout: Layout,
-        chunks: Mapping[int, Chunk],
+        *, chunks: Mapping[int, Chunk],
         channels: Channels,
         loss: Loss,
         reduction: LossReduction,

@@ -46,10 +46,9 @@ class FlatParameters:
         self,
         held: Sequence[Held],
         layout: FlatLayout,
-        groups: DataGroups,
+        *, groups: DataGroups,
         lanes: Lanes,
         types: Types,
-        *,
         zero: bool,
         trainable: bool,
         deferred: bool,
@@ -248,7 +247,7 @@ class FlatParameters:
         if self._partial is None:
             self._partial = fresh.new_empty(len(self.layout.part))
         place, group = slice(self.layout.part.begin, self.layout.part.end), self._groups.reduce
-        work = ReduceScatter(fresh, self._sent(fresh), place, self._partial, first, group)
+        work = ReduceScatter(source=fresh, sent=self._sent(fresh), place=place, total=self._partial, first=first, group=group)
         return self._lanes.reduce.run(work)
 
     def _cross_replicas(self, after: Sequence[Ticket]) -> Ticket:
@@ -260,11 +259,11 @@ class FlatParameters:
             place = self.layout.owned.inside(self.layout.part)
             if self._crossed is None:
                 self._crossed = partial.new_empty(len(self.layout.owned))
-            work = ReduceScatter(partial, sent, place, self._crossed, first, group)
+            work = ReduceScatter(source=partial, sent=sent, place=place, total=self._crossed, first=first, group=group)
         else:
             if self._crossed is None:
                 self._crossed = partial
-            work = AllReduce(partial, sent, self._crossed, first, group)
+            work = AllReduce(source=partial, sent=sent, total=self._crossed, first=first, group=group)
         return self._lanes.replicate.run(work, after)
 
     def _sent(self, gradient: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 
 import torch
@@ -25,6 +25,7 @@ class Piece:
     index: int
     stage: int
     module: nn.Module
+    _: KW_ONLY
     deferrable: bool
     half: bool = False
 
@@ -39,7 +40,7 @@ def one_group(name: Name, parameter: nn.Parameter) -> str:
     return "all"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """What an engine may be told beside its part of a plan.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from zeropp.engine.groups import reduce_scatter_single
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReduceScatter:
     """Reduce-scatter ``source`` into ``total`` if ``first``, otherwise add the result to ``total``.
 
@@ -41,7 +41,7 @@ class ReduceScatter:
             self.total.copy_(mine)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AllReduce:
     """All-reduce ``source`` in place, by way of ``sent`` if that is another buffer, and add it to
     ``total`` unless it is ``first`` (and so the total itself)."""

@@ -31,7 +31,7 @@ class ParameterKind:
     trained: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerSizes:
     """What one layer gives and takes for one microbatch.
 
@@ -91,7 +91,7 @@ def _run(
         flops = counter.get_flop_counts().get("Global", {})
         products = sum(count for operator, count in flops.items() if operator in _PRODUCTS)
         others = sum(flops.values()) - products
-        found.append(LayerSizes(outputs, kinds, parameters, names, products, others))
+        found.append(LayerSizes(outputs=outputs, kinds=kinds, parameters=parameters, names=names, product_flops=products, attention_flops=others))
     return found
 
 

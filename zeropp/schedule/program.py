@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from zeropp.literals import StageStyle
 from zeropp.schedule.action import Action, parse_action
@@ -27,6 +27,7 @@ class StageCost:
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
+    _: KW_ONLY
     unshard: float = 0.0
     reduce_grad: float = 0.0
     transfer: float = 0.0

@@ -44,7 +44,7 @@ from benchmarks.records.record import RecordError, RunRecord, read_record, write
 _UNKNOWN = Ending("lost", "the job is gone, and Slurm does not say why", interrupted=True)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class View:
     """The submissions and then the queue, read in that order: otherwise an attempt that began in
     between would seem dead."""
@@ -76,7 +76,7 @@ def read_view(runs_dir: Path) -> View:
     """The view without asking Slurm."""
     submissions, problems = read_submissions(runs_dir)
     tasks = [task for submission in submissions for task in tasks_of(submission, runs_dir)]
-    return View(runs_dir, submissions, tasks, problems=problems)
+    return View(runs_dir=runs_dir, submissions=submissions, tasks=tasks, problems=problems)
 
 
 def look(runs_dir: Path) -> View:

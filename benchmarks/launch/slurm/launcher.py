@@ -65,7 +65,7 @@ def launch(
 
 def _refuse(point: Point, why: str, runs_dir: Path) -> RunRecord:
     return or_unwritten(
-        point, "slurm", lambda: write_unstarted(point, runs_dir, "slurm", "infeasible", why)
+        point, "slurm", lambda: write_unstarted(point, runs_dir, launcher="slurm", status="infeasible", reason=why)
     )
 
 
