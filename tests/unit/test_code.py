@@ -14,6 +14,7 @@ PACKAGES = ("zeropp", "baselines", "benchmarks")
 MOST_POSITIONAL = 4
 MOST_LINES_OF_A_FUNCTION = 40
 MOST_LINES_OF_A_FILE = 300
+MOST_LINES_OF_AN_EXAMPLE = 80
 
 # Functions that take more positional arguments, and why.
 _EVENT = "called for every action, in the inner loop of searches, where keywords cost time"
@@ -118,3 +119,10 @@ def test_functions_and_files_are_short() -> None:
     assert statistics.median(lengths.values()) <= 10
     files = {path: text.count("\n") for path, text in texts.items()}
     assert {path: n for path, n in files.items() if n > MOST_LINES_OF_A_FILE} == {}
+
+
+def test_examples_fit_on_a_page() -> None:
+    examples = sorted((ROOT / "scripts" / "examples").glob("*.py"))
+    assert len(examples) >= 2
+    lengths = {path.name: path.read_text().count("\n") for path in examples}
+    assert {name: n for name, n in lengths.items() if n > MOST_LINES_OF_AN_EXAMPLE} == {}
