@@ -1,4 +1,4 @@
-"""The engine of one rank: chunks, messages, program and optimizer, one ``step`` at a time."""
+"""The engine of one rank: it runs the rank's program on its chunks, and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ from zeropp.training import OptimizerConfig, StepResult
 
 
 class Engine:
-    """Trains the pieces of one rank. Construction and every method are collective.
+    """Trains the pieces of one rank. All ranks must construct it, and call its methods, together.
 
-    ``schedule`` is lowered; ``boundary(stage)`` gives the shapes of the tensors that one microbatch
-    sends into a stage. ``optimizer``: a configuration, or a function that makes one from flat
-    tensors by optimizer group (``EngineOptions.group_of``; a group that this rank has nothing of
-    has one empty tensor). Any optimizer that works element by element will do.
+    ``schedule`` is a lowered schedule. ``boundary(stage)`` gives the shapes of the tensors that one
+    microbatch sends into a stage. ``optimizer`` is a configuration, or a function that makes an
+    optimizer from flat tensors by optimizer group (``EngineOptions.group_of``); if this rank has no
+    parameters of a group, the group has one empty tensor. The optimizer must work element by
+    element, because each rank updates a part of the flat tensors.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class Engine:
     def _make_chunks(
         self, pieces: Sequence[Piece], schedule: Schedule, boundary: Boundary, undo: ExitStack
     ) -> None:
-        """Make groups, lanes, chunks and channels; ``undo`` gives up what has been made. What a
-        rank does on its own is followed by an exchange of errors."""
+        """Make process groups, lanes, chunks and channels; ``undo`` collects how to close them.
+        After work that a rank does on its own, all ranks learn whether it failed on any."""
         layout, device, timeout = self._layout, self._device, self._options.timeout
         self._groups = make_groups(layout, device, timeout)
         undo.callback(self._groups.close)
@@ -93,7 +94,7 @@ class Engine:
         undo.callback(self._channels.close)
 
     def _make_runners(self, schedule: Schedule, loss: Loss) -> None:
-        """Make what runs the chunks, in training and in evaluation."""
+        """Make the interpreter and the evaluator, which run the chunks."""
         reduction = self._options.loss_reduction
         everywhere = schedule.num_microbatches * self._layout.dp
         self.interpreter = Interpreter(
@@ -116,7 +117,7 @@ class Engine:
     def _make_updates(
         self, schedule: Schedule, optimizer: OptimizerConfig | MakeOptimizer, undo: ExitStack
     ) -> None:
-        """Make the optimizer, and what goes with its steps."""
+        """Make the optimizer, the watch over its parameters and the tie between two copies."""
         options = self._options
         shards = [chunk.shards for chunk in self.chunks.values()]
         self.flats = [flat for chunk in shards for flat in chunk.flats]
@@ -151,8 +152,8 @@ class Engine:
         return self._evaluator.run(batch)
 
     def accumulate(self, batch: Microbatches) -> list[Tensor]:
-        """The first half of a step: run the program, so that what this rank updates has its
-        gradients. Gives this rank's parts of the loss of the global batch."""
+        """The first half of a step: run the program, so that the tensors that this rank updates
+        have their gradients. Returns this rank's parts of the loss of the global batch."""
         for flat in self.flats:
             flat.clear_gradients()
         if self._seeds is not None:
@@ -164,7 +165,8 @@ class Engine:
         return losses
 
     def update(self) -> None:
-        """The second half: the optimizer's step, and updated rows on their way to all replicas."""
+        """The second half of a step: the optimizer's step, and the start of the gathers of updated
+        rows."""
         schedule = self._options.lr_schedule
         if schedule is not None:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
@@ -175,8 +177,8 @@ class Engine:
         self.steps_done += 1
 
     def full_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Unsharded fp32 CPU copies, named ``{piece}.{name}``; a parameter that has several names
-        in the model comes once, or under each of them with ``every_name``."""
+        """Unsharded fp32 CPU copies of this rank's parameters, named ``{piece}.{name}``. A parameter
+        with several names comes once, or with ``every_name`` under each of them."""
         self._settle()
         for flat in self.flats:
             yield from self._whole(flat, flat.rows, torch.float32, every_name=every_name)
@@ -199,8 +201,8 @@ class Engine:
         self.take_over(state)
 
     def state(self) -> checkpoint.State:
-        """Parameters, buffers and optimizer state, as this rank holds them: tensors that share
-        their memory."""
+        """Parameters, buffers and optimizer state of this rank; tensors share memory with the
+        engine's."""
         self._settle()
         return together(
             lambda: checkpoint.state_of(
@@ -213,7 +215,7 @@ class Engine:
         )
 
     def take_over(self, state: checkpoint.State) -> None:
-        """Go on from what has been written into the tensors of ``state()``."""
+        """Continue from ``state``, which ``state()`` has returned and a checkpoint has overwritten."""
         self.steps_done = int(state.steps_done)
         checkpoint.go_on_from(state, self.optimizer, self._group_names)
         self._gather_updated()
@@ -235,7 +237,7 @@ class Engine:
         return list(self.interpreter.spans or [])
 
     def close(self) -> None:
-        """Give up threads and process groups; the engine is of no more use."""
+        """End the engine's threads and process groups; it cannot be used afterwards."""
         self._owned.close()
 
     def _settle(self) -> None:
@@ -256,10 +258,10 @@ class Engine:
                 yield f"{piece}.{name}", whole
 
     def _reduce_result(self, losses: Sequence[Tensor]) -> StepResult:
-        """Loss and gradient norm, the same on every rank: one all-reduce of three numbers.
+        """Loss and gradient norm, equal on every rank, by one all-reduce of three numbers.
 
-        Replicas that hold the same gradients count for one part of their number each. The third
-        number says whether any rank has news of its parameters, which then all ranks are told.
+        A gradient that several replicas hold counts once. The third number says whether any rank
+        has news of its parameters (``ParameterWatch``), which all ranks then exchange.
         """
         totals = torch.zeros(3, dtype=torch.float64, device=self._device)
         if losses:

@@ -6,7 +6,7 @@ a buffer, and adds the result in the type of the gradients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from zeropp.engine.groups import reduce_scatter_single
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReduceScatter:
     """Reduce-scatter ``source`` into ``total`` if ``first``, otherwise add the result to ``total``.
 
@@ -24,8 +24,9 @@ class ReduceScatter:
 
     source: Tensor
     sent: Tensor
-    place: slice
     total: Tensor
+    _: KW_ONLY
+    place: slice
     first: bool
     group: dist.ProcessGroup | None
 
@@ -41,7 +42,7 @@ class ReduceScatter:
             self.total.copy_(mine)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AllReduce:
     """All-reduce ``source`` in place, by way of ``sent`` if that is another buffer, and add it to
     ``total`` unless it is ``first`` (and so the total itself)."""
@@ -49,6 +50,7 @@ class AllReduce:
     source: Tensor
     sent: Tensor
     total: Tensor
+    _: KW_ONLY
     first: bool
     group: dist.ProcessGroup | None
 
