@@ -105,9 +105,18 @@ def cut_as(
     cuts = cut_by_weight(_weights(request, sizes), count)
     costs = None
     if (conditions := request.conditions()) is not None:
-        costs = stage_costs(sizes, cuts, stage_rank=planned.stage_rank, layout=layout, given=conditions)
+        costs = stage_costs(
+            sizes, cuts, stage_rank=planned.stage_rank, layout=layout, given=conditions
+        )
     schedule, cap = _schedule(planned, costs), planned.activation_cap
-    return Stages(layout=layout, schedule=schedule, cuts=cuts, sizes=sizes, precision=request.precision, activation_cap=cap)
+    return Stages(
+        layout=layout,
+        schedule=schedule,
+        cuts=cuts,
+        sizes=sizes,
+        precision=request.precision,
+        activation_cap=cap,
+    )
 
 
 def _weights(request: Request, sizes: Sequence[LayerSizes]) -> list[float]:

@@ -34,7 +34,8 @@ class ParallelModel:
     def __init__(
         self,
         engine: Engine,
-        *, sample: Tensor,
+        *,
+        sample: Tensor,
         sample_keywords: Mapping[str, Tensor],
         rows: slice,
         layout: Layout,

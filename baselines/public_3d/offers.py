@@ -41,7 +41,9 @@ OFFERS: dict[Public3D, Offer] = {
     # megatron/core/pipeline_parallel/schedules.py (core_v0.12): 1F1B and interleaved 1F1B, no
     # split backward. Ranks are numbered tp-dp-pp, or tp-pp-dp with --use-tp-pp-dp-mapping.
     "megatron_core": Offer(
-        program="megatron_core", schedules=_MEGATRON_SCHEDULES, recomputed=frozenset(_MEGATRON_SCHEDULES)
+        program="megatron_core",
+        schedules=_MEGATRON_SCHEDULES,
+        recomputed=frozenset(_MEGATRON_SCHEDULES),
     ),
     # DeepSpeed's PipelineModule under Megatron's layers: plain 1F1B, no sequence parallelism.
     "megatron_deepspeed": Offer(

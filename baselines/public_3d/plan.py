@@ -66,7 +66,13 @@ def order(plan: SizedPlan, knobs: Public3DKnobs, price: PlanPrice) -> Iterator[P
     """The plan with the programs of its schedule: one order, so this yields one plan."""
     layout, m = plan.layout, plan.num_microbatches
     group = _group(layout.pp, m)
-    schedule = _schedule(plan.schedule.name, num_ranks=layout.pp, chunks=layout.chunks, num_microbatches=m, group=group)
+    schedule = _schedule(
+        plan.schedule.name,
+        num_ranks=layout.pp,
+        chunks=layout.chunks,
+        num_microbatches=m,
+        group=group,
+    )
     yield plan.ordered(schedule)
 
 

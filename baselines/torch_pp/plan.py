@@ -84,7 +84,13 @@ def order(plan: SizedPlan, knobs: TorchPPKnobs, price: PlanPrice) -> Iterator[Pl
     """The plan with the programs of torch's schedule class: one order, so this yields one plan."""
     name, layout = plan.schedule.name, plan.layout
     gathers = layout.shard > 1
-    schedule = _schedule(name, num_ranks=layout.pp, chunks=layout.chunks, num_microbatches=plan.num_microbatches, gathers=gathers)
+    schedule = _schedule(
+        name,
+        num_ranks=layout.pp,
+        chunks=layout.chunks,
+        num_microbatches=plan.num_microbatches,
+        gathers=gathers,
+    )
     yield plan.ordered(schedule)
 
 

@@ -116,7 +116,12 @@ class TorchPipelineTrainer:
         for part in losses:  # the same on every rank of a tensor-parallel group
             loss += local(part.detach()) / (plan.layout.dp * plan.layout.tp)
         result = finish_step(
-            self._parameters, loss, layout=plan.layout, device=self._device, clip_norm=self._clip_norm, copy=self._copy
+            self._parameters,
+            loss,
+            layout=plan.layout,
+            device=self._device,
+            clip_norm=self._clip_norm,
+            copy=self._copy,
         )
         self._optimizer.step()
         return result

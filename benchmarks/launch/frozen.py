@@ -104,7 +104,9 @@ def read_header(directory: Path) -> Header:
         damage = f"{directory / 'attempt.json'}: {error.errors(include_url=False)[0]['msg']}"
     launcher = directory.name.partition("-")[0]
     provenance: Provenance = "traced" if launcher == "trace" else "measured"
-    return Header(launcher=launcher, provenance=provenance, started_at=_made_at(directory), damage=damage)
+    return Header(
+        launcher=launcher, provenance=provenance, started_at=_made_at(directory), damage=damage
+    )
 
 
 def _made_at(directory: Path) -> str:

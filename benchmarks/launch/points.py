@@ -151,7 +151,8 @@ def freeze(point: Point, directory: Path, launcher: str, variant: str = "") -> N
 def write_unstarted(
     point: Point,
     runs_dir: Path,
-    *, launcher: str,
+    *,
+    launcher: str,
     status: Status,
     reason: str,
     variant: str = "",
@@ -193,13 +194,22 @@ def unwritten_record(point: Point, launcher: str, error: OSError) -> RunRecord:
     reason = f"not recorded: {error.filename or 'a file'}: {error.strerror or error}"
     attempt = f"{launcher}-unwritten"
     more: dict[str, Any] = {"interrupted": True}
-    return launcher_record(point.spec, attempt, launcher=launcher, status="failed", reason=reason, started_at=now(), **more)
+    return launcher_record(
+        point.spec,
+        attempt,
+        launcher=launcher,
+        status="failed",
+        reason=reason,
+        started_at=now(),
+        **more,
+    )
 
 
 def launcher_record(
     spec: RunSpec,
     attempt: str,
-    *, launcher: str,
+    *,
+    launcher: str,
     status: Status,
     reason: str,
     started_at: str,

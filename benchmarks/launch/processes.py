@@ -43,7 +43,8 @@ def is_here(device: Device) -> bool:
 
 def run_attempt(
     point: Point,
-    *, launcher: str,
+    *,
+    launcher: str,
     worlds: Sequence[Sequence[int]],
     runs_dir: Path,
     progress: SweepProgress,

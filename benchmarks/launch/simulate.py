@@ -62,7 +62,9 @@ def _price(point: Point, options: SimulateOptions, runs_dir: Path) -> RunRecord:
         source = traced_record(point.spec, point.plan, Path(options.traced_runs))
     result = _simulate(point.spec, point.plan, source)
     directory = attempt_directory(point.spec, runs_dir, "simulate")
-    record = simulated_record(point.spec, point.plan, attempt=directory.name, started_at=started, result=result)
+    record = simulated_record(
+        point.spec, point.plan, attempt=directory.name, started_at=started, result=result
+    )
     if source is not None:
         predicted = {**record.predicted, "compute_from": source.record_id}
         record = replace(record, variant=options.variant, predicted=predicted)

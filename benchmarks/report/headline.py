@@ -41,7 +41,9 @@ def headline_table(rows: pd.DataFrame, base: str = BASE) -> Table:
         Column("basis", "basis", is_key=True),
         Column("contender", _CONTENDER),
         Column("layout", _LAYOUT),
-        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=words.tokens, instead="shown_status"),
+        Column(
+            "tokens_per_s_per_gpu", f"tokens/s/{worker}", form=words.tokens, instead="shown_status"
+        ),
         Column("mfu", "MFU", form=words.share),
         Column("peak_gib", "GiB", form=words.gib),
         Column("speedup", "speed-up", form=words.ratio, interval=True, unsure="unsure"),

@@ -79,7 +79,8 @@ def ordered(contenders: Iterable[str]) -> list[str]:
 def panels(
     count: int,
     columns: int = COLUMNS,
-    *, width: float = 4.0,
+    *,
+    width: float = 4.0,
     height: float = 3.1,
     heights: Sequence[float] | None = None,
 ) -> tuple[Figure, list[Axes]]:

@@ -151,4 +151,6 @@ def table(
     of them."""
     wanted = dict.fromkeys(stored for column in columns for stored in column.stored)
     missing = {column: None for column in wanted if column not in data}
-    return Table(name=name, title=title, columns=tuple(columns), data=data.assign(**missing), **more)
+    return Table(
+        name=name, title=title, columns=tuple(columns), data=data.assign(**missing), **more
+    )

@@ -74,12 +74,16 @@ def _draw(axis: Axes, timeline: Timeline, end: float, used: dict[str, str]) -> N
         boxes.add(0, timeline.step_s, top=number, height=_BOX_HEIGHT, face=to_rgb(_BUBBLE))
     for span in timeline.spans:
         if span.lane == "compute":
-            _draw_compute(axis, boxes, span, row=row[span.rank], end=end, shade_of=shade_of, used=used)
+            _draw_compute(
+                axis, boxes, span, row=row[span.rank], end=end, shade_of=shade_of, used=used
+            )
         elif span.lane in _STRIPS:
             colour, offset, word = _STRIPS[span.lane]
             used[word] = colour
             place = row[span.rank] + offset
-            boxes.add(span.start_s, span.end_s, top=place, height=_STRIP_HEIGHT, face=to_rgb(colour))
+            boxes.add(
+                span.start_s, span.end_s, top=place, height=_STRIP_HEIGHT, face=to_rgb(colour)
+            )
     boxes.draw(axis)
     axis.set_title(f"{timeline.title}  ({timeline.provenance})", loc="left")
     axis.set_xlim(0, end)
@@ -100,7 +104,14 @@ class _Boxes:
     edges: list[float] = field(default_factory=list)  # points
 
     def add(
-        self, start: float, end: float, *, top: float, height: float, face: _Colour, edge: float = 0.0
+        self,
+        start: float,
+        end: float,
+        *,
+        top: float,
+        height: float,
+        face: _Colour,
+        edge: float = 0.0,
     ) -> None:
         """Add a box from ``start`` to ``end`` seconds, with a white edge of ``edge`` points."""
         low = top + height
@@ -121,7 +132,8 @@ def _draw_compute(
     axis: Axes,
     boxes: _Boxes,
     span: Span,
-    *, row: int,
+    *,
+    row: int,
     end: float,
     shade_of: dict[tuple[int, int], float],
     used: dict[str, str],

@@ -60,9 +60,25 @@ def timed_backward(block: nn.Module, x: Tensor, backward: Backward) -> float:
     return seconds(lambda: backward(source, output))
 
 
+def gpt(*, layers: int, hidden: int, vocab: int, seq: int) -> ModelShape:
+    """The sizes of a GPT with heads of 64."""
+    heads = hidden // 64
+    return ModelShape(
+        name="gpt",
+        family="gpt",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn=4 * hidden,
+        vocab=vocab,
+        seq=seq,
+    )
+
+
 def split_backward(hidden: int, seq: int, repeats: int) -> dict[str, Any]:
     """The ratios of a split backward to a full one, for one transformer block."""
-    shape = ModelShape(name="block", family="gpt", layers=1, hidden=hidden, heads=hidden // 64, kv_heads=hidden // 64, ffn=4 * hidden, vocab=64, seq=seq)
+    shape = gpt(layers=1, hidden=hidden, vocab=64, seq=seq)
     plain, split = (build_piece(shape, 1, 0, DEVICE) for _ in range(2))
     store = WeightGradStore()
     defer_weight_grads([split], store)
@@ -94,11 +110,11 @@ def split_backward(hidden: int, seq: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def engine(*, hidden: int, seq: int, layers: int, microbatches: int, repeats: int) -> dict[str, Any]:
+def engine(
+    *, hidden: int, seq: int, layers: int, microbatches: int, repeats: int
+) -> dict[str, Any]:
     """The ratio of a step of the engine to one of a plain loop."""
-    shape = ModelShape(
-        name="gpt", family="gpt", layers=layers, hidden=hidden, heads=hidden // 64, kv_heads=hidden // 64, ffn=4 * hidden, vocab=512, seq=seq
-    )
+    shape = gpt(layers=layers, hidden=hidden, vocab=512, seq=seq)
     plain = nn.Sequential(*(build_piece(shape, i, 0, DEVICE) for i in range(layers + 2)))
     optimizer = build_optimizer(plain.parameters(), SGD)
     tokens = torch.randint(512, (microbatches, seq + 1), device=DEVICE)

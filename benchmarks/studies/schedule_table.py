@@ -115,7 +115,9 @@ def unit_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
     for chunks in (2, 4):
         for unit in sorted({num_ranks, min(2 * num_ranks, m)}):
             for keep in (0, min(TORCH_KEEPS, chunks)):
-                schedule = zeropp_schedule(num_ranks=num_ranks, chunks=chunks, num_microbatches=m, unit=unit, keep=keep)
+                schedule = zeropp_schedule(
+                    num_ranks=num_ranks, chunks=chunks, num_microbatches=m, unit=unit, keep=keep
+                )
                 bound = f"{1 + (num_ranks - 1) / (3 * m * chunks):.4f}"
                 named = {"schedule": "ZeroPP", "chunks": chunks, "unit": unit}
                 yield {**named, "keep": keep, "bound": bound, **measure(schedule)}

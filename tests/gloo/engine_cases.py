@@ -26,7 +26,20 @@ from zeropp.training import OptimizerConfig
 
 SEED = 11
 _LINK = Link(bandwidth_gb_s=1.0, latency_us=10.0)
-CLUSTER = Cluster(name="cpu", device=Device(name="cpu", memory_gib=4.0, memory_bandwidth_gb_s=10.0, matmul_bf16_tflops=0.05, matmul_fp32_tflops=0.05), gpus_per_node=8, nics_per_node=1, intra=_LINK, inter=_LINK)
+CLUSTER = Cluster(
+    name="cpu",
+    device=Device(
+        name="cpu",
+        memory_gib=4.0,
+        memory_bandwidth_gb_s=10.0,
+        matmul_bf16_tflops=0.05,
+        matmul_fp32_tflops=0.05,
+    ),
+    gpus_per_node=8,
+    nics_per_node=1,
+    intra=_LINK,
+    inter=_LINK,
+)
 ADAMW = OptimizerConfig(kind="adamw", lr=1e-2, weight_decay=0.1)
 
 
@@ -66,7 +79,17 @@ class Case:
     def shape(self) -> ModelShape:
         kv_heads = 2 if self.family == "llama" else 4
         return ModelShape(
-            name="test", family=self.family, layers=self.layers, hidden=32, heads=4, kv_heads=kv_heads, ffn=64, vocab=61, seq=12, tied_embeddings=self.tied, dropout=self.dropout
+            name="test",
+            family=self.family,
+            layers=self.layers,
+            hidden=32,
+            heads=4,
+            kv_heads=kv_heads,
+            ffn=64,
+            vocab=61,
+            seq=12,
+            tied_embeddings=self.tied,
+            dropout=self.dropout,
         )
 
     def plan(self) -> Plan:

@@ -1,4 +1,4 @@
-"""What holds for the code itself: how functions are called, and how long functions and files are."""
+"""What holds for the code itself: how functions are called, and how long they and files are."""
 
 from __future__ import annotations
 

@@ -27,7 +27,17 @@ from zeropp.schedule.program import loop_placement, unordered
 from zeropp.shape import ModelShape
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-GPT = ModelShape(name="gpt", family="gpt", layers=8, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=51200, seq=1024)
+GPT = ModelShape(
+    name="gpt",
+    family="gpt",
+    layers=8,
+    hidden=1024,
+    heads=16,
+    kv_heads=16,
+    ffn=4096,
+    vocab=51200,
+    seq=1024,
+)
 LLAMA = replace(GPT, name="llama", family="llama", kv_heads=4, ffn=2816)
 TIMES = ("forward", "backward_input", "backward_weight")
 
@@ -163,7 +173,9 @@ def test_in_switch_reduction_helps_all_reduce_alone() -> None:
 def test_a_boundary_between_nodes_is_slower_than_inside_one() -> None:
     inside = Layout(pp=8, placement="pp_inner")
     across = Layout(pp=2, shard=8)
-    assert transfer_s(A100, inside, source=0, target=1, size=1e7) < transfer_s(A100, across, source=0, target=1, size=1e7)
+    assert transfer_s(A100, inside, source=0, target=1, size=1e7) < transfer_s(
+        A100, across, source=0, target=1, size=1e7
+    )
     assert transfer_s(A100, across, source=1, target=1, size=1e7) == 0.0
 
 

@@ -85,7 +85,9 @@ def test_cuts_inside_blocks_are_legal_and_leave_nothing_out(
     stage_rank: tuple[int, ...], layers: int, embedding: float, head: float, attention: float
 ) -> None:
     whole = spread_blocks(layers, stage_rank, embedding, head)
-    cuts = spread_halves(layers, stage_rank, embedding=embedding, head=head, attention=attention, whole=whole)
+    cuts = spread_halves(
+        layers, stage_rank, embedding=embedding, head=head, attention=attention, whole=whole
+    )
     assert cuts[0] == 0
     assert cuts[-1] == layers + 2
     assert all(a < b and (b - a) % 0.5 == 0 for a, b in pairwise(cuts))
@@ -100,9 +102,7 @@ def test_cuts_inside_blocks_are_legal_and_leave_nothing_out(
 def test_cuts_inside_blocks_balance_the_head() -> None:
     ends, ranks = (0.01, 1.3), loop_placement(4, 6)
     whole = spread_blocks(40, ranks, *ends)
-    cuts = spread_halves(
-        40, ranks, embedding=ends[0], head=ends[1], attention=0.33, whole=whole
-    )
+    cuts = spread_halves(40, ranks, embedding=ends[0], head=ends[1], attention=0.33, whole=whole)
     mean = (40 + sum(ends)) / 4
     assert largest_work(whole, ranks, ends, 0.33) > 1.06 * mean
     assert largest_work(cuts, ranks, ends, 0.33) < 1.01 * mean

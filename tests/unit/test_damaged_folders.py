@@ -29,10 +29,11 @@ from benchmarks.launch.owner import OWNER_FILE, this_process
 from benchmarks.launch.points import Point, freeze, write_unstarted
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.slurm import client
-from benchmarks.launch.slurm.jobs import look, unreported
+from benchmarks.launch.slurm.jobs import unreported
 from benchmarks.launch.slurm.launcher import launch
 from benchmarks.launch.slurm.options import SlurmOptions
 from benchmarks.launch.slurm.submissions import Submission, SubmittedArray
+from benchmarks.launch.slurm.view import look
 from benchmarks.records.environment import Code
 from benchmarks.records.rank_events import EventWriter, read_events
 from benchmarks.records.record import find_records, read_record

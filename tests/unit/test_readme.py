@@ -31,9 +31,8 @@ def defined(path: Path) -> set[str]:
     """Names of a file's functions, classes, methods and constants."""
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     named = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    assigned = [n.target for n in nodes if isinstance(n, ast.AnnAssign)]
-    assigned += [target for n in nodes if isinstance(n, ast.Assign) for target in n.targets]
-    return named | {target.id for target in assigned if isinstance(target, ast.Name)}
+    assigned = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return named | assigned
 
 
 def test_the_table_answers_every_question() -> None:

@@ -74,7 +74,13 @@ def pieces_of(plan: Plan, stage: int, seed: int, device: torch.device) -> Iterat
         is_block = 0 < index < shape.num_pieces - 1
         yield Piece(index, stage, build_piece(shape, index, seed, device), deferrable=is_block)
     for index, half in plan.halves_of(stage):
-        yield Piece(index, stage, build_half(shape, index, half, seed=seed, device=device), deferrable=True, half=True)
+        yield Piece(
+            index,
+            stage,
+            build_half(shape, index, half, seed=seed, device=device),
+            deferrable=True,
+            half=True,
+        )
 
 
 class ZeroppTrainer:

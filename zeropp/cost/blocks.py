@@ -90,7 +90,9 @@ def piece_times(work: Work, forward_tp: float, backward_tp: float) -> PieceTimes
     of a block's tensor-parallel collectives, without those of recomputation."""
     kernels = _block_kernels(work)
     whole = _block(work, kernels, forward_tp, backward_tp)
-    attention = _attention_half(work, kernels, whole, forward_tp=forward_tp, backward_tp=backward_tp)
+    attention = _attention_half(
+        work, kernels, whole, forward_tp=forward_tp, backward_tp=backward_tp
+    )
     mlp = PassTimes(
         whole.forward - attention.forward,
         whole.backward_input - attention.backward_input,

@@ -47,7 +47,8 @@ class _Model:
 def spread_halves(
     layers: int,
     stage_rank: tuple[int, ...],
-    *, embedding: float,
+    *,
+    embedding: float,
     head: float,
     attention: float,
     whole: tuple[int, ...],
@@ -112,7 +113,8 @@ def _between_neighbours(stage_rank: Sequence[int]) -> Iterator[list[tuple[int, i
 def _settle(
     model: _Model,
     places: list[int],
-    *, wanted: Sequence[float],
+    *,
+    wanted: Sequence[float],
     cuts: Sequence[tuple[int, int]],
     offset: float,
 ) -> None:

@@ -59,7 +59,8 @@ class State:
 def state_of(
     flats: Iterable[FlatParameters],
     optimizer: torch.optim.Optimizer,
-    *, group_names: Mapping[int, str],
+    *,
+    group_names: Mapping[int, str],
     steps_done: int,
     buffers: Mapping[str, Tensor],
 ) -> State:
@@ -68,7 +69,13 @@ def state_of(
     settings = _settings_of(optimizer, group_names)
     unbegun = _state_to_be(optimizer)
     kept = unbegun or optimizer.state
-    state = State(model=dict(buffers), optimizer={}, settings=settings, steps_done=torch.tensor(steps_done), unbegun=unbegun)
+    state = State(
+        model=dict(buffers),
+        optimizer={},
+        settings=settings,
+        steps_done=torch.tensor(steps_done),
+        unbegun=unbegun,
+    )
     for flat in flats:
         owned = flat.layout.owned
         state.model.update(_described("{}", flat, flat.rows, owned))
@@ -127,8 +134,8 @@ def go_on_from(
 def _settings_of(
     optimizer: torch.optim.Optimizer, group_names: Mapping[int, str]
 ) -> dict[str, Settings]:
-    """The settings of every group that are numbers, switches or tuples of them; a scheduler may have
-    changed or added some."""
+    """The settings of every group that are numbers, switches or tuples of them, some of which a
+    scheduler may have changed or added."""
     return {
         group_names[id(one)]: tuple(
             (key, value)

@@ -177,8 +177,8 @@ class Engine:
         self.steps_done += 1
 
     def full_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Unsharded fp32 CPU copies of this rank's parameters, named ``{piece}.{name}``. A parameter
-        with several names comes once, or with ``every_name`` under each of them."""
+        """Unsharded fp32 CPU copies of this rank's parameters, named ``{piece}.{name}``. One with
+        several names comes once, or with ``every_name`` under each of them."""
         self._settle()
         for flat in self.flats:
             yield from self._whole(flat, flat.rows, torch.float32, every_name=every_name)
@@ -215,7 +215,7 @@ class Engine:
         )
 
     def take_over(self, state: checkpoint.State) -> None:
-        """Continue from ``state``, which ``state()`` has returned and a checkpoint has overwritten."""
+        """Continue from a ``state()`` into whose tensors a checkpoint has been read."""
         self.steps_done = int(state.steps_done)
         checkpoint.go_on_from(state, self.optimizer, self._group_names)
         self._gather_updated()

@@ -48,7 +48,8 @@ class FlatParameters:
         self,
         held: Sequence[Held],
         layout: FlatLayout,
-        *, groups: DataGroups,
+        *,
+        groups: DataGroups,
         lanes: Lanes,
         types: Types,
         zero: bool,
@@ -175,8 +176,8 @@ class FlatParameters:
             self._updated.wait()
 
     def whole(self, mine: Tensor) -> Tensor:
-        """The whole of a tensor of which ``mine`` is this rank's part, in the shape of the rows that
-        it updates; collective.
+        """The whole of a tensor of which ``mine`` is this rank's part, shaped as the rows that it
+        updates; collective.
 
         All buffers must be settled, because the lanes use the same process groups.
         """

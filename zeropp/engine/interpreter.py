@@ -79,7 +79,8 @@ class Interpreter:
         self,
         schedule: Schedule,
         chunks: dict[int, Chunk],
-        *, channels: Channels,
+        *,
+        channels: Channels,
         loss: Loss,
         replicate_every: ReduceEvery,
         loss_count: int,
@@ -216,9 +217,7 @@ class Interpreter:
                 message.append((tensor, work))
         step.receiving[action.op, (stage, microbatch)] = message
 
-    def _arrived(
-        self, op: Op, key: Key, local: dict[Key, Tensors], step: _Step
-    ) -> Tensors:
+    def _arrived(self, op: Op, key: Key, local: dict[Key, Tensors], step: _Step) -> Tensors:
         """The message into a stage, from another rank or from another stage of this rank."""
         message = step.receiving.pop((op, key), None)
         if message is None:

@@ -50,7 +50,8 @@ class ChunkShards:
     def __init__(
         self,
         pieces: Mapping[int, nn.Module],
-        *, groups: DataGroups,
+        *,
+        groups: DataGroups,
         lanes: Lanes,
         options: ShardOptions,
         deferred: Iterable[nn.Parameter],

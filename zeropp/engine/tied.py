@@ -33,7 +33,8 @@ class TiedWeights:
         self,
         tied: tuple[Name, Name] | None,
         chunks: Sequence[ChunkShards],
-        *, schedule: Schedule,
+        *,
+        schedule: Schedule,
         layout: Layout,
         timeout: timedelta | None = None,
     ) -> None:

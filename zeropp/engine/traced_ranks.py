@@ -44,7 +44,8 @@ class Trace:
 def trace_ranks(
     plan: Plan,
     ranks: Sequence[int],
-    *, optimizer: OptimizerConfig,
+    *,
+    optimizer: OptimizerConfig,
     build: Build,
     fill_integers: Callable[[Plan, Tensor], None] | None = None,
 ) -> Iterator[Trace]:
@@ -67,7 +68,8 @@ def trace_ranks(
 def _trace_rank(
     plan: Plan,
     rank: int,
-    *, optimizer: OptimizerConfig,
+    *,
+    optimizer: OptimizerConfig,
     build: Build,
     fill_integers: Callable[[Plan, Tensor], None] | None,
 ) -> Trace:

@@ -124,8 +124,8 @@ def _checked(value: object, index: int) -> tuple[Tensor, ...]:
         return values
     inside = f" with {type(strange).__name__} in it" if isinstance(value, tuple) else ""
     raise InfeasibleError(
-        f"layers[{index}]: returns {type(value).__name__}{inside}, but a layer must return a tensor "
-        "or a tuple of tensors (wrap the layer, so that it returns one)"
+        f"layers[{index}]: returns {type(value).__name__}{inside}, but a layer must return a "
+        "tensor or a tuple of tensors (wrap the layer, so that it returns one)"
     )
 
 

@@ -89,7 +89,8 @@ def build_half(
     shape: ModelShape,
     index: int,
     half: BlockHalf,
-    *, seed: int,
+    *,
+    seed: int,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
     """Half of block ``index``, with the parameters that ``build_piece`` gives the whole block.

@@ -78,7 +78,8 @@ class Program:
     shard_copies: bool = False  # ZeRO-3 copies between parameters and the collectives' buffers
     post_validation: bool = False  # a rank updates before it knows the others' gradient norms
 
-    # Memory. ``zeropp/cost/stage_memory.py`` and ``activations.py`` say what each trait costs.
+    # Memory. ``stage_memory.py``, ``state_memory.py`` and ``activations.py`` in ``zeropp/cost``
+    # say what each trait costs.
     resident_gradients: bool = True  # always held; False: only from a step's first reduction on
     keeps_gathered_inputs: bool = False  # sequence parallelism keeps products' gathered inputs
     # FSDP2's ``fully_shard`` is applied to every piece, even where the group is one rank.

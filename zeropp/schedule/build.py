@@ -130,9 +130,7 @@ def _cheapest(orders: Sequence[Schedule], costs: Sequence[StageCost] | None) -> 
     return min(orders, key=lambda order: event_loop.run(lower(order, gather=gather), costs).step_s)
 
 
-def _programs(
-    name: str, num_ranks: int, chunks: int, *, m: int, group: int
-) -> tuple[Program, ...]:
+def _programs(name: str, num_ranks: int, chunks: int, *, m: int, group: int) -> tuple[Program, ...]:
     if name == "1f1b":
         return generators.one_f_one_b(num_ranks, m)
     if name == "interleaved_1f1b":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 from zeropp.literals import StageStyle
 from zeropp.schedule.action import Action, parse_action
@@ -12,7 +12,7 @@ from zeropp.schedule.action import Action, parse_action
 Program = tuple[Action, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageCost:
     """Durations of one stage's actions, in seconds (or any other unit, the same for all).
 
@@ -27,7 +27,6 @@ class StageCost:
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
-    _: KW_ONLY
     unshard: float = 0.0
     reduce_grad: float = 0.0
     transfer: float = 0.0

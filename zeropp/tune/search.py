@@ -235,9 +235,7 @@ class _Search(Generic[K]):
         """Every family for which the planner has a plan, with the cheapest bound."""
         space, fallen, number = self._contender.space, self._outcome.fallen, 0
         work_s = WorkBound(self._task.cluster)
-        for point, size in points(
-            self._task, space, self._asked, microbatch_size, fallen=fallen
-        ):
+        for point, size in points(self._task, space, self._asked, microbatch_size, fallen=fallen):
             for knobs in space.families(point):
                 candidate = Candidate(knobs, size)
                 plan = self._sized(candidate)

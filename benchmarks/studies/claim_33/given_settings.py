@@ -104,7 +104,14 @@ def _equal_settings(
         even = task.global_batch % (replicas * group) == 0 and m_tensor % pp == 0
         if not even or m_shard < 1 or 2 * pp > task.shape.layers:
             continue
-        yield _equal_knobs(pp, group=group, replicas=replicas, unit=min(pp, m_shard), recompute=recompute, interleaved=interleaved)
+        yield _equal_knobs(
+            pp,
+            group=group,
+            replicas=replicas,
+            unit=min(pp, m_shard),
+            recompute=recompute,
+            interleaved=interleaved,
+        )
 
 
 def _equal_knobs(

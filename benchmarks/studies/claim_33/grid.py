@@ -95,4 +95,6 @@ def _cells(spec: VerdictSpec, precision: Precision) -> Iterator[Cell]:
             yield cell(grid.model, grid.cluster, gpus=gpus, sequences=sequences)
     for factor in band.factors:
         for sequences in band.sequences_per_gpu:
-            yield cell(band.model, band.cluster, gpus=band.num_gpus, sequences=sequences, factor=factor)
+            yield cell(
+                band.model, band.cluster, gpus=band.num_gpus, sequences=sequences, factor=factor
+            )

@@ -29,7 +29,13 @@ def draw(verdicts: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
     where = f"{words.model_label(grid.model)} on {words.cluster_label(grid.cluster)}"
     pictures = [
         _speedups(best[best.bandwidth == 1]),
-        _map(own, column="num_gpus", label="GPUs", title=f"{where}, best plans, simulated", name="map_gpus_batch"),
+        _map(
+            own,
+            column="num_gpus",
+            label="GPUs",
+            title=f"{where}, best plans, simulated",
+            name="map_gpus_batch",
+        ),
         _map(
             wires,
             column="bandwidth",

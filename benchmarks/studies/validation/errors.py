@@ -109,9 +109,7 @@ def errors_of(predicted: Sequence[Predicted]) -> list[Errors]:
         rows.update(groups)
         for group in groups:
             errors[group].append(abs(pair.relative_error))
-    found = [
-        _errors(group, rows[group], of) for group, of in errors.items() if group[0] in KINDS
-    ]
+    found = [_errors(group, rows[group], of) for group, of in errors.items() if group[0] in KINDS]
     return sorted(found, key=lambda e: (KINDS.index(e.kind), e.source.startswith("all"), e.source))
 
 
