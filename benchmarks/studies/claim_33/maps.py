@@ -92,7 +92,8 @@ def _speedups(cells: pd.DataFrame) -> Picture:
         for shift, batch in enumerate(batches):
             height = place + 0.25 * (1 - shift)
             values = cells[cells.sequences_per_gpu == batch][f"speedup_over_{name}"].dropna()
-            label = f"{batch:g} sequences per GPU and step" if place == 0 else None
+            plural = "" if batch == 1 else "s"
+            label = f"{batch:g} sequence{plural} per GPU and step" if place == 0 else None
             axis.plot(values, [height] * len(values), "o", ms=4, alpha=0.5, color=f"C{shift}")
             axis.plot([values.median()], [height], "|", ms=14, mew=2.5, color=f"C{shift}")
             axis.plot([], [], "o", color=f"C{shift}", label=label)
@@ -100,7 +101,7 @@ def _speedups(cells: pd.DataFrame) -> Picture:
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.axvline(CLAIM, color="black", linewidth=0.8, linestyle=":")
     axis.set_xlabel("speed of ZeroPP over that of ... (dotted: the claim, 1.33)")
-    title = "ZeroPP at its best plan over every contender at its own: simulated, a dot per cell"
+    title = "ZeroPP at its best plan over every contender at its own: simulated, one dot per cell"
     axis.set_title(title, fontsize=10)
     axis.legend(loc="lower right", fontsize=8)
     return Picture(section="Verdict", name="speedups", caption=title, figure=figure)
