@@ -101,7 +101,14 @@ def step(name: str, words: str, *, chunks: int, gather: bool, unit: int | None =
     share = 2 / chunks  # in units of half a rank's forward, for every schedule the same work
     cost = StageCost(forward=share, backward_input=share, backward_weight=share, transfer=0.05)
     if gather:
-        cost = StageCost(forward=share, backward_input=share, backward_weight=share, unshard=0.6, reduce_grad=0.6, transfer=0.05)
+        cost = StageCost(
+            forward=share,
+            backward_input=share,
+            backward_weight=share,
+            unshard=0.6,
+            reduce_grad=0.6,
+            transfer=0.05,
+        )
     costs = [cost] * (_RANKS * chunks)
     compute = build(
         name,

@@ -53,13 +53,9 @@ def _layer_cost(one: LayerSizes, given: Conditions, *, inner: bool) -> StageCost
     forward = products + attention + streamed
     backward = products + _ATTENTION_BACKWARD * attention + streamed
     if not inner:
-        return StageCost(
-            forward=forward, backward_input=backward + products, backward_weight=0.0
-        )
+        return StageCost(forward=forward, backward_input=backward + products, backward_weight=0.0)
     again = forward if given.recompute == "full" else 0.0
-    return StageCost(
-        forward=forward, backward_input=backward + again, backward_weight=products
-    )
+    return StageCost(forward=forward, backward_input=backward + again, backward_weight=products)
 
 
 def output_bytes(one: LayerSizes, precision: Precision) -> float:

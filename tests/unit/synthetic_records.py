@@ -135,6 +135,13 @@ def span_rows(contender: str) -> tuple[tuple[Any, ...], ...]:
     compute = schedule.build(name, num_ranks=2, chunks=chunks, num_microbatches=4)
     program = schedule.lower(compute, gather=contender == "zeropp")
     share = 0.01 / chunks
-    cost = StageCost(forward=share, backward_input=share, backward_weight=share, unshard=0.004, reduce_grad=0.004, transfer=0.001)
+    cost = StageCost(
+        forward=share,
+        backward_input=share,
+        backward_weight=share,
+        unshard=0.004,
+        reduce_grad=0.004,
+        transfer=0.001,
+    )
     spans = event_loop.run(program, [cost] * compute.num_stages).spans()
     return tuple((s.rank, s.lane, s.action, s.start_s, s.end_s) for s in spans)

@@ -69,7 +69,16 @@ def test_lowering_alone_adds_no_time_when_communication_is_free() -> None:
 
 
 def test_spans_cover_the_busy_time_and_never_overlap_on_a_lane() -> None:
-    costs = [StageCost(forward=1.0, backward_input=1.5, backward_weight=0.7, unshard=0.4, reduce_grad=0.3, transfer=0.2)] * 8
+    costs = [
+        StageCost(
+            forward=1.0,
+            backward_input=1.5,
+            backward_weight=0.7,
+            unshard=0.4,
+            reduce_grad=0.3,
+            transfer=0.2,
+        )
+    ] * 8
     schedule = lower(build("zeropp", num_ranks=4, chunks=2, num_microbatches=8), gather=True)
     result = run(schedule, costs)
     for rank in range(4):
