@@ -30,7 +30,7 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Job:
     """What is trained: the layers, what they keep for their backward, and the batch."""
 
@@ -128,9 +128,7 @@ def _bound_s(candidate: Request, job: Job, microbatches: int) -> float:
     conditions = candidate.conditions()
     assert conditions is not None
     layout = layout_of(candidate.knobs)
-    (whole,) = stage_costs(
-        job.sizes, (0, len(job.sizes)), stage_rank=(0,), layout=layout, given=conditions
-    )
+    (whole,) = stage_costs(job.sizes, (0, len(job.sizes)), (0,), layout, conditions)
     return whole.compute * microbatches / layout.pp + _replicas_s(layout, job.sizes, conditions)
 
 
@@ -141,22 +139,20 @@ def _replicas_s(layout: Layout, sizes: Sequence[LayerSizes], given: Conditions) 
 
 def _step_s(stages: Stages, given: Conditions) -> float:
     schedule, layout = stages.schedule, stages.layout
-    costs = stage_costs(
-        stages.sizes, stages.cuts, stage_rank=schedule.stage_rank, layout=layout, given=given
-    )
+    costs = stage_costs(stages.sizes, stages.cuts, schedule.stage_rank, layout, given)
     return event_loop.run(schedule, costs).step_s + _replicas_s(layout, stages.sizes, given)
 
 
 def _peak_bytes(stages: Stages, knobs: ZeroppKnobs, job: Job, given: Conditions) -> float:
     """The largest estimate of any pipeline rank."""
     return max(
-        _rank_bytes(stages, stages.schedule.stages_of(rank), knobs=knobs, job=job, given=given)
+        _rank_bytes(stages, stages.schedule.stages_of(rank), knobs, job, given)
         for rank in range(stages.layout.pp)
     )
 
 
 def _rank_bytes(
-    stages: Stages, mine: Sequence[int], *, knobs: ZeroppKnobs, job: Job, given: Conditions
+    stages: Stages, mine: Sequence[int], knobs: ZeroppKnobs, job: Job, given: Conditions
 ) -> float:
     layout, width = stages.layout, element_bytes(given.precision)
     spans = [list(pairwise(stages.cuts))[stage] for stage in mine]

@@ -23,18 +23,17 @@ from zeropp.training import StepResult
 
 
 class ParallelModel:
-    """This rank's part of the model, with its optimizer.
+    """This rank's part of the model, its optimizer included.
 
-    All ranks must call every method together, except for ``close``. ``rows`` is this rank's slice
-    of a global batch: part ``data_parallel_rank`` of ``data_parallel_size`` equal parts, as a
-    ``DistributedSampler`` numbers them. ``settings`` is one line with the degrees and knobs of the
-    model, whether they were given, chosen or are defaults.
+    Every method but ``close`` is collective: all ranks call it. ``rows`` are this rank's of a
+    global batch, those of ``data_parallel_rank`` out of ``data_parallel_size`` equal parts, as a
+    ``DistributedSampler`` numbers them. ``settings`` says in one line what the model runs with:
+    degrees and knobs, whether they were given, chosen or defaults.
     """
 
     def __init__(
         self,
         engine: Engine,
-        *,
         sample: Tensor,
         sample_keywords: Mapping[str, Tensor],
         rows: slice,
@@ -59,8 +58,8 @@ class ParallelModel:
         norm before clipping, equal on every rank. Raises ValueError where the number of rows is
         another, TypeError for other keyword inputs than ``sample_keywords`` had, and RuntimeError
         under ``torch.no_grad``; the other ranks raise PeerError, which is a RuntimeError, and
-        nothing has run. After a step that raised while it ran, the next one raises RuntimeError,
-        because ranks may have done different parts of it: build a new model, load a checkpoint.
+        nothing has run. After a step that raised while it ran, the next one raises RuntimeError:
+        what ranks left undone cannot be told, so the model must be built anew.
         """
         self._check_whole()
         parts = together(lambda: self._training_batch(inputs, targets, keyword_inputs))
@@ -117,12 +116,12 @@ class ParallelModel:
         return self.engine.state().named()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``torch.distributed.checkpoint.load`` has read into ``state_dict()``, or whole
-        tensors by name: all parameters and buffers of this rank and, if given, the optimizer's
-        state. More names than a rank needs may be given.
+        """Take over what ``torch.distributed.checkpoint.load`` has read into ``state_dict()``, or
+        whole tensors by name: of every parameter and buffer on the rank that holds it, and, where
+        they are there, of the optimizer. More names than a rank needs may be given.
 
-        Raises ValueError, the same on every rank and before anything is changed, if a name is
-        missing, if no rank knows it, or if its tensor has another shape.
+        Raises ValueError, the same on every rank and before anything is changed, for a name that
+        is missing, that no rank knows, or that has another shape.
         """
         state = self.engine.state()
         load_named(state, state_dict)
@@ -133,8 +132,7 @@ class ParallelModel:
         buffers, optimizer, steps done. ``torch.distributed.checkpoint.load({"model": model}, ...)``
         reads it, too.
 
-        An interrupted save leaves no half checkpoint: the last one with that name stays until this
-        one is complete.
+        It is whole or not there: the last checkpoint of that name stays until this one is written.
         """
         self.engine.save(directory)
 
@@ -145,7 +143,7 @@ class ParallelModel:
         self.engine.load(directory)
 
     def close(self) -> None:
-        """End this model's threads and process groups; it cannot be used afterwards."""
+        """Give up the threads and process groups of this model, which is of no more use."""
         self.engine.close()
 
     def __enter__(self) -> ParallelModel:

@@ -1,8 +1,8 @@
-"""Checkpoints through torch.distributed.checkpoint, which any other topology can load.
+"""Checkpoints through torch.distributed.checkpoint, readable in any other topology.
 
-Everything is saved under the model's own names, ``{piece}.{parameter}``, and in the model's own
-shapes; names do not depend on pipeline rank, shard or replica. Each rank writes the boxes that it
-holds of every tensor (``zeropp.engine.part``). A process without parallelism can read the same
+Everything is saved under the model's own names, ``{piece}.{parameter}``, in the model's own shapes;
+the pipeline rank, the shard and the replica are no part of a name. A rank writes the boxes that it
+holds of each tensor (``zeropp.engine.part``). A process without any parallelism reads the same
 checkpoint into a plain state dict.
 """
 
@@ -25,19 +25,19 @@ from zeropp.engine.part import Part, make_part
 
 OPTIMIZER, SETTINGS, STEPS = "optimizer", "param_groups", "steps_done"
 Settings = tuple[tuple[str, Any], ...]  # of one optimizer group: names and values
-# Settings that say how an optimizer computes depend on the machine, so they are not saved.
+# How an optimizer computes belongs to the machine and not to the training.
 _OF_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class State:
-    """What one rank saves, by name. Tensors share memory with the model's and the optimizer's.
+    """What one rank saves, by name; tensors share memory with what they describe.
 
-    ``model``: this rank's parts of all parameters, trained and frozen, and the persistent buffers.
-    ``optimizer``: its parts of the optimizer's state, named ``{piece}.{parameter}.{kind}``.
-    ``settings``: learning rate and other settings of each optimizer group, by the group's name.
-    ``unbegun``: if the optimizer has no state yet, the state that its first step would make for
-    each of its tensors; the tensors in ``optimizer`` are then parts of this state.
+    ``model``: parts of parameters, trained and frozen, and persistent buffers. ``optimizer``: parts
+    of what the optimizer keeps for each parameter, named ``{piece}.{parameter}.{kind}``, and its
+    counters. ``settings``: learning rate and other numbers of each optimizer group, by its name.
+    ``unbegun``: what an optimizer that has not begun would keep for each of its tensors; those in
+    ``optimizer`` are then parts of these.
     """
 
     model: dict[str, Tensor]
@@ -47,8 +47,8 @@ class State:
     unbegun: dict[Tensor, dict[str, Any]]
 
     def named(self) -> dict[str, Any]:
-        """The state as one dict: the names of the unsharded model, and beside them ``optimizer``
-        and ``steps_done``, which cannot be names of parameters, as these begin with a number."""
+        """As one dict: names of the unsharded model at the top, and ``optimizer`` and
+        ``steps_done`` beside them. No layer can have such a name, because layers are numbers."""
         optimizer: dict[str, Any] = {**self.optimizer}
         if self.settings:
             optimizer[SETTINGS] = self.settings
@@ -59,23 +59,16 @@ class State:
 def state_of(
     flats: Iterable[FlatParameters],
     optimizer: torch.optim.Optimizer,
-    *,
     group_names: Mapping[int, str],
     steps_done: int,
     buffers: Mapping[str, Tensor],
 ) -> State:
-    """The state of one rank; ``flats`` must be settled. ``group_names``: the optimizer group of a
-    tensor, by the tensor's identity."""
+    """The state of one rank, whose flat parameters are settled. ``group_names``: the optimizer
+    group of a tensor, by the tensor's identity."""
     settings = _settings_of(optimizer, group_names)
     unbegun = _state_to_be(optimizer)
     kept = unbegun or optimizer.state
-    state = State(
-        model=dict(buffers),
-        optimizer={},
-        settings=settings,
-        steps_done=torch.tensor(steps_done),
-        unbegun=unbegun,
-    )
+    state = State(dict(buffers), {}, settings, torch.tensor(steps_done), unbegun)
     for flat in flats:
         owned = flat.layout.owned
         state.model.update(_described("{}", flat, flat.rows, owned))
@@ -92,7 +85,7 @@ def state_of(
 
 
 def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Tensor]:
-    """The buffers that belong to the model's state dict, named ``{piece}.{buffer}``."""
+    """The buffers that a state dict of the model has, named ``{piece}.{buffer}``."""
     return {
         f"{index}.{name}": buffer
         for index, piece in pieces
@@ -103,8 +96,8 @@ def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Ten
 
 
 def save(state: State, directory: Path | str) -> None:
-    """Write a state, whole or not at all, as torch's ``save({"model": ...})`` names it;
-    collective."""
+    """Write a state, whole or not at all, under the names that torch's ``save`` gives a Stateful
+    that is called ``model``; collective."""
 
     def write(place: Path) -> None:
         state_dict_saver.save({"model": state.named()}, checkpoint_id=str(place))
@@ -113,8 +106,10 @@ def save(state: State, directory: Path | str) -> None:
 
 
 def load(state: State, directory: Path | str) -> None:
-    """Read a checkpoint into the tensors of a state; collective. Raises CheckpointError if the
-    checkpoint is not whole."""
+    """Read into the tensors of a state; collective.
+
+    Raises CheckpointError where the checkpoint is not whole.
+    """
     place = checked(Path(directory))
     with torch.no_grad():
         state_dict_loader.load({"model": state.named()}, checkpoint_id=str(place))
@@ -123,8 +118,8 @@ def load(state: State, directory: Path | str) -> None:
 def go_on_from(
     state: State, optimizer: torch.optim.Optimizer, group_names: Mapping[int, str]
 ) -> None:
-    """Give an optimizer the state and the settings that were read into ``state``."""
-    if int(state.steps_done):  # otherwise its first step makes its state
+    """Let an optimizer go on from what has been read into the tensors and settings of a state."""
+    if int(state.steps_done):  # otherwise it has still not begun, and makes its own beginning
         optimizer.state.update(state.unbegun)
     for group in optimizer.param_groups:
         for one in group["params"]:
@@ -134,8 +129,7 @@ def go_on_from(
 def _settings_of(
     optimizer: torch.optim.Optimizer, group_names: Mapping[int, str]
 ) -> dict[str, Settings]:
-    """The settings of every group that are numbers, switches or tuples of them, some of which a
-    scheduler may have changed or added."""
+    """Numbers, switches and tuples of them, which a scheduler may have changed or added."""
     return {
         group_names[id(one)]: tuple(
             (key, value)
@@ -155,9 +149,9 @@ def _is_plain(value: object) -> bool:
 
 
 def _state_to_be(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """Zeros in the form of the state that an optimizer without state will make, found by a step
-    with learning rate zero. The optimizer is left without state, because not every state begins
-    with zeros (NAdam's ``mu_product``, Rprop's ``step_size``)."""
+    """Zeros in the place of what an optimizer will keep, if it has not begun: found by one step of
+    rate zero. The optimizer is left without state, because not every state begins with zeros
+    (NAdam's ``mu_product``, Rprop's ``step_size``)."""
     if optimizer.state:
         return {}
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -179,11 +173,10 @@ def _state_to_be(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any
 
 
 def boxes(shape: Sequence[int], stretch: Stretch) -> Iterator[tuple[tuple[int, ...], Stretch]]:
-    """Cut a stretch of a tensor's elements, in the order of memory, into boxes: pairs of a box's
-    offsets in the tensor and its own stretch.
+    """A stretch of a tensor's elements, in the order of memory, as boxes: (offsets, elements).
 
-    There are at most two boxes per dimension and one more: parts of the first and the last row, and
-    the rows between them.
+    At most two boxes per dimension and one more: parts of the first and the last row, and the rows
+    between.
     """
     if not len(stretch):
         return
@@ -203,7 +196,7 @@ def boxes(shape: Sequence[int], stretch: Stretch) -> Iterator[tuple[tuple[int, .
 
 
 def box_sizes(shape: Sequence[int], offsets: Sequence[int], count: int) -> tuple[int, ...]:
-    """The sizes of the box of ``count`` elements that ``boxes`` has cut at ``offsets``."""
+    """The sizes of a box of ``count`` elements that ``boxes`` found at the offsets."""
     sizes, full = [1] * len(shape), 1
     for dim in reversed(range(len(shape))):
         sizes[dim] = min(count // full, shape[dim])
@@ -227,8 +220,7 @@ def _boxes_in_row(
 def _described(
     name: str, flat: FlatParameters, tensor: Tensor, held: Stretch
 ) -> Iterator[tuple[str, Part]]:
-    """The part of every parameter in ``tensor``, which holds the stretch ``held`` of the flat
-    buffer, by name. ``name`` is a format that gets the parameter's name."""
+    """What ``tensor``, which holds a stretch of the flat buffer, has of every parameter."""
     for slot in flat.layout.slots:
         found = _boxes_of(slot, tensor, held)
         if found:

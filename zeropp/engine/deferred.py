@@ -1,13 +1,13 @@
-"""Delayed weight gradients: linear layers whose backward computes dX at once and dW later.
+"""Weight gradients put off: linear layers whose backward gives dX now and dW later.
 
-The model's code stays as it is: each module of class ``nn.Linear``, of a subclass that keeps its
-forward, or of Hugging Face's ``Conv1D`` (GPT-2) gets a class of ours that overrides the forward.
-The backward keeps x and dY, which is all that dW = dYᵀx needs. It does not need the weight, so a
-chunk's parameters may be released between its input gradients and its weight gradients. Norms,
-embeddings and biases are cheap, so their gradients are computed at once.
+``nn.Linear`` modules, subclasses of it that compute as it does, and the ``Conv1D`` of Hugging
+Face's GPT-2 are given a class of their own, one by one, so model code stays as it is. Backward
+keeps (x, dY), exactly what dW = dYᵀx needs; the parameters are not needed then, so a chunk may be
+released between its input gradients and its weight gradients. Norms, embeddings and biases are
+cheap and take their gradients at once.
 
-Under torch.compile the graph breaks before and after every such layer, because torch may reuse the
-memory of the inputs of a compiled backward after it has ended, and x and dY are kept for longer.
+Under torch.compile a graph ends before every such layer and begins behind it: what a compiled
+backward is given may be overwritten when that ends, so (x, dY) must not come from inside one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from torch.nn import functional as F
 
 
 class WeightGradStore:
-    """Holds the delayed weight gradients of a chunk's linear layers, by microbatch.
+    """Holds what linear layers put off, for one microbatch at a time.
 
-    Between ``begin`` and ``end`` the weight gradients of the layers are delayed; at any other time
-    they are computed at once. ``used`` collects the identities of the weights that have had
-    gradients.
+    Between ``begin`` and ``end`` layers put off their weight gradients; at any other time they
+    compute them at once. ``used`` collects the identities of the weights that have had gradients.
     """
 
     def __init__(self, used: set[int] | None = None) -> None:
@@ -37,31 +36,30 @@ class WeightGradStore:
         self._current: deque[Callable[[], None]] | None = None
 
     def begin(self, microbatch: int) -> None:
-        """From now on delay weight gradients; those that come belong to ``microbatch``."""
+        """From here on put off, for this microbatch."""
         self._current = self._pending.setdefault(microbatch, deque())
 
     def end(self) -> None:
-        """From now on compute weight gradients at once."""
+        """Stop putting off."""
         self._current = None
 
     def put(self, work: Callable[[], None]) -> None:
-        """Keep ``work``, which adds one layer's weight gradient, or do it at once."""
+        """Take one layer's work, or do it at once."""
         if self._current is None:
             work()
         else:
             self._current.append(work)
 
     def run(self, microbatch: int) -> None:
-        """Compute the delayed weight gradients of a microbatch; each layer's x and dY are freed."""
-        pending = self._pending.pop(microbatch, deque())  # a frozen chunk has none
+        """Do all that was put off for a microbatch, freeing its tensors as it goes."""
+        pending = self._pending.pop(microbatch, deque())  # a frozen chunk has put off nothing
         while pending:
             pending.popleft()()
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """A linear layer on rows, from [rows, in] to [rows, out]; ``transposed`` says that the weight
-    is [in, out] instead of [out, in]. The output is not a view, so that the next layer may change
-    it in place."""
+    """A linear layer on rows, [rows, in] to [rows, out]; ``transposed`` says that the weight is
+    [in, out]. Its output is no view, so that what comes behind may work in place."""
 
     @staticmethod
     def forward(
@@ -86,8 +84,9 @@ class _DeferredLinear(torch.autograd.Function):
             ctx.store.used.add(id(parameter))
             left, right = (x, grad) if ctx.transposed else (grad, x)
             ctx.store.put(lambda: accumulate(parameter, left, right))
-        # Under autocast the gradient has a narrower type than the weight.
-        back = (weight.t() if ctx.transposed else weight).to(grad.dtype)
+        back = (weight.t() if ctx.transposed else weight).to(
+            grad.dtype
+        )  # autocast computes in less
         grad_x = grad @ back if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, None, grad_bias, None, None
@@ -95,10 +94,10 @@ class _DeferredLinear(torch.autograd.Function):
 
 @torch.no_grad()
 def accumulate(parameter: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``leftᵀ right`` to a parameter's gradient in one matrix product.
+    """Add ``leftᵀ right`` to a parameter's gradient inside the product: one kernel, fp32 sums.
 
-    ``left`` is [rows, first dimension of the gradient] and ``right`` is [rows, second dimension].
-    Both may have a narrower number type than the gradient, which is summed in its own type.
+    ``left`` is [rows, first dimension] and ``right`` [rows, second dimension] of the gradient; both
+    may be of a smaller type than it is.
     """
     if parameter.grad is None:
         parameter.grad = (left.t() @ right).to(parameter.dtype)
@@ -111,8 +110,8 @@ def accumulate(parameter: Tensor, left: Tensor, right: Tensor) -> None:
 def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total += left @ right`` for a total of a wider type than the factors.
 
-    On CUDA one kernel reads 16-bit factors and adds in fp32 (``aten::addmm.dtype_out``). There is
-    no such kernel for CPUs, where the factors are cast to the total's type first.
+    On CUDA the product reads 16-bit factors as they are (``aten::addmm.dtype_out``); a CPU has no
+    such kernel, so there they are made as wide as the total first.
     """
     if total.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
@@ -121,21 +120,21 @@ def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class DeferredLinear(nn.Linear):
-    """A linear layer whose weight gradients go through ``store``."""
+    """A linear layer that gives its weight gradient to ``store``."""
 
     store: WeightGradStore
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
-        """The forward of ``nn.Linear``: [..., in] to [..., out]."""
+        """As ``nn.Linear``."""
         weight = self.weight
         if not (isinstance(weight, nn.Parameter) and weight.is_leaf):
-            return F.linear(x, weight, self.bias)  # computed from other parameters
+            return F.linear(x, weight, self.bias)  # computed from others, which take the gradient
         return _on_rows(x, weight, self.bias, self.store, transposed=False)
 
 
 class DeferredConv1D(nn.Module):
-    """Hugging Face's ``Conv1D`` (GPT-2): a linear layer whose weight is [in, out]."""
+    """Hugging Face's ``Conv1D``: a linear layer whose weight is [in, out]."""
 
     store: WeightGradStore
     weight: nn.Parameter
@@ -143,7 +142,7 @@ class DeferredConv1D(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
-        """The forward of ``transformers.pytorch_utils.Conv1D``: [..., in] to [..., out]."""
+        """As ``transformers.pytorch_utils.Conv1D``."""
         return _on_rows(x, self.weight, self.bias, self.store, transposed=True)
 
 
@@ -160,18 +159,17 @@ def _on_rows(
 def defer_weight_grads(
     modules: Iterable[nn.Module], store: WeightGradStore, *, warn: bool = False
 ) -> list[nn.Parameter]:
-    """Make all linear layers inside the modules use the store; returns their weights.
+    """Teach every linear layer below the modules to use the store; gives their weights.
 
-    Layers with an output much larger than a hidden state (a head, with its logits) should get a
-    store that is never open, because x and dY would take more memory than the rest of the chunk's
-    activations. ``warn``: warn once per class of linear layers whose weight gradients cannot be
-    delayed, because the class overrides ``forward``.
+    A linear layer whose output is no hidden state (a head with its wide logits) should be given a
+    store that is never open: what it would keep is larger than what its chunk keeps. ``warn``: say
+    once of each class of linear layers that it cannot be taught, because its forward is its own.
     """
     weights = []
     for root in modules:
         for module in root.modules():
             own: Any = type(module)  # hashable, which mypy does not see
-            kind = _delaying(own)
+            kind = _taught(own)
             if kind is not None:
                 module.__class__ = kind
                 setattr(module, "store", store)  # noqa: B010
@@ -183,9 +181,9 @@ def defer_weight_grads(
 
 
 @cache
-def _delaying(own: type[Any]) -> type[Any] | None:
-    """The class with which a module of class ``own`` delays its weight gradients; None if it
-    cannot."""
+def _taught(own: type[Any]) -> type[Any] | None:
+    """The class that a module of this class is given; None where its weight gradients cannot be
+    put off."""
     if issubclass(own, DeferredLinear | DeferredConv1D):
         return own
     if own is nn.Linear:
@@ -200,8 +198,8 @@ def _delaying(own: type[Any]) -> type[Any] | None:
 
 
 def _computes_weight(own: type[nn.Module]) -> bool:
-    """Whether the weight of a class of modules is computed from other parameters, as by torch's
-    ``parametrize``; the gradient then belongs to these."""
+    """Whether a class of modules makes its weight out of other parameters (torch's parametrize),
+    which take the gradient."""
     return isinstance(getattr(own, "weight", None), property)
 
 
@@ -209,6 +207,6 @@ def _computes_weight(own: type[nn.Module]) -> bool:
 def _warn_once(own: type[Any]) -> None:
     warnings.warn(
         f"{own.__module__}.{own.__qualname__}: its forward is not that of nn.Linear, so its weight "
-        "gradients cannot be delayed to fill bubbles of the pipeline",
+        "gradients are computed at once and cannot fill bubbles of the pipeline",
         stacklevel=2,
     )

@@ -35,7 +35,6 @@ class Evaluator:
         self,
         schedule: Schedule,
         layout: Layout,
-        *,
         chunks: Mapping[int, Chunk],
         channels: Channels,
         loss: Loss,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -25,7 +25,6 @@ class Piece:
     index: int
     stage: int
     module: nn.Module
-    _: KW_ONLY
     deferrable: bool
     half: bool = False
 
@@ -40,7 +39,7 @@ def one_group(name: Name, parameter: nn.Parameter) -> str:
     return "all"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EngineOptions:
     """What an engine may be told beside its part of a plan.
 

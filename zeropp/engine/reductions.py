@@ -6,7 +6,7 @@ a buffer, and adds the result in the type of the gradients.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,9 +24,8 @@ class ReduceScatter:
 
     source: Tensor
     sent: Tensor
-    total: Tensor
-    _: KW_ONLY
     place: slice
+    total: Tensor
     first: bool
     group: dist.ProcessGroup | None
 
@@ -50,7 +49,6 @@ class AllReduce:
     source: Tensor
     sent: Tensor
     total: Tensor
-    _: KW_ONLY
     first: bool
     group: dist.ProcessGroup | None
 

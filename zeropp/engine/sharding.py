@@ -50,7 +50,6 @@ class ChunkShards:
     def __init__(
         self,
         pieces: Mapping[int, nn.Module],
-        *,
         groups: DataGroups,
         lanes: Lanes,
         options: ShardOptions,
@@ -165,9 +164,9 @@ class ChunkShards:
         return FlatParameters(
             [Held(slot, tuple(held[slot.names])) for slot in layout.slots],
             layout,
-            groups=groups,
-            lanes=self._lanes,
-            types=_types(lot, options),
+            groups,
+            self._lanes,
+            _types(lot, options),
             zero=zero,
             trainable=trainable,
             deferred=deferred,
