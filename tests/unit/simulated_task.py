@@ -37,7 +37,7 @@ def everything(
 ) -> list[tuple[Candidate[Any], SizedPlan]]:
     """All that a contender's space holds (within what was asked) and its planner can size."""
     found, asked = [], asked or contender.knobs()
-    for point, size in points(what, contender.space, asked, "auto", fallen=Counter()):
+    for point, size in points(what, contender.space, asked, "auto", Counter()):
         for family in contender.space.families(point):
             try:
                 plan = contender.size(what, family, size)

@@ -33,7 +33,7 @@ class DeadlockError(ValueError):
         self.stuck = stuck
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EventResult:
     """Outcome of one run. All times are in the unit of the costs.
 

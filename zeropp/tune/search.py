@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from time import process_time
 from typing import Generic
 
@@ -82,7 +82,6 @@ class Outcome(Generic[K]):
 
     task: Task
     contender: Contender[K]
-    _: KW_ONLY
     winner: Evaluated[K] | None = None
     runner_up: Evaluated[K] | None = None
     fallen: Counter[str] = field(default_factory=Counter)
@@ -124,7 +123,6 @@ class _Entry(Generic[K]):
     number: int  # unique, so that nothing after it is compared
     candidate: Candidate[K]
     plan: SizedPlan
-    _: KW_ONLY
     price: PlanPrice | None = None
     is_member: bool = False
 
@@ -148,10 +146,9 @@ def search(
     False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
     which the best so far is the winner, if there is one.
     """
-    found = _Search(
-        task, contender, asked or contender.knobs(), progress=progress, budget_s=budget_s
+    return _Search(task, contender, asked or contender.knobs(), progress, budget_s).run(
+        microbatch_size, tolerance, runner_up
     )
-    return found.run(microbatch_size, tolerance, runner_up)
 
 
 class _Search(Generic[K]):
@@ -162,7 +159,6 @@ class _Search(Generic[K]):
         task: Task,
         contender: Contender[K],
         asked: K,
-        *,
         progress: Progress[K] | None,
         budget_s: float,
     ) -> None:
@@ -235,7 +231,7 @@ class _Search(Generic[K]):
         """Every family for which the planner has a plan, with the cheapest bound."""
         space, fallen, number = self._contender.space, self._outcome.fallen, 0
         work_s = WorkBound(self._task.cluster)
-        for point, size in points(self._task, space, self._asked, microbatch_size, fallen=fallen):
+        for point, size in points(self._task, space, self._asked, microbatch_size, fallen):
             for knobs in space.families(point):
                 candidate = Candidate(knobs, size)
                 plan = self._sized(candidate)
@@ -257,7 +253,7 @@ class _Search(Generic[K]):
             first = next(self._members(entry), None)  # the one with the least memory
             if first is not None and self._may_fit(first[1], price):
                 bound = least_step_s(entry.plan, price)
-                yield _Entry(bound, number + 1, entry.candidate, entry.plan, price=price)
+                yield _Entry(bound, number + 1, entry.candidate, entry.plan, price)
             return
         prices = {_adds_later(entry.plan): entry.price}
         for candidate, plan in self._members(entry):
@@ -267,7 +263,7 @@ class _Search(Generic[K]):
             if self._may_fit(plan, price := prices[later]):
                 number += 1
                 bound = least_step_s(plan, price)
-                yield _Entry(bound, number, candidate, plan, price=price, is_member=True)
+                yield _Entry(bound, number, candidate, plan, price, is_member=True)
 
     def _members(self, entry: _Entry[K]) -> Iterator[tuple[Candidate[K], SizedPlan]]:
         family = entry.candidate

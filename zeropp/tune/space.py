@@ -136,7 +136,7 @@ def placement_choices(asked: Placement | Auto, point: Point[K]) -> tuple[Placeme
 
 
 def points(
-    task: Task, space: Space[K], asked: K, microbatch_size: int | Auto, *, fallen: Counter[str]
+    task: Task, space: Space[K], asked: K, microbatch_size: int | Auto, fallen: Counter[str]
 ) -> Iterator[tuple[Point[K], int]]:
     """(point, microbatch size) of all points of a space; those that do not divide are counted in
     ``fallen`` by their cause."""
@@ -169,7 +169,7 @@ def _degrees(task: Task, space: Space[K], asked: K, fallen: Counter[str]) -> Ite
                 if tp * pp * shard * replicate != task.num_gpus:
                     continue  # a degree that was asked for does not divide
                 if given.get("replicate", "auto") in ("auto", replicate):
-                    yield Layout(pp=pp, tp=tp, shard=shard, replicate=replicate)
+                    yield Layout(pp, tp, shard, replicate)
 
 
 def _open(asked: int | Auto, known: list[int]) -> list[int]:
