@@ -7,7 +7,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import ceil, floor
 from typing import Generic, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from zeropp.schedule.program import Schedule, ScheduleSizes
 from zeropp.shape import ModelShape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """What is trained and on what: the same for every contender of a comparison."""
 
@@ -54,7 +54,7 @@ class Candidate(Generic[K]):
     microbatch_size: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryBytes:
     """Predicted bytes of one rank by kind, at the moment of its highest total."""
 
@@ -78,7 +78,7 @@ class MemoryBytes:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SizedPlan:
     """Everything about one step of one configuration except for the order of actions, which the
     cost model does not need.
@@ -169,10 +169,11 @@ class SizedPlan:
 
     def ordered(self, schedule: Schedule) -> Plan:
         """The same plan with the programs of ``schedule``, which must have the plan's sizes."""
-        return Plan(**{**vars(self), "schedule": schedule})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Plan(**values | {"schedule": schedule})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan(SizedPlan):
     """A plan with its order of actions: all that a rank needs to know about one step."""
 

@@ -48,9 +48,13 @@ def cut_by_cost(
         return spread_blocks(layers, ranks, embedding, head)
     attention = round(times.attention.total / block, 2)
     if len(ranks) > layers + 2:
-        return spread_halves(layers, ranks, embedding, head, attention, ())
+        return spread_halves(
+            layers, ranks, embedding=embedding, head=head, attention=attention, whole=()
+        )
     whole = spread_blocks(layers, ranks, embedding, head)
-    halves = spread_halves(layers, ranks, embedding, head, attention, whole)
+    halves = spread_halves(
+        layers, ranks, embedding=embedding, head=head, attention=attention, whole=whole
+    )
     most = partial(largest_work, ranks=ranks, ends=(embedding, head), attention=attention)
     return halves if most(halves) < most(whole) - _WORTH else whole
 

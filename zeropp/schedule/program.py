@@ -12,7 +12,7 @@ from zeropp.schedule.action import Action, parse_action
 Program = tuple[Action, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageCost:
     """Durations of one stage's actions, in seconds (or any other unit, the same for all).
 
