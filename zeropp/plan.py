@@ -21,7 +21,7 @@ from zeropp.schedule.program import Schedule, ScheduleSizes
 from zeropp.shape import ModelShape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """What is trained and on what: the same for every contender of a comparison."""
 
@@ -56,7 +56,7 @@ class Candidate(Generic[K]):
     microbatch_size: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryBytes:
     """Predicted bytes of one rank by kind, at the moment of its highest total."""
 
@@ -80,7 +80,7 @@ class MemoryBytes:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SizedPlan:
     """Everything about one step of one configuration except for the order of actions, which the
     cost model does not need.
@@ -179,11 +179,11 @@ class SizedPlan:
 
     def ordered(self, schedule: Schedule) -> Plan:
         """The same plan with the programs of ``schedule``, which must have the plan's sizes."""
-        sizes = {field.name: getattr(self, field.name) for field in fields(SizedPlan)}
-        return Plan(**{**sizes, "schedule": schedule})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Plan(**values | {"schedule": schedule})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan(SizedPlan):
     """A plan with its order of actions: all that a rank needs to know about one step."""
 

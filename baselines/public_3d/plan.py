@@ -66,13 +66,19 @@ def order(plan: SizedPlan, knobs: Public3DKnobs, price: PlanPrice) -> Iterator[P
     """The plan with the programs of its schedule: one order, so this yields one plan."""
     layout, m = plan.layout, plan.num_microbatches
     group = _group(layout.pp, m)
-    schedule = _schedule(plan.schedule.name, layout.pp, layout.chunks, m, group)
+    schedule = _schedule(
+        plan.schedule.name,
+        num_ranks=layout.pp,
+        chunks=layout.chunks,
+        num_microbatches=m,
+        group=group,
+    )
     yield plan.ordered(schedule)
 
 
 @lru_cache(maxsize=128)
 def _schedule(
-    name: str, num_ranks: int, chunks: int, num_microbatches: int, group: int
+    name: str, *, num_ranks: int, chunks: int, num_microbatches: int, group: int
 ) -> Schedule:
     """A lowered schedule, cached, because many plans that differ in other degrees share it."""
     order = build(

@@ -84,13 +84,19 @@ def order(plan: SizedPlan, knobs: TorchPPKnobs, price: PlanPrice) -> Iterator[Pl
     """The plan with the programs of torch's schedule class: one order, so this yields one plan."""
     name, layout = plan.schedule.name, plan.layout
     gathers = layout.shard > 1
-    schedule = _schedule(name, layout.pp, layout.chunks, plan.num_microbatches, gathers)
+    schedule = _schedule(
+        name,
+        num_ranks=layout.pp,
+        chunks=layout.chunks,
+        num_microbatches=plan.num_microbatches,
+        gathers=gathers,
+    )
     yield plan.ordered(schedule)
 
 
 @lru_cache(maxsize=128)
 def _schedule(
-    name: str, num_ranks: int, chunks: int, num_microbatches: int, gathers: bool
+    name: str, *, num_ranks: int, chunks: int, num_microbatches: int, gathers: bool
 ) -> Schedule:
     compute = _compute(name, num_ranks, chunks, num_microbatches)
     schedule = lower(compute, gather=False, reduce_every="step")

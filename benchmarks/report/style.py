@@ -79,6 +79,7 @@ def ordered(contenders: Iterable[str]) -> list[str]:
 def panels(
     count: int,
     columns: int = COLUMNS,
+    *,
     width: float = 4.0,
     height: float = 3.1,
     heights: Sequence[float] | None = None,

@@ -26,7 +26,7 @@ from benchmarks.specification.command import run_command
 from benchmarks.specification.run_spec import SpecError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Effort:
     """What one report took. ``peak_bytes`` is of the whole process, ``skipped`` counts files that
     were no records."""

@@ -19,7 +19,8 @@ from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate
 from zeropp.planner.orders import LARGEST_GAIN
 from zeropp.tune.bound import least_bytes, least_compute_s, least_step_s
-from zeropp.tune.search import OOM, search
+from zeropp.tune.outcome import OOM
+from zeropp.tune.search import search
 
 SMALL = replace(
     task(8, 16), shape=replace(task().shape, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)

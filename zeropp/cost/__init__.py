@@ -13,7 +13,8 @@ Read in this order, from the smallest formula to the whole price:
 * ``blocks``: seconds of one block's forward, input gradient and weight gradient.
 * ``compute_limit``: tokens per second and GPU if only those kernels took time.
 * ``collectives``: seconds of collectives and messages between the ranks of a layout.
-* ``activations`` and ``stage_memory``: bytes of a microbatch's tensors, and of one stage.
+* ``activations``, ``state_memory`` and ``stage_memory``: bytes of a microbatch's tensors, of a
+  stage's parameters and gradients, and of the whole stage.
 * ``cuts``: stages of equal work.
 * ``tensor_parallel`` and ``data_parallel``: what a stage's parallelism adds to its kernels.
 * ``stage_costs``: ``price_plan``, which puts them together; ``plan_price`` is its result's type.

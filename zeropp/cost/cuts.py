@@ -54,19 +54,25 @@ def _cuts(
     if not split_blocks:
         return spread_blocks(layers, ranks, embedding, head)
     attention = round(times.attention.total / block, 2)
-    return _cuts_of_halves(layers, ranks, embedding, head, attention)
+    return _cuts_of_halves(layers, ranks, (embedding, head), attention)
 
 
 @lru_cache(maxsize=4096)
 def _cuts_of_halves(
-    layers: int, ranks: tuple[int, ...], embedding: float, head: float, attention: float
+    layers: int, ranks: tuple[int, ...], ends: tuple[float, float], attention: float
 ) -> tuple[float, ...]:
-    """The cuts inside blocks, or those between blocks if they are hardly worse."""
+    """The cuts inside blocks, or those between blocks if they are hardly worse; ``ends`` is the
+    work of embedding and head, in blocks."""
+    embedding, head = ends
     if len(ranks) > layers + 2:
-        return spread_halves(layers, ranks, embedding, head, attention, ())
+        return spread_halves(
+            layers, ranks, embedding=embedding, head=head, attention=attention, whole=()
+        )
     whole = spread_blocks(layers, ranks, embedding, head)
-    halves = spread_halves(layers, ranks, embedding, head, attention, whole)
-    most = partial(largest_work, ranks=ranks, ends=(embedding, head), attention=attention)
+    halves = spread_halves(
+        layers, ranks, embedding=embedding, head=head, attention=attention, whole=whole
+    )
+    most = partial(largest_work, ranks=ranks, ends=ends, attention=attention)
     return halves if most(halves) < most(whole) - _WORTH else whole
 
 

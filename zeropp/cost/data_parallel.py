@@ -6,6 +6,7 @@ a time (ZeroPP's engine); ``collectives_of`` says which.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeropp.cluster import Cluster
@@ -13,7 +14,7 @@ from zeropp.cost.blocks import TENSORS, Work
 from zeropp.cost.collectives import Group, all_reduce_s, axis_stride, gather_s, group, group_of
 from zeropp.cost.flops import half_parameters, linear_weights, piece_parameters
 from zeropp.cost.kernels import element_bytes, stream_s
-from zeropp.cost.stage_memory import optimizer_shards, sends_compute_type, zero1_ranks
+from zeropp.cost.state_memory import optimizer_shards, sends_compute_type, zero1_ranks
 from zeropp.programs import Program
 from zeropp.schedule.program import StageCost
 
@@ -109,7 +110,9 @@ def sent_bytes(plan: SizedPlan, program: Program) -> int:
     return 2 if plan.reduce_dtype == "bf16" else program.state(plan.precision).reduced
 
 
-def replica_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int, cost: StageCost) -> float:
+def replica_s(
+    plan: SizedPlan, cluster: Cluster, work: Work, *, stage: int, cost: StageCost
+) -> float:
     """Exposed seconds of the reduction of a stage's gradients over the replicas."""
     replicas = group_of(cluster, plan.layout, "replicate")
     if replicas.size == 1:
@@ -140,7 +143,7 @@ def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
 
 
 def gather_updated_s(
-    plan: SizedPlan, cluster: Cluster, work: Work, stages: list[int], parameters: float
+    plan: SizedPlan, cluster: Cluster, work: Work, *, stages: Sequence[int], parameters: float
 ) -> float:
     """Exposed seconds in which ZeRO-1 gathers updated parameters of a rank over the replicas."""
     program = work.program
@@ -171,7 +174,7 @@ def gather_updated_s(
 
 
 def finish_s(
-    plan: SizedPlan, cluster: Cluster, work: Work, pipeline_rank: int, parameters: float
+    plan: SizedPlan, cluster: Cluster, work: Work, *, pipeline_rank: int, parameters: float
 ) -> float:
     """Seconds of the optimizer step, the tied embedding's all-reduce and host work. Adam reads the
     gradient, the master weight and two moments, and writes all but the gradient; unscaling reads

@@ -24,7 +24,8 @@ from zeropp.cost.data_parallel import (
 )
 from zeropp.cost.kernels import element_bytes
 from zeropp.cost.plan_price import PlanPrice, StageExtras, StepTimes
-from zeropp.cost.stage_memory import shares_ends, stage_memory
+from zeropp.cost.stage_memory import stage_memory
+from zeropp.cost.state_memory import shares_ends
 from zeropp.cost.tensor_parallel import TensorTimes, tensor_times
 from zeropp.programs import Program, program_named
 from zeropp.schedule.program import StageCost
@@ -47,11 +48,7 @@ def price_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None
 def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> StepTimes:
     """The durations (seconds) of a plan; ``program`` as in ``price_plan``."""
     work = work_of(plan, cluster, program)
-    tensor = tensor_times(plan, cluster, work)
-    job = _Job(plan, cluster, work, tensor, *_piece_times(work, tensor))
-    like = _first_alike(plan, cluster)
-    first = {s: _timed_stage(job, s) for s in set(like)}
-    stages = [first[s] for s in like]
+    stages = _timed_stages(plan, cluster, work)
     by_rank = [plan.schedule.stages_of(rank) for rank in range(plan.schedule.num_ranks)]
     parameters = [sum(stages[s].parameters for s in mine) for mine in by_rank]
     world = plan.layout.world
@@ -61,10 +58,11 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
         extras=tuple(stage.extras for stage in stages),
         replica_s=tuple(stage.replica_s for stage in stages),
         finish_s=tuple(
-            finish_s(plan, cluster, work, rank, held) for rank, held in enumerate(parameters)
+            finish_s(plan, cluster, work, pipeline_rank=rank, parameters=held)
+            for rank, held in enumerate(parameters)
         ),
         gather_updated_s=tuple(
-            gather_updated_s(plan, cluster, work, mine, held)
+            gather_updated_s(plan, cluster, work, stages=mine, parameters=held)
             for mine, held in zip(by_rank, parameters, strict=True)
         ),
         steps_overlap=work.program.post_validation,
@@ -94,6 +92,18 @@ def add_memory(
     )
 
 
+def _timed_stages(plan: SizedPlan, cluster: Cluster, work: Work) -> list[_TimedStage]:
+    """The durations of every stage; stages that are alike are priced once."""
+    tensor = tensor_times(plan, cluster, work)
+    times, plain, fused = _piece_times(work, tensor)
+    job = _Job(
+        plan=plan, cluster=cluster, work=work, tensor=tensor, times=times, plain=plain, fused=fused
+    )
+    like = _first_alike(plan, cluster)
+    first = {s: _timed_stage(job, s) for s in set(like)}
+    return [first[s] for s in like]
+
+
 def work_of(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> Work:
     """Everything on which the price of a plan's pieces depends; ``program`` as in
     ``price_plan``."""
@@ -109,7 +119,7 @@ def work_of(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Job:
     """What the prices of all stages of one plan share. ``plain`` are times without recomputation,
     ``fused`` those with weight gradients that are added in their product."""
@@ -163,7 +173,7 @@ def _timed_stage(job: _Job, stage: int) -> _TimedStage:
     return _TimedStage(
         cost=cost,
         extras=_extras(job, stage),
-        replica_s=replica_s(plan, cluster, work, stage, cost),
+        replica_s=replica_s(plan, cluster, work, stage=stage, cost=cost),
         parameters=stage_parameters(plan, stage),
     )
 
@@ -225,7 +235,9 @@ def _stage_cost(job: _Job, stage: int) -> StageCost:
         forward, transfer = forward + transfer, 0.0
         input_ += _transfer_s(job, stage - 1)
     shard = shard_s(plan, job.cluster, job.work, stage)
-    return StageCost(forward, input_, weight, transfer=transfer, **shard)
+    return StageCost(
+        forward=forward, backward_input=input_, backward_weight=weight, transfer=transfer, **shard
+    )
 
 
 def passes_s(
@@ -233,13 +245,16 @@ def passes_s(
 ) -> tuple[tuple[float, float, float], ...]:
     """Seconds of every stage's forward, input gradient and weight gradient, in which transfers, if
     they block compute, are left out."""
-    return _passes_s(work, tensor, plan.cuts, plan.blocks, plan.recomputed_per_stage)
+    return _passes_s(
+        work, tensor, cuts=plan.cuts, blocks=plan.blocks, recomputed=plan.recomputed_per_stage
+    )
 
 
 @lru_cache(maxsize=16384)
 def _passes_s(
     work: Work,
     tensor: TensorTimes,
+    *,
     cuts: tuple[float, ...],
     blocks: tuple[int, ...],
     recomputed: tuple[int, ...],
@@ -275,7 +290,9 @@ def _transfer_s(job: _Job, stage: int) -> float:
         if shards_cross == crosses_nodes(cluster, plan.layout, ranks[stage], ranks[other]):
             size *= 2
     split = tp if work.sequence_parallel or work.program.split_boundary else 1
-    sent = transfer_s(cluster, plan.layout, ranks[stage], ranks[other], size / split)
+    sent = transfer_s(
+        cluster, plan.layout, source=ranks[stage], target=ranks[other], size=size / split
+    )
     if split > 1 and not work.sequence_parallel:
         sent += gather_s(cluster, group_of(cluster, plan.layout, "tp"), size)
     return sent

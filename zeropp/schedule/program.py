@@ -14,7 +14,7 @@ from zeropp.schedule.sequence import ActionSequence, sequence_of
 Program = tuple[Action, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageCost:
     """Durations of one stage's actions, in seconds (or any other unit, the same for all).
 

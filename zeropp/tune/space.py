@@ -169,7 +169,7 @@ def _degrees(task: Task, space: Space[K], asked: K, fallen: Counter[str]) -> Ite
                 if tp * pp * shard * replicate != task.num_gpus:
                     continue  # a degree that was asked for does not divide
                 if given.get("replicate", "auto") in ("auto", replicate):
-                    yield Layout(pp, tp, shard, replicate)
+                    yield Layout(pp=pp, tp=tp, shard=shard, replicate=replicate)
 
 
 def _open(asked: int | Auto, known: list[int]) -> list[int]:

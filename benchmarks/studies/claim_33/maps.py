@@ -29,13 +29,19 @@ def draw(verdicts: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
     where = f"{words.model_label(grid.model)} on {words.cluster_label(grid.cluster)}"
     pictures = [
         _speedups(best[best.bandwidth == 1]),
-        _map(own, "num_gpus", "GPUs", f"{where}, best plans, simulated", "map_gpus_batch"),
+        _map(
+            own,
+            column="num_gpus",
+            label="GPUs",
+            title=f"{where}, best plans, simulated",
+            name="map_gpus_batch",
+        ),
         _map(
             wires,
-            "bandwidth",
-            "inter-node bandwidth, multiples of the cluster's own",
-            _place(band),
-            "map_bandwidth_batch",
+            column="bandwidth",
+            label="inter-node bandwidth, multiples of the cluster's own",
+            title=_place(band),
+            name="map_bandwidth_batch",
         ),
     ]
     return [path for picture in pictures for path in save(picture, out).paths]
@@ -101,7 +107,7 @@ def _speedups(cells: pd.DataFrame) -> Picture:
     return Picture(section="Verdict", name="speedups", caption=title, figure=figure)
 
 
-def _map(rows: pd.DataFrame, column: str, label: str, title: str, name: str) -> Picture:
+def _map(rows: pd.DataFrame, *, column: str, label: str, title: str, name: str) -> Picture:
     figure, axes = plt.subplots(1, len(JUDGED), figsize=(12.0, 3.2), layout="constrained")
     for axis, over in zip(axes, JUDGED, strict=True):
         table = rows.pivot(index="sequences_per_gpu", columns=column, values=f"speedup_over_{over}")
