@@ -18,7 +18,7 @@ import random
 import statistics
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -123,41 +123,54 @@ def _main() -> int:
     parser.add_argument("--plans", type=int, default=150, help="random plans (%(default)s)")
     parser.add_argument("--grid", type=int, default=12, help="plans per cell (%(default)s)")
     options = parser.parse_args()
-    (config,) = compose("config", ["experiment=claim_33"])
-    cells = cells_of(verdict_spec(config["verdict"]), config["precision"])
     with ProcessPoolExecutor(initializer=leave_interrupts_to_parent) as pool:
-        all_sizes, seeds = list(sizes(options.ranks)), range(2 * options.plans)
-        ratios = pool.map(over_bound, all_sizes, chunksize=32)
-        over = list(told(ratios, len(all_sizes), "sizes held to the bound"))
-        drawn = told(pool.map(gain, seeds, chunksize=4), len(seeds), "random plans")
-        gains = [found for found in drawn if found is not None][: options.plans]
-        per_cell = told(pool.map(grid_gains, cells, repeat(options.grid)), len(cells), "cells")
-        grid = [found for cell in per_cell for found in cell]
-    document: dict[str, Any] = {
-        "commit": git_state()[0],
-        "bound": {
-            "largest_ranks": options.ranks,
-            "sizes": len(over),
-            "missed": sum(ratio > 1 + 1e-9 for ratio in over),
-            "largest_over_bound": max(over),
-        },
-        "durations": {
-            "plans": len(gains),
-            "mean_gain": statistics.mean(gains),
-            "smallest_gain": min(gains),
-            "largest_gain": max(gains),
-        },
-        "grid": {
-            "cells": len(cells),
-            "plans": len(grid),
-            "mean_gain": statistics.mean(gain for gain, _ in grid),
-            "largest_gain": max(grid)[0],
-            "largest_gain_plan": max(grid)[1],
-        },
-    }
+        document = {
+            "commit": git_state()[0],
+            "bound": _bound(pool, options.ranks),
+            "durations": _durations(pool, options.plans),
+            "grid": _grid(pool, options.grid),
+        }
     options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(options.out.read_text())
     return 0
+
+
+def _bound(pool: Executor, ranks: int) -> dict[str, Any]:
+    all_sizes = list(sizes(ranks))
+    ratios = pool.map(over_bound, all_sizes, chunksize=32)
+    over = list(told(ratios, len(all_sizes), "sizes held to the bound"))
+    return {
+        "largest_ranks": ranks,
+        "sizes": len(over),
+        "missed": sum(ratio > 1 + 1e-9 for ratio in over),
+        "largest_over_bound": max(over),
+    }
+
+
+def _durations(pool: Executor, plans: int) -> dict[str, Any]:
+    seeds = range(2 * plans)
+    drawn = told(pool.map(gain, seeds, chunksize=4), len(seeds), "random plans")
+    gains = [found for found in drawn if found is not None][:plans]
+    return {
+        "plans": len(gains),
+        "mean_gain": statistics.mean(gains),
+        "smallest_gain": min(gains),
+        "largest_gain": max(gains),
+    }
+
+
+def _grid(pool: Executor, plans_per_cell: int) -> dict[str, Any]:
+    (config,) = compose("config", ["experiment=claim_33"])
+    cells = cells_of(verdict_spec(config["verdict"]), config["precision"])
+    per_cell = pool.map(grid_gains, cells, repeat(plans_per_cell))
+    found = [pair for pairs in told(per_cell, len(cells), "cells") for pair in pairs]
+    return {
+        "cells": len(cells),
+        "plans": len(found),
+        "mean_gain": statistics.mean(gain for gain, _ in found),
+        "largest_gain": max(found)[0],
+        "largest_gain_plan": max(found)[1],
+    }
 
 
 if __name__ == "__main__":
