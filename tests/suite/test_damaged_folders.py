@@ -29,10 +29,11 @@ from benchmarks.launch.owner import OWNER_FILE, this_process
 from benchmarks.launch.points import Point, freeze, write_unstarted
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.slurm import client
-from benchmarks.launch.slurm.jobs import look, unreported
+from benchmarks.launch.slurm.jobs import unreported
 from benchmarks.launch.slurm.launcher import launch
 from benchmarks.launch.slurm.options import SlurmOptions
 from benchmarks.launch.slurm.submissions import Submission, SubmittedArray
+from benchmarks.launch.slurm.view import look
 from benchmarks.records.environment import Code
 from benchmarks.records.rank_events import EventWriter, read_events
 from benchmarks.records.record import find_records, read_record
@@ -42,7 +43,7 @@ from benchmarks.status import standing
 from tests.unit.toy_spec import spec_of
 
 NUMBER = 500
-OPTIONS = SlurmOptions("slurm", report_dir="report")
+OPTIONS = SlurmOptions(kind="slurm", report_dir="report")
 POINTS = [Point(spec_of(num_gpus=2, seed=seed), None, "") for seed in range(4)]
 
 
@@ -76,7 +77,7 @@ def make_folder(runs: Path) -> None:
     finish_attempt(attempt_of(runs, POINTS[0], "local-1", done=True))
     abandoned = attempt_of(runs, POINTS[0], "local-2", done=False)
     (abandoned / OWNER_FILE).write_text(owner)
-    write_unstarted(POINTS[1], runs, "local", "infeasible", "too large")
+    write_unstarted(POINTS[1], runs, launcher="local", status="infeasible", reason="too large")
     for index, point in enumerate(POINTS[1:3]):
         attempt = attempt_of(runs, point, f"slurm-7_{index}-0", done=False, old_s=1000)
         facts = {"job": f"7_{index}", "job_id": 8 + index, "restart": 0, "nodes": "node7"}
@@ -97,7 +98,7 @@ def make_folder(runs: Path) -> None:
     (directory / "sweep-report.sbatch").write_text("#!/bin/bash\n#SBATCH --account=science\n")
     Submission(
         directory=directory,
-        arrays=[SubmittedArray("sweep-0", ids, "7")],
+        arrays=[SubmittedArray(name="sweep-0", spec_ids=ids, job="7")],
         report_job="8",
         cluster="here@head",
         user=0,

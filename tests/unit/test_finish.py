@@ -233,14 +233,29 @@ def test_which_points_run_again(
 ) -> None:
     finish_attempt(attempt, ending=ending)
     runs_dir, points = attempt.parents[1], [Point(spec, None, "")]
-    assert bool(still_to_run(points, runs_dir, "measured", "", "missing")) == missing
-    assert bool(still_to_run(points, runs_dir, "measured", "", "failed")) == failed
-    assert still_to_run(points, runs_dir, "measured", "", "all") == points
-    assert still_to_run(points, runs_dir, "simulated", "", "missing") == points
+    assert (
+        bool(still_to_run(points, runs_dir, provenance="measured", variant="", rerun="missing"))
+        == missing
+    )
+    assert (
+        bool(still_to_run(points, runs_dir, provenance="measured", variant="", rerun="failed"))
+        == failed
+    )
+    assert still_to_run(points, runs_dir, provenance="measured", variant="", rerun="all") == points
+    assert (
+        still_to_run(points, runs_dir, provenance="simulated", variant="", rerun="missing")
+        == points
+    )
 
 
 def test_unreadable_records_are_named_and_skipped(attempt: Path, spec: RunSpec) -> None:
-    write_unstarted(Point(spec, None, ""), attempt.parents[1], "local", "infeasible", "why")
+    write_unstarted(
+        Point(spec, None, ""),
+        attempt.parents[1],
+        launcher="local",
+        status="infeasible",
+        reason="why",
+    )
     (attempt / "record.json").write_text('{"schema_version": 99}')
     with pytest.raises(RecordError, match=r"record.json: schema version 99"):
         read_record(attempt / "record.json")

@@ -67,8 +67,13 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
 
 @st.composite
 def costs_of(draw: st.DrawFn, stages: int) -> list[StageCost]:
+    compute = ("forward", "backward_input", "backward_weight")
+    beside = ("unshard", "reduce_grad", "transfer")
     return [
-        StageCost(*(draw(duration) for _ in range(3)), *(draw(duration) / 4 for _ in range(3)))
+        StageCost(
+            **{name: draw(duration) for name in compute},
+            **{name: draw(duration) / 4 for name in beside},
+        )
         for _ in range(stages)
     ]
 

@@ -24,9 +24,10 @@ from benchmarks.launch.slurm.client import (
     queued_jobs,
 )
 from benchmarks.launch.slurm.command import SlurmError
-from benchmarks.launch.slurm.jobs import View, close_ended, read_view, underway, unreported
+from benchmarks.launch.slurm.jobs import close_ended, underway, unreported
 from benchmarks.launch.slurm.reasons import ending_by_state
 from benchmarks.launch.slurm.submissions import Submission, SubmittedArray
+from benchmarks.launch.slurm.view import View, read_view
 from benchmarks.records.rank_events import EventWriter
 from benchmarks.records.record import read_record
 from tests.unit.toy_spec import spec_of
@@ -234,7 +235,9 @@ def submitted(attempt: Path, job: str, **who: Any) -> Submission:
     for name in ("spec.json", "attempt.json"):
         (frozen / name).write_text((attempt / name).read_text())
     submission = Submission(
-        directory=directory, arrays=[SubmittedArray("sweep-0", [spec_id], job)], **who
+        directory=directory,
+        arrays=[SubmittedArray(name="sweep-0", spec_ids=[spec_id], job=job)],
+        **who,
     )
     submission.write()
     return submission
