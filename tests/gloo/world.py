@@ -24,8 +24,8 @@ from typing import Any, cast
 
 from benchmarks.launch.rank_process import PRELOADED_ON_CPU
 
-# What tasks need and what is slow to import: with what real ranks need the tests' own modules, which
-# every worker would import for itself.
+# What tasks need and what is slow to import: beside what real ranks need, the tests' own modules,
+# which every worker would import for itself.
 PRELOADED = [
     *PRELOADED_ON_CPU,
     "torch.distributed.checkpoint",
