@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -183,19 +182,6 @@ def test_a_side_that_is_no_multiple_of_eight_is_slow() -> None:
     aligned = matmul_s(A100.device, "bf16", m=8192, k=2048, n=50304)
     odd = matmul_s(A100.device, "bf16", m=8192, k=2048, n=50257)
     assert odd > 2 * aligned
-
-
-@given(st.integers(1, 10), st.integers(1, 12))
-def test_cuts_are_contiguous_and_give_every_stage_a_piece(stages: int, layers: int) -> None:
-    shape = replace(GPT, layers=layers)
-    if stages > shape.num_pieces:
-        with pytest.raises(ValueError, match="stages"):
-            balanced_cuts(shape, stages)
-        return
-    cuts = balanced_cuts(shape, stages)
-    assert cuts[0] == 0
-    assert cuts[-1] == shape.num_pieces
-    assert all(a < b for a, b in pairwise(cuts))
 
 
 def test_a_plan_has_the_price_of_its_program_and_an_unknown_program_is_refused() -> None:

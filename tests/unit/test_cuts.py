@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.simulated_task import task
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
-from zeropp.cost import price_plan
+from zeropp.cost import balanced_cuts, price_plan
 from zeropp.cost.cuts import largest_work, spread_blocks
 from zeropp.cost.data_parallel import collectives_of, stage_parameters
 from zeropp.cost.half_cuts import spread_halves
@@ -167,3 +167,16 @@ def test_crossings_of_the_replicas_slow_the_compute_beside_them() -> None:
     free = replace(result.price, replica_s=(0.0,) * len(result.price.replica_s))
     alone = simulate(result.plan, task().cluster, price=free)
     assert all(a < b for a, b in zip(alone.events.busy, result.events.busy, strict=True))
+
+
+@given(st.integers(1, 10), st.integers(1, 12))
+def test_cuts_are_contiguous_and_give_every_stage_a_piece(stages: int, layers: int) -> None:
+    shape = replace(task().shape, layers=layers)
+    if stages > shape.num_pieces:
+        with pytest.raises(ValueError, match="stages"):
+            balanced_cuts(shape, stages)
+        return
+    cuts = balanced_cuts(shape, stages)
+    assert cuts[0] == 0
+    assert cuts[-1] == shape.num_pieces
+    assert all(a < b for a, b in pairwise(cuts))

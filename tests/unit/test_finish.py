@@ -289,17 +289,3 @@ def test_without_a_word_of_rank_0_the_launcher_s_code_stands(attempt: Path) -> N
     code = read_code()
     assert (record.git_sha, record.code_digest) == (code.sha, code.digest)
     assert record.notes == []
-
-
-def test_the_digest_follows_contents_of_python_files_and_of_conf(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.records.environment.CHECKOUT", tmp_path)
-    for name in ("zeropp/a.py", "conf/b.yaml", "results/c.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("1")
-    before = read_code(ask_git=False).digest
-    (tmp_path / "results/c.json").write_text("2")
-    assert read_code(ask_git=False).digest == before
-    (tmp_path / "conf/b.yaml").write_text("2")
-    assert read_code(ask_git=False).digest != before
