@@ -17,12 +17,11 @@ MOST_LINES_OF_A_FILE = 300
 MOST_LINES_OF_AN_EXAMPLE = 80
 
 # Functions that take more positional arguments, and why.
-EXCEPTIONS: dict[str, str] = {}
-
-UNDER_WORK = (
-    *("zeropp/engine/", "zeropp/api.py", "zeropp/choose.py", "zeropp/parallel_model.py"),
-    *("zeropp/schedule/", "zeropp/tune/"),
-)
+EXCEPTIONS = {
+    "zeropp/schedule/justify.py:_Pass._arrive": "called for every action, in the inner loop of the "
+    "planner, where keywords cost time",
+}
+UNDER_WORK = ("zeropp/engine/", "zeropp/api.py", "zeropp/choose.py", "zeropp/parallel_model.py")
 
 
 def sources() -> dict[str, str]:

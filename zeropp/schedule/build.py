@@ -114,7 +114,7 @@ def build(
     m = num_microbatches
     if name != "zeropp":
         placement = v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks)
-        programs = _programs(name, num_ranks, chunks, m, group or num_ranks)
+        programs = _programs(name, num_ranks, chunks, m=m, group=group or num_ranks)
         return Schedule(
             name=name, num_microbatches=m, unit=m, stage_rank=placement, programs=programs
         )
@@ -149,7 +149,7 @@ def _cheapest(orders: Sequence[Schedule], costs: Sequence[StageCost] | None) -> 
     return min(orders, key=lambda order: event_loop.run(lower(order, gather=gather), costs).step_s)
 
 
-def _programs(name: str, num_ranks: int, chunks: int, m: int, group: int) -> tuple[Program, ...]:
+def _programs(name: str, num_ranks: int, chunks: int, *, m: int, group: int) -> tuple[Program, ...]:
     if name == "1f1b":
         return generators.one_f_one_b(num_ranks, m)
     if name == "interleaved_1f1b":

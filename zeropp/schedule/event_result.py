@@ -26,7 +26,7 @@ LANES: dict[Op, Lane] = {
 _NAMES = {op: op.value for op in Op}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EventResult:
     """Outcome of one run. All times are in the unit of the costs.
 

@@ -103,7 +103,7 @@ class Contender(Generic[K]):
         """Everything that a search may try within ``asked`` (by default, all knobs are open), with
         its plan without an order of actions."""
         asked = asked or self.knobs()
-        for point, size in points(task, self.space, asked, "auto", Counter()):
+        for point, size in points(task, self.space, asked, "auto", fallen=Counter()):
             for family in self.space.families(point):
                 for plan in self._sized(task, family, size):
                     for knobs in self.space.members(asked, family, plan):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Generic
 
 from zeropp.plan import Candidate, K, Plan, SizedPlan, Task
@@ -56,6 +56,7 @@ class Outcome(Generic[K]):
 
     task: Task
     contender: Contender[K]
+    _: KW_ONLY
     winner: Evaluated[K] | None = None
     runner_up: Evaluated[K] | None = None
     fallen: Counter[str] = field(default_factory=Counter)

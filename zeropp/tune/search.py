@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain
 from time import process_time
 from typing import Generic
@@ -50,6 +50,7 @@ class _Entry(Generic[K]):
     number: int  # unique, so that nothing after it is compared
     candidate: Candidate[K]
     plan: SizedPlan
+    _: KW_ONLY
     times: StepTimes | None = None
     price: PlanPrice | None = None  # of a member
 
@@ -73,9 +74,10 @@ def search(
     False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
     which the best so far is the winner, if there is one.
     """
-    return _Search(task, contender, asked or contender.knobs(), progress, budget_s).run(
-        microbatch_size, tolerance, runner_up
+    found = _Search(
+        task, contender, asked or contender.knobs(), progress=progress, budget_s=budget_s
     )
+    return found.run(microbatch_size, tolerance, runner_up)
 
 
 class _Search(Generic[K]):
@@ -86,6 +88,7 @@ class _Search(Generic[K]):
         task: Task,
         contender: Contender[K],
         asked: K,
+        *,
         progress: Progress[K] | None,
         budget_s: float,
     ) -> None:
@@ -157,7 +160,7 @@ class _Search(Generic[K]):
     def _families(self, microbatch_size: int | Auto) -> Iterator[_Entry[K]]:
         """Every family for which the planner has a plan, with the cheapest bound."""
         space, fallen, number = self._contender.space, self._outcome.fallen, 0
-        for point, size in points(self._task, space, self._asked, microbatch_size, fallen):
+        for point, size in points(self._task, space, self._asked, microbatch_size, fallen=fallen):
             for knobs in space.families(point):
                 candidate = Candidate(knobs, size)
                 plan = self._sized(candidate)
@@ -196,7 +199,7 @@ class _Search(Generic[K]):
             if plan is family or self._may_fit(plan, price):
                 number += 1
                 bound = entry.bound_s if plan is family else least_step_s(plan, price)
-                yield _Entry(bound, number, candidate, plan, price, price)
+                yield _Entry(bound, number, candidate, plan, times=price, price=price)
 
     def _members(self, entry: _Entry[K]) -> Iterator[tuple[Candidate[K], SizedPlan]]:
         family = entry.candidate
