@@ -17,8 +17,10 @@ import json
 import random
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ from zeropp.shape import ModelShape
 from zeropp.sim.simulator import simulate
 from zeropp.tune.bound import least_bytes
 from zeropp.tune.describe import describe
+from zeropp.tune.space import points
 
 OUT = Path("results/reference/schedule_orders.json")
 Size = tuple[int, int, int, int]  # P, V, U, m
@@ -96,14 +99,22 @@ def grid_gains(cell: Cell, count: int) -> list[tuple[float, str]]:
     """(gain, plan) of ``count`` plans drawn from all that the tuner may try in a cell and that may
     fit into memory."""
     task, limit = cell.priced, cell.task.cluster.device.usable_bytes
-    everything = list(ZEROPP.candidates(task))
-    random.Random(repr(cell.key)).shuffle(everything)
+    draw, asked = random.Random(repr(cell.key)), ZeroppKnobs()
+    families = [
+        (family, size)
+        for point, size in points(task, ZEROPP.space, asked, "auto", Counter())
+        for family in ZEROPP.space.families(point)
+    ]
+    draw.shuffle(families)
     found: list[tuple[float, str]] = []
-    for candidate, plan in everything:
-        if len(found) == count:
-            break
-        if least_bytes(plan, price_plan(plan, task.cluster)) <= limit:
-            found.append((_gain_of(task, candidate), describe(plan)))
+    while families and len(found) < count:
+        family, size = families.pop()
+        with suppress(InfeasibleError):
+            plan = ZEROPP.size(task, family, size)
+            candidate = Candidate(draw.choice([*ZEROPP.space.members(asked, family, plan)]), size)
+            plan = ZEROPP.size(task, candidate.knobs, size)
+            if least_bytes(plan, price_plan(plan, task.cluster)) <= limit:
+                found.append((_gain_of(task, candidate), describe(plan)))
     return found
 
 
@@ -165,6 +176,7 @@ def _grid(pool: Executor, plans_per_cell: int) -> dict[str, Any]:
     per_cell = pool.map(grid_gains, cells, repeat(plans_per_cell))
     found = [pair for pairs in told(per_cell, len(cells), "cells") for pair in pairs]
     return {
+        "commit": git_state()[0],
         "cells": len(cells),
         "plans": len(found),
         "mean_gain": statistics.mean(gain for gain, _ in found),
