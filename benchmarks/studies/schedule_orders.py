@@ -102,7 +102,7 @@ def grid_gains(cell: Cell, count: int) -> list[tuple[float, str]]:
     draw, asked = random.Random(repr(cell.key)), ZeroppKnobs()
     families = [
         (family, size)
-        for point, size in points(task, ZEROPP.space, asked, "auto", Counter())
+        for point, size in points(task, ZEROPP.space, asked, "auto", fallen=Counter())
         for family in ZEROPP.space.families(point)
     ]
     draw.shuffle(families)
