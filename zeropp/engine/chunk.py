@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zeropp.engine.deferred import WeightGradStore
+from zeropp.engine.deferred import WeightGradStore, backward_of_chunk
 from zeropp.engine.recompute import run_recomputed
 from zeropp.engine.sharding import ChunkShards
 from zeropp.engine.values import TensorShape, Value, cast, chosen, keywords_of, tensors_of
@@ -128,7 +128,8 @@ class Chunk:
             self.shards.make_gradients(deferred=not split)
             if split:
                 self.store.begin(microbatch)
-            torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+            with backward_of_chunk():
+                torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
             self.store.end()
         if self.arriving is None:
             return []

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from zeropp.engine.flat_layout import FlatLayout, Name, Slot
 from zeropp.engine.groups import DataGroups, all_gather_single
-from zeropp.engine.held import Held, Types, taken, view
+from zeropp.engine.held import Held, Types, check_kept, taken, view
 from zeropp.engine.lanes import Ticket, Work
+from zeropp.engine.owned import Owned
 from zeropp.engine.rank_lanes import Lanes
 from zeropp.engine.reductions import AllReduce, ReduceScatter
 
@@ -68,13 +69,14 @@ class FlatParameters:
         self._buffer = self._make_buffer()
         self._arriving: Ticket | None = None  # a gather that compute has not waited for
         self._updated: Ticket | None = None  # the other replicas' rows after an update
+        self._given: list[Tensor] = []  # the views of the sums that parameters have as gradients
         self._fresh: Tensor | None = None  # sums of this rank that are not reduced
         self._partial: Tensor | None = None  # reduced over the shards, not over the replicas
         self._crossed: Tensor | None = None  # reduced over both
-        self.owned = {
-            group: nn.Parameter(self.master[mine.inside(self._kept)])
+        self.owned = [
+            Owned(group, mine, nn.Parameter(self.master[mine.inside(self._kept)]))
             for group, mine in (layout.groups() if trainable else ())
-        }
+        ]
 
     @property
     def rows(self) -> Tensor:
@@ -114,20 +116,26 @@ class FlatParameters:
         if self._fresh is not None or not self.trainable:
             return
         self._lanes.join_reduction_of(self)
+        self._given.clear()
         self._fresh = zeros(self.layout.size, self._types.master, self.master.device)
         for held in self.held:
             gradient = view(self._fresh, held.slot)
+            self._given.append(gradient)
             for parameter in held.parameters:
                 made, parameter.grad = parameter.grad, gradient
                 if made is not None:
                     gradient.add_(made)
 
     def reduce(self, *, cross: bool) -> None:
-        """Start to sum the gradients over the shards, and then over the replicas if ``cross``."""
-        if any(parameter.grad is not None for held in self.held for parameter in held.parameters):
-            self.make_gradients()
-        if self._fresh is None:
+        """Start to sum the gradients over the shards, and then over the replicas if ``cross``.
+
+        A rank that has no gradients, because its rows use nothing of this buffer, sums zeros: the
+        ranks that have some wait for it.
+        """
+        if not self.trainable:
             return
+        self.make_gradients()
+        check_kept(self.held, self._given)
         cross = cross and self._groups.replicate is not None
         after: list[Ticket] = []
         if self._groups.reduce is not None:
@@ -143,8 +151,8 @@ class FlatParameters:
         reductions are joined."""
         if (gradient := self.gradient()) is None:
             return
-        for group, mine in self.layout.groups():
-            self.owned[group].grad = gradient[mine.inside(self.layout.owned)]
+        for one in self.owned:
+            one.tensor.grad = gradient[one.stretch.inside(self.layout.owned)]
 
     def gradient(self) -> Tensor | None:
         """The gradient of what this rank updates, after ``finish``; None without one."""
@@ -159,8 +167,8 @@ class FlatParameters:
             for parameter in held.parameters:
                 parameter.grad = None
         self._partial = self._crossed = None
-        for owned in self.owned.values():
-            owned.grad = None
+        for one in self.owned:
+            one.tensor.grad = None
 
     def gather_updated(self) -> None:
         """Start to bring the rows that other replicas have updated; the next gather, or the next
@@ -185,10 +193,10 @@ class FlatParameters:
                 mine = gathered
         return mine
 
-    def views(self, whole: Tensor) -> Iterator[tuple[Slot, Tensor]]:
-        """Every parameter's part of a tensor that is shaped as the buffer."""
-        for held in self.held:
-            yield held.slot, view(whole, held.slot)
+    def copies(self, mine: Tensor, dtype: torch.dtype) -> list[tuple[Slot, Tensor]]:
+        """Every parameter's part of ``whole(mine)``, copied to the CPU; collective."""
+        whole = self.whole(mine)
+        return [(one.slot, view(whole, one.slot).to(dtype, copy=True).cpu()) for one in self.held]
 
     def names(self) -> Iterator[Name]:
         """All names of all parameters."""
@@ -237,6 +245,7 @@ class FlatParameters:
     def _take_fresh(self) -> Tensor:
         """The sums so far; parameters have no gradients until they are given new ones."""
         fresh, self._fresh = self._fresh, None
+        self._given.clear()
         for held in self.held:
             for parameter in held.parameters:
                 parameter.grad = None

@@ -49,9 +49,16 @@ class Loss:
         self._function, self._names = function, keywords_of(function)
 
     def __call__(self, output: object, batch: Microbatches, microbatch: int) -> Tensor:
-        """The loss of one microbatch."""
+        """The loss of one microbatch; raises TypeError if it is not one number."""
         keywords = chosen(batch.keywords_of(microbatch), self._names)
-        return self._function(output, batch.targets[microbatch], **keywords)
+        loss = self._function(output, batch.targets[microbatch], **keywords)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(
+                f"loss_fn: gives {what}, but a tensor of one number is needed (the mean, or with "
+                "loss_reduction='sum' the sum, over a microbatch)"
+            )
+        return loss.squeeze()
 
 
 @dataclass
@@ -154,6 +161,11 @@ class Interpreter:
         output = chunk.forward(inputs, microbatch, step.batch.keywords_of(microbatch))
         if stage == self._last:
             loss = self._loss(output, step.batch, microbatch) / self._loss_count
+            if not loss.requires_grad:
+                raise RuntimeError(
+                    "train_step: the loss depends on nothing that is trained (is it detached, or "
+                    "computed under no_grad?)"
+                )
             chunk.set_output(microbatch, loss)
             step.losses.append(loss.detach())
         else:

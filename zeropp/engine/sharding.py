@@ -16,6 +16,7 @@ from functools import reduce
 import torch
 from torch import nn
 
+from zeropp.engine.deferred import has_hooks
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Cut, Name, lay_out
 from zeropp.engine.groups import DataGroups
@@ -194,6 +195,12 @@ def _parameters(pieces: Mapping[int, nn.Module]) -> list[_Found]:
                 raise InfeasibleError(
                     f"{index}.{name}: parameters of type {parameter.dtype} cannot be sharded "
                     "(make it a buffer)"
+                )
+            if parameter.requires_grad and has_hooks(parameter.register_post_accumulate_grad_hook):
+                raise InfeasibleError(
+                    f"{index}.{name}: has a hook of register_post_accumulate_grad_hook, but a "
+                    "gradient is whole only after the sums over all ranks (remove the hook; "
+                    "register_hook works)"
                 )
             one = found.setdefault(id(parameter), _Found((), [parameter]))
             one.names += ((index, name),)
