@@ -142,7 +142,7 @@ def counting(engine: Engine, found: Counter[tuple[str, str]]) -> Iterator[None]:
     """Count collectives and messages as (kind, group)."""
     groups = engine._groups
     names = {id(groups.gather): "gather", id(groups.reduce): "reduce"}
-    names |= {id(groups.replicate): "replicate", id(None): "world"}
+    names |= {id(groups.replicate): "replicate", id(engine._meeting._group): "world"}
 
     def counted(kind: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         message = kind in ("isend", "irecv")
@@ -194,8 +194,7 @@ def counted_and_planned(case: Case) -> tuple[Counter[tuple[str, str]], Counter[t
     found: Counter[tuple[str, str]] = Counter()
     with counting(engine, found):
         engine.step(*local_microbatches(case, 0))
-        for each in engine.flats:
-            each.settle()
+        flat.settle(engine.flats)
     expected = planned(case, engine)
     engine.close()
     return found, expected

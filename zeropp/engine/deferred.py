@@ -24,16 +24,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zeropp.engine.uses import Uses
+
+
+_running = False  # a chunk's backward is under way
+
+
+@contextmanager
+def backward_of_chunk() -> Iterator[None]:
+    """Inside this context linear layers may add their weight gradients themselves."""
+    global _running
+    _running = True
+    try:
+        yield
+    finally:
+        _running = False
+
 
 class WeightGradStore:
     """Holds what linear layers put off, for one microbatch at a time.
 
     Between ``begin`` and ``end`` layers put off their weight gradients; at any other time they
-    compute them at once. ``used`` collects the identities of the weights that have had gradients.
+    compute them at once. ``uses`` is told of the weights that have had gradients.
     """
 
-    def __init__(self, used: set[int] | None = None) -> None:
-        self.used: set[int] = set() if used is None else used
+    def __init__(self, uses: Uses | None = None) -> None:
+        self.uses = Uses() if uses is None else uses
         self._pending: dict[int, deque[Callable[[], None]]] = {}
         self._current: deque[Callable[[], None]] | None = None
 
@@ -52,25 +68,15 @@ class WeightGradStore:
         else:
             self._current.append(work)
 
+    def takes(self) -> bool:
+        """Whether a backward runs whose weight gradients are added here, now or later."""
+        return _running or self._current is not None
+
     def run(self, microbatch: int) -> None:
         """Do all that was put off for a microbatch, freeing its tensors as it goes."""
         pending = self._pending.pop(microbatch, deque())  # a frozen chunk has put off nothing
         while pending:
             pending.popleft()()
-
-
-_running = False  # a chunk's backward is under way
-
-
-@contextmanager
-def backward_of_chunk() -> Iterator[None]:
-    """Inside this context linear layers may add their weight gradients themselves."""
-    global _running
-    _running = True
-    try:
-        yield
-    finally:
-        _running = False
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -88,7 +94,7 @@ class _DeferredLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.store, ctx.transposed = store, transposed
-        ctx.again = _running  # a recomputation, whose nodes only inner backwards run
+        ctx.again = store.takes()  # a recomputation, whose nodes only inner backwards run
         # The parameter object takes the gradient later; a saved tensor would be another object.
         ctx.parameter = weight
         return F.linear(x, weight.t() if transposed else weight, bias)
@@ -100,9 +106,10 @@ class _DeferredLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         left, right = (x, grad) if ctx.transposed else (grad, x)
         grad_weight = None
-        if ctx.needs_input_grad[1] and _running and not ctx.again and not torch.is_grad_enabled():
+        inner = ctx.again or not ctx.store.takes() or torch.is_grad_enabled()
+        if ctx.needs_input_grad[1] and not inner:
             parameter = ctx.parameter
-            ctx.store.used.add(id(parameter))
+            ctx.store.uses.add(parameter)
             ctx.store.put(lambda: accumulate(parameter, left, right))
         elif ctx.needs_input_grad[1]:
             grad_weight = left.t() @ right
@@ -190,7 +197,9 @@ def defer_weight_grads(
     for root in modules:
         for module in root.modules():
             own: Any = type(module)  # hashable, which mypy does not see
-            kind = None if _has_hooked_weight(module) else _taught(own)
+            kind = _taught(own)
+            if kind is not None and _has_hooked_weight(module):
+                continue  # autograd calls the hook
             if kind is not None:
                 module.__class__ = kind
                 setattr(module, "store", store)  # noqa: B010
@@ -203,8 +212,10 @@ def defer_weight_grads(
 
 def _has_hooked_weight(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
-    return isinstance(weight, nn.Parameter) and weight.requires_grad and has_hooks(
-        weight.register_hook
+    return (
+        isinstance(weight, nn.Parameter)
+        and weight.requires_grad
+        and has_hooks(weight.register_hook)
     )
 
 

@@ -16,7 +16,7 @@ from zeropp.engine.channels import Channels, neighbours
 from zeropp.engine.chunk import Chunk
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.evaluation import Evaluator
-from zeropp.engine.flat import FlatParameters
+from zeropp.engine.flat import FlatParameters, settle
 from zeropp.engine.groups import make_groups, make_meeting
 from zeropp.engine.interpreter import Interpreter, Loss, LossFunction, Microbatches
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
@@ -26,6 +26,7 @@ from zeropp.engine.sharding import ChunkShards, ShardOptions
 from zeropp.engine.tied import TiedWeights
 from zeropp.engine.together import together
 from zeropp.engine.updates import make_updater, square_norm_of
+from zeropp.engine.uses import Uses
 from zeropp.engine.values import TensorShape
 from zeropp.engine.watch import ParameterWatch
 from zeropp.layout import Layout
@@ -84,7 +85,7 @@ class Engine:
         undo.callback(self.lanes.close)
         self._meeting = make_meeting(device, options.timeout, self._give_up)
         undo.callback(self._meeting.close)
-        self._used: set[int] = set()  # weights that have had gradients in a step, by identity
+        self._uses = Uses()
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
         self.chunks = together(lambda: self._make_chunks(schedule, boundary))
         self._channels = Channels(neighbours(schedule), layout, device, options.timeout)
@@ -98,13 +99,14 @@ class Engine:
             loss,
             options.replicate_every,
             everywhere if reduction == "mean" else 1,
+            self._uses,
         )
         self._evaluator = Evaluator(
             schedule, layout, self.chunks, self._channels, loss, reduction, self._meeting
         )
         shards = [chunk.shards for chunk in self.chunks.values()]
         self.flats = [flat for chunk in shards for flat in chunk.flats]
-        self._watch = ParameterWatch(self.flats, self._used, layout, options.tied)
+        self._watch = ParameterWatch(self.flats, self._uses, layout, options.tied)
         undo.callback(self._watch.close)
         self._tied = TiedWeights(options.tied, shards, schedule, layout, options.timeout)
         undo.callback(self._tied.close)
@@ -137,7 +139,7 @@ class Engine:
     def accumulate(self, batch: Microbatches) -> list[Tensor]:
         """The first half of a step: run the program, so that what this rank updates has its
         gradients. Gives this rank's parts of the loss of the global batch."""
-        self._watch.begin()
+        self._uses.begin_step()
         for flat in self.flats:
             flat.clear_gradients()
         with self._seeds.drawing(self.steps_done) if self._seeds else nullcontext():
@@ -156,7 +158,7 @@ class Engine:
         """Unsharded fp32 CPU copies, named ``{piece}.{name}``; a parameter that has several names
         in the model comes once, or under each of them with ``every_name``."""
         self._meeting.check()
-        self._settle()
+        settle(self.flats)
         for flat in self.flats:
             yield from self._whole(flat, flat.rows, torch.float32, every_name=every_name)
 
@@ -167,7 +169,7 @@ class Engine:
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded CPU copies of the last step's gradients, named ``{piece}.{name}``."""
-        self._settle()
+        settle(self.flats)
         for flat in self.flats:
             if (mine := flat.gradient()) is not None:
                 yield from self._whole(flat, mine, mine.dtype)
@@ -239,10 +241,10 @@ class Engine:
         # The first ones may be recomputed; half blocks never are, so they come last.
         deferrable = [piece.module for piece in sorted(blocks, key=lambda piece: piece.half)]
         others = [piece.module for piece in pieces.values() if not piece.deferrable]
-        store = WeightGradStore(self._used)
+        store = WeightGradStore(self._uses)
         deferred = defer_weight_grads(deferrable, store, warn=True)
         # A store that is never open: at once, inside the product.
-        defer_weight_grads(others, WeightGradStore(self._used))
+        defer_weight_grads(others, WeightGradStore(self._uses))
         shards = ChunkShards(
             {index: piece.module for index, piece in pieces.items()},
             self._groups,
@@ -262,12 +264,8 @@ class Engine:
         return Chunk(shards, store, deferrable, arriving, leaving, how)
 
     def _state(self) -> checkpoint.State:
-        self._settle()
+        settle(self.flats)
         return checkpoint.state_of(self.flats, self._updater, self.steps_done, self.buffers())
-
-    def _settle(self) -> None:
-        for flat in self.flats:
-            flat.settle()
 
     def _gather_updated(self) -> None:
         for chunk in self.chunks.values():

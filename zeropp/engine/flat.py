@@ -20,7 +20,7 @@ given back by ``resize_(0)`` and comes back, elsewhere, by ``resize_(bytes)``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ class FlatParameters:
         self._resident = groups.gather is None and self._part is not None
         self._buffer = self._make_buffer()
         self._arriving: Ticket | None = None  # a gather that compute has not waited for
-        self._updated: Ticket | None = None  # the other replicas' rows after an update
+        self.updated: Ticket | None = None  # the other replicas' rows after an update
         self._given: list[Tensor] = []  # the views of the sums that parameters have as gradients
         self._fresh: Tensor | None = None  # sums of this rank that are not reduced
         self._partial: Tensor | None = None  # reduced over the shards, not over the replicas
@@ -88,17 +88,17 @@ class FlatParameters:
         if self._resident:
             return
         self._storage.resize_(self.layout.size * self._buffer.element_size())
-        after = [self._updated] if self._updated is not None else []
+        after = [self.updated] if self.updated is not None else []
         self._arriving = self._lanes.gather.run(self._gather, after)
 
     def wait(self) -> None:
         """Make compute wait for the gather that was started."""
-        if self._resident and self._updated is not None:
-            self._updated.wait()
-            self._updated = None
+        if self._resident and self.updated is not None:
+            self.updated.wait()
+            self.updated = None
         if self._arriving is not None:
             self._arriving.wait()
-            self._arriving = self._updated = None
+            self._arriving = self.updated = None
 
     def reshard(self) -> None:
         """Drop the gathered parameters; gradients stay."""
@@ -127,14 +127,10 @@ class FlatParameters:
                     gradient.add_(made)
 
     def reduce(self, *, cross: bool) -> None:
-        """Start to sum the gradients over the shards, and then over the replicas if ``cross``.
-
-        A rank that has no gradients, because its rows use nothing of this buffer, sums zeros: the
-        ranks that have some wait for it.
-        """
+        """Start to sum the gradients over the shards, and then over the replicas if ``cross``."""
         if not self.trainable:
             return
-        self.make_gradients()
+        self.make_gradients()  # zeros where this rank has none, because others may have some
         check_kept(self.held, self._given)
         cross = cross and self._groups.replicate is not None
         after: list[Ticket] = []
@@ -174,12 +170,7 @@ class FlatParameters:
         """Start to bring the rows that other replicas have updated; the next gather, or the next
         use, waits for them."""
         if self._zero:
-            self._updated = self._lanes.replicate.run(self._gather_rows)
-
-    def settle(self) -> None:
-        """Make compute wait until the masters are those of the last update."""
-        if self._updated is not None:
-            self._updated.wait()
+            self.updated = self._lanes.replicate.run(self._gather_rows)
 
     def whole(self, mine: Tensor) -> Tensor:
         """A tensor shaped as what this rank updates, put together from all ranks; collective.
@@ -202,6 +193,10 @@ class FlatParameters:
         """All names of all parameters."""
         for held in self.held:
             yield from held.slot.names
+
+    def is_in_buffer(self, x: Tensor) -> bool:
+        """Whether a tensor lies in the memory of gathered parameters."""
+        return x.untyped_storage() is self._storage
 
     def gathered_bytes(self) -> int:
         """Bytes of gathered parameters, those on their way included."""
@@ -288,6 +283,13 @@ class FlatParameters:
         if self._part is not self.master:
             rows.copy_(self.master)
         all_gather_single(self._part, rows, group=self._groups.replicate)
+
+
+def settle(flats: Iterable[FlatParameters]) -> None:
+    """Let compute wait until the masters of all buffers are those of the last update."""
+    for flat in flats:
+        if flat.updated is not None:
+            flat.updated.wait()
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ class Lanes:
     the shards are found by the flat buffer that they belong to, which has at most one.
     """
 
+    device: torch.device
     gather: Lane
     reduce: Lane
     replicate: Lane
@@ -52,4 +53,4 @@ def make_lanes(device: torch.device) -> Lanes:
     """Make the lanes of a rank on a device."""
     names = ("zeropp gathers", "zeropp reductions", "zeropp replicas")
     gather, reduce, replicate = (make_lane(device, name) for name in names)
-    return Lanes(gather, reduce, replicate)
+    return Lanes(device, gather, reduce, replicate)

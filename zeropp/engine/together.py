@@ -122,6 +122,13 @@ def largest_of_all(number: int) -> int:
     return max(number, int(float(largest)))  # fake tensors have no values
 
 
+def sum_of_all(numbers: Tensor) -> Tensor:
+    """The sum of all ranks' numbers. All ranks must call it."""
+    numbers = numbers.to(_control_device())
+    dist.all_reduce(numbers)
+    return numbers
+
+
 def _raise_everywhere(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
     """Raise what this rank must raise beside its own error, where any rank has one."""
     refusals = gathered_texts(str(error) if isinstance(error, InfeasibleError) else "", group)

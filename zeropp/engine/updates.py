@@ -60,9 +60,7 @@ def _check_whole(
             )
 
 
-def state_bytes(
-    asked: OptimizerConfig | MakeOptimizer, groups: Iterable[str]
-) -> dict[str, float]:
+def state_bytes(asked: OptimizerConfig | MakeOptimizer, groups: Iterable[str]) -> dict[str, float]:
     """Bytes that the optimizer keeps of each element of each optimizer group, found by one step on
     a few numbers."""
     tensors = {name: [nn.Parameter(torch.ones(PROBED))] for name in groups}

@@ -11,7 +11,7 @@ error, on every rank, in the next step and before anything is updated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,27 +20,27 @@ from torch import Tensor
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Name, Slot
 from zeropp.engine.owned import Updater, runs
-from zeropp.engine.together import gathered_texts, largest_of_all
+from zeropp.engine.together import gathered_texts, largest_of_all, sum_of_all
+from zeropp.engine.uses import Cut, Uses
 from zeropp.layout import Layout
 
 
 class ParameterWatch:
     """Watches the parameters of one rank; all ranks must construct it.
 
-    ``used``: identities of parameters whose gradients came in another way than through autograd
-    since the last ``begin``, to which others add. ``tied``: two names of one parameter, whose two
-    copies may be on two ranks.
+    ``uses``: what backwards have reached, to which others add what does not come through autograd.
+    ``tied``: two names of one parameter, whose two copies may be on two ranks.
     """
 
     def __init__(
         self,
         flats: Sequence[FlatParameters],
-        used: set[int],
+        uses: Uses,
         layout: Layout,
         tied: tuple[Name, Name] | None,
     ) -> None:
         self._flats = [flat for flat in flats if flat.trainable]
-        self._used, self._tied = used, tied
+        self._uses, self._tied, self._dp_index = uses, tied, layout.dp_index(dist.get_rank())
         self._flags = [
             (one.slot.names[0], parameter, parameter.requires_grad)
             for flat in flats
@@ -57,30 +57,20 @@ class ParameterWatch:
         self._parameters: dict[int, list[Tensor]] = {}  # by their numbers
         for one in trained:
             self._parameters.setdefault(self._place(one.slot), []).extend(one.parameters)
-        self.size = 2 + self._tied_place + 1  # of a report
+        self.size = 3 + self._tied_place + 1  # of a report
         self._holders = layout.dp  # ranks that hold the same parameter
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(uses.add)  # type: ignore[no-untyped-call]
             for one in trained
             for parameter in one.parameters
             if parameter.requires_grad
         ]
 
-    def begin(self) -> None:
-        """Begin a step, in which nothing has been used yet."""
-        self._used.clear()
-
     def report(self) -> Tensor:
         """What this rank has to say after the backwards of a step, as numbers to be added to those
-        of all others: whether a parameter was changed, whether it holds the tied one, and which of
-        its parameters it has not used (1 for each of these)."""
-        found = torch.zeros(self.size, dtype=torch.float64)
-        found[0] = bool(self._changed())
-        found[1] = self._tied_place in self._parameters
-        for place, parameters in self._parameters.items():
-            if not any(id(parameter) in self._used for parameter in parameters):
-                found[2 + place] = 1.0
-        return found
+        of all others: whether a parameter was changed, whether a graph was cut, whether it holds
+        the tied parameter, and which of its parameters it has not used (1 for each of these)."""
+        return self._report(self._uses.cuts)
 
     def leave_out_unused(self, reports: Sequence[float], updater: Updater) -> None:
         """Take the gradients of what no rank has used from the optimizer's tensors, given the sum
@@ -88,9 +78,11 @@ class ParameterWatch:
 
         Raises RuntimeError on every rank where ``requires_grad`` of a parameter was changed.
         """
-        changed, tied_holders, *without = reports
+        changed, cuts, tied_holders, *without = reports
         if changed:
             self._raise_changed()
+        if cuts:
+            without = self._without_cut_off()
         unused = {
             place
             for place in self._parameters
@@ -114,8 +106,25 @@ class ParameterWatch:
         for hook in self._hooks:
             hook.remove()
 
-    def _note(self, parameter: Tensor) -> None:
-        self._used.add(id(parameter))
+    def _report(self, cuts: Collection[Cut]) -> Tensor:
+        used = self._uses.found(cuts)
+        found = torch.zeros(self.size, dtype=torch.float64)
+        found[0] = bool(self._changed())
+        found[1] = bool(cuts)
+        found[2] = self._tied_place in self._parameters
+        for place, parameters in self._parameters.items():
+            if not any(id(parameter) in used for parameter in parameters):
+                found[3 + place] = 1.0
+        return found
+
+    def _without_cut_off(self) -> list[float]:
+        """The number of ranks that have not used each parameter, when all ranks know where later
+        stages have cut the graph; collective."""
+        known: list[tuple[int, set[Cut]]] = [(0, set())] * dist.get_world_size()
+        dist.all_gather_object(known, (self._dp_index, self._uses.cuts))
+        mine = {cut for dp_index, cuts in known if dp_index == self._dp_index for cut in cuts}
+        _, _, _, *without = sum_of_all(self._report(mine)).tolist()
+        return without
 
     def _is_tied(self, slot: Slot) -> bool:
         return any(name in slot.names for name in self._tied or ())
