@@ -112,6 +112,7 @@ def prepare_block(block: nn.Module, plan: Plan, *, recomputed: bool) -> None:
 def finish_step(
     parameters: Iterable[nn.Parameter],
     loss: Tensor,
+    *,
     layout: Layout,
     device: torch.device,
     clip_norm: float,

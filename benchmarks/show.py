@@ -41,7 +41,7 @@ _MOST = 100.0  # longest duration, over the shortest compute action (one column 
 _PIXELS_PER_INCH = 200
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """What to show; the fields are the keys of the command line."""
 

@@ -19,8 +19,9 @@ from benchmarks.launch.local import close_abandoned
 from benchmarks.launch.owner import QUIET_S, may_live, silence_s
 from benchmarks.launch.slurm.client import QueuedJob
 from benchmarks.launch.slurm.command import SlurmError
-from benchmarks.launch.slurm.jobs import View, close_ended, look, read_view, underway
+from benchmarks.launch.slurm.jobs import close_ended, underway
 from benchmarks.launch.slurm.submissions import Task
+from benchmarks.launch.slurm.view import View, look, read_view
 from benchmarks.records.rank_events import rank_file, read_events
 from benchmarks.records.record import RecordError, RunRecord, find_records, read_record
 from benchmarks.specification.command import CommandParser, run_command
@@ -32,7 +33,7 @@ _LOG_WIDTH = 140  # columns that a terminal needs to show the logs' paths in the
 _FILE_WIDTH = 400  # characters per line where the output is no terminal: one line per point
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One point's line in the table."""
 

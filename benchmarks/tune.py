@@ -35,42 +35,29 @@ from benchmarks.specification.command import (
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import CONTENDERS, PRICED
 from benchmarks.specification.progress import progress_line
-from benchmarks.specification.run_spec import SpecError, check_heads, check_priced, validated
-from zeropp.cluster import Cluster
+from benchmarks.specification.run_spec import (
+    SpecError,
+    TaskSpec,
+    check_heads,
+    check_priced,
+    validated,
+)
 from zeropp.cost import compute_limit
-from zeropp.literals import Precision
-from zeropp.plan import Candidate, Task
-from zeropp.ranges import AT_LEAST_0, AT_LEAST_1
-from zeropp.shape import ModelShape
+from zeropp.plan import Candidate
+from zeropp.ranges import AT_LEAST_0
 from zeropp.tune.describe import describe, overrides
 from zeropp.tune.search import Evaluated, Outcome, search
 
 
-@dataclass(frozen=True)
-class TuneSpec:
+@dataclass(frozen=True, kw_only=True)
+class TuneSpec(TaskSpec):
     """The keys of ``conf/tune.yaml``, checked."""
 
-    model: ModelShape
-    cluster: Cluster
-    num_gpus: Annotated[int, AT_LEAST_1]
-    global_batch: Annotated[int, AT_LEAST_1]
-    precision: Precision
     contenders: tuple[str, ...]
     tolerance: Annotated[float, AT_LEAST_0]
     out: str | None = None
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
-    @property
-    def task(self) -> Task:
-        """The part that is the same for every contender."""
-        return Task(
-            shape=self.model,
-            cluster=self.cluster,
-            num_gpus=self.num_gpus,
-            global_batch=self.global_batch,
-            precision=self.precision,
-        )
 
 
 def main() -> int:

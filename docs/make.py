@@ -96,12 +96,19 @@ TABLES: dict[str, Callable[[str], str]] = {
 }
 
 
-def step(name: str, words: str, chunks: int, gather: bool, unit: int | None = None) -> Timeline:
+def step(name: str, words: str, *, chunks: int, gather: bool, unit: int | None = None) -> Timeline:
     """One step of a schedule; a model chunk takes 1/chunks of a rank's share of the model."""
     share = 2 / chunks  # in units of half a rank's forward, for every schedule the same work
-    cost = StageCost(share, share, share, transfer=0.05)
+    cost = StageCost(forward=share, backward_input=share, backward_weight=share, transfer=0.05)
     if gather:
-        cost = StageCost(share, share, share, unshard=0.6, reduce_grad=0.6, transfer=0.05)
+        cost = StageCost(
+            forward=share,
+            backward_input=share,
+            backward_weight=share,
+            unshard=0.6,
+            reduce_grad=0.6,
+            transfer=0.05,
+        )
     costs = [cost] * (_RANKS * chunks)
     compute = build(
         name,
@@ -127,9 +134,9 @@ def main() -> None:
         page.write_text(filled(page.read_text()))
     figure = timeline_figure(
         [
-            step("1f1b", "1F1B, what DeepSpeed runs (no gathers)", 1, gather=False),
-            step("interleaved_1f1b", "interleaved 1F1B, V=2 (no gathers)", 2, gather=False),
-            step("zeropp", "ZeroPP, V=2, U=4, parameters sharded", 2, gather=True, unit=4),
+            step("1f1b", "1F1B, what DeepSpeed runs (no gathers)", chunks=1, gather=False),
+            step("interleaved_1f1b", "interleaved 1F1B, V=2 (no gathers)", chunks=2, gather=False),
+            step("zeropp", "ZeroPP, V=2, U=4, parameters sharded", chunks=2, gather=True, unit=4),
         ],
         time_unit="half a rank's forward",
     )

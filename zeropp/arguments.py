@@ -68,7 +68,7 @@ class Arguments(Keywords, total=False):
     those of torch's new groups (30 minutes on gloo, 10 on NCCL)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """The ``Arguments`` with their defaults, and with the knobs as one object.
 
@@ -116,13 +116,13 @@ class Request:
         if seed is None and not self.knobs.compile:
             seed = 0
         return EngineOptions(
-            self.precision,
-            if_auto(self.knobs.recompute, "none"),
-            self.knobs.replicate_every,
-            self.knobs.reduce_dtype,
-            self.tied,
-            self.lr_schedule,
-            seed,
+            precision=self.precision,
+            recompute=if_auto(self.knobs.recompute, "none"),
+            replicate_every=self.knobs.replicate_every,
+            reduce_dtype=self.knobs.reduce_dtype,
+            tied=self.tied,
+            lr_schedule=self.lr_schedule,
+            dropout_seed=seed,
             compile=self.knobs.compile,
             group_of=self.group_of,
             loss_reduction=self.loss_reduction,
@@ -151,4 +151,4 @@ def request_of(arguments: Mapping[str, Any]) -> Request:
         first, second = sorted(given["tied"])
         given["tied"] = (first, second)
     left_open = frozenset(name for name, value in keywords.items() if value == "auto")
-    return Request(knobs, left_open, **given)
+    return Request(knobs=knobs, open=left_open, **given)

@@ -137,7 +137,9 @@ def _bound_s(candidate: Request, job: Job, microbatches: int) -> float:
     conditions = candidate.conditions()
     assert conditions is not None
     layout = layout_of(candidate.knobs)
-    (whole,) = stage_costs(job.sizes, (0, len(job.sizes)), (0,), layout, conditions)
+    (whole,) = stage_costs(
+        job.sizes, (0, len(job.sizes)), stage_rank=(0,), layout=layout, given=conditions
+    )
     return whole.compute * microbatches / layout.pp + _replicas_s(layout, job.sizes, conditions)
 
 
@@ -148,7 +150,9 @@ def _replicas_s(layout: Layout, sizes: Sequence[LayerSizes], given: Conditions) 
 
 def _step_s(stages: Stages, given: Conditions) -> float:
     schedule, layout = stages.schedule, stages.layout
-    costs = stage_costs(stages.sizes, stages.cuts, schedule.stage_rank, layout, given)
+    costs = stage_costs(
+        stages.sizes, stages.cuts, stage_rank=schedule.stage_rank, layout=layout, given=given
+    )
     return event_loop.run(schedule, costs).step_s + _replicas_s(layout, stages.sizes, given)
 
 

@@ -14,7 +14,7 @@ from zeropp.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0
 _STRICT = {"extra": "forbid"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """One accelerator. A peak of None is unknown, and then no MFU is reported."""
 
@@ -75,7 +75,7 @@ class Link:
         return self.bandwidth_gb_s * 1e9 * self.efficiency
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Equal nodes of equal GPUs: ``intra`` is one GPU's link inside its node, ``inter`` is one
     NIC's link to other nodes."""

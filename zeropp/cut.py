@@ -25,7 +25,7 @@ from zeropp.schedule.program import Schedule, StageCost
 from zeropp.schedule.zeropp_order import default_cap, default_unit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Stages:
     """A list of layers that is cut into stages, and the tensors that pass between stages."""
 
@@ -52,7 +52,7 @@ class Stages:
             for index in range(self.cuts[stage], self.cuts[stage + 1]):
                 layer = layers[index]
                 module = (layer if isinstance(layer, nn.Module) else layer()).to(device)
-                pieces.append(Piece(index, stage, module, 0 < index < len(layers) - 1))
+                pieces.append(Piece(index, stage, module, deferrable=0 < index < len(layers) - 1))
         return pieces
 
     def describe(self, request: Request) -> str:
@@ -105,9 +105,18 @@ def cut_as(
     cuts = cut_by_weight(_weights(request, sizes), count)
     costs = None
     if (conditions := request.conditions()) is not None:
-        costs = stage_costs(sizes, cuts, planned.stage_rank, layout, conditions)
+        costs = stage_costs(
+            sizes, cuts, stage_rank=planned.stage_rank, layout=layout, given=conditions
+        )
     schedule, cap = _schedule(planned, costs), planned.activation_cap
-    return Stages(layout, schedule, cuts, sizes, request.precision, cap)
+    return Stages(
+        layout=layout,
+        schedule=schedule,
+        cuts=cuts,
+        sizes=sizes,
+        precision=request.precision,
+        activation_cap=cap,
+    )
 
 
 def _weights(request: Request, sizes: Sequence[LayerSizes]) -> list[float]:

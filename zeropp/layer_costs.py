@@ -53,9 +53,9 @@ def _layer_cost(one: LayerSizes, given: Conditions, *, inner: bool) -> StageCost
     forward = products + attention + streamed
     backward = products + _ATTENTION_BACKWARD * attention + streamed
     if not inner:
-        return StageCost(forward, backward + products, 0.0)
+        return StageCost(forward=forward, backward_input=backward + products, backward_weight=0.0)
     again = forward if given.recompute == "full" else 0.0
-    return StageCost(forward, backward + again, products)
+    return StageCost(forward=forward, backward_input=backward + again, backward_weight=products)
 
 
 def output_bytes(one: LayerSizes, precision: Precision) -> float:
@@ -67,6 +67,7 @@ def output_bytes(one: LayerSizes, precision: Precision) -> float:
 def stage_costs(
     sizes: Sequence[LayerSizes],
     cuts: Sequence[int],
+    *,
     stage_rank: Sequence[int],
     layout: Layout,
     given: Conditions,
@@ -80,16 +81,16 @@ def stage_costs(
         mine = layers[begin:end]
         parameters = sum(one.parameters for one in sizes[begin:end])
         cost = StageCost(
-            sum(one.forward for one in mine),
-            sum(one.backward_input for one in mine),
-            sum(one.backward_weight for one in mine),
-            gather_s(given.cluster, among, parameters * element_bytes(given.precision)),
-            gather_s(given.cluster, among, parameters * sent),
+            forward=sum(one.forward for one in mine),
+            backward_input=sum(one.backward_input for one in mine),
+            backward_weight=sum(one.backward_weight for one in mine),
+            unshard=gather_s(given.cluster, among, parameters * element_bytes(given.precision)),
+            reduce_grad=gather_s(given.cluster, among, parameters * sent),
         )
         if stage + 1 < len(stage_rank):
             moved = output_bytes(sizes[end - 1], given.precision)
             here, there = stage_rank[stage], stage_rank[stage + 1]
-            transfer = transfer_s(given.cluster, layout, here, there, moved)
+            transfer = transfer_s(given.cluster, layout, source=here, target=there, size=moved)
             cost = replace(cost, transfer=transfer)
         found.append(cost)
     return tuple(found)

@@ -24,7 +24,7 @@ class InfeasibleError(ValueError):
         self.kind = kind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Degrees of parallelism and how ranks are numbered.
 

@@ -1,12 +1,13 @@
 """Task, Candidate and Plan: what is trained, a contender's settings, and what every rank does.
 
-The engine, the simulator, the validation and the viewer all work from the same Plan, so that what
-is priced is what runs. Imports no torch.
+A ``SizedPlan`` becomes a ``Plan`` once its order of actions is chosen. The engine, the simulator,
+the validation and the viewer all work from the same Plan, so that what is priced is what runs.
+Imports no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import ceil, floor
 from typing import Generic, Protocol, TypeVar
 
@@ -14,11 +15,11 @@ from zeropp.cluster import Cluster
 from zeropp.layout import Layout
 from zeropp.literals import BlockHalf, Precision, Recompute, ReduceEvery, StageStyle, WireType
 from zeropp.programs import program_named
-from zeropp.schedule.program import Schedule
+from zeropp.schedule.program import Schedule, ScheduleSizes
 from zeropp.shape import ModelShape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """What is trained and on what: the same for every contender of a comparison."""
 
@@ -53,7 +54,7 @@ class Candidate(Generic[K]):
     microbatch_size: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryBytes:
     """Predicted bytes of one rank by kind, at the moment of its highest total."""
 
@@ -77,9 +78,10 @@ class MemoryBytes:
         )
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything that a rank needs to know about one step of one configuration.
+@dataclass(frozen=True, kw_only=True)
+class SizedPlan:
+    """Everything about one step of one configuration except for the order of actions, which the
+    cost model does not need.
 
     The model is the list of pieces ``[embedding, block 0 .. L-1, head]``. Stage ``s`` begins at
     ``cuts[s]`` and ends before ``cuts[s+1]``: 3 is the beginning of piece 3, and 3.5 is inside
@@ -91,7 +93,7 @@ class Plan:
     shape: ModelShape
     layout: Layout
     microbatch_size: int
-    schedule: Schedule
+    schedule: ScheduleSizes
     cuts: tuple[float, ...]
     program: str  # name of the training program in ``zeropp.programs``
     precision: Precision = "fp32"
@@ -164,3 +166,15 @@ class Plan:
         """Whether piece ``piece`` of stage ``stage`` is a block that is recomputed."""
         first = max(1, self.cuts[stage])
         return first <= piece < first + self.recomputed_blocks(stage)
+
+    def ordered(self, schedule: Schedule) -> Plan:
+        """The same plan with the programs of ``schedule``, which must have the plan's sizes."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Plan(**values | {"schedule": schedule})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(SizedPlan):
+    """A plan with its order of actions: all that a rank needs to know about one step."""
+
+    schedule: Schedule

@@ -10,7 +10,7 @@ from zeropp.ranges import AT_LEAST_1, FROM_0_TO_1
 Family = Literal["gpt", "llama"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a GPT (learned positions, LayerNorm, biases) or Llama (RoPE, RMSNorm, no biases).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from zeropp.ranges import AT_LEAST_0
@@ -19,6 +19,7 @@ class OptimizerConfig:
     """The optimizer of a run, the same for every contender."""
 
     kind: Literal["adamw", "sgd"] = "adamw"
+    _: KW_ONLY
     lr: Annotated[float, AT_LEAST_0] = 1e-3
     beta1: float = 0.9
     beta2: float = 0.95

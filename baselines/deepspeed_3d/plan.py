@@ -16,7 +16,7 @@ from baselines.tensor_parallel import check_tensor_parallel
 from zeropp.cost import PlanPrice, cut_by_cost
 from zeropp.layout import InfeasibleError
 from zeropp.literals import ReplicateZero, if_auto
-from zeropp.plan import Plan, Task
+from zeropp.plan import Plan, SizedPlan, Task
 from zeropp.planner.degrees import (
     asked_degrees,
     check_stages,
@@ -28,8 +28,8 @@ from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Program, Schedule, loop_placement, unordered
 
 
-def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> Plan:
-    """A plan of TP x PP x DP with ZeRO stage 0 or 1: every size is set, the programs are empty.
+def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
+    """A plan of TP x PP x DP with ZeRO 0 or 1, with all sizes but without an order of actions.
 
     Simple rules for what is ``auto``: TP over two ranks where the model's sizes allow it, and one
     stage per node. Raises InfeasibleError, whose message is one line.
@@ -47,7 +47,7 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> Plan:
     check_tensor_parallel(task.shape, layout)
     placement = loop_placement(layout.pp, 1)
     microbatches = microbatches_per_step(task, layout, microbatch_size)
-    plan = Plan(
+    plan = SizedPlan(
         contender="deepspeed_3d",
         shape=task.shape,
         layout=layout,
@@ -62,9 +62,9 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> Plan:
     return replace(plan, cuts=cut_by_cost(plan, task.cluster))
 
 
-def order(plan: Plan, knobs: DeepSpeedKnobs, price: PlanPrice) -> Iterator[Plan]:
+def order(plan: SizedPlan, knobs: DeepSpeedKnobs, price: PlanPrice) -> Iterator[Plan]:
     """The plan with its programs: DeepSpeed has one order only, so this yields one plan."""
-    yield replace(plan, schedule=_schedule(plan.layout.pp, plan.num_microbatches))
+    yield plan.ordered(_schedule(plan.layout.pp, plan.num_microbatches))
 
 
 @lru_cache(maxsize=128)

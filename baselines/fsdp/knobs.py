@@ -9,7 +9,7 @@ from zeropp.literals import Auto, Recompute, ReduceEvery
 from zeropp.ranges import AT_LEAST_1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FSDPKnobs:
     """Settings of FSDP2. A knob that is ``auto`` is chosen by the tuner, or by a simple rule where
     the cluster has no prices (CPUs)."""

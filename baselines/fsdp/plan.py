@@ -14,20 +14,21 @@ from functools import lru_cache
 from baselines.fsdp.knobs import FSDPKnobs
 from zeropp.cost import PlanPrice
 from zeropp.literals import Auto, ReduceEvery, if_auto
-from zeropp.plan import Plan, Task
+from zeropp.plan import Plan, SizedPlan, Task
 from zeropp.planner.degrees import microbatches_per_step, resolve_degrees
 from zeropp.schedule import lower
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Schedule, unordered
 
 
-def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> Plan:
-    """A plan of ZeRO-3 over ``shard`` ranks, ``replicate`` times: every size is set, the programs
-    are empty. By a simple rule ``shard: auto`` is the GPUs of a node. Raises InfeasibleError."""
+def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
+    """A plan of ZeRO-3 over ``shard`` ranks, ``replicate`` times, with all sizes but without an
+    order of actions. By a simple rule ``shard: auto`` is the GPUs of a node. Raises
+    InfeasibleError."""
     pieces = task.shape.num_pieces
     layout = replace(resolve_degrees(task, knobs), chunks=pieces)
     microbatches = microbatches_per_step(task, layout, microbatch_size)
-    return Plan(
+    return SizedPlan(
         contender="fsdp",
         shape=task.shape,
         layout=layout,
@@ -49,11 +50,11 @@ def _recomputed(asked: int | Auto, pieces: int) -> tuple[int, ...]:
     return () if asked == "auto" else tuple(int(0 < i <= asked) for i in range(pieces))
 
 
-def order(plan: Plan, knobs: FSDPKnobs, price: PlanPrice) -> Iterator[Plan]:
+def order(plan: SizedPlan, knobs: FSDPKnobs, price: PlanPrice) -> Iterator[Plan]:
     """The plan with its program: there is one order only, so this yields one plan."""
     stages, microbatches = plan.schedule.num_stages, plan.num_microbatches
     schedule = _schedule(stages, microbatches, plan.gathers, plan.reduce_every)
-    yield replace(plan, schedule=schedule)
+    yield plan.ordered(schedule)
 
 
 @lru_cache(maxsize=128)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from baselines.fsdp.knobs import FSDPKnobs
 from zeropp.literals import Recompute, ReduceEvery
-from zeropp.plan import Plan
+from zeropp.plan import SizedPlan
 from zeropp.tune.space import Point, Space, choices, recompute_choices
 
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -29,7 +29,7 @@ def families(point: Point[FSDPKnobs]) -> Iterator[FSDPKnobs]:
         )
 
 
-def members(asked: FSDPKnobs, family: FSDPKnobs, plan: Plan) -> Iterator[FSDPKnobs]:
+def members(asked: FSDPKnobs, family: FSDPKnobs, plan: SizedPlan) -> Iterator[FSDPKnobs]:
     """A family's knobs with gradients reduced per microbatch, and with them reduced per step."""
     for reduce_every in choices(asked.reduce_every, _REDUCE):
         yield replace(family, reduce_every=reduce_every)

@@ -74,7 +74,11 @@ class FsdpTrainer:
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         result = finish_step(
-            model.parameters(), total / plan.layout.dp, plan.layout, self._device, self._clip_norm
+            model.parameters(),
+            total / plan.layout.dp,
+            layout=plan.layout,
+            device=self._device,
+            clip_norm=self._clip_norm,
         )
         self._optimizer.step()
         return result

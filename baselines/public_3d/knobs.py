@@ -12,7 +12,7 @@ Public3D = Literal["best_3d", "megatron_core", "megatron_deepspeed", "zero_bubbl
 Public3DSchedule = Literal["1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Public3DKnobs:
     """Settings of a public 3D program. A knob that is ``auto`` is chosen by the tuner, or by a
     simple rule where the cluster has no prices (CPUs)."""

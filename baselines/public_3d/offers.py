@@ -11,7 +11,7 @@ from zeropp.literals import Placement, Recompute
 _VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Offer:
     """One program's choices. ``program`` is its name in ``zeropp.programs``, whose traits set the
     price; ``schedules`` gives the numbers of virtual stages per rank that each schedule may have.
@@ -41,12 +41,14 @@ OFFERS: dict[Public3D, Offer] = {
     # megatron/core/pipeline_parallel/schedules.py (core_v0.12): 1F1B and interleaved 1F1B, no
     # split backward. Ranks are numbered tp-dp-pp, or tp-pp-dp with --use-tp-pp-dp-mapping.
     "megatron_core": Offer(
-        "megatron_core", _MEGATRON_SCHEDULES, recomputed=frozenset(_MEGATRON_SCHEDULES)
+        program="megatron_core",
+        schedules=_MEGATRON_SCHEDULES,
+        recomputed=frozenset(_MEGATRON_SCHEDULES),
     ),
     # DeepSpeed's PipelineModule under Megatron's layers: plain 1F1B, no sequence parallelism.
     "megatron_deepspeed": Offer(
-        "megatron_deepspeed",
-        {"1f1b": (1,)},
+        program="megatron_deepspeed",
+        schedules={"1f1b": (1,)},
         recomputed=frozenset({"1f1b"}),
         sequence_parallel=False,
         placements=("dp_inner",),
@@ -54,15 +56,15 @@ OFFERS: dict[Public3D, Offer] = {
     # arXiv 2401.10241 and 2405.15362: ZB-H1 and ZB-V beside Megatron's own; recomputation under a
     # split backward is left out, because examples/pretrain_zero_bubble.sh has none.
     "zero_bubble": Offer(
-        "controllable_memory",
-        {**_MEGATRON_SCHEDULES, "zb_h1": (1,), "zbv": (2,)},
+        program="controllable_memory",
+        schedules={**_MEGATRON_SCHEDULES, "zb_h1": (1,), "zbv": (2,)},
         recomputed=frozenset(_MEGATRON_SCHEDULES),
         placements=("dp_inner",),
     ),
     # No existing program: the best of every public part at once.
     "best_3d": Offer(
-        "best_public_3d",
-        {
+        program="best_public_3d",
+        schedules={
             **_MEGATRON_SCHEDULES,
             "zb_h1": (1,),
             "interleaved_zb": _VIRTUAL_STAGES,

@@ -12,7 +12,7 @@ from baselines.tensor_parallel import check_tensor_parallel
 from zeropp.cost import PlanPrice, cut_by_cost
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import if_auto
-from zeropp.plan import Plan, Task
+from zeropp.plan import Plan, SizedPlan, Task
 from zeropp.planner.degrees import (
     check_split_blocks,
     check_stages,
@@ -26,8 +26,8 @@ from zeropp.schedule.program import Schedule, loop_placement, unordered, v_place
 _FIXED_CHUNKS = {"1f1b": 1, "zb_h1": 1, "zbv": 2}
 
 
-def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> Plan:
-    """A plan of TP x PP x DP with ZeRO stage 0 or 1: every size is set, the programs are empty.
+def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
+    """A plan of TP x PP x DP with ZeRO 0 or 1, with all sizes but without an order of actions.
     Raises InfeasibleError, whose message is one line."""
     schedule: Public3DSchedule = if_auto(knobs.schedule, "1f1b")
     layout = replace(
@@ -46,7 +46,7 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> Plan:
     _check_schedule(knobs, schedule, layout, microbatches)
     pp, chunks = layout.pp, layout.chunks
     placement = v_placement(pp) if schedule == "zbv" else loop_placement(pp, chunks)
-    plan = Plan(
+    plan = SizedPlan(
         contender=knobs.name,
         shape=task.shape,
         layout=layout,
@@ -62,17 +62,23 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> Plan:
     return replace(plan, cuts=cut_by_cost(plan, task.cluster, split_blocks=split_blocks))
 
 
-def order(plan: Plan, knobs: Public3DKnobs, price: PlanPrice) -> Iterator[Plan]:
+def order(plan: SizedPlan, knobs: Public3DKnobs, price: PlanPrice) -> Iterator[Plan]:
     """The plan with the programs of its schedule: one order, so this yields one plan."""
     layout, m = plan.layout, plan.num_microbatches
     group = _group(layout.pp, m)
-    schedule = _schedule(plan.schedule.name, layout.pp, layout.chunks, m, group)
-    yield replace(plan, schedule=schedule)
+    schedule = _schedule(
+        plan.schedule.name,
+        num_ranks=layout.pp,
+        chunks=layout.chunks,
+        num_microbatches=m,
+        group=group,
+    )
+    yield plan.ordered(schedule)
 
 
 @lru_cache(maxsize=128)
 def _schedule(
-    name: str, num_ranks: int, chunks: int, num_microbatches: int, group: int
+    name: str, *, num_ranks: int, chunks: int, num_microbatches: int, group: int
 ) -> Schedule:
     """A lowered schedule, cached, because many plans that differ in other degrees share it."""
     order = build(

@@ -13,7 +13,7 @@ TorchSchedule = Literal[
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TorchPPKnobs:
     """Settings of torch's pipelines. A knob that is ``auto`` is chosen by the tuner, or by a simple
     rule where the cluster has no prices (CPUs)."""

@@ -17,7 +17,7 @@ from baselines.torch_pp.knobs import TorchPPKnobs, TorchSchedule
 from zeropp.cost import PlanPrice, cut_by_cost
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import if_auto
-from zeropp.plan import Plan, Task
+from zeropp.plan import Plan, SizedPlan, Task
 from zeropp.planner.degrees import (
     check_split_blocks,
     check_stages,
@@ -39,8 +39,8 @@ _ACTIVE_STAGES = 3
 _PROGRAMS = {"torch_pp": "torch_pp", "torchtitan": "torchtitan_compiled"}
 
 
-def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
-    """A plan of TP x PP x FSDP (x replicas): every size is set, the programs are empty.
+def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
+    """A plan of TP x PP x FSDP (x replicas), with all sizes but without an order of actions.
 
     Simple rules for what is ``auto``: no TP, one stage per node, interleaved 1F1B with two chunks
     per rank where its conditions hold, and otherwise 1F1B. Raises InfeasibleError, whose message is
@@ -63,7 +63,7 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
     _check_microbatches(schedule, layout.pp, microbatches)
     place = v_placement(layout.pp) if schedule in _V_SHAPED else None
     placement = place or loop_placement(layout.pp, layout.chunks)
-    plan = Plan(
+    plan = SizedPlan(
         contender=knobs.name,
         shape=task.shape,
         layout=layout,
@@ -80,17 +80,23 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> Plan:
     return replace(plan, cuts=cut_by_cost(plan, task.cluster, split_blocks=split_blocks))
 
 
-def order(plan: Plan, knobs: TorchPPKnobs, price: PlanPrice) -> Iterator[Plan]:
+def order(plan: SizedPlan, knobs: TorchPPKnobs, price: PlanPrice) -> Iterator[Plan]:
     """The plan with the programs of torch's schedule class: one order, so this yields one plan."""
     name, layout = plan.schedule.name, plan.layout
     gathers = layout.shard > 1
-    schedule = _schedule(name, layout.pp, layout.chunks, plan.num_microbatches, gathers)
-    yield replace(plan, schedule=schedule)
+    schedule = _schedule(
+        name,
+        num_ranks=layout.pp,
+        chunks=layout.chunks,
+        num_microbatches=plan.num_microbatches,
+        gathers=gathers,
+    )
+    yield plan.ordered(schedule)
 
 
 @lru_cache(maxsize=128)
 def _schedule(
-    name: str, num_ranks: int, chunks: int, num_microbatches: int, gathers: bool
+    name: str, *, num_ranks: int, chunks: int, num_microbatches: int, gathers: bool
 ) -> Schedule:
     compute = _compute(name, num_ranks, chunks, num_microbatches)
     schedule = lower(compute, gather=False, reduce_every="step")

@@ -116,7 +116,12 @@ class TorchPipelineTrainer:
         for part in losses:  # the same on every rank of a tensor-parallel group
             loss += local(part.detach()) / (plan.layout.dp * plan.layout.tp)
         result = finish_step(
-            self._parameters, loss, plan.layout, self._device, self._clip_norm, self._copy
+            self._parameters,
+            loss,
+            layout=plan.layout,
+            device=self._device,
+            clip_norm=self._clip_norm,
+            copy=self._copy,
         )
         self._optimizer.step()
         return result
@@ -171,7 +176,7 @@ class TorchPipelineTrainer:
         halves = dict(plan.halves_of(stage))
         for index in sorted({*plan.pieces_of(stage), *halves}):
             if index in halves:
-                yield index, build_half(shape, index, halves[index], seed, self._device)
+                yield index, build_half(shape, index, halves[index], seed=seed, device=self._device)
             else:
                 yield index, build_piece(shape, index, seed, self._device)
 

@@ -17,26 +17,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from benchmarks.launch.frozen import DamagedError, Header, read_frozen_spec, read_header
+from benchmarks.launch.event_fields import Events, gate_of, measured, of_kind
+from benchmarks.launch.frozen import DamagedError, read_frozen_spec, read_header
 from benchmarks.launch.owner import release
 from benchmarks.launch.run_code import code_fields, code_notes
 from benchmarks.records.rank_events import rank_of, read_events
 from benchmarks.records.record import (
     SCHEMA_VERSION,
     GateResult,
-    RankRecord,
     RecordError,
     RunRecord,
     Status,
     now,
     read_record,
 )
-
-Events = list[dict[str, Any]]
-_GATE = TypeAdapter(GateResult)
-_RANK = TypeAdapter(RankRecord)
 
 
 @dataclass(frozen=True)
@@ -91,23 +85,8 @@ def assemble(
         slurm=dict(slurm or {}),
         notes=[*filter(None, [header.damage]), *code_notes(header, ranks)],
         **header.fields | code_fields(header, ranks),
-        **_measured(ranks, header),
+        **measured(ranks, header),
     )
-
-
-def _measured(ranks: Mapping[int, Events], header: Header) -> dict[str, Any]:
-    """The fields of a record that come from the events of the ranks."""
-    return {
-        "gate": _gate(ranks),
-        "losses": _of_steps(ranks.get(0, []), "loss"),
-        "grad_norms": _of_steps(ranks.get(0, []), "grad_norm"),
-        "warmup_s": _slowest(ranks, "warmup"),
-        "step_s": _slowest(ranks, "step"),
-        "ranks": [_rank_record(rank, events, header) for rank, events in ranks.items()],
-        "spans": _spans(ranks),
-        "span_clock": _span_clock(ranks),
-        "predicted": _alone(ranks),
-    }
 
 
 def read_ranks(directory: Path) -> dict[int, Events]:
@@ -165,9 +144,9 @@ def ending_by_events(num_ranks: int, ranks: Mapping[int, Events]) -> Ending:
     ends = [
         (event["time"], rank, event)
         for rank, events in ranks.items()
-        for event in _of_kind(events, "oom", "error", "signal")
+        for event in of_kind(events, "oom", "error", "signal")
     ]
-    gate = _gate(ranks)
+    gate = gate_of(ranks)
     if gate is not None and not gate.passed:
         return Ending("failed", _gate_words(gate))
     if ends:
@@ -175,7 +154,7 @@ def ending_by_events(num_ranks: int, ranks: Mapping[int, Events]) -> Ending:
         if event["event"] == "signal":
             return Ending("failed", f"rank {rank} left on {event['name']}", interrupted=True)
         return Ending("oom" if event["event"] == "oom" else "failed", _raised(rank, event))
-    finished = sum(bool(_of_kind(events, "done")) for events in ranks.values())
+    finished = sum(bool(of_kind(events, "done")) for events in ranks.values())
     if finished == num_ranks:
         return Ending("ok")
     silent = f"{num_ranks - finished} of {num_ranks} ranks ended without saying why"
@@ -206,76 +185,6 @@ def _gate_words(gate: GateResult) -> str:
         f"gate: {what} differs from one process by {worst.error:.1e} in step {worst.step}, "
         f"relative to its own; allowed {worst.limit:.1e}{others}"
     )
-
-
-def _of_kind(events: Events, *kinds: str) -> Events:
-    return [event for event in events if event["event"] in kinds]
-
-
-def _gate(ranks: Mapping[int, Events]) -> GateResult | None:
-    found = _fields(ranks.get(0, []), "gate")
-    try:
-        return _GATE.validate_python(found) if found else None
-    except ValidationError:  # a damaged line, or one of another version
-        return None
-
-
-def _of_steps(events: Events, name: str) -> list[float]:
-    return [e[name] for e in _of_kind(events, "warmup", "step") if name in e]
-
-
-def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:
-    """The time of each step on its slowest rank, for steps that all ranks finished."""
-    columns = [{e["index"]: e["seconds"] for e in _of_kind(r, kind)} for r in ranks.values()]
-    if not columns:
-        return []
-    whole = set(columns[0]).intersection(*columns[1:])
-    return [max(column[index] for column in columns) for index in sorted(whole)]
-
-
-def _spans(ranks: Mapping[int, Events]) -> list[list[Any]]:
-    found = [event for events in ranks.values() for event in _of_kind(events, "spans")]
-    return [row for event in found for row in event["rows"]]
-
-
-def _span_clock(ranks: Mapping[int, Events]) -> str:
-    found = [event for events in ranks.values() for event in _of_kind(events, "spans")]
-    return str(found[0].get("clock", "")) if found else ""
-
-
-def _alone(ranks: Mapping[int, Events]) -> dict[str, Any]:
-    """The results of ranks that ran without peers: seconds of each stage's compute actions and of
-    whole steps, and sums over kernels. Empty if ranks had their peers."""
-    found = {rank: events for rank, events in ranks.items() if _of_kind(events, "compute")}
-    if not found:
-        return {}
-    compute = [_of_kind(events, "compute")[-1]["seconds"] for events in found.values()]
-    return {
-        "ranks": list(found),
-        "compute_s": {name: s for of_rank in compute for name, s in of_rank.items()},
-        "lone_step_s": [[e["seconds"] for e in _of_kind(v, "lone_step")] for v in found.values()],
-        "kernels": [_fields(events, "kernels") for events in found.values()],
-    }
-
-
-def _fields(events: Events, kind: str) -> dict[str, Any]:
-    """The fields of the last event of a kind, without its kind and time."""
-    found = _of_kind(events, kind)
-    return {k: v for k, v in found[-1].items() if k not in ("event", "time")} if found else {}
-
-
-def _rank_record(rank: int, events: Events, header: Header) -> RankRecord:
-    seen = {
-        "rank": rank,
-        "pp_rank": header.pp_rank(rank),
-        "environment": _fields(events, "environment"),
-        "step_s": [e["seconds"] for e in _of_kind(events, "step")],
-        "counters": _fields(events, "counters"),
-    }
-    try:
-        return _RANK.validate_python(seen | _fields(events, "memory"))
-    except ValidationError:  # a damaged event of memory or counters
-        return _RANK.validate_python(seen | {"counters": {}})
 
 
 def main() -> int:

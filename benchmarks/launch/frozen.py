@@ -25,7 +25,7 @@ class DamagedError(ValueError):
     """No record of an attempt can be made; the message is one line that names the file."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Header:
     """The content of ``attempt.json``. ``damage`` says why it could not be read, or is empty."""
 
@@ -104,7 +104,9 @@ def read_header(directory: Path) -> Header:
         damage = f"{directory / 'attempt.json'}: {error.errors(include_url=False)[0]['msg']}"
     launcher = directory.name.partition("-")[0]
     provenance: Provenance = "traced" if launcher == "trace" else "measured"
-    return Header(launcher, provenance, _made_at(directory), damage=damage)
+    return Header(
+        launcher=launcher, provenance=provenance, started_at=_made_at(directory), damage=damage
+    )
 
 
 def _made_at(directory: Path) -> str:

@@ -38,7 +38,15 @@ def launch(
     records = []
     for point in points:
         everyone, shown = [range(point.spec.num_gpus)], options.steps
-        run = partial(run_attempt, point, "local", everyone, runs_dir, progress, shows_steps=shown)
+        run = partial(
+            run_attempt,
+            point,
+            launcher="local",
+            worlds=everyone,
+            runs_dir=runs_dir,
+            progress=progress,
+            shows_steps=shown,
+        )
         records.append(or_unwritten(point, "local", run))
         progress.finished(records[-1])
     return records

@@ -33,7 +33,7 @@ QUIET_S = 90.0  # work that is silent for longer is no longer under way: it beat
 SILENT_S = 900.0  # an owner that cannot be seen and is silent for so long counts as dead
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Owner:
     """The identity of a process among all processes on all machines."""
 
@@ -57,7 +57,16 @@ _ADAPTER = TypeAdapter(Owner)
 def this_process() -> Owner:
     """This process as an owner."""
     pid = os.getpid()
-    return Owner(os.getuid(), socket.gethostname(), *_machine(), pid, state_and_start(pid)[1])
+    machine, boot, namespace = _machine()
+    return Owner(
+        user=os.getuid(),
+        host=socket.gethostname(),
+        machine=machine,
+        boot=boot,
+        namespace=namespace,
+        pid=pid,
+        started=state_and_start(pid)[1],
+    )
 
 
 def claim(directory: Path) -> None:

@@ -68,7 +68,7 @@ def plan_point(spec: RunSpec) -> Point:
 
 
 def still_to_run(
-    points: Iterable[Point], runs_dir: Path, provenance: Provenance, variant: str, rerun: Rerun
+    points: Iterable[Point], runs_dir: Path, *, provenance: Provenance, variant: str, rerun: Rerun
 ) -> list[Point]:
     """The points to run: those that no record of this provenance and variant has settled.
 
@@ -151,10 +151,10 @@ def freeze(point: Point, directory: Path, launcher: str, variant: str = "") -> N
 def write_unstarted(
     point: Point,
     runs_dir: Path,
+    *,
     launcher: str,
     status: Status,
     reason: str,
-    *,
     variant: str = "",
     interrupted: bool = False,
 ) -> RunRecord:
@@ -163,10 +163,10 @@ def write_unstarted(
     record = launcher_record(
         point.spec,
         directory.name,
-        launcher,
-        status,
-        reason,
-        now(),
+        launcher=launcher,
+        status=status,
+        reason=reason,
+        started_at=now(),
         variant=variant,
         interrupted=interrupted,
     )
@@ -194,12 +194,21 @@ def unwritten_record(point: Point, launcher: str, error: OSError) -> RunRecord:
     reason = f"not recorded: {error.filename or 'a file'}: {error.strerror or error}"
     attempt = f"{launcher}-unwritten"
     more: dict[str, Any] = {"interrupted": True}
-    return launcher_record(point.spec, attempt, launcher, "failed", reason, now(), **more)
+    return launcher_record(
+        point.spec,
+        attempt,
+        launcher=launcher,
+        status="failed",
+        reason=reason,
+        started_at=now(),
+        **more,
+    )
 
 
 def launcher_record(
     spec: RunSpec,
     attempt: str,
+    *,
     launcher: str,
     status: Status,
     reason: str,

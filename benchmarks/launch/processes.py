@@ -43,11 +43,11 @@ def is_here(device: Device) -> bool:
 
 def run_attempt(
     point: Point,
+    *,
     launcher: str,
     worlds: Sequence[Sequence[int]],
     runs_dir: Path,
     progress: SweepProgress,
-    *,
     variant: str = "",
     arguments: Sequence[str] = (),
     shows_steps: bool = False,

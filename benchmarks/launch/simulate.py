@@ -62,7 +62,9 @@ def _price(point: Point, options: SimulateOptions, runs_dir: Path) -> RunRecord:
         source = traced_record(point.spec, point.plan, Path(options.traced_runs))
     result = _simulate(point.spec, point.plan, source)
     directory = attempt_directory(point.spec, runs_dir, "simulate")
-    record = simulated_record(point.spec, point.plan, directory.name, started, result)
+    record = simulated_record(
+        point.spec, point.plan, attempt=directory.name, started_at=started, result=result
+    )
     if source is not None:
         predicted = {**record.predicted, "compute_from": source.record_id}
         record = replace(record, variant=options.variant, predicted=predicted)
@@ -79,7 +81,7 @@ def _simulate(spec: RunSpec, plan: Plan, traced: RunRecord | None) -> SimResult:
 
 
 def simulated_record(
-    spec: RunSpec, plan: Plan, attempt: str, started_at: str, result: SimResult
+    spec: RunSpec, plan: Plan, *, attempt: str, started_at: str, result: SimResult
 ) -> RunRecord:
     """The record of a plan that was simulated."""
     limit = spec.cluster.device.usable_bytes
@@ -90,10 +92,10 @@ def simulated_record(
     return launcher_record(
         spec,
         attempt,
-        "simulate",
-        status,
-        reason,
-        started_at,
+        launcher="simulate",
+        status=status,
+        reason=reason,
+        started_at=started_at,
         plan=plan_summary(replace(plan, memory=result.memory)),
         step_s=[result.step_s] if status == "ok" else [],
         spans=_spans(result),

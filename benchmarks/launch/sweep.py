@@ -111,7 +111,9 @@ def _launch_missing(
     group: list[Point], options: LauncherOptions, runs_dir: Path, rerun: Rerun
 ) -> list[RunRecord]:
     """Run what no record settles yet of points that share a launcher's options."""
-    todo = still_to_run(group, runs_dir, PROVENANCE[options.kind], options.variant, rerun)
+    todo = still_to_run(
+        group, runs_dir, provenance=PROVENANCE[options.kind], variant=options.variant, rerun=rerun
+    )
     announce(group, todo, options.kind)
     feasible = [point for point in todo if point.plan is not None]
     if not options.dry_run:
@@ -158,8 +160,8 @@ def _launcher(options: LauncherOptions) -> ModuleType:
 
 
 def _record_infeasible(points: list[Point], runs_dir: Path, options: LauncherOptions) -> None:
-    kind, variant = options.kind, options.variant
+    kind = options.kind
+    refuse = partial(write_unstarted, launcher=kind, status="infeasible", variant=options.variant)
     for point in points:
         if point.plan is None:
-            refuse = partial(write_unstarted, point, runs_dir, kind, "infeasible", point.reason)
-            or_unwritten(point, kind, partial(refuse, variant=variant))
+            or_unwritten(point, kind, partial(refuse, point, runs_dir, reason=point.reason))

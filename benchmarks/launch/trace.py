@@ -89,17 +89,27 @@ def launch(
         ]
         if variant := options.variant:
             lone = [[rank] for rank in ranks]
-            more: dict[str, Any] = {"variant": variant, "arguments": ["--lone"]}
-            run = partial(run_attempt, point, "trace", lone, runs_dir, progress, **more)
+            run = partial(
+                run_attempt,
+                point,
+                launcher="trace",
+                worlds=lone,
+                runs_dir=runs_dir,
+                progress=progress,
+                variant=variant,
+                arguments=["--lone"],
+            )
         else:
-            run = partial(_trace_fake, point, point.plan, ranks, runs_dir, progress)
+            run = partial(
+                _trace_fake, point, point.plan, ranks, runs_dir=runs_dir, progress=progress
+            )
         records.append(or_unwritten(point, "trace", run))
         progress.finished(records[-1])
     return records
 
 
 def _trace_fake(
-    point: Point, plan: Plan, ranks: Sequence[int], runs_dir: Path, progress: SweepProgress
+    point: Point, plan: Plan, ranks: Sequence[int], *, runs_dir: Path, progress: SweepProgress
 ) -> RunRecord:
     spec, started = point.spec, now()
     directory = attempt_directory(spec, runs_dir, "trace")
@@ -112,10 +122,10 @@ def _trace_fake(
     record = launcher_record(
         spec,
         directory.name,
-        "trace",
-        status,
-        reason,
-        started,
+        launcher="trace",
+        status=status,
+        reason=reason,
+        started_at=started,
         plan=plan_summary(plan),
         predicted=predicted,
     )
@@ -133,7 +143,7 @@ def _trace(
     build = CONTENDERS[spec.contender.name].build
     traces: list[Trace] = []
     progress.update(point, f"tracing {len(ranks)} ranks")
-    for trace in trace_ranks(plan, ranks, spec.optimizer, build):
+    for trace in trace_ranks(plan, ranks, optimizer=spec.optimizer, build=build):
         traces.append(trace)
         progress.update(point, f"traced {len(traces)} of {len(ranks)} ranks")
     return {

@@ -29,7 +29,7 @@ class RecordError(ValueError):
     """A file that is not a readable record; the message names the file and the reason."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankRecord:
     """What one rank measured. Bytes are peaks since training began, None if not measured."""
 
@@ -58,7 +58,7 @@ class GateCheck:
     limit: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GateResult:
     """The relative differences between some steps and the same steps of one process.
 
@@ -83,7 +83,7 @@ class GateResult:
         return sorted(beyond, key=lambda check: -check.error / check.limit)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """One attempt, with its raw samples; statistics are computed when it is read."""
 

@@ -100,7 +100,7 @@ class RecordedContender:
     knobs: dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecordedSpec:
     """What is read of a whole spec; ``data`` is the whole mapping of that key."""
 

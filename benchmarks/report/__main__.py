@@ -64,7 +64,9 @@ def _report(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
     options = Options(arguments.base, _knobs(arguments.against), arguments.timelines)
     try:
         if arguments.table:
-            return 0 if write_one_table(arguments.table, runs, out, options).files else 1
+            return (
+                0 if write_one_table(arguments.table, runs, out=out, options=options).files else 1
+            )
         return 0 if write_report(runs, out, options=options).files else 1
     except (AblationError, BaseError) as error:
         raise SpecError(str(error)) from None

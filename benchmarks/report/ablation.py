@@ -127,19 +127,19 @@ def ablation_table(rows: pd.DataFrame, against: Mapping[str, str] | None = None)
     columns = (
         Column("model", "model", is_key=True),
         Column("cluster", "cluster", is_key=True),
-        Column("num_gpus", f"{worker}s", words.count, is_key=True),
-        Column("global_batch", "batch", words.count, is_key=True),
-        Column("seq", "sequence", words.count, is_key=True),
+        Column("num_gpus", f"{worker}s", form=words.count, is_key=True),
+        Column("global_batch", "batch", form=words.count, is_key=True),
+        Column("seq", "sequence", form=words.count, is_key=True),
         Column("precision", "precision", is_key=True),
         Column("evidence", "evidence", is_key=True),
         Column("contender", "contender", is_key=True),
         Column("change", "change"),
         Column("layout", "configuration"),
-        Column("step_s", "step [s]", words.seconds, interval=True, instead="shown_status"),
-        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", words.tokens, interval=True),
-        Column("speedup", "over the base", words.ratio, interval=True, unsure="unsure"),
-        Column("peak_gib", "peak [GiB]", words.gib),
-        Column("memory_ratio", "peak over the base's", words.ratio),
+        Column("step_s", "step [s]", form=words.seconds, interval=True, instead="shown_status"),
+        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=words.tokens, interval=True),
+        Column("speedup", "over the base", form=words.ratio, interval=True, unsure="unsure"),
+        Column("peak_gib", "peak [GiB]", form=words.gib),
+        Column("memory_ratio", "peak over the base's", form=words.ratio),
         Column("reason", "note"),
         Column("is_base", "is the base", hidden=True),
         Column("knobs_text", "knobs", hidden=True),
@@ -176,8 +176,8 @@ def _panels(groups: list[pd.DataFrame]) -> Figure:
     figure, axes = style.panels(2 * len(groups), 2, width=5.6, height=mean, heights=heights)
     for number, group in enumerate(groups):
         left, right = axes[2 * number : 2 * number + 2]
-        _bars(left, group, "speedup", "tokens_per_s_per_gpu", words.tokens)
-        _bars(right, group, "memory_ratio", "peak_gib", words.gib)
+        _bars(left, group=group, ratio="speedup", value="tokens_per_s_per_gpu", form=words.tokens)
+        _bars(right, group=group, ratio="memory_ratio", value="peak_gib", form=words.gib)
         first = group.iloc[0]
         left.set_title(
             f"{words.contender_label(first['contender'])}, {words.model_label(first['model'])}, "
@@ -190,7 +190,7 @@ def _panels(groups: list[pd.DataFrame]) -> Figure:
     return figure
 
 
-def _bars(axis: Axes, group: pd.DataFrame, ratio: str, value: str, form: words.Form) -> None:
+def _bars(axis: Axes, *, group: pd.DataFrame, ratio: str, value: str, form: words.Form) -> None:
     places = range(len(group))
     ratios = group[ratio].to_numpy(dtype=float)
     colours = [

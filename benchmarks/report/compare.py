@@ -141,8 +141,8 @@ def comparison_table(changes: pd.DataFrame) -> Table:
     columns = (
         *(column for column in key_columns(changes) if column.name in changes),
         Column("layout", "configuration"),
-        Column("ratio", "throughput after / before", words.ratio, interval=True),
-        Column("memory_ratio", "peak memory after / before", words.ratio),
+        Column("ratio", "throughput after / before", form=words.ratio, interval=True),
+        Column("memory_ratio", "peak memory after / before", form=words.ratio),
         Column("verdict", "verdict"),
     )
     return table(

@@ -33,18 +33,20 @@ def headline_table(rows: pd.DataFrame, base: str = BASE) -> Table:
     worker = words.worker_word(rows)
     columns = (
         Column("model", "model", is_key=True),
-        Column("num_gpus", f"{worker}s", words.count, is_key=True),
+        Column("num_gpus", f"{worker}s", form=words.count, is_key=True),
         Column("cluster", "cluster", is_key=True),
-        Column("global_batch", "batch", words.count, is_key=True),
+        Column("global_batch", "batch", form=words.count, is_key=True),
         Column("precision", "precision", is_key=True),
         Column("evidence", "evidence", is_key=True),
         Column("basis", "basis", is_key=True),
         Column("contender", _CONTENDER),
         Column("layout", _LAYOUT),
-        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", words.tokens, instead="shown_status"),
-        Column("mfu", "MFU", words.share),
-        Column("peak_gib", "GiB", words.gib),
-        Column("speedup", "speed-up", words.ratio, interval=True, unsure="unsure"),
+        Column(
+            "tokens_per_s_per_gpu", f"tokens/s/{worker}", form=words.tokens, instead="shown_status"
+        ),
+        Column("mfu", "MFU", form=words.share),
+        Column("peak_gib", "GiB", form=words.gib),
+        Column("speedup", "speed-up", form=words.ratio, interval=True, unsure="unsure"),
     )
     data = pd.DataFrame(lines, columns=None if lines else [*rows.columns])
     over = f"Speed-up over {words.contender_label(base)}. " if bases else ""

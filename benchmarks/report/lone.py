@@ -17,20 +17,20 @@ from benchmarks.report.table import Column, Table, table
 _HEADS = (
     Column("model", "model", is_key=True),
     Column("cluster", "cluster", is_key=True),
-    Column("num_gpus", "ranks", words.count, is_key=True),
-    Column("global_batch", "batch", words.count, is_key=True),
+    Column("num_gpus", "ranks", form=words.count, is_key=True),
+    Column("global_batch", "batch", form=words.count, is_key=True),
     Column("contender", "contender", is_key=True),
     Column("layout", "layout"),
 )
 _COLUMNS = (
     *_HEADS,
-    Column("rank", "rank", words.count),
-    Column("lone_step_s", "step without peers [s]", words.seconds),
-    Column("compute_over_kernels", "compute over kernels", words.seconds),
-    Column("host_bound", "host-bound", words.share),
-    Column("gathers_beside_compute", "gathers beside compute", words.share),
-    Column("allocated_gib", "allocated [GiB]", words.gib),
-    Column("reserved_gib", "reserved [GiB]", words.gib),
+    Column("rank", "rank", form=words.count),
+    Column("lone_step_s", "step without peers [s]", form=words.seconds),
+    Column("compute_over_kernels", "compute over kernels", form=words.seconds),
+    Column("host_bound", "host-bound", form=words.share),
+    Column("gathers_beside_compute", "gathers beside compute", form=words.share),
+    Column("allocated_gib", "allocated [GiB]", form=words.gib),
+    Column("reserved_gib", "reserved [GiB]", form=words.gib),
 )
 
 

@@ -46,16 +46,16 @@ _METRICS = (
 )
 _KEYS = {
     "model": Column("model", "model", is_key=True),
-    "num_gpus": Column("num_gpus", "GPUs", words.count, is_key=True),
+    "num_gpus": Column("num_gpus", "GPUs", form=words.count, is_key=True),
     "cluster": Column("cluster", "cluster", is_key=True),
-    "global_batch": Column("global_batch", "batch", words.count, is_key=True),
-    "seq": Column("seq", "sequence", words.count, is_key=True),
+    "global_batch": Column("global_batch", "batch", form=words.count, is_key=True),
+    "seq": Column("seq", "sequence", form=words.count, is_key=True),
     "precision": Column("precision", "precision", is_key=True),
 }
 _ALWAYS = ("model", "num_gpus")
 _COLUMNS = (
     *_KEYS.values(),
-    Column("parameters", "parameters", words.count),
+    Column("parameters", "parameters", form=words.count),
     Column("evidence", "evidence"),
     Column("basis", "basis"),
     Column("contender", "contender"),
@@ -64,7 +64,7 @@ _COLUMNS = (
     Column("layout", "layout"),
     Column("status", "status"),
     Column("reason", "reason"),
-    *(Column(m.name, m.head, m.form, interval=m.name != "peak_gib") for m in _METRICS),
+    *(Column(m.name, m.head, form=m.form, interval=m.name != "peak_gib") for m in _METRICS),
     Column("memory_kind", "kind of peak"),
     Column("unsure", "unsure"),
     Column("base", "base"),
@@ -111,7 +111,7 @@ def _grid(name: str, evidence: str, mine: pd.DataFrame) -> Grid:
     return Grid(
         name=name,
         title=f"Throughput and peak memory on {cluster}, {evidence}",
-        caption=_caption(mine, evidence, keys, worker, base),
+        caption=_caption(mine, evidence, keys=keys, worker=worker, base=base),
         heads=(*heads, *(metric.head for metric in metrics)),
         numeric=(*(_KEYS[key].form is not None for key in keys), *(True for _ in metrics)),
         rows=tuple(cells for cells, _ in lines),
@@ -196,7 +196,7 @@ def _best(metric: _Metric, cell: pd.DataFrame) -> str:
     return metric.form(metric.best(fine[metric.name]))
 
 
-def _caption(mine: pd.DataFrame, evidence: str, keys: list[str], worker: str, base: str) -> str:
+def _caption(mine: pd.DataFrame, evidence: str, *, keys: list[str], worker: str, base: str) -> str:
     """The caption: kind of evidence, units, keys that never vary, and contenders that nobody
     tuned."""
     told = [_told(mine, key) for key in _KEYS if key not in keys]

@@ -35,8 +35,8 @@ _COLUMNS = (
     Column("source", "published by"),
     Column("role", "constants"),
     Column("quantity", "quantity"),
-    Column("numbers", "numbers", words.count),
-    Column("distance", "median distance [10th, 90th percentile]", _signed, interval=True),
+    Column("numbers", "numbers", form=words.count),
+    Column("distance", "median distance [10th, 90th percentile]", form=_signed, interval=True),
 )
 
 

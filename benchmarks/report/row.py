@@ -25,7 +25,7 @@ from benchmarks.report.configuration import (
 from zeropp.cost import parameter_count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """The quantities of one attempt; a number that is not known is NaN.
 

@@ -79,6 +79,7 @@ def ordered(contenders: Iterable[str]) -> list[str]:
 def panels(
     count: int,
     columns: int = COLUMNS,
+    *,
     width: float = 4.0,
     height: float = 3.1,
     heights: Sequence[float] | None = None,
@@ -168,5 +169,6 @@ def legend(figure: Figure, axes: Sequence[Axes]) -> None:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     if found:
-        columns = max(1, min(6, len(found), int(figure.get_figwidth() / 1.8)))  # 1.8 in an entry
+        entry = 0.7 + 0.085 * max(map(len, found))  # inches of the widest
+        columns = max(1, min(6, len(found), int(figure.get_figwidth() / entry)))
         figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=columns)

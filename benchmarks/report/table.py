@@ -8,7 +8,7 @@ vary are moved into the caption, and every number is rounded once (see ``words``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -60,6 +60,7 @@ class Column:
 
     name: str  # the name of the column of numbers
     head: str  # what people read, with the unit
+    _: KW_ONLY
     form: Form | None = None  # how a number becomes text; None: the column is text
     interval: bool = False  # show name_low and name_high if they are known
     instead: str = ""  # name of a column of text that is shown if the number is missing
@@ -88,7 +89,7 @@ class Column:
         return Cell(mark + text, sort=float(value))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """Numbers with title, caption and notes; the index of ``data`` names the records of a row."""
 
@@ -150,4 +151,6 @@ def table(
     of them."""
     wanted = dict.fromkeys(stored for column in columns for stored in column.stored)
     missing = {column: None for column in wanted if column not in data}
-    return Table(name, title, tuple(columns), data.assign(**missing), **more)
+    return Table(
+        name=name, title=title, columns=tuple(columns), data=data.assign(**missing), **more
+    )

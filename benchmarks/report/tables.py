@@ -23,9 +23,9 @@ def key_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
     return (
         Column("model", "model", is_key=True),
         Column("cluster", "cluster", is_key=True),
-        Column("num_gpus", f"{words.worker_word(rows)}s", words.count, is_key=True),
-        Column("global_batch", "batch", words.count, is_key=True),
-        Column("seq", "sequence", words.count, is_key=True),
+        Column("num_gpus", f"{words.worker_word(rows)}s", form=words.count, is_key=True),
+        Column("global_batch", "batch", form=words.count, is_key=True),
+        Column("seq", "sequence", form=words.count, is_key=True),
         Column("precision", "precision", is_key=True),
         Column("evidence", "evidence", is_key=True),
         Column("basis", "basis", is_key=True),
@@ -59,10 +59,10 @@ def throughput_table(rows: pd.DataFrame) -> Table:
     columns = (
         *key_columns(rows),
         Column("layout", "layout"),
-        Column("step_s", "step [s]", words.seconds, interval=True, instead="shown_status"),
-        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", words.tokens, interval=True),
-        Column("model_tflops_per_gpu", f"model TFLOP/s/{worker}", words.tflops),
-        Column("mfu", "MFU", words.share),
+        Column("step_s", "step [s]", form=words.seconds, interval=True, instead="shown_status"),
+        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=words.tokens, interval=True),
+        Column("model_tflops_per_gpu", f"model TFLOP/s/{worker}", form=words.tflops),
+        Column("mfu", "MFU", form=words.share),
         Column("note", "note"),
     )
     data = rows.assign(
@@ -79,10 +79,10 @@ def memory_table(rows: pd.DataFrame) -> Table:
     columns = (
         *key_columns(rows),
         Column("layout", "layout"),
-        Column("peak_gib", f"peak of the fullest {words.worker_word(rows)} [GiB]", words.gib),
+        Column("peak_gib", f"peak of the fullest {words.worker_word(rows)} [GiB]", form=words.gib),
         Column("memory_kind", "kind of peak", is_key=True),
-        Column("predicted_gib", "tensors by the cost model [GiB]", words.gib),
-        Column("memory_limit_gib", "device limit [GiB]", words.gib, is_key=True),
+        Column("predicted_gib", "tensors by the cost model [GiB]", form=words.gib),
+        Column("memory_limit_gib", "device limit [GiB]", form=words.gib, is_key=True),
         Column("note", "note"),
     )
     over = rows["peak_gib"] > rows["memory_limit_gib"]
@@ -96,8 +96,8 @@ def speedup_table(rows: pd.DataFrame, base: str = BASE) -> Table:
     pairs = paired_speedups(rows, base)
     columns = (
         *key_columns(pairs),
-        Column("speedup", "speed-up", words.ratio, interval=True, unsure="unsure"),
-        Column("memory_ratio", "peak memory ratio", words.ratio),
+        Column("speedup", "speed-up", form=words.ratio, interval=True, unsure="unsure"),
+        Column("memory_ratio", "peak memory ratio", form=words.ratio),
         Column("doubts", "note"),
     )
     over = words.contender_label(base)
@@ -136,11 +136,11 @@ def evidence_table(rows: pd.DataFrame) -> Table:
         *(c for c in key_columns(rows) if c.name not in ("evidence", "basis")),
         Column("layout", "layout"),
         Column("quantity", "quantity"),
-        Column("value", "this", _figures),
+        Column("value", "this", form=_figures),
         Column("kind", "kind of this"),
-        Column("reference", "reference", _figures),
+        Column("reference", "reference", form=_figures),
         Column("reference_kind", "kind of the reference"),
-        Column("error", "distance", _signed),
+        Column("error", "distance", form=_signed),
     )
     records = distances["records"] if len(distances) else pd.Series(dtype=str)
     return table("evidence", "Kinds of evidence", columns, _named(distances, records))

@@ -71,15 +71,19 @@ def _draw(axis: Axes, timeline: Timeline, end: float, used: dict[str, str]) -> N
     shade_of = _shades(timeline)
     boxes = _Boxes()
     for number in row.values():
-        boxes.add(0, timeline.step_s, number, _BOX_HEIGHT, to_rgb(_BUBBLE))
+        boxes.add(0, timeline.step_s, top=number, height=_BOX_HEIGHT, face=to_rgb(_BUBBLE))
     for span in timeline.spans:
         if span.lane == "compute":
-            _draw_compute(axis, boxes, span, row[span.rank], end, shade_of, used)
+            _draw_compute(
+                axis, boxes, span, row=row[span.rank], end=end, shade_of=shade_of, used=used
+            )
         elif span.lane in _STRIPS:
             colour, offset, word = _STRIPS[span.lane]
             used[word] = colour
             place = row[span.rank] + offset
-            boxes.add(span.start_s, span.end_s, place, _STRIP_HEIGHT, to_rgb(colour))
+            boxes.add(
+                span.start_s, span.end_s, top=place, height=_STRIP_HEIGHT, face=to_rgb(colour)
+            )
     boxes.draw(axis)
     axis.set_title(f"{timeline.title}  ({timeline.provenance})", loc="left")
     axis.set_xlim(0, end)
@@ -100,7 +104,14 @@ class _Boxes:
     edges: list[float] = field(default_factory=list)  # points
 
     def add(
-        self, start: float, end: float, top: float, height: float, face: _Colour, edge: float = 0.0
+        self,
+        start: float,
+        end: float,
+        *,
+        top: float,
+        height: float,
+        face: _Colour,
+        edge: float = 0.0,
     ) -> None:
         """Add a box from ``start`` to ``end`` seconds, with a white edge of ``edge`` points."""
         low = top + height
@@ -121,6 +132,7 @@ def _draw_compute(
     axis: Axes,
     boxes: _Boxes,
     span: Span,
+    *,
     row: int,
     end: float,
     shade_of: dict[tuple[int, int], float],
@@ -136,7 +148,7 @@ def _draw_compute(
         face = _shaded(_COLOURS[action.op], shade_of[span.rank, action.stage])
     inches = width / end * (_WIDTH_IN - 1)
     edge = min(0.6, 7 * inches)  # a wider edge would hide a narrow box
-    boxes.add(span.start_s, span.end_s, row, _BOX_HEIGHT, face, edge)
+    boxes.add(span.start_s, span.end_s, top=row, height=_BOX_HEIGHT, face=face, edge=edge)
     label = "" if action is None else str(action.microbatch)
     if label and inches > _LETTER_IN * len(label):
         middle = (span.start_s + width / 2, row + _BOX_HEIGHT / 2)

@@ -81,7 +81,7 @@ def write_report(
 
 
 def write_one_table(
-    name: str, roots: Sequence[Path], out: Path, options: Options, console: Console | None = None
+    name: str, roots: Sequence[Path], *, out: Path, options: Options, console: Console | None = None
 ) -> ReportPaths:
     """Print one table of ``comparison_tables`` and write it as CSV, Parquet, Markdown, LaTeX and
     HTML."""

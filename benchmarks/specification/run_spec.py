@@ -48,7 +48,7 @@ class DataSpec:
     __pydantic_config__ = _STRICT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MeasureSpec:
     """What is timed, and what is checked before."""
 
@@ -64,17 +64,34 @@ class MeasureSpec:
     __pydantic_config__ = _STRICT
 
 
-@dataclass(frozen=True)
-class RunSpec:
-    """One point of a comparison: everything that decides what is computed, and nothing else."""
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """What is trained, on which cluster: the same for every contender of a comparison."""
 
     model: ModelShape
     cluster: Cluster
     num_gpus: Annotated[int, AT_LEAST_1]
-    contender: SkipValidation[Knobs]  # validated before, as the contender's own type
     global_batch: Annotated[int, AT_LEAST_1]  # sequences per step
-    microbatch_size: Annotated[int | Auto, AT_LEAST_1]  # sequences
     precision: Precision
+
+    @property
+    def task(self) -> Task:
+        """The same as the library's type."""
+        return Task(
+            shape=self.model,
+            cluster=self.cluster,
+            num_gpus=self.num_gpus,
+            global_batch=self.global_batch,
+            precision=self.precision,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec(TaskSpec):
+    """One point of a comparison: everything that decides what is computed, and nothing else."""
+
+    contender: SkipValidation[Knobs]  # validated before, as the contender's own type
+    microbatch_size: Annotated[int | Auto, AT_LEAST_1]  # sequences
     optimizer: OptimizerConfig
     data: DataSpec
     measure: MeasureSpec
@@ -87,17 +104,6 @@ class RunSpec:
         """A readable name with a hash of the whole spec; equal specs have equal ids."""
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:10]
         return f"{self.model.name}-{self.contender.name}-{self.num_gpus}gpu-{digest}"
-
-    @property
-    def task(self) -> Task:
-        """The part of the spec that is the same for every contender of a comparison."""
-        return Task(
-            shape=self.model,
-            cluster=self.cluster,
-            num_gpus=self.num_gpus,
-            global_batch=self.global_batch,
-            precision=self.precision,
-        )
 
     @property
     def candidate(self) -> Candidate[Knobs]:

@@ -32,7 +32,7 @@ from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SGD = OptimizerConfig("sgd", lr=1e-3)
+SGD = OptimizerConfig(kind="sgd", lr=1e-3)
 Backward = Callable[[Tensor, Tensor], None]
 
 
@@ -60,9 +60,25 @@ def timed_backward(block: nn.Module, x: Tensor, backward: Backward) -> float:
     return seconds(lambda: backward(source, output))
 
 
+def gpt(*, layers: int, hidden: int, vocab: int, seq: int) -> ModelShape:
+    """The sizes of a GPT with heads of 64."""
+    heads = hidden // 64
+    return ModelShape(
+        name="gpt",
+        family="gpt",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn=4 * hidden,
+        vocab=vocab,
+        seq=seq,
+    )
+
+
 def split_backward(hidden: int, seq: int, repeats: int) -> dict[str, Any]:
     """The ratios of a split backward to a full one, for one transformer block."""
-    shape = ModelShape("block", "gpt", 1, hidden, hidden // 64, hidden // 64, 4 * hidden, 64, seq)
+    shape = gpt(layers=1, hidden=hidden, vocab=64, seq=seq)
     plain, split = (build_piece(shape, 1, 0, DEVICE) for _ in range(2))
     store = WeightGradStore()
     defer_weight_grads([split], store)
@@ -94,11 +110,11 @@ def split_backward(hidden: int, seq: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def engine(hidden: int, seq: int, layers: int, microbatches: int, repeats: int) -> dict[str, Any]:
+def engine(
+    *, hidden: int, seq: int, layers: int, microbatches: int, repeats: int
+) -> dict[str, Any]:
     """The ratio of a step of the engine to one of a plain loop."""
-    shape = ModelShape(
-        "gpt", "gpt", layers, hidden, hidden // 64, hidden // 64, 4 * hidden, 512, seq
-    )
+    shape = gpt(layers=layers, hidden=hidden, vocab=512, seq=seq)
     plain = nn.Sequential(*(build_piece(shape, i, 0, DEVICE) for i in range(layers + 2)))
     optimizer = build_optimizer(plain.parameters(), SGD)
     tokens = torch.randint(512, (microbatches, seq + 1), device=DEVICE)
@@ -164,7 +180,7 @@ def _main() -> int:
         "device": DEVICE.type,
         "threads": arguments.threads,
         "split_backward": [split_backward(1024, 256, arguments.repeats)],
-        "engine": engine(512, 128, 4, 4, arguments.repeats),
+        "engine": engine(hidden=512, seq=128, layers=4, microbatches=4, repeats=arguments.repeats),
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

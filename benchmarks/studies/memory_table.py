@@ -15,7 +15,7 @@ import csv
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class Case:
     model: str
     options: str
     microbatch_size: int = 1
+    _: KW_ONLY
     num_microbatches: int = 8
     precision: Precision = "bf16"
 
@@ -92,14 +93,21 @@ CASES = (
     Case("zeropp", "gpt_6_2b", "pp=4 shard=8 chunks=2"),
     Case("zeropp", "gpt_6_2b", "pp=4 shard=8 chunks=2 recompute=selective"),
     Case("zeropp", "gpt_6_2b", "pp=4 shard=8 chunks=2 recompute=full"),
-    Case("zeropp", "gpt_6_2b", "pp=2 shard=16 chunks=2 recompute=full", 2, 4, "fp32"),
+    Case(
+        "zeropp",
+        "gpt_6_2b",
+        "pp=2 shard=16 chunks=2 recompute=full",
+        2,
+        num_microbatches=4,
+        precision="fp32",
+    ),
     Case("zeropp", "gpt_6_2b", "pp=4 shard=4 chunks=2 reduce_every=step activation_cap=6"),
     Case("zeropp", "gpt_6_2b", "pp=4 shard=4 replicate=2 replicate_zero=1 chunks=2"),
-    Case("zeropp", "gpt_28_3b", "pp=8 shard=8 chunks=2 recompute=full", 2, 16),
-    Case("zeropp", "gpt_175b", "pp=16 shard=32 chunks=2 recompute=full", 1, 16),
+    Case("zeropp", "gpt_28_3b", "pp=8 shard=8 chunks=2 recompute=full", 2, num_microbatches=16),
+    Case("zeropp", "gpt_175b", "pp=16 shard=32 chunks=2 recompute=full", 1, num_microbatches=16),
     Case("zeropp", "llama_8b", "pp=4 shard=8 chunks=2 recompute=full"),
     Case("zeropp", "llama_8b", "pp=8 chunks=2"),
-    Case("zeropp", "llama_70b", "pp=8 shard=8 chunks=2 recompute=full", 1, 16),
+    Case("zeropp", "llama_70b", "pp=8 shard=8 chunks=2 recompute=full", 1, num_microbatches=16),
     Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=1f1b"),
     Case("torch_pp", "gpt_1_5b", "pp=4 schedule=1f1b", precision="fp32"),
     Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=interleaved_1f1b chunks=4"),
@@ -112,26 +120,45 @@ CASES = (
     Case("torch_pp", "gpt_6_2b", "pp=4 tp=2 shard=2 schedule=interleaved_1f1b chunks=2"),
     Case("torch_pp", "gpt_6_2b", "pp=4 tp=4 schedule=1f1b sequence_parallel=true"),
     Case("torch_pp", "gpt_6_2b", "pp=4 tp=8 schedule=1f1b recompute=full", 2),
-    Case("torch_pp", "gpt_175b", "pp=16 tp=8 shard=4 schedule=1f1b recompute=full", 1, 16),
+    Case(
+        "torch_pp",
+        "gpt_175b",
+        "pp=16 tp=8 shard=4 schedule=1f1b recompute=full",
+        1,
+        num_microbatches=16,
+    ),
     Case("torch_pp", "llama_8b", "pp=4 shard=8 schedule=interleaved_1f1b chunks=2"),
     Case("torch_pp", "llama_8b", "pp=4 tp=4 schedule=1f1b sequence_parallel=true"),
-    Case("torch_pp", "llama_70b", "pp=8 tp=8 schedule=1f1b recompute=full", 1, 8),
-    Case("torch_pp", "llama_70b", "pp=8 shard=8 schedule=interleaved_1f1b chunks=2", 1, 8),
+    Case("torch_pp", "llama_70b", "pp=8 tp=8 schedule=1f1b recompute=full", 1, num_microbatches=8),
+    Case(
+        "torch_pp",
+        "llama_70b",
+        "pp=8 shard=8 schedule=interleaved_1f1b chunks=2",
+        1,
+        num_microbatches=8,
+    ),
     Case("deepspeed_3d", "gpt_mini", "pp=2 replicate=2 replicate_zero=1", 8),
     Case("deepspeed_3d", "gpt_mini", "pp=4 replicate=2 replicate_zero=1 recompute=full", 8),
     Case("deepspeed_3d", "gpt_mini", "pp=2 tp=2 replicate=2 replicate_zero=1", 8),
     Case("deepspeed_3d", "gpt_mini", "pp=4 tp=4 recompute=full", 8, precision="fp32"),
-    Case("deepspeed_3d", "gpt_mini", "tp=2 replicate=4 recompute=full", 8, 4, "fp32"),
+    Case(
+        "deepspeed_3d",
+        "gpt_mini",
+        "tp=2 replicate=4 recompute=full",
+        8,
+        num_microbatches=4,
+        precision="fp32",
+    ),
     Case("deepspeed_3d", "llama_tiny", "pp=2 tp=2 replicate_zero=1", 8),
     Case("deepspeed_3d", "llama_tiny", "pp=4 replicate=2", 8, precision="fp32"),
-    Case("fsdp", "gpt_1_5b", "shard=8", 1, 2),
-    Case("fsdp", "gpt_1_5b", "shard=8 reduce_every=step", 1, 2),
-    Case("fsdp", "gpt_1_5b", "shard=8", 4, 2, "fp32"),
-    Case("fsdp", "gpt_6_2b", "shard=32 recompute=selective", 2, 2),
-    Case("fsdp", "gpt_6_2b", "shard=8 replicate=4 recompute=full", 4, 2),
-    Case("fsdp", "gpt_175b", "shard=64 recompute=full", 1, 1),
-    Case("fsdp", "llama_8b", "shard=16 recompute=full", 2, 2),
-    Case("fsdp", "llama_70b", "shard=64 recompute=selective", 1, 1),
+    Case("fsdp", "gpt_1_5b", "shard=8", 1, num_microbatches=2),
+    Case("fsdp", "gpt_1_5b", "shard=8 reduce_every=step", 1, num_microbatches=2),
+    Case("fsdp", "gpt_1_5b", "shard=8", 4, num_microbatches=2, precision="fp32"),
+    Case("fsdp", "gpt_6_2b", "shard=32 recompute=selective", 2, num_microbatches=2),
+    Case("fsdp", "gpt_6_2b", "shard=8 replicate=4 recompute=full", 4, num_microbatches=2),
+    Case("fsdp", "gpt_175b", "shard=64 recompute=full", 1, num_microbatches=1),
+    Case("fsdp", "llama_8b", "shard=16 recompute=full", 2, num_microbatches=2),
+    Case("fsdp", "llama_70b", "shard=64 recompute=selective", 1, num_microbatches=1),
 )
 
 
@@ -143,7 +170,9 @@ def trace(case: Case) -> Iterator[dict[str, Any]]:
     contender = CONTENDERS[case.contender]
     fill = contender.fill_integers if case.contender in REAL else None
     chosen = [pipeline[rank] for rank in ranks]
-    traces = trace_ranks(plan, chosen, OptimizerConfig(), contender.build, fill)
+    traces = trace_ranks(
+        plan, chosen, optimizer=OptimizerConfig(), build=contender.build, fill_integers=fill
+    )
     for rank, found in zip(ranks, traces, strict=True):
         yield {
             "contender": case.contender,

@@ -115,7 +115,9 @@ def unit_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
     for chunks in (2, 4):
         for unit in sorted({num_ranks, min(2 * num_ranks, m)}):
             for keep in (0, min(TORCH_KEEPS, chunks)):
-                schedule = zeropp_schedule(num_ranks, chunks, m, unit, keep)
+                schedule = zeropp_schedule(
+                    num_ranks=num_ranks, chunks=chunks, num_microbatches=m, unit=unit, keep=keep
+                )
                 bound = f"{1 + (num_ranks - 1) / (3 * m * chunks):.4f}"
                 named = {"schedule": "ZeroPP", "chunks": chunks, "unit": unit}
                 yield {**named, "keep": keep, "bound": bound, **measure(schedule)}
@@ -159,7 +161,7 @@ def lean_schedule(num_ranks: int, chunks: int, num_microbatches: int, cap: int) 
 
 
 def zeropp_schedule(
-    num_ranks: int, chunks: int, num_microbatches: int, unit: int, keep: int
+    *, num_ranks: int, chunks: int, num_microbatches: int, unit: int, keep: int
 ) -> Schedule:
     """ZeroPP with the default cap of U*V, where each gather starts one use ahead."""
     compute = build(

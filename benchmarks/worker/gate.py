@@ -78,7 +78,12 @@ def run_gate(
         for optimizer in (sgd_for(small, source, device), small.optimizer):
             expected = expect(small, source, device, optimizer)
             trainer = contender.build(plan, optimizer, device, small.seed)
-            pairs.append((expected, observe(trainer, plan.layout, source, device, expected)))
+            pairs.append(
+                (
+                    expected,
+                    observe(trainer, plan.layout, batches=source, device=device, expected=expected),
+                )
+            )
             del trainer
     sgd, own = pairs
     return asdict(

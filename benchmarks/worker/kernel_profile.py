@@ -36,7 +36,7 @@ class Kernel:
     action: Action
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepKernels:
     """Sums over one step, in seconds.
 

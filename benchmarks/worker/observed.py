@@ -35,6 +35,7 @@ class Observed:
 def observe(
     trainer: Trainer,
     layout: Layout,
+    *,
     batches: BatchSource,
     device: torch.device,
     expected: Expected,
@@ -47,7 +48,9 @@ def observe(
         after = _copies(trainer)
         loss, norm = float(expected.losses[step]), float(expected.grad_norms[step])
         scalars = [abs(result.loss - loss) / loss, abs(result.grad_norm - norm) / norm]
-        distances = _distances(before, after, updates, expected.shapes, device)
+        distances = _distances(
+            before, after, updates=updates, shapes=expected.shapes, device=device
+        )
         sizes = expected.update_norms[step].tolist()
         rows.append([*scalars, *map(_ratio, distances, sizes)])
         before = after
@@ -65,6 +68,7 @@ def _copies(trainer: Trainer) -> dict[str, Tensor]:
 def _distances(
     before: dict[str, Tensor],
     after: dict[str, Tensor],
+    *,
     updates: dict[str, Tensor],
     shapes: dict[str, torch.Size],
     device: torch.device,

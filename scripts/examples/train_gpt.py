@@ -16,7 +16,9 @@ import zeropp
 from zeropp.model import build_piece, cross_entropy
 from zeropp.shape import ModelShape
 
-GPT = ModelShape("gpt", "gpt", 8, 64, 4, 4, 256, 256, 64)
+GPT = ModelShape(
+    name="gpt", family="gpt", layers=8, hidden=64, heads=4, kv_heads=4, ffn=256, vocab=256, seq=64
+)
 
 
 def main(arguments: list[str] | None = None) -> list[float]:

@@ -2,11 +2,8 @@
 
 torchrun --nproc-per-node 4 scripts/examples/train_hf.py FOLDER --save OTHER --pp 2 --shard 2
 
-FOLDER and OTHER are what ``save_pretrained`` writes and ``from_pretrained`` reads (Llama, Qwen2;
-embeddings tied or not), so a script on one GPU goes on with what comes out.
+FOLDER and OTHER are as ``save_pretrained`` writes them (Llama, Qwen2; embeddings tied or not).
 """
-
-from __future__ import annotations
 
 import argparse
 from pathlib import Path
@@ -61,9 +58,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
         dist.init_process_group()
     hf = AutoModelForCausalLM.from_pretrained(options.folder).float()
     layers, tied = cut(hf), hf.config.tie_word_embeddings
-    tokens = torch.randint(
-        hf.config.vocab_size, (16, 33), generator=torch.Generator().manual_seed(0)
-    )
+    seeded = torch.Generator().manual_seed(0)
+    tokens = torch.randint(hf.config.vocab_size, (16, 33), generator=seeded)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     with zeropp.parallelize(
         layers, cross_entropy, sample=inputs[:2], global_batch=16, pp=options.pp,
@@ -75,8 +71,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         trained = model.full_state_dict()
     if trained and options.save:
         fresh = AutoModelForCausalLM.from_pretrained(options.folder)
-        named = {own_name(name, len(layers)): value for name, value in trained.items()}
-        fresh.load_state_dict(named)
+        fresh.load_state_dict({own_name(name, len(layers)): one for name, one in trained.items()})
         fresh.save_pretrained(options.save)
     return losses
 

@@ -26,7 +26,20 @@ from zeropp.training import OptimizerConfig
 
 SEED = 11
 _LINK = Link(bandwidth_gb_s=1.0, latency_us=10.0)
-CLUSTER = Cluster("cpu", Device("cpu", 4.0, 10.0, 0.05, 0.05), 8, 1, _LINK, _LINK)
+CLUSTER = Cluster(
+    name="cpu",
+    device=Device(
+        name="cpu",
+        memory_gib=4.0,
+        memory_bandwidth_gb_s=10.0,
+        matmul_bf16_tflops=0.05,
+        matmul_fp32_tflops=0.05,
+    ),
+    gpus_per_node=8,
+    nics_per_node=1,
+    intra=_LINK,
+    inter=_LINK,
+)
 ADAMW = OptimizerConfig(kind="adamw", lr=1e-2, weight_decay=0.1)
 
 
@@ -66,7 +79,17 @@ class Case:
     def shape(self) -> ModelShape:
         kv_heads = 2 if self.family == "llama" else 4
         return ModelShape(
-            "test", self.family, self.layers, 32, 4, kv_heads, 64, 61, 12, self.tied, self.dropout
+            name="test",
+            family=self.family,
+            layers=self.layers,
+            hidden=32,
+            heads=4,
+            kv_heads=kv_heads,
+            ffn=64,
+            vocab=61,
+            seq=12,
+            tied_embeddings=self.tied,
+            dropout=self.dropout,
         )
 
     def plan(self) -> Plan:
@@ -134,14 +157,14 @@ def build_engine(
         pieces,
         plan.schedule,
         plan.layout,
-        loss_function,
-        boundary,
-        optimizer,
-        torch.device("cpu"),
-        EngineOptions(
-            plan.precision,
-            plan.recompute,
-            plan.replicate_every,
+        loss_function=loss_function,
+        boundary=boundary,
+        optimizer=optimizer,
+        device=torch.device("cpu"),
+        options=EngineOptions(
+            precision=plan.precision,
+            recompute=plan.recompute,
+            replicate_every=plan.replicate_every,
             tied=((0, "tokens.weight"), (last, "output.weight")) if case.tied else None,
             reduce_dtype=plan.reduce_dtype,
             dropout_seed=SEED if case.dropout else None,

@@ -80,7 +80,9 @@ def find(spec: RunSpec, faults: list[str]) -> dict[str, list[GateCheck]]:
         for name in faults:
             with FAULTS[name](place) as prepare:
                 trainer = prepare(contender.build(plan, optimizer, CPU, spec.seed))
-                observed = observe(trainer, plan.layout, batches, CPU, expected)
+                observed = observe(
+                    trainer, plan.layout, batches=batches, device=CPU, expected=expected
+                )
             checks = sgd_checks(spec, expected, observed)
             found[name] = [check for check in checks if check.error > check.limit]
     return found

@@ -29,7 +29,17 @@ from zeropp.plan import Candidate, Task
 from zeropp.schedule import event_loop
 from zeropp.shape import ModelShape
 
-GPT = ModelShape("gpt", "gpt", 30, 2048, 16, 16, 8192, 51200, 2048)
+GPT = ModelShape(
+    name="gpt",
+    family="gpt",
+    layers=30,
+    hidden=2048,
+    heads=16,
+    kv_heads=16,
+    ffn=8192,
+    vocab=51200,
+    seq=2048,
+)
 
 
 def cut_on(world: int, layers: list[Any], sample: torch.Tensor, batch: int, **more: Any) -> Stages:
@@ -50,7 +60,10 @@ def test_cut_and_order_are_as_good_as_the_planners() -> None:
     cluster = named_cluster("a800")
     degrees = {"pp": 4, "shard": 2, "chunks": 2, "unit": 8}
     knobs = ZeroppKnobs(**degrees, replicate=1, replicate_zero=0)  # type: ignore[arg-type]
-    planned = ZEROPP.plan(Task(GPT, cluster, 8, 32, "bf16"), Candidate(knobs, 1))
+    planned = ZEROPP.plan(
+        Task(shape=GPT, cluster=cluster, num_gpus=8, global_batch=32, precision="bf16"),
+        Candidate(knobs, 1),
+    )
     tokens = torch.zeros(1, GPT.seq, dtype=torch.long)
     found = cut_on(8, makers(GPT), tokens, 32, **degrees, precision="bf16", cluster="a800")
     assert found.cuts == planned.cuts
@@ -95,7 +108,11 @@ def test_the_order_is_no_slower_than_the_one_for_equal_durations() -> None:
     equal = cut_on(2, uneven(), sample, 64, **given)
     assert planned.cuts == equal.cuts
     costs = stage_costs(
-        equal.sizes, equal.cuts, equal.schedule.stage_rank, equal.layout, conditions
+        equal.sizes,
+        equal.cuts,
+        stage_rank=equal.schedule.stage_rank,
+        layout=equal.layout,
+        given=conditions,
     )
     steps = [event_loop.run(one.schedule, costs).step_s for one in (planned, equal)]
     assert steps[0] < steps[1]
@@ -114,7 +131,13 @@ def chosen(shape: ModelShape, world: int, **more: Any) -> ZeroppKnobs:
     """What is chosen for a model of the suite on A800s, one sequence per microbatch."""
     tokens = torch.zeros(1, shape.seq, dtype=torch.long)
     layers = makers(shape)
-    job = Job(try_layers(layers, tokens, {}), saved_bytes(layers, tokens, {}), world, 4 * world, 1)
+    job = Job(
+        sizes=try_layers(layers, tokens, {}),
+        saved=saved_bytes(layers, tokens, {}),
+        world=world,
+        global_batch=4 * world,
+        microbatch_size=1,
+    )
     with fake_world(0, world):
         return choose(request_of({"precision": "bf16", "cluster": "a800", **more}), job).knobs
 
@@ -123,12 +146,34 @@ EVERYTHING = dict.fromkeys(("pp", "shard", "replicate", "chunks", "unit", "recom
 
 
 def test_auto_takes_what_fits() -> None:
-    small = ModelShape("small", "gpt", 6, 512, 8, 8, 2048, 1000, 512)
+    small = ModelShape(
+        name="small",
+        family="gpt",
+        layers=6,
+        hidden=512,
+        heads=8,
+        kv_heads=8,
+        ffn=2048,
+        vocab=1000,
+        seq=512,
+    )
     knobs = chosen(small, 8, **EVERYTHING)
     assert knobs.pp * knobs.shard * knobs.replicate == 8  # type: ignore[operator]
     assert knobs.recompute == "none"
     large = chosen(
-        ModelShape("large", "gpt", 24, 8192, 64, 64, 32768, 51200, 2048), 8, **EVERYTHING
+        ModelShape(
+            name="large",
+            family="gpt",
+            layers=24,
+            hidden=8192,
+            heads=64,
+            kv_heads=64,
+            ffn=32768,
+            vocab=51200,
+            seq=2048,
+        ),
+        8,
+        **EVERYTHING,
     )
     assert large.pp * large.shard >= 4  # type: ignore[operator]
     kept = chosen(small, 8, pp="auto", shard=2, replicate="auto", recompute="full")
@@ -136,7 +181,17 @@ def test_auto_takes_what_fits() -> None:
 
 
 def test_auto_goes_on_after_a_setting_that_cannot_be_cut() -> None:
-    small = ModelShape("small", "gpt", 6, 512, 8, 8, 2048, 1000, 512)
+    small = ModelShape(
+        name="small",
+        family="gpt",
+        layers=6,
+        hidden=512,
+        heads=8,
+        kv_heads=8,
+        ffn=2048,
+        vocab=1000,
+        seq=512,
+    )
     given = {"pp": 2, "shard": "auto", "replicate": "auto", "unit": 2, "activation_cap": 2}
     assert chosen(small, 8, **given, chunks="auto").chunks == 1  # more chunks need a larger cap
     with pytest.raises(zeropp.InfeasibleError) as caught:
@@ -154,7 +209,17 @@ def test_auto_goes_on_after_a_setting_that_cannot_be_cut() -> None:
     ],
 )
 def test_auto_is_refused_in_one_line(layers: int, more: dict[str, Any], words: str) -> None:
-    shape = ModelShape("large", "gpt", layers, 12288, 96, 96, 49152, 51200, 2048)
+    shape = ModelShape(
+        name="large",
+        family="gpt",
+        layers=layers,
+        hidden=12288,
+        heads=96,
+        kv_heads=96,
+        ffn=49152,
+        vocab=51200,
+        seq=2048,
+    )
     with pytest.raises(zeropp.InfeasibleError) as caught:
         chosen(shape, 8, **{"pp": "auto", "shard": "auto" if not more else 1, **more})
     assert str(caught.value).startswith(words)

@@ -106,7 +106,7 @@ def test_fp64_gradients_and_two_steps(case: Case, world: World) -> None:
 @pytest.mark.parametrize("case", CASES[3::4], ids=label)
 def test_fp32_gradients(case: Case, world: World) -> None:
     case = replace(case, family="llama")
-    arguments = (case, torch.float32, 1, OptimizerConfig("sgd", lr=0.1))
+    arguments = (case, torch.float32, 1, OptimizerConfig(kind="sgd", lr=0.1))
     check(world.run(train, *arguments, size=case.world), train_alone(*arguments), 1e-5)
 
 
@@ -120,7 +120,7 @@ BF16 = [
 
 @pytest.mark.parametrize("case", BF16, ids=label)
 def test_bf16_computes_with_fp32_masters(case: Case, world: World) -> None:
-    arguments = (case, torch.float32, 6, OptimizerConfig("sgd", lr=0.1))
+    arguments = (case, torch.float32, 6, OptimizerConfig(kind="sgd", lr=0.1))
     expected = train_alone(*arguments)
     for outcome in world.run(train, *arguments, size=case.world):
         assert outcome.losses == pytest.approx(expected.losses, rel=5e-3)
@@ -164,7 +164,7 @@ def drift(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 def test_bf16_sums_of_many_microbatches_stay_within_one_ulp(world: World) -> None:
     steps, rate = 20, 0.1
     expected = train_alone_in_bf16(MANY, steps, rate, torch.float32).parameters
-    config = OptimizerConfig("sgd", lr=rate)
+    config = OptimizerConfig(kind="sgd", lr=rate)
     outcomes = world.run(train, MANY, torch.float32, steps, config, size=MANY.world)
     found = {name: value for outcome in outcomes for name, value in outcome.parameters.items()}
     assert set(found) == set(expected)

@@ -18,7 +18,7 @@ from zeropp.model import build_piece
 from zeropp.schedule.action import Op
 from zeropp.training import OptimizerConfig
 
-SGD = OptimizerConfig("sgd", lr=0.1)
+SGD = OptimizerConfig(kind="sgd", lr=0.1)
 
 
 class Stage(nn.Module):

@@ -24,13 +24,15 @@ def test_resident_kinds_are_exact_and_activations_follow_the_cap() -> None:
     stages = plan.schedule.stages_of(2)  # rank 16 is the first of eight shards
     pieces = [piece for stage in stages for piece in plan.pieces_of(stage)]
     shard_bytes = 4 * sum(piece_parameters(case.shape, piece) for piece in pieces) // 8
-    (trace,) = trace_ranks(plan, [16], ADAMW, build)
+    (trace,) = trace_ranks(plan, [16], optimizer=ADAMW, build=build)
     memory = trace.memory
     padding = len(stages) * 4 * ALIGNMENT  # per chunk
     assert shard_bytes <= memory.parameters <= shard_bytes + padding
     assert 2 * shard_bytes <= memory.optimizer < 2 * shard_bytes + 1024  # and the step counts
     assert memory.gradients >= shard_bytes
-    (tight,) = trace_ranks(Case(**{**vars(case), "cap": 5}).plan(), [16], ADAMW, build)
+    (tight,) = trace_ranks(
+        Case(**{**vars(case), "cap": 5}).plan(), [16], optimizer=ADAMW, build=build
+    )
     assert tight.memory.activations < memory.activations
 
 
@@ -64,6 +66,8 @@ def test_the_cost_model_is_within_five_percent_of_the_trace(
     ends = sorted({0, plan.layout.pp - 1})
     ranks = [plan.layout.pipeline(0)[index] for index in ends]
     fill = CONTENDERS[name].fill_integers if name == "deepspeed_3d" else None  # real tensors
-    traces = trace_ranks(plan, ranks, ADAMW, CONTENDERS[name].build, fill)
+    traces = trace_ranks(
+        plan, ranks, optimizer=ADAMW, build=CONTENDERS[name].build, fill_integers=fill
+    )
     for index, trace in zip(ends, traces, strict=True):
         assert simulated[index].total == pytest.approx(trace.memory.total, rel=0.05), index

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from zeropp.cluster import Cluster
 from zeropp.layout import InfeasibleError
-from zeropp.plan import Candidate, Plan, Task
+from zeropp.plan import Candidate, SizedPlan, Task
 from zeropp.shape import ModelShape
 from zeropp.tune.contender import Contender
 from zeropp.tune.space import points
@@ -34,7 +34,7 @@ def task(num_gpus: int = 64, global_batch: int = 256) -> Task:
 
 def everything(
     contender: Contender[Any], what: Task, asked: Any = None
-) -> list[tuple[Candidate[Any], Plan]]:
+) -> list[tuple[Candidate[Any], SizedPlan]]:
     """All that a contender's space holds (within what was asked) and its planner can size."""
     found, asked = [], asked or contender.knobs()
     for point, size in points(what, contender.space, asked, "auto", Counter()):

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tests.unit.simulated_task import task
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
-from zeropp.cost import price_plan
+from zeropp.cost import balanced_cuts, price_plan
 from zeropp.cost.cuts import largest_work, spread_blocks
 from zeropp.cost.data_parallel import collectives_of, stage_parameters
 from zeropp.cost.half_cuts import spread_halves
 from zeropp.layout import InfeasibleError
-from zeropp.plan import Candidate, Plan
+from zeropp.plan import Candidate, SizedPlan
 from zeropp.programs import program_named
 from zeropp.schedule.program import loop_placement, v_placement
 from zeropp.sim.simulator import simulate
@@ -85,7 +85,9 @@ def test_cuts_inside_blocks_are_legal_and_leave_nothing_out(
     stage_rank: tuple[int, ...], layers: int, embedding: float, head: float, attention: float
 ) -> None:
     whole = spread_blocks(layers, stage_rank, embedding, head)
-    cuts = spread_halves(layers, stage_rank, embedding, head, attention, whole)
+    cuts = spread_halves(
+        layers, stage_rank, embedding=embedding, head=head, attention=attention, whole=whole
+    )
     assert cuts[0] == 0
     assert cuts[-1] == layers + 2
     assert all(a < b and (b - a) % 0.5 == 0 for a, b in pairwise(cuts))
@@ -100,20 +102,20 @@ def test_cuts_inside_blocks_are_legal_and_leave_nothing_out(
 def test_cuts_inside_blocks_balance_the_head() -> None:
     ends, ranks = (0.01, 1.3), loop_placement(4, 6)
     whole = spread_blocks(40, ranks, *ends)
-    cuts = spread_halves(40, ranks, *ends, 0.33, whole)
+    cuts = spread_halves(40, ranks, embedding=ends[0], head=ends[1], attention=0.33, whole=whole)
     mean = (40 + sum(ends)) / 4
     assert largest_work(whole, ranks, ends, 0.33) > 1.06 * mean
     assert largest_work(cuts, ranks, ends, 0.33) < 1.01 * mean
 
 
 def test_there_may_be_more_stages_than_blocks() -> None:
-    cuts = spread_halves(6, loop_placement(4, 3), 0.1, 0.5, 0.4, ())
+    cuts = spread_halves(6, loop_placement(4, 3), embedding=0.1, head=0.5, attention=0.4, whole=())
     assert len(cuts) == 13
     with pytest.raises(ValueError, match="15 stages for 12 half blocks"):
-        spread_halves(6, loop_placement(5, 3), 0.1, 0.5, 0.4, ())
+        spread_halves(6, loop_placement(5, 3), embedding=0.1, head=0.5, attention=0.4, whole=())
 
 
-def cut(cuts: tuple[float, ...]) -> Plan:
+def cut(cuts: tuple[float, ...]) -> SizedPlan:
     knobs = ZeroppKnobs(pp=2, shard=32, chunks=1, recompute="none")
     return replace(ZEROPP.size(task(), knobs, 1), cuts=cuts)
 
@@ -165,3 +167,16 @@ def test_crossings_of_the_replicas_slow_the_compute_beside_them() -> None:
     free = replace(result.price, replica_s=(0.0,) * len(result.price.replica_s))
     alone = simulate(result.plan, task().cluster, price=free)
     assert all(a < b for a, b in zip(alone.events.busy, result.events.busy, strict=True))
+
+
+@given(st.integers(1, 10), st.integers(1, 12))
+def test_cuts_are_contiguous_and_give_every_stage_a_piece(stages: int, layers: int) -> None:
+    shape = replace(task().shape, layers=layers)
+    if stages > shape.num_pieces:
+        with pytest.raises(ValueError, match="stages"):
+            balanced_cuts(shape, stages)
+        return
+    cuts = balanced_cuts(shape, stages)
+    assert cuts[0] == 0
+    assert cuts[-1] == shape.num_pieces
+    assert all(a < b for a, b in pairwise(cuts))

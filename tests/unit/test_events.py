@@ -17,7 +17,7 @@ def program(text: str) -> Program:
 
 def test_gpipe_by_hand() -> None:
     """P=2, m=3, F=1, I=2, W=1, messages 0.5: fill 1.5, work 3*(1+3), drain 0.5 + 3."""
-    cost = StageCost(1.0, 2.0, 1.0, transfer=0.5)
+    cost = StageCost(forward=1.0, backward_input=2.0, backward_weight=1.0, transfer=0.5)
     result = run(build("gpipe", num_ranks=2, chunks=1, num_microbatches=3), [cost] * 2)
     assert result.step_s == pytest.approx(1.5 + 12 + 0.5 + 3)
     assert result.busy == (12.0, 12.0)
@@ -69,7 +69,16 @@ def test_lowering_alone_adds_no_time_when_communication_is_free() -> None:
 
 
 def test_spans_cover_the_busy_time_and_never_overlap_on_a_lane() -> None:
-    costs = [StageCost(1.0, 1.5, 0.7, 0.4, 0.3, 0.2)] * 8
+    costs = [
+        StageCost(
+            forward=1.0,
+            backward_input=1.5,
+            backward_weight=0.7,
+            unshard=0.4,
+            reduce_grad=0.3,
+            transfer=0.2,
+        )
+    ] * 8
     schedule = lower(build("zeropp", num_ranks=4, chunks=2, num_microbatches=8), gather=True)
     result = run(schedule, costs)
     for rank in range(4):

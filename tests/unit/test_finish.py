@@ -233,14 +233,29 @@ def test_which_points_run_again(
 ) -> None:
     finish_attempt(attempt, ending=ending)
     runs_dir, points = attempt.parents[1], [Point(spec, None, "")]
-    assert bool(still_to_run(points, runs_dir, "measured", "", "missing")) == missing
-    assert bool(still_to_run(points, runs_dir, "measured", "", "failed")) == failed
-    assert still_to_run(points, runs_dir, "measured", "", "all") == points
-    assert still_to_run(points, runs_dir, "simulated", "", "missing") == points
+    assert (
+        bool(still_to_run(points, runs_dir, provenance="measured", variant="", rerun="missing"))
+        == missing
+    )
+    assert (
+        bool(still_to_run(points, runs_dir, provenance="measured", variant="", rerun="failed"))
+        == failed
+    )
+    assert still_to_run(points, runs_dir, provenance="measured", variant="", rerun="all") == points
+    assert (
+        still_to_run(points, runs_dir, provenance="simulated", variant="", rerun="missing")
+        == points
+    )
 
 
 def test_unreadable_records_are_named_and_skipped(attempt: Path, spec: RunSpec) -> None:
-    write_unstarted(Point(spec, None, ""), attempt.parents[1], "local", "infeasible", "why")
+    write_unstarted(
+        Point(spec, None, ""),
+        attempt.parents[1],
+        launcher="local",
+        status="infeasible",
+        reason="why",
+    )
     (attempt / "record.json").write_text('{"schema_version": 99}')
     with pytest.raises(RecordError, match=r"record.json: schema version 99"):
         read_record(attempt / "record.json")
@@ -274,17 +289,3 @@ def test_without_a_word_of_rank_0_the_launcher_s_code_stands(attempt: Path) -> N
     code = read_code()
     assert (record.git_sha, record.code_digest) == (code.sha, code.digest)
     assert record.notes == []
-
-
-def test_the_digest_follows_contents_of_python_files_and_of_conf(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.records.environment.CHECKOUT", tmp_path)
-    for name in ("zeropp/a.py", "conf/b.yaml", "results/c.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("1")
-    before = read_code(ask_git=False).digest
-    (tmp_path / "results/c.json").write_text("2")
-    assert read_code(ask_git=False).digest == before
-    (tmp_path / "conf/b.yaml").write_text("2")
-    assert read_code(ask_git=False).digest != before

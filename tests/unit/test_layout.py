@@ -13,7 +13,7 @@ from tests.unit.toy_spec import mapping
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.contender.plan import size
 from zeropp.layout import InfeasibleError, Layout
-from zeropp.plan import Plan
+from zeropp.plan import SizedPlan
 
 degree = st.integers(1, 4)
 
@@ -42,7 +42,7 @@ def request(
     return spec_from_mapping(values)
 
 
-def sized(spec: RunSpec) -> Plan:
+def sized(spec: RunSpec) -> SizedPlan:
     assert isinstance(spec.contender, ZeroppKnobs)
     return size(spec.task, spec.contender, 1)
 

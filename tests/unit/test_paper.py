@@ -83,12 +83,16 @@ def test_the_base_can_be_chosen(tmp_path: Path) -> None:
     table = paper_table(rows, "fsdp").numbers.set_index("contender")
     assert table["speedup"].to_dict() == {"zeropp": 4.0, "deepspeed_3d": 2.0, "fsdp": 1.0}
     with pytest.raises(BaseError, match="there are deepspeed_3d, fsdp, zeropp"):
-        write_one_table("paper", [tmp_path], tmp_path / "out", Options(base="magic"), QUIET)
+        write_one_table(
+            "paper", [tmp_path], out=tmp_path / "out", options=Options(base="magic"), console=QUIET
+        )
 
 
 @pytest.mark.parametrize("folder", ["demo", "claim_33"])
 def test_every_form_of_the_committed_tables(folder: str, tmp_path: Path) -> None:
-    made = write_one_table("paper", [REFERENCE / folder], tmp_path, Options(), QUIET)
+    made = write_one_table(
+        "paper", [REFERENCE / folder], out=tmp_path, options=Options(), console=QUIET
+    )
     assert {path.suffix for path in made.files} == {".csv", ".parquet", ".md", ".tex", ".html"}
     csv, parquet = pd.read_csv(tmp_path / "paper.csv"), pd.read_parquet(tmp_path / "paper.parquet")
     assert len(csv) == len(parquet) > 4
@@ -127,7 +131,9 @@ def test_latex_compiles_and_fits_the_text(tmp_path: Path) -> None:
     write_records([make_record(), make_record("fsdp", fields=odd)], tmp_path / "runs")
     texts = []
     for number, root in enumerate((REFERENCE / "claim_33", REFERENCE / "demo", tmp_path / "runs")):
-        write_one_table("paper", [root], tmp_path / str(number), Options(), QUIET)
+        write_one_table(
+            "paper", [root], out=tmp_path / str(number), options=Options(), console=QUIET
+        )
         texts.append((tmp_path / str(number) / "paper.tex").read_text())
     log = compiled(texts, tmp_path)
     assert not re.findall(r"Overfull \\hbox.*", log)

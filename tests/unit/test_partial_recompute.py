@@ -12,17 +12,23 @@ from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
 from tests.unit.simulated_task import task
 from zeropp.cost import price_plan
 from zeropp.layout import Layout
-from zeropp.plan import Candidate, Plan
-from zeropp.schedule.program import Schedule, loop_placement
+from zeropp.plan import Candidate, SizedPlan
+from zeropp.schedule.program import loop_placement, unordered
 from zeropp.sim.simulator import simulate
 
 
-def sized(program: str, recompute: str, recomputed: tuple[int, ...]) -> Plan:
+def sized(program: str, recompute: str, recomputed: tuple[int, ...]) -> SizedPlan:
     layout = Layout(pp=4, shard=16)
-    schedule = Schedule(
-        name="1f1b", num_microbatches=8, unit=8, stage_rank=loop_placement(4, 1), programs=()
+    plan = SizedPlan(
+        contender=program,
+        shape=task().shape,
+        layout=layout,
+        microbatch_size=1,
+        schedule=unordered("1f1b", loop_placement(4, 1), 8),
+        cuts=(0, 11, 21, 31, 42),
+        program=program,
+        precision="bf16",
     )
-    plan = Plan(program, task().shape, layout, 1, schedule, (0, 11, 21, 31, 42), program, "bf16")
     return replace(plan, recompute=recompute, recomputed=recomputed)  # type: ignore[arg-type]
 
 

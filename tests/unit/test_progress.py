@@ -29,7 +29,9 @@ def printed(monkeypatch: pytest.MonkeyPatch, runs_dir: Path, *, terminal: bool) 
     progress.announce([POINT] * 3, [POINT], "simulate")
     with progress.SweepProgress(1) as bar:
         bar.update(POINT, "warmup 0: loss 5.5880, 0.41 s, and much more than fits on the line")
-        record = write_unstarted(POINT, runs_dir, "local", "failed", "no [such] luck " * 9)
+        record = write_unstarted(
+            POINT, runs_dir, launcher="local", status="failed", reason="no [such] luck " * 9
+        )
         bar.finished(record)
     return out.getvalue()
 

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
-from rich.console import Console
 
-from benchmarks.report import style
 from benchmarks.report.__main__ import main
-from benchmarks.report.breakdown import memory_breakdown
-from benchmarks.report.compare import compare, write_comparison
 from benchmarks.report.evidence import evidence_distances
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame, notes_of
 from benchmarks.report.headline import headline_table
@@ -27,33 +21,11 @@ from benchmarks.report.published import (
     published_figure,
     published_table,
 )
-from benchmarks.report.scaling import scaling_curves
 from benchmarks.report.speedup_map import speedup_maps
-from benchmarks.report.step_timelines import step_timelines, write_traces
-from benchmarks.report.table import Table
 from benchmarks.report.tables import comparison_tables, speedup_table, throughput_table
 from benchmarks.report.write import Options, write_report
+from tests.unit.report_frames import QUIET, column, failed, frame_of
 from tests.unit.synthetic_records import make_record, write_records
-
-QUIET = Console(quiet=True)
-
-
-def frame_of(*records: object, root: Path) -> pd.DataFrame:
-    write_records(list(records), root)  # type: ignore[arg-type]
-    frame, skipped = load_frame([root])
-    assert skipped == []
-    return frame
-
-
-def column(table: Table, head: str) -> list[str]:
-    """A column of a table as people read it, top to bottom."""
-    grid = table.grid()
-    index = grid.heads.index(head)
-    return [row[index].text for row in grid.rows]
-
-
-def failed(status: str, reason: str) -> dict[str, object]:
-    return {"status": status, "reason": reason, "step_s": [], "spans": []}
 
 
 def test_throughput_is_the_formula(tmp_path: Path) -> None:
@@ -184,62 +156,6 @@ def test_published_distances_stand_beside_simulated_records(tmp_path: Path) -> N
     assert len(picture.figure.axes) == 2
 
 
-def test_traced_memory_is_broken_down_by_kind(tmp_path: Path) -> None:
-    ranks = [{"parameters": 2**20, "activations": 2**21}, {"parameters": 2**20, "activations": 0}]
-    traced = make_record(
-        provenance="traced",
-        attempt="trace-1",
-        fields={"step_s": [], "plan": {}, "predicted": {"peak_bytes": 3 * 2**20, "memory": ranks}},
-    )
-    (picture,) = memory_breakdown(latest_ok(frame_of(traced, root=tmp_path)))
-    assert picture.caption.startswith("Traced memory")
-    bars: list[Any] = list(picture.figure.axes[0].patches)
-    heights = [bar.get_height() * 2**10 for bar in bars]
-    assert heights == [1.0, 2.0]
-
-
-def test_every_kind_of_evidence_has_its_timelines(tmp_path: Path) -> None:
-    records = [make_record("zeropp", num_gpus=n) for n in (4, 8, 16, 32, 64)]
-    records.append(make_record(provenance="simulated", attempt="simulate-1", step_s=[0.1]))
-    rows = latest_ok(frame_of(*records, root=tmp_path))
-    for every, measured in {False: 1, True: 5}.items():
-        names = [picture.name for picture in step_timelines(rows, every=every)]
-        assert sum("measured" in name for name in names) == measured
-        assert sum("simulated" in name for name in names) == 1
-
-
-def test_names_at_curve_ends_do_not_cover_each_other() -> None:
-    _, (axis,) = style.panels(1)
-    axis.plot([1, 2], [0, 100])
-    low, high = axis.get_ylim()
-    style.label_ends(axis, [(2, 50.0, name, "black") for name in "abcd"] + [(2, 99, "e", "black")])
-    places = sorted(text.get_position()[1] for text in axis.texts)
-    assert all(b - a > 0.07 * (high - low) for a, b in pairwise(places))
-    assert places[0] >= low
-
-
-def test_traces_give_every_lane_of_every_rank_its_own_thread(tmp_path: Path) -> None:
-    rows = latest_ok(frame_of(make_record(), root=tmp_path))
-    (path,) = write_traces(rows, tmp_path)
-    events = json.loads(path.read_text())["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
-    assert len(slices) == len(make_record().spans)
-    assert {type(event[key]) for event in slices for key in ("ts", "dur")} == {float}
-    names = {
-        event["tid"]: event["args"]["name"]
-        for event in events
-        if "tid" in event and event["ph"] == "M"
-    }
-    assert all(names[event["tid"]] == event["cat"] for event in slices)
-    processes = {event["tid"]: event["pid"] for event in slices}
-    assert all(processes[event["tid"]] == event["pid"] for event in slices)
-    assert 0 not in processes
-    ends: dict[int, float] = {}
-    for event in sorted(slices, key=lambda event: (event["tid"], event["ts"])):
-        assert event["ts"] >= ends.get(event["tid"], 0.0) - 1e-6  # none lies across another
-        ends[event["tid"]] = event["ts"] + event["dur"]
-
-
 def test_speedup_takes_the_fastest_configuration_and_a_mean_over_cells(tmp_path: Path) -> None:
     records = []
     for gpus in (4, 8):
@@ -291,20 +207,6 @@ def test_distance_between_kinds_of_evidence(tmp_path: Path) -> None:
     assert distances.loc["peak memory [GiB]", "reference_kind"] == "measured (resident)"
 
 
-def test_figures_have_units_and_a_zero_baseline(tmp_path: Path) -> None:
-    contenders = ("zeropp", "deepspeed_3d", "torch_pp")
-    records = [make_record(c, num_gpus=n) for c in contenders for n in (4, 8)]
-    rows = latest_ok(frame_of(*records, root=tmp_path))
-    strong, *_ = list(scaling_curves(rows))
-    assert {axis.get_ylabel() for axis in strong.figure.axes} == {"tokens/s", "efficiency [%]"}
-    (stacks,) = memory_breakdown(rows)
-    assert stacks.figure.axes[0].get_ylim()[0] == 0
-    assert [picture.name for picture in speedup_maps(rows)] == [
-        "speedup_zeropp_measured_cpu_gloo",
-        "speedup_torch_pp_measured_cpu_gloo",
-    ]
-
-
 def test_write_report_leaves_tables_figures_page_and_traces(tmp_path: Path) -> None:
     records = [make_record(c) for c in ("zeropp", "deepspeed_3d")]
     records.append(make_record("zeropp", num_gpus=8))
@@ -341,48 +243,6 @@ def test_report_of_failures_alone(tmp_path: Path) -> None:
 def test_no_records_is_no_report(tmp_path: Path) -> None:
     assert write_report([tmp_path], tmp_path / "out", QUIET).files == []
     assert not (tmp_path / "out").exists()
-
-
-def test_compare_says_what_changed_beyond_noise(tmp_path: Path) -> None:
-    def steps(base: float, wobble: float = 0.01) -> list[float]:
-        return [base * (1 + wobble * (i % 3)) for i in range(9)]
-
-    before = [
-        make_record("zeropp", step_s=steps(1.0)),
-        make_record("deepspeed_3d", step_s=steps(1.0)),
-        make_record("torch_pp", step_s=steps(1.0)),
-        make_record("fsdp", step_s=steps(1.0)),
-        make_record("zeropp", num_gpus=8, step_s=steps(1.0)),
-    ]
-    after = [
-        make_record("zeropp", step_s=steps(0.8)),
-        make_record("deepspeed_3d", step_s=steps(1.3)),
-        make_record("torch_pp", step_s=steps(1.005)),
-        make_record("fsdp", fields=failed("oom", "rank 0: out of memory")),
-    ]
-    old = latest_ok(frame_of(*before, root=tmp_path / "a"))
-    new = latest_ok(frame_of(*after, root=tmp_path / "b"))
-    changes = compare(old, new)
-    verdicts = {(r.contender, r.num_gpus): r.verdict for r in changes.itertuples()}
-    assert verdicts == {
-        ("zeropp", 4): "faster",
-        ("deepspeed_3d", 4): "slower",
-        ("torch_pp", 4): "no difference shown",
-        ("fsdp", 4): "ok -> oom",
-        ("zeropp", 8): "only before",
-    }
-    made = write_comparison([tmp_path / "a"], [tmp_path / "b"], tmp_path / "out", QUIET)
-    assert {"comparison.png", "comparison.csv"} <= {path.name for path in made.files}
-    assert made.slower == 1
-
-
-def test_compare_across_clusters_leaves_the_cluster_out(tmp_path: Path) -> None:
-    record = make_record("zeropp")
-    elsewhere = {**record.spec, "cluster": {**record.spec["cluster"], "name": "other"}}
-    old = latest_ok(frame_of(record, root=tmp_path / "a"))
-    there = make_record("zeropp", fields={"spec": elsewhere})
-    new = latest_ok(frame_of(there, root=tmp_path / "b"))
-    assert list(compare(old, new)["verdict"]) == ["no difference shown"]
 
 
 def test_best_configuration_of_nothing_is_nothing(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.unbuffered_run import UnbufferedRun
 from zeropp.schedule import GENERATORS, ScheduleError, build, lower, validate
 from zeropp.schedule.action import Action, Op, parse_action
 from zeropp.schedule.event_loop import run
@@ -67,8 +68,13 @@ def any_schedule(draw: st.DrawFn) -> Schedule:
 
 @st.composite
 def costs_of(draw: st.DrawFn, stages: int) -> list[StageCost]:
+    compute = ("forward", "backward_input", "backward_weight")
+    beside = ("unshard", "reduce_grad", "transfer")
     return [
-        StageCost(*(draw(duration) for _ in range(3)), *(draw(duration) / 4 for _ in range(3)))
+        StageCost(
+            **{name: draw(duration) for name in compute},
+            **{name: draw(duration) / 4 for name in beside},
+        )
         for _ in range(stages)
     ]
 
@@ -227,50 +233,7 @@ def test_what_is_no_action_is_refused(text: str) -> None:
 def test_no_deadlock_even_if_a_send_blocks_until_its_receive_is_posted(schedule: Schedule) -> None:
     """No buffers at all. Each rank's next step is enabled or not whatever the others' speed, and
     stays enabled once it is, so one run without deadlock proves it for any timing."""
-    lowered = lower(schedule, gather=True)
-    left = [deque(program) for program in lowered.programs]
-    posted: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    sent: dict[tuple[int, int], int] = Counter()
-    done: set[tuple[int, bool, int | None]] = set()
-    ranks = lowered.stage_rank
-    local = {(s, s + 1) for s in range(len(ranks) - 1) if ranks[s] == ranks[s + 1]}
-
-    def enabled(rank: int, action: Action) -> bool:
-        stage, j = action.stage, action.microbatch
-        if action.op in (Op.SEND_F, Op.SEND_B):
-            forward = action.op is Op.SEND_F
-            target = stage + (1 if forward else -1)
-            channel = (rank, lowered.stage_rank[target])
-            if len(posted[channel]) == sent[channel]:
-                return False
-            assert posted[channel][sent[channel]] == Action(
-                target, Op.RECV_F if forward else Op.RECV_B, j
-            ), "a channel's receives are in the order of its sends"
-            sent[channel] += 1
-            done.add((target, forward, j))
-        elif action.op in (Op.RECV_F, Op.RECV_B):
-            source = stage + (-1 if action.op is Op.RECV_F else 1)
-            posted[lowered.stage_rank[source], rank].append(action)
-        elif action.op is Op.FORWARD:
-            if stage and (stage, True, j) not in done:
-                return False
-            if (stage, stage + 1) in local:
-                done.add((stage + 1, True, j))
-        elif action.op in (Op.BACKWARD_INPUT, Op.FULL_BACKWARD):
-            if stage + 1 < lowered.num_stages and (stage, False, j) not in done:
-                return False
-            if (stage - 1, stage) in local:
-                done.add((stage - 1, False, j))
-        return True
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in enumerate(left):
-            while program and enabled(rank, program[0]):
-                program.popleft()
-                moved = True
-    assert not any(left), [program[0] for program in left if program]
+    assert UnbufferedRun(lower(schedule, gather=True)).stuck() == []
 
 
 @pytest.mark.parametrize("name", GENERATORS)

@@ -69,7 +69,11 @@ def zeropp_plan(pp: int, m: int, unit: int, **knobs: object) -> Plan:
 
 def test_1f1b_takes_m_plus_p_minus_1_slots() -> None:
     plan = one_f_one_b(4, 8)
-    result = simulate(plan, task().cluster, price=flat_price(plan, StageCost(1.0, 1.0, 1.0)))
+    result = simulate(
+        plan,
+        task().cluster,
+        price=flat_price(plan, StageCost(forward=1.0, backward_input=1.0, backward_weight=1.0)),
+    )
     assert result.step_s == pytest.approx((8 + 4 - 1) * 3.0)
     assert result.bubble == pytest.approx(3 / 11)
 
@@ -78,7 +82,7 @@ def test_what_follows_the_last_microbatch_is_added() -> None:
     plan = one_f_one_b(4, 8)
     price = flat_price(
         plan,
-        StageCost(1.0, 1.0, 1.0),
+        StageCost(forward=1.0, backward_input=1.0, backward_weight=1.0),
         replica_s=(0.5,) * 4,
         finish_s=(0.25,) * 4,
         gather_updated_s=(0.125,) * 4,
@@ -94,15 +98,15 @@ def test_what_follows_the_last_microbatch_is_added() -> None:
 
 def test_traced_durations_replace_the_models() -> None:
     plan = one_f_one_b(4, 8)
-    price = flat_price(plan, StageCost(1.0, 1.0, 1.0))
-    traced = [StageCost(2.0, 2.0, 2.0)] * 4
+    price = flat_price(plan, StageCost(forward=1.0, backward_input=1.0, backward_weight=1.0))
+    traced = [StageCost(forward=2.0, backward_input=2.0, backward_weight=2.0)] * 4
     result = simulate(plan, task().cluster, price=price, costs=traced)
     assert result.step_s == pytest.approx(66.0)
 
 
 def test_collectives_beside_compute_slow_it() -> None:
     plan = zeropp_plan(2, 8, 2)
-    cost = StageCost(1.0, 1.0, 1.0, unshard=0.01)
+    cost = StageCost(forward=1.0, backward_input=1.0, backward_weight=1.0, unshard=0.01)
     plain = simulate(plan, task().cluster, price=flat_price(plan, cost))
     slowed = simulate(plan, task().cluster, price=flat_price(plan, cost, overlap_slowdown=0.5))
     gathers = sum(str(a).endswith("UNSHARD") for a in plan.schedule.programs[0]) / 2
@@ -139,7 +143,15 @@ def calls_to_simulate(microbatches: int) -> tuple[int, int]:
     schedule = build("zeropp", num_ranks=8, chunks=4, num_microbatches=microbatches)
     lowered = lower(schedule, gather=True)
     layout = Layout(pp=8, chunks=4, shard=8)
-    plan = Plan("zeropp", task().shape, layout, 1, lowered, tuple(range(33)), "zeropp")
+    plan = Plan(
+        contender="zeropp",
+        shape=task().shape,
+        layout=layout,
+        microbatch_size=1,
+        schedule=lowered,
+        cuts=tuple(range(33)),
+        program="zeropp",
+    )
     price = flat_price(plan, StageCost(transfer=0.05, unshard=0.5, reduce_grad=0.5))
     calls = 0
 

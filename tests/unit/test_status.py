@@ -26,7 +26,9 @@ def test_a_line_a_point_and_only_columns_with_something_in_them(
 ) -> None:
     spec = spec_from_mapping(mapping())
     reason = "contender.pp=3: " + "a long reason, " * 9
-    write_unstarted(Point(spec, None), tmp_path, "local", "infeasible", reason)
+    write_unstarted(
+        Point(spec, None), tmp_path, launcher="local", status="infeasible", reason=reason
+    )
     heading, row, counts = printed(tmp_path, monkeypatch, capsys)
     assert heading.split() == ["point", "state", "detail"]
     assert row.split()[:2] == [spec.spec_id, "infeasible"]
@@ -44,7 +46,9 @@ def test_an_attempt_that_is_under_way_counts_before_one_that_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = spec_from_mapping(mapping())
-    write_unstarted(Point(spec, None), tmp_path, "slurm", "failed", "not submitted")
+    write_unstarted(
+        Point(spec, None), tmp_path, launcher="slurm", status="failed", reason="not submitted"
+    )
     attempt_directory(spec, tmp_path, "local")
     _, row, counts = printed(tmp_path, monkeypatch, capsys)
     assert row.split()[:3] == [spec.spec_id, "running", "starting"]

@@ -116,17 +116,32 @@ def test_the_launcher_prices_with_traced_compute(tmp_path: Path) -> None:
     assert record.predicted["compute_from"] == source.record_id
     assert record.predicted["memory"] == plain.predicted["memory"]
     assert record.step_s[0] > max(COMPUTE.values()) > plain.step_s[0]
-    assert not still_to_run([ZEROPP], tmp_path, "simulated", "traced compute", "missing")
-    assert not still_to_run([ZEROPP], tmp_path, "traced", "real tensors", "missing")
-    assert still_to_run([ZEROPP], tmp_path, "traced", "", "missing") == [ZEROPP]
+    assert not still_to_run(
+        [ZEROPP], tmp_path, provenance="simulated", variant="traced compute", rerun="missing"
+    )
+    assert not still_to_run(
+        [ZEROPP], tmp_path, provenance="traced", variant="real tensors", rerun="missing"
+    )
+    assert still_to_run([ZEROPP], tmp_path, provenance="traced", variant="", rerun="missing") == [
+        ZEROPP
+    ]
 
 
 def test_an_infeasible_point_of_a_sweep_stops_nothing(tmp_path: Path) -> None:
     infeasible = Point(ZEROPP.spec, None, "no plan")
     launcher.check([infeasible], replace(OPTIONS, traced_runs=str(tmp_path)))
     variant = OPTIONS.variant
-    write_unstarted(infeasible, tmp_path, "simulate", "infeasible", "no plan", variant=variant)
-    assert not still_to_run([infeasible], tmp_path, "simulated", variant, "missing")
+    write_unstarted(
+        infeasible,
+        tmp_path,
+        launcher="simulate",
+        status="infeasible",
+        reason="no plan",
+        variant=variant,
+    )
+    assert not still_to_run(
+        [infeasible], tmp_path, provenance="simulated", variant=variant, rerun="missing"
+    )
 
 
 def test_a_trace_of_another_plan_is_not_taken(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from zeropp.literals import Auto, Placement, Recompute, ReduceEvery, StageStyle,
 from zeropp.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ZeroppKnobs:
     """Settings of ZeroPP. A knob that is ``auto`` is chosen by the tuner, or by a simple rule where
     the cluster has no prices (CPUs).

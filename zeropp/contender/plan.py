@@ -10,7 +10,7 @@ from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import PlanPrice, cut_by_cost
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import StageStyle, if_auto
-from zeropp.plan import Plan, Task
+from zeropp.plan import Plan, SizedPlan, Task
 from zeropp.planner.degrees import (
     check_split_blocks,
     check_stages,
@@ -24,8 +24,8 @@ from zeropp.schedule.program import place_stages, unordered
 from zeropp.schedule.zeropp_order import cap_needs, default_cap, default_unit, smallest_cap
 
 
-def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
-    """A plan of PP x ZeRO-3 (x replicas): every size is set, the programs are empty.
+def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
+    """A plan of PP x ZeRO-3 (x replicas), with all sizes but without an order of actions.
 
     Simple rules for what is ``auto``: one pipeline rank per node, two chunks per rank, units of as
     many microbatches as there are pipeline ranks, and a cap of all chunk-activations of a unit.
@@ -39,7 +39,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
     unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
     cap = if_auto(knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
     placement = place_stages(style, layout.pp, layout.chunks)
-    plan = Plan(
+    plan = SizedPlan(
         contender="zeropp",
         shape=task.shape,
         layout=layout,
@@ -64,7 +64,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> Plan:
     return replace(plan, cuts=cut_by_cost(plan, task.cluster, split_blocks=split_blocks))
 
 
-def order(plan: Plan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Plan]:
+def order(plan: SizedPlan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Plan]:
     """The plan in the order for equally long actions, then in those planned with the durations of
     its ``price``. A cap that is given in GiB is set here, where the price tells its bytes."""
     if knobs.activation_cap_gib != "auto":
@@ -85,20 +85,20 @@ def _layout(task: Task, knobs: ZeroppKnobs, *, split_blocks: bool) -> Layout:
     return layout
 
 
-def _check_cap(plan: Plan) -> None:
+def _check_cap(plan: SizedPlan) -> None:
     smallest, needs = _smallest_cap(plan)
     if plan.activation_cap < smallest:
         raise InfeasibleError(f"contender.activation_cap={plan.activation_cap}: {needs}")
 
 
-def _smallest_cap(plan: Plan) -> tuple[int, str]:
+def _smallest_cap(plan: SizedPlan) -> tuple[int, str]:
     """(the fewest chunk-activations with which a unit can run, a message that says so)."""
     unit, chunks, style = plan.schedule.unit, plan.layout.chunks, plan.stage_style
     smallest = smallest_cap(style, chunks, plan.num_microbatches, unit)
     return smallest, cap_needs(style, chunks, unit, smallest)
 
 
-def _cap_by_size(plan: Plan, price: PlanPrice, cap_gib: float) -> int:
+def _cap_by_size(plan: SizedPlan, price: PlanPrice, cap_gib: float) -> int:
     """The cap as a number of chunk-activations: how many of the largest chunk's fit ``cap_gib``."""
     gib = max(max(m.activations, m.deferred) for m in price.memory) / 2**30
     cap = min(int(cap_gib // gib), plan.num_microbatches * plan.layout.chunks)

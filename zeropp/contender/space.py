@@ -8,7 +8,7 @@ from itertools import product
 
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.literals import Auto, Recompute, ReduceEvery, StageStyle, if_auto
-from zeropp.plan import Plan
+from zeropp.plan import SizedPlan
 from zeropp.schedule.zeropp_order import smallest_cap
 from zeropp.tune.space import (
     Point,
@@ -71,7 +71,7 @@ def _stages(asked: ZeroppKnobs, most: int) -> Iterator[tuple[int, StageStyle]]:
             yield chunks, style
 
 
-def members(asked: ZeroppKnobs, family: ZeroppKnobs, plan: Plan) -> Iterator[ZeroppKnobs]:
+def members(asked: ZeroppKnobs, family: ZeroppKnobs, plan: SizedPlan) -> Iterator[ZeroppKnobs]:
     """A family's knobs with every unit, activation cap and choice of when gradients are reduced,
     those with the least memory first."""
     m = plan.num_microbatches
@@ -94,7 +94,7 @@ def _units(pp: int, m: int) -> list[int]:
     return sorted({min(m, max(1, int(pp * factor))) for factor in _UNITS} | {m})
 
 
-def _caps(asked: ZeroppKnobs, unit: int, plan: Plan) -> tuple[int | Auto, ...]:
+def _caps(asked: ZeroppKnobs, unit: int, plan: SizedPlan) -> tuple[int | Auto, ...]:
     """Activation caps to try, in chunk-activations, ascending."""
     if asked.activation_cap_gib != "auto":
         return ("auto",)

@@ -44,14 +44,14 @@ def build_engine(
         pieces,
         plan.schedule,
         layout,
-        cross_entropy,
-        lambda _: [TensorShape(size, dtype)],  # the same between all stages
-        optimizer,
-        device,
-        EngineOptions(
-            plan.precision,
-            plan.recompute,
-            plan.replicate_every,
+        loss_function=cross_entropy,
+        boundary=lambda _: [TensorShape(size, dtype)],  # the same between all stages
+        optimizer=optimizer,
+        device=device,
+        options=EngineOptions(
+            precision=plan.precision,
+            recompute=plan.recompute,
+            replicate_every=plan.replicate_every,
             tied=((0, "tokens.weight"), (last, "output.weight")) if shape.tied_embeddings else None,
             reduce_dtype=plan.reduce_dtype,
             dropout_seed=seed if shape.dropout else None,
@@ -72,9 +72,15 @@ def pieces_of(plan: Plan, stage: int, seed: int, device: torch.device) -> Iterat
     shape = plan.shape
     for index in plan.pieces_of(stage):
         is_block = 0 < index < shape.num_pieces - 1
-        yield Piece(index, stage, build_piece(shape, index, seed, device), is_block)
+        yield Piece(index, stage, build_piece(shape, index, seed, device), deferrable=is_block)
     for index, half in plan.halves_of(stage):
-        yield Piece(index, stage, build_half(shape, index, half, seed, device), True, half=True)
+        yield Piece(
+            index,
+            stage,
+            build_half(shape, index, half, seed=seed, device=device),
+            deferrable=True,
+            half=True,
+        )
 
 
 class ZeroppTrainer:

@@ -1,9 +1,10 @@
 """The cost model: FLOPs, bytes, durations and memory; all formulas are here. Imports no torch.
 
-In: a Plan and a Cluster. Out: ``price_plan`` gives everything that the simulator needs: the seconds
-of every stage's forward, backward, gathers, reductions and transfers, the seconds after the last
-microbatch, and bytes by kind. ``compute_limit`` gives the throughput of the model's kernels alone,
-with which every plan is compared. ``model_flops_per_token`` is what MFU counts.
+In: a SizedPlan (or a Plan, which is one) and a Cluster. Out: ``price_plan`` gives everything that
+the simulator needs: the seconds of every stage's forward, backward, gathers, reductions and
+transfers, the seconds after the last microbatch, and bytes by kind. ``compute_limit`` gives the
+throughput of the model's kernels alone, with which every plan is compared.
+``model_flops_per_token`` is what MFU counts.
 
 Read in this order, from the smallest formula to the whole price:
 
@@ -12,7 +13,8 @@ Read in this order, from the smallest formula to the whole price:
 * ``blocks``: seconds of one block's forward, input gradient and weight gradient.
 * ``compute_limit``: tokens per second and GPU if only those kernels took time.
 * ``collectives``: seconds of collectives and messages between the ranks of a layout.
-* ``activations`` and ``stage_memory``: bytes of a microbatch's tensors, and of one stage.
+* ``activations``, ``state_memory`` and ``stage_memory``: bytes of a microbatch's tensors, of a
+  stage's parameters and gradients, and of the whole stage.
 * ``cuts``: stages of equal work.
 * ``tensor_parallel`` and ``data_parallel``: what a stage's parallelism adds to its kernels.
 * ``stage_costs``: ``price_plan``, which puts them together; ``plan_price`` is its result's type.

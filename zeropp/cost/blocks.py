@@ -90,7 +90,9 @@ def piece_times(work: Work, forward_tp: float, backward_tp: float) -> PieceTimes
     of a block's tensor-parallel collectives, without those of recomputation."""
     kernels = _block_kernels(work)
     whole = _block(work, kernels, forward_tp, backward_tp)
-    attention = _attention_half(work, kernels, whole, forward_tp, backward_tp)
+    attention = _attention_half(
+        work, kernels, whole, forward_tp=forward_tp, backward_tp=backward_tp
+    )
     mlp = PassTimes(
         whole.forward - attention.forward,
         whole.backward_input - attention.backward_input,
@@ -118,9 +120,9 @@ def _block_kernels(work: Work) -> _Kernels:
     device, precision, tokens = work.device, work.precision, work.tokens
     parameters = piece_parameters(work.shape, 1) / work.tp
     return _Kernels(
-        products=[matmul_s(device, precision, tokens, k, n) for k, n in linears(work)],
-        transposed=[matmul_s(device, precision, tokens, n, k) for k, n in linears(work)],
-        weights=[matmul_s(device, precision, k, tokens, n) for k, n in linears(work)],
+        products=[matmul_s(device, precision, m=tokens, k=k, n=n) for k, n in linears(work)],
+        transposed=[matmul_s(device, precision, m=tokens, k=n, n=k) for k, n in linears(work)],
+        weights=[matmul_s(device, precision, m=k, k=tokens, n=n) for k, n in linears(work)],
         attention=attention_s(work),
         attention_backward=attention_backward_s(work),
         elementwise=stream_s(device, block_traffic(work), kernels=12),
@@ -143,7 +145,7 @@ def _block(work: Work, kernels: _Kernels, forward_tp: float, backward_tp: float)
 
 
 def _attention_half(
-    work: Work, kernels: _Kernels, block: PassTimes, forward_tp: float, backward_tp: float
+    work: Work, kernels: _Kernels, block: PassTimes, *, forward_tp: float, backward_tp: float
 ) -> PassTimes:
     """A block's attention: the part of the block that its kernels are of all kernels
     (recomputation aside, for a block that is cut inside has none)."""
@@ -218,8 +220,8 @@ def _fused_products_s(work: Work) -> float:
 def _unfused_products_s(work: Work) -> float:
     seq, width = work.shape.seq, work.shape.head_dim
     batch = _scores(work) // seq**2
-    scores_s = matmul_s(work.device, work.precision, seq, width, seq, batch)
-    return scores_s + matmul_s(work.device, work.precision, seq, seq, width, batch)
+    scores_s = matmul_s(work.device, work.precision, m=seq, k=width, n=seq, batch=batch)
+    return scores_s + matmul_s(work.device, work.precision, m=seq, k=seq, n=width, batch=batch)
 
 
 def block_traffic(work: Work) -> float:
@@ -270,8 +272,8 @@ def _head(work: Work) -> PassTimes:
     vocab = shape.vocab if split == 1 else -(-shape.vocab // (128 * split)) * 128  # padded
     norm = stream_s(device, 2 * tokens * h * e, kernels=2)
     loss = stream_s(device, tokens * vocab * (e + 4 + 4 + 4), kernels=4)
-    forward = matmul_s(device, precision, tokens, h, vocab) + norm + loss
-    backward = matmul_s(device, precision, tokens, vocab, h) + norm + loss
+    forward = matmul_s(device, precision, m=tokens, k=h, n=vocab) + norm + loss
+    backward = matmul_s(device, precision, m=tokens, k=vocab, n=h) + norm + loss
     moved = accumulation_bytes(work) * h * vocab
-    weight = matmul_s(device, precision, h, tokens, vocab) + stream_s(device, moved)
+    weight = matmul_s(device, precision, m=h, k=tokens, n=vocab) + stream_s(device, moved)
     return PassTimes(forward, backward, weight)

@@ -80,7 +80,7 @@ def all_reduce_s(cluster: Cluster, group: Group, total: float) -> float:
     return _start(cluster, group) + min(ring, tree) + 2 * _moved(group, total) / gain
 
 
-def transfer_s(cluster: Cluster, layout: Layout, source: int, target: int, size: float) -> float:
+def transfer_s(cluster: Cluster, layout: Layout, *, source: int, target: int, size: float) -> float:
     """Seconds of a message of ``size`` bytes between two pipeline ranks, while all ranks of a node
     send theirs."""
     if source == target:

@@ -22,13 +22,13 @@ from zeropp.cost.tensor_parallel import tensor_times
 from zeropp.programs import Program
 
 if TYPE_CHECKING:
-    from zeropp.plan import Plan
+    from zeropp.plan import SizedPlan
 
 _WORTH = 0.01  # the least gain, in blocks, for which cuts inside blocks are taken
 
 
 def cut_by_cost(
-    plan: Plan, cluster: Cluster, program: Program | None = None, *, split_blocks: bool = False
+    plan: SizedPlan, cluster: Cluster, program: Program | None = None, *, split_blocks: bool = False
 ) -> tuple[float, ...]:
     """The cuts of a plan's model by the times of its pieces (embedding, blocks, head) on the
     cluster: forward, input gradient and weight gradient of one microbatch.
@@ -48,9 +48,13 @@ def cut_by_cost(
         return spread_blocks(layers, ranks, embedding, head)
     attention = round(times.attention.total / block, 2)
     if len(ranks) > layers + 2:
-        return spread_halves(layers, ranks, embedding, head, attention, ())
+        return spread_halves(
+            layers, ranks, embedding=embedding, head=head, attention=attention, whole=()
+        )
     whole = spread_blocks(layers, ranks, embedding, head)
-    halves = spread_halves(layers, ranks, embedding, head, attention, whole)
+    halves = spread_halves(
+        layers, ranks, embedding=embedding, head=head, attention=attention, whole=whole
+    )
     most = partial(largest_work, ranks=ranks, ends=(embedding, head), attention=attention)
     return halves if most(halves) < most(whole) - _WORTH else whole
 

@@ -13,24 +13,24 @@ from zeropp.cost.blocks import TENSORS, Work
 from zeropp.cost.collectives import Group, all_reduce_s, axis_stride, gather_s, group, group_of
 from zeropp.cost.flops import half_parameters, linear_weights, piece_parameters
 from zeropp.cost.kernels import element_bytes, stream_s
-from zeropp.cost.stage_memory import optimizer_shards, sends_compute_type, zero1_ranks
+from zeropp.cost.state_memory import optimizer_shards, sends_compute_type, zero1_ranks
 from zeropp.programs import Program
 from zeropp.schedule.program import StageCost
 
 if TYPE_CHECKING:
-    from zeropp.plan import Plan
+    from zeropp.plan import SizedPlan
 
 _FP32 = 4
 _ADD = 3 * _FP32  # bytes to add one fp32 number to another: read both, write the sum
 _CAST = _FP32 + 2  # bytes to read an fp32 number and to write a 16-bit one
 
 
-def stage_parameters(plan: Plan, stage: int) -> float:
+def stage_parameters(plan: SizedPlan, stage: int) -> float:
     """Parameters of a stage on one rank, without ZeRO."""
     return sum(_pieces(plan, stage))
 
 
-def collectives_of(plan: Plan, program: Program, stage: int) -> list[float]:
+def collectives_of(plan: SizedPlan, program: Program, stage: int) -> list[float]:
     """The parameters (on one rank, without ZeRO) that each collective of a stage moves: one
     collective per piece, or per flat buffer of a chunk. ZeroPP's engine has one buffer for weights
     whose gradients may be delayed, one for other parameters, and one for a parameter that two
@@ -47,14 +47,14 @@ def collectives_of(plan: Plan, program: Program, stage: int) -> list[float]:
     return [size for size in (weights, rest, *[float(shared)] * len(ends)) if size]
 
 
-def _pieces(plan: Plan, stage: int) -> list[float]:
+def _pieces(plan: SizedPlan, stage: int) -> list[float]:
     """Parameters of a stage's pieces and halves of blocks on one rank."""
     whole = [piece_parameters(plan.shape, piece) for piece in plan.pieces_of(stage)]
     halves = [half_parameters(plan.shape, half) for _, half in plan.halves_of(stage)]
     return [size / plan.layout.tp for size in whole + halves]
 
 
-def shard_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
+def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
     """Seconds of a stage's gather and reduction, by the fields of StageCost.
 
     They include what runs on the streams of these collectives: shards are cast before their gather,
@@ -86,7 +86,9 @@ def shard_s(plan: Plan, cluster: Cluster, work: Work, stage: int) -> dict[str, f
     return seconds
 
 
-def _summing_s(plan: Plan, work: Work, sizes: list[float], part: float, *, several: bool) -> float:
+def _summing_s(
+    plan: SizedPlan, work: Work, sizes: list[float], part: float, *, several: bool
+) -> float:
     """Seconds that a reduction of ``sizes`` gradients, of which ``part`` stays on a rank, takes in
     addition: to cast them if they are sent in 16 bits, and to add the part to that of earlier
     reductions if there are ``several``."""
@@ -96,13 +98,15 @@ def _summing_s(plan: Plan, work: Work, sizes: list[float], part: float, *, sever
     return stream_s(work.device, moved, len(sizes)) if moved else 0.0
 
 
-def sent_bytes(plan: Plan, program: Program) -> int:
+def sent_bytes(plan: SizedPlan, program: Program) -> int:
     """Bytes per gradient that a reduction sends, by the program or by the plan's
     ``reduce_dtype``."""
     return 2 if plan.reduce_dtype == "bf16" else program.state(plan.precision).reduced
 
 
-def replica_s(plan: Plan, cluster: Cluster, work: Work, stage: int, cost: StageCost) -> float:
+def replica_s(
+    plan: SizedPlan, cluster: Cluster, work: Work, *, stage: int, cost: StageCost
+) -> float:
     """Exposed seconds of the reduction of a stage's gradients over the replicas."""
     replicas = group_of(cluster, plan.layout, "replicate")
     if replicas.size == 1:
@@ -133,7 +137,7 @@ def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
 
 
 def gather_updated_s(
-    plan: Plan, cluster: Cluster, work: Work, stages: list[int], parameters: float
+    plan: SizedPlan, cluster: Cluster, work: Work, *, stages: list[int], parameters: float
 ) -> float:
     """Exposed seconds in which ZeRO-1 gathers updated parameters of a rank over the replicas."""
     program = work.program
@@ -164,7 +168,7 @@ def gather_updated_s(
 
 
 def finish_s(
-    plan: Plan, cluster: Cluster, work: Work, pipeline_rank: int, parameters: float
+    plan: SizedPlan, cluster: Cluster, work: Work, *, pipeline_rank: int, parameters: float
 ) -> float:
     """Seconds of the optimizer step, the tied embedding's all-reduce and host work. Adam reads the
     gradient, the master weight and two moments, and writes all but the gradient; unscaling reads
@@ -179,7 +183,7 @@ def finish_s(
     return seconds
 
 
-def _ends(plan: Plan, cluster: Cluster) -> Group:
+def _ends(plan: SizedPlan, cluster: Cluster) -> Group:
     """The group of the first and the last pipeline rank."""
     whole = group_of(cluster, plan.layout, "pp")
     return Group(2, min(2, whole.nodes), whole.rate)

@@ -47,6 +47,7 @@ class _Model:
 def spread_halves(
     layers: int,
     stage_rank: tuple[int, ...],
+    *,
     embedding: float,
     head: float,
     attention: float,
@@ -70,7 +71,7 @@ def spread_halves(
     around = [cut for cut, (a, b) in enumerate(pairwise(stage_rank)) if abs(a - b) > 1]
     offset = sum(model.before(places[cut]) - wanted[cut] for cut in around)
     for cuts in _between_neighbours(stage_rank):
-        _settle(model, places, wanted, cuts, offset)
+        _settle(model, places, wanted=wanted, cuts=cuts, offset=offset)
     return (0, *(1 + place / 2 for place in places), layers + 2)
 
 
@@ -112,6 +113,7 @@ def _between_neighbours(stage_rank: Sequence[int]) -> Iterator[list[tuple[int, i
 def _settle(
     model: _Model,
     places: list[int],
+    *,
     wanted: Sequence[float],
     cuts: Sequence[tuple[int, int]],
     offset: float,

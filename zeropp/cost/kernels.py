@@ -42,7 +42,9 @@ def wave_efficiency(device: Device, m: int, n: int, batch: int = 1) -> float:
     return 0.5 + 0.5 * min(1.0, tiles / (waves * device.units))
 
 
-def matmul_s(device: Device, precision: Precision, m: int, k: int, n: int, batch: int = 1) -> float:
+def matmul_s(
+    device: Device, precision: Precision, *, m: int, k: int, n: int, batch: int = 1
+) -> float:
     """Seconds of ``batch`` products of [m, k] and [k, n] in one kernel."""
     flops = 2.0 * m * k * n * batch
     rate = matmul_rate(device, precision) * wave_efficiency(device, m, n, batch)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from zeropp.schedule.program import StageCost
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """Bytes of one stage on one rank; those of several stages of a rank add up. Activations, and
     gradients that are not sums, are those of one microbatch."""
@@ -39,7 +39,7 @@ class StageMemory:
     full_backward: int  # at the fullest moment of a full backward
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageExtras:
     """Seconds per microbatch that a stage's compute durations include in addition to the model's
     own kernels."""
@@ -57,7 +57,7 @@ class StageExtras:
         return self.tensor_forward + self.tensor_backward
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanPrice:
     """The price of a plan, in seconds and bytes. Tuples have one entry per stage, or per pipeline
     rank where a comment says so.

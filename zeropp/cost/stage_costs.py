@@ -24,13 +24,14 @@ from zeropp.cost.data_parallel import (
 )
 from zeropp.cost.kernels import element_bytes
 from zeropp.cost.plan_price import PlanPrice, StageExtras, StageMemory
-from zeropp.cost.stage_memory import shares_ends, stage_memory
+from zeropp.cost.stage_memory import stage_memory
+from zeropp.cost.state_memory import shares_ends
 from zeropp.cost.tensor_parallel import TensorTimes, tensor_times
 from zeropp.programs import Program, program_named
 from zeropp.schedule.program import StageCost
 
 if TYPE_CHECKING:
-    from zeropp.plan import Plan
+    from zeropp.plan import SizedPlan
 
 # About 0.5 % of machines take about 10 % more time for equal work (MegaScale, arXiv 2402.15627,
 # cited from memory), and a synchronous step waits for the slowest.
@@ -38,17 +39,13 @@ SLOW_NODES = 0.005
 SLOW_NODE_LOSS = 0.1
 
 
-def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> PlanPrice:
+def price_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> PlanPrice:
     """The durations (seconds) and bytes of a plan. ``program`` replaces the registered program that
     the plan names, for variants of it."""
     work = work_of(plan, cluster, program)
     program = work.program
-    tensor = tensor_times(plan, cluster, work)
-    job = _Job(plan, cluster, work, tensor, *_piece_times(work, tensor))
-    like = _first_alike(plan, cluster)
-    first = {s: _priced_stage(job, s) for s in set(like)}
-    stages = [first[s] for s in like]
-    by_rank: list[list[int]] = [[] for _ in range(max(plan.schedule.stage_rank) + 1)]
+    stages = _priced_stages(plan, cluster, work)
+    by_rank: list[list[int]] = [[] for _ in range(plan.schedule.num_ranks)]
     for stage, rank in enumerate(plan.schedule.stage_rank):
         by_rank[rank].append(stage)
     parameters = [sum(stages[s].parameters for s in mine) for mine in by_rank]
@@ -59,10 +56,11 @@ def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> 
         extras=tuple(stage.extras for stage in stages),
         replica_s=tuple(stage.replica_s for stage in stages),
         finish_s=tuple(
-            finish_s(plan, cluster, work, rank, held) for rank, held in enumerate(parameters)
+            finish_s(plan, cluster, work, pipeline_rank=rank, parameters=held)
+            for rank, held in enumerate(parameters)
         ),
         gather_updated_s=tuple(
-            gather_updated_s(plan, cluster, work, mine, held)
+            gather_updated_s(plan, cluster, work, stages=mine, parameters=held)
             for mine, held in zip(by_rank, parameters, strict=True)
         ),
         memory=tuple(stage.memory for stage in stages),
@@ -78,7 +76,19 @@ def price_plan(plan: Plan, cluster: Cluster, program: Program | None = None) -> 
     )
 
 
-def work_of(plan: Plan, cluster: Cluster, program: Program | None = None) -> Work:
+def _priced_stages(plan: SizedPlan, cluster: Cluster, work: Work) -> list[_PricedStage]:
+    """The price of every stage; stages that are alike are priced once."""
+    tensor = tensor_times(plan, cluster, work)
+    times, plain, fused = _piece_times(work, tensor)
+    job = _Job(
+        plan=plan, cluster=cluster, work=work, tensor=tensor, times=times, plain=plain, fused=fused
+    )
+    like = _first_alike(plan, cluster)
+    first = {s: _priced_stage(job, s) for s in set(like)}
+    return [first[s] for s in like]
+
+
+def work_of(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> Work:
     """Everything on which the price of a plan's pieces depends; ``program`` as in
     ``price_plan``."""
     return Work(
@@ -93,12 +103,12 @@ def work_of(plan: Plan, cluster: Cluster, program: Program | None = None) -> Wor
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Job:
     """What the prices of all stages of one plan share. ``plain`` are times without recomputation,
     ``fused`` those with weight gradients that are added in their product."""
 
-    plan: Plan
+    plan: SizedPlan
     cluster: Cluster
     work: Work
     tensor: TensorTimes
@@ -125,7 +135,7 @@ def _piece_times(work: Work, tensor: TensorTimes) -> tuple[PieceTimes, PieceTime
     return times[0], times[1], times[2]
 
 
-def _first_alike(plan: Plan, cluster: Cluster) -> list[int]:
+def _first_alike(plan: SizedPlan, cluster: Cluster) -> list[int]:
     """For each stage, the first stage with the same price, that is with the same pieces and with
     neighbours at the same distance. Most stages are equal, so pricing them once saves time."""
     ranks, last = plan.schedule.stage_rank, plan.shape.num_pieces
@@ -148,7 +158,7 @@ def _priced_stage(job: _Job, stage: int) -> _PricedStage:
     return _PricedStage(
         cost=cost,
         extras=_extras(job, stage),
-        replica_s=replica_s(plan, cluster, work, stage, cost),
+        replica_s=replica_s(plan, cluster, work, stage=stage, cost=cost),
         memory=stage_memory(plan, work, stage),
         parameters=stage_parameters(plan, stage),
     )
@@ -181,7 +191,7 @@ def _extras(job: _Job, stage: int) -> StageExtras:
     )
 
 
-def _backward_s(plan: Plan, stage: int, times: PieceTimes) -> float:
+def _backward_s(plan: SizedPlan, stage: int, times: PieceTimes) -> float:
     """Seconds of the input and weight gradients of a stage; all of its blocks are recomputed, or
     none."""
     held = [(plan.blocks_of(stage), times.block)]
@@ -189,14 +199,14 @@ def _backward_s(plan: Plan, stage: int, times: PieceTimes) -> float:
     return sum(count * (part.backward_input + part.backward_weight) for count, part in held)
 
 
-def _ends_of(plan: Plan, stage: int, times: PieceTimes) -> list[PassTimes]:
+def _ends_of(plan: SizedPlan, stage: int, times: PieceTimes) -> list[PassTimes]:
     """The times of embedding and head, if the stage has them."""
     first, last = plan.cuts[stage], plan.cuts[stage + 1]
     embedding = [times.embedding] if first == 0 else []
     return embedding + ([times.head] if last == plan.shape.num_pieces else [])
 
 
-def _single_parts(plan: Plan, stage: int, times: PieceTimes) -> list[PassTimes]:
+def _single_parts(plan: SizedPlan, stage: int, times: PieceTimes) -> list[PassTimes]:
     """The times of everything in a stage that is no whole block."""
     by_half = {"attention": times.attention, "mlp": times.mlp}
     halves = [by_half[half] for _, half in plan.halves_of(stage)]
@@ -220,7 +230,9 @@ def _stage_cost(job: _Job, stage: int) -> StageCost:
         forward, transfer = forward + transfer, 0.0
         input_ += _transfer_s(job, stage - 1)
     shard = shard_s(plan, job.cluster, job.work, stage)
-    return StageCost(forward, input_, weight, transfer=transfer, **shard)
+    return StageCost(
+        forward=forward, backward_input=input_, backward_weight=weight, transfer=transfer, **shard
+    )
 
 
 def _transfer_s(job: _Job, stage: int) -> float:
@@ -237,7 +249,9 @@ def _transfer_s(job: _Job, stage: int) -> float:
         if shards_cross == crosses_nodes(cluster, plan.layout, ranks[stage], ranks[other]):
             size *= 2
     split = tp if work.sequence_parallel or work.program.split_boundary else 1
-    sent = transfer_s(cluster, plan.layout, ranks[stage], ranks[other], size / split)
+    sent = transfer_s(
+        cluster, plan.layout, source=ranks[stage], target=ranks[other], size=size / split
+    )
     if split > 1 and not work.sequence_parallel:
         sent += gather_s(cluster, group_of(cluster, plan.layout, "tp"), size)
     return sent

@@ -1,9 +1,7 @@
 """Bytes of one stage on one rank: parameters, gradients, optimizer, activations, temporaries.
 
-Parameters, gradients and optimizer state follow arXiv 1910.02054 (section 3.1), with the bytes that
-the program keeps; activations come from ``zeropp.cost.activations``. What FSDP2 gathers, sums and
-copies follows ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py`` and
-``_fsdp_param_group.py`` (torch 2.13). A test compares the sums with traces
+Parameters, gradients and optimizer state come from ``zeropp.cost.state_memory``, and the sizes of
+activations from ``zeropp.cost.activations``. A test compares the sums with traces
 (``zeropp.engine.traced_ranks``).
 """
 
@@ -13,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from zeropp.cost.activations import (
-    FP32,
     block_backward,
     block_deferred,
     block_forward,
@@ -29,65 +26,33 @@ from zeropp.cost.activations import (
     logits_bytes,
 )
 from zeropp.cost.blocks import Work
-from zeropp.cost.flops import half_parameters, piece_parameters
 from zeropp.cost.kernels import element_bytes
 from zeropp.cost.plan_price import StageMemory
-from zeropp.layout import Layout
+from zeropp.cost.state_memory import state_memory
 from zeropp.literals import BlockHalf
-from zeropp.programs import Program
 
 if TYPE_CHECKING:
-    from zeropp.plan import Plan
+    from zeropp.plan import SizedPlan
 
 
-def stage_memory(plan: Plan, work: Work, stage: int) -> StageMemory:
+def stage_memory(plan: SizedPlan, work: Work, stage: int) -> StageMemory:
     """Bytes of one stage on one of its ranks."""
-    layout, program = plan.layout, work.program
-    state = program.state(plan.precision)
-    pieces = plan.pieces_of(stage)
-    last = plan.shape.num_pieces - 1
-    sizes = {i: _parameters(plan, program, i) for i in pieces}
-    ends = [size for i, size in sizes.items() if i in (0, last)]
-    parts = _in_order(plan, stage, sizes)
-    whole, more = sum(parts), _more_gradients(plan, program, pieces)
-    separate = plan.gathers or program.fsdp_hooks
-    # With a single shard, the optimizer reads the flat buffer itself.
-    summed = _summed_bytes(plan, work) * separate * (layout.shard > 1 or not program.flat_chunks)
-    half = _unsummed_bytes(plan, summed) * separate
+    head = plan.shape.num_pieces - 1 in plan.pieces_of(stage)
     blocks = _blocks(plan, work, stage)
-    activations, later = _kept(work, blocks, head=last in pieces)
+    activations, later = _kept(work, blocks, head=head)
     held, buffers = _messages(plan, work, stage)
     activations += held
+    repeated = plan.recomputed_blocks(stage)
     return StageMemory(
-        parameters=int(whole * _parameter_bytes(plan, program) / layout.shard),
-        optimizer=int(whole * state.optimizer / optimizer_shards(layout, program)),
-        gradients=int(
-            whole * state.gradients / _gradient_shards(plan) + whole * state.half_gradients
-        ),
-        unsharded=int(whole * _gathered_bytes(plan, work, stage) * separate),
-        unsharded_gradients=int((whole + more) * summed),
-        early_gradients=int((sum(ends) + more) * summed),
-        fresh_gradients=int(half * (parts[0] + more) * (not program.flat_chunks)),
-        embedding_gradient=int(_embedding_gradient(plan, program, pieces)),
-        made_gradients=int(half * whole * program.torch_stages),
-        reduction_step=int(_reduction_step(plan, program, parts) * separate),
-        reduction_copy=int(_copied(plan, work, stage, parts) * separate),
-        flat_gradients=int(_flattened(plan, program, whole)),
         activations=int(activations),
         deferred=int(later),
         boundary=int(boundary_bytes(work)),
         buffers=int(buffers),
-        **_moments(work, blocks, plan.recomputed_blocks(stage), last in pieces, activations, later),
+        **state_memory(plan, work, stage),
+        **_moments(
+            work, blocks, repeated=repeated, head=head, activations=activations, later=later
+        ),
     )
-
-
-def _in_order(plan: Plan, stage: int, whole: dict[int, float]) -> list[float]:
-    """The parameters of a stage's pieces and halves of blocks, in their order; ``whole`` has them
-    per piece."""
-    sizes = dict(whole)
-    for piece, half in plan.halves_of(stage):
-        sizes[piece] = half_parameters(plan.shape, half) / plan.layout.tp
-    return [sizes[piece] for piece in sorted(sizes)]
 
 
 class _Block(NamedTuple):
@@ -99,7 +64,7 @@ class _Block(NamedTuple):
     full: float  # at the fullest moment of its full backward
 
 
-def _blocks(plan: Plan, work: Work, stage: int) -> list[_Block]:
+def _blocks(plan: SizedPlan, work: Work, stage: int) -> list[_Block]:
     """The blocks and halves of blocks of a stage, in their order; the first ones are recomputed."""
     plain = replace(work, recompute="none")
     repeated = plan.recomputed_blocks(stage)
@@ -139,7 +104,7 @@ def _kept(work: Work, blocks: list[_Block], *, head: bool) -> tuple[float, float
     return activations, later + (boundary_bytes(work) if runtime else 0.0)
 
 
-def _messages(plan: Plan, work: Work, stage: int) -> tuple[float, float]:
+def _messages(plan: SizedPlan, work: Work, stage: int) -> tuple[float, float]:
     """(bytes per microbatch from its forward to its backward, bytes that are always held) for
     messages, in addition to a message itself.
 
@@ -163,7 +128,7 @@ def _messages(plan: Plan, work: Work, stage: int) -> tuple[float, float]:
 
 
 def _moments(
-    work: Work, blocks: list[_Block], repeated: int, head: bool, activations: float, later: float
+    work: Work, blocks: list[_Block], *, repeated: int, head: bool, activations: float, later: float
 ) -> dict[str, int]:
     """The stage's bytes of a microbatch at the fullest moment of its forward and of each backward.
 
@@ -189,127 +154,3 @@ def _moments(
         "backward_input": int(max(split, later)),
         "full_backward": int(full),
     }
-
-
-def sends_compute_type(plan: Plan, program: Program) -> bool:
-    """ZeRO-1 over flat chunks in mixed precision: a rank keeps its part in compute's type, which
-    replicas send each other, and fp32 masters of the rows alone that it updates."""
-    mixed = program.state(plan.precision).casts_parameters
-    return program.flat_chunks and mixed and zero1_ranks(plan.layout, program) > 1
-
-
-def _parameter_bytes(plan: Plan, program: Program) -> float:
-    """Resident bytes of a parameter, on one of the ranks over which ZeRO-3 shards it."""
-    each = program.state(plan.precision).parameters
-    if sends_compute_type(plan, program):
-        return each / zero1_ranks(plan.layout, program) + element_bytes(plan.precision)
-    return each
-
-
-def shares_ends(plan: Plan, program: Program) -> bool:
-    """Whether embedding and head are one parameter on one rank, in FSDP2's root group."""
-    return program.fsdp_root and plan.shape.tied_embeddings
-
-
-def _parameters(plan: Plan, program: Program, piece: int) -> float:
-    """Parameters of a piece on one rank, without ZeRO; shared embeddings count in the first."""
-    size = piece_parameters(plan.shape, piece)
-    one_chunk = program.flat_chunks and plan.shape.tied_embeddings and plan.schedule.num_stages == 1
-    if (shares_ends(plan, program) or one_chunk) and piece == plan.shape.num_pieces - 1:
-        size -= plan.shape.vocab * plan.shape.hidden
-    whole = 0  # only sequence parallelism cuts learned positions
-    if piece == 0 and plan.shape.family == "gpt" and not plan.layout.sequence_parallel:
-        whole = plan.shape.seq * plan.shape.hidden
-    return (size - whole) / plan.layout.tp + whole
-
-
-def _more_gradients(plan: Plan, program: Program, pieces: range) -> float:
-    """Gradient elements in addition to those of the stage's parameters. Parameters that the first
-    and the last stage share belong to the first, but their gradient begins in the last. DTensor's
-    embedding makes the gradient of the whole vocabulary on every TP rank
-    (``embedding_dense_backward``)."""
-    vocabulary = plan.shape.vocab * plan.shape.hidden
-    if shares_ends(plan, program):
-        return vocabulary * ((plan.shape.num_pieces - 1 in pieces) - (0 in pieces))
-    if program.whole_embedding_gradient and 0 in pieces:
-        return vocabulary * (1 - 1 / plan.layout.tp)
-    return 0.0
-
-
-def _gathered_bytes(plan: Plan, work: Work, stage: int) -> int:
-    """Bytes of a stage's gathered parameters. FSDP2's hooks hold two pieces: this one, and the
-    buffer of its gather or of the next one."""
-    if plan.layout.shard == 1 and sends_compute_type(plan, work.program):
-        return 0  # what is resident is what compute reads
-    ends = (0, plan.schedule.num_stages - 1)
-    buffers = 2 if work.program.fsdp_root and stage not in ends else 1
-    return buffers * element_bytes(plan.precision)
-
-
-def _summed_bytes(plan: Plan, work: Work) -> int:
-    """Bytes per gradient that waits for its reduction: fp32 if microbatches are summed first."""
-    each = work.program.fsdp_root and plan.reduce_every == "unit"
-    return element_bytes(plan.precision) if each else FP32
-
-
-def _unsummed_bytes(plan: Plan, summed: int) -> int:
-    """Bytes per gradient of a microbatch before it is added to an fp32 sum; 0 if there is no such
-    sum. FSDP2's hooks add gradients piece by piece, those of the first piece last."""
-    element = element_bytes(plan.precision)
-    return element if summed > element else 0
-
-
-def _embedding_gradient(plan: Plan, program: Program, pieces: range) -> float:
-    """Bytes of a microbatch's embedding gradient. In a flat chunk only this gradient is a tensor of
-    its own before it is added to the sum, since products add theirs directly."""
-    vocabulary = plan.shape.vocab * plan.shape.hidden
-    return element_bytes(plan.precision) * vocabulary * (0 in pieces) * program.flat_chunks
-
-
-def _reduction_step(plan: Plan, program: Program, sizes: list[float]) -> float:
-    """Bytes that a reduction allocates: FSDP2 copies the gradients of one piece at a time; those of
-    a flat chunk are sent directly, or cast first if they are sent in 16 bits."""
-    if program.flat_chunks:
-        return _cast_bytes(plan) * sum(sizes)
-    return FP32 * max(sizes)
-
-
-def _copied(plan: Plan, work: Work, stage: int, sizes: list[float]) -> float:
-    """Bytes of gradients that are still held after a reduction: the whole buffer of a flat chunk;
-    with FSDP2's hooks those of one piece and, after the first stage's reduction, none."""
-    if work.program.flat_chunks:
-        return (FP32 + _cast_bytes(plan)) * sum(sizes) * (plan.layout.shard > 1)
-    return FP32 * (0.0 if work.program.fsdp_root and stage == 0 else max(sizes))
-
-
-def _cast_bytes(plan: Plan) -> int:
-    return 2 if plan.reduce_dtype == "bf16" and plan.layout.shard > 1 else 0
-
-
-def _flattened(plan: Plan, program: Program, parameters: float) -> float:
-    """Bytes of the copy of gradients that DeepSpeed makes to reduce them: in bf16 all of them, cast
-    to 16 bits; in fp32 at most 5e8 elements at a time, in one tensor (``runtime/engine.py``:
-    ``allreduce_bucket``, ``MEMORY_OPT_ALLREDUCE_SIZE``)."""
-    if not program.flattens_gradients or plan.layout.replicate == 1:
-        return 0.0
-    return 2 * parameters if plan.precision == "bf16" else FP32 * min(parameters, 5e8)
-
-
-def _gradient_shards(plan: Plan) -> int:
-    """The number of ranks over which the gradients of a step are sharded. With ZeRO-1, gradients
-    that are reduced over the replicas per unit are summed only where they are updated."""
-    layout = plan.layout
-    rows = layout.replicate_zero and plan.replicate_every == "unit"
-    return layout.shard * (layout.replicate if rows else 1)
-
-
-def optimizer_shards(layout: Layout, program: Program) -> int:
-    """The number of ranks over which the optimizer state is sharded."""
-    return layout.shard * zero1_ranks(layout, program)
-
-
-def zero1_ranks(layout: Layout, program: Program) -> int:
-    """The number of replicas over which ZeRO-1 shards the optimizer state; 1 without ZeRO-1."""
-    if program.zero1_group:
-        return min(program.zero1_group, layout.replicate)
-    return layout.replicate if layout.replicate_zero else 1

@@ -11,7 +11,7 @@ from zeropp.cost.collectives import all_reduce_s, gather_s, group_of
 from zeropp.cost.kernels import element_bytes
 
 if TYPE_CHECKING:
-    from zeropp.plan import Plan
+    from zeropp.plan import SizedPlan
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class TensorTimes:
     again: float = 0.0
 
 
-def tensor_times(plan: Plan, cluster: Cluster, work: Work) -> TensorTimes:
+def tensor_times(plan: SizedPlan, cluster: Cluster, work: Work) -> TensorTimes:
     """The exposed seconds of tensor-parallel collectives.
 
     A block has two all-reduces of its hidden states in the forward and two in the backward (arXiv

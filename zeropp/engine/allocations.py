@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,9 +27,6 @@ from zeropp.engine.private_names import (
     REDUCE_SCATTER,
     TorchDispatchMode,
     autograd_run,
-    local_part,
-    storage_key,
-    tree_leaves,
 )
 from zeropp.plan import MemoryBytes
 
@@ -59,6 +57,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
         self.kind: Kind | None = None
+        # By the identity of the storage's Python object, of which torch keeps one while it lives.
         self._live: dict[int, tuple[_Allocation, Any]] = {}
         self._events: list[tuple[_Allocation, int]] = []
         self._pass, self._run = 0, -1
@@ -69,7 +68,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def label(self, tensor: Tensor, kind: Kind) -> None:
         """Set the kind of a tensor's storage."""
-        entry = self._live.get(storage_key(local_part(tensor).untyped_storage()))
+        entry = self._live.get(id(_local_part(tensor).untyped_storage()))
         if entry is not None and entry[0].kind is None:
             entry[0].kind = kind
 
@@ -91,7 +90,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Record that a storage was resized, as FSDP2 does to free gathered parameters."""
-        self._forget(storage_key(storage))
+        self._forget(id(storage))
         self._add(storage, "unsharded")
 
     def __torch_dispatch__(
@@ -103,11 +102,10 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Fake tensors have no values. Torch's pipeline stages read a 1: shapes are known.
             return 0.0 if args[0].is_floating_point() else 1
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                if storage_key(storage) not in self._live:
-                    self._add(storage, self.kind)
+        for tensor in _tensors_in(result):
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._live:
+                self._add(storage, self.kind)
         if func is FSDP_COPY_IN:
             self.label(args[1], "unsharded")
         elif func is FSDP_REDUCED_COPY:
@@ -119,7 +117,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _add(self, storage: torch.UntypedStorage, kind: Kind | None) -> None:
-        key = storage_key(storage)
+        key = id(storage)
         allocation = _Allocation(storage.nbytes(), kind, self._current_pass())
         self._live[key] = allocation, weakref.ref(storage, lambda _: self._forget(key))
         self._events.append((allocation, allocation.size))
@@ -137,3 +135,20 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._run = run
             self._pass += 1
         return self._pass
+
+
+def _local_part(tensor: Tensor) -> Tensor:
+    """The plain tensor inside a DTensor, or the tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # otherwise it would be a new tensor in the graph
+        return tensor.to_local()
+
+
+def _tensors_in(result: object) -> Iterator[Tensor]:
+    """The tensors that an operator returns: one, or any number in tuples and lists."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for one in result:
+            yield from _tensors_in(one)

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
-from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "FSDP_COPY_IN",
@@ -30,9 +28,6 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "autograd_run",
-    "local_part",
-    "storage_key",
-    "tree_leaves",
     "unsharded_gradient",
     "without_modes",
 ]
@@ -50,16 +45,6 @@ FSDP_GRADIENTS = (
     (FSDPParam, "to_accumulated_grad_if_needed"),
     (FSDPParam, "accumulate_unsharded_grad_if_needed"),
 )
-
-
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """The same number for every Python object that stands for the same storage."""
-    return int(storage._cdata)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """The plain tensor inside a DTensor, or the tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def autograd_run() -> int:

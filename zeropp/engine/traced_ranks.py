@@ -44,6 +44,7 @@ class Trace:
 def trace_ranks(
     plan: Plan,
     ranks: Sequence[int],
+    *,
     optimizer: OptimizerConfig,
     build: Build,
     fill_integers: Callable[[Plan, Tensor], None] | None = None,
@@ -67,6 +68,7 @@ def trace_ranks(
 def _trace_rank(
     plan: Plan,
     rank: int,
+    *,
     optimizer: OptimizerConfig,
     build: Build,
     fill_integers: Callable[[Plan, Tensor], None] | None,

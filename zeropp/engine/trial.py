@@ -1,8 +1,9 @@
-"""What passes between layers: each is called once with the output of the one before.
+"""Finds the sizes of a model's layers by calling each once with the output of the layer before.
 
-The call costs neither memory nor time where a layer runs on torch's meta device, which knows
-shapes and types alone. A layer that asks for values there (a data-dependent branch) is tried for
-real, on a copy: nothing that a layer remembers of its trial stays with the caller's layers.
+The calls run on torch's meta device, which has shapes and number types but no values, so they take
+neither memory nor time. If one fails there (a data-dependent branch needs values), all layers are
+called with real tensors. Copies of the layers are called, so that whatever a layer caches in the
+call does not stay in the caller's layers.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ Layer = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """What is known of a parameter without its values."""
+    """A parameter without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """What one layer gives and takes for one microbatch.
+    """The sizes of one layer and of its outputs, for one microbatch.
 
-    ``kinds``: its parameters, each under all its names; ``parameters``: their elements; ``names``:
-    what its ``forward`` calls its inputs; ``product_flops`` and ``attention_flops``: floating-point
-    operations of its forward, in products with weights and in all others.
+    ``kinds``: its parameters, each under all of its names. ``parameters``: the number of their
+    elements. ``names``: the names of the inputs of its ``forward``. ``product_flops`` and
+    ``attention_flops``: floating-point operations of its forward, in matrix products with weights
+    and in all others.
     """
 
     outputs: tuple[TensorShape, ...]
@@ -52,17 +54,17 @@ class LayerSizes:
 def try_layers(
     layers: Sequence[Layer], sample: Tensor, keywords: Mapping[str, Tensor]
 ) -> list[LayerSizes]:
-    """Sizes of every layer, in order; ``sample`` is one microbatch of inputs, and ``keywords`` are
-    its keyword inputs.
+    """The sizes of all layers, in order; ``sample`` is one microbatch of inputs, and ``keywords``
+    are its keyword inputs.
 
-    Raises InfeasibleError with one line that names the layer which fails, or which returns
-    something else than a tensor or a tuple of tensors.
+    Raises InfeasibleError with one line that names the first layer that fails, or that returns
+    something other than a tensor or a tuple of tensors.
     """
     try:
         return _run(layers, sample, keywords, for_real=False)
     except InfeasibleError:
         devices = [sample.device] if sample.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):  # what is drawn in a trial is drawn again later
+        with torch.random.fork_rng(devices):  # training draws the same numbers as without a trial
             return _run(layers, sample, keywords, for_real=True)
 
 
@@ -79,7 +81,7 @@ def _run(
             module = _real_copy(layer) if for_real else on_meta(layer)
             names, kinds = keywords_of(module), _kinds(module)
             _check_in_place(module, index)
-            # The counter hooks into what needs gradients, also where none are computed.
+            # With parameters that need gradients the counter would add hooks to them.
             module.to(device).requires_grad_(False)
             value = _called(module, tensors_of(value), chosen(keywords, names), counter)
         except InfeasibleError:
@@ -89,12 +91,16 @@ def _run(
             raise InfeasibleError(
                 f"layers[{index}]: cannot be called with the output of the layer before: {lines[0]}"
             ) from error
-        outputs = tuple(TensorShape(x.shape, x.dtype) for x in _checked(value, index))
-        parameters = sum(parameter.numel() for parameter in module.parameters())
-        flops = counter.get_flop_counts().get("Global", {})
-        products = sum(count for operator, count in flops.items() if operator in _PRODUCTS)
-        others = sum(flops.values()) - products
-        found.append(LayerSizes(outputs, kinds, parameters, names, products, others))
+        product_flops, attention_flops = _flops(counter)
+        sizes = LayerSizes(
+            outputs=tuple(TensorShape(x.shape, x.dtype) for x in _checked(value, index)),
+            kinds=kinds,
+            parameters=sum(parameter.numel() for parameter in module.parameters()),
+            names=names,
+            product_flops=product_flops,
+            attention_flops=attention_flops,
+        )
+        found.append(sizes)
     return found
 
 
@@ -124,8 +130,15 @@ def _check_in_place(module: nn.Module, index: int) -> None:
             )
 
 
+def _flops(counter: FlopCounterMode) -> tuple[int, int]:
+    """(operations in products with weights, all others)."""
+    flops = counter.get_flop_counts().get("Global", {})
+    products = sum(count for operator, count in flops.items() if operator in _PRODUCTS)
+    return products, sum(flops.values()) - products
+
+
 def _kinds(module: nn.Module) -> dict[str, ParameterKind]:
-    """A layer's parameters by name; one that it has twice, under both names."""
+    """A layer's parameters by name; a parameter that it has twice is there under both names."""
     return {
         name: ParameterKind(tuple(one.shape), one.dtype, one.requires_grad)
         for name, one in module.named_parameters(remove_duplicate=False)
@@ -140,8 +153,8 @@ def _checked(value: object, index: int) -> tuple[Tensor, ...]:
         return values
     inside = f" with {type(strange).__name__} in it" if isinstance(value, tuple) else ""
     raise InfeasibleError(
-        f"layers[{index}]: returns {type(value).__name__}{inside}, but a tensor or a tuple of "
-        "tensors passes from layer to layer (wrap the layer, so that it returns one)"
+        f"layers[{index}]: returns {type(value).__name__}{inside}, but a layer must return a "
+        "tensor or a tuple of tensors (wrap the layer, so that it returns one)"
     )
 
 
@@ -150,7 +163,8 @@ def _real_copy(layer: Layer) -> nn.Module:
 
 
 def on_meta(layer: Layer) -> nn.Module:
-    """The layer without values: its tensors are on the meta device, and take no memory."""
+    """The layer on the meta device, which takes no memory: a copy of a module, or a new module if
+    ``layer`` is a function."""
     if not isinstance(layer, nn.Module):
         with torch.device("meta"):
             return layer()

@@ -89,6 +89,7 @@ def build_half(
     shape: ModelShape,
     index: int,
     half: BlockHalf,
+    *,
     seed: int,
     device: torch.device | str = "cpu",
 ) -> nn.Module:

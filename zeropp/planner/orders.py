@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from zeropp.cluster import Cluster
 from zeropp.cost import PlanPrice
-from zeropp.plan import Plan
+from zeropp.plan import Plan, SizedPlan
 from zeropp.schedule.build import StepSizes, step_programs
 from zeropp.sim.simulator import SimResult, simulate
 
@@ -23,7 +23,9 @@ def fastest(plans: Iterable[Plan], cluster: Cluster, price: PlanPrice) -> SimRes
     return min((simulate(plan, cluster, price=price) for plan in plans), key=lambda r: r.step_s)
 
 
-def orders(plan: Plan, activation_cap: int, price: PlanPrice | None = None) -> tuple[Plan, ...]:
+def orders(
+    plan: SizedPlan, activation_cap: int, price: PlanPrice | None = None
+) -> tuple[Plan, ...]:
     """A ZeroPP plan with each of the programs to choose from: that for equal durations and, if a
     ``price`` is given, those planned with its durations. All keep ``activation_cap``, the largest
     number of chunk-activations that a rank may hold."""
@@ -43,4 +45,4 @@ def orders(plan: Plan, activation_cap: int, price: PlanPrice | None = None) -> t
     # Orders do not depend on gathers and reductions; without these, more plans share cached orders.
     none = {"unshard": 0.0, "reduce_grad": 0.0, "copy_out": 0.0, "copy_in": 0.0}
     costs = tuple(replace(cost, **none) for cost in price.stages) if price else None
-    return tuple(replace(plan, schedule=schedule) for schedule in step_programs(sizes, costs))
+    return tuple(map(plan.ordered, step_programs(sizes, costs)))

@@ -6,7 +6,7 @@ ZeroPP). Its traits are sizes and flags. The cost model reads these alone, and n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from zeropp.literals import Precision
@@ -36,13 +36,14 @@ class StateBytes:
     parameters: int  # kept; with ZeRO-3 this is the copy that is sharded
     gradients: int  # kept
     optimizer: int  # Adam's moments, and fp32 master weights unless the parameters are fp32
+    _: KW_ONLY
     half_gradients: int = 0  # kept 16-bit gradients in addition to ``gradients``
     reduced: int = 4  # sent by gradient reductions, over the replicas and the ZeRO-3 group
     casts_parameters: bool = False  # compute uses 16-bit copies of fp32 parameters
     zero1_all_reduces: bool = False  # ZeRO-1 all-reduces all gradients, instead of reduce-scatter
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """One training program. The default of a trait is what most programs do; the registry has a
     source for every other value."""
@@ -77,7 +78,8 @@ class Program:
     shard_copies: bool = False  # ZeRO-3 copies between parameters and the collectives' buffers
     post_validation: bool = False  # a rank updates before it knows the others' gradient norms
 
-    # Memory. ``zeropp/cost/stage_memory.py`` and ``activations.py`` say what each trait costs.
+    # Memory. ``stage_memory.py``, ``state_memory.py`` and ``activations.py`` in ``zeropp/cost``
+    # say what each trait costs.
     resident_gradients: bool = True  # always held; False: only from a step's first reduction on
     keeps_gathered_inputs: bool = False  # sequence parallelism keeps products' gathered inputs
     # FSDP2's ``fully_shard`` is applied to every piece, even where the group is one rank.

@@ -8,7 +8,7 @@ that they agree on the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from zeropp.literals import ReduceEvery, StageStyle
@@ -20,7 +20,6 @@ from zeropp.schedule.program import (
     Schedule,
     StageCost,
     loop_placement,
-    unordered,
     v_placement,
 )
 from zeropp.schedule.zeropp_order import OrderSizes, candidates, default_cap, default_unit
@@ -97,7 +96,9 @@ def build(
     if name != "zeropp":
         placement = v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks)
         programs = _programs(name, num_ranks, chunks, m, group or num_ranks)
-        return replace(unordered(name, placement, m), programs=programs)
+        return Schedule(
+            name=name, num_microbatches=m, unit=m, stage_rank=placement, programs=programs
+        )
     unit = min(unit or default_unit(stage_style, num_ranks, m), m)
     sizes = OrderSizes(
         num_ranks=num_ranks,

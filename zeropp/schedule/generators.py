@@ -6,6 +6,8 @@ added later, by ``zeropp.schedule.passes``.
 
 from __future__ import annotations
 
+from functools import partial
+
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Program
 
@@ -49,8 +51,15 @@ def interleaved_1f1b(
     """
     programs = []
     for rank in range(num_ranks):
-        down = interleaved_order(rank, num_ranks, chunks, num_microbatches, group, backward=False)
-        up = interleaved_order(rank, num_ranks, chunks, num_microbatches, group, backward=True)
+        order = partial(
+            interleaved_order,
+            rank,
+            num_ranks,
+            chunks,
+            num_microbatches=num_microbatches,
+            group=group,
+        )
+        down, up = order(backward=False), order(backward=True)
         forward = [Action(stage, Op.FORWARD, j) for stage, j in down]
         backward = [Action(stage, Op.FULL_BACKWARD, j) for stage, j in up]
         warmup = 2 * (num_ranks - rank - 1) + (chunks - 1) * group + 1
@@ -62,9 +71,9 @@ def interleaved_order(
     rank: int,
     num_ranks: int,
     chunks: int,
+    *,
     num_microbatches: int,
     group: int,
-    *,
     backward: bool,
 ) -> list[tuple[int, int]]:
     """The (stage, microbatch) pairs of one rank in one direction, in groups of microbatches."""

@@ -83,7 +83,9 @@ def justify(
         reverse = number % 2 == 1
         if reverse:
             order = [rank[::-1] for rank in order]
-        found = _Pass(actions, order, costs, cap, reverse, weights_last).result()
+        found = _Pass(
+            actions, order, costs, cap=cap, reverse=reverse, weights_last=weights_last
+        ).result()
         order = [rank[::-1] for rank in found.order] if reverse else found.order
         if best is None or found.step_s < best.step_s:
             best = Result(order, found.step_s)
@@ -100,6 +102,7 @@ class _Pass:
         actions: Actions,
         order: Order,
         costs: Sequence[StageCost],
+        *,
         cap: int,
         reverse: bool,
         weights_last: bool,

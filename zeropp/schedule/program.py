@@ -12,7 +12,7 @@ from zeropp.schedule.action import Action, parse_action
 Program = tuple[Action, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageCost:
     """Durations of one stage's actions, in seconds (or any other unit, the same for all).
 
@@ -40,21 +40,19 @@ class StageCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Programs of all pipeline ranks for one optimizer step.
+class ScheduleSizes:
+    """What is known of a schedule before its order of actions: its name, and its sizes for one
+    optimizer step.
 
     ``stage_rank[s]`` is the pipeline rank that holds stage ``s``; stages are numbered in the
     order in which data flows through them. ``unit`` is the number of microbatches for which a
     chunk's parameters are gathered once (all of them where a schedule has no units).
-    ``programs[r]`` lists rank r's actions in the order in which they are issued: a gather, a
-    reduction or a transfer starts once the compute actions listed before it have ended.
     """
 
     name: str
     num_microbatches: int
     unit: int
     stage_rank: tuple[int, ...]
-    programs: tuple[Program, ...]
 
     @property
     def num_stages(self) -> int:
@@ -64,11 +62,22 @@ class Schedule:
     @property
     def num_ranks(self) -> int:
         """Number of pipeline ranks, P."""
-        return len(self.programs)
+        return max(self.stage_rank) + 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that pipeline rank ``rank`` holds, in data-flow order."""
         return tuple(s for s, r in enumerate(self.stage_rank) if r == rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(ScheduleSizes):
+    """Programs of all pipeline ranks for one optimizer step.
+
+    ``programs[r]`` lists rank r's actions in the order in which they are issued: a gather, a
+    reduction or a transfer starts once the compute actions listed before it have ended.
+    """
+
+    programs: tuple[Program, ...]
 
     def to_csv(self) -> str:
         """The CSV form that torch reads and writes: one line per rank, one action per cell."""
@@ -81,17 +90,14 @@ class Schedule:
 
 def unordered(
     name: str, stage_rank: tuple[int, ...], num_microbatches: int, unit: int | None = None
-) -> Schedule:
-    """A schedule with empty programs: its sizes are set, but not the order of its actions.
-
-    The cost model needs no more. ``unit`` is all microbatches of the step by default.
-    """
-    return Schedule(
+) -> ScheduleSizes:
+    """The sizes of a schedule whose order of actions is not chosen yet; the cost model needs no
+    more. ``unit`` is all microbatches of the step by default."""
+    return ScheduleSizes(
         name=name,
         num_microbatches=num_microbatches,
         unit=num_microbatches if unit is None else unit,
         stage_rank=stage_rank,
-        programs=(),
     )
 
 

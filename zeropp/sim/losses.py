@@ -19,7 +19,7 @@ from zeropp.schedule.program import StageCost
 _Change = Callable[[StageCost, StageExtras], StageCost]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Losses:
     """The seconds of a step by cause; together with the limit they add up to the step.
 

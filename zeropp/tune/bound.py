@@ -1,7 +1,7 @@
 """Lower bounds of a plan's step time and memory, with which the tuner avoids simulations.
 
 Both hold for every order of actions that the generators can make; a test compares them with the
-simulator. They need only a plan without programs, and its price.
+simulator. They need only a plan whose order is not chosen yet, and its price.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import replace
 from zeropp.cluster import Cluster
 from zeropp.cost import PlanPrice, price_plan
 from zeropp.layout import Layout
-from zeropp.plan import Plan
-from zeropp.schedule.program import Schedule
+from zeropp.plan import SizedPlan
+from zeropp.schedule.program import unordered
 
 _SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv", "dualpipev"})
 
@@ -27,7 +27,7 @@ class WorkBound:
         self._cluster = cluster
         self._microbatch_s: dict[tuple[object, ...], float] = {}
 
-    def __call__(self, plan: Plan) -> float:
+    def __call__(self, plan: SizedPlan) -> float:
         """The bound for a plan, in seconds per step."""
         layout = plan.layout
         recomputed = sum(map(plan.recomputed_blocks, range(plan.schedule.num_stages)))
@@ -37,21 +37,19 @@ class WorkBound:
             self._microbatch_s[key] = self._price(plan, recomputed)
         return self._microbatch_s[key] * plan.num_microbatches / layout.pp
 
-    def _price(self, plan: Plan, recomputed: int) -> float:
+    def _price(self, plan: SizedPlan, recomputed: int) -> float:
         """Seconds of one microbatch with the whole model as a single stage."""
         one = replace(
             plan,
             layout=Layout(tp=plan.layout.tp, sequence_parallel=plan.layout.sequence_parallel),
-            schedule=Schedule(
-                name="1f1b", num_microbatches=1, unit=1, stage_rank=(0,), programs=()
-            ),
+            schedule=unordered("1f1b", stage_rank=(0,), num_microbatches=1),
             cuts=(0, plan.shape.num_pieces),
             recomputed=(recomputed,),
         )
         return sum(cost.compute for cost in price_plan(one, self._cluster).stages)
 
 
-def least_step_s(plan: Plan, price: PlanPrice) -> float:
+def least_step_s(plan: SizedPlan, price: PlanPrice) -> float:
     """Seconds that no order can beat: the way to a rank, its work, and the way back.
 
     A rank starts no sooner than a microbatch has come through the stages before its first, unless
@@ -66,7 +64,7 @@ def least_step_s(plan: Plan, price: PlanPrice) -> float:
         back.append(back[-1] + cost.backward_input + (0.0 if split else cost.backward_weight))
     after = [sum(both) for both in zip(price.finish_s, price.gather_updated_s, strict=True)]
     worst = 0.0
-    for rank in range(max(schedule.stage_rank) + 1):
+    for rank in range(schedule.num_ranks):
         stages = schedule.stages_of(rank)
         first = stages[0]
         beside = _link_s(plan, price, stages)
@@ -81,7 +79,7 @@ def least_step_s(plan: Plan, price: PlanPrice) -> float:
 
 
 def _work_s(
-    plan: Plan, price: PlanPrice, stages: tuple[int, ...], beside: float
+    plan: SizedPlan, price: PlanPrice, stages: tuple[int, ...], beside: float
 ) -> tuple[float, float]:
     """Seconds of a rank's compute, slowed by at least ``beside`` seconds of collectives, and the
     factor by which they slow it."""
@@ -92,7 +90,7 @@ def _work_s(
     return (work - tensor) * slowed + tensor + _copies_s(plan, price, stages), slowed
 
 
-def _link_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
+def _link_s(plan: SizedPlan, price: PlanPrice, stages: tuple[int, ...]) -> float:
     """The least seconds of a rank's reductions and gathers. Each stage between its first and its
     last is gathered at least once per unit; the first and the last may stay gathered from one phase
     to the next, and phases of two units may overlap."""
@@ -102,7 +100,7 @@ def _link_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
     return reduced + units * sum(price.stages[s].unshard for s in stages[1:-1])
 
 
-def _copies_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
+def _copies_s(plan: SizedPlan, price: PlanPrice, stages: tuple[int, ...]) -> float:
     """Seconds of compute for the copies of the same gathers and reductions."""
     units = plan.num_units
     reductions = units if plan.reduce_every == "unit" else 1
@@ -110,12 +108,12 @@ def _copies_s(plan: Plan, price: PlanPrice, stages: tuple[int, ...]) -> float:
     return copied + units * sum(price.stages[s].copy_out for s in stages[1:-1])
 
 
-def least_bytes(plan: Plan, price: PlanPrice) -> int:
+def least_bytes(plan: SizedPlan, price: PlanPrice) -> int:
     """The least peak of the fullest rank in bytes: in the forward that fills its memory, or when
     the optimizer has all gradients."""
     schedule = plan.schedule
     worst = 0
-    for rank in range(max(schedule.stage_rank) + 1):
+    for rank in range(schedule.num_ranks):
         memory = [price.memory[s] for s in schedule.stages_of(rank)]
         resident = sum(m.parameters + m.optimizer for m in memory)
         gradients = sum(m.gradients for m in memory)
@@ -128,7 +126,7 @@ def least_bytes(plan: Plan, price: PlanPrice) -> int:
     return worst
 
 
-def _least_gradients(plan: Plan, sizes: list[int]) -> int:
+def _least_gradients(plan: SizedPlan, sizes: list[int]) -> int:
     """The bytes of unsharded gradients that are held together at least once; ``sizes`` are per
     chunk. Weight gradients come unit by unit. So gradients that are reduced once per step exist in
     all chunks before the first reduction; otherwise those of one chunk come while the copy of the
@@ -139,7 +137,7 @@ def _least_gradients(plan: Plan, sizes: list[int]) -> int:
     return max(sizes) + (min(sizes) if units * len(sizes) > 1 else 0)
 
 
-def _least_activations(plan: Plan, rank: int, sizes: list[int]) -> int:
+def _least_activations(plan: SizedPlan, rank: int, sizes: list[int]) -> int:
     """The bytes of chunk-activations that are held together at least once; ``sizes`` are per
     chunk."""
     name, m, pp = plan.schedule.name, plan.num_microbatches, plan.layout.pp

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 from zeropp.cost import PlanPrice, price_plan
-from zeropp.plan import Candidate, K, Knobs, Plan, Task
+from zeropp.plan import Candidate, K, Knobs, Plan, SizedPlan, Task
 from zeropp.planner.orders import fastest
 from zeropp.schedule import validate
 from zeropp.sim.simulator import SimResult
@@ -54,10 +54,11 @@ class Contender(Generic[K]):
     """One way to train. ``trainer`` and ``filler`` are given as ``module:function`` and imported on
     first use, so that nothing here imports torch.
 
-    ``size`` makes a candidate's plan with all sizes, but with empty programs; the cost model needs
-    no more. It fills in knobs that are ``auto`` by simple rules, and raises InfeasibleError with
-    one line. ``order`` yields that plan with programs, once per order among which the simulator
-    chooses: the first is made without durations, and others are made only when they are asked for.
+    ``size`` makes a candidate's plan with all sizes, but without an order of actions; the cost
+    model needs no more. It fills in knobs that are ``auto`` by simple rules, and raises
+    InfeasibleError with one line. ``order`` yields that plan with programs, once per order among
+    which the simulator chooses: the first is made without durations, and others are made only when
+    they are asked for.
     ``check`` raises ScheduleError for a schedule that cannot run. ``left_open`` says whether the
     tuner has something to choose.
     """
@@ -66,8 +67,8 @@ class Contender(Generic[K]):
     label: str  # its name in tables and figures
     style: Style
     knobs: type[K]
-    size: Callable[[Task, K, int], Plan]  # task, knobs, microbatch size
-    order: Callable[[Plan, K, PlanPrice], Iterator[Plan]]
+    size: Callable[[Task, K, int], SizedPlan]  # task, knobs, microbatch size
+    order: Callable[[SizedPlan, K, PlanPrice], Iterator[Plan]]
     space: Space[K]
     check: Callable[[Plan], None] = check_schedule
     left_open: Callable[[K], bool] = any_auto

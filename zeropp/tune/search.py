@@ -24,7 +24,7 @@ from typing import Generic
 from zeropp.cost import PlanPrice, price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto
-from zeropp.plan import Candidate, K, Plan, Task
+from zeropp.plan import Candidate, K, Plan, SizedPlan, Task
 from zeropp.planner.orders import fastest
 from zeropp.sim.memory_curve import rank_peak
 from zeropp.sim.simulator import SimResult, simulate
@@ -87,7 +87,7 @@ class Outcome(Generic[K]):
     fallen: Counter[str] = field(default_factory=Counter)
     simulated: int = 0
     is_complete: bool = True  # False: the budget ended the search
-    too_large: set[Plan] = field(default_factory=set)  # out of memory; larger caps are, too
+    too_large: set[SizedPlan] = field(default_factory=set)  # out of memory; larger caps are, too
 
     def offer(self, new: Evaluated[K]) -> None:
         """Keep a candidate if it is the best, or the best with other degrees than the winner's."""
@@ -107,7 +107,7 @@ class Outcome(Generic[K]):
         return self.winner.step_s if self.winner and enough else float("inf")
 
 
-def _adds_later(plan: Plan) -> tuple[bool, bool]:
+def _adds_later(plan: SizedPlan) -> tuple[bool, bool]:
     """Whether reduced gradients are added to those of earlier units: over the shards, and over the
     replicas. It is the one thing besides the family on which the price of a member depends."""
     several = plan.num_units > 1
@@ -122,7 +122,7 @@ class _Entry(Generic[K]):
     bound_s: float
     number: int  # unique, so that nothing after it is compared
     candidate: Candidate[K]
-    plan: Plan
+    plan: SizedPlan
     price: PlanPrice | None = None
     is_member: bool = False
 
@@ -239,7 +239,7 @@ class _Search(Generic[K]):
                     number += 1
                     yield _Entry(work_s(plan), number, candidate, plan)
 
-    def _sized(self, candidate: Candidate[K]) -> Plan | None:
+    def _sized(self, candidate: Candidate[K]) -> SizedPlan | None:
         try:
             return self._contender.size(self._task, candidate.knobs, candidate.microbatch_size)
         except InfeasibleError as error:
@@ -265,7 +265,7 @@ class _Search(Generic[K]):
                 bound = least_step_s(plan, price)
                 yield _Entry(bound, number, candidate, plan, price, is_member=True)
 
-    def _members(self, entry: _Entry[K]) -> Iterator[tuple[Candidate[K], Plan]]:
+    def _members(self, entry: _Entry[K]) -> Iterator[tuple[Candidate[K], SizedPlan]]:
         family = entry.candidate
         for knobs in self._contender.space.members(self._asked, family.knobs, entry.plan):
             member = replace(family, knobs=knobs)
@@ -273,7 +273,7 @@ class _Search(Generic[K]):
             if plan is not None:
                 yield member, plan
 
-    def _may_fit(self, plan: Plan, price: PlanPrice) -> bool:
+    def _may_fit(self, plan: SizedPlan, price: PlanPrice) -> bool:
         if least_bytes(plan, price) <= self._limit:
             return True
         self._outcome.fallen[OOM] += 1

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from zeropp.layout import Layout, divisors
 from zeropp.literals import Auto, Placement, Recompute, ReplicateZero
-from zeropp.plan import K, Knobs, Plan, Task
+from zeropp.plan import K, Knobs, SizedPlan, Task
 from zeropp.planner.degrees import asked_degrees
 
 T = TypeVar("T")
@@ -47,13 +47,13 @@ class Space(Generic[K]):
     """
 
     families: Callable[[Point[K]], Iterable[K]]
-    members: Callable[[K, K, Plan], Iterable[K]]  # asked, family, the family's plan
+    members: Callable[[K, K, SizedPlan], Iterable[K]]  # asked, family, the family's plan
     tensor: bool = False  # tensor parallelism may be searched
     pipelines: tuple[int, int] = (1, 0)  # fewest and most pipeline ranks; 0: as many as fit
     shards: tuple[int, int] = (1, 1)  # fewest and most ranks of a ZeRO-3 group; 0: all that remain
 
 
-def one_member(asked: K, family: K, plan: Plan) -> tuple[K]:
+def one_member(asked: K, family: K, plan: SizedPlan) -> tuple[K]:
     """The members of a family in which everything is set: the family itself."""
     return (family,)
 
@@ -169,7 +169,7 @@ def _degrees(task: Task, space: Space[K], asked: K, fallen: Counter[str]) -> Ite
                 if tp * pp * shard * replicate != task.num_gpus:
                     continue  # a degree that was asked for does not divide
                 if given.get("replicate", "auto") in ("auto", replicate):
-                    yield Layout(pp, tp, shard, replicate)
+                    yield Layout(pp=pp, tp=tp, shard=shard, replicate=replicate)
 
 
 def _open(asked: int | Auto, known: list[int]) -> list[int]:

@@ -19,7 +19,7 @@ _EXTRA_STEPS = 13
 MAX_ARRAY_SIZE = 1001  # Slurm's default
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Resources:
     """The resources of a point; points with equal resources share an array."""
 

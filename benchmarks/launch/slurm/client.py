@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from benchmarks.launch.slurm.command import TIMEOUT_S, SlurmError, call, site_defaults
@@ -32,7 +32,7 @@ class ClusterFacts:
     max_array_size: int = 1001
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QueuedJob:
     """A job, or one task of an array, that is in slurmctld's queue."""
 
@@ -105,10 +105,12 @@ def queued_jobs(names: Iterable[str]) -> dict[str, QueuedJob]:
     asked = ",".join(sorted(set(names)))
     if not asked:
         return {}
-    columns = "--format=%i|%j_%K|%T|%r|%N|%L"
+    columns = "--format=%i|%j_%K|%T|%r|%N|%L"  # in the order of QueuedJob's fields
     everything = ("--array", "--noheader", "--states=all", f"--name={asked}", columns)
     rows = [line.split("|") for line in call("squeue", *everything).splitlines()]
-    jobs = [QueuedJob(*row) for row in rows if len(row) == 6]
+    names_of = [field.name for field in fields(QueuedJob)]
+    whole = [dict(zip(names_of, row, strict=True)) for row in rows if len(row) == len(names_of)]
+    jobs = [QueuedJob(**row) for row in whole]
     return {job.key: job for job in jobs if job.state not in _OVER}
 
 

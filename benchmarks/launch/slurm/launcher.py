@@ -16,7 +16,7 @@ from benchmarks.launch.points import Point, or_unwritten, unwritten_record, writ
 from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.slurm.arrays import nodes_of
 from benchmarks.launch.slurm.command import SlurmError
-from benchmarks.launch.slurm.jobs import View, close_ended, look, underway, unreported
+from benchmarks.launch.slurm.jobs import close_ended, underway, unreported
 from benchmarks.launch.slurm.options import SlurmOptions
 from benchmarks.launch.slurm.submit import (
     Sweep,
@@ -26,6 +26,7 @@ from benchmarks.launch.slurm.submit import (
     show,
     submit_points,
 )
+from benchmarks.launch.slurm.view import View, look
 from benchmarks.records.record import RunRecord
 
 _GIB = 2**30
@@ -65,7 +66,9 @@ def launch(
 
 def _refuse(point: Point, why: str, runs_dir: Path) -> RunRecord:
     return or_unwritten(
-        point, "slurm", lambda: write_unstarted(point, runs_dir, "slurm", "infeasible", why)
+        point,
+        "slurm",
+        lambda: write_unstarted(point, runs_dir, launcher="slurm", status="infeasible", reason=why),
     )
 
 

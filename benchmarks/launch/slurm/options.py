@@ -23,7 +23,7 @@ _GRES = re.compile(r"gpu(?::(?P<type>[^:,=]*[^:,=\d][^:,=]*))?(?::\d+)?")
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
     """The options of ``conf/launcher/slurm.yaml``, which explains each; they are checked."""
 

@@ -24,7 +24,7 @@ from benchmarks.records.record import write_atomically
 _SPECS = re.compile(r"^specs=\(\n(.*?)^\)", re.M | re.S)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SubmittedArray:
     """An array in ``submission.json``; ``job`` is empty until sbatch has answered."""
 
@@ -92,7 +92,7 @@ class Submission:
         write_atomically(self.directory / "submission.json", json.dumps(asdict(document), indent=1))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """One point of a submission."""
 
@@ -163,7 +163,7 @@ def _arrays_of_scripts(directory: Path) -> list[SubmittedArray]:
         except OSError:
             continue
         if listed:
-            arrays.append(SubmittedArray(path.stem, listed[1].split(), lost=True))
+            arrays.append(SubmittedArray(name=path.stem, spec_ids=listed[1].split(), lost=True))
     return arrays
 
 

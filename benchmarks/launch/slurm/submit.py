@@ -111,7 +111,7 @@ def submit_points(points: Sequence[Point], sweep: Sweep, facts: ClusterFacts) ->
     arrays = _prepare(sweep.arrays(points, facts.max_array_size), sweep)
     submission = Submission(
         directory=sweep.directory,
-        arrays=[SubmittedArray(array.name, array.spec_ids) for array in arrays],
+        arrays=[SubmittedArray(name=array.name, spec_ids=array.spec_ids) for array in arrays],
         cluster=facts.identity,
         user=os.getuid(),
         host=socket.gethostname(),
@@ -182,14 +182,14 @@ def _git(*arguments: str) -> str:
 def _submit_array(array: Array, options: SlurmOptions, before: str) -> SubmittedArray:
     """Submit one array, which begins after the job ``before`` has ended, if that is given."""
     flags = [f"--dependency=afterany:{before}"] if before else []
-    told = partial(SubmittedArray, array.name, array.spec_ids)
+    told = partial(SubmittedArray, name=array.name, spec_ids=array.spec_ids)
     try:
-        return told(submit(array.script, array_flags(array, options), *flags))
+        return told(job=submit(array.script, array_flags(array, options), *flags))
     except NoAnswerError as error:
         job = _found(array.name)
-        return told(job) if job else told("", str(error), lost=True)
+        return told(job=job) if job else told(error=str(error), lost=True)
     except SlurmError as error:
-        return told("", str(error))
+        return told(error=str(error))
 
 
 def _found(name: str) -> str:
@@ -217,7 +217,10 @@ def _say_submitted(array: Array, told: SubmittedArray, runs_dir: Path) -> list[R
 
 def not_submitted(point: Point, runs_dir: Path, why: str) -> RunRecord:
     """Write a record of a point that could not be submitted; the point counts as missing."""
-    refuse = partial(write_unstarted, point, runs_dir, "slurm", "failed", f"not submitted: {why}")
+    reason = f"not submitted: {why}"
+    refuse = partial(
+        write_unstarted, point, runs_dir, launcher="slurm", status="failed", reason=reason
+    )
     return or_unwritten(point, "slurm", lambda: refuse(interrupted=True))
 
 

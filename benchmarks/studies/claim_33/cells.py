@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
@@ -67,7 +68,7 @@ class Cell:
         return replace(self.task, cluster=replace(self.task.cluster, inter=scaled))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One contender in one cell; numbers are None if no plan fits."""
 
@@ -113,7 +114,7 @@ class Job:
             return [_row(cell, candidate, result, name) for candidate, result in plans]
         winner = winners(cell, self.tolerance, [PRICED[name]])[name]
         if winner is None:
-            return [Row(*cell.key, name, "best", "simulated", "no plan fits")]
+            return [_of_cell(cell)(contender=name, mode="best", plan="no plan fits")]
         return [_row(cell, winner.candidate, winner.result, "best")]
 
 
@@ -142,18 +143,30 @@ def winners(
     }
 
 
+def _of_cell(cell: Cell) -> partial[Row]:
+    """Makes rows of this cell from the columns of one contender."""
+    model, cluster, num_gpus, global_batch, bandwidth = cell.key
+    return partial(
+        Row,
+        model=model,
+        cluster=cluster,
+        num_gpus=num_gpus,
+        global_batch=global_batch,
+        bandwidth=bandwidth,
+        provenance="simulated",
+    )
+
+
 def _row(cell: Cell, candidate: Candidate[Any], result: SimResult, mode: str) -> Row:
-    return Row(
-        *cell.key,
-        result.plan.contender,
-        mode,
-        "simulated",
-        describe(result.plan),
-        result.step_s,
-        result.tokens_per_s_per_gpu,
-        result.peak_bytes / 2**30,
-        result.bubble,
-        result.limit_share,
-        json.dumps(asdict(candidate)),
-        result.losses,
+    return _of_cell(cell)(
+        contender=result.plan.contender,
+        mode=mode,
+        plan=describe(result.plan),
+        step_s=result.step_s,
+        tokens_per_s_per_gpu=result.tokens_per_s_per_gpu,
+        peak_gib=result.peak_bytes / 2**30,
+        bubble=result.bubble,
+        share_of_limit=result.limit_share,
+        setting=json.dumps(asdict(candidate)),
+        losses=result.losses,
     )

@@ -104,11 +104,18 @@ def _equal_settings(
         even = task.global_batch % (replicas * group) == 0 and m_tensor % pp == 0
         if not even or m_shard < 1 or 2 * pp > task.shape.layers:
             continue
-        yield _equal_knobs(pp, group, replicas, min(pp, m_shard), recompute, interleaved)
+        yield _equal_knobs(
+            pp,
+            group=group,
+            replicas=replicas,
+            unit=min(pp, m_shard),
+            recompute=recompute,
+            interleaved=interleaved,
+        )
 
 
 def _equal_knobs(
-    pp: int, group: int, replicas: int, unit: int, recompute: Recompute, interleaved: bool
+    pp: int, *, group: int, replicas: int, unit: int, recompute: Recompute, interleaved: bool
 ) -> _Setting:
     zero: Literal[0, 1] = 1 if replicas > 1 else 0
     three = DeepSpeedKnobs(

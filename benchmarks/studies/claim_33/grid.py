@@ -43,7 +43,7 @@ class BandwidthSpec(_BatchMap):
     factors: list[float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VerdictSpec:
     """The ``verdict`` mapping of ``conf/experiment/claim_33.yaml``, checked."""
 
@@ -71,7 +71,7 @@ def cells_of(spec: VerdictSpec, precision: Precision) -> list[Cell]:
 
 
 def _cells(spec: VerdictSpec, precision: Precision) -> Iterator[Cell]:
-    def cell(model: str, cluster: str, gpus: int, sequences: int, factor: float = 1.0) -> Cell:
+    def cell(model: str, cluster: str, *, gpus: int, sequences: int, factor: float = 1.0) -> Cell:
         shape, machine = preset("model", model, ModelShape), preset("cluster", cluster, Cluster)
         return Cell(
             Task(
@@ -88,11 +88,13 @@ def _cells(spec: VerdictSpec, precision: Precision) -> Iterator[Cell]:
         for model, counts in spec.num_gpus.items():
             for gpus in counts:
                 for sequences in spec.sequences_of.get(model, spec.sequences_per_gpu):
-                    yield cell(model, cluster, gpus, sequences)
+                    yield cell(model, cluster, gpus=gpus, sequences=sequences)
     grid, band = spec.map, spec.bandwidth
     for gpus in grid.num_gpus:
         for sequences in grid.sequences_per_gpu:
-            yield cell(grid.model, grid.cluster, gpus, sequences)
+            yield cell(grid.model, grid.cluster, gpus=gpus, sequences=sequences)
     for factor in band.factors:
         for sequences in band.sequences_per_gpu:
-            yield cell(band.model, band.cluster, band.num_gpus, sequences, factor)
+            yield cell(
+                band.model, band.cluster, gpus=band.num_gpus, sequences=sequences, factor=factor
+            )

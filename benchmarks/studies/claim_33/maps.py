@@ -29,13 +29,19 @@ def draw(verdicts: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
     where = f"{words.model_label(grid.model)} on {words.cluster_label(grid.cluster)}"
     pictures = [
         _speedups(best[best.bandwidth == 1]),
-        _map(own, "num_gpus", "GPUs", f"{where}, best plans, simulated", "map_gpus_batch"),
+        _map(
+            own,
+            column="num_gpus",
+            label="GPUs",
+            title=f"{where}, best plans, simulated",
+            name="map_gpus_batch",
+        ),
         _map(
             wires,
-            "bandwidth",
-            "inter-node bandwidth, multiples of the cluster's own",
-            _place(band),
-            "map_bandwidth_batch",
+            column="bandwidth",
+            label="inter-node bandwidth, multiples of the cluster's own",
+            title=_place(band),
+            name="map_bandwidth_batch",
         ),
     ]
     return [path for picture in pictures for path in save(picture, out).paths]
@@ -86,7 +92,8 @@ def _speedups(cells: pd.DataFrame) -> Picture:
         for shift, batch in enumerate(batches):
             height = place + 0.25 * (1 - shift)
             values = cells[cells.sequences_per_gpu == batch][f"speedup_over_{name}"].dropna()
-            label = f"{batch:g} sequences per GPU and step" if place == 0 else None
+            plural = "" if batch == 1 else "s"
+            label = f"{batch:g} sequence{plural} per GPU and step" if place == 0 else None
             axis.plot(values, [height] * len(values), "o", ms=4, alpha=0.5, color=f"C{shift}")
             axis.plot([values.median()], [height], "|", ms=14, mew=2.5, color=f"C{shift}")
             axis.plot([], [], "o", color=f"C{shift}", label=label)
@@ -94,13 +101,13 @@ def _speedups(cells: pd.DataFrame) -> Picture:
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.axvline(CLAIM, color="black", linewidth=0.8, linestyle=":")
     axis.set_xlabel("speed of ZeroPP over that of ... (dotted: the claim, 1.33)")
-    title = "ZeroPP at its best plan over every contender at its own: simulated, a dot per cell"
+    title = "ZeroPP at its best plan over every contender at its own: simulated, one dot per cell"
     axis.set_title(title, fontsize=10)
     axis.legend(loc="lower right", fontsize=8)
     return Picture(section="Verdict", name="speedups", caption=title, figure=figure)
 
 
-def _map(rows: pd.DataFrame, column: str, label: str, title: str, name: str) -> Picture:
+def _map(rows: pd.DataFrame, *, column: str, label: str, title: str, name: str) -> Picture:
     figure, axes = plt.subplots(1, len(JUDGED), figsize=(12.0, 3.2), layout="constrained")
     for axis, over in zip(axes, JUDGED, strict=True):
         table = rows.pivot(index="sequences_per_gpu", columns=column, values=f"speedup_over_{over}")

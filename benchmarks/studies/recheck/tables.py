@@ -67,7 +67,9 @@ def _schedule(row: Row, reference: Path) -> Computed:
         order = schedule_table.torch_schedule(row["schedule"], ranks, chunks, m)
     else:
         unit, keep = int(row["unit"]), int(row["keep"])
-        order = schedule_table.zeropp_schedule(ranks, chunks, m, unit, keep)
+        order = schedule_table.zeropp_schedule(
+            num_ranks=ranks, chunks=chunks, num_microbatches=m, unit=unit, keep=keep
+        )
     return schedule_table.measure(order)
 
 

@@ -30,7 +30,7 @@ _UNPRICED_SCHEDULES = ("dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """Everything on which a row's prediction depends; equal cases share one simulation."""
 

@@ -70,7 +70,7 @@ def first_of_runs(predicted: Iterable[Predicted]) -> list[Predicted]:
     return first
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Errors:
     """The absolute relative errors of one source and kind (throughput, memory, or the ratio of two
     runs). ``rows`` counts printed numbers; ``median`` and ``p90`` are over ``runs``."""
@@ -109,12 +109,16 @@ def errors_of(predicted: Sequence[Predicted]) -> list[Errors]:
         rows.update(groups)
         for group in groups:
             errors[group].append(abs(pair.relative_error))
-    found = [
-        Errors(*group, rows[group], len(of), *(float(p) for p in np.percentile(of, (50, 90))))
-        for group, of in errors.items()
-        if group[0] in KINDS
-    ]
+    found = [_errors(group, rows[group], of) for group, of in errors.items() if group[0] in KINDS]
     return sorted(found, key=lambda e: (KINDS.index(e.kind), e.source.startswith("all"), e.source))
+
+
+def _errors(group: tuple[str, str, str], rows: int, of: Sequence[float]) -> Errors:
+    kind, source, role = group
+    median, p90 = (float(percentile) for percentile in np.percentile(of, (50, 90)))
+    return Errors(
+        kind=kind, source=source, role=role, rows=rows, runs=len(of), median=median, p90=p90
+    )
 
 
 def _groups(kind: str, row: PublishedRow) -> list[tuple[str, str, str]]:

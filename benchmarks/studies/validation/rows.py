@@ -128,8 +128,9 @@ class PublishedRow(BaseModel):
     def shape(self) -> ModelShape:
         """The model's sizes."""
         return ModelShape(
-            self.model, self.family, self.layers, self.hidden, self.heads, self.kv_heads, self.ffn,
-            self.vocab, self.seq, self.tied_embeddings, gated_mlp=self.gated_mlp,
+            name=self.model, family=self.family, layers=self.layers, hidden=self.hidden,
+            heads=self.heads, kv_heads=self.kv_heads, ffn=self.ffn, vocab=self.vocab, seq=self.seq,
+            tied_embeddings=self.tied_embeddings, gated_mlp=self.gated_mlp,
         )  # fmt: skip
 
     @property

@@ -20,7 +20,7 @@ from benchmarks.worker.data.megatron import open_megatron
 _BYTES = 256  # vocabulary of byte-level text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchSource:
     """Draws batches of ``global_batch`` sequences of ``seq`` tokens.
 

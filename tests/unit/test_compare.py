@@ -1,0 +1,52 @@
+"""What changed between two sets of records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.report.compare import compare, write_comparison
+from benchmarks.report.frame import latest_ok
+from tests.unit.report_frames import QUIET, failed, frame_of
+from tests.unit.synthetic_records import make_record
+
+
+def test_compare_says_what_changed_beyond_noise(tmp_path: Path) -> None:
+    def steps(base: float, wobble: float = 0.01) -> list[float]:
+        return [base * (1 + wobble * (i % 3)) for i in range(9)]
+
+    before = [
+        make_record("zeropp", step_s=steps(1.0)),
+        make_record("deepspeed_3d", step_s=steps(1.0)),
+        make_record("torch_pp", step_s=steps(1.0)),
+        make_record("fsdp", step_s=steps(1.0)),
+        make_record("zeropp", num_gpus=8, step_s=steps(1.0)),
+    ]
+    after = [
+        make_record("zeropp", step_s=steps(0.8)),
+        make_record("deepspeed_3d", step_s=steps(1.3)),
+        make_record("torch_pp", step_s=steps(1.005)),
+        make_record("fsdp", fields=failed("oom", "rank 0: out of memory")),
+    ]
+    old = latest_ok(frame_of(*before, root=tmp_path / "a"))
+    new = latest_ok(frame_of(*after, root=tmp_path / "b"))
+    changes = compare(old, new)
+    verdicts = {(r.contender, r.num_gpus): r.verdict for r in changes.itertuples()}
+    assert verdicts == {
+        ("zeropp", 4): "faster",
+        ("deepspeed_3d", 4): "slower",
+        ("torch_pp", 4): "no difference shown",
+        ("fsdp", 4): "ok -> oom",
+        ("zeropp", 8): "only before",
+    }
+    made = write_comparison([tmp_path / "a"], [tmp_path / "b"], tmp_path / "out", QUIET)
+    assert {"comparison.png", "comparison.csv"} <= {path.name for path in made.files}
+    assert made.slower == 1
+
+
+def test_compare_across_clusters_leaves_the_cluster_out(tmp_path: Path) -> None:
+    record = make_record("zeropp")
+    elsewhere = {**record.spec, "cluster": {**record.spec["cluster"], "name": "other"}}
+    old = latest_ok(frame_of(record, root=tmp_path / "a"))
+    there = make_record("zeropp", fields={"spec": elsewhere})
+    new = latest_ok(frame_of(there, root=tmp_path / "b"))
+    assert list(compare(old, new)["verdict"]) == ["no difference shown"]

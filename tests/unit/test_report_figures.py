@@ -1,0 +1,87 @@
+"""The report's figures and traces, from made-up records."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import style
+from benchmarks.report.breakdown import memory_breakdown
+from benchmarks.report.frame import latest_ok
+from benchmarks.report.scaling import scaling_curves
+from benchmarks.report.speedup_map import speedup_maps
+from benchmarks.report.step_timelines import step_timelines, write_traces
+from tests.unit.report_frames import frame_of
+from tests.unit.synthetic_records import make_record
+
+
+def test_traced_memory_is_broken_down_by_kind(tmp_path: Path) -> None:
+    ranks = [{"parameters": 2**20, "activations": 2**21}, {"parameters": 2**20, "activations": 0}]
+    traced = make_record(
+        provenance="traced",
+        attempt="trace-1",
+        fields={"step_s": [], "plan": {}, "predicted": {"peak_bytes": 3 * 2**20, "memory": ranks}},
+    )
+    (picture,) = memory_breakdown(latest_ok(frame_of(traced, root=tmp_path)))
+    assert picture.caption.startswith("Traced memory")
+    bars: list[Any] = list(picture.figure.axes[0].patches)
+    heights = [bar.get_height() * 2**10 for bar in bars]
+    assert heights == [1.0, 2.0]
+
+
+def test_every_kind_of_evidence_has_its_timelines(tmp_path: Path) -> None:
+    records = [make_record("zeropp", num_gpus=n) for n in (4, 8, 16, 32, 64)]
+    records.append(make_record(provenance="simulated", attempt="simulate-1", step_s=[0.1]))
+    rows = latest_ok(frame_of(*records, root=tmp_path))
+    for every, measured in {False: 1, True: 5}.items():
+        names = [picture.name for picture in step_timelines(rows, every=every)]
+        assert sum("measured" in name for name in names) == measured
+        assert sum("simulated" in name for name in names) == 1
+
+
+def test_names_at_curve_ends_do_not_cover_each_other() -> None:
+    _, (axis,) = style.panels(1)
+    axis.plot([1, 2], [0, 100])
+    low, high = axis.get_ylim()
+    style.label_ends(axis, [(2, 50.0, name, "black") for name in "abcd"] + [(2, 99, "e", "black")])
+    places = sorted(text.get_position()[1] for text in axis.texts)
+    assert all(b - a > 0.07 * (high - low) for a, b in pairwise(places))
+    assert places[0] >= low
+
+
+def test_traces_give_every_lane_of_every_rank_its_own_thread(tmp_path: Path) -> None:
+    rows = latest_ok(frame_of(make_record(), root=tmp_path))
+    (path,) = write_traces(rows, tmp_path)
+    events = json.loads(path.read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == len(make_record().spans)
+    assert {type(event[key]) for event in slices for key in ("ts", "dur")} == {float}
+    names = {
+        event["tid"]: event["args"]["name"]
+        for event in events
+        if "tid" in event and event["ph"] == "M"
+    }
+    assert all(names[event["tid"]] == event["cat"] for event in slices)
+    processes = {event["tid"]: event["pid"] for event in slices}
+    assert all(processes[event["tid"]] == event["pid"] for event in slices)
+    assert 0 not in processes
+    ends: dict[int, float] = {}
+    for event in sorted(slices, key=lambda event: (event["tid"], event["ts"])):
+        assert event["ts"] >= ends.get(event["tid"], 0.0) - 1e-6  # none lies across another
+        ends[event["tid"]] = event["ts"] + event["dur"]
+
+
+def test_figures_have_units_and_a_zero_baseline(tmp_path: Path) -> None:
+    contenders = ("zeropp", "deepspeed_3d", "torch_pp")
+    records = [make_record(c, num_gpus=n) for c in contenders for n in (4, 8)]
+    rows = latest_ok(frame_of(*records, root=tmp_path))
+    strong, *_ = list(scaling_curves(rows))
+    assert {axis.get_ylabel() for axis in strong.figure.axes} == {"tokens/s", "efficiency [%]"}
+    (stacks,) = memory_breakdown(rows)
+    assert stacks.figure.axes[0].get_ylim()[0] == 0
+    assert [picture.name for picture in speedup_maps(rows)] == [
+        "speedup_zeropp_measured_cpu_gloo",
+        "speedup_torch_pp_measured_cpu_gloo",
+    ]
