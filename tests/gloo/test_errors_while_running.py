@@ -202,7 +202,10 @@ def failed_constructions() -> dict[str, str]:
     device: Any = "cuda" if mine else None
     found["device"] = error_of(lambda: built("", {"pp": 3, "device": device}))
     found["no backend"] = error_of(lambda: built("", {"pp": 3, "device": "meta"}))
-    for name, where in (("values", "zeropp.api.described"), ("lanes", "zeropp.engine.engine.make_lanes")):
+    for name, where in (
+        ("values", "zeropp.api.described"),
+        ("lanes", "zeropp.engine.engine.make_lanes"),
+    ):
         with mock.patch(where, fails) if mine else nullcontext():
             found[name] = error_of(lambda: built("", {"pp": 3}))
     return found

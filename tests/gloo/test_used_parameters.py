@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import functional as F
 
 import zeropp
@@ -144,6 +145,40 @@ def test_every_optimizer_is_that_of_one_process_through_checkpoints(
                     found[name], value, rtol=0.0, atol=1e-10, msg=f"{kind} {number} {name}"
                 )
     assert sorted(set(alone("adamw", 10)[1].values())) == [3.0, 7.0, 10.0]
+
+
+def step_on(model: ParallelModel, count: int) -> None:
+    """Train on one batch, in which nothing is unused but what never is."""
+    for _ in range(count):
+        inputs, targets, late, rare = (part[model.rows] for part in data(4).values())
+        model.train_step(inputs, targets, late=late, rare=rare)
+
+
+def load_older(place: Path) -> list[dict[str, Tensor]]:
+    """Parameters after a checkpoint that does not say which of them have begun, and after one that
+    says so."""
+    found = []
+    for older in (True, False):
+        with parallel("momentum", {"pp": 2}) as model:
+            step_on(model, 2)
+            state = model.state_dict()
+            kept = state["optimizer"]
+            if older:
+                state["optimizer"] = {k: v for k, v in kept.items() if not k.endswith(".begun")}
+                assert len(state["optimizer"]) < len(kept)
+            save({"model": state}, checkpoint_id=str(place / str(older)))
+            step_on(model, 1)
+            model.load(place / str(older))
+            step_on(model, 1)
+            found.append(model.full_state_dict())
+    return found
+
+
+def test_older_checkpoints_are_read(world: World, tmp_path: Path) -> None:
+    (older, newer), _ = world.run(load_older, tmp_path, size=2)
+    assert set(older) == set(newer)
+    assert all(torch.equal(older[name], value) for name, value in newer.items())
+    assert float((newer["1.late"] - 1.0).abs().max()) > 0
 
 
 class Middling(torch.optim.Optimizer):

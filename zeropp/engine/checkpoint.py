@@ -13,21 +13,22 @@ before it is read; the number ``begun`` beside it says whether it counts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import FileSystemReader, state_dict_loader, state_dict_saver
 
 from zeropp.engine.checkpoint_directory import checked, write_whole
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Slot, Stretch
-from zeropp.engine.kept import Kept, kept_of, take_over
+from zeropp.engine.kept import BEGUN, Kept, kept_of, take_over
 from zeropp.engine.owned import Updater
 from zeropp.engine.part import Part, make_part
+from zeropp.engine.together import together
 
 OPTIMIZER, SETTINGS, STEPS = "optimizer", "param_groups", "steps_done"
 Settings = tuple[tuple[str, Any], ...]  # of one optimizer group: names and values
@@ -112,11 +113,22 @@ def save(state: State, directory: Path | str) -> None:
 def load(state: State, directory: Path | str) -> None:
     """Read into the tensors of a state; collective.
 
+    In an older checkpoint nothing says whether a parameter has begun; all have, after a step.
     Raises CheckpointError where the checkpoint is not whole.
     """
     place = checked(directory)
+    known = together(lambda: FileSystemReader(place).read_metadata().state_dict_metadata)
+    unsaid = {
+        name: number
+        for name, number in state.optimizer.items()
+        if name.endswith(f".{BEGUN}") and f"model.{OPTIMIZER}.{name}" not in known
+    }
+    said = {name: value for name, value in state.optimizer.items() if name not in unsaid}
     with torch.no_grad():
-        state_dict_loader.load({"model": state.named()}, checkpoint_id=str(place))
+        asked = {"model": replace(state, optimizer=said).named()}
+        state_dict_loader.load(asked, checkpoint_id=str(place))
+    for number in unsaid.values():
+        number.fill_(int(state.steps_done) > 0)
 
 
 def go_on_from(state: State, updater: Updater) -> None:

@@ -293,6 +293,7 @@ class Engine:
 
     def _give_up(self) -> None:
         """End the waiting of peers for messages and collectives of this rank."""
+        self.lanes.abandon()
         self._groups.close()
         self._channels.close()
         self._tied.close()

@@ -43,6 +43,13 @@ class Lanes:
             ticket.wait()
         self.crossing.clear()
 
+    def abandon(self) -> None:
+        """Drop all work that has not begun, and forget what compute has not waited for."""
+        for lane in (self.gather, self.reduce, self.replicate):
+            lane.abandon()
+        self.reducing.clear()
+        self.crossing.clear()
+
     def close(self) -> None:
         """Finish the work of all lanes and end them."""
         for lane in (self.gather, self.reduce, self.replicate):

@@ -7,6 +7,7 @@ rank raises.
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Callable
 from typing import TypeVar
@@ -90,6 +91,7 @@ class Meeting:
             traceback.clear_frames(error.__traceback__)  # frees the tensors of the work
             self._give_up()
             self._given_up = True
+            gc.collect()  # the frames of failed work, whose groups end with their last reference
             sums[0] = 1.0
         dist.all_reduce(sums, group=self._group)
         if float(sums[0]):
