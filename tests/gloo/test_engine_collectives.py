@@ -192,8 +192,10 @@ def counted_and_planned(case: Case) -> tuple[Counter[tuple[str, str]], Counter[t
     """What one step of this rank starts, and what its plan says."""
     engine = build_engine(case, torch.float32)
     found: Counter[tuple[str, str]] = Counter()
+    engine.step(*local_microbatches(case, 0))  # after which ranks exchange errors once more
+    flat.settle(engine.flats)
     with counting(engine, found):
-        engine.step(*local_microbatches(case, 0))
+        engine.step(*local_microbatches(case, 1))
         flat.settle(engine.flats)
     expected = planned(case, engine)
     engine.close()

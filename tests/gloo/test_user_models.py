@@ -47,7 +47,7 @@ def alone(kinds: list[Make]) -> dict[str, Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
-        for x, y in zip(*(part.split(MICROBATCH) for part in data(step)), strict=True):
+        for x, y in zip(*(torch.split(part, MICROBATCH) for part in data(step)), strict=True):
             value: Any = x
             for layer in model:
                 value = layer(*value) if isinstance(value, tuple) else layer(value)

@@ -84,9 +84,10 @@ class Hooked(Pair):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a.weight.register_hook(lambda gradient: gradient * 0.5)
-        self.b.bias.register_hook(lambda gradient: gradient * 3)
-        self.a.register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,))
+        for parameter in (self.a.weight, self.b.bias):
+            parameter.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
+        halved: Any = lambda module, given, got: (given[0] * 0.5,)  # noqa: E731
+        self.a.register_full_backward_hook(halved)
         self.b.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.9,))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from torch.nn import functional as F
 
 from zeropp.engine.uses import Uses
 
-
 _running = False  # a chunk's backward is under way
 
 
