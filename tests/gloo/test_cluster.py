@@ -186,8 +186,17 @@ def test_auto_takes_what_fits() -> None:
 
 
 def test_auto_counts_what_the_given_optimizer_keeps() -> None:
-    sizes = {"hidden": 4096, "heads": 32, "kv_heads": 32, "ffn": 16384, "vocab": 51200, "seq": 256}
-    wide = ModelShape(name="wide", family="gpt", layers=24, **sizes)
+    wide = ModelShape(
+        name="wide",
+        family="gpt",
+        layers=24,
+        hidden=4096,
+        heads=32,
+        kv_heads=32,
+        ffn=16384,
+        vocab=51200,
+        seq=256,
+    )
     given: dict[str, Any] = {"pp": 1, "shard": 1, "replicate": "auto", "recompute": "full"}
     given |= {"precision": "fp32", "unit": 2}
     found = chosen_request(wide, 2, **given, optimizer=plain_sgd, activation_cap=2)

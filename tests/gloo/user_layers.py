@@ -177,9 +177,11 @@ class PostHooked(Pair):
 class SharedMemory(Pair):
     """Two parameters in the same memory."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def double(self) -> SharedMemory:
+        """In fp64, which would otherwise give each its own memory."""
+        super().double()
         self.b.weight.data = self.a.weight.data
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x))  # type: ignore[no-any-return]

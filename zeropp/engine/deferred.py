@@ -4,8 +4,9 @@
 Face's GPT-2 are given a class of their own, one by one, so model code stays as it is. Backward
 keeps (x, dY), exactly what dW = dYᵀx needs; the parameters are not needed then, so a chunk may be
 released between its input gradients and its weight gradients. Norms, embeddings and biases are
-cheap and take their gradients at once. So do weights with hooks of the user's, which autograd calls,
-and what runs outside of a chunk's backward: a layer that asks for gradients in its own forward.
+cheap and take their gradients at once. So do weights with hooks of the user's, which autograd
+calls, and what runs outside of a chunk's backward: a layer that asks for gradients in its own
+forward.
 
 Under torch.compile a graph ends before every such layer and begins behind it: what a compiled
 backward is given may be overwritten when that ends, so (x, dY) must not come from inside one.
