@@ -48,6 +48,8 @@ from zeropp.training import OptimizerConfig, StepResult
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
+_LARGEST_BUCKET = 500_000_000  # elements that are reduced at once, DeepSpeed's default
+
 
 def build(
     plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
@@ -86,7 +88,7 @@ class DeepSpeedTrainer:
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=build_optimizer(module.parameters(), optimizer),
-            config=_config(plan),
+            config=_config(plan, sum(each.numel() for each in module.parameters())),
         )
         self._grad_norm, self._clip_norm = 0.0, optimizer.clip_norm
         self._counters: Counter[str] = Counter()
@@ -217,13 +219,19 @@ def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
     return mine  # type: ignore[no-any-return]
 
 
-def _config(plan: Plan) -> dict[str, Any]:
+def _config(plan: Plan, parameters: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for a rank with so many parameters.
+
+    In fp32, ZeRO-1 makes two buffers of ``reduce_bucket_size`` elements, whatever the rank has: at
+    DeepSpeed's default of 5e8 elements 3.7 GiB (``runtime/zero/stage_1_and_2.py``).
+    """
+    bucket = min(parameters, _LARGEST_BUCKET)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": plan.microbatch_size,
         "gradient_accumulation_steps": plan.num_microbatches,
         "train_batch_size": plan.global_batch,
         "gradient_clipping": 0.0,  # off (DeepSpeed's default is 1.0); ``_clip`` does it
-        "zero_optimization": {"stage": plan.layout.replicate_zero},
+        "zero_optimization": {"stage": plan.layout.replicate_zero, "reduce_bucket_size": bucket},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1 << 30,

@@ -20,7 +20,7 @@ from benchmarks.report import style, words
 from benchmarks.report.frame import CELL
 from benchmarks.report.pairs import speedup_of
 from benchmarks.report.picture import Picture
-from benchmarks.report.table import MISSING, Column, Table, table
+from benchmarks.report.table import MISSING, Column, Table, key_columns, table
 
 MAX_GROUPS = 6  # panels of a figure; the table has all
 _GROUP = [*CELL, "contender"]
@@ -125,14 +125,7 @@ def ablation_table(rows: pd.DataFrame, against: Mapping[str, str] | None = None)
     found = ablations(rows, against)
     worker = words.worker_word(rows)
     columns = (
-        Column("model", "model", is_key=True),
-        Column("cluster", "cluster", is_key=True),
-        Column("num_gpus", f"{worker}s", form=words.count, is_key=True),
-        Column("global_batch", "batch", form=words.count, is_key=True),
-        Column("seq", "sequence", form=words.count, is_key=True),
-        Column("precision", "precision", is_key=True),
-        Column("evidence", "evidence", is_key=True),
-        Column("contender", "contender", is_key=True),
+        *(column for column in key_columns(rows) if column.name != "basis"),
         Column("change", "change"),
         Column("layout", "configuration"),
         Column("step_s", "step [s]", form=words.seconds, interval=True, instead="shown_status"),

@@ -22,8 +22,7 @@ from benchmarks.report.forms import write_table
 from benchmarks.report.frame import CELL, latest_ok, load_frame
 from benchmarks.report.headline import print_table
 from benchmarks.report.picture import Picture, save
-from benchmarks.report.table import Column, Table, table
-from benchmarks.report.tables import key_columns
+from benchmarks.report.table import Column, Table, key_columns, table
 
 LEAST_CHANGE = 0.02  # a smaller change is not reported, however narrow its interval
 MAX_LINES = 40

@@ -154,3 +154,18 @@ def table(
     return Table(
         name=name, title=title, columns=tuple(columns), data=data.assign(**missing), **more
     )
+
+
+def key_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
+    """The columns that name a cell, and that move into the caption if they never vary."""
+    return (
+        Column("model", "model", is_key=True),
+        Column("cluster", "cluster", is_key=True),
+        Column("num_gpus", f"{words.worker_word(rows)}s", form=words.count, is_key=True),
+        Column("global_batch", "batch", form=words.count, is_key=True),
+        Column("seq", "sequence", form=words.count, is_key=True),
+        Column("precision", "precision", is_key=True),
+        Column("evidence", "evidence", is_key=True),
+        Column("basis", "basis", is_key=True),
+        Column("contender", "contender", is_key=True),
+    )

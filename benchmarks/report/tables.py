@@ -15,22 +15,7 @@ from benchmarks.report.lone import lone_table
 from benchmarks.report.pairs import BASE, paired_speedups
 from benchmarks.report.paper import paper_table
 from benchmarks.report.published import published_table
-from benchmarks.report.table import Column, Table, table
-
-
-def key_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
-    """The columns that name a cell, and that move into the caption if they never vary."""
-    return (
-        Column("model", "model", is_key=True),
-        Column("cluster", "cluster", is_key=True),
-        Column("num_gpus", f"{words.worker_word(rows)}s", form=words.count, is_key=True),
-        Column("global_batch", "batch", form=words.count, is_key=True),
-        Column("seq", "sequence", form=words.count, is_key=True),
-        Column("precision", "precision", is_key=True),
-        Column("evidence", "evidence", is_key=True),
-        Column("basis", "basis", is_key=True),
-        Column("contender", "contender", is_key=True),
-    )
+from benchmarks.report.table import Column, Table, key_columns, table
 
 
 def comparison_tables(rows: pd.DataFrame, base: str = BASE) -> dict[str, Table]:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gloo.world import World
+from tests.gloo.world import World, start_server
+
+start_server()  # it imports what ranks need while pytest imports the tests
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,19 @@ GPT = ModelShape(
 )
 
 
+SMALL = ModelShape(
+    name="small",
+    family="gpt",
+    layers=6,
+    hidden=512,
+    heads=8,
+    kv_heads=8,
+    ffn=2048,
+    vocab=1000,
+    seq=512,
+)
+
+
 def cut_on(world: int, layers: list[Any], sample: torch.Tensor, batch: int, **more: Any) -> Stages:
     """What rank 0 of a job gets."""
     request = request_of(more)
@@ -151,18 +164,7 @@ EVERYTHING = dict.fromkeys(("pp", "shard", "replicate", "chunks", "unit", "recom
 
 
 def test_auto_takes_what_fits() -> None:
-    small = ModelShape(
-        name="small",
-        family="gpt",
-        layers=6,
-        hidden=512,
-        heads=8,
-        kv_heads=8,
-        ffn=2048,
-        vocab=1000,
-        seq=512,
-    )
-    knobs = chosen(small, 8, **EVERYTHING)
+    knobs = chosen(SMALL, 8, **EVERYTHING)
     assert knobs.pp * knobs.shard * knobs.replicate == 8  # type: ignore[operator]
     assert knobs.recompute == "none"
     large = chosen(
@@ -181,7 +183,7 @@ def test_auto_takes_what_fits() -> None:
         **EVERYTHING,
     )
     assert large.pp * large.shard >= 4  # type: ignore[operator]
-    kept = chosen(small, 8, pp="auto", shard=2, replicate="auto", recompute="full")
+    kept = chosen(SMALL, 8, pp="auto", shard=2, replicate="auto", recompute="full")
     assert (kept.shard, kept.recompute) == (2, "full")
 
 
@@ -215,21 +217,10 @@ def plain_sgd(groups: Any) -> torch.optim.Optimizer:
 
 
 def test_auto_goes_on_after_a_setting_that_cannot_be_cut() -> None:
-    small = ModelShape(
-        name="small",
-        family="gpt",
-        layers=6,
-        hidden=512,
-        heads=8,
-        kv_heads=8,
-        ffn=2048,
-        vocab=1000,
-        seq=512,
-    )
     given = {"pp": 2, "shard": "auto", "replicate": "auto", "unit": 2, "activation_cap": 2}
-    assert chosen(small, 8, **given, chunks="auto").chunks == 1  # more chunks need a larger cap
+    assert chosen(SMALL, 8, **given, chunks="auto").chunks == 1  # more chunks need a larger cap
     with pytest.raises(zeropp.InfeasibleError) as caught:
-        chosen(small, 8, **given, chunks=2)
+        chosen(SMALL, 8, **given, chunks=2)
     words = "replicate, shard='auto': no setting can be cut; the last one: activation_cap=2: "
     assert str(caught.value).startswith(words)
 

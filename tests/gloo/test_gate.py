@@ -41,6 +41,7 @@ class Setting:
     knobs: dict[str, Any]
     has: set[str]
     global_batch: int = 8
+    layers: int = 2  # a fault of an axis needs no more
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def findable(precision: str) -> list[str]:
     return [name for name in FAULTS if name not in {"none", *hidden}]
 
 
-TWO_STAGES = Setting(2, {"pp": 2}, set(), 4)
+TWO_STAGES = Setting(2, {"pp": 2}, set(), 4, layers=4)
 TORCH_STAGES = replace(TWO_STAGES, knobs={"pp": 2, "schedule": "1f1b"})
 ZEROPP = Setting(4, {"pp": 2, "shard": 2}, {"dp", "tied", "dropout"})
 FSDP = Setting(4, {"shard": 2, "replicate": 2}, {"dp"})
@@ -90,7 +91,7 @@ CASES = [
 
 def spec_of(case: Case, setting: Setting) -> RunSpec:
     values = mapping()
-    values["model"] |= {"layers": 4, "hidden": 32, "ffn": 64, "vocab": 64, "seq": 16}
+    values["model"] |= {"layers": setting.layers, "hidden": 32, "ffn": 64, "vocab": 64, "seq": 16}
     values["model"] |= case.model
     values["cluster"] = yaml.safe_load(Path("conf/cluster/cpu_gloo.yaml").read_text())
     values["data"] = {"kind": "synthetic"}

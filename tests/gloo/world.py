@@ -1,7 +1,7 @@
 """A world of worker processes kept alive across tests, each task in a process group of its own.
 
-Importing torch in eight processes costs more than most tests, so processes are forked once, from
-a server that has imported it, and tasks are sent to them. Every wait is bounded; a world in which
+Importing torch in eight processes takes longer than most tests, so processes are forked from a
+server that has imported it, and tasks are sent to them. Every wait is bounded; a world in which
 a task failed or hung is killed, and the next task gets a new one.
 """
 
@@ -17,26 +17,35 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from benchmarks.launch.rank_process import PRELOADED_ON_CPU
 
-# What is slow to import, dynamo among it: optimizers import it on their first step.
+# What tasks need and what is slow to import: beside what real ranks need, the tests' own modules,
+# which every worker would import for itself.
 PRELOADED = [
-    "torch",
-    "torch.distributed.fsdp",
-    "torch._dynamo",
-    "zeropp.contender.trainer",
-    "baselines.deepspeed_3d.trainer",
-    "baselines.torch_pp.trainer",
-    "benchmarks.specification.run_spec",
+    *PRELOADED_ON_CPU,
+    "torch.distributed.checkpoint",
+    "torch.profiler",
+    "pytest",
+    "tests.gloo.contender_case",
+    "tests.gloo.engine_cases",
+    "tests.gloo.gate_faults",
+    "tests.gloo.step_cases",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
 ]
 _NICE = 5  # eight ranks on few cores leave room to the tests of the other pytest process
 GRACE_S = 3.0  # for the other ranks to say what went wrong, after the first did
+
+
+def start_server() -> None:
+    """Let the server begin with its imports, while this process goes on."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
 
 
 class WorkerError(AssertionError):
@@ -57,9 +66,11 @@ class World:
     """Up to ``size`` ranks on gloo. Use as a context manager."""
 
     def __init__(self, size: int = 8) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        start_server()
         self._size = size
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[BaseProcess, Connection]] = []
         # One server for all tasks: a FileStore's readers poll, and wait for each other's locks.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -133,6 +144,9 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     _die_with_server()
+    # What the server has imported is garbage at no time. To look for it again after every task
+    # would take longer than most tasks, and copy the memory that is shared with the server.
+    gc.freeze()
     os.nice(_NICE)
     torch.set_num_threads(1)
     while True:
@@ -152,6 +166,7 @@ def _run_task(
     function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, place: Place
 ) -> Any:
     import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     limit = timedelta(seconds=place.timeout_s)
     store = TCPStore("127.0.0.1", place.port, wait_for_workers=False, timeout=limit)

@@ -6,6 +6,7 @@ has imported the suite does the same in a third of it. What is run is the ``main
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import os
@@ -86,6 +87,7 @@ def _be(
 ) -> None:
     """What the forked process does; never returns."""
     code = 1
+    gc.freeze()  # to look for garbage among the parent's objects would copy its memory
     try:
         os.environ.clear()
         os.environ.update(environment)

@@ -52,6 +52,11 @@ class Victim:
                 return process
         raise AssertionError(f"no script of job {self.job}")
 
+    @property
+    def step_daemon(self) -> psutil.Process:
+        """The step daemon above rank 1."""
+        return next(p for p in self.worker.parents() if p.name() == "slurmstepd")
+
     def scancel(self, *flags: str) -> None:
         """scancel with these flags."""
         task = json.loads((self.attempt / "slurm.json").read_text())["job"]
@@ -118,6 +123,18 @@ def test_a_time_limit_in_setup_is_a_time_limit(suite: Suite) -> None:
     assert "setup" in record.reason
     assert record.ranks == []
     assert "0 of 1 points to run" in suite.stand_in(*slow)
+
+
+@FIRST
+def test_a_killed_step_daemon_ends_with_the_time_limit(suite: Suite) -> None:
+    """Slurm does not miss it, so that srun waits for its rank."""
+    suite.stand_in("seed=3", *TWO_NODES, "launcher.sbatch.time=1", "launcher.grace_s=20")
+    Victim(suite, suite.wait_for_all_steps(1)[3]).step_daemon.kill()
+    suite.wait_for_states(["timeout"], 200)
+    record = suite.only_record()
+    assert "Slurm: TIMEOUT" in record.reason
+    assert all(len(rank.step_s) >= 2 for rank in record.ranks)  # what was measured is kept
+    wait_until(lambda: not suite.workers(), 30, "the end of the ranks")
 
 
 def test_variables_of_a_surrounding_job_and_of_a_login_shell(suite: Suite) -> None:

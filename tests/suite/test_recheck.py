@@ -25,6 +25,16 @@ def test_a_sample_of_every_committed_table_is_what_the_code_computes(
     assert status == 0, said
 
 
+def test_simulated_memory_is_that_of_the_traced_ranks() -> None:
+    """DeepSpeed is traced with models of some MiB, of which a few tensors are a few percent."""
+    limits = {"zeropp": 0.03, "torch_pp": 0.03, "fsdp": 0.01, "deepspeed_3d": 0.08}
+    with (REFERENCE / "memory/traced_vs_simulated.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["contender"] for row in rows} == set(limits)
+    off = [row for row in rows if abs(float(row["relative_error"])) > limits[row["contender"]]]
+    assert off == []
+
+
 # A number of each table that is made larger by a percent.
 ALTERED = {
     "schedules.csv": "step_over_ideal",

@@ -1,6 +1,6 @@
-"""Calls of ``zeropp.parallelize``, right and wrong, for a type checker (see test_typing.py).
+"""Calls of ``zeropp.parallelize``, right and wrong, for the type checker of ``scripts/test.sh``.
 
-Every wrong call carries the error that mypy must find: one that mypy does not find is an unused
+Every wrong call carries the error that mypy must find. One that mypy does not find is an unused
 ``type: ignore``, which strict mypy reports.
 """
 

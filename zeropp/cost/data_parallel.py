@@ -6,6 +6,8 @@ a time (ZeroPP's engine); ``collectives_of`` says which.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from zeropp.cluster import Cluster
@@ -14,8 +16,10 @@ from zeropp.cost.collectives import Group, all_reduce_s, axis_stride, gather_s, 
 from zeropp.cost.flops import half_parameters, linear_weights, piece_parameters
 from zeropp.cost.kernels import element_bytes, stream_s
 from zeropp.cost.state_memory import optimizer_shards, sends_compute_type, zero1_ranks
+from zeropp.literals import BlockHalf
 from zeropp.programs import Program
 from zeropp.schedule.program import StageCost
+from zeropp.shape import ModelShape
 
 if TYPE_CHECKING:
     from zeropp.plan import SizedPlan
@@ -49,9 +53,25 @@ def collectives_of(plan: SizedPlan, program: Program, stage: int) -> list[float]
 
 def _pieces(plan: SizedPlan, stage: int) -> list[float]:
     """Parameters of a stage's pieces and halves of blocks on one rank."""
-    whole = [piece_parameters(plan.shape, piece) for piece in plan.pieces_of(stage)]
-    halves = [half_parameters(plan.shape, half) for _, half in plan.halves_of(stage)]
-    return [size / plan.layout.tp for size in whole + halves]
+    first, last = plan.cuts[stage] == 0, plan.cuts[stage + 1] == plan.shape.num_pieces
+    halves = tuple(half for _, half in plan.halves_of(stage))
+    sizes = _sizes(plan.shape, plan.blocks_of(stage), (first, last), halves)
+    return [size / plan.layout.tp for size in sizes]
+
+
+@lru_cache(maxsize=4096)
+def _sizes(
+    shape: ModelShape, blocks: int, ends: tuple[bool, bool], halves: tuple[BlockHalf, ...]
+) -> tuple[int, ...]:
+    """Parameters of an embedding and a head, if a stage has them (``ends``), and of its blocks and
+    halves of blocks."""
+    embedding, head = ends
+    return (
+        *([piece_parameters(shape, 0)] if embedding else []),
+        *[piece_parameters(shape, 1)] * blocks,
+        *([piece_parameters(shape, shape.num_pieces - 1)] if head else []),
+        *(half_parameters(shape, half) for half in halves),
+    )
 
 
 def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
@@ -137,7 +157,7 @@ def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
 
 
 def gather_updated_s(
-    plan: SizedPlan, cluster: Cluster, work: Work, *, stages: list[int], parameters: float
+    plan: SizedPlan, cluster: Cluster, work: Work, *, stages: Sequence[int], parameters: float
 ) -> float:
     """Exposed seconds in which ZeRO-1 gathers updated parameters of a rank over the replicas."""
     program = work.program

@@ -72,6 +72,11 @@ def sends_compute_type(plan: SizedPlan, program: Program) -> bool:
 def _parameter_bytes(plan: SizedPlan, program: Program) -> float:
     """Resident bytes of a parameter, on one of the ranks over which ZeRO-3 shards it."""
     each = program.state(plan.precision).parameters
+    if program.flattens_gradients and plan.precision == "fp32" and plan.layout.replicate_zero:
+        # DeepSpeed, runtime/zero/stage_1_and_2.py: masters of the rows that this rank updates, a
+        # buffer that gradients are copied into (``setup_buckets``, here as large as the gradients),
+        # and, as traced, one more copy of all parameters.
+        return each * (3 + 1 / plan.layout.replicate)
     if sends_compute_type(plan, program):
         return each / zero1_ranks(plan.layout, program) + element_bytes(plan.precision)
     return each

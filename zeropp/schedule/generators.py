@@ -6,8 +6,6 @@ added later, by ``zeropp.schedule.passes``.
 
 from __future__ import annotations
 
-from functools import partial
-
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Program
 
@@ -51,15 +49,9 @@ def interleaved_1f1b(
     """
     programs = []
     for rank in range(num_ranks):
-        order = partial(
-            interleaved_order,
-            rank,
-            num_ranks,
-            chunks,
-            num_microbatches=num_microbatches,
-            group=group,
+        down, up = interleaved_orders(
+            rank, num_ranks, chunks, num_microbatches=num_microbatches, group=group
         )
-        down, up = order(backward=False), order(backward=True)
         forward = [Action(stage, Op.FORWARD, j) for stage, j in down]
         backward = [Action(stage, Op.FULL_BACKWARD, j) for stage, j in up]
         warmup = 2 * (num_ranks - rank - 1) + (chunks - 1) * group + 1
@@ -67,23 +59,21 @@ def interleaved_1f1b(
     return tuple(programs)
 
 
-def interleaved_order(
-    rank: int,
-    num_ranks: int,
-    chunks: int,
-    *,
-    num_microbatches: int,
-    group: int,
-    backward: bool,
-) -> list[tuple[int, int]]:
-    """The (stage, microbatch) pairs of one rank in one direction, in groups of microbatches."""
-    chunk_order = [*range(chunks)][:: -1 if backward else 1]
-    return [
-        (chunk * num_ranks + rank, microbatch)
-        for first in range(0, num_microbatches, group)
-        for chunk in chunk_order
-        for microbatch in range(first, min(first + group, num_microbatches))
-    ]
+def interleaved_orders(
+    rank: int, num_ranks: int, chunks: int, *, num_microbatches: int, group: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The (stage, microbatch) pairs of one rank in the order of its forwards, and in that of its
+    backwards, which go through the chunks from the last to the first; in groups of microbatches."""
+    forward, backward = (
+        [
+            (chunk * num_ranks + rank, microbatch)
+            for first in range(0, num_microbatches, group)
+            for chunk in chunk_order
+            for microbatch in range(first, min(first + group, num_microbatches))
+        ]
+        for chunk_order in (range(chunks), range(chunks)[::-1])
+    )
+    return forward, backward
 
 
 def _alternate(forward: list[Action], backward: list[Action], warmup: int) -> Program:

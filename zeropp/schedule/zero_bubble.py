@@ -7,10 +7,8 @@ returns one list of compute actions per rank.
 
 from __future__ import annotations
 
-from functools import partial
-
 from zeropp.schedule.action import Action, Op
-from zeropp.schedule.generators import interleaved_order
+from zeropp.schedule.generators import interleaved_orders
 from zeropp.schedule.program import Program
 
 
@@ -31,15 +29,9 @@ def interleaved_zb(
     in groups as those of ``interleaved_1f1b``."""
     programs = []
     for rank in range(num_ranks):
-        order = partial(
-            interleaved_order,
-            rank,
-            num_ranks,
-            chunks,
-            num_microbatches=num_microbatches,
-            group=group,
+        forward, backward = interleaved_orders(
+            rank, num_ranks, chunks, num_microbatches=num_microbatches, group=group
         )
-        forward, backward = order(backward=False), order(backward=True)
         warmup = (chunks - 1) * group + num_ranks - 1 - rank
         programs.append(_delayed(forward, backward, warmup, delay=rank))
     return tuple(programs)
