@@ -46,7 +46,8 @@ from zeropp.cost import compute_limit
 from zeropp.plan import Candidate
 from zeropp.ranges import AT_LEAST_0
 from zeropp.tune.describe import describe, overrides
-from zeropp.tune.search import Evaluated, Outcome, search
+from zeropp.tune.outcome import Evaluated, Outcome
+from zeropp.tune.search import search
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ Imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from math import ceil, floor
 from typing import Generic, Protocol, TypeVar
 
@@ -150,17 +152,25 @@ class SizedPlan:
         halves: list[tuple[int, BlockHalf]] = [(floor(begin), "mlp")] if begin % 1 else []
         return (*halves, *([(floor(end), "attention")] if end % 1 else []))  # type: ignore[arg-type]
 
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """The number of whole transformer blocks per stage."""
+        return _whole_blocks(self.cuts, self.shape.num_pieces)
+
     def blocks_of(self, stage: int) -> int:
         """The number of whole transformer blocks in a stage."""
-        pieces = self.pieces_of(stage)
-        return len(pieces) - (0 in pieces) - (self.shape.num_pieces - 1 in pieces)
+        return self.blocks[stage]
+
+    @cached_property
+    def recomputed_per_stage(self) -> tuple[int, ...]:
+        """The number of blocks that are recomputed, per stage; they are its first ones."""
+        if self.recompute == "none":
+            return (0,) * len(self.blocks)
+        return tuple(map(min, self.blocks, self.recomputed)) if self.recomputed else self.blocks
 
     def recomputed_blocks(self, stage: int) -> int:
         """The number of blocks of a stage that are recomputed; they are its first ones."""
-        if self.recompute == "none":
-            return 0
-        blocks = self.blocks_of(stage)
-        return min(blocks, self.recomputed[stage]) if self.recomputed else blocks
+        return self.recomputed_per_stage[stage]
 
     def recomputes(self, stage: int, piece: int) -> bool:
         """Whether piece ``piece`` of stage ``stage`` is a block that is recomputed."""
@@ -178,3 +188,11 @@ class Plan(SizedPlan):
     """A plan with its order of actions: all that a rank needs to know about one step."""
 
     schedule: Schedule
+
+
+@lru_cache(maxsize=4096)
+def _whole_blocks(cuts: tuple[float, ...], num_pieces: int) -> tuple[int, ...]:
+    """Whole blocks per stage: its whole pieces without embedding and head."""
+    first_and_last = (0, num_pieces - 1)
+    stages = [range(ceil(begin), floor(end)) for begin, end in pairwise(cuts)]
+    return tuple(len(pieces) - sum(end in pieces for end in first_and_last) for pieces in stages)

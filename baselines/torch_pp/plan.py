@@ -27,7 +27,7 @@ from zeropp.planner.degrees import (
     resolve_degrees,
 )
 from zeropp.schedule import build, lower, validate
-from zeropp.schedule.action import Action, Op
+from zeropp.schedule.action import COMPUTE, Action, Op
 from zeropp.schedule.program import Program, Schedule, loop_placement, unordered, v_placement
 
 UNSPLIT: tuple[TorchSchedule, ...] = ("1f1b", "interleaved_1f1b", "looped_bfs")
@@ -128,26 +128,28 @@ def with_torch_gathers(program: Program, compute: Program) -> Program:
     """
     out: list[Action] = []
     active: list[int] = []
-    index = 0
+    upcoming = _next_stages(compute)
     for action in program:
-        if action.op.is_compute:
-            upcoming = _next_stages(compute[index:])
-            index += 1
-            out += [Action(stage, Op.RESHARD) for stage in active if stage not in upcoming]
-            out += [Action(stage, Op.UNSHARD) for stage in upcoming if stage not in active]
-            active = sorted(upcoming)
+        if action.op in COMPUTE:
+            needed = next(upcoming)
+            if needed != active:
+                out += [Action(stage, Op.RESHARD) for stage in active if stage not in needed]
+                out += [Action(stage, Op.UNSHARD) for stage in needed if stage not in active]
+                active = sorted(needed)
         out.append(action)
     return (*out, *(Action(stage, Op.RESHARD) for stage in active))
 
 
-def _next_stages(actions: Program) -> list[int]:
-    stages: list[int] = []
-    for action in actions:
-        if action.stage not in stages:
-            stages.append(action.stage)
-            if len(stages) == _ACTIVE_STAGES:
-                break
-    return stages
+def _next_stages(compute: Program) -> Iterator[list[int]]:
+    """For each compute action, the next stages that have something to compute, beginning with its
+    own. They are found from the end of the program backwards."""
+    nearest: list[int] = []
+    found = []
+    for stage, _, _ in reversed(compute):
+        if nearest[:1] != [stage]:
+            nearest = [stage, *(other for other in nearest if other != stage)]
+        found.append(nearest)
+    return (stages[:_ACTIVE_STAGES] for stages in reversed(found))
 
 
 def _compute(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> Schedule:

@@ -47,7 +47,7 @@ def everything(what: Task) -> Iterator[Found]:
     """All candidates that the tuner may try, contender by contender."""
     for contender in PRICED.values():
         space, asked = contender.space, contender.knobs()
-        for point, size in points(what, space, asked, "auto", Counter()):
+        for point, size in points(what, space, asked, "auto", fallen=Counter()):
             for family in space.families(point):
                 try:
                     plan = contender.size(what, family, size)

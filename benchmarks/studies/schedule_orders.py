@@ -4,9 +4,11 @@
 to four whole units and every remainder: how many steps take longer than ``1 + (P-1)/(3 m V)`` times
 the ideal. ``durations``: for random plans of two models on the suite's clusters, the simulated step
 of the order for equal durations divided by that of the order for the cost model's durations, minus
-1. It takes a minute on two cores.
+1. ``grid``: the same for plans drawn from everything that the tuner may try for ZeroPP in the cells
+of the verdict (``experiment=claim_33``) and that may fit into memory; the tuner's search counts on
+no gain above ``zeropp.planner.orders.LARGEST_GAIN``.
 
-    python -m benchmarks.studies.schedule_orders --ranks 11 --plans 150
+    python -m benchmarks.studies.schedule_orders --ranks 11 --plans 150 --grid 12
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import random
 import statistics
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +29,23 @@ from benchmarks.specification.command import (
     leave_interrupts_to_parent,
     run_command,
 )
-from benchmarks.specification.compose import preset
+from benchmarks.specification.compose import compose, preset
 from benchmarks.specification.progress import told
+from benchmarks.studies.claim_33.cells import Cell
+from benchmarks.studies.claim_33.grid import cells_of, verdict_spec
 from zeropp.cluster import Cluster
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, Task
-from zeropp.planner.orders import orders
 from zeropp.schedule import build
 from zeropp.schedule.event_loop import run
 from zeropp.schedule.program import StageCost
 from zeropp.shape import ModelShape
 from zeropp.sim.simulator import simulate
+from zeropp.tune.bound import least_bytes
+from zeropp.tune.describe import describe
 
 OUT = Path("results/reference/schedule_orders.json")
 Size = tuple[int, int, int, int]  # P, V, U, m
@@ -73,12 +79,32 @@ def gain(seed: int) -> float | None:
     knobs = ZeroppKnobs(pp=pp, shard=64 // pp, chunks=chunks, unit=draw.randint(pp, m))
     task = Task(shape=model, cluster=cluster, num_gpus=64, global_batch=m * 64 // pp)
     try:
-        plan = ZEROPP.plan(task, Candidate(knobs, 1))
+        return _gain_of(task, Candidate(knobs, 1))
     except InfeasibleError:
         return None
-    price = price_plan(plan, cluster)
-    equal, *_ = orders(plan, plan.schedule.unit * chunks, price)
-    return simulate(equal, cluster).step_s / simulate(plan, cluster).step_s - 1
+
+
+def _gain_of(task: Task, candidate: Candidate[ZeroppKnobs]) -> float:
+    sized = ZEROPP.size(task, candidate.knobs, candidate.microbatch_size)
+    price = price_plan(sized, task.cluster)
+    plans = ZEROPP.order(sized, candidate.knobs, price)
+    equal, *others = (simulate(plan, task.cluster, price=price).step_s for plan in plans)
+    return equal / min(equal, *others) - 1 if others else 0.0
+
+
+def grid_gains(cell: Cell, count: int) -> list[tuple[float, str]]:
+    """(gain, plan) of ``count`` plans drawn from all that the tuner may try in a cell and that may
+    fit into memory."""
+    task, limit = cell.priced, cell.task.cluster.device.usable_bytes
+    everything = list(ZEROPP.candidates(task))
+    random.Random(repr(cell.key)).shuffle(everything)
+    found: list[tuple[float, str]] = []
+    for candidate, plan in everything:
+        if len(found) == count:
+            break
+        if least_bytes(plan, price_plan(plan, task.cluster)) <= limit:
+            found.append((_gain_of(task, candidate), describe(plan)))
+    return found
 
 
 def main() -> int:
@@ -95,31 +121,56 @@ def _main() -> int:
     parser.add_argument("--out", type=Path, default=OUT, help="the JSON file (%(default)s)")
     parser.add_argument("--ranks", type=int, default=11, help="largest P (%(default)s)")
     parser.add_argument("--plans", type=int, default=150, help="random plans (%(default)s)")
+    parser.add_argument("--grid", type=int, default=12, help="plans per cell (%(default)s)")
     options = parser.parse_args()
     with ProcessPoolExecutor(initializer=leave_interrupts_to_parent) as pool:
-        all_sizes, seeds = list(sizes(options.ranks)), range(2 * options.plans)
-        ratios = pool.map(over_bound, all_sizes, chunksize=32)
-        over = list(told(ratios, len(all_sizes), "sizes held to the bound"))
-        drawn = told(pool.map(gain, seeds, chunksize=4), len(seeds), "random plans")
-        gains = [found for found in drawn if found is not None][: options.plans]
-    document: dict[str, Any] = {
-        "commit": git_state()[0],
-        "bound": {
-            "largest_ranks": options.ranks,
-            "sizes": len(over),
-            "missed": sum(ratio > 1 + 1e-9 for ratio in over),
-            "largest_over_bound": max(over),
-        },
-        "durations": {
-            "plans": len(gains),
-            "mean_gain": statistics.mean(gains),
-            "smallest_gain": min(gains),
-            "largest_gain": max(gains),
-        },
-    }
+        document = {
+            "commit": git_state()[0],
+            "bound": _bound(pool, options.ranks),
+            "durations": _durations(pool, options.plans),
+            "grid": _grid(pool, options.grid),
+        }
     options.out.write_text(json.dumps(document, indent=1) + "\n")
     print(options.out.read_text())
     return 0
+
+
+def _bound(pool: Executor, ranks: int) -> dict[str, Any]:
+    all_sizes = list(sizes(ranks))
+    ratios = pool.map(over_bound, all_sizes, chunksize=32)
+    over = list(told(ratios, len(all_sizes), "sizes held to the bound"))
+    return {
+        "largest_ranks": ranks,
+        "sizes": len(over),
+        "missed": sum(ratio > 1 + 1e-9 for ratio in over),
+        "largest_over_bound": max(over),
+    }
+
+
+def _durations(pool: Executor, plans: int) -> dict[str, Any]:
+    seeds = range(2 * plans)
+    drawn = told(pool.map(gain, seeds, chunksize=4), len(seeds), "random plans")
+    gains = [found for found in drawn if found is not None][:plans]
+    return {
+        "plans": len(gains),
+        "mean_gain": statistics.mean(gains),
+        "smallest_gain": min(gains),
+        "largest_gain": max(gains),
+    }
+
+
+def _grid(pool: Executor, plans_per_cell: int) -> dict[str, Any]:
+    (config,) = compose("config", ["experiment=claim_33"])
+    cells = cells_of(verdict_spec(config["verdict"]), config["precision"])
+    per_cell = pool.map(grid_gains, cells, repeat(plans_per_cell))
+    found = [pair for pairs in told(per_cell, len(cells), "cells") for pair in pairs]
+    return {
+        "cells": len(cells),
+        "plans": len(found),
+        "mean_gain": statistics.mean(gain for gain, _ in found),
+        "largest_gain": max(found)[0],
+        "largest_gain_plan": max(found)[1],
+    }
 
 
 if __name__ == "__main__":

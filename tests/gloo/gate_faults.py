@@ -9,21 +9,16 @@ gives what has still to be done to a trainer after it was built.
 from __future__ import annotations
 
 import os
-import pkgutil
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule as instructions
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from baselines.deepspeed_3d.trainer import DeepSpeedTrainer
 from benchmarks.records.record import GateCheck
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
@@ -31,11 +26,12 @@ from benchmarks.worker.data import open_batches
 from benchmarks.worker.expected import expect, sgd_for
 from benchmarks.worker.gate import gated_spec, sgd_checks
 from benchmarks.worker.observed import observe
+from tests.gloo.gate_place import Fault, Place, Prepare
+from tests.gloo.reduction_faults import dropped_reduction, tied_gradients
 from zeropp.engine import randomness
 from zeropp.model import initial_std
 from zeropp.model.blocks import Block
 from zeropp.optimizer import build_optimizer
-from zeropp.plan import Plan
 
 CPU = torch.device("cpu")
 _BUILDERS = (
@@ -44,24 +40,8 @@ _BUILDERS = (
     "baselines.fsdp.trainer",
     "baselines.deepspeed_3d.trainer",
 )
-_TIED = (
-    "zeropp.engine.tied.TiedWeights.sum_gradients",
-    "baselines.torch_pp.tied.TiedEnds.sum_gradients",
-)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where this rank stands, and in which plan."""
-
-    plan: Plan
-    dp_index: int
-    pp: int
-    tp: int
-
-
-Prepare = Callable[[Any], Any]  # a trainer, made faulty
-Fault = Callable[[Place], AbstractContextManager[Prepare]]
 Edit = Callable[[list[Tensor], int], None]  # gradients about to be applied, step from 1
 
 
@@ -269,95 +249,6 @@ def _swapped_input_gradients(place: Place) -> Iterator[Prepare]:
         yield lambda trainer: trainer
 
 
-def _tied_gradients(times: int) -> Fault:
-    """The gradients of tied weights are summed so many times: 0 leaves each end its own half."""
-
-    @contextmanager
-    def fault(place: Place) -> Iterator[Prepare]:
-        def prepare(trainer: Any) -> Any:
-            if isinstance(trainer, DeepSpeedTrainer):
-                # DeepSpeed's table of handlers: the only place between two of its instructions.
-                handlers = trainer._engine._INSTRUCTION_MAP
-                kind = instructions.ReduceTiedGrads
-                handlers[kind] = _repeated(handlers[kind], times)
-            return trainer
-
-        with ExitStack() as stack:
-            for path in _TIED:
-                owner, _, name = path.rpartition(".")
-                original = getattr(pkgutil.resolve_name(owner), name)
-                stack.enter_context(mock.patch(path, _repeated(original, times)))
-            yield prepare
-
-    return fault
-
-
-def _repeated(function: Callable[..., Any], times: int) -> Callable[..., None]:
-    """A function that runs so many times whenever it is called."""
-
-    def repeated(*arguments: Any, **keywords: Any) -> None:
-        for _ in range(times):
-            function(*arguments, **keywords)
-
-    return repeated
-
-
-@contextmanager
-def _dropped_reduction(place: Place) -> Iterator[Prepare]:
-    """One reduction of gradients in each step is lost."""
-    calls = [0]
-
-    def losing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def reduce(*arguments: Any, **keywords: Any) -> Any:
-            work = original(*arguments, **keywords)
-            output = keywords["output"] if "output" in keywords else arguments[0]
-            if calls[0] == 0:
-                if work is not None:
-                    work.wait()
-                output.zero_()
-            calls[0] += 1
-            return work
-
-        return reduce
-
-    def prepare(trainer: Any) -> Any:
-        step = trainer.step
-
-        def counted(inputs: Tensor, targets: Tensor) -> Any:
-            calls[0] = 0
-            return step(inputs, targets)
-
-        trainer.step = counted
-        if isinstance(trainer, DeepSpeedTrainer) and place.pp == 0:
-            handlers = trainer._engine._INSTRUCTION_MAP
-            handlers[instructions.ReduceGrads] = _alone(handlers[instructions.ReduceGrads])
-        return trainer
-
-    with ExitStack() as stack:
-        for module, name in _reductions():
-            wrapped = losing(getattr(module, name))
-            stack.enter_context(mock.patch.object(module, name, wrapped))
-        yield prepare
-
-
-def _reductions() -> Iterator[tuple[Any, str]]:
-    """Where reduce-scatters are called: torch's own functions, and what modules made of them."""
-    for module in (dist, *(m for n, m in sys.modules.items() if n.startswith("zeropp.engine."))):
-        for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
-            if hasattr(module, name):
-                yield module, name
-
-
-def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose all-reduces do nothing."""
-
-    def run(*arguments: Any, **keywords: Any) -> Any:
-        with mock.patch.object(dist, "all_reduce", mock.MagicMock()):
-            return function(*arguments, **keywords)
-
-    return run
-
-
 @contextmanager
 def _other_masks(place: Place) -> Iterator[Prepare]:
     """The first data-parallel rank draws the dropout masks of the next microbatch."""
@@ -384,9 +275,9 @@ FAULTS: dict[str, Fault] = {
     "input gradients of two microbatches mixed": _swapped_input_gradients,
     "one data-parallel rank never updated": _idle(lambda place, step: place.dp_index == 1),
     "one data-parallel rank's batch left out": _replica_left_out,
-    "one reduction dropped": _dropped_reduction,
+    "one reduction dropped": dropped_reduction,
     "one tensor-parallel rank never updated": _idle(lambda place, step: place.tp == 1),
-    "tied weights summed twice": _tied_gradients(2),
-    "tied weights not summed": _tied_gradients(0),
+    "tied weights summed twice": tied_gradients(2),
+    "tied weights not summed": tied_gradients(0),
     "other dropout masks": _other_masks,
 }

@@ -16,54 +16,15 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.gloo.engine_cases import ADAMW, Case, build_engine, local_microbatches
+from tests.gloo.small_layers import BATCH, WIDTH, built, data, error_of, linear, seeded
 from tests.gloo.world import World
 from zeropp.engine import checkpoint_directory, flat
 from zeropp.engine.checkpoint_directory import CheckpointError
 from zeropp.engine.together import PeerError, together
 from zeropp.layout import InfeasibleError
-from zeropp.parallel_model import ParallelModel
 
 RANK = 1  # the one that fails
 PROMPT_S = 20.0  # of the world's 60
-WIDTH, BATCH = 8, 12
-Kind = Callable[[], nn.Module]
-
-
-def linear() -> nn.Module:
-    """A plain layer."""
-    return nn.Linear(WIDTH, WIDTH)
-
-
-def seeded(kinds: list[Kind]) -> list[nn.Module]:
-    """Layers of these kinds in fp64, equal on every rank."""
-    torch.manual_seed(3)
-    return [kind().double() for kind in kinds]
-
-
-def data() -> tuple[Tensor, Tensor]:
-    """A global batch of vectors, in fp64."""
-    generator = torch.Generator().manual_seed(7)
-    x, y = torch.randn(2, BATCH, WIDTH, generator=generator, dtype=torch.float64)
-    return x, y
-
-
-def built(layers: list[Any], **more: Any) -> ParallelModel:
-    """The layers in parallel, with plain SGD and one row per microbatch."""
-    arguments: dict[str, Any] = {
-        "sample": data()[0][:1],
-        "global_batch": BATCH,
-        "optimizer": zeropp.OptimizerConfig("sgd", lr=0.1),
-    }
-    return zeropp.parallelize(layers, nn.functional.mse_loss, **{**arguments, **more})
-
-
-def error_of(make: Callable[[], object]) -> str:
-    """What a call raises, as ``Kind: message``; empty where it raises nothing."""
-    try:
-        make()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def fail(error: Exception) -> Callable[..., Any]:
@@ -261,78 +222,3 @@ def load_without_the_file(place: Path) -> tuple[str, bool]:
 def test_a_checkpoint_that_one_rank_does_not_see(world: World, tmp_path: Path) -> None:
     said = world.run(load_without_the_file, tmp_path / "checkpoint", size=2)
     assert said == [("PeerError", True), ("CheckpointError", True)]
-
-
-class Tokens(nn.Module):
-    """Integers in, integers out: nothing before it can have a gradient."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return (tokens + 1) % 5
-
-
-class Embed(nn.Module):
-    """An embedding behind it, and a projection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.table(tokens)  # type: ignore[no-any-return]
-
-
-class Forgetful(nn.Module):
-    """A layer whose output does not depend on its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.full((WIDTH,), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.value.expand(x.shape)
-
-
-def train_over(kinds: list[Kind], integers: bool, pp: int) -> dict[str, float]:
-    """How far this rank's parameters are, after two steps, from those of one process."""
-    generator = torch.Generator().manual_seed(5)
-    inputs = torch.randint(5, (BATCH,), generator=generator) if integers else data()[0]
-    expected = nn.ModuleList(seeded(kinds))
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    targets = data()[1]
-    model = built(seeded(kinds), sample=inputs[:1], pp=pp, weights=[1.0] * len(kinds))
-    for _ in range(2):
-        model.train_step(inputs, targets)
-        optimizer.zero_grad()
-        for x, y in zip(inputs[:, None], targets[:, None], strict=True):
-            for layer in expected:
-                x = layer(x)
-            (nn.functional.mse_loss(x, y) / BATCH).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    alone = dict(expected.named_parameters())
-    return {
-        name: float((value.double() - alone[name]).abs().max())
-        for name, value in model.full_parameters()
-    }
-
-
-def in_place() -> nn.Module:
-    """Changes what it is given."""
-    return nn.ReLU(inplace=True)
-
-
-IN_PLACE = [linear, in_place, linear, in_place]
-INTEGERS = [Tokens, Tokens, Embed, linear]
-FORGETFUL = [linear, linear, Forgetful, linear]
-
-
-@pytest.mark.parametrize(
-    ("kinds", "integers"), [(INTEGERS, True), (FORGETFUL, False), (IN_PLACE, False)]
-)
-@pytest.mark.parametrize("pp", [2, 4])
-def test_boundaries_with_no_gradient_or_work_in_place(
-    world: World, kinds: list[Kind], integers: bool, pp: int
-) -> None:
-    found = world.run(train_over, kinds, integers, pp, size=pp)
-    errors = [error for rank in found for error in rank.values()]
-    assert errors
-    assert max(errors) < 1e-6  # parameters come as fp32

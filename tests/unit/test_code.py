@@ -17,14 +17,11 @@ MOST_LINES_OF_A_FILE = 300
 MOST_LINES_OF_AN_EXAMPLE = 80
 
 # Functions that take more positional arguments, and why.
-EXCEPTIONS: dict[str, str] = {}
-
-LONG_FILES = {"zeropp/sim/memory_curve.py", "zeropp/tune/search.py"}  # about to be split
-
-UNDER_WORK = (
-    *("zeropp/engine/", "zeropp/api.py", "zeropp/choose.py", "zeropp/parallel_model.py"),
-    *("zeropp/schedule/", "zeropp/tune/"),
-)
+EXCEPTIONS = {
+    "zeropp/schedule/justify.py:_Pass._arrive": "called for every action, in the inner loop of the "
+    "planner, where keywords cost time",
+}
+UNDER_WORK = ("zeropp/engine/", "zeropp/api.py", "zeropp/choose.py", "zeropp/parallel_model.py")
 
 
 def sources() -> dict[str, str]:
@@ -118,7 +115,7 @@ def test_functions_and_files_are_short() -> None:
     assert len(lengths) > 1000
     assert {name: n for name, n in lengths.items() if n > MOST_LINES_OF_A_FUNCTION} == {}
     assert statistics.median(lengths.values()) <= 10
-    files = {path: text.count("\n") for path, text in texts.items() if path not in LONG_FILES}
+    files = {path: text.count("\n") for path, text in texts.items()}
     assert {path: n for path, n in files.items() if n > MOST_LINES_OF_A_FILE} == {}
 
 

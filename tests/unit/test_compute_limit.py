@@ -16,7 +16,7 @@ from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
 from benchmarks.report import loss_split
 from benchmarks.report.picture import save
 from benchmarks.specification.contenders import PRICED
-from tests.unit.simulated_task import everything, preset, task
+from tests.unit.simulated_task import preset, task
 from zeropp.cluster import Cluster
 from zeropp.cost import compute_limit
 from zeropp.plan import Candidate
@@ -34,7 +34,7 @@ def settings_of_all() -> list[tuple[Contender[Any], Candidate[Any]]]:
     found = [
         (contender, candidate)
         for contender in PRICED.values()
-        for candidate, _ in everything(contender, SMALL)
+        for candidate, _ in contender.candidates(SMALL)
     ]
     assert len(found) > 1000
     return found

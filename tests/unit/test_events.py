@@ -7,8 +7,8 @@ import pytest
 from zeropp.schedule import build, lower
 from zeropp.schedule.action import parse_action
 from zeropp.schedule.event_loop import run, run_programs
-from zeropp.schedule.event_result import DeadlockError
 from zeropp.schedule.program import Program, StageCost
+from zeropp.schedule.sequence import DeadlockError
 
 
 def program(text: str) -> Program:

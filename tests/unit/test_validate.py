@@ -198,7 +198,7 @@ def test_the_command_prints_a_summary_and_writes_every_row(
     table = write_table(tmp_path, *rows, CELLS | {"device": "?"}, CELLS | {"dtype": "fp8"})
     assert main([str(table), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
-    assert "rows   runs  median     p90\n" in printed
+    assert "rows  runs  median     p90\n" in printed
     assert "4 of 6 rows predicted" in printed
     assert "refused:    1 of table.csv: device='?': must be one of 'v100', 'a100'" in printed
     assert "of table.csv: dtype=fp8: no rate for products of this type" in printed

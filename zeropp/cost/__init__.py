@@ -28,14 +28,16 @@ from zeropp.cost.flops import (
     model_flops_per_token,
     parameter_count,
 )
-from zeropp.cost.plan_price import PlanPrice, StageExtras, StageMemory
-from zeropp.cost.stage_costs import price_plan
+from zeropp.cost.plan_price import PlanPrice, StageExtras, StageMemory, StepTimes
+from zeropp.cost.stage_costs import add_memory, price_plan, time_plan
 
 __all__ = [
     "ComputeLimit",
     "PlanPrice",
     "StageExtras",
     "StageMemory",
+    "StepTimes",
+    "add_memory",
     "balanced_cuts",
     "compute_limit",
     "cut_by_cost",
@@ -43,4 +45,5 @@ __all__ = [
     "model_flops_per_token",
     "parameter_count",
     "price_plan",
+    "time_plan",
 ]

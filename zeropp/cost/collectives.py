@@ -11,6 +11,7 @@ across nodes share, because they communicate at the same time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import log2
 
 from zeropp.cluster import Cluster
@@ -37,6 +38,7 @@ def axis_stride(layout: Layout, axis: Axis) -> int:
     raise KeyError(axis)
 
 
+@lru_cache(maxsize=4096)
 def group_of(cluster: Cluster, layout: Layout, *axes: Axis) -> Group:
     """The group of one axis, or of several neighbouring axes together."""
     sizes = dict(layout.axes)

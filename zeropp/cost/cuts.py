@@ -15,10 +15,10 @@ from math import floor
 from typing import TYPE_CHECKING
 
 from zeropp.cluster import Cluster
-from zeropp.cost.blocks import piece_times
+from zeropp.cost.blocks import Work, piece_times
 from zeropp.cost.half_cuts import spread_halves
 from zeropp.cost.stage_costs import work_of
-from zeropp.cost.tensor_parallel import tensor_times
+from zeropp.cost.tensor_parallel import TensorTimes, tensor_times
 from zeropp.programs import Program
 
 if TYPE_CHECKING:
@@ -39,14 +39,31 @@ def cut_by_cost(
     """
     work = work_of(plan, cluster, program)
     tensor = tensor_times(plan, cluster, work)
+    return _cuts(work, tensor, plan.schedule.stage_rank, split_blocks)
+
+
+@lru_cache(maxsize=65536)
+def _cuts(
+    work: Work, tensor: TensorTimes, ranks: tuple[int, ...], split_blocks: bool
+) -> tuple[float, ...]:
     times = piece_times(work, tensor.forward, tensor.backward)
-    block, layers, ranks = times.block.total, plan.shape.layers, plan.schedule.stage_rank
+    block, layers = times.block.total, work.shape.layers
     ends = ((piece.total + 2 * tensor.one) / block for piece in (times.embedding, times.head))
     # Rounded, so that plans that differ little share their cuts.
     embedding, head = (round(end, 2 if split_blocks else 3) for end in ends)
     if not split_blocks:
         return spread_blocks(layers, ranks, embedding, head)
     attention = round(times.attention.total / block, 2)
+    return _cuts_of_halves(layers, ranks, (embedding, head), attention)
+
+
+@lru_cache(maxsize=4096)
+def _cuts_of_halves(
+    layers: int, ranks: tuple[int, ...], ends: tuple[float, float], attention: float
+) -> tuple[float, ...]:
+    """The cuts inside blocks, or those between blocks if they are hardly worse; ``ends`` is the
+    work of embedding and head, in blocks."""
+    embedding, head = ends
     if len(ranks) > layers + 2:
         return spread_halves(
             layers, ranks, embedding=embedding, head=head, attention=attention, whole=()
@@ -55,7 +72,7 @@ def cut_by_cost(
     halves = spread_halves(
         layers, ranks, embedding=embedding, head=head, attention=attention, whole=whole
     )
-    most = partial(largest_work, ranks=ranks, ends=(embedding, head), attention=attention)
+    most = partial(largest_work, ranks=ranks, ends=ends, attention=attention)
     return halves if most(halves) < most(whole) - _WORTH else whole
 
 

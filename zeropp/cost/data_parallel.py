@@ -6,6 +6,7 @@ a time (ZeroPP's engine); ``collectives_of`` says which.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeropp.cluster import Cluster
@@ -49,9 +50,14 @@ def collectives_of(plan: SizedPlan, program: Program, stage: int) -> list[float]
 
 def _pieces(plan: SizedPlan, stage: int) -> list[float]:
     """Parameters of a stage's pieces and halves of blocks on one rank."""
-    whole = [piece_parameters(plan.shape, piece) for piece in plan.pieces_of(stage)]
-    halves = [half_parameters(plan.shape, half) for _, half in plan.halves_of(stage)]
-    return [size / plan.layout.tp for size in whole + halves]
+    shape, tp, last = plan.shape, plan.layout.tp, plan.shape.num_pieces - 1
+    pieces = plan.pieces_of(stage)
+    return [
+        *([piece_parameters(shape, 0) / tp] if 0 in pieces else []),
+        *[piece_parameters(shape, 1) / tp] * plan.blocks_of(stage),
+        *([piece_parameters(shape, last) / tp] if last in pieces else []),
+        *(half_parameters(shape, half) / tp for _, half in plan.halves_of(stage)),
+    ]
 
 
 def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
@@ -137,7 +143,7 @@ def _slowed(cluster: Cluster, seconds: float, exposed: float) -> float:
 
 
 def gather_updated_s(
-    plan: SizedPlan, cluster: Cluster, work: Work, *, stages: list[int], parameters: float
+    plan: SizedPlan, cluster: Cluster, work: Work, *, stages: Sequence[int], parameters: float
 ) -> float:
     """Exposed seconds in which ZeRO-1 gathers updated parameters of a rank over the replicas."""
     program = work.program

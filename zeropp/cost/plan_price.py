@@ -58,9 +58,9 @@ class StageExtras:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanPrice:
-    """The price of a plan, in seconds and bytes. Tuples have one entry per stage, or per pipeline
-    rank where a comment says so.
+class StepTimes:
+    """The durations of a plan in seconds. Tuples have one entry per stage, or per pipeline rank
+    where a comment says so.
 
     ``extras`` says what the durations in ``stages`` include in addition to the model's own kernels.
     ``replica_s`` is the reduction over replicas, once per step after the last weight gradient (an
@@ -73,8 +73,17 @@ class PlanPrice:
     replica_s: tuple[float, ...]
     finish_s: tuple[float, ...]  # per pipeline rank: optimizer step, tied embedding, host overhead
     gather_updated_s: tuple[float, ...]  # per pipeline rank: ZeRO-1's all-gather of parameters
-    memory: tuple[StageMemory, ...]
     limit_s: float
+    steps_overlap: bool = False  # a rank begins its next step as soon as it has ended this one
+    stragglers: float = 1.0  # factor on compute, because a step waits for its slowest node
+    overlap_slowdown: float = 0.0  # the share by which compute takes longer during collectives
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanPrice(StepTimes):
+    """The price of a plan: its durations, and the bytes of its stages."""
+
+    memory: tuple[StageMemory, ...]
     # The first and the last stage share a group, with one gather and one reduction for both.
     shared_ends: bool = False
     # Parameters take memory when they are gathered; False: when they are used.
@@ -82,8 +91,5 @@ class PlanPrice:
     # Torch's pipelining: every message of a step has a permanent buffer, outputs are kept, and
     # weight gradients are kept beside their sum until the next backward.
     torch_runtime: bool = False
-    steps_overlap: bool = False  # a rank begins its next step as soon as it has ended this one
     resident_gradients: bool = True  # always held; False: only from a step's first reduction on
     flat_chunks: bool = False  # the buffer of gradients is allocated before a backward adds to it
-    stragglers: float = 1.0  # factor on compute, because a step waits for its slowest node
-    overlap_slowdown: float = 0.0  # the share by which compute takes longer during collectives

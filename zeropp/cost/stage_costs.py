@@ -23,7 +23,7 @@ from zeropp.cost.data_parallel import (
     stage_parameters,
 )
 from zeropp.cost.kernels import element_bytes
-from zeropp.cost.plan_price import PlanPrice, StageExtras, StageMemory
+from zeropp.cost.plan_price import PlanPrice, StageExtras, StepTimes
 from zeropp.cost.stage_memory import stage_memory
 from zeropp.cost.state_memory import shares_ends
 from zeropp.cost.tensor_parallel import TensorTimes, tensor_times
@@ -42,16 +42,18 @@ SLOW_NODE_LOSS = 0.1
 def price_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> PlanPrice:
     """The durations (seconds) and bytes of a plan. ``program`` replaces the registered program that
     the plan names, for variants of it."""
+    return add_memory(time_plan(plan, cluster, program), plan, cluster, program)
+
+
+def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> StepTimes:
+    """The durations (seconds) of a plan; ``program`` as in ``price_plan``."""
     work = work_of(plan, cluster, program)
-    program = work.program
-    stages = _priced_stages(plan, cluster, work)
-    by_rank: list[list[int]] = [[] for _ in range(plan.schedule.num_ranks)]
-    for stage, rank in enumerate(plan.schedule.stage_rank):
-        by_rank[rank].append(stage)
+    stages = _timed_stages(plan, cluster, work)
+    by_rank = [plan.schedule.stages_of(rank) for rank in range(plan.schedule.num_ranks)]
     parameters = [sum(stages[s].parameters for s in mine) for mine in by_rank]
     world = plan.layout.world
     limit = compute_limit(plan.shape, cluster, world, plan.precision).tokens_per_s_per_gpu
-    return PlanPrice(
+    return StepTimes(
         stages=tuple(stage.cost for stage in stages),
         extras=tuple(stage.extras for stage in stages),
         replica_s=tuple(stage.replica_s for stage in stages),
@@ -63,28 +65,42 @@ def price_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None
             gather_updated_s(plan, cluster, work, stages=mine, parameters=held)
             for mine, held in zip(by_rank, parameters, strict=True)
         ),
-        memory=tuple(stage.memory for stage in stages),
-        shared_ends=shares_ends(plan, program),
-        gathers_ahead=program.flat_chunks or (plan.layout.shard > 1 and not program.fsdp_root),
-        torch_runtime=program.torch_stages,
-        steps_overlap=program.post_validation,
-        resident_gradients=program.resident_gradients,
-        flat_chunks=program.flat_chunks,
+        steps_overlap=work.program.post_validation,
         stragglers=stragglers(cluster, world),
         overlap_slowdown=cluster.device.overlap_slowdown,
         limit_s=plan.global_batch * plan.shape.seq / (world * limit),
     )
 
 
-def _priced_stages(plan: SizedPlan, cluster: Cluster, work: Work) -> list[_PricedStage]:
-    """The price of every stage; stages that are alike are priced once."""
+def add_memory(
+    times: StepTimes, plan: SizedPlan, cluster: Cluster, program: Program | None = None
+) -> PlanPrice:
+    """The whole price of a plan, of which ``times`` are the durations. The tuner asks for bytes
+    only where the durations are short enough."""
+    work = work_of(plan, cluster, program)
+    program = work.program
+    like = _first_alike(plan, cluster)
+    first = {s: stage_memory(plan, work, s) for s in set(like)}
+    return PlanPrice(
+        **vars(times),
+        memory=tuple(first[s] for s in like),
+        shared_ends=shares_ends(plan, program),
+        gathers_ahead=program.flat_chunks or (plan.layout.shard > 1 and not program.fsdp_root),
+        torch_runtime=program.torch_stages,
+        resident_gradients=program.resident_gradients,
+        flat_chunks=program.flat_chunks,
+    )
+
+
+def _timed_stages(plan: SizedPlan, cluster: Cluster, work: Work) -> list[_TimedStage]:
+    """The durations of every stage; stages that are alike are priced once."""
     tensor = tensor_times(plan, cluster, work)
     times, plain, fused = _piece_times(work, tensor)
     job = _Job(
         plan=plan, cluster=cluster, work=work, tensor=tensor, times=times, plain=plain, fused=fused
     )
     like = _first_alike(plan, cluster)
-    first = {s: _priced_stage(job, s) for s in set(like)}
+    first = {s: _timed_stage(job, s) for s in set(like)}
     return [first[s] for s in like]
 
 
@@ -118,11 +134,10 @@ class _Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PricedStage:
+class _TimedStage:
     cost: StageCost
     extras: StageExtras
     replica_s: float
-    memory: StageMemory
     parameters: float  # on one rank, without ZeRO
 
 
@@ -152,14 +167,13 @@ def _first_alike(plan: SizedPlan, cluster: Cluster) -> list[int]:
     return like
 
 
-def _priced_stage(job: _Job, stage: int) -> _PricedStage:
+def _timed_stage(job: _Job, stage: int) -> _TimedStage:
     plan, cluster, work = job.plan, job.cluster, job.work
     cost = _stage_cost(job, stage)
-    return _PricedStage(
+    return _TimedStage(
         cost=cost,
         extras=_extras(job, stage),
         replica_s=replica_s(plan, cluster, work, stage=stage, cost=cost),
-        memory=stage_memory(plan, work, stage),
         parameters=stage_parameters(plan, stage),
     )
 
@@ -214,17 +228,8 @@ def _single_parts(plan: SizedPlan, stage: int, times: PieceTimes) -> list[PassTi
 
 
 def _stage_cost(job: _Job, stage: int) -> StageCost:
-    plan, tensor, times = job.plan, job.tensor, job.times
-    blocks, ends = plan.blocks_of(stage), len(_ends_of(plan, stage, times))
-    repeated = plan.recomputed_blocks(stage)
-    forward = blocks * times.block.forward + ends * tensor.one
-    input_ = (blocks - repeated) * job.plain.block.backward_input + ends * tensor.one
-    input_ += repeated * times.block.backward_input
-    weight = blocks * times.block.backward_weight
-    for part in _single_parts(plan, stage, job.plain):
-        forward += part.forward
-        input_ += part.backward_input
-        weight += part.backward_weight
+    plan = job.plan
+    forward, input_, weight = passes_s(plan, job.work, job.tensor)[stage]
     transfer = _transfer_s(job, stage)
     if job.work.program.blocking_transfers:
         forward, transfer = forward + transfer, 0.0
@@ -233,6 +238,42 @@ def _stage_cost(job: _Job, stage: int) -> StageCost:
     return StageCost(
         forward=forward, backward_input=input_, backward_weight=weight, transfer=transfer, **shard
     )
+
+
+def passes_s(
+    plan: SizedPlan, work: Work, tensor: TensorTimes
+) -> tuple[tuple[float, float, float], ...]:
+    """Seconds of every stage's forward, input gradient and weight gradient, in which transfers, if
+    they block compute, are left out."""
+    return _passes_s(
+        work, tensor, cuts=plan.cuts, blocks=plan.blocks, recomputed=plan.recomputed_per_stage
+    )
+
+
+@lru_cache(maxsize=16384)
+def _passes_s(
+    work: Work,
+    tensor: TensorTimes,
+    *,
+    cuts: tuple[float, ...],
+    blocks: tuple[int, ...],
+    recomputed: tuple[int, ...],
+) -> tuple[tuple[float, float, float], ...]:
+    times, plain, _ = _piece_times(work, tensor)
+    found = []
+    for (begin, end), count, repeated in zip(pairwise(cuts), blocks, recomputed, strict=True):
+        ends = [plain.embedding] * (begin == 0) + [plain.head] * (end == cuts[-1])
+        halves = [plain.mlp] * (begin % 1 > 0) + [plain.attention] * (end % 1 > 0)
+        forward = count * times.block.forward + len(ends) * tensor.one
+        input_ = (count - repeated) * plain.block.backward_input + len(ends) * tensor.one
+        input_ += repeated * times.block.backward_input
+        weight = count * times.block.backward_weight
+        for part in ends + halves:
+            forward += part.forward
+            input_ += part.backward_input
+            weight += part.backward_weight
+        found.append((forward, input_, weight))
+    return tuple(found)
 
 
 def _transfer_s(job: _Job, stage: int) -> float:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from zeropp.cluster import Cluster
 from zeropp.cost.blocks import Work
-from zeropp.cost.collectives import all_reduce_s, gather_s, group_of
+from zeropp.cost.collectives import Group, all_reduce_s, gather_s, group_of
 from zeropp.cost.kernels import element_bytes
 
 if TYPE_CHECKING:
@@ -35,8 +36,12 @@ def tensor_times(plan: SizedPlan, cluster: Cluster, work: Work) -> TensorTimes:
     """
     if plan.layout.tp == 1:
         return TensorTimes()
+    return _exposed(cluster, group_of(cluster, plan.layout, "tp"), work)
+
+
+@lru_cache(maxsize=4096)
+def _exposed(cluster: Cluster, among: Group, work: Work) -> TensorTimes:
     size = work.tokens * work.shape.hidden * element_bytes(work.precision)
-    among = group_of(cluster, plan.layout, "tp")
     one, more = all_reduce_s(cluster, among, size), 0.0
     if work.sequence_parallel:
         half = gather_s(cluster, among, size)
@@ -44,6 +49,6 @@ def tensor_times(plan: SizedPlan, cluster: Cluster, work: Work) -> TensorTimes:
     if (
         work.program.overlap_tensor and work.sequence_parallel
     ):  # the first slice is exposed, the others slow products
-        one *= 1 / plan.layout.tp + cluster.device.overlap_slowdown
-    again = 2 * one if plan.recompute == "full" else 0.0
+        one *= 1 / work.tp + cluster.device.overlap_slowdown
+    again = 2 * one if work.recompute == "full" else 0.0
     return TensorTimes(one, 2 * one, 2 * one + more, again)

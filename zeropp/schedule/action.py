@@ -48,9 +48,11 @@ class Op(StrEnum):
 
 COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
 TRANSFER = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+COLLECTIVE = frozenset({Op.UNSHARD, Op.REDUCE_GRAD})  # those that take time on the link
 
 NEEDS_PARAMETERS = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.FULL_BACKWARD})
 MAKES_GRADIENTS = frozenset({Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
+COMPLETES = MAKES_GRADIENTS | {Op.REDUCE_GRAD}  # after the last of them a gradient is complete
 
 # Longer names first, or "SEND_F" would be read as "S..." and "REDUCE_GRAD" never.
 _PATTERN = re.compile(r"(\d+)(" + "|".join(sorted(map(str, Op), key=len, reverse=True)) + r")(\d*)")

@@ -8,7 +8,7 @@ that they agree on the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from zeropp.literals import ReduceEvery, StageStyle
@@ -46,8 +46,12 @@ class StepSizes(OrderSizes):
     keep: int = 0
     reduce_every: ReduceEvery = "unit"
 
+    @property
+    def order(self) -> OrderSizes:
+        """The sizes of the order alone."""
+        return OrderSizes(**{field.name: getattr(self, field.name) for field in fields(OrderSizes)})
 
-@lru_cache(maxsize=128)
+
 def step_programs(
     sizes: StepSizes, costs: tuple[StageCost, ...] | None = None
 ) -> tuple[Schedule, ...]:
@@ -57,15 +61,30 @@ def step_programs(
     They are cached, because many plans that differ in other degrees share them. Raises ValueError
     if the activation cap is too small.
     """
-    return tuple(
-        lower(
-            order,
-            gather=sizes.gather,
-            prefetch=sizes.prefetch,
-            keep=sizes.keep,
-            reduce_every=sizes.reduce_every,
-        )
-        for order in candidates(sizes, costs)
+    equal = _equal_step(sizes)
+    planned = _planned_step(sizes, costs) if costs else None
+    return (equal, planned) if planned else (equal,)
+
+
+@lru_cache(maxsize=96)
+def _equal_step(sizes: StepSizes) -> Schedule:
+    return _lowered(candidates(sizes.order, None)[0], sizes)
+
+
+@lru_cache(maxsize=32)
+def _planned_step(sizes: StepSizes, costs: tuple[StageCost, ...]) -> Schedule | None:
+    """The programs planned with ``costs``; None if they are those for equal durations."""
+    planned = candidates(sizes.order, costs)[1:]
+    return _lowered(planned[0], sizes) if planned else None
+
+
+def _lowered(order: Schedule, sizes: StepSizes) -> Schedule:
+    return lower(
+        order,
+        gather=sizes.gather,
+        prefetch=sizes.prefetch,
+        keep=sizes.keep,
+        reduce_every=sizes.reduce_every,
     )
 
 
@@ -95,7 +114,7 @@ def build(
     m = num_microbatches
     if name != "zeropp":
         placement = v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks)
-        programs = _programs(name, num_ranks, chunks, m, group or num_ranks)
+        programs = _programs(name, num_ranks, chunks, m=m, group=group or num_ranks)
         return Schedule(
             name=name, num_microbatches=m, unit=m, stage_rank=placement, programs=programs
         )
@@ -130,7 +149,7 @@ def _cheapest(orders: Sequence[Schedule], costs: Sequence[StageCost] | None) -> 
     return min(orders, key=lambda order: event_loop.run(lower(order, gather=gather), costs).step_s)
 
 
-def _programs(name: str, num_ranks: int, chunks: int, m: int, group: int) -> tuple[Program, ...]:
+def _programs(name: str, num_ranks: int, chunks: int, *, m: int, group: int) -> tuple[Program, ...]:
     if name == "1f1b":
         return generators.one_f_one_b(num_ranks, m)
     if name == "interleaved_1f1b":

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from zeropp.schedule.action import Op, collector_paused
+from zeropp.schedule.action import Action, Op, collector_paused
 from zeropp.schedule.program import Program
 from zeropp.timeline import Lane, Span
 
@@ -25,30 +26,41 @@ LANES: dict[Op, Lane] = {
 _NAMES = {op: op.value for op in Op}
 
 
-class DeadlockError(ValueError):
-    """The programs wait for each other. Rank r stopped at index ``stuck[r]`` of its program."""
-
-    def __init__(self, message: str, stuck: tuple[int, ...]) -> None:
-        super().__init__(message)
-        self.stuck = stuck
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EventResult:
     """Outcome of one run. All times are in the unit of the costs.
 
-    ``start[r][i]`` and ``end[r][i]`` belong to action ``i`` of rank ``r``; receives and releases
-    take no time. ``busy[r]`` is the sum of rank r's compute. ``exposed_gather[r]`` is the time
-    during which its compute waited for parameters, ``exposed_wait[r]`` for messages.
+    ``starts[i]`` and ``ends[i]`` belong to action ``i`` of ``sequence``, which has the actions of
+    all ranks; receives and releases take no time. ``busy[r]`` is the sum of rank r's compute.
+    ``exposed_gather[r]`` is the time during which its compute waited for parameters,
+    ``exposed_wait[r]`` for messages.
     """
 
     programs: tuple[Program, ...]
-    start: tuple[list[float], ...]
-    end: tuple[list[float], ...]
+    stage_rank: tuple[int, ...]
+    sequence: tuple[Action, ...]
+    starts: list[float]
+    ends: list[float]
     busy: tuple[float, ...]
     exposed_gather: tuple[float, ...]
     exposed_wait: tuple[float, ...]
     step_s: float
+
+    @cached_property
+    def start(self) -> tuple[list[float], ...]:
+        """When action ``i`` of the program of rank ``r`` starts: ``start[r][i]``."""
+        return self._by_rank(self.starts)
+
+    @cached_property
+    def end(self) -> tuple[list[float], ...]:
+        """When action ``i`` of the program of rank ``r`` ends: ``end[r][i]``."""
+        return self._by_rank(self.ends)
+
+    def _by_rank(self, times: list[float]) -> tuple[list[float], ...]:
+        ranks: tuple[list[float], ...] = tuple([] for _ in self.programs)
+        for (stage, _, _), time in zip(self.sequence, times, strict=True):
+            ranks[self.stage_rank[stage]].append(time)
+        return ranks
 
     @property
     def bubble(self) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Program, StageCost
@@ -20,7 +21,6 @@ from zeropp.schedule.program import Program, StageCost
 Slot = tuple[int, int]  # stage, microbatch
 
 _NEVER = float("inf")
-_END = (-1, -1)  # marks the end of an order; its input never arrives
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,22 @@ def list_schedule(orders: Orders, costs: Sequence[StageCost], cap: int, policy: 
 
 
 class _Rank:
-    """How far one rank has come in each of its orders, and until when it is busy."""
+    """How far one rank has come in each of its orders, and until when it is busy. Orders are places
+    in the table of inputs, and end with that of an input that never arrives."""
 
-    def __init__(self, forward: Sequence[Slot], backward: Sequence[Slot]) -> None:
-        self.forward, self.backward = (*forward, _END), (*backward, _END)
+    __slots__ = (
+        "backward",
+        "backwards",
+        "forward",
+        "forward_turn",
+        "forwards",
+        "free_at",
+        "kinds",
+        "weights",
+    )
+
+    def __init__(self, forward: list[int], backward: list[int]) -> None:
+        self.forward, self.backward = forward, backward
         self.forwards = self.backwards = self.weights = 0  # done so far
         self.forward_turn = False
         self.free_at = 0.0
@@ -106,46 +118,61 @@ class _Rank:
 
 
 class _Run:
+    """One run of the list scheduler. ``_ready`` says when each input arrives: those of forwards are
+    at ``stage * microbatches + microbatch``, those of backwards follow."""
+
     def __init__(
         self, orders: Orders, costs: Sequence[StageCost], cap: int, policy: Policy
     ) -> None:
-        self._orders, self._costs, self._cap, self._policy = orders, costs, cap, policy
-        self._stage_rank = orders.stage_rank
-        self._last = len(orders.stage_rank) - 1
-        pairs = zip(orders.forward, orders.backward, strict=True)
-        self._ranks = [_Rank(forward, backward) for forward, backward in pairs]
-        # When the input of each stage and microbatch arrives; the last row belongs to _END.
-        count = 1 + max((j for _, j in orders.forward[0]), default=0)
-        rows = len(orders.stage_rank) + 1
-        self._forward_ready = [[_NEVER] * count for _ in range(rows)]
-        self._backward_ready = [[_NEVER] * count for _ in range(rows)]
-        self._forward_ready[0] = [0.0] * count
+        self._orders, self._cap, self._policy = orders, cap, policy
+        stages = len(orders.stage_rank)
+        self._count = 1 + max((j for _, j in orders.forward[0]), default=0)
+        self._back = stages * self._count
+        self._never = 2 * self._back
+        self._ready = [_NEVER] * (self._never + 1)
+        self._ready[: self._count] = [0.0] * self._count
+        self._ranks = [
+            _Rank(self._places(forward, 0), self._places(backward, self._back))
+            for forward, backward in zip(orders.forward, orders.backward, strict=True)
+        ]
         self._events = [(0.0, rank) for rank in range(len(self._ranks))]  # a heap
+        self._forward_s = [cost.forward for cost in costs]
+        self._weight_s = [cost.backward_weight for cost in costs]
+        self._input_s = [cost.backward_input for cost in costs]
+        # Seconds from a stage's output to its arrival at the next stage, in either direction.
+        self._hop_s = [
+            0.0 if here == there else cost.transfer
+            for cost, (here, there) in zip(costs, pairwise(orders.stage_rank), strict=False)
+        ]
+
+    def _places(self, slots: Sequence[Slot], first: int) -> list[int]:
+        count = self._count
+        return [*(first + stage * count + j for stage, j in slots), self._never]
 
     def result(self) -> Planned:
-        while self._events:
-            time, rank = heapq.heappop(self._events)
-            state = self._ranks[rank]
+        events, ranks = self._events, self._ranks
+        while events:
+            time, rank = heapq.heappop(events)
+            state = ranks[rank]
             if state.free_at <= time:
                 self._choose(rank, state, time)
-        for rank, state in enumerate(self._ranks):
+        for rank, state in enumerate(ranks):
             if state.weights < len(state.backward) - 1:
                 raise ValueError(
                     f"activation_cap={self._cap} of pipeline rank {rank} is too small: "
                     f"{len(state.forward) - 1 - state.forwards} forwards can never start"
                 )
-        kinds = tuple(state.kinds for state in self._ranks)
-        return Planned(self._orders, kinds, max(state.free_at for state in self._ranks))
+        kinds = tuple(state.kinds for state in ranks)
+        return Planned(self._orders, kinds, max(state.free_at for state in ranks))
 
     def _choose(self, rank: int, state: _Rank, time: float) -> None:
-        stage, microbatch = state.backward[state.backwards]
-        backward = self._backward_ready[stage][microbatch]
-        stage, microbatch = state.forward[state.forwards]
-        forward = self._forward_ready[stage][microbatch]
+        next_forward = state.forward[state.forwards]
+        backward = self._ready[state.backward[state.backwards]]
+        forward = self._ready[next_forward]
         waits = state.weights < state.backwards  # a weight gradient does
         if state.forwards - state.weights >= self._cap:
             forward = _NEVER
-            if state.forward_turn and waits and stage >= 0:
+            if state.forward_turn and waits and next_forward != self._never:
                 self._run_weight(rank, state, time)
                 return
         if backward <= time and not (state.forward_turn and forward <= time):
@@ -153,59 +180,52 @@ class _Run:
         elif forward <= time:
             self._run_forward(rank, state, time)
         elif waits:
-            duration = self._costs[state.backward[state.weights][0]].backward_weight
-            if min(backward, forward) - time > self._policy.patience * duration:
+            stage = (state.backward[state.weights] - self._back) // self._count
+            patience = self._policy.patience * self._weight_s[stage]
+            if min(backward, forward) - time > patience:
                 self._run_weight(rank, state, time)
 
     def _run_forward(self, rank: int, state: _Rank, time: float) -> None:
-        stage, microbatch = state.forward[state.forwards]
+        place = state.forward[state.forwards]
+        stage = place // self._count
         state.forwards += 1
         state.forward_turn = False
-        self._occupy(rank, state, Op.FORWARD, time + self._costs[stage].forward)
-        if stage == self._last:
-            self._backward_ready[stage][microbatch] = state.free_at
+        state.kinds.append(Op.FORWARD)
+        end = state.free_at = time + self._forward_s[stage]
+        heapq.heappush(self._events, (end, rank))
+        if stage < len(self._hop_s):
+            self._send(rank, stage + 1, place + self._count, end + self._hop_s[stage])
         else:
-            self._send(self._forward_ready, state, stage, stage + 1, microbatch)
+            self._ready[place + self._back] = end
 
     def _run_backward(self, rank: int, state: _Rank, time: float) -> None:
-        stage, microbatch = state.backward[state.backwards]
+        place = state.backward[state.backwards]
+        stage = (place - self._back) // self._count
         state.backwards += 1
         state.forward_turn = self._policy.alternate
-        end = time + self._costs[stage].backward_input
+        end = time + self._input_s[stage]
         if self._orders.split_backward:
-            self._occupy(rank, state, Op.BACKWARD_INPUT, end)
+            state.kinds.append(Op.BACKWARD_INPUT)
         else:
+            state.kinds.append(Op.FULL_BACKWARD)
             state.weights += 1
-            end += self._costs[stage].backward_weight
-            self._occupy(rank, state, Op.FULL_BACKWARD, end)
-        if stage > 0:
-            self._send(self._backward_ready, state, stage, stage - 1, microbatch)
-
-    def _run_weight(self, rank: int, state: _Rank, time: float) -> None:
-        stage, _ = state.backward[state.weights]
-        state.weights += 1
-        self._occupy(rank, state, Op.BACKWARD_WEIGHT, time + self._costs[stage].backward_weight)
-
-    def _occupy(self, rank: int, state: _Rank, op: Op, end: float) -> None:
-        state.kinds.append(op)
+            end += self._weight_s[stage]
         state.free_at = end
         heapq.heappush(self._events, (end, rank))
+        if stage > 0:
+            self._send(rank, stage - 1, place - self._count, end + self._hop_s[stage - 1])
 
-    def _send(
-        self,
-        ready: list[list[float]],
-        sender: _Rank,
-        source: int,
-        target: int,
-        microbatch: int,
-    ) -> None:
-        """Note when an output arrives at the next stage, and wake that rank then. A rank that is
-        busy at that time needs no waking: it looks for work when it is done."""
-        rank = self._stage_rank[target]
-        receiver = self._ranks[rank]
-        arrival = sender.free_at
-        if receiver is not sender:
-            arrival += self._costs[min(source, target)].transfer
-        ready[target][microbatch] = arrival
-        if arrival > receiver.free_at:
+    def _run_weight(self, rank: int, state: _Rank, time: float) -> None:
+        stage = (state.backward[state.weights] - self._back) // self._count
+        state.weights += 1
+        state.kinds.append(Op.BACKWARD_WEIGHT)
+        end = state.free_at = time + self._weight_s[stage]
+        heapq.heappush(self._events, (end, rank))
+
+    def _send(self, sender: int, stage: int, place: int, arrival: float) -> None:
+        """Note when an output arrives at a stage, and wake that rank then. A rank that is busy at
+        that time needs no waking: it looks for work when it is done."""
+        self._ready[place] = arrival
+        rank = self._orders.stage_rank[stage]
+        if rank != sender and arrival > self._ranks[rank].free_at:
             heapq.heappush(self._events, (arrival, rank))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
-from zeropp.schedule import event_loop
 from zeropp.schedule.action import (
     COMPUTE,
     MAKES_GRADIENTS,
@@ -13,8 +12,8 @@ from zeropp.schedule.action import (
     Op,
     collector_paused,
 )
-from zeropp.schedule.event_result import DeadlockError
-from zeropp.schedule.program import Schedule, StageCost
+from zeropp.schedule.program import Schedule
+from zeropp.schedule.sequence import DeadlockError, sequence_of
 
 _COLUMNS = 12  # shown on each side of the bad cell
 
@@ -38,7 +37,7 @@ def validate(schedule: Schedule, *, activation_cap: int | None = None) -> None:
     """
     _check_each_action_once(schedule)
     try:
-        event_loop.run(schedule, [StageCost()] * schedule.num_stages)
+        sequence_of(schedule.programs, schedule.stage_rank)
     except DeadlockError as error:
         rank = next(r for r, p in enumerate(schedule.programs) if error.stuck[r] < len(p))
         raise _error(schedule, rank, error.stuck[rank], str(error)) from None

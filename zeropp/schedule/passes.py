@@ -48,7 +48,7 @@ def lower(
     ``reduce_every``: gradients of a stage are reduced after its last weight gradient in a unit, or
     in the step. Raises ValueError on a schedule that is lowered already.
     """
-    if any(not a.op.is_compute for program in schedule.programs for a in program):
+    if any(action[1] not in COMPUTE for program in schedule.programs for action in program):
         raise ValueError(f"schedule {schedule.name} is lowered already")
     span = schedule.unit if reduce_every == "unit" else schedule.num_microbatches
     programs = [_add_reductions(program, span) for program in schedule.programs]
@@ -76,10 +76,13 @@ def parameter_windows(program: Program, unit: int) -> list[Window]:
     where the first chunk goes from one unit to the next.
     """
     phases: dict[tuple[int, int, bool], Window] = {}
-    for index, action in enumerate(program):
-        if action.op in NEEDS_PARAMETERS:
-            key = (action.stage, _microbatch(action) // unit, action.op is Op.FORWARD)
-            phases.setdefault(key, Window(action.stage, index, index)).last = index
+    for index, (stage, op, microbatch) in enumerate(program):
+        if op in NEEDS_PARAMETERS and microbatch is not None:
+            key = (stage, microbatch // unit, op is Op.FORWARD)
+            if key in phases:
+                phases[key].last = index
+            else:
+                phases[key] = Window(stage, index, index)
     windows: list[Window] = []
     open_window: dict[int, Window] = {}
     began = -1
@@ -133,9 +136,9 @@ def _add_gathers(program: Program, unit: int, prefetch: int, keep: int) -> Progr
 
 def _add_reductions(program: Program, span: int) -> Program:
     last: dict[tuple[int, int], int] = {}
-    for index, action in enumerate(program):
-        if action.op in MAKES_GRADIENTS:
-            last[action.stage, _microbatch(action) // span] = index
+    for index, (stage, op, microbatch) in enumerate(program):
+        if op in MAKES_GRADIENTS and microbatch is not None:
+            last[stage, microbatch // span] = index
     after: dict[int, list[Action]] = defaultdict(list)
     for (stage, _), index in last.items():
         after[index].append(Action(stage, Op.REDUCE_GRAD))
@@ -216,11 +219,14 @@ def _insert(
     program: Program, before: dict[int, list[Action]], after: dict[int, list[Action]]
 ) -> Program:
     out: list[Action] = []
-    for index, action in enumerate(program):
+    begin = 0
+    for index in sorted({*before, *after}):
+        out += program[begin:index]
         out += before.get(index, ())
-        out.append(action)
+        out.append(program[index])
         out += after.get(index, ())
-    return tuple(out)
+        begin = index + 1
+    return (*out, *program[begin:])
 
 
 def _insert_transfers(
@@ -244,8 +250,3 @@ def _insert_transfers(
             out.append(send)
         index += 1
     return tuple(out)
-
-
-def _microbatch(action: Action) -> int:
-    assert action.microbatch is not None
-    return action.microbatch

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from zeropp.literals import StageStyle
-from zeropp.schedule.action import Action, parse_action
+from zeropp.schedule.action import COLLECTIVE, COMPLETES, Action, parse_action
+from zeropp.schedule.sequence import ActionSequence, sequence_of
 
 Program = tuple[Action, ...]
 
@@ -62,11 +64,11 @@ class ScheduleSizes:
     @property
     def num_ranks(self) -> int:
         """Number of pipeline ranks, P."""
-        return max(self.stage_rank) + 1
+        return len(_stages_by_rank(self.stage_rank))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that pipeline rank ``rank`` holds, in data-flow order."""
-        return tuple(s for s, r in enumerate(self.stage_rank) if r == rank)
+        return _stages_by_rank(self.stage_rank)[rank]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,30 @@ class Schedule(ScheduleSizes):
 
     programs: tuple[Program, ...]
 
+    @cached_property
+    def sequence(self) -> ActionSequence:
+        """All actions in an order in which they can be timed. Raises DeadlockError where the
+        programs wait for each other."""
+        return sequence_of(self.programs, self.stage_rank)
+
+    @cached_property
+    def collectives(self) -> tuple[Program, ...]:
+        """The gathers and reductions of every rank, in the order of its program."""
+        return tuple(
+            tuple(action for action in program if action[1] in COLLECTIVE)
+            for program in self.programs
+        )
+
+    @cached_property
+    def gradient_stages(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """By rank: its stages in the order in which their first gradients are made or reduced, and
+        the stage whose gradients are the last."""
+        ranks = []
+        for program in self.programs:
+            stages = [stage for stage, op, _ in program if op in COMPLETES]
+            ranks.append((tuple(dict.fromkeys(stages)), stages[-1]))
+        return tuple(ranks)
+
     def to_csv(self) -> str:
         """The CSV form that torch reads and writes: one line per rank, one action per cell."""
         out = io.StringIO()
@@ -86,6 +112,14 @@ class Schedule(ScheduleSizes):
         for program in self.programs:
             writer.writerow([str(action) for action in program])
         return out.getvalue()
+
+
+@lru_cache(maxsize=1024)
+def _stages_by_rank(stage_rank: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    ranks: list[list[int]] = [[] for _ in range(max(stage_rank) + 1)]
+    for stage, rank in enumerate(stage_rank):
+        ranks[rank].append(stage)
+    return tuple(map(tuple, ranks))
 
 
 def unordered(
@@ -109,11 +143,13 @@ def programs_from_csv(text: str) -> tuple[Program, ...]:
     )
 
 
+@lru_cache(maxsize=1024)
 def loop_placement(num_ranks: int, chunks: int) -> tuple[int, ...]:
     """Stage ``s`` on rank ``s mod P``: the placement of interleaved and breadth-first schedules."""
     return tuple(s % num_ranks for s in range(num_ranks * chunks))
 
 
+@lru_cache(maxsize=1024)
 def v_placement(num_ranks: int, chunks: int = 2) -> tuple[int, ...]:
     """Down the ranks and up again, chunk by chunk: ``0 1 .. P-1 P-1 .. 1 0 0 1 ..``.
 

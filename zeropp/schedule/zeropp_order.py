@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from operator import itemgetter
 
@@ -91,7 +92,6 @@ def cap_needs(style: StageStyle, chunks: int, unit: int, least: int) -> str:
     return f"{who} in {chunks} chunks needs at least {least} live chunk-activations"
 
 
-@collector_paused()
 def candidates(sizes: OrderSizes, costs: Sequence[StageCost] | None) -> tuple[Schedule, ...]:
     """Compute-only schedules to choose from.
 
@@ -99,42 +99,52 @@ def candidates(sizes: OrderSizes, costs: Sequence[StageCost] | None) -> tuple[Sc
     second, the best of several that are planned with them, gathers and reductions aside. All keep
     the cap; raises ValueError where it is too small.
     """
+    equal = equal_order(sizes)
+    if costs is None or set(costs) == {StageCost()}:
+        return (equal,)
+    planned = planned_order(sizes, tuple(costs))
+    return (equal,) if planned.programs == equal.programs else (equal, planned)
+
+
+@lru_cache(maxsize=64)
+@collector_paused()
+def equal_order(sizes: OrderSizes) -> Schedule:
+    """The compute-only schedule for equal durations. Raises ValueError if the cap is too small."""
     sizes.check()
-    real = costs is not None and set(costs) != {StageCost()}
-    planned = (_on_a_v if sizes.stage_style == "v" else _in_units)(sizes, costs if real else None)
-    return tuple(
-        Schedule(
-            name="zeropp",
-            num_microbatches=sizes.num_microbatches,
-            unit=sizes.unit,
-            stage_rank=sizes.stage_rank,
-            programs=programs,
-        )
-        for programs in dict.fromkeys(planned)
+    if sizes.stage_style == "v":
+        return _scheduled(sizes, _on_a_v(sizes, [StageCost()] * len(sizes.stage_rank)))
+    return _scheduled(sizes, _equal_cost_plan(unit_orders(sizes), sizes.activation_cap).programs())
+
+
+@lru_cache(maxsize=64)
+@collector_paused()
+def planned_order(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Schedule:
+    """The best of several compute-only schedules that are planned with ``costs``. Raises ValueError
+    if the cap is too small."""
+    sizes.check()
+    if sizes.stage_style == "v":
+        return _scheduled(sizes, _on_a_v(sizes, costs))
+    return _scheduled(sizes, _real_cost_plan(sizes, unit_orders(sizes), costs).programs())
+
+
+def _scheduled(sizes: OrderSizes, programs: tuple[Program, ...]) -> Schedule:
+    return Schedule(
+        name="zeropp",
+        num_microbatches=sizes.num_microbatches,
+        unit=sizes.unit,
+        stage_rank=sizes.stage_rank,
+        programs=programs,
     )
 
 
-def _on_a_v(sizes: OrderSizes, costs: Sequence[StageCost] | None) -> list[tuple[Program, ...]]:
-    equal = [StageCost()] * len(sizes.stage_rank)
-    return [
-        lean_programs(
-            sizes.stage_rank,
-            sizes.num_microbatches,
-            sizes.activation_cap,
-            durations,
-            split_backward=sizes.split_backward,
-        )
-        for durations in (equal, costs)
-        if durations is not None
-    ]
-
-
-def _in_units(sizes: OrderSizes, costs: Sequence[StageCost] | None) -> list[tuple[Program, ...]]:
-    orders = unit_orders(sizes)
-    planned = [_equal_cost_plan(orders, sizes.activation_cap)]
-    if costs is not None:
-        planned.append(_real_cost_plan(sizes, orders, costs))
-    return [plan.programs() for plan in planned]
+def _on_a_v(sizes: OrderSizes, costs: Sequence[StageCost]) -> tuple[Program, ...]:
+    return lean_programs(
+        sizes.stage_rank,
+        sizes.num_microbatches,
+        sizes.activation_cap,
+        costs,
+        split_backward=sizes.split_backward,
+    )
 
 
 def _real_cost_plan(

@@ -20,10 +20,10 @@ from zeropp.cluster import Cluster
 from zeropp.cost import price_plan
 from zeropp.cost.plan_price import PlanPrice
 from zeropp.plan import MemoryBytes, Plan
-from zeropp.schedule.action import Op
-from zeropp.schedule.event_loop import run
+from zeropp.schedule.action import COMPLETES, COMPUTE, Op
+from zeropp.schedule.event_loop import run, run_within
 from zeropp.schedule.event_result import EventResult
-from zeropp.schedule.program import Program, StageCost
+from zeropp.schedule.program import StageCost
 from zeropp.sim.losses import Losses, losses_of
 from zeropp.sim.memory_curve import as_memory, peak_memory, walk
 from zeropp.timeline import Span, Timeline
@@ -47,20 +47,25 @@ class SimResult:
     events: EventResult
     tails: tuple[Tail, ...]  # one per pipeline rank
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         """Seconds of one step, from its first action to its last. If steps overlap, from a rank's
         first forward to its last action, because each rank then begins its next step (arXiv
         2401.10241, section 4)."""
         if self.price.steps_overlap:
-            ranks = range(len(self.tails))
-            return max(self.tails[rank].end_s - self._first_pass_s(rank) for rank in ranks)
+            begins = self._first_passes_s()
+            return max(tail.end_s - begin for tail, begin in zip(self.tails, begins, strict=True))
         return max(self.events.step_s, max(tail.end_s for tail in self.tails))
 
-    def _first_pass_s(self, rank: int) -> float:
-        """When the first forward of a rank starts."""
-        starts = zip(self.plan.schedule.programs[rank], self.events.start[rank], strict=True)
-        return min(start for action, start in starts if action.op.is_compute)
+    def _first_passes_s(self) -> list[float]:
+        """When the first forward of every rank starts."""
+        begins: dict[int, float] = {}
+        for action, start in zip(self.events.sequence, self.events.starts, strict=True):
+            if action.op in COMPUTE:
+                begins.setdefault(self.events.stage_rank[action.stage], start)
+                if len(begins) == len(self.tails):
+                    break
+        return [begins[rank] for rank in range(len(self.tails))]
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -135,9 +140,22 @@ def simulate(
     return _run(plan, price)
 
 
+def simulate_within(plan: Plan, price: PlanPrice, limit_s: float) -> SimResult | None:
+    """Simulate a step, but give up as soon as it certainly takes ``limit_s`` or longer, and then
+    return None. Where steps overlap, this is known at the end only."""
+    if price.steps_overlap:
+        return _run(plan, price)
+    events = run_within(plan.schedule, _stretched(plan, price), limit_s)
+    return _result(plan, price, events) if events else None
+
+
 def _run(plan: Plan, price: PlanPrice) -> SimResult:
-    events = run(plan.schedule, _stretched(plan, price))
-    tails = tuple(_tail(plan, r, events, price) for r in range(plan.schedule.num_ranks))
+    return _result(plan, price, run(plan.schedule, _stretched(plan, price)))
+
+
+def _result(plan: Plan, price: PlanPrice, events: EventResult) -> SimResult:
+    done = _done(plan, events)
+    tails = tuple(_tail(done[rank], rank, price) for rank in range(plan.schedule.num_ranks))
     return SimResult(plan, price, events, tails)
 
 
@@ -147,13 +165,10 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
     if not price.overlap_slowdown and price.stragglers == 1.0:
         return list(price.stages)
     costs = list(price.stages)
-    for rank, program in enumerate(plan.schedule.programs):
-        beside = _crossings_beside_s(plan, price, program)
-        for stage, op, _ in program:
-            if op is Op.UNSHARD:
-                beside += costs[stage].unshard
-            elif op is Op.REDUCE_GRAD:
-                beside += costs[stage].reduce_grad
+    for rank, collectives in enumerate(plan.schedule.collectives):
+        beside = _crossings_beside_s(plan, price, rank)
+        for stage, op, _ in collectives:
+            beside += costs[stage].unshard if op is Op.UNSHARD else costs[stage].reduce_grad
         stages = plan.schedule.stages_of(rank)
         compute = plan.num_microbatches * sum(costs[s].compute for s in stages)
         factor = 1.0 + price.overlap_slowdown * min(1.0, beside / compute)
@@ -171,45 +186,39 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
     return costs
 
 
-def _crossings_beside_s(plan: Plan, price: PlanPrice, program: Program) -> float:
+def _crossings_beside_s(plan: Plan, price: PlanPrice, rank: int) -> float:
     """Seconds of a rank's reductions over the replicas that overlap its compute: all except for the
     last one."""
     if not any(price.replica_s):
         return 0.0
-    ends = [action.stage for action in program if action.op in _COMPLETES]
+    first_ends, last = plan.schedule.gradient_stages[rank]
     if plan.replicate_every == "unit":
-        crossed = [action.stage for action in program if action.op is Op.REDUCE_GRAD]
+        reductions = (a for a in plan.schedule.collectives[rank] if a.op is Op.REDUCE_GRAD)
+        crossed = [action.stage for action in reductions]
     else:
-        crossed = list(dict.fromkeys(ends))
-    return sum(price.replica_s[stage] for stage in crossed) - price.replica_s[ends[-1]]
+        crossed = list(first_ends)
+    return sum(price.replica_s[stage] for stage in crossed) - price.replica_s[last]
 
 
-def _tail(plan: Plan, rank: int, events: EventResult, price: PlanPrice) -> Tail:
+def _tail(done: Sequence[tuple[float, int]], rank: int, price: PlanPrice) -> Tail:
     """Reductions over replicas, in the order in which the stages are ready, then the optimizer."""
     reduced = 0.0
-    for time, stage in _done(plan, rank, events):
+    for time, stage in sorted(done):
         reduced = max(reduced, time) + price.replica_s[stage]
     updated = reduced + price.finish_s[rank]
     return Tail(reduced, updated, updated + price.gather_updated_s[rank])
 
 
-def _done(plan: Plan, rank: int, events: EventResult) -> list[tuple[float, int]]:
-    """(time, stage) at which gradients can be reduced over the replicas, ascending: at a stage's
-    last reduction or weight gradient, or at every reduction."""
-    program, ends = plan.schedule.programs[rank], events.end[rank]
-    if plan.replicate_every == "unit":
-        pairs = zip(program, ends, strict=True)
-        return sorted((end, a.stage) for a, end in pairs if a.op is Op.REDUCE_GRAD)
-    left = set(plan.schedule.stages_of(rank))
-    done: list[tuple[float, int]] = []
-    index = len(program)
-    while left:
-        index -= 1
-        action = program[index]
-        if action.stage in left and action.op in _COMPLETES:
-            left.remove(action.stage)
-            done.append((ends[index], action.stage))
-    return sorted(done)
-
-
-_COMPLETES = frozenset({Op.REDUCE_GRAD, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
+def _done(plan: Plan, events: EventResult) -> list[list[tuple[float, int]]]:
+    """(time, stage) at which gradients can be reduced over the replicas, by rank: at a stage's last
+    reduction or weight gradient, or at every reduction."""
+    done: list[list[tuple[float, int]]] = [[] for _ in events.programs]
+    each = plan.replicate_every == "unit"
+    left = set(range(plan.schedule.num_stages))
+    for (stage, op, _), end in zip(reversed(events.sequence), reversed(events.ends), strict=True):
+        if (op is Op.REDUCE_GRAD) if each else (stage in left and op in COMPLETES):
+            done[events.stage_rank[stage]].append((end, stage))
+            left.discard(stage)
+            if not left and not each:
+                break
+    return done

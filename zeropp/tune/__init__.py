@@ -2,5 +2,6 @@
 
 In: a Task and a ``Contender``. Out: an ``Outcome`` with the best plan and its simulated step. Read
 ``contender`` (what a contender provides), ``space`` (which settings are tried), ``search``,
-``bound`` (why a plan need not be simulated), ``describe`` (a plan in one line).
+``outcome`` (its result), ``bound`` (why a plan need not be simulated), ``describe`` (a plan in one
+line).
 """

@@ -6,50 +6,57 @@ simulator. They need only a plan whose order is not chosen yet, and its price.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 from zeropp.cluster import Cluster
-from zeropp.cost import PlanPrice, price_plan
-from zeropp.layout import Layout
+from zeropp.cost import PlanPrice, StepTimes
+from zeropp.cost.stage_costs import passes_s, work_of
+from zeropp.cost.tensor_parallel import tensor_times
 from zeropp.plan import SizedPlan
-from zeropp.schedule.program import unordered
+from zeropp.schedule.program import ScheduleSizes
 
+_ROUNDING = 1e-9  # the share by which sums of the same durations may differ
 _SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv", "dualpipev"})
 
 
-class WorkBound:
-    """The compute of the whole model, divided evenly among the pipeline ranks: the cheapest bound.
-
-    A microbatch's time depends on few settings, so it is priced once for each of these.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._microbatch_s: dict[tuple[object, ...], float] = {}
-
-    def __call__(self, plan: SizedPlan) -> float:
-        """The bound for a plan, in seconds per step."""
-        layout = plan.layout
-        recomputed = sum(map(plan.recomputed_blocks, range(plan.schedule.num_stages)))
-        split = (layout.tp, layout.sequence_parallel)
-        key = (*split, plan.microbatch_size, plan.recompute, recomputed)
-        if key not in self._microbatch_s:
-            self._microbatch_s[key] = self._price(plan, recomputed)
-        return self._microbatch_s[key] * plan.num_microbatches / layout.pp
-
-    def _price(self, plan: SizedPlan, recomputed: int) -> float:
-        """Seconds of one microbatch with the whole model as a single stage."""
-        one = replace(
-            plan,
-            layout=Layout(tp=plan.layout.tp, sequence_parallel=plan.layout.sequence_parallel),
-            schedule=unordered("1f1b", stage_rank=(0,), num_microbatches=1),
-            cuts=(0, plan.shape.num_pieces),
-            recomputed=(recomputed,),
-        )
-        return sum(cost.compute for cost in price_plan(one, self._cluster).stages)
+def least_compute_s(plan: SizedPlan, cluster: Cluster) -> float:
+    """The cheapest bound, which needs no price: that of ``least_step_s`` for compute alone."""
+    work = work_of(plan, cluster)
+    passes = passes_s(plan, work, tensor_times(plan, cluster, work))
+    overlap = work.program.post_validation
+    least = _least_compute_s(passes, plan.schedule, _splits(plan), steps_overlap=overlap)
+    return least * (1.0 - _ROUNDING)
 
 
-def least_step_s(plan: SizedPlan, price: PlanPrice) -> float:
+def _least_compute_s(
+    passes: Sequence[tuple[float, float, float]],
+    schedule: ScheduleSizes,
+    split: bool,
+    *,
+    steps_overlap: bool,
+) -> float:
+    m, arrive, back = schedule.num_microbatches, 0.0, 0.0
+    begin: dict[int, tuple[float, float]] = {}  # of every rank: the way to it, and from it to 0
+    work, weights = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks
+    for rank, (forward, input_, weight) in zip(schedule.stage_rank, passes, strict=True):
+        begin.setdefault(rank, (arrive, back))
+        work[rank] += m * (forward + input_ + weight)
+        weights[rank] += m * weight if split else 0.0
+        arrive += forward
+        back += input_ if split else input_ + weight
+    worst = 0.0
+    for rank, (to, fro) in begin.items():
+        own = work[rank] if steps_overlap else to + work[rank]
+        worst = max(worst, own, to + work[rank] - weights[rank] + fro)
+    return worst
+
+
+def _splits(plan: SizedPlan) -> bool:
+    """Whether input gradients do not wait for weight gradients."""
+    return plan.schedule.name in _SPLIT and plan.split_backward
+
+
+def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
     """Seconds that no order can beat: the way to a rank, its work, and the way back.
 
     A rank starts no sooner than a microbatch has come through the stages before its first, unless
@@ -57,7 +64,7 @@ def least_step_s(plan: SizedPlan, price: PlanPrice) -> float:
     step. It is busy for all its microbatches, and its link for all its gathers and reductions.
     """
     schedule = plan.schedule
-    split = schedule.name in _SPLIT and plan.split_backward
+    split = _splits(plan)
     arrive, back = [0.0], [0.0]
     for cost in price.stages[:-1]:
         arrive.append(arrive[-1] + cost.forward)
@@ -79,7 +86,7 @@ def least_step_s(plan: SizedPlan, price: PlanPrice) -> float:
 
 
 def _work_s(
-    plan: SizedPlan, price: PlanPrice, stages: tuple[int, ...], beside: float
+    plan: SizedPlan, price: StepTimes, stages: tuple[int, ...], beside: float
 ) -> tuple[float, float]:
     """Seconds of a rank's compute, slowed by at least ``beside`` seconds of collectives, and the
     factor by which they slow it."""
@@ -90,7 +97,7 @@ def _work_s(
     return (work - tensor) * slowed + tensor + _copies_s(plan, price, stages), slowed
 
 
-def _link_s(plan: SizedPlan, price: PlanPrice, stages: tuple[int, ...]) -> float:
+def _link_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> float:
     """The least seconds of a rank's reductions and gathers. Each stage between its first and its
     last is gathered at least once per unit; the first and the last may stay gathered from one phase
     to the next, and phases of two units may overlap."""
@@ -100,7 +107,7 @@ def _link_s(plan: SizedPlan, price: PlanPrice, stages: tuple[int, ...]) -> float
     return reduced + units * sum(price.stages[s].unshard for s in stages[1:-1])
 
 
-def _copies_s(plan: SizedPlan, price: PlanPrice, stages: tuple[int, ...]) -> float:
+def _copies_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> float:
     """Seconds of compute for the copies of the same gathers and reductions."""
     units = plan.num_units
     reductions = units if plan.reduce_every == "unit" else 1

@@ -5,17 +5,20 @@ train. Each contender's folder makes one; ``benchmarks.specification.contenders`
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 from zeropp.cost import PlanPrice, price_plan
+from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, K, Knobs, Plan, SizedPlan, Task
 from zeropp.planner.orders import fastest
 from zeropp.schedule import validate
 from zeropp.sim.simulator import SimResult
 from zeropp.training import OptimizerConfig, Trainer
-from zeropp.tune.space import Space
+from zeropp.tune.space import Space, points
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +62,8 @@ class Contender(Generic[K]):
     InfeasibleError with one line. ``order`` yields that plan with programs, once per order among
     which the simulator chooses: the first is made without durations, and others are made only when
     they are asked for.
+    ``order_gain`` bounds how many times faster than the first order the others can be; with 1 there
+    are no others.
     ``check`` raises ScheduleError for a schedule that cannot run. ``left_open`` says whether the
     tuner has something to choose.
     """
@@ -70,6 +75,7 @@ class Contender(Generic[K]):
     size: Callable[[Task, K, int], SizedPlan]  # task, knobs, microbatch size
     order: Callable[[SizedPlan, K, PlanPrice], Iterator[Plan]]
     space: Space[K]
+    order_gain: float = 1.0
     check: Callable[[Plan], None] = check_schedule
     left_open: Callable[[K], bool] = any_auto
     trainer: str = ""  # empty: it can be priced, but not run
@@ -90,6 +96,24 @@ class Contender(Generic[K]):
         sized = self.size(task, candidate.knobs, candidate.microbatch_size)
         price = price_plan(sized, task.cluster)
         return fastest(self.order(sized, candidate.knobs, price), task.cluster, price)
+
+    def candidates(
+        self, task: Task, asked: K | None = None
+    ) -> Iterator[tuple[Candidate[K], SizedPlan]]:
+        """Everything that a search may try within ``asked`` (by default, all knobs are open), with
+        its plan without an order of actions."""
+        asked = asked or self.knobs()
+        for point, size in points(task, self.space, asked, "auto", fallen=Counter()):
+            for family in self.space.families(point):
+                for plan in self._sized(task, family, size):
+                    for knobs in self.space.members(asked, family, plan):
+                        for member in self._sized(task, knobs, size):
+                            yield Candidate(knobs, size), member
+
+    def _sized(self, task: Task, knobs: K, microbatch_size: int) -> Iterator[SizedPlan]:
+        """The plan without an order of actions, if there is one."""
+        with suppress(InfeasibleError):
+            yield self.size(task, knobs, microbatch_size)
 
     def build(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from zeropp.plan import Candidate, K, Plan
+from zeropp.plan import Candidate, K, SizedPlan
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: SizedPlan) -> str:
     """The degrees and knobs of a plan as short text, such as
     ``pp=4 shard=16 b=1 m=32 zeropp V=2 U=8 cap=16 reduce=unit``."""
     layout, order = plan.layout, plan.schedule
@@ -28,7 +28,7 @@ def describe(plan: Plan) -> str:
     return " ".join(words)
 
 
-def _some(plan: Plan) -> str:
+def _some(plan: SizedPlan) -> str:
     if not plan.recomputed:
         return ""
     if plan.layout.chunks == plan.shape.num_pieces:  # every piece is a stage

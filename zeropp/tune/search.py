@@ -15,96 +15,23 @@ after the peak of its programs is known.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass, replace
+from itertools import chain
 from time import process_time
 from typing import Generic
 
-from zeropp.cost import PlanPrice, price_plan
+from zeropp.cost import PlanPrice, StepTimes, add_memory, price_plan, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto
 from zeropp.plan import Candidate, K, Plan, SizedPlan, Task
 from zeropp.planner.orders import fastest
-from zeropp.sim.memory_curve import rank_peak
-from zeropp.sim.simulator import SimResult, simulate
-from zeropp.tune.bound import WorkBound, least_bytes, least_step_s
+from zeropp.sim.memory_curve import fits
+from zeropp.sim.simulator import simulate_within
+from zeropp.tune.bound import least_bytes, least_compute_s, least_step_s
 from zeropp.tune.contender import Contender
+from zeropp.tune.outcome import OOM, SLOWER, Evaluated, Outcome, Progress
 from zeropp.tune.space import points
-
-# The largest gain expected from planning with durations, over the order for equal durations. A plan
-# that gains more would be missed; ``schedule_orders.json`` shows 10 % at most, and a test checks
-# the factor on a sample of plans of all sizes.
-_LARGEST_GAIN = 1.2
-
-OOM = "out of memory"
-SLOWER = "slower by its lower bound"
-
-
-@dataclass(frozen=True)
-class Evaluated(Generic[K]):
-    """A candidate that was simulated, in the fastest order of its contender's planner."""
-
-    candidate: Candidate[K]
-    result: SimResult
-
-    @property
-    def plan(self) -> Plan:
-        """The plan, with its programs."""
-        return self.result.plan
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of one step."""
-        return self.result.step_s
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak of the fullest rank in bytes."""
-        return self.result.peak_bytes
-
-    @property
-    def degrees(self) -> tuple[object, ...]:
-        """The degrees, in which winner and runner-up must differ."""
-        layout, order = self.plan.layout, self.plan.schedule
-        degrees = (layout.pp, layout.tp, layout.shard, layout.replicate)
-        return (*degrees, layout.chunks, order.name, self.plan.recompute)
-
-
-# Called with the number of configurations that are settled, the number known, and the best so far.
-Progress = Callable[[int, int, Evaluated[K] | None], None]
-
-
-@dataclass
-class Outcome(Generic[K]):
-    """The result of a search. ``fallen`` counts families and members by the reason why they were
-    dropped."""
-
-    task: Task
-    contender: Contender[K]
-    winner: Evaluated[K] | None = None
-    runner_up: Evaluated[K] | None = None
-    fallen: Counter[str] = field(default_factory=Counter)
-    simulated: int = 0
-    is_complete: bool = True  # False: the budget ended the search
-    too_large: set[SizedPlan] = field(default_factory=set)  # out of memory; larger caps are, too
-
-    def offer(self, new: Evaluated[K]) -> None:
-        """Keep a candidate if it is the best, or the best with other degrees than the winner's."""
-        if self.winner is None or new.step_s < self.winner.step_s:
-            if self.winner is not None and self.winner.degrees != new.degrees:
-                self.runner_up = self.winner
-            self.winner = new
-        elif new.degrees != self.winner.degrees and (
-            self.runner_up is None or new.step_s < self.runner_up.step_s
-        ):
-            self.runner_up = new
-
-    def to_beat(self, runner_up: bool) -> float:
-        """The step time above which a configuration cannot change the result: the winner's, or the
-        runner-up's if one is wanted."""
-        enough = self.winner and (self.runner_up or not runner_up)
-        return self.winner.step_s if self.winner and enough else float("inf")
 
 
 def _adds_later(plan: SizedPlan) -> tuple[bool, bool]:
@@ -116,15 +43,16 @@ def _adds_later(plan: SizedPlan) -> tuple[bool, bool]:
 
 @dataclass(frozen=True, order=True, slots=True)
 class _Entry(Generic[K]):
-    """An entry of the queue: a family with the bound of its work, a family with its price, or a
-    member with its own."""
+    """An entry of the queue: a family with the bound of its compute, a family with its durations,
+    or a member with its price."""
 
     bound_s: float
     number: int  # unique, so that nothing after it is compared
     candidate: Candidate[K]
     plan: SizedPlan
-    price: PlanPrice | None = None
-    is_member: bool = False
+    _: KW_ONLY
+    times: StepTimes | None = None
+    price: PlanPrice | None = None  # of a member
 
 
 def search(
@@ -146,9 +74,10 @@ def search(
     False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
     which the best so far is the winner, if there is one.
     """
-    return _Search(task, contender, asked or contender.knobs(), progress, budget_s).run(
-        microbatch_size, tolerance, runner_up
+    found = _Search(
+        task, contender, asked or contender.knobs(), progress=progress, budget_s=budget_s
     )
+    return found.run(microbatch_size, tolerance, runner_up)
 
 
 class _Search(Generic[K]):
@@ -159,6 +88,7 @@ class _Search(Generic[K]):
         task: Task,
         contender: Contender[K],
         asked: K,
+        *,
         progress: Progress[K] | None,
         budget_s: float,
     ) -> None:
@@ -187,8 +117,8 @@ class _Search(Generic[K]):
             if outcome.winner and process_time() > self._ends:
                 outcome.is_complete = False
                 break
-            if entry.is_member:
-                self._evaluate(entry, to_beat)
+            if entry.price is not None:
+                self._evaluate(entry, self._slowest(runner_up))
                 continue
             for child in self._opened(entry, number):
                 number += 1
@@ -230,14 +160,14 @@ class _Search(Generic[K]):
     def _families(self, microbatch_size: int | Auto) -> Iterator[_Entry[K]]:
         """Every family for which the planner has a plan, with the cheapest bound."""
         space, fallen, number = self._contender.space, self._outcome.fallen, 0
-        work_s = WorkBound(self._task.cluster)
-        for point, size in points(self._task, space, self._asked, microbatch_size, fallen):
+        for point, size in points(self._task, space, self._asked, microbatch_size, fallen=fallen):
             for knobs in space.families(point):
                 candidate = Candidate(knobs, size)
                 plan = self._sized(candidate)
                 if plan is not None:
                     number += 1
-                    yield _Entry(work_s(plan), number, candidate, plan)
+                    bound = least_compute_s(plan, self._task.cluster)
+                    yield _Entry(bound, number, candidate, plan)
 
     def _sized(self, candidate: Candidate[K]) -> SizedPlan | None:
         try:
@@ -247,27 +177,36 @@ class _Search(Generic[K]):
             return None
 
     def _opened(self, entry: _Entry[K], number: int) -> Iterator[_Entry[K]]:
-        """The entries that replace a family: the family with its price, or its members."""
-        if entry.price is None:
-            price = price_plan(entry.plan, self._task.cluster)
-            first = next(self._members(entry), None)  # the one with the least memory
-            if first is not None and self._may_fit(first[1], price):
-                bound = least_step_s(entry.plan, price)
-                yield _Entry(bound, number + 1, entry.candidate, entry.plan, price)
+        """The entries that replace a family: the family with its durations, or its members."""
+        family, cluster = entry.plan, self._task.cluster
+        if entry.times is None:
+            times = time_plan(family, cluster)
+            yield replace(
+                entry, bound_s=least_step_s(family, times), number=number + 1, times=times
+            )
             return
-        prices = {_adds_later(entry.plan): entry.price}
-        for candidate, plan in self._members(entry):
+        price = add_memory(entry.times, family, cluster)
+        members = self._members(entry)
+        first = next(members, None)  # the one with the least memory
+        if first is None or not self._may_fit(first[1], price):
+            return
+        prices = {_adds_later(family): price}
+        for candidate, plan in chain([first], members):
             later = _adds_later(plan)
             if later not in prices:
-                prices[later] = price_plan(plan, self._task.cluster)
-            if self._may_fit(plan, price := prices[later]):
+                prices[later] = price_plan(plan, cluster)
+            price = prices[later]
+            if plan is family or self._may_fit(plan, price):
                 number += 1
-                bound = least_step_s(plan, price)
-                yield _Entry(bound, number, candidate, plan, price, is_member=True)
+                bound = entry.bound_s if plan is family else least_step_s(plan, price)
+                yield _Entry(bound, number, candidate, plan, times=price, price=price)
 
     def _members(self, entry: _Entry[K]) -> Iterator[tuple[Candidate[K], SizedPlan]]:
         family = entry.candidate
         for knobs in self._contender.space.members(self._asked, family.knobs, entry.plan):
+            if knobs is family.knobs:
+                yield family, entry.plan
+                continue
             member = replace(family, knobs=knobs)
             plan = self._sized(member)
             if plan is not None:
@@ -279,9 +218,17 @@ class _Search(Generic[K]):
         self._outcome.fallen[OOM] += 1
         return False
 
-    def _evaluate(self, entry: _Entry[K], to_beat: float) -> None:
-        """Simulate a member: first in the order that needs no durations and then, if that is fast
-        enough, in the others."""
+    def _slowest(self, runner_up: bool) -> float:
+        """The step time from which on a member's first order is not worth more. If there are other
+        orders, it counts for the winner alone, because they take time."""
+        gain = self._contender.order_gain
+        if gain == 1.0:
+            return self._outcome.slowest(runner_up)
+        return gain * self._outcome.to_beat(runner_up)
+
+    def _evaluate(self, entry: _Entry[K], slowest: float) -> None:
+        """Simulate a member: first in the order that needs no durations and then, if that takes
+        less than ``slowest`` seconds, in the others."""
         outcome, cluster, price = self._outcome, self._task.cluster, entry.price
         assert price is not None
         uncapped = replace(entry.plan, activation_cap=0)
@@ -290,21 +237,27 @@ class _Search(Generic[K]):
             return
         orders = self._contender.order(entry.plan, entry.candidate.knobs, price)
         simple = next(orders)
-        if not self._fits(simple, price):
-            outcome.fallen[OOM] += 1
-            outcome.too_large.add(uncapped)
+        ranks = simple.schedule.num_ranks
+        if not self._fits(simple, price, {0, ranks - 1}):  # these are the fullest as a rule
+            self._drop(uncapped)
             return
         outcome.simulated += 1
-        result = simulate(simple, cluster, price=price)
-        if result.step_s >= to_beat * _LARGEST_GAIN:
+        result = simulate_within(simple, price, slowest)
+        if result is None or result.step_s >= slowest:
+            return
+        if not self._fits(simple, price, range(1, ranks - 1)):
+            self._drop(uncapped)
             return
         if others := list(orders):
             result = min(result, fastest(others, cluster, price), key=lambda r: r.step_s)
-        if result.peak_bytes > self._limit:
-            outcome.fallen[OOM] += 1
-            return
+            if result.plan is not simple and not self._fits(result.plan, price, range(ranks)):
+                outcome.fallen[OOM] += 1
+                return
         outcome.offer(Evaluated(entry.candidate, result))
 
-    def _fits(self, plan: Plan, price: PlanPrice) -> bool:
-        ranks = range(plan.schedule.num_ranks)
-        return all(rank_peak(plan, price, rank).total <= self._limit for rank in ranks)
+    def _drop(self, uncapped: SizedPlan) -> None:
+        self._outcome.fallen[OOM] += 1
+        self._outcome.too_large.add(uncapped)
+
+    def _fits(self, plan: Plan, price: PlanPrice, ranks: Iterable[int]) -> bool:
+        return all(fits(plan, price, rank, self._limit) for rank in ranks)

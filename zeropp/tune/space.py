@@ -136,7 +136,7 @@ def placement_choices(asked: Placement | Auto, point: Point[K]) -> tuple[Placeme
 
 
 def points(
-    task: Task, space: Space[K], asked: K, microbatch_size: int | Auto, fallen: Counter[str]
+    task: Task, space: Space[K], asked: K, microbatch_size: int | Auto, *, fallen: Counter[str]
 ) -> Iterator[tuple[Point[K], int]]:
     """(point, microbatch size) of all points of a space; those that do not divide are counted in
     ``fallen`` by their cause."""

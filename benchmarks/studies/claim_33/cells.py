@@ -31,7 +31,8 @@ from zeropp.sim.losses import Losses
 from zeropp.sim.simulator import SimResult
 from zeropp.tune.contender import Contender
 from zeropp.tune.describe import describe
-from zeropp.tune.search import Evaluated, search
+from zeropp.tune.outcome import Evaluated
+from zeropp.tune.search import search
 
 # The contenders that are compared, in the order of the tables.
 COMPARED: tuple[Contender[Any], ...] = (

@@ -84,14 +84,15 @@ class Errors:
     p90: float
 
     def line(self) -> str:
-        """The line that is printed under ``HEADER``."""
+        """The line that is printed under ``HEADER``, in 80 columns."""
+        source = self.source if len(self.source) <= 30 else f"{self.source[:29]}…"
         return (
-            f"{self.kind:10}  {self.source[:58]:58}  {self.role:8}  {self.rows:5}  {self.runs:5}  "
+            f"{self.kind:10}  {source:30}  {self.role:8}  {self.rows:4}  {self.runs:4}  "
             f"{self.median:6.1%}  {self.p90:6.1%}"
         )
 
 
-HEADER = f"{'kind':10}  {'source':58}  {'role':8}  {'rows':>5}  {'runs':>5}  median     p90"
+HEADER = f"{'kind':10}  {'source':30}  {'role':8}  rows  runs  median     p90"
 
 
 def errors_of(predicted: Sequence[Predicted]) -> list[Errors]:

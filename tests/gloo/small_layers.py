@@ -1,0 +1,59 @@
+"""Small models in fp64, and what ``parallelize`` makes or says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zeropp
+from zeropp.parallel_model import ParallelModel
+
+WIDTH = 8
+BATCH = 12
+Kind = Callable[[], nn.Module]
+
+
+def loss_function(output: Tensor, target: Tensor) -> Tensor:
+    """Mean square error in the type of the output."""
+    return F.mse_loss(output, target)
+
+
+def data(step: int = 0) -> tuple[Tensor, Tensor]:
+    """A global batch of vectors, in fp64."""
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, BATCH, WIDTH, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def seeded(kinds: list[Kind]) -> list[nn.Module]:
+    """Layers of these kinds in fp64, equal on every rank."""
+    torch.manual_seed(3)
+    return [kind().double() for kind in kinds]
+
+
+def linear() -> nn.Module:
+    """A plain layer."""
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def built(layers: list[Any], **more: Any) -> ParallelModel:
+    """The layers in parallel, with plain SGD and one row per microbatch."""
+    arguments: dict[str, Any] = {
+        "sample": data()[0][:1],
+        "global_batch": BATCH,
+        "optimizer": zeropp.OptimizerConfig("sgd", lr=0.1),
+    }
+    return zeropp.parallelize(layers, loss_function, **{**arguments, **more})
+
+
+def error_of(make: Callable[[], object]) -> str:
+    """What a call raises, as ``Kind: message``; empty where it raises nothing."""
+    try:
+        make()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,109 @@
+"""Wrong calls of ``parallelize``: one error, the same on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeropp
+from tests.gloo.small_layers import (
+    WIDTH,
+    built,
+    data,
+    error_of,
+    linear,
+    seeded,
+)
+from tests.gloo.world import World
+
+
+def wrong_calls() -> dict[str, dict[str, Any]]:
+    """Arguments that ``parallelize`` refuses, on this rank; what they do not set is right."""
+    layers, rank = seeded([linear] * 4), dist.get_rank()
+    other = [*layers[:3], nn.Linear(WIDTH, WIDTH).double()]
+    other[3].weight = layers[0].weight
+    tuples = seeded([linear, lambda: nn.LSTM(WIDTH, WIDTH), linear, linear])
+    optimizer = zeropp.OptimizerConfig("sgd", lr=0.1 + rank)
+    return {
+        "same layer twice": {"layers": [layers[0], layers[1], layers[1], layers[3]]},
+        "shared parameter": {"layers": other},
+        "short weights": {"weights": [1.0, 1.0]},
+        "zero weight": {"weights": [1.0, 0.0, 1.0, 1.0]},
+        "tied to nothing": {"tied": ((0, "weight"), (3, "no_such"))},
+        "tied in the middle": {"tied": ((0, "weight"), (2, "weight"))},
+        "tied to no parameter of a function": {
+            "layers": [*layers[:3], lambda: linear().double()],
+            "tied": ((0, "weight"), (3, "wieght")),
+        },
+        "tied to another shape": {"tied": ((0, "weight"), (3, "bias"))},
+        "tied to a frozen one": {
+            "layers": [*layers[:3], lambda: linear().double().requires_grad_(False)],
+            "tied": ((0, "weight"), (3, "weight")),
+        },
+        "16 bits": {
+            "layers": [layer.bfloat16() for layer in seeded([linear] * 4)],
+            "sample": data()[0][:1].bfloat16(),
+        },
+        "other values": {"shard": 2},
+        "other rate": {"optimizer": optimizer, "pp": 2},
+        "other knob": {"pp": 2, "unit": 1 + rank},
+        "unknown knob": {"pp": 2, "tp": 2},
+        "tuple": {"layers": tuples, "pp": 2},
+        "no layers": {"layers": []},
+        "wrong width": {"sample": torch.zeros(1, WIDTH + 1, dtype=torch.float64)},
+        "too many ranks": {"pp": 3},
+        "small cap": {"pp": 2, "chunks": 2, "unit": 4, "activation_cap": 3},
+        "mesh and degree": {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), "pp": 2},
+        "mesh of another axis": {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))},
+    }
+
+
+def refused(case: str) -> str:
+    """What ``parallelize`` says to one of the wrong calls, on this rank."""
+    layers = seeded([linear] * 4)
+    if case == "other values":
+        with torch.no_grad():
+            next(layers[2].parameters())[0, 0] += float(dist.get_rank())
+    arguments = {"layers": layers, **wrong_calls()[case]}
+    if not {"pp", "shard", "mesh"} & set(arguments):
+        arguments["pp"] = 2
+    return error_of(lambda: built(arguments.pop("layers"), **arguments))
+
+
+REFUSALS = {
+    "same layer twice": "layers[2]: shares 'weight' with layers[1]",
+    "shared parameter": "layers[3]: shares 'weight' with layers[0]",
+    "short weights": "weights: 2 numbers for 4 layers",
+    "zero weight": "every weight must be more than 0",
+    "tied to nothing": "layers[3] has no parameter 'no_such'",
+    "tied to no parameter of a function": "layers[3] has no parameter 'wieght'",
+    "tied to another shape": "both must have the same shape and type, and both be trained",
+    "tied to a frozen one": "trained=False); both must have the same shape and type",
+    "16 bits": "'weight' is torch.bfloat16, but precision='fp32' computes in fp32",
+    "tied in the middle": "must name a parameter of the first layer (0)",
+    "other values": "layers[0]: 'weight' is not the same on ranks 0 and 1",
+    "other rate": "ranks differ: rank 0 has",
+    "other knob": "ranks differ: rank 0 has",
+    "unknown knob": "TypeError: parallelize() got an unexpected keyword argument 'tp'",
+    "tuple": "layers[1]: returns tuple",
+    "no layers": "layers=[]",
+    "wrong width": "layers[0]: cannot be called",
+    "too many ranks": "must be the number of ranks, 2",
+    "small cap": "activation_cap=3: a unit of 4 microbatches in 2 chunks needs at least 5",
+    "mesh and degree": "pp=2: the mesh has it, too",
+    "mesh of another axis": "they must be named among",
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_wrong_call_is_one_error_on_every_rank(world: World, case: str) -> None:
+    said = world.run(refused, case, size=2)
+    expected = REFUSALS[case].replace("layers[0]: 'w", "layers[2]: 'w")
+    assert all(expected in message for message in said), said
+    assert all("\n" not in message for message in said)
+    assert len(set(said)) == 1

@@ -1,0 +1,70 @@
+"""Every command of the documentation is one that the suite takes: its words are read, and its
+points are composed and checked, but nothing is run."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import CHECKOUT
+from benchmarks.launch.sweep import spec_of
+from benchmarks.show import parse
+from benchmarks.specification.command import CommandParser
+from benchmarks.specification.compose import compose
+
+PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+
+
+class WordsRead(BaseException):
+    """The command's words were read without an error."""
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words after ``python -m`` of every command in a page's code blocks."""
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if found := re.match(r"\s*python -m (benchmarks\..*)", line):
+                words = shlex.split(found[1], comments=True)
+                if not {"...", "--help"} & set(words):
+                    yield words
+
+
+def read(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the words as the command would; ends with SystemExit or SpecError where it refuses."""
+    if module == "benchmarks.run":
+        for config in compose("config", words):
+            if "verdict" not in config:
+                spec_of(config)
+    elif module == "benchmarks.tune":
+        assert compose("tune", words)
+    elif module == "benchmarks.show":
+        assert words[0] == "schedule"
+        parse(words[1:])
+    else:
+        monkeypatch.setattr(sys, "argv", [module, *words])
+        package = (CHECKOUT / module.replace(".", "/")).is_dir()
+        with pytest.raises(WordsRead):
+            importlib.import_module(f"{module}.__main__" if package else module).main()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_suite_takes_every_command(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse_args = CommandParser.parse_args
+
+    def only_parse(self: CommandParser, *arguments: object) -> None:
+        parse_args(self, None)
+        raise WordsRead
+
+    monkeypatch.setattr(CommandParser, "parse_args", only_parse)
+    for module, *words in commands(page):
+        read(module, words, monkeypatch)
+
+
+def test_there_are_commands() -> None:
+    assert sum(len(list(commands(page))) for page in PAGES) > 35

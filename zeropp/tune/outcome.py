@@ -1,0 +1,87 @@
+"""The result of a search: the winner, the runner-up, and why other configurations were dropped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Generic
+
+from zeropp.plan import Candidate, K, Plan, SizedPlan, Task
+from zeropp.sim.simulator import SimResult
+from zeropp.tune.contender import Contender
+
+OOM = "out of memory"
+SLOWER = "slower by its lower bound"
+
+
+@dataclass(frozen=True)
+class Evaluated(Generic[K]):
+    """A candidate that was simulated, in the fastest order of its contender's planner."""
+
+    candidate: Candidate[K]
+    result: SimResult
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, with its programs."""
+        return self.result.plan
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step."""
+        return self.result.step_s
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the fullest rank in bytes."""
+        return self.result.peak_bytes
+
+    @property
+    def degrees(self) -> tuple[object, ...]:
+        """The degrees, in which winner and runner-up must differ."""
+        layout, order = self.plan.layout, self.plan.schedule
+        degrees = (layout.pp, layout.tp, layout.shard, layout.replicate)
+        return (*degrees, layout.chunks, order.name, self.plan.recompute)
+
+
+# Called with the number of configurations that are settled, the number known, and the best so far.
+Progress = Callable[[int, int, Evaluated[K] | None], None]
+
+
+@dataclass
+class Outcome(Generic[K]):
+    """The result of a search. ``fallen`` counts families and members by the reason why they were
+    dropped."""
+
+    task: Task
+    contender: Contender[K]
+    _: KW_ONLY
+    winner: Evaluated[K] | None = None
+    runner_up: Evaluated[K] | None = None
+    fallen: Counter[str] = field(default_factory=Counter)
+    simulated: int = 0
+    is_complete: bool = True  # False: the budget ended the search
+    too_large: set[SizedPlan] = field(default_factory=set)  # out of memory; larger caps are, too
+
+    def offer(self, new: Evaluated[K]) -> None:
+        """Keep a candidate if it is the best, or the best with other degrees than the winner's."""
+        if self.winner is None or new.step_s < self.winner.step_s:
+            if self.winner is not None and self.winner.degrees != new.degrees:
+                self.runner_up = self.winner
+            self.winner = new
+        elif new.degrees != self.winner.degrees and (
+            self.runner_up is None or new.step_s < self.runner_up.step_s
+        ):
+            self.runner_up = new
+
+    def to_beat(self, runner_up: bool) -> float:
+        """The step time above which a configuration need not be tried: the winner's, once there is
+        a runner-up if one is wanted."""
+        enough = self.winner and (self.runner_up or not runner_up)
+        return self.winner.step_s if self.winner and enough else float("inf")
+
+    def slowest(self, runner_up: bool) -> float:
+        """The step time from which on a configuration that was simulated changes nothing."""
+        last = self.runner_up if runner_up else self.winner
+        return last.step_s if last else float("inf")
