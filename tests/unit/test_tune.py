@@ -16,31 +16,58 @@ from tests.unit.simulated_task import task
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.layout import InfeasibleError
-from zeropp.plan import Candidate
+from zeropp.plan import Candidate, SizedPlan, Task
 from zeropp.planner.orders import LARGEST_GAIN
+from zeropp.sim.simulator import SimResult
 from zeropp.tune.bound import least_bytes, least_compute_s, least_step_s
 from zeropp.tune.outcome import OOM
 from zeropp.tune.search import search
 
-SMALL = replace(
-    task(8, 16), shape=replace(task().shape, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)
-)
+TINY_GIB = 8.4
+SHAPE = replace(task().shape, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)
+SMALL = replace(task(8, 16), shape=SHAPE)
+
+
+def tiny() -> Task:
+    """Four GPUs whose memory does not hold every plan."""
+    four = task(4, 8)
+    device = replace(four.cluster.device, memory_gib=TINY_GIB)
+    cluster = replace(four.cluster, device=device)
+    return replace(four, shape=replace(SHAPE, layers=4), cluster=cluster)
+
+
+def check_bounds(what: Task, plan: SizedPlan, result: SimResult) -> None:
+    assert least_bytes(plan, result.price) <= result.peak_bytes, result.plan
+    least_s = least_step_s(plan, result.price)
+    assert least_compute_s(plan, what.cluster) <= least_s, result.plan
+    assert least_s <= result.step_s * (1 + 1e-9), result.plan
 
 
 @pytest.mark.parametrize("name", PRICED)
 def test_bounds_hold_and_the_winner_is_the_best_of_all(name: str) -> None:
-    best, contender = float("inf"), PRICED[name]
-    for candidate, plan in contender.candidates(SMALL):
-        result = contender.simulated(SMALL, candidate)
-        price, peak, step = result.price, result.peak_bytes, result.step_s
-        assert least_bytes(plan, price) <= peak, candidate
-        least_s = least_step_s(plan, price)
-        assert least_compute_s(plan, SMALL.cluster) <= least_s <= step * (1 + 1e-9), candidate
-        if peak <= SMALL.cluster.device.usable_bytes:
-            best = min(best, step)
-    winner = search(SMALL, contender, tolerance=0.0).winner
+    contender, what, fitting = PRICED[name], tiny(), []
+    found = list(contender.candidates(what))
+    for candidate, plan in found:
+        result = contender.simulated(what, candidate)
+        check_bounds(what, plan, result)
+        if result.peak_bytes <= what.cluster.device.usable_bytes:
+            fitting.append(result.step_s)
+    assert 0 < len(fitting) < len(found)
+    winner = search(what, contender, tolerance=0.0).winner
     assert winner is not None
-    assert winner.step_s == pytest.approx(best)
+    assert winner.step_s <= min(fitting) * (1 + 1e-9)
+    if winner.plan.recompute == "none":  # otherwise fewer blocks are tried than found has
+        assert winner.step_s == pytest.approx(min(fitting))
+
+
+@pytest.mark.parametrize("name", PRICED)
+def test_bounds_hold_for_longer_pipelines(name: str) -> None:
+    contender = PRICED[name]
+    found = list(contender.candidates(SMALL))
+    chosen = found[:: max(1, len(found) // 20)]
+    assert len(chosen) >= 20
+    for candidate, plan in chosen:
+        check_bounds(SMALL, plan, contender.simulated(SMALL, candidate))
 
 
 def test_stages_on_a_v_are_searched_where_asked_and_their_bounds_hold() -> None:
@@ -49,9 +76,7 @@ def test_stages_on_a_v_are_searched_where_asked_and_their_bounds_hold() -> None:
     on_a_v = [(c, plan) for c, plan in found if plan.stage_style == "v"]
     assert 0 < len(on_a_v) < len(found)
     for candidate, plan in on_a_v:
-        result = ZEROPP.simulated(SMALL, candidate)
-        assert least_bytes(plan, result.price) <= result.peak_bytes, candidate
-        assert least_step_s(plan, result.price) <= result.step_s * (1 + 1e-9), candidate
+        check_bounds(SMALL, plan, ZEROPP.simulated(SMALL, candidate))
 
 
 def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
@@ -84,11 +109,11 @@ def test_nothing_fits_on_too_few_gpus() -> None:
 
 
 def test_the_baseline_may_use_all_that_its_software_has() -> None:
-    layouts = [plan.layout for _, plan in BEST_3D.candidates(task(16, 32))]
+    layouts = [plan.layout for _, plan in BEST_3D.candidates(SMALL)]
     assert {layout.tp for layout in layouts} == {1, 2, 4, 8}
     assert any(layout.sequence_parallel for layout in layouts)
     assert any(layout.replicate_zero for layout in layouts)
-    plans = [plan for _, plan in DEEPSPEED_3D.candidates(task(16, 32))]
+    plans = [plan for _, plan in DEEPSPEED_3D.candidates(SMALL)]
     assert {plan.schedule.name for plan in plans} == {"1f1b"}
 
 

@@ -7,6 +7,7 @@ a time (ZeroPP's engine); ``collectives_of`` says which.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from zeropp.cluster import Cluster
@@ -15,8 +16,10 @@ from zeropp.cost.collectives import Group, all_reduce_s, axis_stride, gather_s, 
 from zeropp.cost.flops import half_parameters, linear_weights, piece_parameters
 from zeropp.cost.kernels import element_bytes, stream_s
 from zeropp.cost.state_memory import optimizer_shards, sends_compute_type, zero1_ranks
+from zeropp.literals import BlockHalf
 from zeropp.programs import Program
 from zeropp.schedule.program import StageCost
+from zeropp.shape import ModelShape
 
 if TYPE_CHECKING:
     from zeropp.plan import SizedPlan
@@ -50,14 +53,25 @@ def collectives_of(plan: SizedPlan, program: Program, stage: int) -> list[float]
 
 def _pieces(plan: SizedPlan, stage: int) -> list[float]:
     """Parameters of a stage's pieces and halves of blocks on one rank."""
-    shape, tp, last = plan.shape, plan.layout.tp, plan.shape.num_pieces - 1
-    pieces = plan.pieces_of(stage)
-    return [
-        *([piece_parameters(shape, 0) / tp] if 0 in pieces else []),
-        *[piece_parameters(shape, 1) / tp] * plan.blocks_of(stage),
-        *([piece_parameters(shape, last) / tp] if last in pieces else []),
-        *(half_parameters(shape, half) / tp for _, half in plan.halves_of(stage)),
-    ]
+    first, last = plan.cuts[stage] == 0, plan.cuts[stage + 1] == plan.shape.num_pieces
+    halves = tuple(half for _, half in plan.halves_of(stage))
+    sizes = _sizes(plan.shape, plan.blocks_of(stage), (first, last), halves)
+    return [size / plan.layout.tp for size in sizes]
+
+
+@lru_cache(maxsize=4096)
+def _sizes(
+    shape: ModelShape, blocks: int, ends: tuple[bool, bool], halves: tuple[BlockHalf, ...]
+) -> tuple[int, ...]:
+    """Parameters of an embedding and a head, if a stage has them (``ends``), and of its blocks and
+    halves of blocks."""
+    embedding, head = ends
+    return (
+        *([piece_parameters(shape, 0)] if embedding else []),
+        *[piece_parameters(shape, 1)] * blocks,
+        *([piece_parameters(shape, shape.num_pieces - 1)] if head else []),
+        *(half_parameters(shape, half) for half in halves),
+    )
 
 
 def shard_s(plan: SizedPlan, cluster: Cluster, work: Work, stage: int) -> dict[str, float]:
