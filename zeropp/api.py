@@ -60,7 +60,7 @@ def parallelize(
     if not dist.is_initialized():
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
     request = _checked(arguments, layers, sample, global_batch)
-    device = _device(request.device, request.mesh)
+    device = together(lambda: _device(request.device, request.mesh))
     request, stages = together(lambda: _cut(layers, loss_fn, request, sample, global_batch))
     pieces = together(lambda: stages.pieces(layers, device))
     _compare_values(pieces)
@@ -113,6 +113,12 @@ def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.
         "nccl" in str(dist.get_backend_config()) if mesh is None else mesh.device_type == "cuda"
     )
     device = torch.device(asked or ("cuda" if on_cuda else "cpu"))
+    known = sorted(entry.partition(":")[0] for entry in dist.get_backend_config().split(","))
+    if device.type not in known:
+        raise InfeasibleError(
+            f"device={str(device)!r}: the process group has no backend for it, only for "
+            f"{' and '.join(known)} (give init_process_group another backend, or take that device)"
+        )
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         device = torch.device("cuda", index)
@@ -120,14 +126,16 @@ def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.
         if missing := cuda_settings.missing():
             warnings.warn(
                 f"set {' '.join(missing)}, or import zeropp, before CUDA is used: steps may hang",
-                stacklevel=3,
+                stacklevel=5,
             )
     return device
 
 
 def _compare_values(pieces: Sequence[Piece]) -> None:
     """Refuse ranks that hold the same layer with other values; collective."""
-    mine = {piece.index: described(piece.module.named_parameters()) for piece in pieces}
+    mine = together(
+        lambda: {piece.index: described(piece.module.named_parameters()) for piece in pieces}
+    )
     held: list[dict[int, dict[str, object]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(held, mine)
     first: dict[int, tuple[int, dict[str, object]]] = {}

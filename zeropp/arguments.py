@@ -73,11 +73,12 @@ class Request:
     """The ``Arguments`` with their defaults, and with the knobs as one object.
 
     ``open`` are the knobs that were asked for as ``auto``. The others that are ``auto`` in
-    ``knobs`` have simple defaults.
+    ``knobs`` have simple defaults. ``chosen`` says in a few words what ``auto`` has become.
     """
 
     knobs: ZeroppKnobs
     open: frozenset[str] = frozenset()
+    chosen: str = ""
     mesh: DeviceMesh | None = None
     optimizer: OptimizerConfig | MakeOptimizer = field(default_factory=OptimizerConfig)
     group_of: GroupOf = one_group
@@ -135,7 +136,7 @@ def request_of(arguments: Mapping[str, Any]) -> Request:
     Raises TypeError for an unknown argument, and InfeasibleError for a value that an argument
     cannot have; the message is one line.
     """
-    own = {one.name for one in fields(Request)} - {"knobs", "open"}
+    own = {one.name for one in fields(Request)} - {"knobs", "open", "chosen"}
     given = {name: value for name, value in arguments.items() if name in own and value is not None}
     keywords = {name: value for name, value in arguments.items() if name not in own}
     knobs = knobs_of(keywords, also=own)

@@ -3,8 +3,10 @@
 Settings are tried in the order of a bound on their step (the compute of the busiest rank), and the
 rest is left once that bound is above the best step. A step takes what the event loop says of its
 order, gathers and reductions included, and the reduction over the replicas. Memory is that of fp32
-masters, gradient sums and Adam's two states (16 bytes per parameter, sharded), the gathered chunks,
-one chunk's gradients, and what layers keep of as many microbatches as the order may have alive.
+masters, of gradient sums and of what the given optimizer keeps (sharded, and with ZeRO-1 divided
+over the replicas), of the gathered chunks, of one chunk's gradients, and of what layers keep of as
+many microbatches as the order may have alive. Selective recomputation is counted like none, which
+is an upper bound.
 """
 
 from __future__ import annotations
@@ -12,14 +14,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
+from math import prod
 from typing import TypeVar
+
+import torch
+from torch import nn
 
 from zeropp.arguments import Request
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost.collectives import all_reduce_s, group_of
 from zeropp.cost.kernels import element_bytes
 from zeropp.cut import Stages, cut_as, layout_of
-from zeropp.engine.trial import LayerSizes
+from zeropp.engine.trial import LayerSizes, ParameterKind
+from zeropp.engine.updates import state_bytes
 from zeropp.layer_costs import Conditions, output_bytes, stage_costs
 from zeropp.layout import InfeasibleError, Layout, divisors
 from zeropp.literals import Auto, Recompute, if_auto
@@ -54,6 +61,7 @@ def choose(request: Request, job: Job) -> Request:
         )
     waiting = sorted(_candidates(request, job), key=lambda pair: pair[0])
     best, best_s, too_large, refused = None, float("inf"), 0, ""
+    device_bytes, layers = request.cluster.device.usable_bytes, _bytes_of_layers(request, job)
     for bound_s, candidate in waiting:
         if bound_s >= best_s:
             break
@@ -64,14 +72,15 @@ def choose(request: Request, job: Job) -> Request:
             continue
         conditions = candidate.conditions()
         assert conditions is not None
-        if _peak_bytes(stages, candidate.knobs, job, conditions) > (
-            conditions.cluster.device.usable_bytes
-        ):
+        peak_bytes = _peak_bytes(stages, candidate.knobs, job, layers, conditions)
+        if peak_bytes > device_bytes:
             too_large += 1
             continue
         step_s = _step_s(stages, conditions)
         if step_s < best_s:
-            best, best_s = candidate, step_s
+            found = f"{asked} chosen: estimated {step_s:.3g} s per step and "
+            found += f"{peak_bytes / 2**30:.3g} of {device_bytes / 2**30:.3g} usable GiB"
+            best, best_s = replace(candidate, chosen=found), step_s
     if best is None:
         raise InfeasibleError(f"{asked}='auto': {_why_none(job, too_large, refused)}")
     return replace(best, open=frozenset())
@@ -147,27 +156,87 @@ def _step_s(stages: Stages, given: Conditions) -> float:
     return event_loop.run(schedule, costs).step_s + _replicas_s(layout, stages.sizes, given)
 
 
-def _peak_bytes(stages: Stages, knobs: ZeroppKnobs, job: Job, given: Conditions) -> float:
+@dataclass(frozen=True)
+class _LayerBytes:
+    """Bytes of one layer's fp32 parameters, of their gradients (none of frozen ones), and of what
+    the optimizer keeps of them."""
+
+    masters: float
+    sums: float
+    state: float
+
+    def __add__(self, other: _LayerBytes) -> _LayerBytes:
+        return _LayerBytes(
+            self.masters + other.masters, self.sums + other.sums, self.state + other.state
+        )
+
+
+def _bytes_of_layers(request: Request, job: Job) -> list[_LayerBytes]:
+    """What every layer needs, by the optimizer group of each parameter."""
+    groups = [
+        {
+            name: request.group_of((index, name), _meta(kind))
+            for name, kind in one.kinds.items()
+            if kind.trained
+        }
+        for index, one in enumerate(job.sizes)
+    ]
+    kept = state_bytes(request.optimizer, sorted({g for one in groups for g in one.values()}))
+    found = []
+    for one, group in zip(job.sizes, groups, strict=True):
+        counts = {name: prod(kind.shape) for name, kind in one.kinds.items()}
+        sums = sum(4 * counts[name] for name in group)
+        state = sum(kept[group[name]] * counts[name] for name in group)
+        found.append(_LayerBytes(4 * one.parameters, sums, state))
+    return found
+
+
+def _meta(kind: ParameterKind) -> nn.Parameter:
+    return nn.Parameter(torch.empty(kind.shape, dtype=kind.dtype, device="meta"))
+
+
+def _peak_bytes(
+    stages: Stages,
+    knobs: ZeroppKnobs,
+    job: Job,
+    layers: Sequence[_LayerBytes],
+    given: Conditions,
+) -> float:
     """The largest estimate of any pipeline rank."""
     return max(
-        _rank_bytes(stages, stages.schedule.stages_of(rank), knobs, job, given)
+        _rank_bytes(stages, stages.schedule.stages_of(rank), knobs, job, layers, given)
         for rank in range(stages.layout.pp)
     )
 
 
 def _rank_bytes(
-    stages: Stages, mine: Sequence[int], knobs: ZeroppKnobs, job: Job, given: Conditions
+    stages: Stages,
+    mine: Sequence[int],
+    knobs: ZeroppKnobs,
+    job: Job,
+    layers: Sequence[_LayerBytes],
+    given: Conditions,
 ) -> float:
     layout, width = stages.layout, element_bytes(given.precision)
     spans = [list(pairwise(stages.cuts))[stage] for stage in mine]
-    parameters = [sum(one.parameters for one in job.sizes[a:b]) for a, b in spans]
-    sharded = 16 * sum(parameters) / layout.shard
+    chunks = [sum(layers[a:b], _LayerBytes(0, 0, 0)) for a, b in spans]
+    parameters = [chunk.masters / 4 for chunk in chunks]
     gathers = layout.shard > 1 or given.precision == "bf16"
     ahead = sorted(parameters)[-1 - knobs.prefetch - if_auto(knobs.keep, 0) :]
     gathered = width * sum(ahead) if gathers else 0
     alive = stages.activation_cap * max(_kept_bytes(job, a, b, given) for a, b in spans)
     last = 2 * 4 * output_bytes(job.sizes[-1], given.precision) / width  # of the loss, in fp32
-    return sharded + gathered + 4 * max(parameters) + alive + last
+    unreduced = max(chunk.sums for chunk in chunks)
+    return _sharded_bytes(chunks, layout, given) + gathered + unreduced + alive + last
+
+
+def _sharded_bytes(chunks: Sequence[_LayerBytes], layout: Layout, given: Conditions) -> float:
+    """Masters, gradient sums and the optimizer's state on one rank."""
+    whole = sum(chunks, _LayerBytes(0, 0, 0))
+    rows = layout.replicate if layout.replicate_zero else 1
+    masters = whole.masters / rows if given.precision == "bf16" else whole.masters
+    copied = whole.masters / 2 if given.precision == "bf16" and rows > 1 else 0.0  # in bf16
+    return (masters + copied + whole.sums + whole.state / rows) / layout.shard
 
 
 def _kept_bytes(job: Job, begin: int, end: int, given: Conditions) -> float:

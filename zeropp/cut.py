@@ -64,7 +64,7 @@ class Stages:
             f"pp={layout.pp} shard={layout.shard} replicate={layout.replicate} "
             f"chunks={layout.chunks} unit={order.unit} activation_cap={self.activation_cap} "
             f"recompute={recompute}; {order.num_microbatches} microbatches, layers per stage: "
-            f"{counts}"
+            f"{counts}" + (f"; {request.chosen}" if request.chosen else "")
         )
 
     def rows(self, global_batch: int) -> slice:

@@ -61,7 +61,6 @@ class ParallelModel:
         nothing has run. After a step that raised while it ran, the next one raises RuntimeError:
         what ranks left undone cannot be told, so the model must be built anew.
         """
-        self._check_whole()
         parts = together(lambda: self._training_batch(inputs, targets, keyword_inputs))
         with self._noting_failure():
             return self.engine.step(parts.inputs, parts.targets, parts.keywords)
@@ -75,7 +74,6 @@ class ParallelModel:
         training run with evaluations in it is the same as one without. Raises ValueError where
         ranks of one pipeline have different rows, and otherwise what ``train_step`` does.
         """
-        self._check_whole()
         parts = together(lambda: self._evaluation_batch(inputs, targets, keyword_inputs))
         with self._noting_failure():
             return self.engine.evaluate(parts)
@@ -94,8 +92,7 @@ class ParallelModel:
         named ``{layer}.{parameter}``; empty on the other ranks. A tied parameter is there under
         each of its names, as in a plain model's state dict. For models that fit into one machine's
         memory."""
-        mine = dict(self.engine.full_parameters(every_name=True))  # which all ranks gather
-        mine |= {name: value.detach().cpu() for name, value in self.engine.buffers().items()}
+        mine = self.engine.full_state()
         if self.data_parallel_rank > 0:
             mine = {}
         parts: list[dict[str, Tensor]] | None = None
@@ -174,6 +171,7 @@ class ParallelModel:
     def _training_batch(
         self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]
     ) -> Microbatches:
+        self._check_whole()
         if not torch.is_grad_enabled():
             raise RuntimeError("train_step: gradients are disabled (leave torch.no_grad first)")
         check_names(keyword_inputs, self._keywords)
@@ -184,6 +182,7 @@ class ParallelModel:
     def _evaluation_batch(
         self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]
     ) -> Microbatches:
+        self._check_whole()
         check_names(keyword_inputs, self._keywords)
         check_same_rows({"inputs": inputs, "targets": targets, **keyword_inputs})
         return self._microbatches(inputs, targets, keyword_inputs)

@@ -13,7 +13,7 @@ from torch import nn
 
 import zeropp
 from benchmarks import CHECKOUT
-from zeropp.arguments import request_of
+from zeropp.arguments import Request, request_of
 from zeropp.choose import Job, choose
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
@@ -141,6 +141,11 @@ def test_names_of_clusters() -> None:
 
 
 def chosen(shape: ModelShape, world: int, **more: Any) -> ZeroppKnobs:
+    """The knobs of ``chosen_request``."""
+    return chosen_request(shape, world, **more).knobs
+
+
+def chosen_request(shape: ModelShape, world: int, **more: Any) -> Request:
     """What is chosen for a model of the suite on A800s, one sequence per microbatch."""
     tokens = torch.zeros(1, shape.seq, dtype=torch.long)
     layers = makers(shape)
@@ -152,7 +157,7 @@ def chosen(shape: ModelShape, world: int, **more: Any) -> ZeroppKnobs:
         microbatch_size=1,
     )
     with fake_world(0, world):
-        return choose(request_of({"precision": "bf16", "cluster": "a800", **more}), job).knobs
+        return choose(request_of({"precision": "bf16", "cluster": "a800", **more}), job)
 
 
 EVERYTHING = dict.fromkeys(("pp", "shard", "replicate", "chunks", "unit", "recompute"), "auto")
@@ -180,6 +185,35 @@ def test_auto_takes_what_fits() -> None:
     assert large.pp * large.shard >= 4  # type: ignore[operator]
     kept = chosen(SMALL, 8, pp="auto", shard=2, replicate="auto", recompute="full")
     assert (kept.shard, kept.recompute) == (2, "full")
+
+
+def test_auto_counts_what_the_given_optimizer_keeps() -> None:
+    wide = ModelShape(
+        name="wide",
+        family="gpt",
+        layers=24,
+        hidden=4096,
+        heads=32,
+        kv_heads=32,
+        ffn=16384,
+        vocab=51200,
+        seq=256,
+    )
+    given: dict[str, Any] = {"pp": 1, "shard": 1, "replicate": "auto", "recompute": "full"}
+    given |= {"precision": "fp32", "unit": 2}
+    found = chosen_request(wide, 2, **given, optimizer=plain_sgd, activation_cap=2)
+    assert found.knobs.replicate == 2
+    assert found.chosen.startswith("replicate chosen: estimated ")
+    assert found.chosen.endswith("usable GiB")
+    with pytest.raises(zeropp.InfeasibleError, match="1 settings need more memory than a device"):
+        chosen_request(wide, 2, **given)  # Adam's two numbers per parameter
+    with pytest.raises(zeropp.InfeasibleError, match="activation_cap=1: a unit of 2 microbatches"):
+        chosen_request(wide, 2, **{**given, "pp": 2, "replicate": "auto"}, activation_cap=1)
+
+
+def plain_sgd(groups: Any) -> torch.optim.Optimizer:
+    """Keeps nothing of a parameter."""
+    return torch.optim.SGD(groups["all"], lr=0.1)
 
 
 def test_auto_goes_on_after_a_setting_that_cannot_be_cut() -> None:

@@ -142,7 +142,7 @@ def counting(engine: Engine, found: Counter[tuple[str, str]]) -> Iterator[None]:
     """Count collectives and messages as (kind, group)."""
     groups = engine._groups
     names = {id(groups.gather): "gather", id(groups.reduce): "reduce"}
-    names |= {id(groups.replicate): "replicate", id(None): "world"}
+    names |= {id(groups.replicate): "replicate", id(engine._meeting._group): "world"}
 
     def counted(kind: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         message = kind in ("isend", "irecv")
@@ -192,10 +192,11 @@ def counted_and_planned(case: Case) -> tuple[Counter[tuple[str, str]], Counter[t
     """What one step of this rank starts, and what its plan says."""
     engine = build_engine(case, torch.float32)
     found: Counter[tuple[str, str]] = Counter()
+    engine.step(*local_microbatches(case, 0))  # after which ranks exchange errors once more
+    flat.settle(engine.flats)
     with counting(engine, found):
-        engine.step(*local_microbatches(case, 0))
-        for each in engine.flats:
-            each.settle()
+        engine.step(*local_microbatches(case, 1))
+        flat.settle(engine.flats)
     expected = planned(case, engine)
     engine.close()
     return found, expected

@@ -79,10 +79,12 @@ class Channels:
         self._sends.clear()
 
     def close(self) -> None:
-        """Destroy the process groups, the last one first; all ranks must call it."""
+        """Destroy the process groups, the last one first; all ranks must call it. On gloo this also
+        ends the waiting of peers, as in ``DataGroups.close``."""
+        self._sends.clear()
+        self._groups.clear()
         while self._made:
             dist.destroy_process_group(self._made.pop())
-        self._groups.clear()
 
     def _forget_finished(self) -> None:
         """Free tensors whose messages have left, oldest first: messages of a pair end in order."""

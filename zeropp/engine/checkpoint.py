@@ -4,12 +4,16 @@ Everything is saved under the model's own names, ``{piece}.{parameter}``, in the
 the pipeline rank, the shard and the replica are no part of a name. A rank writes the boxes that it
 holds of each tensor (``zeropp.engine.part``). A process without any parallelism reads the same
 checkpoint into a plain state dict.
+
+What an optimizer keeps begins with a parameter's first gradient. A checkpoint has it of every
+parameter all the same, zeros where it has not begun, because what is to be read must be known
+before it is read; the number ``begun`` beside it says whether it counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,11 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from zeropp.engine.checkpoint_directory import checked, write_whole
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Slot, Stretch
+from zeropp.engine.kept import BEGUN, Kept, kept_of, take_over
+from zeropp.engine.owned import Updater
 from zeropp.engine.part import Part, make_part
+from zeropp.engine.together import together
 
 OPTIMIZER, SETTINGS, STEPS = "optimizer", "param_groups", "steps_done"
 Settings = tuple[tuple[str, Any], ...]  # of one optimizer group: names and values
@@ -35,16 +43,15 @@ class State:
 
     ``model``: parts of parameters, trained and frozen, and persistent buffers. ``optimizer``: parts
     of what the optimizer keeps for each parameter, named ``{piece}.{parameter}.{kind}``, and its
-    counters. ``settings``: learning rate and other numbers of each optimizer group, by its name.
-    ``unbegun``: what an optimizer that has not begun would keep for each of its tensors; those in
-    ``optimizer`` are then parts of these.
+    numbers. ``settings``: learning rate and other numbers of each optimizer group, by its name.
+    ``kept``: the same as ``optimizer``, as the optimizer's tensors have it.
     """
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     settings: dict[str, Settings]
     steps_done: Tensor
-    unbegun: dict[Tensor, dict[str, Any]]
+    kept: list[tuple[FlatParameters, Kept]]
 
     def named(self) -> dict[str, Any]:
         """As one dict: names of the unsharded model at the top, and ``optimizer`` and
@@ -58,29 +65,28 @@ class State:
 
 def state_of(
     flats: Iterable[FlatParameters],
-    optimizer: torch.optim.Optimizer,
-    group_names: Mapping[int, str],
+    updater: Updater,
     steps_done: int,
     buffers: Mapping[str, Tensor],
 ) -> State:
-    """The state of one rank, whose flat parameters are settled. ``group_names``: the optimizer
-    group of a tensor, by the tensor's identity."""
-    settings = _settings_of(optimizer, group_names)
-    unbegun = _state_to_be(optimizer)
-    kept = unbegun or optimizer.state
-    state = State(dict(buffers), {}, settings, torch.tensor(steps_done), unbegun)
+    """The state of one rank, whose flat parameters are settled.
+
+    Raises InfeasibleError for an optimizer that keeps something which cannot be cut like the
+    parameters.
+    """
+    state = State(dict(buffers), {}, _settings_of(updater), torch.tensor(steps_done), [])
+    trained = []
     for flat in flats:
-        owned = flat.layout.owned
-        state.model.update(_described("{}", flat, flat.rows, owned))
-        for group, mine in flat.layout.groups() if flat.trainable else ():
-            for kind, value in kept.get(flat.owned[group], {}).items():
-                if not isinstance(value, Tensor):
-                    continue
-                name = f"{{}}.{kind}"
-                if value.dim():
-                    state.optimizer.update(_described(name, flat, value, mine))
-                else:
-                    state.optimizer.update({name.format(key): value for key in _names(flat, mine)})
+        state.model.update(_described("{}", flat, flat.rows, flat.layout.owned))
+        trained += [flat] if flat.trainable else []
+    for flat, kept in kept_of(trained, updater):
+        state.kept.append((flat, kept))
+        for kind, value in kept.elements.items():
+            named = _described(f"{{}}.{kind}", flat, value, kept.one.stretch)
+            state.optimizer.update(named)
+        for slot, numbers in kept.numbers.items():
+            for kind, number in numbers.items():
+                state.optimizer.update((f"{key}.{kind}", number) for key in _keys(slot))
     return state
 
 
@@ -102,43 +108,50 @@ def save(state: State, directory: Path | str) -> None:
     def write(place: Path) -> None:
         state_dict_saver.save({"model": state.named()}, checkpoint_id=str(place))
 
-    write_whole(Path(directory), write)
+    write_whole(directory, write)
 
 
 def load(state: State, directory: Path | str) -> None:
     """Read into the tensors of a state; collective.
 
+    In an older checkpoint nothing says whether a parameter has begun; all have, after a step.
     Raises CheckpointError where the checkpoint is not whole.
     """
-    place = checked(Path(directory))
+    place = checked(directory)
+    known = together(lambda: FileSystemReader(place).read_metadata().state_dict_metadata)
+    unsaid = {
+        name: number
+        for name, number in state.optimizer.items()
+        if name.endswith(f".{BEGUN}") and f"model.{OPTIMIZER}.{name}" not in known
+    }
+    said = {name: value for name, value in state.optimizer.items() if name not in unsaid}
     with torch.no_grad():
-        state_dict_loader.load({"model": state.named()}, checkpoint_id=str(place))
+        asked = {"model": replace(state, optimizer=said).named()}
+        state_dict_loader.load(asked, checkpoint_id=str(place))
+    for number in unsaid.values():
+        number.fill_(int(state.steps_done) > 0)
 
 
-def go_on_from(
-    state: State, optimizer: torch.optim.Optimizer, group_names: Mapping[int, str]
-) -> None:
+def go_on_from(state: State, updater: Updater) -> None:
     """Let an optimizer go on from what has been read into the tensors and settings of a state."""
-    if int(state.steps_done):  # otherwise it has still not begun, and makes its own beginning
-        optimizer.state.update(state.unbegun)
-    for group in optimizer.param_groups:
+    for flat, kept in state.kept:
+        flat.owned = [new for one in flat.owned for new in take_over(kept, one, updater)]
+    for group in updater.optimizer.param_groups:
         for one in group["params"]:
-            group.update(state.settings.get(group_names.get(id(one), ""), ()))
+            group.update(state.settings.get(updater.groups.get(id(one), ""), ()))
 
 
-def _settings_of(
-    optimizer: torch.optim.Optimizer, group_names: Mapping[int, str]
-) -> dict[str, Settings]:
+def _settings_of(updater: Updater) -> dict[str, Settings]:
     """Numbers, switches and tuples of them, which a scheduler may have changed or added."""
     return {
-        group_names[id(one)]: tuple(
+        updater.groups[id(one)]: tuple(
             (key, value)
             for key, value in group.items()
             if key not in _OF_MACHINE and _is_plain(value)
         )
-        for group in optimizer.param_groups
+        for group in updater.optimizer.param_groups
         for one in group["params"]
-        if id(one) in group_names
+        if id(one) in updater.groups
     }
 
 
@@ -146,30 +159,6 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, tuple):
         return all(_is_plain(one) for one in value)
     return value is None or isinstance(value, (bool, int, float))
-
-
-def _state_to_be(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """Zeros in the place of what an optimizer will keep, if it has not begun: found by one step of
-    rate zero. The optimizer is left without state, because not every state begins with zeros
-    (NAdam's ``mu_product``, Rprop's ``step_size``)."""
-    if optimizer.state:
-        return {}
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    made: dict[Tensor, dict[str, Any]] = dict(optimizer.state)
-    optimizer.state.clear()
-    for state in made.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                value.zero_()
-    return made
 
 
 def boxes(shape: Sequence[int], stretch: Stretch) -> Iterator[tuple[tuple[int, ...], Stretch]]:
@@ -239,12 +228,6 @@ def _boxes_of(slot: Slot, tensor: Tensor, held: Stretch) -> list[tuple[tuple[int
         values = tensor[Stretch(begin, begin + len(stretch)).inside(held)]
         found.append((offsets, values.view(box_sizes(slot.shape, offsets, len(stretch)))))
     return found
-
-
-def _names(flat: FlatParameters, mine: Stretch) -> Iterator[str]:
-    for slot in flat.layout.slots:
-        if len(slot.stretch.meet(mine)):
-            yield from _keys(slot)
 
 
 def _keys(slot: Slot) -> Iterator[str]:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,33 +21,35 @@ import torch.distributed as dist
 from zeropp.engine.together import together
 
 _DIGESTS = "digests.json"  # file name -> SHA-256 of its bytes
+_SEEN_S = 10.0  # for a directory of rank 0 to be seen by the others
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint is missing, incomplete or damaged; the message is one line."""
 
 
-def write_whole(directory: Path, write: Callable[[Path], None]) -> None:
+def write_whole(directory: Path | str, write: Callable[[Path], None]) -> None:
     """Call ``write`` with an empty directory, then put that in the place of ``directory``.
 
     Collective; the file system is one that all ranks see. The last checkpoint stays until the new
     one is whole and on disk. Where anything raises on one rank, every rank raises, and the last
     checkpoint is untouched. ``write`` sees to it that its files are on disk (torch's writer does).
     """
-    partial = _beside(directory, "partial")
+    partial = together(lambda: _beside(Path(directory), "partial"))
     _on_first_rank(lambda: _make_empty(partial))
+    together(lambda: _check_seen(partial))
     together(lambda: write(partial))
     digests = _digests_over_ranks(partial)
-    _on_first_rank(lambda: _publish(partial, directory, digests))
+    _on_first_rank(lambda: _publish(partial, Path(directory), digests))
 
 
-def checked(directory: Path) -> Path:
+def checked(directory: Path | str) -> Path:
     """The directory to read from, once every file in it is what was written; collective.
 
     What torch's own ``save`` has written has no digests, so nothing can be checked. Raises
     CheckpointError on every rank where a file is missing or differs.
     """
-    place, expected = together(lambda: _listed(directory))
+    place, expected = together(lambda: _listed(Path(directory)))
     found = _digests_over_ranks(place) if expected else {}
     for name, digest in sorted(expected.items()):
         if found.get(name) != digest:
@@ -63,6 +66,19 @@ def _on_first_rank(work: Callable[[], None]) -> None:
 def _make_empty(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+
+
+def _check_seen(partial: Path) -> None:
+    """Refuse a directory that is not the one that rank 0 has just made: what this rank would write
+    there would be missing from the checkpoint. A network file system may show it a little late."""
+    end = time.monotonic() + _SEEN_S
+    while not partial.is_dir() or any(partial.iterdir()):
+        if time.monotonic() > end:
+            raise CheckpointError(
+                f"{partial}: is not the empty directory that rank 0 has made (give all ranks the "
+                "same directory, on a file system that all of them see); nothing was written"
+            )
+        time.sleep(0.1)
 
 
 def _publish(partial: Path, directory: Path, digests: dict[str, str]) -> None:

@@ -29,11 +29,11 @@ def agreed(check: Callable[[], object], description: Callable[[], object]) -> No
     passed everywhere. If it differs, every rank raises the same InfeasibleError.
     """
     together(check)
-    _compare(together(description))
+    _compare(together(lambda: repr(description())))
 
 
-def _compare(description: object) -> None:
-    texts = gathered_texts(repr(description))
+def _compare(description: str) -> None:
+    texts = gathered_texts(description)
     for rank, text in enumerate(texts):
         if text != texts[0]:
             ours, theirs = _difference(texts[0], text)
@@ -88,6 +88,7 @@ def _check_not_shared(
     layers: Sequence[Layer], tied: tuple[ParameterName, ParameterName] | None
 ) -> None:
     owners: dict[int, ParameterName] = {}
+    places: dict[int, tuple[int, ParameterName]] = {}  # in memory
     for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             continue
@@ -98,6 +99,20 @@ def _check_not_shared(
                     f"layers[{index}]: shares {name!r} with layers[{before[0]}], but layers are "
                     "trained apart (give each its own parameters; first and last layer may share "
                     f"one with tied=({before}, {(index, name)}))"
+                )
+            if parameter.is_meta or not parameter.numel():
+                continue
+            if not parameter.untyped_storage().nbytes():
+                raise InfeasibleError(
+                    f"layers[{index}]: {name!r} has no values: the layer belongs to another model "
+                    "that parallelize has made (give each its own layers)"
+                )
+            other, where = places.setdefault(parameter.data_ptr(), (id(parameter), (index, name)))
+            if other != id(parameter) and (where, (index, name)) != tied:
+                raise InfeasibleError(
+                    f"layers[{index}]: {name!r} is in the same memory as {where[1]!r} of "
+                    f"layers[{where[0]}], but is another parameter (make it the same object, or "
+                    "clone its values)"
                 )
 
 

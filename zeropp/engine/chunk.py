@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zeropp.engine.deferred import WeightGradStore
+from zeropp.engine.deferred import WeightGradStore, backward_of_chunk
 from zeropp.engine.recompute import run_recomputed
 from zeropp.engine.sharding import ChunkShards
 from zeropp.engine.values import TensorShape, Value, cast, chosen, keywords_of, tensors_of
@@ -113,8 +113,9 @@ class Chunk:
 
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor] | None, *, split: bool = False
-    ) -> list[Tensor]:
-        """The gradients of the chunk's floating-point inputs; frees the microbatch's graph.
+    ) -> list[Tensor | None]:
+        """The gradients of the chunk's floating-point inputs, None for one on which the output does
+        not depend; frees the microbatch's graph.
 
         ``gradients`` are those of its floating-point outputs, or None if the output is the loss.
         ``split``: linear layers delay their weight gradients until ``backward_weight``. The first
@@ -128,11 +129,21 @@ class Chunk:
             self.shards.make_gradients(deferred=not split)
             if split:
                 self.store.begin(microbatch)
-            torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+            with backward_of_chunk():
+                torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
             self.store.end()
         if self.arriving is None:
             return []
-        return [_gradient(x) for x in live.inputs if x.is_floating_point()]
+        return [x.grad for x in live.inputs if x.is_floating_point()]
+
+    def or_zeros(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Gradients of the inputs, with zeros in the place of None."""
+        shapes = [shape for shape in self.arriving or () if shape.has_gradient]
+        device = self.shards.device
+        return [
+            torch.zeros(shape.size, dtype=shape.dtype, device=device) if found is None else found
+            for found, shape in zip(gradients, shapes, strict=True)
+        ]
 
     def backward_weight(self, microbatch: int) -> None:
         """Compute the weight gradients that ``backward`` has delayed; no gathered parameters are
@@ -168,7 +179,8 @@ class Chunk:
         """Outputs in the types in which the next stage receives them."""
         assert self.leaving is not None
         return tuple(
-            x.to(shape.dtype) for x, shape in zip(tensors_of(value), self.leaving, strict=True)
+            self.shards.outlasting(x.to(shape.dtype))
+            for x, shape in zip(tensors_of(value), self.leaving, strict=True)
         )
 
     def _check_leaving(self, found: Sequence[Tensor]) -> None:
@@ -203,8 +215,3 @@ def _edges(outputs: Sequence[Tensor]) -> list[GradientEdge | None]:
         for output in outputs
         if output.is_floating_point()
     ]
-
-
-def _gradient(x: Tensor) -> Tensor:
-    """An input's gradient; zeros where the output does not depend on it."""
-    return x.grad if x.grad is not None else torch.zeros_like(x)

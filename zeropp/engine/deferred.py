@@ -4,7 +4,9 @@
 Face's GPT-2 are given a class of their own, one by one, so model code stays as it is. Backward
 keeps (x, dY), exactly what dW = dYᵀx needs; the parameters are not needed then, so a chunk may be
 released between its input gradients and its weight gradients. Norms, embeddings and biases are
-cheap and take their gradients at once.
+cheap and take their gradients at once. So do weights with hooks of the user's, which autograd
+calls, and what runs outside of a chunk's backward: a layer that asks for gradients in its own
+forward.
 
 Under torch.compile a graph ends before every such layer and begins behind it: what a compiled
 backward is given may be overwritten when that ends, so (x, dY) must not come from inside one.
@@ -14,7 +16,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -22,16 +25,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zeropp.engine.uses import Uses
+
+_running = False  # a chunk's backward is under way
+
+
+@contextmanager
+def backward_of_chunk() -> Iterator[None]:
+    """Inside this context linear layers may add their weight gradients themselves."""
+    global _running
+    _running = True
+    try:
+        yield
+    finally:
+        _running = False
+
 
 class WeightGradStore:
     """Holds what linear layers put off, for one microbatch at a time.
 
     Between ``begin`` and ``end`` layers put off their weight gradients; at any other time they
-    compute them at once. ``used`` collects the identities of the weights that have had gradients.
+    compute them at once. ``uses`` is told of the weights that have had gradients.
     """
 
-    def __init__(self, used: set[int] | None = None) -> None:
-        self.used: set[int] = set() if used is None else used
+    def __init__(self, uses: Uses | None = None) -> None:
+        self.uses = Uses() if uses is None else uses
         self._pending: dict[int, deque[Callable[[], None]]] = {}
         self._current: deque[Callable[[], None]] | None = None
 
@@ -49,6 +67,10 @@ class WeightGradStore:
             work()
         else:
             self._current.append(work)
+
+    def takes(self) -> bool:
+        """Whether a backward runs whose weight gradients are added here, now or later."""
+        return _running or self._current is not None
 
     def run(self, microbatch: int) -> None:
         """Do all that was put off for a microbatch, freeing its tensors as it goes."""
@@ -72,24 +94,30 @@ class _DeferredLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.store, ctx.transposed = store, transposed
+        ctx.again = store.takes()  # a recomputation, whose nodes only inner backwards run
         # The parameter object takes the gradient later; a saved tensor would be another object.
         ctx.parameter = weight
         return F.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        parameter = ctx.parameter
-        if ctx.needs_input_grad[1]:
-            ctx.store.used.add(id(parameter))
-            left, right = (x, grad) if ctx.transposed else (grad, x)
+        left, right = (x, grad) if ctx.transposed else (grad, x)
+        grad_weight = None
+        inner = ctx.again or not ctx.store.takes() or torch.is_grad_enabled()
+        if ctx.needs_input_grad[1] and not inner:
+            parameter = ctx.parameter
+            ctx.store.uses.add(parameter)
             ctx.store.put(lambda: accumulate(parameter, left, right))
-        back = (weight.t() if ctx.transposed else weight).to(
-            grad.dtype
-        )  # autocast computes in less
-        grad_x = grad @ back if ctx.needs_input_grad[0] else None
+        elif ctx.needs_input_grad[1]:
+            grad_weight = left.t() @ right
+        back = weight.t() if ctx.transposed else weight
+        # Autocast computes in a smaller type than the weight's.
+        grad_x = grad @ back.to(grad.dtype) if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, None, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 @torch.no_grad()
@@ -170,6 +198,8 @@ def defer_weight_grads(
         for module in root.modules():
             own: Any = type(module)  # hashable, which mypy does not see
             kind = _taught(own)
+            if kind is not None and _has_hooked_weight(module):
+                continue  # autograd calls the hook
             if kind is not None:
                 module.__class__ = kind
                 setattr(module, "store", store)  # noqa: B010
@@ -178,6 +208,23 @@ def defer_weight_grads(
             elif warn and isinstance(module, nn.Linear) and not _computes_weight(own):
                 _warn_once(own)
     return weights
+
+
+def _has_hooked_weight(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return (
+        isinstance(weight, nn.Parameter)
+        and weight.requires_grad
+        and has_hooks(weight.register_hook)
+    )
+
+
+def has_hooks(register: Callable[[Callable[..., None]], Any]) -> bool:
+    """Whether there are hooks of the kind that this method of a tensor registers."""
+    handle = register(lambda _: None)
+    count = len(handle.hooks_dict_ref())
+    handle.remove()
+    return count > 1
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import torch
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from zeropp.engine import checkpoint
 from zeropp.engine.channels import Channels, neighbours
-from zeropp.engine.chunk import Chunk, ChunkOptions
+from zeropp.engine.chunk import Chunk
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.evaluation import Evaluator
-from zeropp.engine.flat import FlatParameters
-from zeropp.engine.groups import make_groups
+from zeropp.engine.flat import FlatParameters, settle
+from zeropp.engine.groups import make_groups, make_meeting
 from zeropp.engine.interpreter import Interpreter, Loss, LossFunction, Microbatches
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
 from zeropp.engine.randomness import StepSeeds
@@ -25,11 +25,11 @@ from zeropp.engine.rank_lanes import make_lanes
 from zeropp.engine.sharding import ChunkShards, ShardOptions
 from zeropp.engine.tied import TiedWeights
 from zeropp.engine.together import together
-from zeropp.engine.updates import gradients_of, make_optimizer
+from zeropp.engine.updates import make_updater, square_norm_of
+from zeropp.engine.uses import Uses
 from zeropp.engine.values import TensorShape
 from zeropp.engine.watch import ParameterWatch
 from zeropp.layout import Layout
-from zeropp.optimizer import square_norm
 from zeropp.schedule.program import Schedule
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
@@ -57,7 +57,7 @@ class Engine:
     ) -> None:
         self._layout, self._device = layout, device
         self._options = options = options or EngineOptions()
-        self.steps_done = 0
+        self.steps_done, self._has_updated = 0, False
         rank = dist.get_rank()
         self._seeds: StepSeeds | None = None
         if options.dropout_seed is not None:
@@ -81,9 +81,11 @@ class Engine:
         layout, device, options = self._layout, self._device, self._options
         self._groups = make_groups(layout, device, options.timeout)
         undo.callback(self._groups.close)
-        self.lanes = make_lanes(device)
+        self.lanes = together(lambda: make_lanes(device))
         undo.callback(self.lanes.close)
-        self._used: set[int] = set()  # weights that have had gradients, by identity
+        self._meeting = make_meeting(device, options.timeout, self._give_up)
+        undo.callback(self._meeting.close)
+        self._uses = Uses()
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
         self.chunks = together(lambda: self._make_chunks(schedule, boundary))
         self._channels = Channels(neighbours(schedule), layout, device, options.timeout)
@@ -97,17 +99,20 @@ class Engine:
             loss,
             options.replicate_every,
             everywhere if reduction == "mean" else 1,
+            self._uses,
         )
-        self._evaluator = Evaluator(schedule, layout, self.chunks, self._channels, loss, reduction)
+        self._evaluator = Evaluator(
+            schedule, layout, self.chunks, self._channels, loss, reduction, self._meeting
+        )
         shards = [chunk.shards for chunk in self.chunks.values()]
         self.flats = [flat for chunk in shards for flat in chunk.flats]
-        self._watch = ParameterWatch(self.flats, self._used)
+        self._watch = ParameterWatch(self.flats, self._uses, layout, options.tied)
+        undo.callback(self._watch.close)
         self._tied = TiedWeights(options.tied, shards, schedule, layout, options.timeout)
         undo.callback(self._tied.close)
-        self._clip_norm = optimizer.clip_norm if isinstance(optimizer, OptimizerConfig) else 0.0
-        made = together(lambda: make_optimizer(self.flats, optimizer, device))
-        self.optimizer, self._group_names = made
-        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._updater = together(
+            lambda: make_updater(self.flats, optimizer, device, options.lr_schedule)
+        )
 
     def step(
         self,
@@ -116,14 +121,16 @@ class Engine:
         keywords: Sequence[Mapping[str, Tensor]] = (),
     ) -> StepResult:
         """One optimizer step on this rank's microbatches; every rank gives its own."""
-        losses = self.accumulate(Microbatches(inputs, targets, keywords))
-        result = self._reduce_result(losses)
-        if self._clip_norm and result.grad_norm > self._clip_norm:
-            scale = self._clip_norm / (result.grad_norm + 1e-6)  # as torch's clip_grad_norm_
-            for gradient in gradients_of(self.flats):
-                gradient.mul_(scale)
-        self.update()
-        return result
+        batch = Microbatches(inputs, targets, keywords)
+        sums = self._meeting.sum(lambda: self._first_half(batch), 2 + self._watch.size)
+        loss, square, *reports = sums.tolist()
+        self._watch.leave_out_unused(reports, self._updater)
+        self._updater.clip(norm := math.sqrt(square))
+        if self._has_updated:
+            self.update()
+        else:  # the optimizer makes its state, for which a rank may have no memory
+            together(self.update)
+        return StepResult(loss, norm)
 
     def evaluate(self, batch: Microbatches) -> float:
         """The loss of a batch without training on it; see ``Evaluator.run``."""
@@ -132,37 +139,37 @@ class Engine:
     def accumulate(self, batch: Microbatches) -> list[Tensor]:
         """The first half of a step: run the program, so that what this rank updates has its
         gradients. Gives this rank's parts of the loss of the global batch."""
+        self._uses.begin_step()
         for flat in self.flats:
             flat.clear_gradients()
-        if self._seeds is not None:
-            with self._seeds.drawing(self.steps_done):
-                losses = self.interpreter.run(batch)
-        else:
+        with self._seeds.drawing(self.steps_done) if self._seeds else nullcontext():
             losses = self.interpreter.run(batch)
         self._tied.sum_gradients()
         return losses
 
     def update(self) -> None:
         """The second half: the optimizer's step, and updated rows on their way to all replicas."""
-        schedule = self._options.lr_schedule
-        if schedule is not None:
-            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * schedule(self.steps_done)
-        with self._watch.keeping_unused(self.optimizer):
-            self.optimizer.step()
+        self.optimizer.step()
         self._gather_updated()
         self.steps_done += 1
+        self._has_updated = True
 
     def full_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies, named ``{piece}.{name}``; a parameter that has several names
         in the model comes once, or under each of them with ``every_name``."""
-        self._settle()
+        self._meeting.check()
+        settle(self.flats)
         for flat in self.flats:
             yield from self._whole(flat, flat.rows, torch.float32, every_name=every_name)
 
+    def full_state(self) -> dict[str, Tensor]:
+        """All of ``full_parameters``, under every name, and CPU copies of the buffers."""
+        buffers = ((name, one.cpu()) for name, one in self.buffers().items())
+        return self._meeting.run(lambda: dict([*self.full_parameters(every_name=True), *buffers]))
+
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded CPU copies of the last step's gradients, named ``{piece}.{name}``."""
-        self._settle()
+        settle(self.flats)
         for flat in self.flats:
             if (mine := flat.gradient()) is not None:
                 yield from self._whole(flat, mine, mine.dtype)
@@ -180,15 +187,18 @@ class Engine:
     def state(self) -> checkpoint.State:
         """Parameters, buffers and optimizer state, as this rank holds them: tensors that share
         their memory."""
-        self._settle()
-        updated = self.flats, self.optimizer, self._group_names
-        return together(lambda: checkpoint.state_of(*updated, self.steps_done, self.buffers()))
+        return together(self._state)
 
     def take_over(self, state: checkpoint.State) -> None:
         """Go on from what has been written into the tensors of ``state()``."""
         self.steps_done = int(state.steps_done)
-        checkpoint.go_on_from(state, self.optimizer, self._group_names)
+        checkpoint.go_on_from(state, self._updater)
         self._gather_updated()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of what this rank updates."""
+        return self._updater.optimizer
 
     def buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers, named ``{piece}.{name}``."""
@@ -231,10 +241,10 @@ class Engine:
         # The first ones may be recomputed; half blocks never are, so they come last.
         deferrable = [piece.module for piece in sorted(blocks, key=lambda piece: piece.half)]
         others = [piece.module for piece in pieces.values() if not piece.deferrable]
-        store = WeightGradStore(self._used)
+        store = WeightGradStore(self._uses)
         deferred = defer_weight_grads(deferrable, store, warn=True)
         # A store that is never open: at once, inside the product.
-        defer_weight_grads(others, WeightGradStore(self._used))
+        defer_weight_grads(others, WeightGradStore(self._uses))
         shards = ChunkShards(
             {index: piece.module for index, piece in pieces.items()},
             self._groups,
@@ -250,19 +260,12 @@ class Engine:
         )
         indices, seeds = list(pieces), self._seeds
         seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)
-        how = ChunkOptions(
-            options.recompute,
-            options.recomputed[stage] if options.recomputed else None,
-            options.compile,
-            seed,
-            options.random,
-            torch.bfloat16 if options.precision == "bf16" else None,
-        )
+        how = options.of_chunk(stage, seed)
         return Chunk(shards, store, deferrable, arriving, leaving, how)
 
-    def _settle(self) -> None:
-        for flat in self.flats:
-            flat.settle()
+    def _state(self) -> checkpoint.State:
+        settle(self.flats)
+        return checkpoint.state_of(self.flats, self._updater, self.steps_done, self.buffers())
 
     def _gather_updated(self) -> None:
         for chunk in self.chunks.values():
@@ -271,27 +274,26 @@ class Engine:
     def _whole(
         self, flat: FlatParameters, mine: Tensor, dtype: torch.dtype, *, every_name: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        for slot, tensor in flat.views(flat.whole(mine)):
+        for slot, whole in flat.copies(mine, dtype):
             once = () if flat is self._tied.copy else slot.names[:1]
-            whole = tensor.to(dtype, copy=True).cpu()
             for piece, name in slot.names if every_name else once:
                 yield f"{piece}.{name}", whole
 
-    def _reduce_result(self, losses: Sequence[Tensor]) -> StepResult:
-        """Loss and gradient norm, the same on every rank: one all-reduce of three numbers.
-
-        Replicas that hold the same gradients count for one part of their number each. The third
-        number says whether any rank has news of its parameters, which then all ranks are told.
-        """
-        totals = torch.zeros(3, dtype=torch.float64, device=self._device)
+    def _first_half(self, batch: Microbatches) -> Tensor:
+        """``accumulate``; gives this rank's part of the loss and of the squared gradient norm, and
+        what it reports of its parameters."""
+        self._updater.set_rates(self.steps_done)
+        losses = self.accumulate(batch)
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
         if losses:
-            totals[0] = torch.stack(list(losses)).sum()
-        gradients = gradients_of(flat for flat in self.flats if flat is not self._tied.copy)
-        copies = 1 if self._layout.replicate_zero else self._layout.replicate
-        totals[1] = square_norm(((gradient, copies) for gradient in gradients), self._device)
-        totals[2] = self._watch.has_news()
-        dist.all_reduce(totals)
-        loss, square, news = totals.tolist()
-        if news:
-            self._watch.exchange()
-        return StepResult(loss, math.sqrt(square))
+            loss += torch.stack(losses).sum()
+        flats = [flat for flat in self.flats if flat is not self._tied.copy]
+        square = square_norm_of(flats, self._layout, self._device)
+        return torch.cat([torch.stack([loss, square]), self._watch.report().to(self._device)])
+
+    def _give_up(self) -> None:
+        """End the waiting of peers for messages and collectives of this rank."""
+        self.lanes.abandon()
+        self._groups.close()
+        self._channels.close()
+        self._tied.close()

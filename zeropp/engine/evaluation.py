@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zeropp.engine.channels import Channels
 from zeropp.engine.chunk import Chunk
 from zeropp.engine.interpreter import Loss, Microbatches
+from zeropp.engine.together import Meeting
 from zeropp.engine.values import TensorShape, tensors_of
 from zeropp.layout import Layout
 from zeropp.literals import LossReduction
@@ -39,10 +40,11 @@ class Evaluator:
         channels: Channels,
         loss: Loss,
         reduction: LossReduction,
+        meeting: Meeting,
     ) -> None:
         self._schedule, self._layout = schedule, layout
         self._chunks, self._channels = dict(sorted(chunks.items())), channels
-        self._loss, self._reduction = loss, reduction
+        self._loss, self._reduction, self._meeting = loss, reduction, meeting
         self._rank = layout.coordinates(dist.get_rank())["pp"]
         self._last = schedule.num_stages - 1
 
@@ -54,7 +56,12 @@ class Evaluator:
         """
         rows = [len(part) for part in batch.inputs]
         rounds, all_rows = self._agree(sum(rows), len(rows))
-        total = torch.zeros((), dtype=torch.float64, device=self._channels.device)
+        total = self._meeting.sum(lambda: self._run_units(batch, rows, rounds), 1)
+        return float(total) / (all_rows if self._reduction == "mean" else 1)
+
+    def _run_units(self, batch: Microbatches, rows: Sequence[int], rounds: int) -> Tensor:
+        """The sum of the losses of this rank's rows, as one number."""
+        total = torch.zeros(1, dtype=torch.float64, device=self._channels.device)
         modules = [piece for chunk in self._chunks.values() for piece in chunk.shards.pieces]
         devices = [total.device] if total.device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices), _evaluating(modules):
@@ -62,8 +69,7 @@ class Evaluator:
                 unit = range(first, min(first + self._schedule.unit, len(rows)))
                 for microbatch, loss in self._run_unit(batch, unit):
                     total += loss * (rows[microbatch] if self._reduction == "mean" else 1)
-        dist.all_reduce(total)
-        return float(total) / (all_rows if self._reduction == "mean" else 1)
+        return total
 
     def _agree(self, rows: int, microbatches: int) -> tuple[int, int]:
         """(the number of units that every rank runs, as gathers are collective; the rows of all

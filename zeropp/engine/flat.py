@@ -20,15 +20,16 @@ given back by ``resize_(0)`` and comes back, elsewhere, by ``resize_(bytes)``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from zeropp.engine.flat_layout import FlatLayout, Name, Slot
 from zeropp.engine.groups import DataGroups, all_gather_single
-from zeropp.engine.held import Held, Types, taken, view
+from zeropp.engine.held import Held, Types, check_kept, taken, view
 from zeropp.engine.lanes import Ticket, Work
+from zeropp.engine.owned import Owned
 from zeropp.engine.rank_lanes import Lanes
 from zeropp.engine.reductions import AllReduce, ReduceScatter
 
@@ -67,14 +68,15 @@ class FlatParameters:
         self._resident = groups.gather is None and self._part is not None
         self._buffer = self._make_buffer()
         self._arriving: Ticket | None = None  # a gather that compute has not waited for
-        self._updated: Ticket | None = None  # the other replicas' rows after an update
+        self.updated: Ticket | None = None  # the other replicas' rows after an update
+        self._given: list[Tensor] = []  # the views of the sums that parameters have as gradients
         self._fresh: Tensor | None = None  # sums of this rank that are not reduced
         self._partial: Tensor | None = None  # reduced over the shards, not over the replicas
         self._crossed: Tensor | None = None  # reduced over both
-        self.owned = {
-            group: nn.Parameter(self.master[mine.inside(self._kept)])
+        self.owned = [
+            Owned(group, mine, nn.Parameter(self.master[mine.inside(self._kept)]))
             for group, mine in (layout.groups() if trainable else ())
-        }
+        ]
 
     @property
     def rows(self) -> Tensor:
@@ -86,17 +88,17 @@ class FlatParameters:
         if self._resident:
             return
         self._storage.resize_(self.layout.size * self._buffer.element_size())
-        after = [self._updated] if self._updated is not None else []
+        after = [self.updated] if self.updated is not None else []
         self._arriving = self._lanes.gather.run(self._gather, after)
 
     def wait(self) -> None:
         """Make compute wait for the gather that was started."""
-        if self._resident and self._updated is not None:
-            self._updated.wait()
-            self._updated = None
+        if self._resident and self.updated is not None:
+            self.updated.wait()
+            self.updated = None
         if self._arriving is not None:
             self._arriving.wait()
-            self._arriving = self._updated = None
+            self._arriving = self.updated = None
 
     def reshard(self) -> None:
         """Drop the gathered parameters; gradients stay."""
@@ -114,9 +116,11 @@ class FlatParameters:
         if self._fresh is not None or not self.trainable:
             return
         self._lanes.join_reduction_of(self)
+        self._given.clear()
         self._fresh = zeros(self.layout.size, self._types.master, self.master.device)
         for held in self.held:
             gradient = view(self._fresh, held.slot)
+            self._given.append(gradient)
             for parameter in held.parameters:
                 made, parameter.grad = parameter.grad, gradient
                 if made is not None:
@@ -124,10 +128,10 @@ class FlatParameters:
 
     def reduce(self, *, cross: bool) -> None:
         """Start to sum the gradients over the shards, and then over the replicas if ``cross``."""
-        if any(parameter.grad is not None for held in self.held for parameter in held.parameters):
-            self.make_gradients()
-        if self._fresh is None:
+        if not self.trainable:
             return
+        self.make_gradients()  # zeros where this rank has none, because others may have some
+        check_kept(self.held, self._given)
         cross = cross and self._groups.replicate is not None
         after: list[Ticket] = []
         if self._groups.reduce is not None:
@@ -143,8 +147,8 @@ class FlatParameters:
         reductions are joined."""
         if (gradient := self.gradient()) is None:
             return
-        for group, mine in self.layout.groups():
-            self.owned[group].grad = gradient[mine.inside(self.layout.owned)]
+        for one in self.owned:
+            one.tensor.grad = gradient[one.stretch.inside(self.layout.owned)]
 
     def gradient(self) -> Tensor | None:
         """The gradient of what this rank updates, after ``finish``; None without one."""
@@ -159,19 +163,14 @@ class FlatParameters:
             for parameter in held.parameters:
                 parameter.grad = None
         self._partial = self._crossed = None
-        for owned in self.owned.values():
-            owned.grad = None
+        for one in self.owned:
+            one.tensor.grad = None
 
     def gather_updated(self) -> None:
         """Start to bring the rows that other replicas have updated; the next gather, or the next
         use, waits for them."""
         if self._zero:
-            self._updated = self._lanes.replicate.run(self._gather_rows)
-
-    def settle(self) -> None:
-        """Make compute wait until the masters are those of the last update."""
-        if self._updated is not None:
-            self._updated.wait()
+            self.updated = self._lanes.replicate.run(self._gather_rows)
 
     def whole(self, mine: Tensor) -> Tensor:
         """A tensor shaped as what this rank updates, put together from all ranks; collective.
@@ -185,15 +184,19 @@ class FlatParameters:
                 mine = gathered
         return mine
 
-    def views(self, whole: Tensor) -> Iterator[tuple[Slot, Tensor]]:
-        """Every parameter's part of a tensor that is shaped as the buffer."""
-        for held in self.held:
-            yield held.slot, view(whole, held.slot)
+    def copies(self, mine: Tensor, dtype: torch.dtype) -> list[tuple[Slot, Tensor]]:
+        """Every parameter's part of ``whole(mine)``, copied to the CPU; collective."""
+        whole = self.whole(mine)
+        return [(one.slot, view(whole, one.slot).to(dtype, copy=True).cpu()) for one in self.held]
 
     def names(self) -> Iterator[Name]:
         """All names of all parameters."""
         for held in self.held:
             yield from held.slot.names
+
+    def is_in_buffer(self, x: Tensor) -> bool:
+        """Whether a tensor lies in the memory of gathered parameters."""
+        return x.untyped_storage() is self._storage
 
     def gathered_bytes(self) -> int:
         """Bytes of gathered parameters, those on their way included."""
@@ -237,6 +240,7 @@ class FlatParameters:
     def _take_fresh(self) -> Tensor:
         """The sums so far; parameters have no gradients until they are given new ones."""
         fresh, self._fresh = self._fresh, None
+        self._given.clear()
         for held in self.held:
             for parameter in held.parameters:
                 parameter.grad = None
@@ -279,6 +283,13 @@ class FlatParameters:
         if self._part is not self.master:
             rows.copy_(self.master)
         all_gather_single(self._part, rows, group=self._groups.replicate)
+
+
+def settle(flats: Iterable[FlatParameters]) -> None:
+    """Let compute wait until the masters of all buffers are those of the last update."""
+    for flat in flats:
+        if flat.updated is not None:
+            flat.updated.wait()
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -15,6 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from zeropp.engine.together import Meeting
 from zeropp.layout import Layout
 from zeropp.literals import Axis
 
@@ -23,7 +24,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class DataGroups:
     """The groups that contain this rank; None for a group that would have only this rank.
 
@@ -40,10 +41,27 @@ class DataGroups:
     replicate: dist.ProcessGroup | None
 
     def close(self) -> None:
-        """Destroy the process groups; all their ranks must call it."""
-        for group in (self.gather, self.reduce, self.replicate):
-            if group is not None:
+        """Destroy the process groups; all their ranks must call it.
+
+        On gloo this also ends the waiting of peers, which raise, because a group without references
+        closes its connections.
+        """
+        groups = [self.gather, self.reduce, self.replicate]
+        self.gather = self.reduce = self.replicate = None
+        while groups:
+            if (group := groups.pop()) is not None:
                 dist.destroy_process_group(group)
+
+
+def make_meeting(
+    device: torch.device, timeout: timedelta | None, give_up: Callable[[], None]
+) -> Meeting:
+    """Make the meeting of all ranks; collective. On gloo it has a group of its own, whose
+    collectives wait for their peers for ``timeout``."""
+    if backend_of(device) != "gloo":
+        return Meeting(device)
+    group = dist.new_group(timeout=timeout, backend="gloo", group_desc="zeropp meetings")
+    return Meeting(device, group, give_up)
 
 
 def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None) -> DataGroups:

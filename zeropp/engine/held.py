@@ -44,3 +44,15 @@ def taken(held: Iterable[Held], stretch: Stretch, dtype: torch.dtype) -> Tensor:
 def view(buffer: Tensor, slot: Slot) -> Tensor:
     """The view, in a tensor of the buffer's size, of one parameter in its own shape."""
     return buffer[slot.stretch.begin : slot.stretch.end].view(slot.shape)
+
+
+def check_kept(held: Iterable[Held], gradients: Iterable[Tensor]) -> None:
+    """Raise RuntimeError if a parameter no longer has the gradient that it was given, to which
+    backwards add."""
+    for one, gradient in zip(held, gradients, strict=True):
+        if any(parameter.grad is not gradient for parameter in one.parameters):
+            piece, name = one.slot.names[0]
+            raise RuntimeError(
+                f"layers[{piece}]: something has replaced the gradient of {name!r} during the step "
+                "(leave .grad as it is)"
+            )

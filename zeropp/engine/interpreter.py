@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from zeropp.engine.channels import Channels
 from zeropp.engine.chunk import Chunk
+from zeropp.engine.uses import Uses
 from zeropp.engine.values import chosen, keywords_of, tensors_of
 from zeropp.literals import ReduceEvery
 from zeropp.schedule.action import Action, Op
@@ -49,9 +50,16 @@ class Loss:
         self._function, self._names = function, keywords_of(function)
 
     def __call__(self, output: object, batch: Microbatches, microbatch: int) -> Tensor:
-        """The loss of one microbatch."""
+        """The loss of one microbatch; raises TypeError if it is not one number."""
         keywords = chosen(batch.keywords_of(microbatch), self._names)
-        return self._function(output, batch.targets[microbatch], **keywords)
+        loss = self._function(output, batch.targets[microbatch], **keywords)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(
+                f"loss_fn: gives {what}, but a tensor of one number is needed (the mean, or with "
+                "loss_reduction='sum' the sum, over a microbatch)"
+            )
+        return loss.squeeze()
 
 
 @dataclass
@@ -71,7 +79,7 @@ class Interpreter:
     ``chunks`` are by stage. ``replicate_every``: gradients are reduced over the replicas with every
     reduction over the shards, or with the last one of a step. The loss of every microbatch is
     divided by ``loss_count``, so that the sum over microbatches and ranks is the loss of the global
-    batch.
+    batch. ``uses`` is told of every backward.
     """
 
     def __init__(
@@ -82,6 +90,7 @@ class Interpreter:
         loss: Loss,
         replicate_every: ReduceEvery,
         loss_count: int,
+        uses: Uses,
     ) -> None:
         self._chunks = chunks
         self._stage_rank = schedule.stage_rank
@@ -92,7 +101,7 @@ class Interpreter:
         self._channels = channels
         self._loss = loss
         self._replicate_every = replicate_every
-        self._loss_count = loss_count
+        self._loss_count, self._uses = loss_count, uses
         self._unreduced = Counter(a.stage for a in self._program if a.op is Op.REDUCE_GRAD)
         self.counters: Counter[str] = Counter()
         self.spans: list[Span] | None = None
@@ -154,6 +163,11 @@ class Interpreter:
         output = chunk.forward(inputs, microbatch, step.batch.keywords_of(microbatch))
         if stage == self._last:
             loss = self._loss(output, step.batch, microbatch) / self._loss_count
+            if not loss.requires_grad:
+                raise RuntimeError(
+                    "train_step: the loss depends on nothing that is trained (is it detached, or "
+                    "computed under no_grad?)"
+                )
             chunk.set_output(microbatch, loss)
             step.losses.append(loss.detach())
         else:
@@ -170,9 +184,13 @@ class Interpreter:
         gradients = None
         if stage != self._last:
             gradients = self._arrived(Op.RECV_B, stage, microbatch, step.gradients, step)
-        found = self._chunks[stage].backward(microbatch, gradients, split=split)
+        self._uses.begin_backward(stage, microbatch)
+        chunk = self._chunks[stage]
+        found = chunk.backward(microbatch, gradients, split=split)
         if stage > 0:
-            step.gradients[stage - 1, microbatch] = found
+            if all(gradient is None for gradient in found):
+                self._uses.cuts.add((stage, microbatch))
+            step.gradients[stage - 1, microbatch] = chunk.or_zeros(found)
 
     def _backward_weight(self, action: Action, step: _Step) -> None:
         del step

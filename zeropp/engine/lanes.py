@@ -42,6 +42,10 @@ class Lane(Protocol):
         """Finish the lane's work and end it."""
         ...
 
+    def abandon(self) -> None:
+        """Drop the work that has not begun, and do not wait for what has: its peers may be gone."""
+        ...
+
 
 def make_lane(device: torch.device, name: str) -> Lane:
     """Make a lane for a device: a stream or a thread."""
@@ -88,6 +92,9 @@ class _StreamLane:
     def close(self) -> None:
         self._stream.synchronize()
 
+    def abandon(self) -> None:
+        """Do nothing, since the work was issued."""
+
 
 class _DoneTicket:
     def __init__(self, work: Work) -> None:
@@ -107,6 +114,9 @@ class _InlineLane:
     def close(self) -> None:
         """Do nothing, since there is nothing to end."""
 
+    def abandon(self) -> None:
+        """Do nothing, since there is nothing that has not begun."""
+
 
 class _ThreadTicket:
     def __init__(self, work: Work, after: Sequence[Ticket]) -> None:
@@ -125,6 +135,11 @@ class _ThreadTicket:
             self._done.set_exception(error)
         self._after = ()
 
+    def drop(self) -> None:
+        """Do not run the work; who waits for it raises."""
+        self._done.set_exception(RuntimeError("the lane was abandoned after an earlier error"))
+        self._after = ()
+
     def wait(self) -> None:
         self._done.result()
 
@@ -132,6 +147,7 @@ class _ThreadTicket:
 class _ThreadLane:
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
+        self._abandoned = False
         # A daemon, because a rank that fails must not wait for collectives that its peers never
         # join.
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -144,8 +160,16 @@ class _ThreadLane:
 
     def close(self) -> None:
         self._queue.put(None)
-        self._thread.join()
+        if not self._abandoned:
+            self._thread.join()
+
+    def abandon(self) -> None:
+        self._abandoned = True
 
     def _serve(self) -> None:
         while (ticket := self._queue.get()) is not None:
-            ticket.execute()
+            if self._abandoned:
+                ticket.drop()
+            else:
+                ticket.execute()
+            del ticket  # which keeps its tensors and its process group

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 from torch import nn
 
+from zeropp.engine.chunk import ChunkOptions
 from zeropp.engine.flat_layout import Name
 from zeropp.engine.sharding import GroupOf
 from zeropp.engine.values import TensorShape
@@ -70,6 +71,17 @@ class EngineOptions:
     loss_reduction: LossReduction = "mean"
     timeout: timedelta | None = None
     recomputed: tuple[int, ...] = ()  # blocks of each stage, its first ones; empty: all of them
+
+    def of_chunk(self, stage: int, seed: Callable[[int, int], None] | None) -> ChunkOptions:
+        """The options of one stage's chunk; ``seed`` as there."""
+        return ChunkOptions(
+            self.recompute,
+            self.recomputed[stage] if self.recomputed else None,
+            self.compile,
+            seed,
+            self.random,
+            torch.bfloat16 if self.precision == "bf16" else None,
+        )
 
     def __post_init__(self) -> None:
         if self.compile and self.dropout_seed is not None:

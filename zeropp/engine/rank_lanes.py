@@ -18,6 +18,7 @@ class Lanes:
     the shards are found by the flat buffer that they belong to, which has at most one.
     """
 
+    device: torch.device
     gather: Lane
     reduce: Lane
     replicate: Lane
@@ -42,6 +43,13 @@ class Lanes:
             ticket.wait()
         self.crossing.clear()
 
+    def abandon(self) -> None:
+        """Drop all work that has not begun, and forget what compute has not waited for."""
+        for lane in (self.gather, self.reduce, self.replicate):
+            lane.abandon()
+        self.reducing.clear()
+        self.crossing.clear()
+
     def close(self) -> None:
         """Finish the work of all lanes and end them."""
         for lane in (self.gather, self.reduce, self.replicate):
@@ -52,4 +60,4 @@ def make_lanes(device: torch.device) -> Lanes:
     """Make the lanes of a rank on a device."""
     names = ("zeropp gathers", "zeropp reductions", "zeropp replicas")
     gather, reduce, replicate = (make_lane(device, name) for name in names)
-    return Lanes(gather, reduce, replicate)
+    return Lanes(device, gather, reduce, replicate)

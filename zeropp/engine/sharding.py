@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from zeropp.engine.deferred import has_hooks
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Cut, Name, lay_out
 from zeropp.engine.groups import DataGroups
@@ -58,6 +59,7 @@ class ChunkShards:
     ) -> None:
         self.pieces = list(pieces.values())
         self._groups, self._lanes, self._options = groups, lanes, options
+        self.device = lanes.device
         self._deferred = {id(weight) for weight in deferred}
         found = _parameters(pieces)
         _tie(found, tied)
@@ -115,6 +117,12 @@ class ChunkShards:
         for flat in self.flats:
             flat.gather_updated()
 
+    def outlasting(self, x: Tensor) -> Tensor:
+        """The tensor itself, or a copy of it where it lies in gathered parameters, whose memory is
+        given back while the next stage may still need it."""
+        mine = any(flat.is_in_buffer(x) for flat in self.flats)
+        return x.clone() if mine else x
+
     def flat_of(self, name: Name) -> FlatParameters | None:
         """The buffer that holds a parameter; None if it is not in this chunk."""
         return next((flat for flat in self.flats if name in flat.names()), None)
@@ -130,12 +138,16 @@ class ChunkShards:
     def _make_flats(
         self, found: Sequence[_Found], tied: Sequence[Name]
     ) -> Iterator[FlatParameters]:
-        lots: dict[tuple[bool, bool, Name | None], list[_Found]] = defaultdict(list)
+        lots: dict[tuple[bool, bool, Name | None, torch.dtype | None], list[_Found]] = defaultdict(
+            list
+        )
         for one in found:
             shared = next((name for name in one.names if name in tied), None)
             deferred = shared is None and id(one.parameters[0]) in self._deferred
-            lots[one.trainable, deferred and one.trainable, shared].append(one)
-        for (trainable, deferred, shared), lot in lots.items():
+            # Layers that compute in several types keep them; mixed precision has one for all.
+            own = one.parameters[0].dtype if self._options.precision == "fp32" else None
+            lots[one.trainable, deferred and one.trainable, shared, own].append(one)
+        for (trainable, deferred, shared, _), lot in lots.items():
             # Both copies of a tied parameter are updated alike, so both ask by its first name.
             asked = None if shared is None else tied[0]
             yield self._make_flat(lot, asked, trainable=trainable, deferred=deferred)
@@ -194,6 +206,12 @@ def _parameters(pieces: Mapping[int, nn.Module]) -> list[_Found]:
                 raise InfeasibleError(
                     f"{index}.{name}: parameters of type {parameter.dtype} cannot be sharded "
                     "(make it a buffer)"
+                )
+            if parameter.requires_grad and has_hooks(parameter.register_post_accumulate_grad_hook):
+                raise InfeasibleError(
+                    f"{index}.{name}: has a hook of register_post_accumulate_grad_hook, but a "
+                    "gradient is whole only after the sums over all ranks (remove the hook; "
+                    "register_hook works)"
                 )
             one = found.setdefault(id(parameter), _Found((), [parameter]))
             one.names += ((index, name),)

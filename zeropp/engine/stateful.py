@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.engine.checkpoint import OPTIMIZER, SETTINGS, STEPS, State
+from zeropp.engine.kept import BEGUN
 from zeropp.engine.part import Part
+from zeropp.engine.together import together
 
 
 def load_named(state: State, given: Mapping[str, Any]) -> None:
@@ -21,28 +24,44 @@ def load_named(state: State, given: Mapping[str, Any]) -> None:
     on every rank and before anything is copied, for a name that is missing or that no rank has, and
     for another shape.
     """
-    steps = int(given.get(STEPS, state.steps_done))
-    kept = dict(given.get(OPTIMIZER, {}))
-    settings = kept.pop(SETTINGS, {})
-    model = {name: value for name, value in given.items() if name not in (OPTIMIZER, STEPS)}
-    offered = {**model, **_named_as(OPTIMIZER, kept)}
+    offer = together(lambda: _Offer.of(given, state))
     held = {**state.model, **_named_as(OPTIMIZER, state.optimizer)}
-    theirs, mine = (_named_as(f"{OPTIMIZER}.{SETTINGS}", s) for s in (settings, state.settings))
-    problem = _missing(state, model) or _first_problem(held, offered)
-    _raise_together(problem, [*offered, *theirs], [*held, *mine])
-    _copy(held, offered)
-    state.settings.update((name, settings[name]) for name in state.settings if name in settings)
-    state.steps_done.fill_(steps)
-    if not kept:  # an optimizer that has not begun stays so
-        state.unbegun.clear()
+    mine = _named_as(f"{OPTIMIZER}.{SETTINGS}", state.settings)
+    theirs = _named_as(f"{OPTIMIZER}.{SETTINGS}", offer.settings)
+    problem = together(lambda: _missing(state, offer) or _first_problem(held, offer.tensors))
+    _raise_together(problem, [*offer.tensors, *theirs], [*held, *mine])
+    together(lambda: _copy(held, offer.tensors))
+    known = {name: offer.settings[name] for name in state.settings if name in offer.settings}
+    state.settings.update(known)
+    state.steps_done.fill_(offer.steps)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a state dict has: tensors by name, settings of optimizer groups, steps done."""
+
+    tensors: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    steps: int
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], state: State) -> _Offer:
+        """What is given; the steps of ``state`` where it does not say how many."""
+        kept = dict(given.get(OPTIMIZER, {}))
+        settings = kept.pop(SETTINGS, {})
+        for name in [*kept]:  # what is given without a word on whether it has begun has begun
+            kept.setdefault(f"{name.rpartition('.')[0]}.{BEGUN}", torch.tensor(1))
+        tensors = {name: value for name, value in given.items() if name not in (OPTIMIZER, STEPS)}
+        steps = int(given.get(STEPS, state.steps_done))
+        return cls({**tensors, **_named_as(OPTIMIZER, kept)}, settings, steps)
 
 
 def _named_as(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}.{name}": value for name, value in values.items()}
 
 
-def _missing(state: State, model: Mapping[str, Any]) -> str:
-    return next((f"{name}: is missing" for name in state.model if name not in model), "")
+def _missing(state: State, offer: _Offer) -> str:
+    return next((f"{name}: is missing" for name in state.model if name not in offer.tensors), "")
 
 
 def _first_problem(held: Mapping[str, Tensor], offered: Mapping[str, Any]) -> str:

@@ -61,8 +61,9 @@ class TiedWeights:
 
     def close(self) -> None:
         """Destroy the process group; all its ranks must call it."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
 
     @torch.no_grad()
     def _make_equal(self) -> None:

@@ -7,12 +7,14 @@ rank raises.
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zeropp.layout import InfeasibleError
 
@@ -36,32 +38,124 @@ def together(work: Callable[[], T]) -> T:
     except Exception as error:
         failed += 1
         traceback.clear_frames(error.__traceback__)  # frees the tensors of the work
-        _raise_everywhere(failed, error)
+        dist.all_reduce(failed)
+        _raise_everywhere(error)
         raise
-    _raise_everywhere(failed, None)
+    dist.all_reduce(failed)
+    if float(failed):
+        _raise_everywhere(None)
     return result
 
 
-def _raise_everywhere(failed: torch.Tensor, error: Exception | None) -> None:
-    """Raise the error that this rank must raise although it has none, if another rank has one."""
-    dist.all_reduce(failed)
-    if not float(failed):
-        return
-    refusals = gathered_texts(str(error) if isinstance(error, InfeasibleError) else "")
+class Meeting:
+    """Where ranks meet after work in which they wait for each other.
+
+    Such work holds all ranks as soon as one of them raises. So that rank gives up (``give_up`` is
+    to end the waiting of its peers, which then raise, too), and then all meet. ``group`` is a group
+    of all ranks that the work does not use. Without ``give_up`` (NCCL, where a rank cannot end its
+    peers' waiting) a rank raises at once, and its peers wait until their timeout.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        give_up: Callable[[], None] | None = None,
+    ) -> None:
+        self._device, self._group, self._give_up = device, group, give_up
+        self._given_up = False
+
+    def check(self) -> None:
+        """Raise RuntimeError if a rank has given up, so that collectives are not possible."""
+        if self._given_up:
+            raise RuntimeError(
+                "an earlier error ended the connections of this model's ranks (save still works; "
+                "build the model anew and load a checkpoint)"
+            )
+
+    def sum(self, work: Callable[[], Tensor], size: int) -> Tensor:
+        """The sum over all ranks of what ``work`` gives: ``size`` numbers in fp64.
+
+        If it raises on any rank, every rank raises: its own error, or ``PeerError`` with the first
+        error of another rank where its own only says that a peer has given up.
+        """
+        self.check()
+        sums = torch.zeros(1 + size, dtype=torch.float64, device=self._device)
+        failure: Exception | None = None
+        try:
+            sums[1:] = work()
+        except Exception as error:
+            if self._give_up is None:
+                raise
+            failure = error
+            traceback.clear_frames(error.__traceback__)  # frees the tensors of the work
+            self._give_up()
+            self._given_up = True
+            gc.collect()  # the frames of failed work, whose groups end with their last reference
+            sums[0] = 1.0
+        dist.all_reduce(sums, group=self._group)
+        if float(sums[0]):
+            _raise_everywhere(failure, self._group)
+        if failure is not None:
+            raise failure
+        return sums[1:]
+
+    def run(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives on this rank, if it succeeded on all ranks; see ``sum``."""
+        results: list[T] = []
+
+        def keep() -> Tensor:
+            results.append(work())
+            return torch.empty(0)
+
+        self.sum(keep, 0)
+        return results[0]
+
+    def close(self) -> None:
+        """Destroy the process group; all ranks must call it."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+
+def largest_of_all(number: int) -> int:
+    """The largest of all ranks' numbers. All ranks must call it."""
+    largest = torch.tensor(float(number), device=_control_device())
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return max(number, int(float(largest)))  # fake tensors have no values
+
+
+def sum_of_all(numbers: Tensor) -> Tensor:
+    """The sum of all ranks' numbers. All ranks must call it."""
+    numbers = numbers.to(_control_device())
+    dist.all_reduce(numbers)
+    return numbers
+
+
+def _raise_everywhere(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise what this rank must raise beside its own error, where any rank has one."""
+    refusals = gathered_texts(str(error) if isinstance(error, InfeasibleError) else "", group)
     for rank, refusal in enumerate(refusals):
         if refusal:
             everywhere = len(set(refusals)) == 1
             raise InfeasibleError(refusal if everywhere else f"{refusal} (on rank {rank})")
-    others = gathered_texts("" if error is None else _one_line(error))
-    if error is None:
-        rank, line = next((rank, line) for rank, line in enumerate(others) if line)
-        raise PeerError(f"rank {rank} raised {line}")
+    own = error is not None and not _is_of_a_peer(error)
+    others = gathered_texts(_one_line(error) if error is not None and own else "", group)
+    if own:
+        return
+    for rank, line in enumerate(others):
+        if line:
+            raise PeerError(f"rank {rank} raised {line}") from error
 
 
-def gathered_texts(text: str) -> list[str]:
+def _is_of_a_peer(error: Exception) -> bool:
+    """Whether an error says no more than that a peer is gone: gloo's, which name its files."""
+    return "/gloo/" in str(error)
+
+
+def gathered_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     """The texts of all ranks, by rank. All ranks must call it."""
     texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
+    dist.all_gather_object(texts, text, group=group)
     return texts
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,10 +80,12 @@ def _run(
         try:
             module = _real_copy(layer) if for_real else on_meta(layer)
             names, kinds = keywords_of(module), _kinds(module)
+            _check_in_place(module, index)
             # With parameters that need gradients the counter would add hooks to them.
             module.to(device).requires_grad_(False)
-            with torch.no_grad(), counter:
-                value = module(*tensors_of(value), **chosen(keywords, names))
+            value = _called(module, tensors_of(value), chosen(keywords, names), counter)
+        except InfeasibleError:
+            raise
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise InfeasibleError(
@@ -99,6 +102,32 @@ def _run(
         )
         found.append(sizes)
     return found
+
+
+def _called(
+    module: nn.Module, inputs: Sequence[Tensor], keywords: Mapping[str, Tensor], counter: Any
+) -> Value:
+    """What a layer gives, its operations counted. A layer that takes gradients inside itself cannot
+    run while they are counted; it counts as none."""
+    with torch.no_grad():
+        try:
+            with counter:
+                value: Value = module(*inputs, **keywords)
+                return value
+        except RuntimeError as error:
+            if "autograd.grad()" not in str(error):
+                raise
+        return module(*inputs, **keywords)  # type: ignore[no-any-return]
+
+
+def _check_in_place(module: nn.Module, index: int) -> None:
+    """Refuse layers whose forward changes their own parameters, which are copies of the masters."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise InfeasibleError(
+                f"layers[{index}]: {name or 'it'} has max_norm={part.max_norm}, which changes the "
+                "weight during the forward; no rank would keep that (normalise what it gives)"
+            )
 
 
 def _flops(counter: FlopCounterMode) -> tuple[int, int]:

@@ -1,9 +1,9 @@
-"""What one rank updates: the optimizer over its flat tensors, and their gradients."""
+"""The optimizer of what one rank updates, and the gradients that it reads."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
 import torch
@@ -11,32 +11,86 @@ from torch import Tensor, nn
 
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.options import MakeOptimizer
-from zeropp.optimizer import build_optimizer
+from zeropp.engine.owned import Updater, is_of_elements
+from zeropp.engine.probe import PROBED, check_elementwise
+from zeropp.layout import InfeasibleError, Layout
+from zeropp.optimizer import build_optimizer, square_norm
 from zeropp.training import OptimizerConfig
 
-GroupNames = dict[int, str]  # the optimizer group of a tensor, by the tensor's identity
 
+def make_updater(
+    flats: Iterable[FlatParameters],
+    asked: OptimizerConfig | MakeOptimizer,
+    device: torch.device,
+    lr_schedule: Callable[[int], float] | None,
+) -> Updater:
+    """The optimizer that was asked for, over what this rank updates of the flat buffers; a group
+    that this rank has nothing of has one empty tensor.
 
-def make_optimizer(
-    flats: Iterable[FlatParameters], asked: OptimizerConfig | MakeOptimizer, device: torch.device
-) -> tuple[torch.optim.Optimizer, GroupNames]:
-    """The optimizer that was asked for, over what this rank updates of the flat buffers, and which
-    tensors belong to which group; a group that this rank has nothing of has one empty tensor."""
+    Raises InfeasibleError for an optimizer that does not work element by element.
+    """
     groups: defaultdict[str, list[nn.Parameter]] = defaultdict(list)
     for flat in flats:
-        for name, owned in flat.owned.items():
-            groups[name].append(owned)
+        for one in flat.owned:
+            groups[one.group].append(one.tensor)
     groups.default_factory = lambda: [nn.Parameter(torch.empty(0, device=device))]
     if not groups:  # optimizers refuse to have nothing at all
         groups["all"]
+    clip_norm = 0.0
+    optimizer = _made(asked, groups)
     if isinstance(asked, OptimizerConfig):
-        optimizer = build_optimizer(chain.from_iterable(groups.values()), asked)
+        clip_norm = asked.clip_norm
     else:
-        optimizer = asked(groups)
-    return optimizer, {id(one): name for name, members in groups.items() for one in members}
+        check_elementwise(optimizer)
+    _check_whole(optimizer, groups)
+    names = {id(one): name for name, members in groups.items() for one in members}
+    return Updater(optimizer, names, clip_norm, lr_schedule)
 
 
-def gradients_of(flats: Iterable[FlatParameters]) -> list[Tensor]:
-    """What this rank updates of the flats' gradients."""
-    gradients = (owned.grad for flat in flats for owned in flat.owned.values())
-    return [gradient for gradient in gradients if gradient is not None]
+def _check_whole(
+    optimizer: torch.optim.Optimizer, groups: Mapping[str, list[nn.Parameter]]
+) -> None:
+    """Refuse an optimizer that has left a group out."""
+    known = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    for name, members in groups.items():
+        if any(id(one) not in known for one in members):
+            raise InfeasibleError(
+                f"optimizer: has nothing of group {name!r}, whose parameters would never be "
+                f"updated (give it groups[{name!r}], or freeze these parameters)"
+            )
+
+
+def state_bytes(asked: OptimizerConfig | MakeOptimizer, groups: Iterable[str]) -> dict[str, float]:
+    """Bytes that the optimizer keeps of each element of each optimizer group, found by one step on
+    a few numbers."""
+    tensors = {name: [nn.Parameter(torch.ones(PROBED))] for name in groups}
+    optimizer = _made(asked, tensors)
+    for (tensor,) in tensors.values():
+        tensor.grad = torch.ones_like(tensor)
+    optimizer.step()
+    return {
+        name: sum(
+            value.nbytes / PROBED
+            for value in optimizer.state.get(tensor, {}).values()
+            if is_of_elements(value, tensor)
+        )
+        for name, (tensor,) in tensors.items()
+    }
+
+
+def _made(
+    asked: OptimizerConfig | MakeOptimizer, groups: Mapping[str, list[nn.Parameter]]
+) -> torch.optim.Optimizer:
+    if isinstance(asked, OptimizerConfig):
+        return build_optimizer(chain.from_iterable(groups.values()), asked)
+    return asked(groups)
+
+
+def square_norm_of(flats: Iterable[FlatParameters], layout: Layout, device: torch.device) -> Tensor:
+    """This rank's part of the squared gradient norm; the parts of all ranks add up to it.
+
+    Replicas that hold the same gradients count for one part of their number each.
+    """
+    copies = 1 if layout.replicate_zero else layout.replicate
+    gradients = (one.tensor.grad for flat in flats for one in flat.owned)
+    return square_norm(((one, copies) for one in gradients if one is not None), device)

@@ -1,9 +1,9 @@
 """What a step must know of parameters: which ones anything has used, and that none was changed.
 
-One process leaves a parameter alone that nothing has used: it has no gradient, so that neither
-weight decay nor momentum moves it. In a flat buffer it has a gradient of zeros, which would. So
-the parameters that nothing on any rank has used since the beginning are put back after every
-update. From its first use on a parameter takes part in every update.
+One process leaves a parameter alone in a step in which nothing has used it: it has no gradient, so
+that neither weight decay nor momentum moves it, and Adam does not count the step. In a flat buffer
+it has a gradient of zeros, which would. So ranks tell each other, with the sums that end every step
+anyway, what none of them has used, and the optimizer is given no gradient for that.
 
 Freezing or unfreezing a parameter after the model was built would need other buffers, so it is an
 error, on every rank, in the next step and before anything is updated.
@@ -11,95 +11,126 @@ error, on every rank, in the next step and before anything is updated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Name, Slot
-
-_VALUES = ""  # a parameter's own values, beside the names of what an optimizer keeps of it
-_Report = tuple[str, list[Name]]  # a parameter that was changed, parameters newly used
+from zeropp.engine.owned import Updater, runs
+from zeropp.engine.together import gathered_texts, largest_of_all, sum_of_all
+from zeropp.engine.uses import Cut, Uses
+from zeropp.layout import Layout
 
 
 class ParameterWatch:
-    """Watches the parameters of one rank. ``used``: identities of parameters whose gradients came
-    in another way than through autograd, which others add to."""
+    """Watches the parameters of one rank; all ranks must construct it.
 
-    def __init__(self, flats: Sequence[FlatParameters], used: set[int]) -> None:
-        held = [one for flat in flats for one in flat.held]
-        trained = [one for flat in flats if flat.trainable for one in flat.held]
-        self._flats, self._used = flats, used
+    ``uses``: what backwards have reached, to which others add what does not come through autograd.
+    ``tied``: two names of one parameter, whose two copies may be on two ranks.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[FlatParameters],
+        uses: Uses,
+        layout: Layout,
+        tied: tuple[Name, Name] | None,
+    ) -> None:
+        self._flats = [flat for flat in flats if flat.trainable]
+        self._uses, self._tied, self._dp_index = uses, tied, layout.dp_index(dist.get_rank())
         self._flags = [
             (one.slot.names[0], parameter, parameter.requires_grad)
-            for one in held
+            for flat in flats
+            for one in flat.held
             for parameter in one.parameters
         ]
-        self._unused = {one.slot.names[0]: one for one in trained}
-        self._known = False  # of no step yet what it has used
-        self._hooks: dict[int, RemovableHandle] = {
-            id(parameter): parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
-            for one in self._unused.values()
+        trained = [one for flat in self._flats for one in flat.held]
+        own = [one.slot for one in trained if not self._is_tied(one.slot)]
+        # Each pipeline rank has its own numbers in a report, and the tied parameter has the last.
+        most = largest_of_all(len(own))
+        first = most * layout.coordinates(dist.get_rank())["pp"]
+        self._tied_place = most * layout.pp
+        self._places = {slot.names: first + number for number, slot in enumerate(own)}
+        self._parameters: dict[int, list[Tensor]] = {}  # by their numbers
+        for one in trained:
+            self._parameters.setdefault(self._place(one.slot), []).extend(one.parameters)
+        self.size = 3 + self._tied_place + 1  # of a report
+        self._holders = layout.dp  # ranks that hold the same parameter
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(uses.add)  # type: ignore[no-untyped-call]
+            for one in trained
             for parameter in one.parameters
             if parameter.requires_grad
-        }
+        ]
 
-    def has_news(self) -> bool:
-        """Whether this rank has something to report after the backwards of a step."""
-        return bool(self._changed() or self._newly_used())
+    def report(self) -> Tensor:
+        """What this rank has to say after the backwards of a step, as numbers to be added to those
+        of all others: whether a parameter was changed, whether a graph was cut, whether it holds
+        the tied parameter, and which of its parameters it has not used (1 for each of these)."""
+        return self._report(self._uses.cuts)
 
-    def exchange(self) -> None:
-        """Tell all ranks what is new on any; collective, and called where any rank has news.
+    def leave_out_unused(self, reports: Sequence[float], updater: Updater) -> None:
+        """Take the gradients of what no rank has used from the optimizer's tensors, given the sum
+        of all ranks' reports; collective.
 
         Raises RuntimeError on every rank where ``requires_grad`` of a parameter was changed.
         """
-        mine = self._newly_used()
-        reports: list[_Report] = [("", [])] * dist.get_world_size()
-        dist.all_gather_object(reports, (self._changed(), mine))
-        for rank, (changed, _) in enumerate(reports):
-            if changed:
-                raise RuntimeError(
-                    f"train_step: requires_grad of {changed} was changed after parallelize (on "
-                    f"rank {rank}); nothing was updated (save, then build the model anew with the "
-                    "parameters frozen as they should be)"
-                )
-        for name in {name for _, names in reports for name in names}:
-            held = self._unused.pop(name, None)
-            for parameter in held.parameters if held is not None else ():
-                if id(parameter) in self._hooks:
-                    self._hooks.pop(id(parameter)).remove()
-        self._known = True
+        changed, cuts, tied_holders, *without = reports
+        if changed:
+            self._raise_changed()
+        if cuts:
+            without = self._without_cut_off()
+        unused = {
+            place
+            for place in self._parameters
+            if 0 < without[place] == (tied_holders if place == self._tied_place else self._holders)
+        }
+        if not unused:
+            return
+        for flat in self._flats:
+            made = []
+            for one in flat.owned:
+                found = runs(one, flat.layout.slots, lambda slot: self._place(slot) in unused)
+                parts = updater.split(one, [stretch for stretch, _ in found])
+                for part, (_, is_unused) in zip(parts, found, strict=True):
+                    if is_unused:
+                        part.tensor.grad = None
+                made += parts
+            flat.owned = made
 
-    @contextmanager
-    def keeping_unused(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """An update inside leaves what nothing has used yet, and what the optimizer keeps of it,
-        as it was."""
-        before = {key: view.clone() for key, view in self._views(optimizer)}
-        with torch.no_grad():
-            # Of values and gradients that are zero, an optimizer that now begins keeps what every
-            # parameter's state begins with.
-            for (_, kind), view in self._views(optimizer):
-                if kind == _VALUES:
-                    view.zero_()
-        yield
-        with torch.no_grad():
-            for key, view in self._views(optimizer):
-                if key in before:
-                    view.copy_(before[key])
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
 
-    def _note(self, parameter: Tensor) -> None:
-        self._used.add(id(parameter))
+    def _report(self, cuts: Collection[Cut]) -> Tensor:
+        used = self._uses.found(cuts)
+        found = torch.zeros(self.size, dtype=torch.float64)
+        found[0] = bool(self._changed())
+        found[1] = bool(cuts)
+        found[2] = self._tied_place in self._parameters
+        for place, parameters in self._parameters.items():
+            if not any(id(parameter) in used for parameter in parameters):
+                found[3 + place] = 1.0
+        return found
 
-    def _newly_used(self) -> list[Name]:
-        return [
-            name
-            for name, one in self._unused.items()
-            if any(id(parameter) in self._used for parameter in one.parameters)
-        ]
+    def _without_cut_off(self) -> list[float]:
+        """The number of ranks that have not used each parameter, when all ranks know where later
+        stages have cut the graph; collective."""
+        known: list[tuple[int, set[Cut]]] = [(0, set())] * dist.get_world_size()
+        dist.all_gather_object(known, (self._dp_index, self._uses.cuts))
+        mine = {cut for dp_index, cuts in known if dp_index == self._dp_index for cut in cuts}
+        _, _, _, *without = sum_of_all(self._report(mine)).tolist()
+        return without
+
+    def _is_tied(self, slot: Slot) -> bool:
+        return any(name in slot.names for name in self._tied or ())
+
+    def _place(self, slot: Slot) -> int:
+        return self._tied_place if self._is_tied(slot) else self._places[slot.names]
 
     def _changed(self) -> str:
         for (piece, name), parameter, flag in self._flags:
@@ -107,21 +138,11 @@ class ParameterWatch:
                 return f"layers[{piece}] {name!r}"
         return ""
 
-    def _views(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[Name, str], Tensor]]:
-        """What this rank updates of unused parameters: values, and the optimizer's tensors."""
-        for flat in self._flats if self._known and self._unused else ():
-            groups = dict(flat.layout.groups())
-            for slot in _slots(flat, self._unused):
-                if slot.group not in groups:
-                    continue
-                group = groups[slot.group]
-                mine, owned = slot.stretch.meet(group), flat.owned[slot.group]
-                kept = {_VALUES: owned.detach(), **optimizer.state.get(owned, {})}
-                for kind, tensor in kept.items():
-                    if len(mine) and isinstance(tensor, Tensor) and tensor.shape == owned.shape:
-                        yield (slot.names[0], kind), tensor[mine.inside(group)]
-
-
-def _slots(flat: FlatParameters, names: Iterable[Name]) -> Iterator[Slot]:
-    wanted = set(names)
-    yield from (one.slot for one in flat.held if flat.trainable and one.slot.names[0] in wanted)
+    def _raise_changed(self) -> None:
+        for rank, changed in enumerate(gathered_texts(self._changed())):
+            if changed:
+                raise RuntimeError(
+                    f"train_step: requires_grad of {changed} was changed after parallelize (on "
+                    f"rank {rank}); nothing was updated (save, then build the model anew with the "
+                    "parameters frozen as they should be)"
+                )

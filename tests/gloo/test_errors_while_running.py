@@ -1,0 +1,221 @@
+"""What one rank alone raises in the middle of a step, an evaluation, a save or a load: every rank
+raises soon, and says what the first one said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.gloo.world import World
+from zeropp.engine import flat
+from zeropp.layout import InfeasibleError
+from zeropp.parallel_model import ParallelModel
+
+RANK = 1  # the one that fails
+PROMPT_S = 15.0  # of the world's 60, and of the 30 minutes that gloo would wait
+WIDTH, ROWS = 6, 12
+DEGREES: list[dict[str, Any]] = [
+    {"pp": 3},
+    {"shard": 3},
+    {"replicate": 3, "replicate_zero": 1},
+    {"pp": 2, "shard": 2, "chunks": 2},
+]
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    """Raise on one rank."""
+    if dist.get_rank() == RANK:
+        raise ValueError("broken here\nand more")
+
+
+def schedule(steps_done: int) -> float:
+    """A factor on the learning rate."""
+    del steps_done
+    fails()
+    return 1.0
+
+
+class Backward(torch.autograd.Function):
+    """Raises in a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        fails()
+        return gradient
+
+
+class Layer(nn.Module):
+    """Raises where it is told to, from the third call on."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where, self.calls = nn.Linear(WIDTH, WIDTH), where, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.where == "forward" and self.training and self.calls > 2:
+            fails()
+        if self.where == "evaluation" and not self.training:
+            fails()
+        y: Tensor = self.linear(x)
+        return Backward.apply(y) if self.where == "backward" else y  # type: ignore[no-untyped-call]
+
+
+class Optimizer(torch.optim.SGD):
+    """Has no memory for its state."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Raise on one rank, once the model has gradients."""
+        if self.param_groups[0]["params"][0].numel() > 8:
+            fails()
+        super().step()
+
+
+def built(where: str, degrees: dict[str, Any]) -> ParallelModel:
+    torch.manual_seed(3)
+    kind = Optimizer if where == "optimizer" else torch.optim.SGD
+    more: dict[str, Any] = {"lr_schedule": schedule} if where == "schedule" else {}
+    return zeropp.parallelize(
+        [Layer(where).double() for _ in range(6)],
+        nn.functional.mse_loss,
+        sample=torch.zeros(1, WIDTH, dtype=torch.float64),
+        global_batch=ROWS,
+        optimizer=lambda groups: kind(groups["all"], lr=0.1),
+        **degrees,
+        **more,
+    )
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """What a call raises, in a time that shows that nothing waited; empty for nothing."""
+    begin = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        assert time.monotonic() - begin < PROMPT_S
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def failed_steps(degrees: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """What a step, and the one after it, say in every case."""
+    found = {}
+    batch = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
+    for where in ("forward", "backward", "schedule", "optimizer", "evaluation"):
+        with built(where, degrees) as model:
+            inputs, targets = batch[:, model.rows]
+            call = model.eval_step if where == "evaluation" else model.train_step
+            first = error_of(lambda call=call, i=inputs, t=targets: call(i, t))  # type: ignore[misc]
+            again = error_of(lambda m=model, i=inputs, t=targets: m.train_step(i, t))  # type: ignore[misc]
+            found[where] = first, again
+    return found
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_an_error_in_the_middle_reaches_every_rank(world: World, degrees: dict[str, Any]) -> None:
+    size = degrees.get("pp", 1) * degrees.get("shard", 1) * degrees.get("replicate", 1)
+    for rank, found in enumerate(world.run(failed_steps, degrees, size=size)):
+        assert len(found) == 5
+        for where, (first, again) in found.items():
+            expected = "PeerError: rank 1 raised ValueError: broken here"
+            if rank == RANK:
+                expected = "ValueError: broken here\nand more"
+            assert first == expected, where
+            assert again.startswith("RuntimeError: an earlier step raised"), where
+
+
+def save_after_a_failure(place: Path) -> float:
+    """Save after a step that failed, and load that: how far the parameters have moved."""
+    with built("forward", {"pp": 3}) as model:
+        before = model.full_state_dict()
+        batch = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
+        assert error_of(lambda: model.train_step(*batch))
+        assert "ended the connections" in error_of(model.full_state_dict)
+        model.save(place)
+    with built("", {"shard": 3}) as model:
+        model.load(place)
+        after = model.full_state_dict()
+    return max((float((after[n] - before[n]).abs().max()) for n in before), default=0.0)
+
+
+def test_a_checkpoint_after_an_error_has_the_values_before_the_step(
+    world: World, tmp_path: Path
+) -> None:
+    assert world.run(save_after_a_failure, tmp_path / "checkpoint", size=3) == [0.0] * 3
+
+
+def failed_calls(place: Path) -> dict[str, str]:
+    """What saves, loads and gathers say that one rank calls wrongly, or in which it fails."""
+    mine, found = dist.get_rank() == RANK, {}
+    with built("", {"pp": 3}) as model:
+        model.save(place)
+        nowhere: Any = None if mine else place
+        found["save to None"] = error_of(lambda: model.save(nowhere))
+        other = place.with_name("other") if mine else place
+        found["save elsewhere"] = error_of(lambda: model.save(other))
+        found["load from None"] = error_of(lambda: model.load(nowhere))
+        given: Any = None if mine else {}
+        found["no state dict"] = error_of(lambda: model.load_state_dict(given))
+        model.load(place)
+        copies = flat.FlatParameters.copies
+        with mock.patch.object(flat.FlatParameters, "copies", fails if mine else copies):
+            found["full_state_dict"] = error_of(model.full_state_dict)
+    return found
+
+
+CALLS = {
+    "save to None": "TypeError: ",
+    "save elsewhere": "CheckpointError: ",
+    "load from None": "TypeError: ",
+    "no state dict": "AttributeError: ",
+    "full_state_dict": "ValueError: broken here",
+}
+
+
+def test_saves_and_loads_that_one_rank_calls_wrongly(world: World, tmp_path: Path) -> None:
+    for rank, found in enumerate(world.run(failed_calls, tmp_path / "checkpoint", size=3)):
+        assert set(found) == set(CALLS)
+        for name, own in CALLS.items():
+            expected = own if rank == RANK else f"PeerError: rank 1 raised {own}"
+            assert found[name].startswith(expected), (name, found[name])
+
+
+def failed_constructions() -> dict[str, str]:
+    """What ``parallelize`` says where one rank fails at something that it does on its own."""
+    mine, found = dist.get_rank() == RANK, {}
+    device: Any = "cuda" if mine else None
+    found["device"] = error_of(lambda: built("", {"pp": 3, "device": device}))
+    found["no backend"] = error_of(lambda: built("", {"pp": 3, "device": "meta"}))
+    for name, where in (
+        ("values", "zeropp.api.described"),
+        ("lanes", "zeropp.engine.engine.make_lanes"),
+    ):
+        with mock.patch(where, fails) if mine else nullcontext():
+            found[name] = error_of(lambda: built("", {"pp": 3}))
+    return found
+
+
+def test_constructions_that_fail_on_one_rank(world: World) -> None:
+    for rank, found in enumerate(world.run(failed_constructions, size=3)):
+        own = "" if rank == RANK else "PeerError: rank 1 raised "
+        assert found["device"].startswith(f"{own}AssertionError: Torch not compiled"), found
+        refused = f"{InfeasibleError.__name__}: device='meta': the process group has no backend"
+        assert found["no backend"].startswith(refused)
+        for name in ("values", "lanes"):
+            assert found[name].startswith(f"{own}ValueError: broken here"), name

@@ -1,0 +1,230 @@
+"""Parameters that some steps use and others do not: every optimizer as in one process, in every
+topology and through checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.nn import functional as F
+
+import zeropp
+from tests.gloo.world import World
+from zeropp.layout import InfeasibleError
+from zeropp.parallel_model import ParallelModel
+
+WIDTH, ROWS, STEPS = 6, 12, 2
+TOPOLOGIES: list[dict[str, Any]] = [
+    {"pp": 2, "shard": 2, "chunks": 2},
+    {"shard": 2, "replicate": 2, "replicate_zero": 1},
+    {"pp": 2, "replicate": 2},
+    {"shard": 4},
+    {"pp": 4},
+]
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.5),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.02, amsgrad=True, foreach=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.5),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.02),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.02),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True, maximize=True),
+}
+
+
+class Choosing(nn.Module):
+    """Uses one parameter from a late step on, one now and then, and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.never, self.late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(WIDTH))
+        self.expert = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, late: Tensor, rare: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if bool(rare.any()):
+            y = y + self.expert(x).tanh()
+        return y * self.late if bool(late.any()) else y
+
+
+def made() -> list[nn.Module]:
+    """Layers, equal on every rank."""
+    torch.manual_seed(4)
+    ends = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    return [layer.double() for layer in [ends[0], *(Choosing() for _ in range(4)), ends[1]]]
+
+
+def data(step: int) -> dict[str, Tensor]:
+    """A global batch, in which one row asks for the late parameter from step 3 on, and one for the
+    rare ones in steps 1, 4 and 8."""
+    generator = torch.Generator().manual_seed(step)
+    inputs, targets = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    row = torch.arange(ROWS)
+    late, rare = (row == 5) & (step >= 3), (row == 7) & (step in (1, 4, 8))
+    return {"inputs": inputs, "targets": targets, "late": late, "rare": rare}
+
+
+def alone(kind: str, steps: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Parameters after some steps in one process, and how many the optimizer has counted of each
+    (none of those that have never had a gradient)."""
+    model = nn.ModuleList(copy.deepcopy(made()))
+    optimizer = KINDS[kind](model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        batch = data(step)
+        for row in range(ROWS):
+            x, y, late, rare = (batch[name][row : row + 1] for name in batch)
+            for layer in model:
+                x = layer(x, late, rare) if isinstance(layer, Choosing) else layer(x)
+            (F.mse_loss(x, y) / ROWS).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    counts = {
+        name: float(optimizer.state[parameter]["step"])
+        for name, parameter in model.named_parameters()
+        if "step" in optimizer.state[parameter]
+    }
+    return dict(model.state_dict()), counts
+
+
+def parallel(kind: str, degrees: dict[str, Any]) -> ParallelModel:
+    batch = data(0)
+    return zeropp.parallelize(
+        made(),
+        F.mse_loss,
+        sample=batch["inputs"][:1],
+        sample_keywords={name: batch[name][:1] for name in ("late", "rare")},
+        global_batch=ROWS,
+        optimizer=lambda groups: KINDS[kind](groups["all"]),
+        **degrees,
+    )
+
+
+def go_on(degrees: dict[str, Any], kinds: Sequence[str], place: Path, number: int) -> None:
+    """For every kind of optimizer: load the last topology's checkpoint, train, save."""
+    for kind in kinds:
+        with parallel(kind, degrees) as model:
+            start = place / f"{kind} {number - 1}"
+            if number % 2:
+                model.load(start)
+            elif number:
+                load({"model": model}, checkpoint_id=str(start))
+            for step in range(STEPS * number, STEPS * (number + 1)):
+                inputs, targets, late, rare = (part[model.rows] for part in data(step).values())
+                model.train_step(inputs, targets, late=late, rare=rare)
+            model.save(place / f"{kind} {number}")
+
+
+def read(place: Path, counted: dict[str, float]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Parameters, and the optimizer's counts of these parameters, from a checkpoint."""
+    state: dict[str, Any] = dict(nn.ModuleList(made()).state_dict())
+    state["optimizer"] = {f"{name}.step": torch.zeros(()) for name in counted}
+    load({"model": state}, checkpoint_id=str(place), no_dist=True)
+    counts = state.pop("optimizer")
+    return state, {name: float(counts[f"{name}.step"]) for name in counted}
+
+
+def test_every_optimizer_is_that_of_one_process_through_checkpoints(
+    world: World, tmp_path: Path
+) -> None:
+    for number, degrees in enumerate(TOPOLOGIES):
+        world.run(go_on, degrees, list(KINDS), tmp_path, number, size=4, timeout_s=120)
+        for kind in KINDS:
+            expected, counts = alone(kind, STEPS * (number + 1))
+            found, counted = read(tmp_path / f"{kind} {number}", counts)
+            assert counted == counts, kind
+            for name, value in expected.items():
+                torch.testing.assert_close(
+                    found[name], value, rtol=0.0, atol=1e-10, msg=f"{kind} {number} {name}"
+                )
+    assert sorted(set(alone("adamw", 10)[1].values())) == [3.0, 7.0, 10.0]
+
+
+def step_on(model: ParallelModel, count: int) -> None:
+    """Train on one batch, in which nothing is unused but what never is."""
+    for _ in range(count):
+        inputs, targets, late, rare = (part[model.rows] for part in data(4).values())
+        model.train_step(inputs, targets, late=late, rare=rare)
+
+
+def load_older(place: Path) -> list[dict[str, Tensor]]:
+    """Parameters after a checkpoint that does not say which of them have begun, and after one that
+    says so."""
+    found = []
+    for older in (True, False):
+        with parallel("momentum", {"pp": 2}) as model:
+            step_on(model, 2)
+            state = model.state_dict()
+            kept = state["optimizer"]
+            if older:
+                state["optimizer"] = {k: v for k, v in kept.items() if not k.endswith(".begun")}
+                assert len(state["optimizer"]) < len(kept)
+            save({"model": state}, checkpoint_id=str(place / str(older)))
+            step_on(model, 1)
+            model.load(place / str(older))
+            step_on(model, 1)
+            found.append(model.full_state_dict())
+    return found
+
+
+def test_older_checkpoints_are_read(world: World, tmp_path: Path) -> None:
+    (older, newer), _ = world.run(load_older, tmp_path, size=2)
+    assert set(older) == set(newer)
+    assert all(torch.equal(older[name], value) for name, value in newer.items())
+    assert float((newer["1.late"] - 1.0).abs().max()) > 0
+
+
+class Middling(torch.optim.Optimizer):
+    """Subtracts the mean of a tensor's gradient: what others have matters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.sub_(group["lr"] * (one.grad - one.grad.mean()))
+
+
+WRONG: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adafactor does not work element by element": torch.optim.Adafactor,
+    "LBFGS cannot take a step": torch.optim.LBFGS,
+    "Middling does not work element by element": Middling,
+    "Adam cannot take a step": lambda p: torch.optim.Adam(p, capturable=True),
+}
+
+
+def refused() -> list[str]:
+    """What ``parallelize`` says to optimizers that cannot update flat shards."""
+    said = []
+    for kind in WRONG.values():
+
+        def make(groups: Any, kind: Callable[[Any], torch.optim.Optimizer] = kind) -> Any:
+            return kind(groups["all"])
+
+        with pytest.raises(InfeasibleError) as caught:
+            zeropp.parallelize(
+                made()[:1], F.mse_loss, sample=data(0)["inputs"][:1], global_batch=ROWS,
+                optimizer=make, shard=2,
+            )  # fmt: skip
+        said.append(str(caught.value))
+    return said
+
+
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused(world: World) -> None:
+    first, second = world.run(refused, size=2)
+    assert first == second
+    assert len(first) == len(WRONG)
+    for said, words in zip(first, WRONG, strict=True):
+        assert said.startswith(f"optimizer: {words}"), said
+        assert "\n" not in said

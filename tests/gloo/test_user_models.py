@@ -1,0 +1,163 @@
+"""Unusual layers, losses and optimizers of a user's: as in one process, or one error everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.nn import functional as F
+
+import zeropp
+from tests.gloo.user_layers import LAYERS, REFUSED, WIDTH, Make, linear
+from tests.gloo.world import World
+from zeropp.parallel_model import ParallelModel
+
+ROWS, MICROBATCH, STEPS = 12, 2, 3
+DEGREES: list[dict[str, Any]] = [
+    {"pp": 3},
+    {"pp": 2, "chunks": 2, "split_backward": False},
+    {"shard": 3, "chunks": 2},
+    {"pp": 2, "shard": 2, "chunks": 2},
+    {"pp": 2, "replicate": 2, "replicate_zero": 1, "recompute": "full"},
+]
+
+
+def made(kinds: list[Make]) -> list[nn.Module]:
+    """Layers of these kinds, equal on every rank."""
+    torch.manual_seed(3)
+    return [kind().double() for kind in kinds]
+
+
+def data(step: int, tokens: bool = False) -> tuple[Tensor, Tensor]:
+    """A global batch, in fp64."""
+    generator = torch.Generator().manual_seed(step)
+    inputs, targets = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    return torch.arange(ROWS) % 7 if tokens else inputs, targets
+
+
+def alone(kinds: list[Make]) -> dict[str, Tensor]:
+    """Parameters after some steps in one process."""
+    model = nn.ModuleList(made(kinds))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for x, y in zip(*(torch.split(part, MICROBATCH) for part in data(step)), strict=True):
+            value: Any = x
+            for layer in model:
+                value = layer(*value) if isinstance(value, tuple) else layer(value)
+            (F.mse_loss(value, y) * MICROBATCH / ROWS).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def parallel(kinds: list[Make], tokens: bool = False, **more: Any) -> ParallelModel:
+    usual: dict[str, Any] = {
+        "optimizer": lambda groups: torch.optim.AdamW(groups["all"], lr=0.01, weight_decay=0.1),
+        "loss_fn": F.mse_loss,
+    }
+    arguments = {**usual, **more}
+    return zeropp.parallelize(
+        made(kinds),
+        arguments.pop("loss_fn"),
+        sample=data(0, tokens)[0][:MICROBATCH],
+        global_batch=ROWS,
+        **arguments,
+    )
+
+
+def train(names: list[str], degrees: dict[str, Any], place: Path) -> None:
+    """Train and save each kind of layers."""
+    for name in names:
+        with parallel(LAYERS[name], **degrees) as model:
+            for step in range(STEPS):
+                inputs, targets = data(step)
+                model.train_step(inputs[model.rows], targets[model.rows])
+            model.save(place / name)
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_unusual_layers_are_those_of_one_process(
+    world: World, degrees: dict[str, Any], tmp_path: Path
+) -> None:
+    data_parallel = degrees.get("shard", 1) * degrees.get("replicate", 1)
+    # Every rank's spectral norm would see its own rows, and recomputation would see them twice.
+    names = [name for name in LAYERS if data_parallel == 1 or name != "spectral norm"]
+    size = prod(degrees.get(axis, 1) for axis in ("pp", "shard", "replicate"))
+    world.run(train, names, degrees, tmp_path, size=size, timeout_s=120)
+    for name in names:
+        expected = alone(LAYERS[name])
+        found = {key: torch.empty_like(value) for key, value in expected.items()}
+        load({"model": found}, checkpoint_id=str(tmp_path / name), no_dist=True)
+        for key, value in expected.items():
+            tolerance = 1e-6 if name == "two types" else 1e-10  # one of them is fp32
+            assert float((found[key] - value).abs().max()) < tolerance, (name, key)
+
+
+def said_by(call: Callable[[], object]) -> str:
+    """What a call raises; empty for nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused() -> dict[str, str]:
+    """What ``parallelize`` says to layers and optimizers that cannot be trained rightly."""
+    found = {}
+    for name, (kinds, _) in REFUSED.items():
+        tokens = name == "max_norm"
+        found[name] = said_by(lambda k=kinds, t=tokens: parallel(k, t, pp=2))  # type: ignore[misc]
+    group_of = lambda name, parameter: "wide" if parameter.dim() > 1 else "narrow"  # noqa: E731
+    found["group"] = said_by(lambda: parallel([linear] * 4, pp=2, group_of=group_of))
+    return found
+
+
+def test_layers_that_would_be_wrong_are_refused(world: World) -> None:
+    first, second = world.run(refused, size=2)
+    assert first == second
+    assert set(first) == {*REFUSED, "group"}
+    for name, (_, words) in REFUSED.items():
+        assert first[name].startswith(f"InfeasibleError: {words}"), first[name]
+    words = "InfeasibleError: optimizer: has nothing of group 'wide', whose parameters would never"
+    assert first["group"].startswith(words)
+    assert all("\n" not in message for message in first.values())
+
+
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "rows": (
+        lambda output, target: (output - target).square().mean(1),
+        "TypeError: loss_fn: gives (2,), but a tensor of one number is needed",
+    ),
+    "a number": (
+        lambda output, target: float(F.mse_loss(output, target)),
+        "TypeError: loss_fn: gives float, but a tensor of one number is needed",
+    ),
+    "detached": (
+        lambda output, target: F.mse_loss(output, target).detach(),
+        "RuntimeError: train_step: the loss depends on nothing that is trained",
+    ),
+}
+
+
+def wrong_losses() -> dict[str, str]:
+    """What a step says to loss functions that give no loss."""
+    found = {}
+    for name, (function, _) in LOSSES.items():
+        with parallel([linear] * 4, loss_fn=function, pp=2) as model:
+            found[name] = said_by(lambda m=model: m.train_step(*data(0)))  # type: ignore[misc]
+    return found
+
+
+def test_a_loss_that_is_none_is_one_error_on_every_rank(world: World) -> None:
+    first, second = world.run(wrong_losses, size=2)
+    assert set(first) == set(second) == set(LOSSES)
+    for name, (_, words) in LOSSES.items():
+        assert second[name].startswith(words)
+        assert first[name].startswith(f"PeerError: rank 1 raised {words}")

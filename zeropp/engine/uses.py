@@ -1,0 +1,48 @@
+"""Which parameters the backwards of a step have reached.
+
+A pipeline rank sends zeros where the output of a stage does not depend on its inputs (a layer that
+detaches them), because its peer waits for a message. In one process no backward would go on there.
+So uses are noted by backward, and those of earlier stages do not count where a later stage has cut
+the graph of the same microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Cut = tuple[int, int]  # stage and microbatch whose backward gave its inputs no gradient
+
+
+class Uses:
+    """What this rank's backwards have reached in a step, by the identities of parameters."""
+
+    def __init__(self) -> None:
+        self.cuts: set[Cut] = set()
+        self._by_backward: dict[tuple[int, int], set[int]] = {}
+        self._current: set[int] = set()
+
+    def begin_step(self) -> None:
+        """Forget the last step's."""
+        self.cuts.clear()
+        self._by_backward.clear()
+        self._current = set()
+
+    def begin_backward(self, stage: int, microbatch: int) -> None:
+        """What is added from here on is of this backward."""
+        self._current = self._by_backward.setdefault((stage, microbatch), set())
+
+    def add(self, parameter: object) -> None:
+        """Note a parameter that has had a gradient."""
+        self._current.add(id(parameter))
+
+    def found(self, cuts: Iterable[Cut] = ()) -> set[int]:
+        """The parameters that were used, given all cuts of this rank's pipeline."""
+        last: dict[int, int] = {}  # by microbatch, the last stage that has cut its graph
+        for stage, microbatch in cuts:
+            last[microbatch] = max(stage, last.get(microbatch, 0))
+        return {
+            parameter
+            for (stage, microbatch), parameters in self._by_backward.items()
+            if stage >= last.get(microbatch, 0)
+            for parameter in parameters
+        }
