@@ -16,14 +16,14 @@ $bin/mypy
 $bin/lint-imports
 $bin/mkdocs build --strict --quiet --site-dir "$(mktemp -d)/site"
 
-# Two processes: the tests of Slurm mostly wait, and each unit test needs one core. What starts
-# many busy ranks runs one test after another in the other process.
+# Two processes: tests of many busy ranks run one after another in one of them. The other tests
+# need one core each, and those of Slurm mostly wait.
 log=$(mktemp)
-"${pytest[@]}" tests/slurm tests/unit >"$log" 2>&1 &
+"${pytest[@]}" --ignore=tests/gloo >"$log" 2>&1 &
 beside=$!
 trap 'kill "$beside" 2>/dev/null || true; rm -f "$log"' EXIT
 failed=0
-"${pytest[@]}" --ignore=tests/slurm --ignore=tests/unit || failed=1
+"${pytest[@]}" tests/gloo || failed=1
 wait "$beside" || failed=1
 cat "$log"
 exit "$failed"

@@ -19,6 +19,7 @@ CASES = [
     Case(pp=2, shard=2, replicate=2, zero=True, batch=16, chunks=2, tied=True, dropout=0.1),
     Case(pp=1, batch=16, chunks=1, tied=True, dropout=0.1),
 ]
+SAVED = Case(pp=2, shard=2, batch=8, unit=2, chunks=1, tied=True, dropout=0.1)
 STEPS = 3  # in each topology
 
 
@@ -55,7 +56,7 @@ def test_loss_curve_goes_on_in_other_topologies(world: World, tmp_path: Path) ->
 
 def save_after(directory: Path, steps: int, killed_in: str) -> str:
     """Train and save; in ``killed_in`` a rank dies while it writes. Gives what then was raised."""
-    case = CASES[0]
+    case = SAVED
     engine = build_engine(case, torch.float32, ADAMW)
     for step in range(steps):
         engine.step(*local_microbatches(case, step))
@@ -79,7 +80,7 @@ def save_after(directory: Path, steps: int, killed_in: str) -> str:
 
 def load_from(directory: Path) -> str:
     """Steps done of a checkpoint, or what its load says."""
-    engine = build_engine(CASES[0], torch.float32, ADAMW)
+    engine = build_engine(SAVED, torch.float32, ADAMW)
     try:
         engine.load(directory)
     except CheckpointError as error:
@@ -91,24 +92,24 @@ def test_the_last_whole_checkpoint_survives_a_death_while_saving(
     world: World, tmp_path: Path
 ) -> None:
     place = tmp_path / "checkpoint"
-    assert set(world.run(save_after, place, 1, "", size=8)) == {"saved"}
-    assert set(world.run(save_after, place, 2, "the save", size=8)) == {"died"}
-    assert set(world.run(load_from, place, size=8)) == {"1 steps"}
-    assert set(world.run(save_after, place, 2, "", size=8)) == {"saved"}
-    assert set(world.run(load_from, place, size=8)) == {"2 steps"}
+    assert set(world.run(save_after, place, 1, "", size=SAVED.world)) == {"saved"}
+    assert set(world.run(save_after, place, 2, "the save", size=SAVED.world)) == {"died"}
+    assert set(world.run(load_from, place, size=SAVED.world)) == {"1 steps"}
+    assert set(world.run(save_after, place, 2, "", size=SAVED.world)) == {"saved"}
+    assert set(world.run(load_from, place, size=SAVED.world)) == {"2 steps"}
     place.rename(tmp_path / "checkpoint.previous")  # as between the two renames
-    assert set(world.run(load_from, place, size=8)) == {"2 steps"}
+    assert set(world.run(load_from, place, size=SAVED.world)) == {"2 steps"}
 
 
 def test_a_flipped_byte_is_refused_on_every_rank(world: World, tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
-    world.run(save_after, place, 1, "", size=8)
+    world.run(save_after, place, 1, "", size=SAVED.world)
     victim = sorted(place.glob("*.distcp"))[0]
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
-    (said,) = set(world.run(load_from, place, size=8))
+    (said,) = set(world.run(load_from, place, size=SAVED.world))
     assert said.startswith(f"{victim}: damaged (its digest differs)")
     victim.unlink()
-    (said,) = set(world.run(load_from, place, size=8))
+    (said,) = set(world.run(load_from, place, size=SAVED.world))
     assert said.startswith(f"{victim}: missing")

@@ -6,6 +6,8 @@ import ast
 import re
 import sys
 import tomllib
+from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -40,6 +42,12 @@ def imported(folder: str) -> set[str]:
     return found - OWN - set(sys.stdlib_module_names)
 
 
+@cache
+def installed() -> Mapping[str, list[str]]:
+    """The distributions of every package that is installed; to list them takes a second."""
+    return packages_distributions()
+
+
 def names(requirements: list[str]) -> set[str]:
     """Normalised names of requirements."""
     return {re.split(r"[<>=\[]", line)[0].lower().replace("_", "-") for line in requirements}
@@ -53,8 +61,7 @@ def test_what_is_imported_is_declared(folder: str) -> None:
         declared |= names(extras["suite"])
     if folder in DEVELOP:
         declared |= names([line for extra in extras.values() for line in extra])
-    installed = packages_distributions()
     undeclared = {
-        name for name in imported(folder) if not names(installed.get(name, [name])) & declared
+        name for name in imported(folder) if not names(installed().get(name, [name])) & declared
     }
     assert undeclared == set()
