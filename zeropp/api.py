@@ -61,15 +61,23 @@ def parallelize(
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
     request = _checked(arguments, layers, sample, global_batch)
     device = together(lambda: _device(request.device, request.mesh))
-    request, stages = together(lambda: _cut(layers, loss_fn, request, sample, global_batch))
+    request, stages = together(
+        lambda: _cut(layers, loss_fn, request=request, sample=sample, global_batch=global_batch)
+    )
     pieces = together(lambda: stages.pieces(layers, device))
     _compare_values(pieces)
     engine = Engine(
-        pieces, stages.schedule, stages.layout, loss_fn, stages.boundary, request.optimizer,
-        device, request.engine_options(),
+        pieces, stages.schedule, stages.layout, loss_function=loss_fn, boundary=stages.boundary,
+        optimizer=request.optimizer, device=device, options=request.engine_options(),
     )  # fmt: skip
-    rows, keywords = stages.rows(global_batch), request.sample_keywords
-    return ParallelModel(engine, sample, keywords, rows, stages.layout, stages.describe(request))
+    return ParallelModel(
+        engine,
+        sample=sample,
+        sample_keywords=request.sample_keywords,
+        rows=stages.rows(global_batch),
+        layout=stages.layout,
+        settings=stages.describe(request),
+    )
 
 
 def _checked(
@@ -87,6 +95,7 @@ def _checked(
 def _cut(
     layers: Sequence[Layer],
     loss_fn: LossFunction,
+    *,
     request: Request,
     sample: Tensor,
     global_batch: int,
@@ -98,7 +107,13 @@ def _cut(
     check_parameters([one.kinds for one in sizes], request.tied, request.precision)
     if request.open:
         saved = saved_bytes(layers, sample, request.sample_keywords)
-        job = Job(sizes, saved, dist.get_world_size(), global_batch, len(sample))
+        job = Job(
+            sizes=sizes,
+            saved=saved,
+            world=dist.get_world_size(),
+            global_batch=global_batch,
+            microbatch_size=len(sample),
+        )
         request = choose(request, job)
     return request, cut_as(request, sizes, global_batch, len(sample))
 

@@ -37,7 +37,7 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What is trained: the layers, what they keep for their backward, and the batch."""
 
@@ -72,7 +72,7 @@ def choose(request: Request, job: Job) -> Request:
             continue
         conditions = candidate.conditions()
         assert conditions is not None
-        peak_bytes = _peak_bytes(stages, candidate.knobs, job, layers, conditions)
+        peak_bytes = _peak_bytes(stages, candidate.knobs, job, layers=layers, given=conditions)
         if peak_bytes > device_bytes:
             too_large += 1
             continue
@@ -199,12 +199,20 @@ def _peak_bytes(
     stages: Stages,
     knobs: ZeroppKnobs,
     job: Job,
+    *,
     layers: Sequence[_LayerBytes],
     given: Conditions,
 ) -> float:
     """The largest estimate of any pipeline rank."""
     return max(
-        _rank_bytes(stages, stages.schedule.stages_of(rank), knobs, job, layers, given)
+        _rank_bytes(
+            stages,
+            stages.schedule.stages_of(rank),
+            knobs=knobs,
+            job=job,
+            layers=layers,
+            given=given,
+        )
         for rank in range(stages.layout.pp)
     )
 
@@ -212,6 +220,7 @@ def _peak_bytes(
 def _rank_bytes(
     stages: Stages,
     mine: Sequence[int],
+    *,
     knobs: ZeroppKnobs,
     job: Job,
     layers: Sequence[_LayerBytes],

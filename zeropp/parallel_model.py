@@ -23,17 +23,18 @@ from zeropp.training import StepResult
 
 
 class ParallelModel:
-    """This rank's part of the model, its optimizer included.
+    """This rank's part of the model, with its optimizer.
 
-    Every method but ``close`` is collective: all ranks call it. ``rows`` are this rank's of a
-    global batch, those of ``data_parallel_rank`` out of ``data_parallel_size`` equal parts, as a
-    ``DistributedSampler`` numbers them. ``settings`` says in one line what the model runs with:
-    degrees and knobs, whether they were given, chosen or defaults.
+    All ranks must call every method together, except for ``close``. ``rows`` is this rank's slice
+    of a global batch: part ``data_parallel_rank`` of ``data_parallel_size`` equal parts, as a
+    ``DistributedSampler`` numbers them. ``settings`` is one line with the degrees and knobs of the
+    model, whether they were given, chosen or are defaults.
     """
 
     def __init__(
         self,
         engine: Engine,
+        *,
         sample: Tensor,
         sample_keywords: Mapping[str, Tensor],
         rows: slice,
@@ -113,12 +114,12 @@ class ParallelModel:
         return self.engine.state().named()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what ``torch.distributed.checkpoint.load`` has read into ``state_dict()``, or
-        whole tensors by name: of every parameter and buffer on the rank that holds it, and, where
-        they are there, of the optimizer. More names than a rank needs may be given.
+        """Load what ``torch.distributed.checkpoint.load`` has read into ``state_dict()``, or whole
+        tensors by name: all parameters and buffers of this rank and, if given, the optimizer's
+        state. More names than a rank needs may be given.
 
-        Raises ValueError, the same on every rank and before anything is changed, for a name that
-        is missing, that no rank knows, or that has another shape.
+        Raises ValueError, the same on every rank and before anything is changed, if a name is
+        missing, if no rank knows it, or if its tensor has another shape.
         """
         state = self.engine.state()
         load_named(state, state_dict)
@@ -129,7 +130,8 @@ class ParallelModel:
         buffers, optimizer, steps done. ``torch.distributed.checkpoint.load({"model": model}, ...)``
         reads it, too.
 
-        It is whole or not there: the last checkpoint of that name stays until this one is written.
+        An interrupted save leaves no half checkpoint: the last one with that name stays until this
+        one is complete.
         """
         self.engine.save(directory)
 
@@ -140,7 +142,7 @@ class ParallelModel:
         self.engine.load(directory)
 
     def close(self) -> None:
-        """Give up the threads and process groups of this model, which is of no more use."""
+        """End this model's threads and process groups; it cannot be used afterwards."""
         self.engine.close()
 
     def __enter__(self) -> ParallelModel:

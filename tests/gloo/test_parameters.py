@@ -154,7 +154,7 @@ def test_freezing_after_construction_is_one_error_on_every_rank(world: World, fr
 
 
 def train_kinds() -> dict[str, tuple[float, bool, int]]:
-    """For kinds of linear layers: error, whether weight gradients are put off, warnings."""
+    """For kinds of linear layers: error, whether weight gradients are delayed, warnings."""
     kinds: dict[str, Callable[[], nn.Module]] = {
         "plain": lambda: nn.Linear(WIDTH, WIDTH),
         "Conv1D": lambda: Conv1D(WIDTH, WIDTH),  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Checkpoints through torch.distributed.checkpoint, readable in any other topology.
+"""Checkpoints through torch.distributed.checkpoint, which any other topology can load.
 
-Everything is saved under the model's own names, ``{piece}.{parameter}``, in the model's own shapes;
-the pipeline rank, the shard and the replica are no part of a name. A rank writes the boxes that it
-holds of each tensor (``zeropp.engine.part``). A process without any parallelism reads the same
+Everything is saved under the model's own names, ``{piece}.{parameter}``, and in the model's own
+shapes; names do not depend on pipeline rank, shard or replica. Each rank writes the boxes that it
+holds of every tensor (``zeropp.engine.part``). A process without parallelism can read the same
 checkpoint into a plain state dict.
 
 What an optimizer keeps begins with a parameter's first gradient. A checkpoint has it of every
@@ -33,11 +33,11 @@ from zeropp.engine.together import together
 
 OPTIMIZER, SETTINGS, STEPS = "optimizer", "param_groups", "steps_done"
 Settings = tuple[tuple[str, Any], ...]  # of one optimizer group: names and values
-# How an optimizer computes belongs to the machine and not to the training.
+# Settings that say how an optimizer computes depend on the machine, so they are not saved.
 _OF_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class State:
     """What one rank saves, by name; tensors share memory with what they describe.
 
@@ -54,8 +54,8 @@ class State:
     kept: list[tuple[FlatParameters, Kept]]
 
     def named(self) -> dict[str, Any]:
-        """As one dict: names of the unsharded model at the top, and ``optimizer`` and
-        ``steps_done`` beside them. No layer can have such a name, because layers are numbers."""
+        """The state as one dict: the names of the unsharded model, and beside them ``optimizer``
+        and ``steps_done``, which cannot be names of parameters, as these begin with a number."""
         optimizer: dict[str, Any] = {**self.optimizer}
         if self.settings:
             optimizer[SETTINGS] = self.settings
@@ -74,7 +74,13 @@ def state_of(
     Raises InfeasibleError for an optimizer that keeps something which cannot be cut like the
     parameters.
     """
-    state = State(dict(buffers), {}, _settings_of(updater), torch.tensor(steps_done), [])
+    state = State(
+        model=dict(buffers),
+        optimizer={},
+        settings=_settings_of(updater),
+        steps_done=torch.tensor(steps_done),
+        kept=[],
+    )
     trained = []
     for flat in flats:
         state.model.update(_described("{}", flat, flat.rows, flat.layout.owned))
@@ -91,7 +97,7 @@ def state_of(
 
 
 def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Tensor]:
-    """The buffers that a state dict of the model has, named ``{piece}.{buffer}``."""
+    """The buffers that belong to the model's state dict, named ``{piece}.{buffer}``."""
     return {
         f"{index}.{name}": buffer
         for index, piece in pieces
@@ -102,8 +108,8 @@ def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Ten
 
 
 def save(state: State, directory: Path | str) -> None:
-    """Write a state, whole or not at all, under the names that torch's ``save`` gives a Stateful
-    that is called ``model``; collective."""
+    """Write a state, whole or not at all, as torch's ``save({"model": ...})`` names it;
+    collective."""
 
     def write(place: Path) -> None:
         state_dict_saver.save({"model": state.named()}, checkpoint_id=str(place))
@@ -162,10 +168,11 @@ def _is_plain(value: object) -> bool:
 
 
 def boxes(shape: Sequence[int], stretch: Stretch) -> Iterator[tuple[tuple[int, ...], Stretch]]:
-    """A stretch of a tensor's elements, in the order of memory, as boxes: (offsets, elements).
+    """Cut a stretch of a tensor's elements, in the order of memory, into boxes: pairs of a box's
+    offsets in the tensor and its own stretch.
 
-    At most two boxes per dimension and one more: parts of the first and the last row, and the rows
-    between.
+    There are at most two boxes per dimension and one more: parts of the first and the last row, and
+    the rows between them.
     """
     if not len(stretch):
         return
@@ -185,7 +192,7 @@ def boxes(shape: Sequence[int], stretch: Stretch) -> Iterator[tuple[tuple[int, .
 
 
 def box_sizes(shape: Sequence[int], offsets: Sequence[int], count: int) -> tuple[int, ...]:
-    """The sizes of a box of ``count`` elements that ``boxes`` found at the offsets."""
+    """The sizes of the box of ``count`` elements that ``boxes`` has cut at ``offsets``."""
     sizes, full = [1] * len(shape), 1
     for dim in reversed(range(len(shape))):
         sizes[dim] = min(count // full, shape[dim])
@@ -209,7 +216,8 @@ def _boxes_in_row(
 def _described(
     name: str, flat: FlatParameters, tensor: Tensor, held: Stretch
 ) -> Iterator[tuple[str, Part]]:
-    """What ``tensor``, which holds a stretch of the flat buffer, has of every parameter."""
+    """The part of every parameter in ``tensor``, which holds the stretch ``held`` of the flat
+    buffer, by name. ``name`` is a format that gets the parameter's name."""
     for slot in flat.layout.slots:
         found = _boxes_of(slot, tensor, held)
         if found:

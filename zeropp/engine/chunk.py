@@ -18,7 +18,7 @@ from zeropp.engine.values import TensorShape, Value, cast, chosen, keywords_of, 
 from zeropp.literals import Recompute
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChunkOptions:
     """How a chunk runs its pieces.
 
@@ -63,6 +63,7 @@ class Chunk:
         self,
         shards: ChunkShards,
         store: WeightGradStore,
+        *,
         blocks: Sequence[nn.Module],
         arriving: Sequence[TensorShape] | None,
         leaving: Sequence[TensorShape] | None,

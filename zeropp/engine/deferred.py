@@ -1,15 +1,15 @@
-"""Weight gradients put off: linear layers whose backward gives dX now and dW later.
+"""Delayed weight gradients: linear layers whose backward computes dX at once and dW later.
 
-``nn.Linear`` modules, subclasses of it that compute as it does, and the ``Conv1D`` of Hugging
-Face's GPT-2 are given a class of their own, one by one, so model code stays as it is. Backward
-keeps (x, dY), exactly what dW = dYᵀx needs; the parameters are not needed then, so a chunk may be
-released between its input gradients and its weight gradients. Norms, embeddings and biases are
-cheap and take their gradients at once. So do weights with hooks of the user's, which autograd
-calls, and what runs outside of a chunk's backward: a layer that asks for gradients in its own
-forward.
+The model's code stays as it is: each module of class ``nn.Linear``, of a subclass that keeps its
+forward, or of Hugging Face's ``Conv1D`` (GPT-2) gets a class of ours that overrides the forward.
+The backward keeps x and dY, which is all that dW = dYᵀx needs. It does not need the weight, so a
+chunk's parameters may be released between its input gradients and its weight gradients. Norms,
+embeddings and biases are cheap, so their gradients are computed at once. So are those of weights
+with hooks of the user's, which autograd must call, and those of a layer that computes gradients in
+its own forward, which is outside of the chunk's backward.
 
-Under torch.compile a graph ends before every such layer and begins behind it: what a compiled
-backward is given may be overwritten when that ends, so (x, dY) must not come from inside one.
+Under torch.compile the graph breaks before and after every such layer, because torch may reuse the
+memory of the inputs of a compiled backward after it has ended, and x and dY are kept for longer.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def backward_of_chunk() -> Iterator[None]:
 
 
 class WeightGradStore:
-    """Holds what linear layers put off, for one microbatch at a time.
+    """Holds the delayed weight gradients of a chunk's linear layers, by microbatch.
 
-    Between ``begin`` and ``end`` layers put off their weight gradients; at any other time they
-    compute them at once. ``uses`` is told of the weights that have had gradients.
+    Between ``begin`` and ``end`` the weight gradients of the layers are delayed; at any other time
+    they are computed at once. ``uses`` records the weights that have had gradients.
     """
 
     def __init__(self, uses: Uses | None = None) -> None:
@@ -54,15 +54,15 @@ class WeightGradStore:
         self._current: deque[Callable[[], None]] | None = None
 
     def begin(self, microbatch: int) -> None:
-        """From here on put off, for this microbatch."""
+        """From now on delay weight gradients; those that come belong to ``microbatch``."""
         self._current = self._pending.setdefault(microbatch, deque())
 
     def end(self) -> None:
-        """Stop putting off."""
+        """From now on compute weight gradients at once."""
         self._current = None
 
     def put(self, work: Callable[[], None]) -> None:
-        """Take one layer's work, or do it at once."""
+        """Keep ``work``, which adds one layer's weight gradient, or do it at once."""
         if self._current is None:
             work()
         else:
@@ -73,15 +73,16 @@ class WeightGradStore:
         return _running or self._current is not None
 
     def run(self, microbatch: int) -> None:
-        """Do all that was put off for a microbatch, freeing its tensors as it goes."""
-        pending = self._pending.pop(microbatch, deque())  # a frozen chunk has put off nothing
+        """Compute the delayed weight gradients of a microbatch; each layer's x and dY are freed."""
+        pending = self._pending.pop(microbatch, deque())  # a frozen chunk has none
         while pending:
             pending.popleft()()
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """A linear layer on rows, [rows, in] to [rows, out]; ``transposed`` says that the weight is
-    [in, out]. Its output is no view, so that what comes behind may work in place."""
+    """A linear layer on rows, from [rows, in] to [rows, out]; ``transposed`` says that the weight
+    is [in, out] instead of [out, in]. The output is not a view, so that the next layer may change
+    it in place."""
 
     @staticmethod
     def forward(
@@ -122,10 +123,10 @@ class _DeferredLinear(torch.autograd.Function):
 
 @torch.no_grad()
 def accumulate(parameter: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``leftᵀ right`` to a parameter's gradient inside the product: one kernel, fp32 sums.
+    """Add ``leftᵀ right`` to a parameter's gradient in one matrix product.
 
-    ``left`` is [rows, first dimension] and ``right`` [rows, second dimension] of the gradient; both
-    may be of a smaller type than it is.
+    ``left`` is [rows, first dimension of the gradient] and ``right`` is [rows, second dimension].
+    Both may have a narrower number type than the gradient, which is summed in its own type.
     """
     if parameter.grad is None:
         parameter.grad = (left.t() @ right).to(parameter.dtype)
@@ -138,8 +139,8 @@ def accumulate(parameter: Tensor, left: Tensor, right: Tensor) -> None:
 def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total += left @ right`` for a total of a wider type than the factors.
 
-    On CUDA the product reads 16-bit factors as they are (``aten::addmm.dtype_out``); a CPU has no
-    such kernel, so there they are made as wide as the total first.
+    On CUDA one kernel reads 16-bit factors and adds in fp32 (``aten::addmm.dtype_out``). There is
+    no such kernel for CPUs, where the factors are cast to the total's type first.
     """
     if total.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
@@ -148,21 +149,21 @@ def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class DeferredLinear(nn.Linear):
-    """A linear layer that gives its weight gradient to ``store``."""
+    """A linear layer whose weight gradients go through ``store``."""
 
     store: WeightGradStore
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
-        """As ``nn.Linear``."""
+        """The forward of ``nn.Linear``: [..., in] to [..., out]."""
         weight = self.weight
         if not (isinstance(weight, nn.Parameter) and weight.is_leaf):
-            return F.linear(x, weight, self.bias)  # computed from others, which take the gradient
+            return F.linear(x, weight, self.bias)  # computed from other parameters
         return _on_rows(x, weight, self.bias, self.store, transposed=False)
 
 
 class DeferredConv1D(nn.Module):
-    """Hugging Face's ``Conv1D``: a linear layer whose weight is [in, out]."""
+    """Hugging Face's ``Conv1D`` (GPT-2): a linear layer whose weight is [in, out]."""
 
     store: WeightGradStore
     weight: nn.Parameter
@@ -170,7 +171,7 @@ class DeferredConv1D(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
-        """As ``transformers.pytorch_utils.Conv1D``."""
+        """The forward of ``transformers.pytorch_utils.Conv1D``: [..., in] to [..., out]."""
         return _on_rows(x, self.weight, self.bias, self.store, transposed=True)
 
 
@@ -187,17 +188,18 @@ def _on_rows(
 def defer_weight_grads(
     modules: Iterable[nn.Module], store: WeightGradStore, *, warn: bool = False
 ) -> list[nn.Parameter]:
-    """Teach every linear layer below the modules to use the store; gives their weights.
+    """Make all linear layers inside the modules use the store; returns their weights.
 
-    A linear layer whose output is no hidden state (a head with its wide logits) should be given a
-    store that is never open: what it would keep is larger than what its chunk keeps. ``warn``: say
-    once of each class of linear layers that it cannot be taught, because its forward is its own.
+    Layers with an output much larger than a hidden state (a head, with its logits) should get a
+    store that is never open, because x and dY would take more memory than the rest of the chunk's
+    activations. ``warn``: warn once per class of linear layers whose weight gradients cannot be
+    delayed, because the class overrides ``forward``.
     """
     weights = []
     for root in modules:
         for module in root.modules():
             own: Any = type(module)  # hashable, which mypy does not see
-            kind = _taught(own)
+            kind = _delaying(own)
             if kind is not None and _has_hooked_weight(module):
                 continue  # autograd calls the hook
             if kind is not None:
@@ -228,9 +230,9 @@ def has_hooks(register: Callable[[Callable[..., None]], Any]) -> bool:
 
 
 @cache
-def _taught(own: type[Any]) -> type[Any] | None:
-    """The class that a module of this class is given; None where its weight gradients cannot be
-    put off."""
+def _delaying(own: type[Any]) -> type[Any] | None:
+    """The class with which a module of class ``own`` delays its weight gradients; None if it
+    cannot."""
     if issubclass(own, DeferredLinear | DeferredConv1D):
         return own
     if own is nn.Linear:
@@ -245,8 +247,8 @@ def _taught(own: type[Any]) -> type[Any] | None:
 
 
 def _computes_weight(own: type[nn.Module]) -> bool:
-    """Whether a class of modules makes its weight out of other parameters (torch's parametrize),
-    which take the gradient."""
+    """Whether the weight of a class of modules is computed from other parameters, as by torch's
+    ``parametrize``; the gradient then belongs to these."""
     return isinstance(getattr(own, "weight", None), property)
 
 
@@ -254,6 +256,6 @@ def _computes_weight(own: type[nn.Module]) -> bool:
 def _warn_once(own: type[Any]) -> None:
     warnings.warn(
         f"{own.__module__}.{own.__qualname__}: its forward is not that of nn.Linear, so its weight "
-        "gradients are computed at once and cannot fill bubbles of the pipeline",
+        "gradients cannot be delayed to fill bubbles of the pipeline",
         stacklevel=2,
     )

@@ -1,4 +1,4 @@
-"""The engine of one rank: chunks, messages, program and optimizer, one ``step`` at a time."""
+"""The engine of one rank: it runs the rank's program on its chunks, and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from zeropp.engine import checkpoint
 from zeropp.engine.channels import Channels, neighbours
-from zeropp.engine.chunk import Chunk
-from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
+from zeropp.engine.chunk_maker import ChunkMaker
 from zeropp.engine.evaluation import Evaluator
 from zeropp.engine.flat import FlatParameters, settle
 from zeropp.engine.groups import make_groups, make_meeting
@@ -22,12 +21,10 @@ from zeropp.engine.interpreter import Interpreter, Loss, LossFunction, Microbatc
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
 from zeropp.engine.randomness import StepSeeds
 from zeropp.engine.rank_lanes import make_lanes
-from zeropp.engine.sharding import ChunkShards, ShardOptions
 from zeropp.engine.tied import TiedWeights
 from zeropp.engine.together import together
 from zeropp.engine.updates import make_updater, square_norm_of
 from zeropp.engine.uses import Uses
-from zeropp.engine.values import TensorShape
 from zeropp.engine.watch import ParameterWatch
 from zeropp.layout import Layout
 from zeropp.schedule.program import Schedule
@@ -36,12 +33,13 @@ from zeropp.training import OptimizerConfig, StepResult
 
 
 class Engine:
-    """Trains the pieces of one rank. Construction and every method are collective.
+    """Trains the pieces of one rank. All ranks must construct it, and call its methods, together.
 
-    ``schedule`` is lowered; ``boundary(stage)`` gives the shapes of the tensors that one microbatch
-    sends into a stage. ``optimizer``: a configuration, or a function that makes one from flat
-    tensors by optimizer group (``EngineOptions.group_of``; a group that this rank has nothing of
-    has one empty tensor). Any optimizer that works element by element will do.
+    ``schedule`` is a lowered schedule. ``boundary(stage)`` gives the shapes of the tensors that one
+    microbatch sends into a stage. ``optimizer`` is a configuration, or a function that makes an
+    optimizer from flat tensors by optimizer group (``EngineOptions.group_of``); if this rank has no
+    parameters of a group, the group has one empty tensor. The optimizer must work element by
+    element, because each rank updates a part of the flat tensors.
     """
 
     def __init__(
@@ -49,6 +47,7 @@ class Engine:
         pieces: Sequence[Piece],
         schedule: Schedule,
         layout: Layout,
+        *,
         loss_function: LossFunction,
         boundary: Boundary,
         optimizer: OptimizerConfig | MakeOptimizer,
@@ -64,51 +63,73 @@ class Engine:
             first = layout.dp_index(rank) * schedule.num_microbatches
             self._seeds = StepSeeds(options.dropout_seed, first, device)
         with ExitStack() as undo:
-            self._build(pieces, schedule, Loss(loss_function), boundary, optimizer, undo)
+            self._make_chunks(pieces, schedule, boundary, undo)
+            self._make_runners(schedule, Loss(loss_function))
+            self._make_updates(schedule, optimizer, undo)
             self._owned = undo.pop_all()
 
-    def _build(
-        self,
-        pieces: Sequence[Piece],
-        schedule: Schedule,
-        loss: Loss,
-        boundary: Boundary,
-        optimizer: OptimizerConfig | MakeOptimizer,
-        undo: ExitStack,
+    def _make_chunks(
+        self, pieces: Sequence[Piece], schedule: Schedule, boundary: Boundary, undo: ExitStack
     ) -> None:
-        """Make all parts, in the order in which they need each other; ``undo`` gives up what has
-        been made. What a rank does on its own is followed by an exchange of errors."""
-        layout, device, options = self._layout, self._device, self._options
-        self._groups = make_groups(layout, device, options.timeout)
+        """Make process groups, lanes, chunks and channels; ``undo`` collects how to close them.
+        After work that a rank does on its own, all ranks learn whether it failed on any."""
+        layout, device, timeout = self._layout, self._device, self._options.timeout
+        self._groups = make_groups(layout, device, timeout)
         undo.callback(self._groups.close)
         self.lanes = together(lambda: make_lanes(device))
         undo.callback(self.lanes.close)
-        self._meeting = make_meeting(device, options.timeout, self._give_up)
+        self._meeting = make_meeting(device, timeout, self._give_up)
         undo.callback(self._meeting.close)
         self._uses = Uses()
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
-        self.chunks = together(lambda: self._make_chunks(schedule, boundary))
-        self._channels = Channels(neighbours(schedule), layout, device, options.timeout)
+        maker = ChunkMaker(
+            pieces=self._pieces,
+            layout=layout,
+            options=self._options,
+            groups=self._groups,
+            lanes=self.lanes,
+            seeds=self._seeds,
+            uses=self._uses,
+        )
+        self.chunks = together(lambda: maker.chunks(schedule, boundary))
+        self._channels = Channels(neighbours(schedule), layout, device, timeout)
         undo.callback(self._channels.close)
-        reduction = options.loss_reduction
+
+    def _make_runners(self, schedule: Schedule, loss: Loss) -> None:
+        """Make the interpreter and the evaluator, which run the chunks."""
+        layout, reduction = self._layout, self._options.loss_reduction
         everywhere = schedule.num_microbatches * layout.dp
         self.interpreter = Interpreter(
             schedule,
             self.chunks,
-            self._channels,
-            loss,
-            options.replicate_every,
-            everywhere if reduction == "mean" else 1,
-            self._uses,
+            channels=self._channels,
+            loss=loss,
+            replicate_every=self._options.replicate_every,
+            loss_count=everywhere if reduction == "mean" else 1,
+            uses=self._uses,
         )
         self._evaluator = Evaluator(
-            schedule, layout, self.chunks, self._channels, loss, reduction, self._meeting
+            schedule,
+            layout,
+            chunks=self.chunks,
+            channels=self._channels,
+            loss=loss,
+            reduction=reduction,
+            meeting=self._meeting,
         )
+
+    def _make_updates(
+        self, schedule: Schedule, optimizer: OptimizerConfig | MakeOptimizer, undo: ExitStack
+    ) -> None:
+        """Make the optimizer, the watch over its parameters and the tie between two copies."""
+        layout, device, options = self._layout, self._device, self._options
         shards = [chunk.shards for chunk in self.chunks.values()]
         self.flats = [flat for chunk in shards for flat in chunk.flats]
         self._watch = ParameterWatch(self.flats, self._uses, layout, options.tied)
         undo.callback(self._watch.close)
-        self._tied = TiedWeights(options.tied, shards, schedule, layout, options.timeout)
+        self._tied = TiedWeights(
+            options.tied, shards, schedule=schedule, layout=layout, timeout=options.timeout
+        )
         undo.callback(self._tied.close)
         self._updater = together(
             lambda: make_updater(self.flats, optimizer, device, options.lr_schedule)
@@ -137,8 +158,8 @@ class Engine:
         return self._evaluator.run(batch)
 
     def accumulate(self, batch: Microbatches) -> list[Tensor]:
-        """The first half of a step: run the program, so that what this rank updates has its
-        gradients. Gives this rank's parts of the loss of the global batch."""
+        """The first half of a step: run the program, so that the tensors that this rank updates
+        have their gradients. Returns this rank's parts of the loss of the global batch."""
         self._uses.begin_step()
         for flat in self.flats:
             flat.clear_gradients()
@@ -148,15 +169,16 @@ class Engine:
         return losses
 
     def update(self) -> None:
-        """The second half: the optimizer's step, and updated rows on their way to all replicas."""
+        """The second half of a step: the optimizer's step, and the start of the gathers of updated
+        rows."""
         self.optimizer.step()
         self._gather_updated()
         self.steps_done += 1
         self._has_updated = True
 
     def full_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Unsharded fp32 CPU copies, named ``{piece}.{name}``; a parameter that has several names
-        in the model comes once, or under each of them with ``every_name``."""
+        """Unsharded fp32 CPU copies of this rank's parameters, named ``{piece}.{name}``. One with
+        several names comes once, or with ``every_name`` under each of them."""
         self._meeting.check()
         settle(self.flats)
         for flat in self.flats:
@@ -185,12 +207,12 @@ class Engine:
         self.take_over(state)
 
     def state(self) -> checkpoint.State:
-        """Parameters, buffers and optimizer state, as this rank holds them: tensors that share
-        their memory."""
+        """Parameters, buffers and optimizer state of this rank; tensors share memory with the
+        engine's."""
         return together(self._state)
 
     def take_over(self, state: checkpoint.State) -> None:
-        """Go on from what has been written into the tensors of ``state()``."""
+        """Continue from a ``state()`` into whose tensors a checkpoint has been read."""
         self.steps_done = int(state.steps_done)
         checkpoint.go_on_from(state, self._updater)
         self._gather_updated()
@@ -217,51 +239,8 @@ class Engine:
         return list(self.interpreter.spans or [])
 
     def close(self) -> None:
-        """Give up threads and process groups; the engine is of no more use."""
+        """End the engine's threads and process groups; it cannot be used afterwards."""
         self._owned.close()
-
-    def _make_chunks(self, schedule: Schedule, boundary: Boundary) -> dict[int, Chunk]:
-        stages = schedule.stages_of(self._layout.coordinates(dist.get_rank())["pp"])
-        between = {
-            stage: boundary(stage) if 0 < stage < schedule.num_stages else None
-            for each in stages
-            for stage in (each, each + 1)
-        }
-        return {s: self._make_chunk(s, between[s], between[s + 1]) for s in stages}
-
-    def _make_chunk(
-        self,
-        stage: int,
-        arriving: Sequence[TensorShape] | None,
-        leaving: Sequence[TensorShape] | None,
-    ) -> Chunk:
-        options = self._options
-        pieces = {piece.index: piece for piece in self._pieces if piece.stage == stage}
-        blocks = [piece for piece in pieces.values() if piece.deferrable]
-        # The first ones may be recomputed; half blocks never are, so they come last.
-        deferrable = [piece.module for piece in sorted(blocks, key=lambda piece: piece.half)]
-        others = [piece.module for piece in pieces.values() if not piece.deferrable]
-        store = WeightGradStore(self._uses)
-        deferred = defer_weight_grads(deferrable, store, warn=True)
-        # A store that is never open: at once, inside the product.
-        defer_weight_grads(others, WeightGradStore(self._uses))
-        shards = ChunkShards(
-            {index: piece.module for index, piece in pieces.items()},
-            self._groups,
-            self.lanes,
-            ShardOptions(
-                options.precision,
-                self._layout.replicate_zero == 1,
-                options.reduce_dtype,
-                options.group_of,
-            ),
-            deferred,
-            options.tied,
-        )
-        indices, seeds = list(pieces), self._seeds
-        seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)
-        how = options.of_chunk(stage, seed)
-        return Chunk(shards, store, deferrable, arriving, leaving, how)
 
     def _state(self) -> checkpoint.State:
         settle(self.flats)

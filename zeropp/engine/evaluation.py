@@ -36,6 +36,7 @@ class Evaluator:
         self,
         schedule: Schedule,
         layout: Layout,
+        *,
         chunks: Mapping[int, Chunk],
         channels: Channels,
         loss: Loss,

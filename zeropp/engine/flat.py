@@ -1,21 +1,21 @@
 """Parameters of a chunk in one flat buffer: gathered, summed, reduced and updated as one tensor.
 
-Every shard rank keeps an equal part of the fp32 masters. A gather writes into the buffer of which
-the modules' parameters are views; gradients are summed in a buffer of which their ``.grad`` are
-views, and the reduction reads that. So nothing is copied around a collective: what a collective
-reads or writes is what compute writes or reads. Collectives and casts run in lanes
-(``zeropp.engine.lanes``); compute waits for them where it uses what they bring.
+Every shard rank keeps an equal part of the fp32 master parameters. A gather writes into the buffer
+of which the modules' parameters are views. Gradients are summed in a buffer of which the
+parameters' ``.grad`` are views, and the reduction reads this buffer. So compute and collectives use
+the same memory, and nothing is copied around a collective. Collectives and casts run in lanes
+(``zeropp.engine.lanes``); compute waits for a collective before it uses the result.
 
-Three number types: masters and sums are fp32 (or wider, as the modules came), compute uses
-``compute`` (bf16 under mixed precision), and reductions send ``wire``. Where replicas split the
-optimizer's work (ZeRO-1) and compute is narrower than the masters, a rank keeps fp32 masters of the
-rows that it updates alone, and its whole part in compute's type: that is what replicas send each
-other after an update, half the bytes, and what compute reads is the same.
+There are three number types. Masters and gradient sums are fp32 (or wider, if the parameters are).
+Compute uses ``compute`` (bf16 under mixed precision), and reductions send ``wire``. If replicas
+split the optimizer's work (ZeRO-1) and compute is narrower than the masters, a rank keeps fp32
+masters only of the rows that it updates, and its whole part in the type of compute. Replicas then
+send each other updated rows in that type, which halves the bytes.
 
-Traps that this is written around. A collective that writes into a parameter's memory must not look
-like an in-place change to autograd: ``parameter.data = view`` shares the memory but not the version
-counter. A bf16 parameter takes an fp32 gradient after ``parameter.grad_dtype = None``. Storage is
-given back by ``resize_(0)`` and comes back, elsewhere, by ``resize_(bytes)``.
+This rests on three properties of torch. ``parameter.data = view`` shares the memory but not the
+version counter, so autograd does not see a collective's write as an in-place change. A bf16
+parameter accepts an fp32 gradient after ``parameter.grad_dtype = None``. ``resize_(0)`` frees a
+storage, and ``resize_(bytes)`` allocates it again, at another address.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from zeropp.engine.reductions import AllReduce, ReduceScatter
 
 
 class FlatParameters:
-    """One flat buffer. ``trainable``: whether it has gradients and an optimizer at all;
-    ``deferred``: whether its gradients come with weight gradients that were put off.
+    """One flat buffer. ``trainable``: whether its parameters have gradients and an optimizer;
+    ``deferred``: whether its gradients come with delayed weight gradients.
 
-    The parameters' values are taken over at construction; afterwards they are views of the buffer,
-    and hold memory only between ``unshard`` and ``reshard`` (always, where the masters themselves
-    are what compute uses: one shard, no mixed precision).
+    The constructor copies the parameters' values. Afterwards parameters are views of the buffer,
+    which has memory only between ``unshard`` and ``reshard`` (or always, if compute uses the
+    masters themselves, because there is one shard and no mixed precision).
     """
 
     def __init__(
         self,
         held: Sequence[Held],
         layout: FlatLayout,
+        *,
         groups: DataGroups,
         lanes: Lanes,
         types: Types,
-        *,
         zero: bool,
         trainable: bool,
         deferred: bool,
@@ -92,7 +92,7 @@ class FlatParameters:
         self._arriving = self._lanes.gather.run(self._gather, after)
 
     def wait(self) -> None:
-        """Make compute wait for the gather that was started."""
+        """Make compute wait for the gather that ``unshard`` has started."""
         if self._resident and self.updated is not None:
             self.updated.wait()
             self.updated = None
@@ -101,7 +101,7 @@ class FlatParameters:
             self._arriving = self.updated = None
 
     def reshard(self) -> None:
-        """Drop the gathered parameters; gradients stay."""
+        """Free the gathered parameters; gradients stay."""
         if not self._resident:
             self.wait()
             self._storage.resize_(0)
@@ -109,9 +109,9 @@ class FlatParameters:
     def make_gradients(self) -> None:
         """Give every parameter a gradient of zeros to add to, unless it has one already.
 
-        The sums before these must have been reduced by then, so that two buffers never stand side
-        by side. A gradient that autograd made for itself (of a weight whose own is put off, and
-        which is used elsewhere, too) is added.
+        Compute first waits for the reduction of earlier sums, so that there are never two buffers.
+        A gradient that autograd has made (of a weight whose gradient is delayed, but which is also
+        used outside of its linear layer) is added.
         """
         if self._fresh is not None or not self.trainable:
             return
@@ -143,8 +143,8 @@ class FlatParameters:
             self._lanes.crossing.append(self._cross_replicas(after))
 
     def finish(self) -> None:
-        """Give what the optimizer updates its gradient, the sum over all data-parallel ranks; all
-        reductions are joined."""
+        """Set the gradients of the tensors that the optimizer updates: sums over all data-parallel
+        ranks. Compute must have waited for all reductions."""
         if (gradient := self.gradient()) is None:
             return
         for one in self.owned:
@@ -157,7 +157,7 @@ class FlatParameters:
         return self._partial if self._groups.reduce is not None else self._fresh
 
     def clear_gradients(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self._fresh = None
         for held in self.held:
             for parameter in held.parameters:
@@ -167,16 +167,14 @@ class FlatParameters:
             one.tensor.grad = None
 
     def gather_updated(self) -> None:
-        """Start to bring the rows that other replicas have updated; the next gather, or the next
-        use, waits for them."""
+        """Start to gather the rows that other replicas have updated; the next gather or the next
+        use waits for them."""
         if self._zero:
             self.updated = self._lanes.replicate.run(self._gather_rows)
 
     def whole(self, mine: Tensor) -> Tensor:
-        """A tensor shaped as what this rank updates, put together from all ranks; collective.
-
-        To be called when all buffers are settled: the lanes use the same groups.
-        """
+        """The whole of a tensor of which ``mine`` is this rank's part, shaped as the rows that it
+        updates; collective. All buffers must be settled: the lanes use the same process groups."""
         for group in (self._groups.replicate if self._zero else None, self._groups.gather):
             if group is not None:
                 gathered = mine.new_empty(mine.numel() * group.size())
@@ -199,11 +197,11 @@ class FlatParameters:
         return x.untyped_storage() is self._storage
 
     def gathered_bytes(self) -> int:
-        """Bytes of gathered parameters, those on their way included."""
+        """Bytes of gathered parameters, with those that are being gathered."""
         return 0 if self._resident else self._storage.nbytes()
 
     def unreduced_bytes(self) -> int:
-        """Bytes of gradients whose reduction over the shards has not been started."""
+        """Bytes of gradients whose reduction over the shards has not begun."""
         return 0 if self._fresh is None else self._fresh.nbytes
 
     @property
@@ -211,7 +209,7 @@ class FlatParameters:
         return self._buffer.untyped_storage()
 
     def _make_buffer(self) -> Tensor:
-        """The compute buffer, put in the place of the parameters' own memory."""
+        """Make the buffer for compute, and make the parameters views of it."""
         for held in self.held:
             for parameter in held.parameters:
                 parameter.data = parameter.data.new_empty(0)
@@ -252,7 +250,9 @@ class FlatParameters:
         if self._partial is None:
             self._partial = fresh.new_empty(len(self.layout.part))
         place, group = slice(self.layout.part.begin, self.layout.part.end), self._groups.reduce
-        work = ReduceScatter(fresh, self._sent(fresh), place, self._partial, first, group)
+        work = ReduceScatter(
+            fresh, self._sent(fresh), place, total=self._partial, first=first, group=group
+        )
         return self._lanes.reduce.run(work)
 
     def _cross_replicas(self, after: Sequence[Ticket]) -> Ticket:
@@ -264,11 +264,13 @@ class FlatParameters:
             place = self.layout.owned.inside(self.layout.part)
             if self._crossed is None:
                 self._crossed = partial.new_empty(len(self.layout.owned))
-            work = ReduceScatter(partial, sent, place, self._crossed, first, group)
+            work = ReduceScatter(
+                partial, sent, place, total=self._crossed, first=first, group=group
+            )
         else:
             if self._crossed is None:
                 self._crossed = partial
-            work = AllReduce(partial, sent, self._crossed, first, group)
+            work = AllReduce(partial, sent, self._crossed, first=first, group=group)
         return self._lanes.replicate.run(work, after)
 
     def _sent(self, gradient: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DataGroups:
     """The groups that contain this rank; None for a group that would have only this rank.
 
@@ -73,13 +73,13 @@ def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None)
     place = layout.coordinates(dist.get_rank())
     make = partial(_group, layout, backend=backend_of(device), timeout=timeout)
     return DataGroups(
-        place["shard"],
-        layout.shard,
-        place["replicate"],
-        layout.replicate,
-        make("shard", name="zeropp gathers"),
-        make("shard", name="zeropp reductions"),
-        make("replicate", name="zeropp replicas"),
+        shard=place["shard"],
+        shards=layout.shard,
+        replica=place["replicate"],
+        replicas=layout.replicate,
+        gather=make("shard", name="zeropp gathers"),
+        reduce=make("shard", name="zeropp reductions"),
+        replicate=make("replicate", name="zeropp replicas"),
     )
 
 

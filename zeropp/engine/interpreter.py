@@ -67,10 +67,14 @@ class _Step:
     """The tensors of one step while it runs, by (stage, microbatch)."""
 
     batch: Microbatches
-    activations: dict[Key, Tensors] = field(default_factory=dict)  # inputs of a forward to come
-    gradients: dict[Key, Tensors] = field(default_factory=dict)  # of outputs, backward to come
-    receiving: dict[tuple[Op, int, int], _Message] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)
+    activations: dict[Key, Tensors] = field(
+        default_factory=dict, init=False
+    )  # inputs of a forward to come
+    gradients: dict[Key, Tensors] = field(
+        default_factory=dict, init=False
+    )  # of outputs, backward to come
+    receiving: dict[tuple[Op, Key], _Message] = field(default_factory=dict, init=False)
+    losses: list[Tensor] = field(default_factory=list, init=False)
 
 
 class Interpreter:
@@ -86,6 +90,7 @@ class Interpreter:
         self,
         schedule: Schedule,
         chunks: dict[int, Chunk],
+        *,
         channels: Channels,
         loss: Loss,
         replicate_every: ReduceEvery,
@@ -159,7 +164,7 @@ class Interpreter:
         if stage == 0:
             inputs: Tensors = (step.batch.inputs[microbatch],)
         else:
-            inputs = self._arrived(Op.RECV_F, stage, microbatch, step.activations, step)
+            inputs = self._arrived(Op.RECV_F, (stage, microbatch), step.activations, step)
         output = chunk.forward(inputs, microbatch, step.batch.keywords_of(microbatch))
         if stage == self._last:
             loss = self._loss(output, step.batch, microbatch) / self._loss_count
@@ -183,7 +188,7 @@ class Interpreter:
         stage, microbatch = _key(action)
         gradients = None
         if stage != self._last:
-            gradients = self._arrived(Op.RECV_B, stage, microbatch, step.gradients, step)
+            gradients = self._arrived(Op.RECV_B, (stage, microbatch), step.gradients, step)
         self._uses.begin_backward(stage, microbatch)
         chunk = self._chunks[stage]
         found = chunk.backward(microbatch, gradients, split=split)
@@ -231,15 +236,13 @@ class Interpreter:
                 tensor = shape.empty(self._channels.device)
                 work = self._channels.receive(tensor, self._stage_rank[source])
                 message.append((tensor, work))
-        step.receiving[action.op, stage, microbatch] = message
+        step.receiving[action.op, (stage, microbatch)] = message
 
-    def _arrived(
-        self, op: Op, stage: int, microbatch: int, local: dict[Key, Tensors], step: _Step
-    ) -> Tensors:
+    def _arrived(self, op: Op, key: Key, local: dict[Key, Tensors], step: _Step) -> Tensors:
         """The message into a stage, from another rank or from another stage of this rank."""
-        message = step.receiving.pop((op, stage, microbatch), None)
+        message = step.receiving.pop((op, key), None)
         if message is None:
-            return local.pop((stage, microbatch))
+            return local.pop(key)
         for _, work in message:
             work.wait()
         return [tensor for tensor, _ in message]

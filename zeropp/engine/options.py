@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 
 import torch
@@ -26,6 +26,7 @@ class Piece:
     index: int
     stage: int
     module: nn.Module
+    _: KW_ONLY
     deferrable: bool
     half: bool = False
 
@@ -40,7 +41,7 @@ def one_group(name: Name, parameter: nn.Parameter) -> str:
     return "all"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """What an engine may be told beside its part of a plan.
 
@@ -75,12 +76,12 @@ class EngineOptions:
     def of_chunk(self, stage: int, seed: Callable[[int, int], None] | None) -> ChunkOptions:
         """The options of one stage's chunk; ``seed`` as there."""
         return ChunkOptions(
-            self.recompute,
-            self.recomputed[stage] if self.recomputed else None,
-            self.compile,
-            seed,
-            self.random,
-            torch.bfloat16 if self.precision == "bf16" else None,
+            recompute=self.recompute,
+            recomputed=self.recomputed[stage] if self.recomputed else None,
+            compiled=self.compile,
+            seed=seed,
+            random=self.random,
+            compute=torch.bfloat16 if self.precision == "bf16" else None,
         )
 
     def __post_init__(self) -> None:

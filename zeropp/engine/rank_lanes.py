@@ -22,8 +22,8 @@ class Lanes:
     gather: Lane
     reduce: Lane
     replicate: Lane
-    reducing: dict[object, Ticket] = field(default_factory=dict)
-    crossing: list[Ticket] = field(default_factory=list)
+    reducing: dict[object, Ticket] = field(default_factory=dict, init=False)
+    crossing: list[Ticket] = field(default_factory=list, init=False)
 
     def join_reductions(self) -> None:
         """Let compute wait for all reductions over the shards, and free what they read."""

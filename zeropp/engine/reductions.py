@@ -6,7 +6,7 @@ a buffer, and adds the result in the type of the gradients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +25,7 @@ class ReduceScatter:
     source: Tensor
     sent: Tensor
     place: slice
+    _: KW_ONLY
     total: Tensor
     first: bool
     group: dist.ProcessGroup | None
@@ -49,6 +50,7 @@ class AllReduce:
     source: Tensor
     sent: Tensor
     total: Tensor
+    _: KW_ONLY
     first: bool
     group: dist.ProcessGroup | None
 

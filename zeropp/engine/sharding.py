@@ -51,6 +51,7 @@ class ChunkShards:
     def __init__(
         self,
         pieces: Mapping[int, nn.Module],
+        *,
         groups: DataGroups,
         lanes: Lanes,
         options: ShardOptions,
@@ -176,9 +177,9 @@ class ChunkShards:
         return FlatParameters(
             [Held(slot, tuple(held[slot.names])) for slot in layout.slots],
             layout,
-            groups,
-            self._lanes,
-            _types(lot, options),
+            groups=groups,
+            lanes=self._lanes,
+            types=_types(lot, options),
             zero=zero,
             trainable=trainable,
             deferred=deferred,

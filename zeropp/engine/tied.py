@@ -33,6 +33,7 @@ class TiedWeights:
         self,
         tied: tuple[Name, Name] | None,
         chunks: Sequence[ChunkShards],
+        *,
         schedule: Schedule,
         layout: Layout,
         timeout: timedelta | None = None,
