@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,7 @@ from zeropp.tune.bound import least_bytes, least_compute_s, least_step_s
 from zeropp.tune.outcome import OOM
 from zeropp.tune.search import search
 
+ROOT = Path(__file__).resolve().parents[2]
 TINY_GIB = 8.4
 SHAPE = replace(task().shape, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)
 SMALL = replace(task(8, 16), shape=SHAPE)
@@ -155,6 +158,13 @@ def test_planning_with_durations_gains_less_than_the_search_reckons_with() -> No
     gains = [gain for seed in range(12) if (gain := schedule_orders.gain(seed)) is not None]
     assert len(gains) >= 4
     assert max(gains) < LARGEST_GAIN - 1
+
+
+def test_the_record_says_how_many_plans_of_the_grid_gain_more() -> None:
+    grid = json.loads((ROOT / schedule_orders.OUT).read_text())["grid"]
+    assert grid["plans"] >= 100
+    assert grid["above_largest_gain"] / grid["plans"] < 0.02
+    assert (grid["largest_gain"] > LARGEST_GAIN - 1) == (grid["above_largest_gain"] > 0)
 
 
 def test_the_winner_recomputes_no_more_blocks_than_it_must() -> None:

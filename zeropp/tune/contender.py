@@ -62,8 +62,8 @@ class Contender(Generic[K]):
     InfeasibleError with one line. ``order`` yields that plan with programs, once per order among
     which the simulator chooses: the first is made without durations, and others are made only when
     they are asked for.
-    ``order_gain`` bounds how many times faster than the first order the others can be; with 1 there
-    are no others.
+    ``order_gain`` is how many times faster than the first order the search expects the others to be
+    at most; with 1 there are no others.
     ``check`` raises ScheduleError for a schedule that cannot run. ``left_open`` says whether the
     tuner has something to choose.
     """
