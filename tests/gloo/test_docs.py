@@ -41,6 +41,19 @@ class Masked(nn.Module):
         return out if attention_mask is None else out * attention_mask[:, None]
 
 
+def batch_names(inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    """The page's names for a batch and its parts."""
+    return {
+        "inputs": inputs,
+        "targets": targets,
+        "batches": [(inputs, targets)] * 2,
+        "mask": torch.ones(ROWS),
+        "rows": slice(None),
+        "held_out": inputs,
+        "held_out_targets": targets,
+    }
+
+
 def run_page(folder: Path) -> tuple[int, list[float], int]:
     """Run all blocks in one namespace; gives how many there were, the losses that they printed, and
     the steps of the last model."""
@@ -63,13 +76,7 @@ def run_page(folder: Path) -> tuple[int, list[float], int]:
         "nn": nn,
         "layers": layers,
         "loss_fn": F.mse_loss,
-        "inputs": inputs,
-        "targets": targets,
-        "batches": [(inputs, targets)] * 2,
-        "mask": torch.ones(ROWS),
-        "rows": slice(None),
-        "held_out": inputs,
-        "held_out_targets": targets,
+        **batch_names(inputs, targets),
         "folder": str(folder),
         "loader_state": {"epoch": 1},
         "print": lambda *values: printed.extend(values),
