@@ -127,9 +127,12 @@ def test_a_time_limit_in_setup_is_a_time_limit(suite: Suite) -> None:
 
 @FIRST
 def test_a_killed_step_daemon_ends_with_the_time_limit(suite: Suite) -> None:
-    """Slurm does not miss it, so that srun waits for its rank."""
+    """Slurm does not miss it, so that srun waits; its rank must not go on without it."""
     suite.stand_in("seed=3", *TWO_NODES, "launcher.sbatch.time=1", "launcher.grace_s=20")
-    Victim(suite, suite.wait_for_all_steps(1)[3]).step_daemon.kill()
+    victim = Victim(suite, suite.wait_for_all_steps(1)[3])
+    rank = victim.worker
+    victim.step_daemon.kill()
+    wait_until(lambda: not rank.is_running(), 30, "the end of the rank")
     suite.wait_for_states(["timeout"], 200)
     record = suite.only_record()
     assert "Slurm: TIMEOUT" in record.reason
