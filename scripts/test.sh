@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that must hold: formatting, types, import direction, docs, tests.
-# ./scripts/test.sh unit runs the tests of tests/unit alone: without torch, in less than 30 s.
+# ./scripts/test.sh unit runs the tests of tests/unit alone, which need no torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
@@ -21,9 +21,12 @@ $bin/mkdocs build --strict --quiet --site-dir "$(mktemp -d)/site"
 log=$(mktemp)
 "${pytest[@]}" --ignore=tests/gloo >"$log" 2>&1 &
 beside=$!
-trap 'kill "$beside" 2>/dev/null || true; rm -f "$log"' EXIT
-failed=0
-"${pytest[@]}" tests/gloo || failed=1
-wait "$beside" || failed=1
+trap 'exit 130' INT
+trap '[ -z "$beside" ] || kill "$beside" || true; cat "$log"; rm -f "$log"' EXIT
+failed=
+"${pytest[@]}" tests/gloo || failed="tests/gloo"
+wait "$beside" || failed="$failed the tests beside tests/gloo"
+beside=
 cat "$log"
-exit "$failed"
+: >"$log"
+[ -z "$failed" ] || { echo "failed: $failed" >&2; exit 1; }

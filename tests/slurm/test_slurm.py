@@ -116,12 +116,12 @@ def test_queued_points_are_never_doubled(suite: Suite) -> None:
 
 def test_preempted_and_requeued(suite: Suite) -> None:
     suite.stand_in("seed=3", *suite.apart_on("zpnode6"))
-    suite.wait_for_steps(3)
+    suite.wait_for_all_steps(1)
     (suite.directory / "calm").touch()  # the second attempt shall end
     suite.cluster.take_node("zpnode6")
     preempted, after = suite.wait_for_records(2)
     assert (preempted.status, preempted.interrupted) == ("preempted", True)
-    assert len(preempted.step_s) >= 3
+    assert len(preempted.step_s) >= 2  # of every rank
     assert after.status == "ok"
     assert preempted.slurm["job"] == after.slurm["job"]  # the same job, kept apart
     assert [preempted.slurm["restart"], after.slurm["restart"]] == [0, 1]

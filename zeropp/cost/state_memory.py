@@ -36,7 +36,8 @@ def state_memory(plan: SizedPlan, work: Work, stage: int) -> dict[str, int]:
     summed = _summed_bytes(plan, work) * separate * (layout.shard > 1 or not program.flat_chunks)
     half = _unsummed_bytes(plan, summed) * separate
     found = {
-        "parameters": whole * _parameter_bytes(plan, program) / layout.shard,
+        "parameters": whole * _parameter_bytes(plan, program) / layout.shard
+        + _kept_buffers(plan, program, whole),
         "optimizer": whole * state.optimizer / optimizer_shards(layout, program),
         "gradients": whole * state.gradients / _gradient_shards(plan)
         + whole * state.half_gradients,
@@ -73,13 +74,19 @@ def _parameter_bytes(plan: SizedPlan, program: Program) -> float:
     """Resident bytes of a parameter, on one of the ranks over which ZeRO-3 shards it."""
     each = program.state(plan.precision).parameters
     if program.flattens_gradients and plan.precision == "fp32" and plan.layout.replicate_zero:
-        # DeepSpeed, runtime/zero/stage_1_and_2.py: masters of the rows that this rank updates, a
-        # buffer that gradients are copied into (``setup_buckets``, here as large as the gradients),
-        # and, as traced, one more copy of all parameters.
-        return each * (3 + 1 / plan.layout.replicate)
+        return each * (1 + 1 / plan.layout.replicate)  # DeepSpeed has masters of its own rows
     if sends_compute_type(plan, program):
         return each / zero1_ranks(plan.layout, program) + element_bytes(plan.precision)
     return each
+
+
+def _kept_buffers(plan: SizedPlan, program: Program, parameters: float) -> float:
+    """Bytes of the two buffers into which DeepSpeed's ZeRO-1 copies gradients in fp32, each of at
+    most 5e8 elements (``runtime/zero/stage_1_and_2.py``: ``setup_buckets``, ``reduce_gradients``;
+    baselines/deepspeed_3d makes them no larger than the rank's parameters)."""
+    if program.flattens_gradients and plan.precision == "fp32" and plan.layout.replicate_zero:
+        return 2 * FP32 * min(parameters, 5e8)
+    return 0.0
 
 
 def shares_ends(plan: SizedPlan, program: Program) -> bool:

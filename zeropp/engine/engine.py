@@ -276,3 +276,5 @@ class Engine:
         self._groups.close()
         self._channels.close()
         self._tied.close()
+        for flat in self.flats:  # what a save reads is this rank's own
+            flat.updated = None

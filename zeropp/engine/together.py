@@ -93,7 +93,10 @@ class Meeting:
             self._given_up = True
             gc.collect()  # the frames of failed work, whose groups end with their last reference
             sums[0] = 1.0
-        dist.all_reduce(sums, group=self._group)
+        try:
+            dist.all_reduce(sums, group=self._group)
+        except Exception as late:  # a peer did not come in time
+            raise failure or late  # noqa: B904 - the first error is what a person needs
         if float(sums[0]):
             _raise_everywhere(failure, self._group)
         if failure is not None:
@@ -132,7 +135,8 @@ def sum_of_all(numbers: Tensor) -> Tensor:
 
 
 def _raise_everywhere(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise what this rank must raise beside its own error, where any rank has one."""
+    """Raise what this rank must raise beside its own error, after work that failed on some rank.
+    Returns only on a rank with an error of its own."""
     refusals = gathered_texts(str(error) if isinstance(error, InfeasibleError) else "", group)
     for rank, refusal in enumerate(refusals):
         if refusal:
@@ -145,11 +149,13 @@ def _raise_everywhere(error: Exception | None, group: dist.ProcessGroup | None =
     for rank, line in enumerate(others):
         if line:
             raise PeerError(f"rank {rank} raised {line}") from error
+    if error is None:
+        raise PeerError("the connections of another rank ended, and no rank tells another cause")
 
 
 def _is_of_a_peer(error: Exception) -> bool:
     """Whether an error says no more than that a peer is gone: gloo's, which name its files."""
-    return "/gloo/" in str(error)
+    return isinstance(error, RuntimeError) and "third_party/gloo/" in str(error)
 
 
 def gathered_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:

@@ -62,11 +62,14 @@ def _check_whole(
 
 def state_bytes(asked: OptimizerConfig | MakeOptimizer, groups: Iterable[str]) -> dict[str, float]:
     """Bytes that the optimizer keeps of each element of each optimizer group, found by one step on
-    a few numbers."""
+    a few numbers. Raises InfeasibleError as ``make_updater`` does."""
     tensors = {name: [nn.Parameter(torch.ones(PROBED))] for name in groups}
-    optimizer = _made(asked, tensors)
+    given = defaultdict(lambda: [nn.Parameter(torch.empty(0))], tensors)
+    optimizer = _made(asked, given)
     for (tensor,) in tensors.values():
         tensor.grad = torch.ones_like(tensor)
+    if not isinstance(asked, OptimizerConfig):
+        check_elementwise(optimizer)
     optimizer.step()
     return {
         name: sum(
