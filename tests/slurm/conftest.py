@@ -123,14 +123,22 @@ class Suite:
         return self.records()
 
     def wait_for_steps(self, number: int, seconds: float = 120) -> Path:
-        """Wait until a first rank has measured this many steps; returns its attempt."""
+        """Wait until all ranks of an attempt have measured this many steps; returns it."""
 
         def stepping() -> list[Path]:
-            files = self.runs.glob("*/*/rank_000.jsonl")
-            return [f for f in files if f.read_text().count('"step"') >= number]
+            found = []
+            for attempt in self.runs.glob("*/slurm-*"):
+                ranks = [f.read_text().count('"step"') for f in attempt.glob("rank_*.jsonl")]
+                if ranks and min(ranks) >= number and len(ranks) == self._num_ranks(attempt):
+                    found.append(attempt)
+            return found
 
         wait_until(stepping, seconds, f"{number} steps below {self.runs}")
-        return stepping()[-1].parent
+        return stepping()[-1]
+
+    @staticmethod
+    def _num_ranks(attempt: Path) -> int:
+        return int(json.loads((attempt / "spec.json").read_text())["num_gpus"])
 
     def wait_for_all_steps(self, number: int, seconds: float = 120) -> dict[int, Path]:
         """Wait until all ranks of so many attempts have measured two steps; the attempts by the
