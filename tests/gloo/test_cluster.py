@@ -4,6 +4,7 @@ One process as one rank of a job (``fake_world``): cutting needs no peers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -41,17 +42,8 @@ GPT = ModelShape(
     seq=2048,
 )
 
-
-SMALL = ModelShape(
-    name="small",
-    family="gpt",
-    layers=6,
-    hidden=512,
-    heads=8,
-    kv_heads=8,
-    ffn=2048,
-    vocab=1000,
-    seq=512,
+SMALL = replace(
+    GPT, name="small", layers=6, hidden=512, heads=8, kv_heads=8, ffn=2048, vocab=1000, seq=512
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -11,21 +13,24 @@ from zeropp.cost.flops import piece_forward_flops, piece_parameters
 from zeropp.model import build_model, build_piece
 from zeropp.shape import ModelShape
 
+GPT = ModelShape(
+    name="gpt",
+    family="gpt",
+    layers=3,
+    hidden=64,
+    heads=4,
+    kv_heads=4,
+    ffn=256,
+    vocab=96,
+    seq=32,
+)
+LLAMA = replace(GPT, name="llama", family="llama", ffn=176)
+GROUPED = replace(LLAMA, name="llama-gqa", layers=2, heads=8, kv_heads=2, ffn=112)
 SHAPES = [
-    ModelShape(
-        name="gpt",
-        family="gpt",
-        layers=3,
-        hidden=64,
-        heads=4,
-        kv_heads=4,
-        ffn=256,
-        vocab=96,
-        seq=32,
-    ),
-    ModelShape(
+    GPT,
+    replace(
+        GPT,
         name="gpt-tied",
-        family="gpt",
         layers=2,
         hidden=48,
         heads=3,
@@ -35,52 +40,10 @@ SHAPES = [
         seq=16,
         tied_embeddings=True,
     ),
-    ModelShape(
-        name="llama",
-        family="llama",
-        layers=3,
-        hidden=64,
-        heads=4,
-        kv_heads=4,
-        ffn=176,
-        vocab=96,
-        seq=32,
-    ),
-    ModelShape(
-        name="llama-gqa",
-        family="llama",
-        layers=2,
-        hidden=64,
-        heads=8,
-        kv_heads=2,
-        ffn=112,
-        vocab=96,
-        seq=32,
-    ),
-    ModelShape(
-        name="llama-gelu",
-        family="llama",
-        layers=2,
-        hidden=64,
-        heads=8,
-        kv_heads=2,
-        ffn=112,
-        vocab=96,
-        seq=32,
-        gated_mlp=False,
-    ),
-    ModelShape(
-        name="gpt-gated",
-        family="gpt",
-        layers=2,
-        hidden=64,
-        heads=4,
-        kv_heads=4,
-        ffn=112,
-        vocab=96,
-        seq=32,
-        gated_mlp=True,
-    ),
+    LLAMA,
+    GROUPED,
+    replace(GROUPED, name="llama-gelu", gated_mlp=False),
+    replace(GPT, name="gpt-gated", layers=2, ffn=112, gated_mlp=True),
 ]
 
 

@@ -1,11 +1,14 @@
-"""Unit tests do without torch, whose import alone takes seconds."""
+"""What several unit tests share. Unit tests do without torch, whose import alone takes seconds."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from tests.unit.slurm_attempts import make_attempt, silence_slurm
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -14,3 +17,15 @@ def _without_torch() -> Iterator[None]:
     before = "torch" in sys.modules  # tests of other folders may have been collected, too
     yield
     assert before or "torch" not in sys.modules, "a unit test has imported torch"
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Path:
+    """An attempt of a Slurm job of two ranks, of which each measured one step."""
+    return make_attempt(tmp_path)
+
+
+@pytest.fixture
+def silent_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's commands answer nothing."""
+    silence_slurm(monkeypatch)

@@ -20,21 +20,9 @@ from benchmarks.launch.slurm.view import read_view
 from benchmarks.records.rank_events import EventWriter
 from benchmarks.records.record import read_record
 from tests.unit.slurm_attempts import (
-    make_attempt,
-    silence_slurm,
     silent_for,
     submitted,
 )
-
-
-@pytest.fixture
-def attempt(tmp_path: Path) -> Path:
-    return make_attempt(tmp_path)
-
-
-@pytest.fixture
-def silent_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    silence_slurm(monkeypatch)
 
 
 @pytest.mark.parametrize(

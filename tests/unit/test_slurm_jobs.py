@@ -22,22 +22,10 @@ from benchmarks.launch.slurm.jobs import close_ended, underway, unreported
 from tests.unit.slurm_attempts import (
     HERE,
     RUNNING,
-    make_attempt,
-    silence_slurm,
     silent_for,
     submitted,
     view_of,
 )
-
-
-@pytest.fixture
-def attempt(tmp_path: Path) -> Path:
-    return make_attempt(tmp_path)
-
-
-@pytest.fixture
-def silent_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    silence_slurm(monkeypatch)
 
 
 @pytest.mark.parametrize(

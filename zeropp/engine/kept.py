@@ -24,7 +24,8 @@ class Kept:
 
     ``elements`` are the tensors of its own size, by kind, which share memory with the optimizer's.
     ``numbers`` are those of the whole tensor (a count of steps), copied for each parameter in it,
-    and ``begun``, on the CPU. ``like`` has the same by kind, as the optimizer has them.
+    and ``begun``, on the CPU. ``like`` has one value of each kind as the optimizer keeps it, whose
+    type, element type and device a loaded number takes over.
     """
 
     one: Owned

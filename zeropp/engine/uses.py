@@ -3,7 +3,8 @@
 A pipeline rank sends zeros where the output of a stage does not depend on its inputs (a layer that
 detaches them), because its peer waits for a message. In one process no backward would go on there.
 So uses are noted by backward, and those of earlier stages do not count where a later stage has cut
-the graph of the same microbatch.
+the graph of the same microbatch. For example, if stage 2 detaches microbatch 5, the backwards of
+stages 0 and 1 for microbatch 5 run on zeros and use nothing, while those of stage 2 and later do.
 """
 
 from __future__ import annotations

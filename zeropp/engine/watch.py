@@ -24,6 +24,9 @@ from zeropp.engine.together import gathered_texts, largest_of_all, sum_of_all
 from zeropp.engine.uses import Cut, Uses
 from zeropp.layout import Layout
 
+# Places of a report's numbers; the parameters' own follow, each at ``_FIRST`` plus its number.
+_CHANGED, _CUT, _HOLDS_TIED, _FIRST = range(4)
+
 
 class ParameterWatch:
     """Watches the parameters of one rank; all ranks must construct it.
@@ -49,7 +52,8 @@ class ParameterWatch:
         ]
         trained = [one for flat in self._flats for one in flat.held]
         own = [one.slot for one in trained if not self._is_tied(one.slot)]
-        # Each pipeline rank has its own numbers in a report, and the tied parameter has the last.
+        # Parameters are numbered over all pipeline ranks, rank 0's first, with room for as many on
+        # each rank as the fullest has. The tied parameter, which two ranks may hold, is last.
         most = largest_of_all(len(own))
         first = most * layout.coordinates(dist.get_rank())["pp"]
         self._tied_place = most * layout.pp
@@ -57,7 +61,7 @@ class ParameterWatch:
         self._parameters: dict[int, list[Tensor]] = {}  # by their numbers
         for one in trained:
             self._parameters.setdefault(self._place(one.slot), []).extend(one.parameters)
-        self.size = 3 + self._tied_place + 1  # of a report
+        self.size = _FIRST + self._tied_place + 1  # of a report
         self._holders = layout.dp  # ranks that hold the same parameter
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(uses.add)  # type: ignore[no-untyped-call]
@@ -78,7 +82,8 @@ class ParameterWatch:
 
         Raises RuntimeError on every rank where ``requires_grad`` of a parameter was changed.
         """
-        changed, cuts, tied_holders, *without = reports
+        changed, cuts, tied_holders = reports[:_FIRST]
+        without = reports[_FIRST:]
         if changed:
             self._raise_changed()
         if cuts:
@@ -109,12 +114,12 @@ class ParameterWatch:
     def _report(self, cuts: Collection[Cut]) -> Tensor:
         used = self._uses.found(cuts)
         found = torch.zeros(self.size, dtype=torch.float64)
-        found[0] = bool(self._changed())
-        found[1] = bool(cuts)
-        found[2] = self._tied_place in self._parameters
+        found[_CHANGED] = bool(self._changed())
+        found[_CUT] = bool(cuts)
+        found[_HOLDS_TIED] = self._tied_place in self._parameters
         for place, parameters in self._parameters.items():
             if not any(id(parameter) in used for parameter in parameters):
-                found[3 + place] = 1.0
+                found[_FIRST + place] = 1.0
         return found
 
     def _without_cut_off(self) -> list[float]:
@@ -123,8 +128,8 @@ class ParameterWatch:
         known: list[tuple[int, set[Cut]]] = [(0, set())] * dist.get_world_size()
         dist.all_gather_object(known, (self._dp_index, self._uses.cuts))
         mine = {cut for dp_index, cuts in known if dp_index == self._dp_index for cut in cuts}
-        _, _, _, *without = sum_of_all(self._report(mine)).tolist()
-        return without
+        reports: list[float] = sum_of_all(self._report(mine)).tolist()
+        return reports[_FIRST:]
 
     def _is_tied(self, slot: Slot) -> bool:
         return any(name in slot.names for name in self._tied or ())
