@@ -164,6 +164,17 @@ def test_a_failure_before_the_ranks_start_says_its_line(
 
 
 @pytest.mark.usefixtures("silent_slurm")
+@pytest.mark.parametrize("before", ["module: command not found\n", ""])
+def test_slurms_daemon_does_not_speak_over_the_line_that_failed(attempt: Path, before: str) -> None:
+    for path in attempt.glob("rank_*"):
+        path.unlink()
+    noise = "slurmstepd: error: _get_pss: ferror() indicates error on file /proc/71/smaps"
+    (attempt.parents[1] / "a.log").write_text(f"{before}{noise}\n")
+    reason = close(attempt, ScriptEnd(127, stage="setup")).reason
+    assert reason == f"in setup: {before.strip() or noise}"
+
+
+@pytest.mark.usefixtures("silent_slurm")
 def test_a_signal_after_the_last_event_changes_nothing(attempt: Path) -> None:
     for rank in range(2):
         EventWriter(attempt, rank).write("done")

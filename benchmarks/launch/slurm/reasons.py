@@ -126,13 +126,19 @@ def killed_with_its_shell(directory: Path) -> Ending | None:
 def before_ranks(directory: Path, log: Path | None, stage: str = "") -> Ending | None:
     """The ending of an attempt in which no rank wrote anything: the last line that gives a reason,
     from srun's errors, a rank's output, or the job's log. None if ranks wrote, or if there is no
-    such line."""
+    such line.
+
+    If a line of the setup failed, the shell or that command says why. Slurm's step daemon writes to
+    the same log at any time, for example when a process ends while it reads how much memory that
+    process uses, so its lines count only if there are no others.
+    """
     if any(read_ranks(directory).values()):
         return None
+    in_setup = stage == "setup"
     ranks = sorted(directory.glob("rank_*.log"))
     for path in (*ranks[:1], directory / "srun.log", *([log] if log else [])):
-        if line := _cause(path):
-            where = "in setup" if stage == "setup" else "before the ranks started"
+        if line := (_cause(path, skip="slurmstepd") if in_setup else "") or _cause(path):
+            where = "in setup" if in_setup else "before the ranks started"
             return Ending("failed", f"{where}: {line}", bool(_PASSING.search(line)))
     return None
 
@@ -160,10 +166,12 @@ def left_on_signal(directory: Path, ended: EndedJob | None, caught: str) -> Endi
     return Ending("failed", f"{who}, sent by hand or by a tool of the site ({state})", True)
 
 
-def _cause(path: Path) -> str:
-    """The last line of a log that may be a cause; lines that only say that it ended are skipped."""
+def _cause(path: Path, skip: str | None = None) -> str:
+    """The last line of a log that may be a cause; lines that only say that it ended are skipped,
+    and those of the program ``skip``."""
     lines = [line.strip() for line in _tail(path).splitlines()]
     causes = [line for line in lines if not _NO_CAUSE.search(line)]
+    causes = [line for line in causes if skip is None or not line.startswith(skip)]
     return causes[-1][:300] if causes else ""
 
 
