@@ -54,9 +54,8 @@ def parallelize(
     a microbatch. ``sample`` is one microbatch of inputs, and ``global_batch`` the rows of a step
     over all ranks. All other arguments are in ``Arguments``.
 
-    Raises RuntimeError before ``init_process_group``, TypeError for an unknown argument, and
-    InfeasibleError with one line, the same on every rank, where arguments do not fit together or
-    ranks were given different ones.
+    Raises TypeError for an unknown argument, and InfeasibleError with one line, the same on every
+    rank, where arguments do not fit together or ranks were given different ones.
     """
     if not dist.is_initialized():
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
