@@ -54,8 +54,8 @@ def parallelize(
     a microbatch. ``sample`` is one microbatch of inputs, and ``global_batch`` the rows of a step
     over all ranks. All other arguments are in ``Arguments``.
 
-    Raises TypeError for an argument that there is not, and InfeasibleError with one line, the same
-    on every rank, where something does not fit or ranks were given different things.
+    Raises TypeError for an unknown argument, and InfeasibleError with one line, the same on every
+    rank, where arguments do not fit together or ranks were given different ones.
     """
     if not dist.is_initialized():
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
@@ -100,7 +100,7 @@ def _cut(
     sample: Tensor,
     global_batch: int,
 ) -> tuple[Request, Stages]:
-    """The request with nothing left open, and the stages that come of it."""
+    """The request, in which every ``auto`` is replaced by a value, and the stages of the model."""
     sizes = try_layers(layers, sample, request.sample_keywords)
     named = [keywords_of(loss_fn), *(one.names for one in sizes)]
     check_keywords(request.sample_keywords, len(sample), named)

@@ -16,7 +16,7 @@ _STRICT = {"extra": "forbid"}
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator. A peak of None is unknown, and then no MFU is reported."""
+    """One accelerator. If a peak is None it is unknown, and no MFU is reported."""
 
     name: str
     memory_gib: Annotated[float, MORE_THAN_0]
@@ -42,8 +42,8 @@ class Device:
     __pydantic_config__ = _STRICT
 
     def __hash__(self) -> int:
-        """Of the name alone: a search asks for it millions of times. Those of one name are still
-        told apart by all their fields."""
+        """The hash of the name alone, because a search needs it millions of times. Equality still
+        compares all fields."""
         return hash(self.name)
 
     @property
@@ -94,6 +94,6 @@ class Cluster:
     __pydantic_config__ = _STRICT
 
     def __hash__(self) -> int:
-        """Of the name alone: a search asks for it millions of times. Those of one name are still
-        told apart by all their fields."""
+        """The hash of the name alone, because a search needs it millions of times. Equality still
+        compares all fields."""
         return hash(self.name)

@@ -152,7 +152,7 @@ def _say_equal_points(
 ) -> None:
     repeated = len(points) - sum(len(group) for _, group in groups)
     if repeated:
-        say(f"{repeated} of {len(points)} points are equal to others of the sweep: one point each")
+        say(f"{repeated} of {len(points)} points repeat others of the sweep, and run only once")
 
 
 def _launcher(options: LauncherOptions) -> ModuleType:

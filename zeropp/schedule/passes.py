@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from zeropp.literals import ReduceEvery
 from zeropp.schedule import event_loop
 from zeropp.schedule.action import (
     COMPUTE,
@@ -26,8 +27,6 @@ from zeropp.schedule.action import (
     collector_paused,
 )
 from zeropp.schedule.program import Program, Schedule, StageCost
-
-ReduceEvery = Literal["unit", "step"]
 
 
 @collector_paused()
