@@ -22,7 +22,7 @@ def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:
     # Not torch.manual_seed: for every back end that is not in use it formats the call stack, which
     # takes longer than a small piece's forward.
     torch.default_generator.manual_seed(mixed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(mixed)
 
 
