@@ -89,8 +89,7 @@ def failed_building(what: str) -> str:
     elif what == "keyword" and dist.get_rank() == RANK:
         more["tp"] = 2
     with patch:
-        said = error_of(lambda: built(layers, **more))
-    return said
+        return error_of(lambda: built(layers, **more))
 
 
 @pytest.mark.parametrize(
