@@ -40,7 +40,7 @@ class Setting:
     ranks: int
     knobs: dict[str, Any]
     has: set[str]
-    global_batch: int = 4  # where two data-parallel ranks have two microbatches each
+    global_batch: int = 4  # every rank needs two microbatches, one of which a fault leaves out
     layers: int = 2  # a fault of an axis needs no more
 
 
@@ -70,7 +70,7 @@ def findable(precision: str) -> list[str]:
 TWO_STAGES = Setting(2, {"pp": 2}, set(), layers=4)
 TORCH_STAGES = replace(TWO_STAGES, knobs={"pp": 2, "schedule": "1f1b"})
 ZEROPP = Setting(4, {"pp": 2, "shard": 2}, {"dp", "tied", "dropout"})
-FSDP = Setting(4, {"shard": 2, "replicate": 2}, {"dp"})
+FSDP = Setting(4, {"shard": 2, "replicate": 2}, {"dp"}, 8)
 SHARDS = Setting(2, {"shard": 2}, {"dp"})
 REPLICAS = Setting(2, {"pp": 1, "replicate": 2, "replicate_zero": 1}, {"dp"})
 TORCH = Setting(8, {"pp": 2, "tp": 2, "shard": 2, "schedule": "1f1b"}, ALL)
