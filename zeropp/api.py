@@ -54,8 +54,8 @@ def parallelize(
     a microbatch. ``sample`` is one microbatch of inputs, and ``global_batch`` the rows of a step
     over all ranks. All other arguments are in ``Arguments``.
 
-    Raises TypeError for an unknown argument, and InfeasibleError with one line, the same on every
-    rank, where arguments do not fit together or ranks were given different ones.
+    Raises RuntimeError without a process group, TypeError for an unknown argument, and
+    InfeasibleError with one line, the same on every rank, for arguments that do not fit or differ.
     """
     if not dist.is_initialized():
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
@@ -83,7 +83,8 @@ def parallelize(
 def _checked(
     arguments: Mapping[str, Any], layers: Sequence[Layer], sample: Tensor, global_batch: int
 ) -> Request:
-    """What is asked for, the same on every rank."""
+    """The arguments as a request; raises the same error on every rank where one is wrong or ranks
+    differ."""
     request = together(lambda: request_of(arguments))
     agreed(
         lambda: check_layers(layers, request.weights, request.tied),

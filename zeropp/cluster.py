@@ -32,7 +32,7 @@ class Device:
     # Fixed time per kernel on the device: ramp-up, tail and the gap before the next kernel.
     kernel_us: Annotated[float, AT_LEAST_0] = 5.0
     launch_us: Annotated[float, AT_LEAST_0] = 8.0  # the host's time to start one kernel
-    # SM count (streaming multiprocessors): so many output tiles of a product run at a time.
+    # SM count (streaming multiprocessors): as many output tiles of a product run at a time.
     units: Annotated[int, AT_LEAST_1] = 108
     # The share by which compute takes longer while a collective runs.
     overlap_slowdown: Annotated[float, AT_LEAST_0] = 0.1

@@ -27,7 +27,7 @@ _ATTENTION_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Conditions:
-    """What durations depend on beside the layers."""
+    """What durations depend on, besides the layers."""
 
     cluster: Cluster
     precision: Precision

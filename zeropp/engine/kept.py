@@ -20,7 +20,7 @@ BEGUN = "begun"  # name of a number in checkpoints: 1 once a parameter has had a
 
 @dataclass(frozen=True)
 class Kept:
-    """What an optimizer keeps of one tensor, or would keep if it had begun.
+    """What an optimizer keeps of one tensor, or would keep after a first step on it.
 
     ``elements`` are the tensors of its own size, by kind, which share memory with the optimizer's.
     ``numbers`` are those of the whole tensor (a count of steps), copied for each parameter in it,

@@ -45,7 +45,7 @@ def one_group(name: Name, parameter: nn.Parameter) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What an engine may be told beside its part of a plan.
+    """An engine's settings, besides its part of a plan.
 
     ``replicate_every``: gradients are summed over the replicas after every reduction over the
     shards ("unit"), or only after the last one of a step ("step");

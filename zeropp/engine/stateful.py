@@ -46,7 +46,7 @@ class _Offer:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], state: State) -> _Offer:
-        """What is given; the steps of ``state`` where it does not say how many."""
+        """The offer in a state dict; if the dict has no number of steps, ``state``'s is taken."""
         kept = dict(given.get(OPTIMIZER, {}))
         settings = kept.pop(SETTINGS, {})
         for name in [*kept]:  # state that is given without ``begun`` counts

@@ -135,8 +135,8 @@ def sum_of_all(numbers: Tensor) -> Tensor:
 
 
 def _raise_everywhere(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise what this rank must raise beside its own error, after work that failed on some rank.
-    Returns only on a rank with an error of its own."""
+    """After work that failed on some rank, raise the InfeasibleError or PeerError that reports it
+    on this rank. Returns only on a rank that has another error of its own to raise."""
     refusals = gathered_texts(str(error) if isinstance(error, InfeasibleError) else "", group)
     for rank, refusal in enumerate(refusals):
         if refusal:

@@ -2,9 +2,9 @@
 
 One process leaves a parameter alone in a step in which nothing has used it: it has no gradient, so
 that neither weight decay nor momentum moves it, and Adam does not count the step. In a flat buffer
-the parameter has a gradient of zeros, with which all of this would happen. So ranks tell each
-other, with the sums that end every step anyway, what none of them has used, and the optimizer is
-given no gradient for that.
+the parameter has a gradient of zeros, with which all of this would happen. So the sums that end
+every step anyway also say which parameters no rank has used, and the optimizer is given no gradient
+for those.
 
 Freezing or unfreezing a parameter after the model was built would need other buffers, so it is an
 error, on every rank, in the next step and before anything is updated.

@@ -196,7 +196,7 @@ def _routes(stage_rank: Sequence[int]) -> dict[tuple[int, Op], _Route]:
 
 
 def _use_places(compute: Schedule) -> dict[Op, list[list[int]]]:
-    """Where in its program the action stands that needs each message: by kind of receive, then
+    """The place in its program of the action that needs each message: by kind of receive, then
     stage, then microbatch."""
     rows = range(compute.num_stages)
     forward, backward = ([[0] * compute.num_microbatches for _ in rows] for _ in "FB")
