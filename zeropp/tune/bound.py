@@ -37,7 +37,8 @@ def _least_compute_s(
     steps_overlap: bool,
 ) -> float:
     m, arrive, back = schedule.num_microbatches, 0.0, 0.0
-    begin: dict[int, tuple[float, float]] = {}  # of every rank: the way to it, and from it to 0
+    # For every rank, the seconds of the stages before its first one: of forwards, of backwards.
+    begin: dict[int, tuple[float, float]] = {}
     work, weights = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks
     for rank, (forward, input_, weight) in zip(schedule.stage_rank, passes, strict=True):
         begin.setdefault(rank, (arrive, back))
@@ -60,12 +61,19 @@ def _splits(plan: SizedPlan) -> bool:
 def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
     """Seconds that no order can beat: the largest of several bounds of every rank.
 
+<<<<<<< HEAD
     A rank starts no sooner than a microbatch has come through the stages before its first one,
     unless steps overlap, and than its first stage is gathered. It is busy for all its microbatches,
     and its link for all its gathers and reductions; behind its last weight gradient come at least
     the reductions of one stage. Its last input gradient has still to go back to stage 0, whose rank
     then makes the weight gradient that belongs to it. Where activations are capped, a rank fills
     and drains slowly (``_capped_s``).
+=======
+    A rank starts no sooner than a microbatch has come through the stages before its first, unless
+    steps overlap. Its compute takes the time of all its microbatches, and its link that of all its
+    gathers and reductions. After its last input gradient, the gradient still goes back to stage 0,
+    whose rank then ends its step.
+>>>>>>> main
     """
     ways = _Ways.of(plan, price)
     ends = [_Ends.of(plan, price, rank) for rank in range(plan.schedule.num_ranks)]

@@ -71,8 +71,8 @@ def search(
     """Find the winner and the runner-up; both are None if nothing fits.
 
     ``asked``: knobs, of which those that are ``auto`` are searched; by default all are. A
-    configuration is not simulated if its bound is below the winner's step by less than the share
-    ``tolerance``, so that no configuration can be faster than the winner by more. ``runner_up``:
+    configuration is not simulated unless its bound is below the winner's step by more than the
+    share ``tolerance``, so no configuration can be faster than the winner by more. ``runner_up``:
     False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
     which the best so far is the winner, if there is one.
     """
