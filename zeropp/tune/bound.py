@@ -61,19 +61,12 @@ def _splits(plan: SizedPlan) -> bool:
 def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
     """Seconds that no order can beat: the largest of several bounds of every rank.
 
-<<<<<<< HEAD
     A rank starts no sooner than a microbatch has come through the stages before its first one,
-    unless steps overlap, and than its first stage is gathered. It is busy for all its microbatches,
-    and its link for all its gathers and reductions; behind its last weight gradient come at least
-    the reductions of one stage. Its last input gradient has still to go back to stage 0, whose rank
-    then makes the weight gradient that belongs to it. Where activations are capped, a rank fills
-    and drains slowly (``_capped_s``).
-=======
-    A rank starts no sooner than a microbatch has come through the stages before its first, unless
-    steps overlap. Its compute takes the time of all its microbatches, and its link that of all its
-    gathers and reductions. After its last input gradient, the gradient still goes back to stage 0,
-    whose rank then ends its step.
->>>>>>> main
+    unless steps overlap, and than its first stage is gathered. Its compute takes the time of all
+    its microbatches, and its link that of all its gathers and reductions; after its last weight
+    gradient come at least the reductions of one stage. After its last input gradient, the gradient
+    still goes back to stage 0, whose rank then makes the weight gradient that belongs to it. Where
+    activations are capped, a rank fills and drains slowly (``_capped_s``).
     """
     ways = _Ways.of(plan, price)
     ends = [_Ends.of(plan, price, rank) for rank in range(plan.schedule.num_ranks)]
