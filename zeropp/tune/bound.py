@@ -210,8 +210,12 @@ def least_bytes(plan: SizedPlan, price: PlanPrice) -> int:
         resident = sum(m.parameters + m.optimizer for m in memory)
         gradients = sum(m.gradients for m in memory)
         kept = _least_activations(plan, rank, [m.activations for m in memory])
+        unreduced = [m.unsharded_gradients for m in memory]
+        if _unreduced_beside(plan):
+            later = plan.schedule.unit * sum(m.activations for m in memory[:-1])
+            kept = max(kept, later + memory[-1].activations + sum(unreduced))
         filled = kept + min(m.unsharded + m.forward - m.activations for m in memory)
-        filled = max(filled, _least_gradients(plan, [m.unsharded_gradients for m in memory]))
+        filled = max(filled, _least_gradients(plan, unreduced))
         if price.resident_gradients:
             filled += gradients
         worst = max(worst, resident + max(filled, gradients))
@@ -229,6 +233,20 @@ def _least_gradients(plan: SizedPlan, sizes: list[int]) -> int:
     return max(sizes) + (min(sizes) if units * len(sizes) > 1 else 0)
 
 
+def _unreduced_beside(plan: SizedPlan) -> bool:
+    """Whether the gradients of all chunks exist, unreduced, when a whole unit but the first has its
+    first microbatch in the last chunk of a rank, and all others in the chunks before.
+
+    This is so on a loop where gradients are reduced once per step, if the cap leaves room for less
+    than a unit beside these activations: then the units before have made weight gradients of all
+    chunks."""
+    schedule, unit = plan.schedule, plan.schedule.unit
+    if schedule.name != "zeropp" or plan.stage_style != "loop" or plan.reduce_every != "step":
+        return False
+    needed = unit * (plan.layout.chunks - 1) + 1
+    return 0 < plan.activation_cap < needed + unit and plan.num_microbatches >= 2 * unit
+
+
 def _least_activations(plan: SizedPlan, rank: int, sizes: list[int]) -> int:
     """The bytes of chunk-activations that are held together at least once; ``sizes`` are per
     chunk."""
@@ -240,8 +258,7 @@ def _least_activations(plan: SizedPlan, rank: int, sizes: list[int]) -> int:
     if name == "interleaved_1f1b":
         return min(m * chunks, way_round - 1 + (chunks - 1) * pp + 1) * min(sizes)
     if name == "zeropp" and plan.stage_style == "loop":
-        unit = plan.schedule.unit
-        least = plan.activation_cap - (chunks - 1) * unit if plan.activation_cap else 1
-        last = min(unit, way_round, least)
+        unit, cap = plan.schedule.unit, plan.activation_cap
+        last = min(unit, way_round, cap - (chunks - 1) * unit if cap else 1)
         return unit * sum(sizes[:-1]) + last * sizes[-1]
     return sum(sizes) if name == "accumulation" else min(sizes)
