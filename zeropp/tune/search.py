@@ -9,9 +9,8 @@ member is simulated. It ends when no bound in the queue is below the best step, 
 best configuration. The runner-up is the best of those that were simulated with other degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
-bytes is too large, if the member of its family that needs the least does not fit, or if it was too
-large with a smaller activation cap; otherwise it is dropped after the peak of its programs is
-known.
+bytes is too large, or if it was too large with a smaller activation cap; otherwise it is dropped
+after the peak of its programs is known.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ from zeropp.tune.bound import least_bytes, least_compute_s, least_step_s
 from zeropp.tune.contender import Contender
 from zeropp.tune.outcome import OOM, SLOWER, Evaluated, Outcome, Progress
 from zeropp.tune.space import points
-
-_Prices = dict[tuple[bool, bool], PlanPrice]  # of a family, by ``_adds_later``
 
 
 def _adds_later(plan: SizedPlan) -> tuple[bool, bool]:
@@ -197,40 +194,21 @@ class _Search(Generic[K]):
             bound_s = least_step_s(family, times)
             yield replace(entry, bound_s=bound_s, number=number + 1, plan=family, times=times)
             return
+        price = add_memory(entry.times, family, cluster)
         members = self._members(entry.candidate, family)
         first = next(members, None)  # the one with the least memory
-        prices = {_adds_later(family): add_memory(entry.times, family, cluster)}
-        if first is None or not self._leanest_fits(*first, family, prices):
+        if first is None or not self._may_fit(first[1], price):
             return
+        prices = {_adds_later(family): price}
         for candidate, plan in chain([first], members):
-            price = self._price(plan, prices)
+            later = _adds_later(plan)
+            if later not in prices:
+                prices[later] = price_plan(plan, cluster)
+            price = prices[later]
             if plan is family or self._may_fit(plan, price):
                 number += 1
                 bound = entry.bound_s if plan is family else least_step_s(plan, price)
                 yield _Entry(bound, number, candidate, plan=plan, times=price, price=price)
-
-    def _price(self, plan: SizedPlan, prices: _Prices) -> PlanPrice:
-        """The price of a member; ``prices`` are those of its family that are known already."""
-        later = _adds_later(plan)
-        if later not in prices:
-            prices[later] = price_plan(plan, self._task.cluster)
-        return prices[later]
-
-    def _leanest_fits(
-        self, candidate: Candidate[K], plan: SizedPlan, family: SizedPlan, prices: _Prices
-    ) -> bool:
-        """Whether the member of a family that needs the least memory may fit. If there are others,
-        its first order is made to find out, because that saves those of all others."""
-        if not self._may_fit(plan, prices[_adds_later(family)]):
-            return False
-        if plan is family:
-            return True
-        price = self._price(plan, prices)
-        first = next(self._contender.order(plan, candidate.knobs, price))
-        if self._fits(first, price, _ends(plan)):
-            return True
-        self._outcome.fallen[OOM] += 1
-        return False
 
     def _members(
         self, family: Candidate[K], plan: SizedPlan
@@ -262,7 +240,7 @@ class _Search(Generic[K]):
             return
         orders = self._contender.order(plan, entry.candidate.knobs, price)
         first, ranks = next(orders), range(plan.schedule.num_ranks)
-        if not self._fits(first, price, _ends(plan)):
+        if not self._fits(first, price, {0, ranks[-1]}):  # these are the fullest as a rule
             outcome.fallen[OOM] += 1
             outcome.too_large.add(uncapped)
             return
@@ -281,11 +259,6 @@ class _Search(Generic[K]):
 
     def _fits(self, plan: Plan, price: PlanPrice, ranks: Iterable[int]) -> bool:
         return all(fits(plan, price, rank, self._limit) for rank in ranks)
-
-
-def _ends(plan: SizedPlan) -> set[int]:
-    """The first and the last pipeline rank, which are the fullest as a rule."""
-    return {0, plan.schedule.num_ranks - 1}
 
 
 # Knobs that say how data-parallel ranks are used; the compute of a pipeline rank does not depend on
