@@ -196,7 +196,9 @@ def _extras(job: _Job, stage: int) -> StageExtras:
     again = job.times.block.backward_input - job.plain.block.backward_input - tensor.again
     blocking = job.work.program.blocking_transfers
     return StageExtras(
-        tensor_forward=blocks * tensor.forward + ends * tensor.one,
+        tensor_forward=blocks * tensor.forward
+        + ends * tensor.one
+        + tensor.logits * (plan.cuts[stage + 1] == plan.shape.num_pieces),
         tensor_backward=blocks * tensor.backward + repeated * tensor.again + ends * tensor.one,
         transfer_forward=_transfer_s(job, stage) if blocking else 0.0,
         transfer_backward=_transfer_s(job, stage - 1) if blocking else 0.0,
@@ -265,6 +267,7 @@ def _passes_s(
         ends = [plain.embedding] * (begin == 0) + [plain.head] * (end == cuts[-1])
         halves = [plain.mlp] * (begin % 1 > 0) + [plain.attention] * (end % 1 > 0)
         forward = count * times.block.forward + len(ends) * tensor.one
+        forward += tensor.logits * (end == cuts[-1])
         input_ = (count - repeated) * plain.block.backward_input + len(ends) * tensor.one
         input_ += repeated * times.block.backward_input
         weight = count * times.block.backward_weight
