@@ -1,7 +1,7 @@
 """Private names of torch that FSDP2's trainers need (``fsdp`` and ``torch_pp``).
 
-A release of torch may move or change what stands here; for each name
-``tests/gloo/test_private_names.py`` says what no longer works without it.
+A release of torch may move or change them; for each one ``tests/gloo/test_private_names.py`` says
+what no longer works without it.
 """
 
 from __future__ import annotations

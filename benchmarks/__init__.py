@@ -25,7 +25,7 @@ def _refuse_an_environment_without_the_suite() -> None:
     """One line in place of a traceback where a command is started by another Python than the one
     that the suite was installed for. Exit status 2."""
     problem = ""
-    if sys.version_info < (3, 11):  # noqa: UP036  (it is told, and not a SyntaxError)
+    if sys.version_info < (3, 11):  # noqa: UP036  (older ones get a message, not a SyntaxError)
         problem = f"this Python is {sys.version.split()[0]}, and 3.11 or newer is needed"
     elif missing := [name for name in _NEEDED if find_spec(name) is None]:
         problem = f"{missing[0]} is not installed for {sys.executable}"

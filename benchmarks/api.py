@@ -124,7 +124,8 @@ def tables(frame: pd.DataFrame, base: str = BASE) -> Mapping[str, pd.DataFrame]:
 
 def figures(frame: pd.DataFrame, section: str = "", base: str = BASE) -> Iterator[Picture]:
     """The figures of a report, each with its ``caption`` and ``figure``. ``section`` selects those
-    of one section: Throughput, Memory, Speed-up, Scaling, Ablations, Loss or Timelines."""
+    of one section: Throughput, Memory, Speed-up, Scaling, Ablations, Loss or Timelines. Raises
+    SpecError for another name."""
     drawings: dict[str, Any] = {
         "Throughput": bars,
         "Memory": bars,

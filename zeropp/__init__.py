@@ -7,10 +7,11 @@
 
 In: a model as a list of layers, a loss function and the degrees of parallelism. Out: a model that
 trains in pipeline stages, on one rank of a process group.
+
 For the library itself read ``schedule`` (which action when), ``plan`` (what every rank does),
 ``cost`` and ``sim`` (what that takes), ``planner`` and ``tune`` (how a plan is chosen), ``engine``
-(what runs it), then ``api``. Importing the package imports no torch;
-it sets the environment variables that CUDA must have read (``cuda_settings``).
+(what runs it), then ``api``. Importing the package imports no torch; it sets environment variables
+that CUDA reads when it is initialised (``cuda_settings``).
 """
 
 from __future__ import annotations

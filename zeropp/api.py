@@ -54,8 +54,8 @@ def parallelize(
     a microbatch. ``sample`` is one microbatch of inputs, and ``global_batch`` the rows of a step
     over all ranks. All other arguments are in ``Arguments``.
 
-    Raises TypeError for an argument that there is not, and InfeasibleError with one line, the same
-    on every rank, where something does not fit or ranks were given different things.
+    Raises RuntimeError without a process group, TypeError for an unknown argument, and
+    InfeasibleError with one line, the same on every rank, for arguments that do not fit or differ.
     """
     if not dist.is_initialized():
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
@@ -83,7 +83,8 @@ def parallelize(
 def _checked(
     arguments: Mapping[str, Any], layers: Sequence[Layer], sample: Tensor, global_batch: int
 ) -> Request:
-    """What is asked for, the same on every rank."""
+    """The arguments as a request; raises the same error on every rank where one is wrong or ranks
+    differ."""
     request = together(lambda: request_of(arguments))
     agreed(
         lambda: check_layers(layers, request.weights, request.tied),
@@ -100,7 +101,7 @@ def _cut(
     sample: Tensor,
     global_batch: int,
 ) -> tuple[Request, Stages]:
-    """The request with nothing left open, and the stages that come of it."""
+    """The request, in which every ``auto`` is replaced by a value, and the stages of the model."""
     sizes = try_layers(layers, sample, request.sample_keywords)
     named = [keywords_of(loss_fn), *(one.names for one in sizes)]
     check_keywords(request.sample_keywords, len(sample), named)

@@ -1,12 +1,13 @@
 """What ``auto`` stands for: the fastest setting that fits the memory, on a described cluster.
 
-Settings are tried in the order of a bound on their step (the compute of the busiest rank), and the
-rest is left once that bound is above the best step. A step takes what the event loop says of its
-order, gathers and reductions included, and the reduction over the replicas. Memory is that of fp32
-masters, of gradient sums and of what the given optimizer keeps (sharded, and with ZeRO-1 divided
-over the replicas), of the gathered chunks, of one chunk's gradients, and of what layers keep of as
-many microbatches as the order may have alive. Selective recomputation is counted like none, which
-is an upper bound.
+Settings are tried in the order of a lower bound on their step time (all compute, spread evenly over
+the pipeline ranks, and the reduction over the replicas). The search ends when that bound is not
+below the best step time so far. The step time of a setting is that of its order in the event loop,
+gathers and reductions included, and the reduction over the replicas. Memory is the sum of fp32
+masters, gradient sums and what the given optimizer keeps (sharded, and with ZeRO-1 divided over the
+replicas), of gathered chunks, of one chunk's unreduced gradients, and of what layers keep of as
+many microbatches as the activation cap allows. Selective recomputation is counted like none, which
+gives an upper bound.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def _why_none(job: Job, too_large: int, refused: str) -> str:
 
 
 def _candidates(request: Request, job: Job) -> Iterator[tuple[float, Request]]:
-    """All settings that divide, each with a bound on its step in seconds."""
+    """All settings whose degrees divide the ranks and the batch, each with a lower bound on its
+    step time in seconds."""
     asked = request.knobs
     degrees = divisors(job.world)
     for pp, shard in product(
@@ -128,12 +130,14 @@ def _candidates(request: Request, job: Job) -> Iterator[tuple[float, Request]]:
 
 
 def _options(request: Request, name: str, asked: T | Auto, known: Iterable[T]) -> list[T | Auto]:
-    """What is tried for one knob: all that is known where it was asked for as ``auto``."""
+    """The values to try for one knob: all of ``known`` if it was asked for as ``auto``, otherwise
+    the given one."""
     return list(known) if name in request.open else [asked]
 
 
 def _bound_s(candidate: Request, job: Job, microbatches: int) -> float:
-    """All layers' compute, spread evenly over the pipeline's ranks."""
+    """A lower bound on the step time in seconds: all layers' compute, spread evenly over the
+    pipeline ranks, and the reduction over the replicas."""
     conditions = candidate.conditions()
     assert conditions is not None
     layout = layout_of(candidate.knobs)
@@ -158,8 +162,8 @@ def _step_s(stages: Stages, given: Conditions) -> float:
 
 @dataclass(frozen=True)
 class _LayerBytes:
-    """Bytes of one layer's fp32 parameters, of their gradients (none of frozen ones), and of what
-    the optimizer keeps of them."""
+    """Bytes of one layer's fp32 parameters, of their gradients (frozen parameters have none), and
+    of what the optimizer keeps for them."""
 
     masters: float
     sums: float
@@ -172,7 +176,7 @@ class _LayerBytes:
 
 
 def _bytes_of_layers(request: Request, job: Job) -> list[_LayerBytes]:
-    """What every layer needs, by the optimizer group of each parameter."""
+    """The bytes of every layer; what the optimizer keeps depends on each parameter's group."""
     groups = [
         {
             name: request.group_of((index, name), _meta(kind))

@@ -16,7 +16,7 @@ _STRICT = {"extra": "forbid"}
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator. A peak of None is unknown, and then no MFU is reported."""
+    """One accelerator. If a peak is None it is unknown, and no MFU is reported."""
 
     name: str
     memory_gib: Annotated[float, MORE_THAN_0]
@@ -32,7 +32,7 @@ class Device:
     # Fixed time per kernel on the device: ramp-up, tail and the gap before the next kernel.
     kernel_us: Annotated[float, AT_LEAST_0] = 5.0
     launch_us: Annotated[float, AT_LEAST_0] = 8.0  # the host's time to start one kernel
-    # SM count (streaming multiprocessors): so many output tiles of a product run at a time.
+    # SM count (streaming multiprocessors): as many output tiles of a product run at a time.
     units: Annotated[int, AT_LEAST_1] = 108
     # The share by which compute takes longer while a collective runs.
     overlap_slowdown: Annotated[float, AT_LEAST_0] = 0.1
@@ -42,8 +42,8 @@ class Device:
     __pydantic_config__ = _STRICT
 
     def __hash__(self) -> int:
-        """Of the name alone: a search asks for it millions of times. Those of one name are still
-        told apart by all their fields."""
+        """The hash of the name alone, because a search needs it millions of times. Equality still
+        compares all fields."""
         return hash(self.name)
 
     @property
@@ -94,6 +94,6 @@ class Cluster:
     __pydantic_config__ = _STRICT
 
     def __hash__(self) -> int:
-        """Of the name alone: a search asks for it millions of times. Those of one name are still
-        told apart by all their fields."""
+        """The hash of the name alone, because a search needs it millions of times. Equality still
+        compares all fields."""
         return hash(self.name)

@@ -160,7 +160,7 @@ def _schedule(sizes: StepSizes, costs: tuple[StageCost, ...] | None) -> Schedule
     one that is planned with them, as ZeroPP's planner does for the suite."""
     if costs is None:
         (schedule,) = step_programs(sizes)
-    else:  # as in the planner, no order is planned with gathers and reductions
+    else:  # as in ``zeropp.planner.orders``, orders do not depend on gathers and reductions
         bare = tuple(replace(cost, unshard=0.0, reduce_grad=0.0) for cost in costs)
         orders = step_programs(sizes, bare)
         schedule = min(orders, key=lambda order: event_loop.run(order, costs).step_s)

@@ -27,7 +27,7 @@ _ATTENTION_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Conditions:
-    """What durations depend on beside the layers."""
+    """What durations depend on, besides the layers."""
 
     cluster: Cluster
     precision: Precision
@@ -38,7 +38,7 @@ class Conditions:
 def layer_costs(sizes: Sequence[LayerSizes], given: Conditions) -> list[StageCost]:
     """Forward, input gradient and weight gradient of every layer for one microbatch, in seconds.
 
-    The first and the last layer put no weight gradients off, and are not recomputed.
+    The first and the last layer delay no weight gradients, and are not recomputed.
     """
     last = len(sizes) - 1
     return [_layer_cost(one, given, inner=0 < i < last) for i, one in enumerate(sizes)]
@@ -59,7 +59,7 @@ def _layer_cost(one: LayerSizes, given: Conditions, *, inner: bool) -> StageCost
 
 
 def output_bytes(one: LayerSizes, precision: Precision) -> float:
-    """Bytes of what a layer hands on for one microbatch."""
+    """Bytes of a layer's outputs for one microbatch."""
     width = element_bytes(precision)
     return float(sum(output.size.numel() * width for output in one.outputs))
 
@@ -72,7 +72,8 @@ def stage_costs(
     layout: Layout,
     given: Conditions,
 ) -> tuple[StageCost, ...]:
-    """Durations of every stage: its layers', its gather, its reduction, its message onwards."""
+    """Durations of every stage in seconds: of its layers, of its gather, of its reduction, and of
+    the message to the next stage."""
     layers = layer_costs(sizes, given)
     among = group_of(given.cluster, layout, "shard")
     sent = 2 if given.reduce_dtype == "bf16" else 4

@@ -59,8 +59,8 @@ class ParallelModel:
         norm before clipping, equal on every rank. Raises ValueError where the number of rows is
         another, TypeError for other keyword inputs than ``sample_keywords`` had, and RuntimeError
         under ``torch.no_grad``; the other ranks raise PeerError, which is a RuntimeError, and
-        nothing has run. After a step that raised while it ran, the next one raises RuntimeError:
-        what ranks left undone cannot be told, so the model must be built anew.
+        nothing has run. After a step that raised while it ran, the next one raises RuntimeError: it
+        is not known how far each rank came, so the model must be built anew.
         """
         parts = together(lambda: self._training_batch(inputs, targets, keyword_inputs))
         with self._noting_failure():
@@ -71,7 +71,7 @@ class ParallelModel:
 
         Takes any number of rows, on each data-parallel rank its own number (also none); ranks with
         the same ``data_parallel_rank`` give the same rows. Gives the mean over all rows of all
-        ranks (the sum with ``loss_reduction="sum"``), equal on every rank. Nothing of it stays: a
+        ranks (the sum with ``loss_reduction="sum"``), equal on every rank. It changes no state: a
         training run with evaluations in it is the same as one without. Raises ValueError where
         ranks of one pipeline have different rows, and otherwise what ``train_step`` does.
         """

@@ -58,7 +58,7 @@ class Candidate(Generic[K]):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBytes:
-    """Predicted bytes of one rank by kind, at the moment of its highest total."""
+    """Bytes of one rank by kind, predicted or traced, at the moment of their highest total."""
 
     parameters: int = 0  # sharded parameters (and fp32 masters)
     unsharded: int = 0  # gathered parameters
@@ -69,7 +69,7 @@ class MemoryBytes:
 
     @property
     def total(self) -> int:
-        """Sum over kinds: the predicted peak."""
+        """Sum over kinds: the peak."""
         return (
             self.parameters
             + self.unsharded

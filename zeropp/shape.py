@@ -34,8 +34,8 @@ class ModelShape:
     gated_mlp: bool | None = None
 
     def __hash__(self) -> int:
-        """Of the name alone: a search asks for it millions of times. Those of one name are still
-        told apart by all their fields."""
+        """The hash of the name alone, because a search needs it millions of times. Equality still
+        compares all fields."""
         return hash(self.name)
 
     @property

@@ -3,7 +3,7 @@
 A *boundary* is the activation that one stage sends to the next. Before the first one, its shape is
 sent (``PipelineEngine._send_tensor_meta``). Under tensor parallelism a rank sends only its part of
 each boundary, after integers that describe the part (``PartitionedTensor.to_meta``). A traced rank
-has nobody who sends these integers, so they are made up here. All boundaries of a plan have one
+has no peer that sends these integers, so they are computed here. All boundaries of a plan have one
 shape.
 """
 

@@ -1,7 +1,7 @@
 """Names inside DeepSpeed that it does not document, and that the trainer and its traces need.
 
-A release of DeepSpeed may move or change what stands here; for each name
-``tests/gloo/test_private_names.py`` says what no longer works without it.
+A release of DeepSpeed may move or change them; for each one ``tests/gloo/test_private_names.py``
+says what no longer works without it.
 """
 
 from __future__ import annotations

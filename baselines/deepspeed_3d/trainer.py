@@ -220,7 +220,7 @@ def _own_group(rank_lists: list[list[int]]) -> dist.ProcessGroup:
 
 
 def _config(plan: Plan, parameters: int) -> dict[str, Any]:
-    """DeepSpeed's configuration for a rank with so many parameters.
+    """DeepSpeed's configuration for a rank that holds ``parameters`` parameters.
 
     In fp32, ZeRO-1 makes two buffers of ``reduce_bucket_size`` elements, whatever the rank has: at
     DeepSpeed's default of 5e8 elements 3.7 GiB (``runtime/zero/stage_1_and_2.py``).

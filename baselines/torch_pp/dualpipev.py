@@ -1,7 +1,7 @@
 """The order of DualPipeV, the V-shaped form of DualPipe (arXiv 2412.19437): eight phases per rank,
 as in torch's ``ScheduleDualPipeV``.
 
-DualPipeV can overlap a forward with a backward; here one follows the other, as torch computes them.
+DualPipeV can overlap a forward with a backward; here one follows the other, as in torch's runtime.
 Delayed weight gradients of a rank run first in, first out.
 """
 

@@ -212,15 +212,16 @@ def _refuse(knobs: TorchPPKnobs, schedule: TorchSchedule) -> None:
 
 def _check_microbatches(name: str, pp: int, num_microbatches: int) -> None:
     """Torch's own conditions on the number of microbatches (``pipelining/schedules.py``). The
-    interleaved schedules go in rounds of equally many, of about ``pp``."""
+    interleaved schedules divide them into equal rounds of ``pp`` or more. Raises
+    InfeasibleError."""
     least = {"1f1b": pp, "zbv": 2 * pp, "dualpipev": 2 * pp}.get(name, 1)
     rounds = 1
     if name in ("interleaved_1f1b", "interleaved_zb"):
         rounds = max(1, num_microbatches // pp)
     if num_microbatches < least or num_microbatches % rounds:
-        wanted = f"a multiple of {rounds}, its rounds," if rounds > 1 else f"at least {least}"
+        wanted = f"divide into {rounds} equal rounds" if rounds > 1 else f"be at least {least}"
         raise InfeasibleError(
-            f"contender.schedule={name}: torch needs {wanted} microbatches per step and pipeline, "
-            f"but there are {num_microbatches} (change global_batch)",
+            f"contender.schedule={name}: the {num_microbatches} microbatches per step and pipeline "
+            f"must {wanted} in torch (change global_batch)",
             "number of microbatches that the schedule cannot have",
         )

@@ -1,8 +1,8 @@
 """Private names of ``torch.distributed.pipelining``: classes that are imported, and methods that
 are called or overridden.
 
-A release of torch may move or change what stands here; for each name
-``tests/gloo/test_private_names.py`` says what no longer works without it.
+A release of torch may move or change them; for each one ``tests/gloo/test_private_names.py`` says
+what no longer works without it.
 """
 
 from __future__ import annotations

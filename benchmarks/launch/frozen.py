@@ -32,9 +32,10 @@ class Header:
     launcher: str
     provenance: Provenance
     started_at: str  # ISO 8601, UTC
+    # The launcher's code; a record takes what rank 0 says of its own code instead, if it says it.
     git_sha: str = "unknown"
     git_dirty: bool = True
-    code_digest: str = ""  # these three are the launcher's; those of the ranks come first
+    code_digest: str = ""
     variant: str = ""
     plan: dict[str, Any] = field(default_factory=dict)
     damage: str = ""

@@ -29,7 +29,7 @@ from benchmarks.records.record import write_atomically
 
 OWNER_FILE = "owner.json"
 BEAT_S = 10.0
-QUIET_S = 90.0  # work that is silent for longer is no longer under way: it beats every 20 s
+QUIET_S = 90.0  # an attempt whose job is gone is over after this silence; it beats every 20 s
 SILENT_S = 900.0  # an owner that cannot be seen and is silent for so long counts as dead
 
 

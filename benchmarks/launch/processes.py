@@ -1,4 +1,4 @@
-"""Runs ranks as processes of this machine, and makes sure that none of them stays behind.
+"""Runs ranks as processes of this machine, and makes sure that none of them is left running.
 
 Ranks are started directly and not through torchrun, so that the record can name the rank that ended
 first and the signal that killed it. Each rank has a process group of its own, which is killed at

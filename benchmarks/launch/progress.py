@@ -20,11 +20,11 @@ def announce(points: Sequence[Point], todo: Sequence[Point], launcher: str) -> N
     """Print how many points will run, and how many are skipped because they have a record."""
     skipped = len(points) - len(todo)
     done = f", {skipped} already recorded (rerun=all runs them again)" if skipped else ""
-    say = f"{len(todo)} of {len(points)} points to run with launcher={launcher}{done}"
+    line = f"{len(todo)} of {len(points)} points to run with launcher={launcher}{done}"
     for point in points:
         if point.note:
             progress.CONSOLE.print(point.note, soft_wrap=True, markup=False, highlight=False)
-    progress.CONSOLE.print(say, soft_wrap=True)
+    progress.CONSOLE.print(line, soft_wrap=True)
     for point in todo:
         if point.plan is None:
             _say("infeasible", point.spec.spec_id, point.reason)

@@ -82,7 +82,8 @@ def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
 
 def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[RunRecord] | None:
     """Run the points that are missing, launcher by launcher, and record those that are infeasible.
-    Returns the new records, or None for a dry run, which writes nothing."""
+    Returns the new records, or None for a dry run, which writes nothing. Raises SpecError, before
+    anything is written, if a launcher refuses a point or an option."""
     rerun, runs_dir = configs[0]["rerun"], Path(configs[0]["runs_dir"])
     if rerun not in get_args(Rerun):
         raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
@@ -152,7 +153,7 @@ def _say_equal_points(
 ) -> None:
     repeated = len(points) - sum(len(group) for _, group in groups)
     if repeated:
-        say(f"{repeated} of {len(points)} points are equal to others of the sweep: one point each")
+        say(f"{repeated} of {len(points)} points repeat others of the sweep, and run only once")
 
 
 def _launcher(options: LauncherOptions) -> ModuleType:

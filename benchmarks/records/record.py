@@ -31,7 +31,8 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """What one rank measured. Bytes are peaks since training began, None if not measured."""
+    """What one rank measured. Bytes are peaks since the moment before its trainer was built, None
+    if not measured."""
 
     rank: int
     pp_rank: int
@@ -200,8 +201,8 @@ def find_records(roots: Iterable[Path]) -> Iterator[Path]:
 
 
 def find_below(root: Path, pattern: str) -> list[Path]:
-    """Paths below a folder whose names match a pattern, sorted; a folder may match, whose reader
-    says then that it is none of its files.
+    """Paths below a folder whose names match a pattern, sorted. A folder with such a name is among
+    them, so that its reader can report it.
 
     Hidden folders are left out: locks, attempts that are being made, and copies of the checkout,
     which hold the committed records of other runs.

@@ -30,8 +30,9 @@ MAX_LINES = 40
 def evidence_distances(rows: pd.DataFrame) -> pd.DataFrame:
     """One row per configuration, quantity and kind of evidence except for the most trusted one.
 
-    ``error`` is value / reference - 1, where the reference is the most trusted kind. It is named
-    with its kind of memory peak, because these differ (``resident`` is more than tensors).
+    ``error`` is value / reference - 1, where the reference is the most trusted kind of evidence.
+    For memory, a kind of evidence also names its kind of peak, because these differ: ``resident``
+    is more than tensors.
     """
     fine = rows[rows["status"] == "ok"]
     same = [*_SAME, "contender", "layout"]

@@ -15,12 +15,13 @@ BASE = "deepspeed_3d"  # speed-ups are over this contender unless another one is
 
 
 class BaseError(ValueError):
-    """No row is of the contender that was named as the base; the message names those there are."""
+    """No row is of the contender that was named as the base; the message names the contenders that
+    rows are of."""
 
 
 def base_of(rows: pd.DataFrame, name: str) -> str:
-    """The base's key, which is the default if no ``name`` is given. Raises BaseError if no row is
-    of the contender that was named."""
+    """``name``, the key of the contender over which speed-ups are given. Raises BaseError if no row
+    is of that contender."""
     known = sorted(set(rows["contender"]))
     if name not in known:
         raise BaseError(

@@ -52,7 +52,7 @@ class Row:
     memory_limit_gib: float
     basis: str = ""
     default_degrees: bool = False
-    knobs: dict[str, Any] = field(default_factory=dict)  # as asked for, batch and plan included
+    knobs: dict[str, Any] = field(default_factory=dict)  # as asked for, and the microbatch size
     gate: str = "-"
     started_at: str = ""
     git: str = ""

@@ -58,5 +58,5 @@ def check_writable(field: str, directory: Path) -> None:
 
 
 def leave_interrupts_to_parent() -> None:
-    """For worker processes: Ctrl-C is said in one line by the command that started them."""
+    """Ignore Ctrl-C in a worker process: the command that started it reports it in one line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

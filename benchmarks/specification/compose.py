@@ -32,7 +32,8 @@ def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[s
 
     Hydra only composes and starts nothing. So all points can be checked before the first is
     started, and a launcher sees the sweep as a whole. The list is empty if Hydra itself has
-    answered the command (``--help``, ``--cfg``).
+    answered the command (``--help``, ``--cfg``). Raises SpecError with one line for words that are
+    not understood.
     """
     composed: list[DictConfig] = []
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise, so that the error can be one line

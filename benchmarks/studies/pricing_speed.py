@@ -98,10 +98,10 @@ def main() -> int:
 
 def _main() -> int:
     parser = CommandParser(description=__doc__)
-    parser.add_argument("--model", default="gpt_14_6b")
-    parser.add_argument("--cluster", default="a800")
-    parser.add_argument("--plans", type=int, default=5000)
-    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--model", default="gpt_14_6b", help="name in conf/model (%(default)s)")
+    parser.add_argument("--cluster", default="a800", help="name in conf/cluster (%(default)s)")
+    parser.add_argument("--plans", type=int, default=5000, help="about how many (%(default)s)")
+    parser.add_argument("--cores", type=int, default=2, help="processes (%(default)s)")
     asked = parser.parse_args()
     jobs = [(asked.model, asked.cluster, asked.plans, asked.cores, i) for i in range(asked.cores)]
     with ProcessPoolExecutor(asked.cores, initializer=leave_interrupts_to_parent) as pool:

@@ -90,7 +90,8 @@ def _distances(
 
 
 def _batches(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
-    """The parameters in their order, so many at a time that a broadcast is worth its start."""
+    """The names of the parameters in their order, in groups that are broadcast together, so that
+    small parameters do not cost one broadcast each."""
     names: list[str] = []
     elements = 0
     for name, shape in shapes.items():

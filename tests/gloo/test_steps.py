@@ -95,7 +95,7 @@ MESSAGES = {
     "missing": "InfeasibleError: layers[1]: cannot be called with the output of the layer before",
     "nobody's": "InfeasibleError: sample_keywords: 'padding' is named by no layer's forward",
     "one row": "InfeasibleError: sample_keywords: 'mask' has shape (1, 8), but one row",
-    "left out": "TypeError: keyword inputs are ['mask'], but parallelize was told of",
+    "left out": "TypeError: keyword inputs are ['mask'], but parallelize got",
     "short": "ValueError: mask: 4 rows, but this rank trains on 24 rows",
     "uneven": "ValueError: eval_step: numbers of rows differ",
     "ranks differ": "RowsError: eval_step: ranks of one pipeline were given different rows",

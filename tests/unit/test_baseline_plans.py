@@ -46,8 +46,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"schedule": "zbv", "chunks": 3}, "contender.chunks=3"),
         ({"schedule": "zbv", "chunks": 2, "recompute": "full"}, "contender.recompute=full"),
         ({"schedule": "zbv", "chunks": 2, "compile": True}, "contender.compile=True"),
-        ({"schedule": "1f1b", "pp": 4, "batch": 2}, "at least 4 microbatches"),
-        ({"schedule": "interleaved_1f1b", "chunks": 2, "pp": 4, "batch": 9}, "a multiple of 2"),
+        ({"schedule": "1f1b", "pp": 4, "batch": 2}, "must be at least 4"),
+        ({"schedule": "interleaved_1f1b", "chunks": 2, "pp": 4, "batch": 9}, "into 2 equal rounds"),
     ],
 }
 

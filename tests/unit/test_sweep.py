@@ -36,7 +36,7 @@ def test_equal_points_are_one_point(tmp_path: Path, capsys: pytest.CaptureFixtur
     places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path), "rerun": "missing"}
     config = places | {"launcher": {"kind": "local"}}
     launch_points(points, [config] * 3)
-    assert "1 of 3 points are equal to others of the sweep" in capsys.readouterr().err
+    assert "1 of 3 points repeat others of the sweep" in capsys.readouterr().err
     assert len(list(find_records([tmp_path / "runs"]))) == 2
 
 

@@ -66,7 +66,8 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
 
 def order(plan: SizedPlan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Plan]:
     """The plan in the order for equally long actions, then in those planned with the durations of
-    its ``price``. A cap that is given in GiB is set here, where the price tells its bytes."""
+    its ``price``. A cap that is given in GiB becomes a number of chunk-activations here, because
+    the price says how large one is. Raises InfeasibleError if that is too few."""
     if knobs.activation_cap_gib != "auto":
         plan = replace(plan, activation_cap=_cap_by_size(plan, price, knobs.activation_cap_gib))
     yield from orders(plan, plan.activation_cap)

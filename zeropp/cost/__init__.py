@@ -15,7 +15,7 @@ Read in this order, from the smallest formula to the whole price:
 * ``collectives``: seconds of collectives and messages between the ranks of a layout.
 * ``activations``, ``state_memory`` and ``stage_memory``: bytes of a microbatch's tensors, of a
   stage's parameters and gradients, and of the whole stage.
-* ``cuts``: stages of equal work.
+* ``cuts`` and ``half_cuts``: stages of equal work, cut between blocks or also inside them.
 * ``tensor_parallel`` and ``data_parallel``: what a stage's parallelism adds to its kernels.
 * ``stage_costs``: ``price_plan``, which puts them together; ``plan_price`` is its result's type.
 """

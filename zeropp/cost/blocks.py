@@ -147,8 +147,9 @@ def _block(work: Work, kernels: _Kernels, forward_tp: float, backward_tp: float)
 def _attention_half(
     work: Work, kernels: _Kernels, block: PassTimes, *, forward_tp: float, backward_tp: float
 ) -> PassTimes:
-    """A block's attention: the part of the block that its kernels are of all kernels
-    (recomputation aside, for a block that is cut inside has none)."""
+    """The times of a block's attention half: of each of the block's times, the share that the
+    kernels of attention have in those of the whole block. Meant for blocks without recomputation,
+    since a block that is cut in two is never recomputed."""
     moves = attention_traffic_share(work)
     weights = half_parameters(work.shape, "attention") / block_parameters(work.shape)
 
@@ -236,8 +237,9 @@ def attention_traffic_share(work: Work) -> float:
 
 
 def _half_traffic(work: Work) -> tuple[float, float]:
-    """Bytes that element-wise kernels move beside the attention and beside the MLP: each a norm
-    and a residual add, and the layout changes around attention."""
+    """Bytes that element-wise kernels move in the attention half and in the MLP half: in both a
+    norm and a residual add, in the first the layout changes around attention, and in the second
+    the MLP's non-linearity."""
     shape, e = work.shape, element_bytes(work.precision)
     whole = 2 * 2 + 2 * 3 + (1 if work.program.dropout_masks else 0)  # two norms, two residuals
     if work.sequence_parallel:

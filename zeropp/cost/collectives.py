@@ -29,7 +29,8 @@ class Group:
 
 
 def axis_stride(layout: Layout, axis: Axis) -> int:
-    """The difference of the global ranks of neighbours on an axis."""
+    """The difference of the global ranks of neighbours on an axis; raises KeyError for an axis that
+    the layout does not have."""
     stride = 1
     for name, size in reversed(layout.axes):
         if name == axis:

@@ -1,10 +1,11 @@
 """Cuts that may lie inside a block, between its attention and its MLP.
 
-A model of L blocks then has 2 L + 1 places for a cut instead of L + 1. It begins with the cuts
-between blocks, or, where there are more stages than blocks, with the places nearest to equal
-stages. The sum of places at which every rank would have the same work is known for the cuts between
-any two ranks, so these are moved, one or two at a time, until the sum is as near as it gets. Few
-cuts move, because ranks whose stages are alike wait least for each other.
+A model of L blocks then has 2 L + 1 places for a cut instead of L + 1. The search begins with the
+cuts between blocks, or, where there are more stages than blocks, with the places nearest to equal
+stages. How the work of two neighbouring ranks divides depends only on the sum of the places of all
+cuts between them. The sum at which all ranks have the same work is known, so these cuts are moved,
+one or two at a time, until their sum is as near to it as possible. As few cuts as possible are
+moved, because ranks whose stages are alike wait least for each other.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def spread_halves(
         raise ValueError(f"{stages} stages for {2 * layers} half blocks, embedding and head")
     wanted = list(accumulate(_stage_work(model, stage_rank)))[:-1]
     places = [2 * (cut - 1) for cut in whole[1:-1]] or _nearest(model, wanted)
-    # On a loop the last rank hands on to the first: those cuts stay. What they are off by, all
-    # other cuts may be off by, too, because a rank's work is the difference of two sums.
+    # On a loop the last rank sends to the first, and the cuts between these two stay. The other
+    # sums may have the same error as theirs, because a rank's work is the difference of two sums.
     around = [cut for cut, (a, b) in enumerate(pairwise(stage_rank)) if abs(a - b) > 1]
     offset = sum(model.before(places[cut]) - wanted[cut] for cut in around)
     for cuts in _between_neighbours(stage_rank):
@@ -85,8 +86,8 @@ def _nearest(model: _Model, wanted: Sequence[float]) -> list[int]:
 
 
 def _stage_work(model: _Model, stage_rank: Sequence[int]) -> list[float]:
-    """The work that every stage should have: the same for all, but for a head or an embedding that
-    alone is more, whose rank then has less in its other stages."""
+    """The work that every stage should have: the same for all, unless the embedding or the head
+    alone is more than that; then the other stages of its rank have less."""
     stages, ranks = len(stage_rank), len(set(stage_rank))
     even = model.total / stages
     work = [even] * stages
@@ -101,8 +102,8 @@ def _stage_work(model: _Model, stage_rank: Sequence[int]) -> list[float]:
 
 
 def _between_neighbours(stage_rank: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """The cuts between any two neighbouring ranks, each with 1 where moving it back in the model
-    gives work to the lower rank, else with -1."""
+    """The cuts between any two neighbouring ranks, each with its sign: 1 if the lower rank gets
+    more work when the cut moves towards the end of the model, else -1."""
     cuts: dict[frozenset[int], list[tuple[int, int]]] = defaultdict(list)
     for cut, (here, there) in enumerate(pairwise(stage_rank)):
         if abs(here - there) == 1:

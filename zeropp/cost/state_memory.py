@@ -64,8 +64,9 @@ def _in_order(plan: SizedPlan, stage: int, whole: dict[int, float]) -> list[floa
 
 
 def sends_compute_type(plan: SizedPlan, program: Program) -> bool:
-    """ZeRO-1 over flat chunks in mixed precision: a rank keeps its part in compute's type, which
-    replicas send each other, and fp32 masters of the rows alone that it updates."""
+    """Whether replicas send each other updated parameters in the type of compute. This is so with
+    ZeRO-1 over flat chunks in mixed precision: a rank keeps its part in that type, and fp32 masters
+    only of the rows that it updates."""
     mixed = program.state(plan.precision).casts_parameters
     return program.flat_chunks and mixed and zero1_ranks(plan.layout, program) > 1
 

@@ -1,11 +1,12 @@
 """Records every storage that torch allocates while a rank is traced, and sorts it by kind.
 
 Kinds are known only at the end of the step, so allocations are recorded and sorted afterwards.
-Storages with which the trainer is built are parameters. Those that the optimizer's step leaves are
-its state, which later steps have from their beginning. What FSDP2 gathers is unsharded; what the
-optimizer or FSDP2's reduction reads are gradients. Of the others, a storage that outlives the
-forward or the run of autograd that allocated it is an activation. All else, and the copies of
-reductions, is workspace.
+Storages that are allocated while the trainer is built are parameters. Those that are allocated in
+the optimizer's step are its state; it exists from the beginning of every later step, so it is
+counted from the beginning of this one. What FSDP2 gathers, and the engine's buffers, are unsharded
+parameters; what the optimizer or FSDP2's reduction reads are gradients. Of the others, a storage
+that outlives the forward or the run of autograd that allocated it is an activation. All else, and
+the copies that reductions make, is workspace.
 """
 
 from __future__ import annotations

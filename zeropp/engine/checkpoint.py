@@ -5,9 +5,9 @@ shapes; names do not depend on pipeline rank, shard or replica. Each rank writes
 holds of every tensor (``zeropp.engine.part``). A process without parallelism can read the same
 checkpoint into a plain state dict.
 
-What an optimizer keeps begins with a parameter's first gradient. A checkpoint has it of every
-parameter all the same, zeros where it has not begun, because what is to be read must be known
-before it is read; the number ``begun`` beside it says whether it counts.
+An optimizer keeps state of a parameter from the parameter's first gradient on. A checkpoint has
+such state for every parameter, because a reader must name the tensors before it reads them: zeros
+where no gradient has come yet. The number ``begun`` beside it is 1 if the state counts, else 0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class State:
     ``model``: parts of parameters, trained and frozen, and persistent buffers. ``optimizer``: parts
     of what the optimizer keeps for each parameter, named ``{piece}.{parameter}.{kind}``, and its
     numbers. ``settings``: learning rate and other numbers of each optimizer group, by its name.
-    ``kept``: the same as ``optimizer``, as the optimizer's tensors have it.
+    ``kept``: the same as ``optimizer``, per flat tensor that the optimizer updates.
     """
 
     model: dict[str, Tensor]
@@ -108,8 +108,8 @@ def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Ten
 
 
 def save(state: State, directory: Path | str) -> None:
-    """Write a state, whole or not at all, as torch's ``save({"model": ...})`` names it;
-    collective."""
+    """Write a state, whole or not at all, under the names that torch's ``save({"model": ...})``
+    gives; collective."""
 
     def write(place: Path) -> None:
         state_dict_saver.save({"model": state.named()}, checkpoint_id=str(place))
@@ -120,8 +120,8 @@ def save(state: State, directory: Path | str) -> None:
 def load(state: State, directory: Path | str) -> None:
     """Read into the tensors of a state; collective.
 
-    In an older checkpoint nothing says whether a parameter has begun; all have, after a step.
-    Raises CheckpointError where the checkpoint is not whole.
+    A checkpoint of an older version has no ``begun``: if it was saved after a step, the optimizer's
+    state of every parameter counts. Raises CheckpointError where the checkpoint is not whole.
     """
     place = checked(directory)
     known = together(lambda: FileSystemReader(place).read_metadata().state_dict_metadata)
@@ -148,7 +148,8 @@ def go_on_from(state: State, updater: Updater) -> None:
 
 
 def _settings_of(updater: Updater) -> dict[str, Settings]:
-    """Numbers, switches and tuples of them, which a scheduler may have changed or added."""
+    """The settings of each optimizer group that are numbers, switches or tuples of them, by the
+    group's name. A learning-rate scheduler may have changed or added some."""
     return {
         updater.groups[id(one)]: tuple(
             (key, value)
@@ -171,8 +172,8 @@ def boxes(shape: Sequence[int], stretch: Stretch) -> Iterator[tuple[tuple[int, .
     """Cut a stretch of a tensor's elements, in the order of memory, into boxes: pairs of a box's
     offsets in the tensor and its own stretch.
 
-    There are at most two boxes per dimension and one more: parts of the first and the last row, and
-    the rows between them.
+    These are parts of the first and of the last row, and one box of the rows between them. A part
+    of a row is cut in the same way, so n dimensions give at most 2n - 1 boxes.
     """
     if not len(stretch):
         return

@@ -134,8 +134,8 @@ def described(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str,
 def check_parameters(
     kinds: Sequence[Mapping[str, ParameterKind]], tied: Tied | None, precision: Precision
 ) -> None:
-    """Refuse parameters of 16 bits where layers compute in fp32, and tied parameters that are not
-    there or are not alike; raises InfeasibleError. ``kinds``: every layer's parameters by name."""
+    """Refuse parameters of 16 bits where layers compute in fp32, and tied parameters that do not
+    exist or differ in kind; raises InfeasibleError. ``kinds``: every layer's parameters by name."""
     for index, layer in enumerate(kinds):
         for name, kind in layer.items():
             if precision == "fp32" and kind.dtype.is_floating_point and kind.dtype.itemsize < 4:
@@ -184,10 +184,10 @@ def check_batch(parts: Mapping[str, torch.Tensor], rows: int) -> None:
 
 
 def check_names(given: Iterable[str], expected: Iterable[str]) -> None:
-    """Refuse keyword inputs other than those that ``parallelize`` was told of; raises TypeError."""
+    """Refuse keyword inputs other than those that ``parallelize`` got; raises TypeError."""
     if set(given) != set(expected):
         raise TypeError(
-            f"keyword inputs are {sorted(given)}, but parallelize was told of {sorted(expected)} "
+            f"keyword inputs are {sorted(given)}, but parallelize got {sorted(expected)} "
             "(sample_keywords)"
         )
 

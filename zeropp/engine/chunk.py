@@ -23,12 +23,12 @@ class ChunkOptions:
     """How a chunk runs its pieces.
 
     ``recompute`` full checkpoints each transformer block; selective keeps the outputs of its matrix
-    products and of attention and recomputes the rest. ``recomputed``: only so many blocks, the
-    first ones; None: all of them. ``compiled``: blocks run through torch.compile. ``seed`` is
-    called with a piece's index in the chunk and the microbatch before every piece runs; None where
-    nothing is seeded. ``random``: pieces may draw random numbers, and what is recomputed must draw
-    the same ones again. ``compute``: floating-point inputs of a piece are cast to this type; None
-    leaves them as they are.
+    products and of attention and recomputes the rest. ``recomputed``: how many blocks are
+    recomputed, from the first on; None: all. ``compiled``: blocks run through torch.compile.
+    ``seed`` is called before every piece with the piece's index in the chunk and the microbatch;
+    None: nothing is seeded. ``random``: pieces may draw random numbers, and what is recomputed must
+    draw the same ones again. ``compute``: floating-point inputs of a piece are cast to this type;
+    None leaves them as they are.
     """
 
     recompute: Recompute = "none"

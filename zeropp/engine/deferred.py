@@ -95,7 +95,9 @@ class _DeferredLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.store, ctx.transposed = store, transposed
-        ctx.again = store.takes()  # a recomputation, whose nodes only inner backwards run
+        # A forward during a backward is a recomputation. The chunk's backward does not run its
+        # node, only a backward that a layer starts inside itself does.
+        ctx.again = store.takes()
         # The parameter object takes the gradient later; a saved tensor would be another object.
         ctx.parameter = weight
         return F.linear(x, weight.t() if transposed else weight, bias)

@@ -295,5 +295,5 @@ def settle(flats: Iterable[FlatParameters]) -> None:
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A buffer for gradients (a function of its own, so that traces can tell what it makes)."""
+    """A buffer for gradients (a function of its own, so that traces can recognise the buffer)."""
     return torch.zeros(size, dtype=dtype, device=device)

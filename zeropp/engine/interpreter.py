@@ -83,7 +83,7 @@ class Interpreter:
     ``chunks`` are by stage. ``replicate_every``: gradients are reduced over the replicas with every
     reduction over the shards, or with the last one of a step. The loss of every microbatch is
     divided by ``loss_count``, so that the sum over microbatches and ranks is the loss of the global
-    batch. ``uses`` is told of every backward.
+    batch. ``uses`` notes what every backward used.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of its tensors, by parameter, for checkpoints: read and taken over."""
+"""An optimizer's state, described per parameter for checkpoints, and given back after loading."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zeropp.engine.owned import Owned, Updater, is_of_elements, runs
 from zeropp.engine.probe import PROBED, kept_by
 from zeropp.layout import InfeasibleError
 
-BEGUN = "begun"  # 1 from a parameter's first gradient on, beside what an optimizer then keeps of it
+BEGUN = "begun"  # name of a number in checkpoints: 1 once a parameter has had a gradient, else 0
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What an optimizer keeps of one tensor, or would keep if it had begun.
+    """What an optimizer keeps of one tensor, or would keep after a first step on it.
 
     ``elements`` are the tensors of its own size, by kind, which share memory with the optimizer's.
     ``numbers`` are those of the whole tensor (a count of steps), copied for each parameter in it,
@@ -37,7 +37,8 @@ class Kept:
 def kept_of(
     flats: Iterable[FlatParameters], updater: Updater
 ) -> Iterator[tuple[FlatParameters, Kept]]:
-    """What the optimizer keeps of each tensor of the flat buffers, of which it keeps anything.
+    """What the optimizer keeps of each tensor of the flat buffers, without those of which it keeps
+    nothing.
 
     Raises InfeasibleError where that is neither one number per element nor one per parameter.
     """
@@ -72,8 +73,8 @@ def take_over(kept: Kept, one: Owned, updater: Updater) -> list[Owned]:
 
 
 def _kept_to_be(updater: Updater) -> dict[int, dict[str, Any]]:
-    """Zeros in the place of what the optimizer would keep of tensors that it keeps nothing of, by
-    the tensors' identities."""
+    """For tensors of which the optimizer keeps nothing yet: zeros of the shapes and types that it
+    would keep, by the tensors' identities."""
     optimizer, found = updater.optimizer, {}
     for group, kept in zip(optimizer.param_groups, kept_by(optimizer), strict=True):
         for tensor in group["params"]:

@@ -115,7 +115,7 @@ class _InlineLane:
         """Do nothing, since there is nothing to end."""
 
     def abandon(self) -> None:
-        """Do nothing, since there is nothing that has not begun."""
+        """Do nothing, since all work that was given has ended."""
 
 
 class _ThreadTicket:
@@ -172,4 +172,4 @@ class _ThreadLane:
                 ticket.drop()
             else:
                 ticket.execute()
-            del ticket  # which keeps its tensors and its process group
+            del ticket  # else its tensors and its process group would live until the next ticket

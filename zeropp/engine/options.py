@@ -31,7 +31,9 @@ class Piece:
     half: bool = False
 
 
+# From a stage to the shapes of the tensors that one microbatch sends into it.
 Boundary = Callable[[int], Sequence[TensorShape]]
+# From flat tensors, by the name of their optimizer group, to an optimizer of them.
 MakeOptimizer = Callable[[Mapping[str, list[nn.Parameter]]], torch.optim.Optimizer]
 
 
@@ -43,9 +45,10 @@ def one_group(name: Name, parameter: nn.Parameter) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What an engine may be told beside its part of a plan.
+    """An engine's settings, besides its part of a plan.
 
-    ``replicate_every``: gradients cross the replicas at every reduction, or at a step's last;
+    ``replicate_every``: gradients are summed over the replicas after every reduction over the
+    shards ("unit"), or only after the last one of a step ("step");
     ``reduce_dtype``: the type in which gradients are sent; ``tied`` names two parameters as
     (piece, name) that are one in the model; ``lr_schedule`` gives the factor on the learning rate
     from the number of steps done; ``dropout_seed``: what the model draws is a function of it, of
@@ -74,7 +77,7 @@ class EngineOptions:
     recomputed: tuple[int, ...] = ()  # blocks of each stage, its first ones; empty: all of them
 
     def of_chunk(self, stage: int, seed: Callable[[int, int], None] | None) -> ChunkOptions:
-        """The options of one stage's chunk; ``seed`` as there."""
+        """The options of one stage's chunk; ``seed`` as in ``ChunkOptions``."""
         return ChunkOptions(
             recompute=self.recompute,
             recomputed=self.recomputed[stage] if self.recomputed else None,

@@ -1,7 +1,7 @@
 """Every private name of torch that the library uses, all of them to trace a rank without peers.
 
-Training rests on public names alone. A release of torch may move or change what stands here; for
-each name ``tests/gloo/test_private_names.py`` says what no longer works without it.
+Training uses public names only. A release of torch may move or change the names in this file; for
+each one ``tests/gloo/test_private_names.py`` says what no longer works without it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What an optimizer keeps, and whether it works element by element: tried on a few numbers.
 
-The optimizer itself takes the steps, with its own settings, while other tensors stand in the place
-of its own. Afterwards it is as it was.
+The optimizer itself takes the steps, with its own settings, but on other tensors in place of its
+own. Afterwards it is as it was.
 """
 
 from __future__ import annotations

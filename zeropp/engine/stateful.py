@@ -20,7 +20,7 @@ from zeropp.engine.together import together
 def load_named(state: State, given: Mapping[str, Any]) -> None:
     """Copy a dict like that of ``State.named``, or of whole tensors, into a state; collective.
 
-    What is given of the optimizer may be less than what the state has. Raises ValueError, the same
+    Optimizer state may be missing from it, and then stays as it is. Raises ValueError, the same
     on every rank and before anything is copied, for a name that is missing or that no rank has, and
     for another shape.
     """
@@ -46,10 +46,10 @@ class _Offer:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], state: State) -> _Offer:
-        """What is given; the steps of ``state`` where it does not say how many."""
+        """The offer in a state dict; if the dict has no number of steps, ``state``'s is taken."""
         kept = dict(given.get(OPTIMIZER, {}))
         settings = kept.pop(SETTINGS, {})
-        for name in [*kept]:  # what is given without a word on whether it has begun has begun
+        for name in [*kept]:  # state that is given without ``begun`` counts
             kept.setdefault(f"{name.rpartition('.')[0]}.{BEGUN}", torch.tensor(1))
         tensors = {name: value for name, value in given.items() if name not in (OPTIMIZER, STEPS)}
         steps = int(given.get(STEPS, state.steps_done))

@@ -135,8 +135,8 @@ def sum_of_all(numbers: Tensor) -> Tensor:
 
 
 def _raise_everywhere(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raise what this rank must raise beside its own error, after work that failed on some rank.
-    Returns only on a rank with an error of its own."""
+    """After work that failed on some rank, raise the InfeasibleError or PeerError that reports it
+    on this rank. Returns only on a rank that has another error of its own to raise."""
     refusals = gathered_texts(str(error) if isinstance(error, InfeasibleError) else "", group)
     for rank, refusal in enumerate(refusals):
         if refusal:
@@ -150,11 +150,12 @@ def _raise_everywhere(error: Exception | None, group: dist.ProcessGroup | None =
         if line:
             raise PeerError(f"rank {rank} raised {line}") from error
     if error is None:
-        raise PeerError("the connections of another rank ended, and no rank tells another cause")
+        raise PeerError("the connections of another rank ended, and no rank reports another cause")
 
 
 def _is_of_a_peer(error: Exception) -> bool:
-    """Whether an error says no more than that a peer is gone: gloo's, which name its files."""
+    """Whether an error says no more than that a peer is gone: gloo's errors, whose messages name
+    gloo's source files."""
     return isinstance(error, RuntimeError) and "third_party/gloo/" in str(error)
 
 

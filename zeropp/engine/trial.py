@@ -107,8 +107,8 @@ def _run(
 def _called(
     module: nn.Module, inputs: Sequence[Tensor], keywords: Mapping[str, Tensor], counter: Any
 ) -> Value:
-    """What a layer gives, its operations counted. A layer that takes gradients inside itself cannot
-    run while they are counted; it counts as none."""
+    """What a layer returns, while ``counter`` counts its operations. A layer that calls
+    ``torch.autograd.grad`` in its forward cannot run with the counter, so it counts as 0."""
     with torch.no_grad():
         try:
             with counter:

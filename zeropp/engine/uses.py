@@ -23,13 +23,13 @@ class Uses:
         self._current: set[int] = set()
 
     def begin_step(self) -> None:
-        """Forget the last step's."""
+        """Forget what the last step has used."""
         self.cuts.clear()
         self._by_backward.clear()
         self._current = set()
 
     def begin_backward(self, stage: int, microbatch: int) -> None:
-        """What is added from here on is of this backward."""
+        """Count what is added from here on as used by this backward."""
         self._current = self._by_backward.setdefault((stage, microbatch), set())
 
     def add(self, parameter: object) -> None:

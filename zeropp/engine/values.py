@@ -41,8 +41,8 @@ def tensors_of(value: Value) -> tuple[Tensor, ...]:
 
 
 def keywords_of(function: Callable[..., Any]) -> frozenset[str]:
-    """The parameter names of a function, or of a module's ``forward``; none where Python cannot
-    tell them (functions written in C)."""
+    """The parameter names of a function, or of a module's ``forward``; none where Python does not
+    know them (functions written in C)."""
     try:
         target = function.forward if isinstance(function, nn.Module) else function
         return frozenset(inspect.signature(target).parameters)

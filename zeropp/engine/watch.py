@@ -2,8 +2,9 @@
 
 One process leaves a parameter alone in a step in which nothing has used it: it has no gradient, so
 that neither weight decay nor momentum moves it, and Adam does not count the step. In a flat buffer
-it has a gradient of zeros, which would. So ranks tell each other, with the sums that end every step
-anyway, what none of them has used, and the optimizer is given no gradient for that.
+the parameter has a gradient of zeros, with which all of this would happen. So the sums that end
+every step anyway also say which parameters no rank has used, and the optimizer is given no gradient
+for those.
 
 Freezing or unfreezing a parameter after the model was built would need other buffers, so it is an
 error, on every rank, in the next step and before anything is updated.
@@ -31,7 +32,8 @@ _CHANGED, _CUT, _HOLDS_TIED, _FIRST = range(4)
 class ParameterWatch:
     """Watches the parameters of one rank; all ranks must construct it.
 
-    ``uses``: what backwards have reached, to which others add what does not come through autograd.
+    ``uses``: the parameters that backwards have reached. Hooks that the watch registers add those
+    whose gradients autograd makes; delayed weight gradients add themselves.
     ``tied``: two names of one parameter, whose two copies may be on two ranks.
     """
 

@@ -151,9 +151,9 @@ INTERNEVO = MEGATRON_CORE_R08.but(
     "internevo",
     "InternEvo v0.2.1, configs/7B_sft.py",
     {
-        # Beside master weights and moments, what a step makes in pieces that no freed activation's
-        # memory can hold: the flat gradient in 16 bits and in fp32, and the two temporaries of
-        # torch 1.13's AdamW on it.
+        # In addition to master weights and moments: tensors of the optimizer's step that are too
+        # large for the memory that activations have freed. These are the flat gradient in 16 bits
+        # and in fp32, and the two temporaries that torch 1.13's AdamW makes of it.
         "bf16": "internlm/solver/optimizer/hybrid_zero_optim.py, _step (v0.2.1); torch 1.13, "
         "torch/optim/adamw.py, _single_tensor_adamw",
         "fused_accumulation": "no such kernel in internlm/model (v0.2.1)",

@@ -111,8 +111,8 @@ class Program:
     expandable_segments: bool = False  # the allocator setting; it leaves no fragmented memory
 
     def __hash__(self) -> int:
-        """Of the name alone: a search asks for it millions of times. Those of one name are still
-        told apart by all their fields."""
+        """The hash of the name alone, because a search needs it millions of times. Equality still
+        compares all fields."""
         return hash(self.name)
 
     def state(self, precision: Precision) -> StateBytes:

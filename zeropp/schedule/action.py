@@ -54,8 +54,7 @@ NEEDS_PARAMETERS = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.FULL_BACKWARD})
 MAKES_GRADIENTS = frozenset({Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
 COMPLETES = MAKES_GRADIENTS | {Op.REDUCE_GRAD}  # after the last of them a gradient is complete
 
-# Longer names first, or "SEND_F" would be read as "S..." and "REDUCE_GRAD" never.
-_PATTERN = re.compile(r"(\d+)(" + "|".join(sorted(map(str, Op), key=len, reverse=True)) + r")(\d*)")
+_PATTERN = re.compile(rf"(\d+)({'|'.join(Op)})(\d*)")
 
 
 class Action(NamedTuple):

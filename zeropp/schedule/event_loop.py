@@ -66,7 +66,7 @@ def run_programs(
 
 class _Loop:
     """State of a run. Inputs have places ``stage * microbatches + microbatch`` in a table: those of
-    forwards come first, then a spare row, then those of backwards, then rows that nobody reads."""
+    forwards come first, then a spare row, then those of backwards, then rows that nothing reads."""
 
     def __init__(
         self,

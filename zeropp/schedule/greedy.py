@@ -169,7 +169,7 @@ class _Run:
         next_forward = state.forward[state.forwards]
         backward = self._ready[state.backward[state.backwards]]
         forward = self._ready[next_forward]
-        waits = state.weights < state.backwards  # a weight gradient does
+        waits = state.weights < state.backwards  # whether a weight gradient waits
         if state.forwards - state.weights >= self._cap:
             forward = _NEVER
             if state.forward_turn and waits and next_forward != self._never:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from zeropp.literals import ReduceEvery
 from zeropp.schedule import event_loop
 from zeropp.schedule.action import (
     COMPUTE,
@@ -26,8 +27,6 @@ from zeropp.schedule.action import (
     collector_paused,
 )
 from zeropp.schedule.program import Program, Schedule, StageCost
-
-ReduceEvery = Literal["unit", "step"]
 
 
 @collector_paused()
@@ -197,7 +196,7 @@ def _routes(stage_rank: Sequence[int]) -> dict[tuple[int, Op], _Route]:
 
 
 def _use_places(compute: Schedule) -> dict[Op, list[list[int]]]:
-    """Where in its program the action stands that needs each message: by kind of receive, then
+    """The place in its program of the action that needs each message: by kind of receive, then
     stage, then microbatch."""
     rows = range(compute.num_stages)
     forward, backward = ([[0] * compute.num_microbatches for _ in rows] for _ in "FB")

@@ -40,7 +40,8 @@ def find_pattern(stage_rank: tuple[int, ...], cap: int, split_backward: bool) ->
     the one that needs the fewest.
 
     ``cap`` counts chunk-activations per rank and must be at least the number of chunks per rank;
-    with exactly that many one microbatch after the other passes through. Raises ValueError below.
+    with exactly that many, one microbatch after the other passes through. Raises ValueError if it
+    is smaller.
     """
     chunks = len(stage_rank) // len(set(stage_rank))
     if cap < chunks:
@@ -103,8 +104,8 @@ def _repeat(stage_rank: Sequence[int], period: int, turn: int, split_backward: b
 def _take(taken: bytearray, time: int, slots: int) -> int:
     """Occupy the first ``slots`` slots in a row from ``time`` on; returns when they start.
 
-    Where no two free slots stand in a row any more, a full backward takes the first free slot and
-    the pattern is no longer exact: the passes that make an order of it put that right.
+    If a full backward finds no two free slots in a row, it starts at ``time`` although another
+    action has that slot. Then the pattern is not exact, and ``justify`` moves one of the two.
     """
     period = len(taken)
     for start in range(time, time + period):

@@ -100,7 +100,7 @@ class _Search:
         self._position[rank] = place
 
     def _output(self, stage: int, op: Op, key: int) -> None:
-        """Hand on the output of a forward or backward, unless a send does it."""
+        """Pass on the output of a forward or backward, unless a send does it."""
         if op is not Op.FORWARD:
             self._inputs[key] = _DONE
             if stage > 0 and self._direct[stage - 1]:

@@ -25,13 +25,13 @@ class RankMemory:
         self.gradients = self.activations = self.copy = 0
         # Parameters that the first and the last stage share are always gathered.
         self.unsharded = price.memory[0].unsharded if price.shared_ends else 0
-        self._copied = -1  # the flat chunk whose reduction that is
+        self._copied = -1  # the flat chunk to whose last reduction ``copy`` belongs
         self._runtime = price.torch_runtime
         self._memory, self._resident = price.memory, price.resident_gradients
         self._ahead, self._flat = price.gathers_ahead, price.flat_chunks
         self._due: set[int] = set()  # stages whose parameters take memory at their next use
         self._made: set[int] = set()  # stages with weight gradients that are not summed yet
-        self._summed: set[tuple[int, bool]] = set()  # unreduced gradients: stage, early ones?
+        self._summed: set[tuple[int, bool]] = set()  # unreduced gradients: (stage, is it early)
         self._reduced: set[int] = set()  # stages that hold gradients for the optimizer
         ranks, self._last = schedule.stage_rank, schedule.num_stages - 1
         self._shared = {0, self._last} if price.shared_ends else set()

@@ -36,7 +36,8 @@ def _least_compute_s(
     steps_overlap: bool,
 ) -> float:
     m, arrive, back = schedule.num_microbatches, 0.0, 0.0
-    begin: dict[int, tuple[float, float]] = {}  # of every rank: the way to it, and from it to 0
+    # For every rank, the seconds of the stages before its first one: of forwards, of backwards.
+    begin: dict[int, tuple[float, float]] = {}
     work, weights = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks
     for rank, (forward, input_, weight) in zip(schedule.stage_rank, passes, strict=True):
         begin.setdefault(rank, (arrive, back))
@@ -60,8 +61,9 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
     """Seconds that no order can beat: the way to a rank, its work, and the way back.
 
     A rank starts no sooner than a microbatch has come through the stages before its first, unless
-    steps overlap. Its last input gradient has still to go back to stage 0, whose rank then ends its
-    step. It is busy for all its microbatches, and its link for all its gathers and reductions.
+    steps overlap. Its compute takes the time of all its microbatches, and its link that of all its
+    gathers and reductions. After its last input gradient, the gradient still goes back to stage 0,
+    whose rank then ends its step.
     """
     schedule = plan.schedule
     split = _splits(plan)

@@ -62,7 +62,8 @@ class Outcome(Generic[K]):
     fallen: Counter[str] = field(default_factory=Counter)
     simulated: int = 0
     is_complete: bool = True  # False: the budget ended the search
-    too_large: set[SizedPlan] = field(default_factory=set)  # out of memory; larger caps are, too
+    # Plans, without their activation caps, that were out of memory; with larger caps they are, too.
+    too_large: set[SizedPlan] = field(default_factory=set)
 
     def offer(self, new: Evaluated[K]) -> None:
         """Keep a candidate if it is the best, or the best with other degrees than the winner's."""

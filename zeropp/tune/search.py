@@ -69,8 +69,8 @@ def search(
     """Find the winner and the runner-up; both are None if nothing fits.
 
     ``asked``: knobs, of which those that are ``auto`` are searched; by default all are. A
-    configuration is not simulated if its bound is below the winner's step by less than the share
-    ``tolerance``, so that no configuration can be faster than the winner by more. ``runner_up``:
+    configuration is not simulated unless its bound is below the winner's step by more than the
+    share ``tolerance``, so no configuration can be faster than the winner by more. ``runner_up``:
     False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
     which the best so far is the winner, if there is one.
     """
@@ -219,8 +219,9 @@ class _Search(Generic[K]):
         return False
 
     def _slowest(self, runner_up: bool) -> float:
-        """The step time from which on a member's first order is not worth more. If there are other
-        orders, it counts for the winner alone, because they take time."""
+        """The step time from which on a member is dropped after its first order. Other orders may
+        be faster by ``order_gain`` at most, but to make them takes time, so they are made only for
+        members that could become the winner."""
         gain = self._contender.order_gain
         if gain == 1.0:
             return self._outcome.slowest(runner_up)

@@ -42,8 +42,9 @@ class Space(Generic[K]):
     """The settings that are tried for a contender.
 
     ``families`` yields knobs in which everything is set on which the price depends. ``members``
-    yields, for one family and its plan, all settings on which the price does not depend, such as
-    units and activation caps, in ascending order of the memory that they need.
+    yields, for one family and its plan, all other settings (units, activation caps, when gradients
+    are reduced) in ascending order of the memory that they need. The price of a member differs from
+    that of its family only if reduced gradients are added to those of earlier units.
     """
 
     families: Callable[[Point[K]], Iterable[K]]

@@ -86,7 +86,7 @@ def resources_of(spec: RunSpec, options: SlurmOptions, step_s: float | None) -> 
     return Resources(
         nodes=nodes,
         ranks_per_node=spec.num_gpus // nodes,
-        has_gpus=spec.cluster.device.name != "cpu",
+        has_gpus=not spec.cluster.device.is_cpu,
         minutes=steps_of_time * _TIME_STEP_MIN,
         sbatch=tuple(sorted(options.sbatch_of(spec.num_gpus).items())),
     )

@@ -63,7 +63,7 @@ def _flag_of(variable: str) -> str:
 
 def call(*command: str, timeout_s: float = TIMEOUT_S, more: Mapping[str, str] | None = None) -> str:
     """The output of a command, within a time limit; ``more`` is added to its environment. Raises
-    SlurmError in one line."""
+    SlurmError with one line, which is a NoAnswerError if the command may have had its effect."""
     clean = {k: v for k, v in os.environ.items() if k in _KEPT or not k.startswith(_PREFIXES)}
     try:
         done = subprocess.run(

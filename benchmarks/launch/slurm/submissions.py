@@ -107,7 +107,7 @@ class Task:
 
     @property
     def frozen(self) -> Path:
-        """The file of its spec, as it was submitted."""
+        """The folder with its spec and header as they were submitted."""
         return self.submission.directory / "specs" / self.spec_id
 
     def found_attempts(self) -> list[Path]:

@@ -174,7 +174,7 @@ def _git(*arguments: str) -> str:
         ["git", *arguments], capture_output=True, text=True, timeout=300, check=False
     )
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        said = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
         raise SpecError(f"launcher.snapshot=true: git cannot copy {CHECKOUT}: {said}")
     return done.stdout
 
@@ -226,7 +226,7 @@ def not_submitted(point: Point, runs_dir: Path, why: str) -> RunRecord:
 
 def _say_site_defaults(array: Array, options: SlurmOptions) -> None:
     for name, value in site_defaults(os.environ, array_flags(array, options)).items():
-        say(f"  environment {name}={value} holds: launcher.sbatch says nothing of it")
+        say(f"  environment {name}={value} applies: launcher.sbatch does not set this flag")
 
 
 def _submit_report(submission: Submission, options: SlurmOptions) -> None:

@@ -1,12 +1,12 @@
 """Compares the committed tables with what today's code computes, or writes them again.
 
-Nobody sees from a table that older code has computed it. So some rows of each table are computed
+A table does not show that older code has computed it. So some rows of each table are computed
 again, other rows every day, and a row that differs by more than rounding is an error.
 
     python -m benchmarks.studies.recheck                 # a sample, drawn by today's date
     python -m benchmarks.studies.recheck --rows 0        # every row (an hour)
-    python -m benchmarks.studies.recheck --renew         # all tables anew, and what moved; goes on
-                                                         # where it was stopped
+    python -m benchmarks.studies.recheck --renew         # write all tables again, and what changed;
+                                                         # run again, it goes on where it stopped
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""All committed tables written anew, one study after the other, with a memory of how far it came.
+"""Writes all committed tables anew, one study after the other.
 
-A renewal takes more than an hour. What was finished, and with which version of the suite's files,
-stands in ``.renewed.json`` beside the tables, so that the same command goes on where it was
-stopped; tables that were begun keep the rows that they have.
+A renewal takes more than an hour. ``.renewed.json`` beside the tables says which are finished, and
+with which version of the suite's files, so that the same command goes on where it was stopped;
+tables that were begun keep the rows that they have.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _STATE = ".renewed.json"
 
 def renew(tables: Sequence[Table], reference: Path, home: Path) -> int:
     """Run the studies of the tables that this version of the suite has not renewed yet, and print
-    what moved in each; 1 where one failed, else 0. ``home`` is the folder of the committed tables,
-    whose pictures the documentation shows."""
+    what changed in each. Returns 1 as soon as one fails, else 0. ``home`` is the folder of the
+    committed tables, whose pictures the documentation shows."""
     code = read_code(ask_git=False).digest
     written = [table for table in tables if table.command]
     for number, table in enumerate(written, 1):
@@ -46,7 +46,7 @@ def renew(tables: Sequence[Table], reference: Path, home: Path) -> int:
 
 
 def _run(table: Table, reference: Path, *, begun: bool) -> bool:
-    """Run one study; whether it ended well."""
+    """Run one study and print what changed; returns whether it succeeded."""
     old, started = table.read(reference), time.monotonic()
     words = [word.format(reference=reference) for word in table.command]
     words += [] if begun else table.anew

@@ -36,10 +36,13 @@ class StaleError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """One committed table. ``again`` computes some columns of a row anew; ``keys`` identify a row
-    in messages; ``rows`` of it are drawn by default; ``command`` writes the whole table, with the
-    words ``anew`` also those rows that it has; it is empty where another table's study writes this
-    one, too."""
+    """One committed table.
+
+    ``keys`` are the columns that identify a row. ``rows`` is how many rows a check draws by
+    default. ``again`` computes some columns of a row. ``command`` is the module and the arguments
+    that write the whole table; it is empty where the command of another table writes this one, too.
+    ``anew`` are further arguments with which the command also computes rows that the file has.
+    """
 
     path: str  # below results/reference
     keys: tuple[str, ...]

@@ -68,7 +68,8 @@ def at_rate(device: Device, factor: float) -> Device:
 
 
 def with_peak(device: Device, tflops: float) -> Device:
-    """The device with another dense 16-bit peak in TFLOP/s; it reaches the same share of it."""
+    """The device with another dense 16-bit peak in TFLOP/s, of which it reaches the same share.
+    Raises UnpredictableError where the device's own peak is not known."""
     if device.peak_bf16_tflops is None:
         raise UnpredictableError(f"peak_bf16_tflops={tflops:g}: {device.name}'s own is not known")
     scaled = at_rate(device, tflops / device.peak_bf16_tflops)
