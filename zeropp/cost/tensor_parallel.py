@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from zeropp.plan import SizedPlan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorTimes:
     """Seconds of tensor-parallel collectives per microbatch: of ``one`` collective of hidden
     states, of a block's forward, backward and recomputation (``again``), and of the gathering of
@@ -56,7 +56,10 @@ def _exposed(cluster: Cluster, among: Group, work: Work) -> TensorTimes:
     again = 2 * one if work.recompute == "full" else 0.0
     if work.program.split_gate and work.shape.gates == 2 and not work.sequence_parallel:
         more += one
-    return TensorTimes(one, 2 * one, 2 * one + more, again, _logits_s(cluster, among, work))
+    logits = _logits_s(cluster, among, work)
+    return TensorTimes(
+        one=one, forward=2 * one, backward=2 * one + more, again=again, logits=logits
+    )
 
 
 def _logits_s(cluster: Cluster, among: Group, work: Work) -> float:
