@@ -129,9 +129,7 @@ class _Ways:
         return cls(to, back, to[-1] + costs[-1].forward, last_weight)
 
 
-def _capped_s(
-    plan: SizedPlan, price: StepTimes, ways: _Ways, rank: int, *, slowed: float
-) -> float:
+def _capped_s(plan: SizedPlan, price: StepTimes, ways: _Ways, rank: int, *, slowed: float) -> float:
     """Seconds until rank 0 has its last weight gradient, by the activations that ``rank`` may hold.
 
     Before its first backward a rank makes forwards alone, and after its last forward only backwards
