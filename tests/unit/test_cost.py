@@ -271,6 +271,29 @@ def test_selective_recomputation_costs_what_its_program_makes_again() -> None:
     assert backward("selective", "half") < backward("full", "half")
 
 
+def test_a_loss_that_is_not_split_gathers_the_logits_on_the_last_stage() -> None:
+    def stages(**traits: object) -> tuple[float, float]:
+        first, last = price_plan(plan(pp=2, tp=4), A100, program(**traits)).stages
+        return first.forward, last.forward
+
+    split, whole = stages(), stages(vocab_parallel=False)
+    assert whole[0] == split[0]
+    assert whole[1] > 1.05 * split[1]
+    alone = price_plan(plan(pp=2), A100, program(vocab_parallel=False))
+    assert alone == price_plan(plan(pp=2), A100, program())  # there is nothing to gather
+
+
+def test_two_input_layers_of_a_gated_mlp_reduce_their_input_gradients_apart() -> None:
+    def backward(shape: ModelShape, *, split: bool, sequence_parallel: bool = False) -> float:
+        mine = plan(shape, tp=4, sequence_parallel=sequence_parallel)
+        return price_plan(mine, A100, program(split_gate=split)).extras[0].tensor_backward
+
+    assert backward(LLAMA, split=True) > 1.4 * backward(LLAMA, split=False)
+    assert backward(GPT, split=True) == backward(GPT, split=False)
+    gathered = [backward(LLAMA, split=split, sequence_parallel=True) for split in (True, False)]
+    assert gathered[0] == gathered[1]
+
+
 def program(**traits: object) -> Program:
     state = StateBytes(2, 4, 12)
     return Program(name="mine", bf16=state, fp32=state, **traits)  # type: ignore[arg-type]

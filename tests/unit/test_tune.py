@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,15 +15,14 @@ from benchmarks.tune import main
 from tests.unit.simulated_task import task
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, SizedPlan, Task
-from zeropp.planner.orders import LARGEST_GAIN
-from zeropp.sim.simulator import SimResult
+from zeropp.sim.simulator import SimResult, simulate
 from zeropp.tune.bound import least_bytes, least_compute_s, least_step_s
 from zeropp.tune.outcome import OOM
-from zeropp.tune.search import search
+from zeropp.tune.search import compute_knobs, search
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY_GIB = 8.4
 SHAPE = replace(task().shape, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)
 SMALL = replace(task(8, 16), shape=SHAPE)
@@ -154,17 +151,55 @@ def test_bad_input_ends_with_2_and_one_line(
     assert printed.out == ""
 
 
-def test_planning_with_durations_gains_less_than_the_search_reckons_with() -> None:
+@pytest.mark.parametrize("name", PRICED)
+def test_data_parallel_knobs_change_no_cut_and_no_compute(name: str) -> None:
+    contender, what = PRICED[name], tiny()
+    of_compute = compute_knobs(contender.knobs)
+    found: dict[object, set[object]] = {}
+    plans = 0
+    for candidate, plan in contender.candidates(what):
+        key = (candidate.microbatch_size, plan.num_microbatches, of_compute(candidate.knobs))
+        bound_s = least_compute_s(plan, what.cluster)
+        found.setdefault(key, set()).add((plan.cuts, bound_s))
+        plans += 1
+    assert 0 < len(found) <= plans
+    assert all(len(values) == 1 for values in found.values())
+
+
+def test_a_plan_whose_faster_order_does_not_fit_runs_in_the_other() -> None:
+    candidate, faster, other = _leaner_but_slower()
+    usable = (other.peak_bytes + faster.peak_bytes) // 2
+    device = SMALL.cluster.device
+    gib = device.memory_gib + (usable - device.usable_bytes) / 2**30
+    tight = replace(SMALL, cluster=replace(SMALL.cluster, device=replace(device, memory_gib=gib)))
+    assert other.peak_bytes <= tight.cluster.device.usable_bytes < faster.peak_bytes
+    assert ZEROPP.simulated(tight, candidate).step_s == other.step_s
+    winner = search(tight, ZEROPP, candidate.knobs, candidate.microbatch_size).winner
+    assert winner is not None
+    assert winner.step_s == other.step_s
+
+
+def _leaner_but_slower() -> tuple[Candidate[ZeroppKnobs], SimResult, SimResult]:
+    """A candidate, its faster order, and one that is slower but needs less memory."""
+    asked = ZeroppKnobs(pp=4, shard=2, replicate=1, recompute="none")
+    for candidate, plan in ZEROPP.candidates(SMALL, asked):
+        price = price_plan(plan, SMALL.cluster)
+        orders = ZEROPP.order(plan, candidate.knobs, price)
+        faster, *others = sorted(
+            (simulate(order, SMALL.cluster, price=price) for order in orders),
+            key=lambda result: result.step_s,
+        )
+        for other in others:
+            if other.peak_bytes < faster.peak_bytes and other.step_s > faster.step_s:
+                return candidate, faster, other
+    raise AssertionError("no two orders of a candidate differ so")
+
+
+def test_planning_with_durations_never_costs_time_and_often_gains() -> None:
     gains = [gain for seed in range(12) if (gain := schedule_orders.gain(seed)) is not None]
     assert len(gains) >= 4
-    assert max(gains) < LARGEST_GAIN - 1
-
-
-def test_the_record_says_how_many_plans_of_the_grid_gain_more() -> None:
-    grid = json.loads((ROOT / schedule_orders.OUT).read_text())["grid"]
-    assert grid["plans"] >= 100
-    assert grid["above_largest_gain"] / grid["plans"] < 0.02
-    assert (grid["largest_gain"] > LARGEST_GAIN - 1) == (grid["above_largest_gain"] > 0)
+    assert min(gains) >= 0
+    assert max(gains) > 0
 
 
 def test_the_winner_recomputes_no_more_blocks_than_it_must() -> None:

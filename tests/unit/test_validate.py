@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import CHECKOUT
 from benchmarks.specification.contenders import PRICED
-from benchmarks.studies.validation.cases import case_of, even_cuts
+from benchmarks.studies.validation.cases import case_of, even_cuts, module_cuts
 from benchmarks.studies.validation.clusters import cluster_of
 from benchmarks.studies.validation.errors import first_of_runs, outcome_of, predicted_rows
 from benchmarks.studies.validation.pairs import pairs_of
@@ -153,6 +153,14 @@ def test_a_program_is_its_entry_but_for_what_the_row_states() -> None:
     assert case_of(row(gradient_dtype="fp32")).program == base  # as it is
 
 
+def test_modules_are_spread_evenly_and_the_first_stages_get_the_remainder() -> None:
+    shape = replace(row().shape, layers=40)  # 43 modules in 42 pieces: norm and head are one piece
+    assert module_cuts(shape, 2) == (0, 22, 42)
+    assert module_cuts(shape, 4) == (0, 11, 22, 33, 42)
+    with pytest.raises(ValueError, match="43 stages for 43 modules"):
+        module_cuts(shape, 43)
+
+
 def test_clusters_are_their_preset_with_the_numbers_of_the_row() -> None:
     plain = cluster_of(row())
     assert (plain.nics_per_node, plain.device.memory_gib) == (8, 80)
@@ -163,6 +171,7 @@ def test_clusters_are_their_preset_with_the_numbers_of_the_row() -> None:
     assert small.device.memory_bandwidth_gb_s == 2400
     assert small.device.matmul_bf16_tflops < 0.9 * h100.device.matmul_bf16_tflops
     assert cluster_of(row(intra_link="pcie")).intra.bandwidth_gb_s == 31
+    assert cluster_of(row(intra_gb_s="100")).intra.bandwidth_gb_s == 100
     new = cluster_of(row(device="b200", memory_gib="")).device
     assert (new.peak_bf16_tflops, new.memory_bandwidth_gb_s) == (2250, 8000)
     assert new.matmul_bf16_tflops / 2250 == pytest.approx(h100.device.matmul_bf16_tflops / 989)

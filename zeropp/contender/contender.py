@@ -7,7 +7,6 @@ from operator import attrgetter
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.contender.plan import order, size
 from zeropp.contender.space import SPACE
-from zeropp.planner.orders import LARGEST_GAIN
 from zeropp.tune.contender import Contender, Style
 
 ZEROPP = Contender(
@@ -17,7 +16,6 @@ ZEROPP = Contender(
     knobs=ZeroppKnobs,
     size=size,
     order=order,
-    order_gain=LARGEST_GAIN,
     space=SPACE,
     left_open=attrgetter("is_open"),
     reproduces_dropout=True,

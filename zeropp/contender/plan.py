@@ -38,6 +38,8 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
     style: StageStyle = "loop" if knobs.stage_style == "auto" else knobs.stage_style
     unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
     cap = if_auto(knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
+    if knobs.activation_cap_gib != "auto":
+        cap = 0  # not known before the price: ``order`` sets it
     placement = place_stages(style, layout.pp, layout.chunks)
     plan = SizedPlan(
         contender="zeropp",
@@ -88,7 +90,7 @@ def _layout(task: Task, knobs: ZeroppKnobs, *, split_blocks: bool) -> Layout:
 
 def _check_cap(plan: SizedPlan) -> None:
     smallest, needs = _smallest_cap(plan)
-    if plan.activation_cap < smallest:
+    if 0 < plan.activation_cap < smallest:
         raise InfeasibleError(f"contender.activation_cap={plan.activation_cap}: {needs}")
 
 

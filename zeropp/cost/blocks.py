@@ -270,10 +270,10 @@ def _head(work: Work) -> PassTimes:
     """The head's times: final norm, logits and loss, which writes and reads fp32 logits."""
     shape, device, precision = work.shape, work.device, work.precision
     h, tokens, e = shape.hidden, work.tokens, element_bytes(precision)
-    split = work.tp if work.program.vocab_parallel else 1
-    vocab = shape.vocab if split == 1 else -(-shape.vocab // (128 * split)) * 128  # padded
+    vocab = shape.vocab if work.tp == 1 else -(-shape.vocab // (128 * work.tp)) * 128  # padded
     norm = stream_s(device, 2 * tokens * h * e, kernels=2)
-    loss = stream_s(device, tokens * vocab * (e + 4 + 4 + 4), kernels=4)
+    lost = vocab if work.program.vocab_parallel else vocab * work.tp
+    loss = stream_s(device, tokens * lost * (e + 4 + 4 + 4), kernels=4)
     forward = matmul_s(device, precision, m=tokens, k=h, n=vocab) + norm + loss
     backward = matmul_s(device, precision, m=tokens, k=vocab, n=h) + norm + loss
     moved = accumulation_bytes(work) * h * vocab

@@ -191,12 +191,13 @@ def _extras(job: _Job, stage: int) -> StageExtras:
     plan, tensor = job.plan, job.tensor
     blocks = plan.blocks_of(stage) + len(plan.halves_of(stage)) / 2
     ends = len(_ends_of(plan, stage, job.times))
+    logits = tensor.logits * (plan.cuts[stage + 1] == plan.shape.num_pieces)
     repeated = plan.recomputed_blocks(stage)
     unfused = _backward_s(plan, stage, job.times) - _backward_s(plan, stage, job.fused)
     again = job.times.block.backward_input - job.plain.block.backward_input - tensor.again
     blocking = job.work.program.blocking_transfers
     return StageExtras(
-        tensor_forward=blocks * tensor.forward + ends * tensor.one,
+        tensor_forward=blocks * tensor.forward + ends * tensor.one + logits,
         tensor_backward=blocks * tensor.backward + repeated * tensor.again + ends * tensor.one,
         transfer_forward=_transfer_s(job, stage) if blocking else 0.0,
         transfer_backward=_transfer_s(job, stage - 1) if blocking else 0.0,
@@ -264,7 +265,8 @@ def _passes_s(
     for (begin, end), count, repeated in zip(pairwise(cuts), blocks, recomputed, strict=True):
         ends = [plain.embedding] * (begin == 0) + [plain.head] * (end == cuts[-1])
         halves = [plain.mlp] * (begin % 1 > 0) + [plain.attention] * (end % 1 > 0)
-        forward = count * times.block.forward + len(ends) * tensor.one
+        outside = len(ends) * tensor.one + tensor.logits * (end == cuts[-1])
+        forward = count * times.block.forward + outside
         input_ = (count - repeated) * plain.block.backward_input + len(ends) * tensor.one
         input_ += repeated * times.block.backward_input
         weight = count * times.block.backward_weight

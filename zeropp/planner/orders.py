@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from operator import attrgetter
 
 from zeropp.cluster import Cluster
 from zeropp.cost import PlanPrice
@@ -16,16 +17,18 @@ from zeropp.plan import Plan, SizedPlan
 from zeropp.schedule.build import StepSizes, step_programs
 from zeropp.sim.simulator import SimResult, simulate
 
-# The search drops a plan whose order for equal durations takes more than this many times the
-# winner's step. This is no bound: of plans drawn from the verdict's grid a few gain more from the
-# order for predicted durations (``schedule_orders.json``: ``grid``).
-LARGEST_GAIN = 1.2
+_step_s = attrgetter("step_s")
 
 
 def fastest(plans: Iterable[Plan], cluster: Cluster, price: PlanPrice) -> SimResult:
-    """The plan with the shortest simulated step, or the first of several; they have one
-    ``price``."""
-    return min((simulate(plan, cluster, price=price) for plan in plans), key=lambda r: r.step_s)
+    """The simulated step of the fastest plan that fits the device's memory, or of the fastest one
+    if none fits; the first of several. All have one ``price``."""
+    results = sorted((simulate(plan, cluster, price=price) for plan in plans), key=_step_s)
+    if len(results) == 1:
+        return results[0]
+    limit = cluster.device.usable_bytes
+    fitting = (found for found in results if found.peak_bytes <= limit)
+    return next(fitting, results[0])
 
 
 def orders(

@@ -76,3 +76,21 @@ TORCHTITAN_COMPILED = TORCHTITAN.but(
     {"traffic_factor": "torch.compile makes one kernel of an element-wise chain"},
     traffic_factor=1.0,
 )
+FMS_FSDP = LLM_FOUNDRY.but(
+    "fms_fsdp",
+    "IBM's fms-fsdp of 2024, on torch's FSDP with torch.compile",
+    {
+        "bf16": "fms_fsdp/policies/mixed_precision.py, bfSixteen: gradients are reduced in bf16",
+        "traffic_factor": "torch.compile makes one kernel of an element-wise chain",
+    },
+    bf16=StateBytes(4, 4, 8, reduced=2),
+    attention_factor=1.0,
+    traffic_factor=1.0,
+    fused_loss=False,
+)
+FMS_FSDP_EAGER = FMS_FSDP.but(
+    "fms_fsdp_eager",
+    "IBM's fms-fsdp of early 2024, before torch.compile",
+    {"traffic_factor": _ATTENTION_FIT},
+    traffic_factor=2.11,
+)

@@ -92,6 +92,24 @@ MEGATRON_CORE = MEGATRON_CORE_R08.but(
     },
     bf16=StateBytes(2, 4, 12),
 )
+MEGATRON_CORE_R06 = MEGATRON_CORE.but(
+    "megatron_core_r0.6",
+    "Megatron-Core r0.6.0 (2024), without its flags for overlap, as FlagPerf ran it",
+    {
+        "dropout_masks": "FlagPerf, training/benchmarks/llama3_8B/megatron/pretrain_llama3.sh "
+        "(1b5a030): dropout is left at its default, 0.1",
+    },
+    dropout_masks=True,
+    overlap_tensor=False,
+    overlap_reduction=False,
+    overlap_updated=False,
+)
+FLAGSCALE = MEGATRON_CORE_R06.but(
+    "flagscale",
+    "FlagScale of 2023, a fork of Megatron-LM, as FlagPerf ran it",
+    {},
+    dropout_masks=False,
+)
 NEMO_H100 = MEGATRON_CORE_R08.but(
     "nemo_h100",
     "NeMo's recipes for H100, NeMo-Framework-Launcher at 4a9b61b, examples/training/llama/h100",
@@ -173,4 +191,37 @@ NANOTRON = MEGATRON_CORE_R08.but(
     overlap_tensor=False,
     fused_accumulation=False,
     spread="flops",
+)
+
+_SCALING = "github:Aleph-Alpha/scaling at 737f855, src/scaling/core"
+ALEPH_ALPHA_SCALING = Entry(
+    Program(
+        name="aleph_alpha_scaling",
+        bf16=StateBytes(2, 2, 12, zero1_all_reduces=True),
+        fp32=_FP32,
+        blocking_transfers=True,
+        fused_accumulation=False,
+        pipe_buffers=True,
+        flattens_gradients=True,
+        traffic_factor=2.11,
+        vocab_parallel=False,
+        split_gate=True,
+        loss_gradient="torch",
+        spread="modules",
+    ),
+    "Aleph Alpha's scaling, as arXiv 2311.05610 ran it in 2023 (read at its release of 2024)",
+    {
+        "bf16": f"{_SCALING}/optimizer/allreduce.py and optimizer.py: gradients are summed in 16 "
+        "bits and all-reduced in fp32 at the end of a step",
+        "fp32": "arXiv 1910.02054, section 3.1",
+        "blocking_transfers": f"{_SCALING}/nn/pipeline_schedule/train.py: DeepSpeed's order",
+        "fused_accumulation": f"{_SCALING}/nn/linear: plain torch products",
+        "pipe_buffers": f"{_SCALING}/nn/parallel_module/buffers.py",
+        "flattens_gradients": f"{_SCALING}/optimizer/allreduce.py: flatten_dense_tensors",
+        "traffic_factor": "that of the llm_foundry entry: its element-wise kernels are torch's own",
+        "vocab_parallel": "src/scaling/transformer/model/layers/lm_head.py: parallel_output is off",
+        "split_gate": f"{_SCALING}/nn/mlp.py, ParallelSwiGLUMLP: dense_in and siglu_weight",
+        "loss_gradient": "src/scaling/transformer/model/losses/cross_entropy.py: torch's own",
+        "spread": f"{_SCALING}/nn/parallel_module/pipeline_partitioning.py, uniform",
+    },
 )

@@ -24,9 +24,10 @@ Updated = Literal["gather", "broadcasts", "slices"]
 # does so with tensor parallelism only. "torch": the temporaries of torch's own cross-entropy.
 LossGradient = Literal["in_place", "in_place_under_tp", "torch"]
 # What a program divides evenly among pipeline stages. "pieces": blocks, where embedding and head
-# count as one block each if the number of blocks does not divide. "blocks": blocks alone. "flops":
-# FLOPs. "cost": the time that pieces take on the cluster.
-Spread = Literal["pieces", "blocks", "flops", "cost"]
+# count as one block each if the number of blocks does not divide. "blocks": blocks alone.
+# "modules": embedding, blocks, final norm and head, of which the first stages get the remainder.
+# "flops": FLOPs. "cost": the time that pieces take on the cluster.
+Spread = Literal["pieces", "blocks", "modules", "flops", "cost"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Program:
     flash: bool = True  # attention is one kernel, and its scores are never in memory
     dropout_masks: bool = False  # dropout is on: masks are written, read and kept
     fused_loss: bool = False  # 16-bit logits only, without an fp32 copy (flash-attention's loss)
-    vocab_parallel: bool = True  # tensor parallelism splits the logits and their loss
+    # Tensor parallelism splits the loss; False: each rank gathers all logits for the whole loss.
+    vocab_parallel: bool = True
     fused_accumulation: bool = True  # the product that makes a weight gradient adds it to the sum
     fused_rotary: bool = True  # rotary embedding copies no heads and keeps no sines and cosines
     loss_gradient: LossGradient = "in_place"
@@ -69,6 +71,9 @@ class Program:
     # Communication.
     split_boundary: bool = False  # a TP rank sends a slice of the stage output; arXiv 2104.04473
     blocking_transfers: bool = False  # sender and receiver compute nothing during a transfer
+    # A gated MLP's two input products are two layers. Without sequence parallelism, each of them
+    # all-reduces its input gradient over the TP ranks.
+    split_gate: bool = False
     overlap_tensor: bool = False  # with sequence parallelism, TP collectives overlap the products
     overlap_reduction: bool = False  # gradient reductions overlap the last backward
     overlap_updated: bool = False  # ZeRO-1's parameter gathers overlap the next forward

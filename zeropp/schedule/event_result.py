@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from zeropp.schedule.action import Action, Op, collector_paused
 from zeropp.schedule.program import Program
@@ -74,13 +75,14 @@ class EventResult:
 
     @collector_paused()
     def spans(self) -> tuple[Span, ...]:
-        """Spans for a Timeline. Receives and releases take no time and are left out."""
-        lanes, names = LANES, _NAMES
-        return tuple(
-            Span(rank, lanes[op], f"{stage}{names[op]}{'' if j is None else j}", start, end)
-            for rank, program in enumerate(self.programs)
-            for (stage, op, j), start, end in zip(
-                program, self.start[rank], self.end[rank], strict=True
-            )
-            if end > start
-        )
+        """Spans for a Timeline, rank by rank. Receives and releases take no time and are left
+        out."""
+        ranks: list[list[Span]] = [[] for _ in self.programs]
+        add = [spans.append for spans in ranks]
+        where, texts = self.stage_rank, [f"{stage}" for stage in range(len(self.stage_rank))]
+        for (stage, op, j), start, end in zip(self.sequence, self.starts, self.ends, strict=True):
+            if end > start:
+                rank, lane = where[stage], LANES[op]
+                action = texts[stage] + _NAMES[op] + ("" if j is None else f"{j}")
+                add[rank](Span(rank, lane, action, start, end))
+        return tuple(chain.from_iterable(ranks))

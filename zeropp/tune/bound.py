@@ -6,7 +6,8 @@ simulator. They need only a plan whose order is not chosen yet, and its price.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from zeropp.cluster import Cluster
 from zeropp.cost import PlanPrice, StepTimes
@@ -58,41 +59,114 @@ def _splits(plan: SizedPlan) -> bool:
 
 
 def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
-    """Seconds that no order can beat: the way to a rank, its work, and the way back.
+    """Seconds that no order can beat: the largest of several bounds of every rank.
 
-    A rank starts no sooner than a microbatch has come through the stages before its first, unless
-    steps overlap. Its compute takes the time of all its microbatches, and its link that of all its
-    gathers and reductions. After its last input gradient, the gradient still goes back to stage 0,
-    whose rank then ends its step.
+    A rank starts no sooner than a microbatch has come through the stages before its first one,
+    unless steps overlap, and than its first stage is gathered. Its compute takes the time of all
+    its microbatches, and its link that of all its gathers and reductions; after its last weight
+    gradient come at least the reductions of one stage. After its last input gradient, the gradient
+    still goes back to stage 0, whose rank then makes the weight gradient that belongs to it. Where
+    activations are capped, a rank fills and drains slowly (``_capped_s``).
     """
-    schedule = plan.schedule
-    split = _splits(plan)
-    arrive, back = [0.0], [0.0]
-    for cost in price.stages[:-1]:
-        arrive.append(arrive[-1] + cost.forward)
-        back.append(back[-1] + cost.backward_input + (0.0 if split else cost.backward_weight))
-    after = [sum(both) for both in zip(price.finish_s, price.gather_updated_s, strict=True)]
+    ways = _Ways.of(plan, price)
+    ends = [_Ends.of(plan, price, rank) for rank in range(plan.schedule.num_ranks)]
+    last = ends[plan.schedule.stage_rank[0]]
     worst = 0.0
-    for rank in range(schedule.num_ranks):
-        stages = schedule.stages_of(rank)
+    for rank, end in enumerate(ends):
+        stages = plan.schedule.stages_of(rank)
         first = stages[0]
         beside = _link_s(plan, price, stages)
         work, slowed = _work_s(plan, price, stages, beside)
-        weights = sum(price.stages[s].backward_weight for s in stages) * split
-        back_at_0 = arrive[first] + work - weights * plan.num_microbatches * slowed + back[first]
-        own = work if price.steps_overlap else arrive[first] + work
-        worst = max(
-            worst, max(own, beside) + after[rank], back_at_0 + after[schedule.stage_rank[0]]
-        )
+        start = max(ways.to[first], _first_gather_s(plan, price, first))
+        own = work if price.steps_overlap else start + work
+        worst = max(worst, max(own + end.reduced_s, beside + end.crossed_s) + end.updated_s)
+        if first:
+            weights = sum(price.stages[s].backward_weight for s in stages) * _splits(plan)
+            at_0 = start + work - weights * plan.num_microbatches * slowed + ways.back[first]
+            worst = max(worst, at_0 + ways.last_weight + last.reduced_s + last.updated_s)
+        if plan.activation_cap:
+            worst = max(worst, _capped_s(plan, price, ways, rank, slowed=slowed) + last.updated_s)
     return worst
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """The least seconds of a rank after its last weight gradient."""
+
+    reduced_s: float  # over shards and replicas
+    crossed_s: float  # over the replicas alone
+    updated_s: float  # optimizer and ZeRO-1's gather
+
+    @classmethod
+    def of(cls, plan: SizedPlan, price: StepTimes, rank: int) -> _Ends:
+        stages = plan.schedule.stages_of(rank)
+        return cls(
+            min(price.stages[s].reduce_grad + price.replica_s[s] for s in stages),
+            min(price.replica_s[s] for s in stages),
+            price.finish_s[rank] + price.gather_updated_s[rank],
+        )
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """Seconds of a microbatch that nothing holds up. Lists have one entry per stage."""
+
+    to: list[float]  # from the step's start to the stage
+    back: list[float]  # from the end of its input gradient at the stage to that at stage 0
+    turn: float  # from the step's start to the end of its last forward
+    last_weight: float  # the weight gradient that stage 0 makes after that
+
+    @classmethod
+    def of(cls, plan: SizedPlan, price: StepTimes) -> _Ways:
+        ranks, split, costs = plan.schedule.stage_rank, _splits(plan), price.stages
+        to, back = [_first_gather_s(plan, price, 0)], [0.0]
+        for cost, here, there in zip(costs, ranks, ranks[1:], strict=False):
+            hop = cost.transfer if here != there else 0.0
+            to.append(to[-1] + cost.forward + hop)
+            rest = 0.0 if split else cost.backward_weight
+            back.append(back[-1] + hop + cost.backward_input + rest)
+        last_weight = costs[0].backward_weight if split else 0.0
+        return cls(to, back, to[-1] + costs[-1].forward, last_weight)
+
+
+def _capped_s(plan: SizedPlan, price: StepTimes, ways: _Ways, rank: int, *, slowed: float) -> float:
+    """Seconds until rank 0 has its last weight gradient, by the activations that ``rank`` may hold.
+
+    Before its first backward a rank makes forwards alone, and after its last forward only backwards
+    of what it still holds; both are no more than the cap. The first backward has come through all
+    stages and back, and so has the last forward to go. All work besides is between the two.
+    """
+    schedule, m = plan.schedule, plan.num_microbatches
+    stages, costs = schedule.stages_of(rank), price.stages
+    most = plan.activation_cap
+    if most >= m * len(stages):
+        return 0.0  # all forwards may come before the first backward
+    tail = costs[-1].backward_input + (0.0 if _splits(plan) else costs[-1].backward_weight)
+    last = stages[-1]
+    begin = costs[last].backward_input + (0.0 if _splits(plan) else costs[last].backward_weight)
+    first_backward = ways.turn + tail + ways.back[-1] - ways.back[last] - begin
+    after_forward = ways.turn - ways.to[last] - costs[last].forward + tail + ways.back[-1]
+    forwards = max(costs[s].forward for s in stages)
+    backwards = max(costs[s].backward_input + costs[s].backward_weight for s in stages)
+    work = m * sum(costs[s].compute for s in stages) - most * (forwards + backwards)
+    tensor = m * sum(price.extras[s].tensor for s in stages)
+    between = max(0.0, work * slowed - tensor * (slowed - 1.0))
+    return first_backward + between + after_forward + ways.last_weight
+
+
+def _first_gather_s(plan: SizedPlan, price: StepTimes, stage: int) -> float:
+    """The least seconds until a stage can be used for the first time."""
+    return price.stages[stage].unshard if plan.layout.shard > 1 else 0.0
 
 
 def _work_s(
     plan: SizedPlan, price: StepTimes, stages: tuple[int, ...], beside: float
 ) -> tuple[float, float]:
-    """Seconds of a rank's compute, slowed by at least ``beside`` seconds of collectives, and the
-    factor by which they slow it."""
+    """Seconds of a rank's compute, slowed by at least ``beside`` seconds of collectives of the
+    shard group and by reductions over the replicas, and the factor by which they slow it."""
     m = plan.num_microbatches
+    crossings = [price.replica_s[s] for s in stages]
+    beside += sum(crossings) - max(crossings)  # the last one slows nothing
     work = sum(price.stages[s].compute for s in stages) * m
     slowed = price.stragglers * (1.0 + price.overlap_slowdown * min(1.0, beside / work))
     tensor = sum(price.extras[s].tensor for s in stages) * m
@@ -100,21 +174,30 @@ def _work_s(
 
 
 def _link_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> float:
-    """The least seconds of a rank's reductions and gathers. Each stage between its first and its
-    last is gathered at least once per unit; the first and the last may stay gathered from one phase
-    to the next, and phases of two units may overlap."""
-    units = plan.num_units
-    reductions = units if plan.reduce_every == "unit" else 1
-    reduced = sum(price.stages[s].reduce_grad for s in stages) * reductions
-    return reduced + units * sum(price.stages[s].unshard for s in stages[1:-1])
+    """The least seconds of a rank's reductions and gathers."""
+    costs = price.stages
+    reduced = sum(costs[s].reduce_grad for s in stages) * _reductions(plan)
+    return reduced + sum(costs[s].unshard * n for s, n in _gathers(plan, stages))
 
 
 def _copies_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> float:
     """Seconds of compute for the copies of the same gathers and reductions."""
-    units = plan.num_units
-    reductions = units if plan.reduce_every == "unit" else 1
-    copied = sum(price.stages[s].copy_in for s in stages) * reductions
-    return copied + units * sum(price.stages[s].copy_out for s in stages[1:-1])
+    costs = price.stages
+    copied = sum(costs[s].copy_in for s in stages) * _reductions(plan)
+    return copied + sum(costs[s].copy_out * n for s, n in _gathers(plan, stages))
+
+
+def _reductions(plan: SizedPlan) -> int:
+    return plan.num_units if plan.reduce_every == "unit" else 1
+
+
+def _gathers(plan: SizedPlan, stages: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(stage, how often it is gathered at least). Each stage of a rank between its first and its
+    last is gathered once per unit, unless it may stay gathered (``keep``); the first and the last
+    may always stay gathered from one phase to the next, and phases of two units may overlap."""
+    if plan.layout.shard > 1:
+        units = 1 if plan.keep else plan.num_units
+        yield from ((s, units if 0 < n < len(stages) - 1 else 1) for n, s in enumerate(stages))
 
 
 def least_bytes(plan: SizedPlan, price: PlanPrice) -> int:
@@ -127,8 +210,12 @@ def least_bytes(plan: SizedPlan, price: PlanPrice) -> int:
         resident = sum(m.parameters + m.optimizer for m in memory)
         gradients = sum(m.gradients for m in memory)
         kept = _least_activations(plan, rank, [m.activations for m in memory])
+        unreduced = [m.unsharded_gradients for m in memory]
+        if _unreduced_beside(plan):
+            later = plan.schedule.unit * sum(m.activations for m in memory[:-1])
+            kept = max(kept, later + memory[-1].activations + sum(unreduced))
         filled = kept + min(m.unsharded + m.forward - m.activations for m in memory)
-        filled = max(filled, _least_gradients(plan, [m.unsharded_gradients for m in memory]))
+        filled = max(filled, _least_gradients(plan, unreduced))
         if price.resident_gradients:
             filled += gradients
         worst = max(worst, resident + max(filled, gradients))
@@ -146,6 +233,20 @@ def _least_gradients(plan: SizedPlan, sizes: list[int]) -> int:
     return max(sizes) + (min(sizes) if units * len(sizes) > 1 else 0)
 
 
+def _unreduced_beside(plan: SizedPlan) -> bool:
+    """Whether the gradients of all chunks exist, unreduced, when a whole unit but the first has its
+    first microbatch in the last chunk of a rank, and all others in the chunks before.
+
+    This is so on a loop where gradients are reduced once per step, if the cap leaves room for less
+    than a unit beside these activations: then the units before have made weight gradients of all
+    chunks."""
+    schedule, unit = plan.schedule, plan.schedule.unit
+    if schedule.name != "zeropp" or plan.stage_style != "loop" or plan.reduce_every != "step":
+        return False
+    needed = unit * (plan.layout.chunks - 1) + 1
+    return 0 < plan.activation_cap < needed + unit and plan.num_microbatches >= 2 * unit
+
+
 def _least_activations(plan: SizedPlan, rank: int, sizes: list[int]) -> int:
     """The bytes of chunk-activations that are held together at least once; ``sizes`` are per
     chunk."""
@@ -157,7 +258,7 @@ def _least_activations(plan: SizedPlan, rank: int, sizes: list[int]) -> int:
     if name == "interleaved_1f1b":
         return min(m * chunks, way_round - 1 + (chunks - 1) * pp + 1) * min(sizes)
     if name == "zeropp" and plan.stage_style == "loop":
-        unit = plan.schedule.unit
-        last = min(unit, way_round, plan.activation_cap - (chunks - 1) * unit)
+        unit, cap = plan.schedule.unit, plan.activation_cap
+        last = min(unit, way_round, cap - (chunks - 1) * unit if cap else 1)
         return unit * sum(sizes[:-1]) + last * sizes[-1]
     return sum(sizes) if name == "accumulation" else min(sizes)

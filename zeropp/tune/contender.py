@@ -62,8 +62,6 @@ class Contender(Generic[K]):
     InfeasibleError with one line. ``order`` yields that plan with programs, once per order among
     which the simulator chooses: the first is made without durations, and others are made only when
     they are asked for.
-    ``order_gain`` is how many times faster than the first order the search expects the others to be
-    at most; with 1 there are no others.
     ``check`` raises ScheduleError for a schedule that cannot run. ``left_open`` says whether the
     tuner has something to choose.
     """
@@ -75,7 +73,6 @@ class Contender(Generic[K]):
     size: Callable[[Task, K, int], SizedPlan]  # task, knobs, microbatch size
     order: Callable[[SizedPlan, K, PlanPrice], Iterator[Plan]]
     space: Space[K]
-    order_gain: float = 1.0
     check: Callable[[Plan], None] = check_schedule
     left_open: Callable[[K], bool] = any_auto
     trainer: str = ""  # empty: it can be priced, but not run
@@ -92,7 +89,8 @@ class Contender(Generic[K]):
         return plan
 
     def simulated(self, task: Task, candidate: Candidate[K]) -> SimResult:
-        """The simulated step of a candidate, in its fastest order."""
+        """The simulated step of a candidate, in its fastest order that fits the device's memory (in
+        its fastest if none fits)."""
         sized = self.size(task, candidate.knobs, candidate.microbatch_size)
         price = price_plan(sized, task.cluster)
         return fastest(self.order(sized, candidate.knobs, price), task.cluster, price)

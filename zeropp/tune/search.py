@@ -2,10 +2,11 @@
 
 A *family* is a set of configurations that differ only in unit, activation cap and when gradients
 are reduced. Its price is that of a single unit; reductions after each of several units cost more.
-Families wait in a queue, sorted by a lower bound of their step time. The search takes the first
-entry again and again: a family is first priced, then replaced by its members, and a member is
-simulated. It ends when no bound in the queue is below the best step, so that the winner is the best
-configuration. The runner-up is the best of those that were simulated with other degrees.
+Families wait in a queue, sorted by a lower bound of their step time; those that differ only in how
+data-parallel ranks are used have the same compute, so that one of them is sized for all. The search
+takes the first entry again and again: a family is first priced, then replaced by its members, and a
+member is simulated. It ends when no bound in the queue is below the best step, so the winner is the
+best configuration. The runner-up is the best of those that were simulated with other degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
 bytes is too large, or if it was too large with a smaller activation cap; otherwise it is dropped
@@ -15,19 +16,19 @@ after the peak of its programs is known.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from itertools import chain
+from operator import attrgetter
 from time import process_time
-from typing import Generic
+from typing import Any, Generic, cast
 
 from zeropp.cost import PlanPrice, StepTimes, add_memory, price_plan, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto
 from zeropp.plan import Candidate, K, Plan, SizedPlan, Task
-from zeropp.planner.orders import fastest
 from zeropp.sim.memory_curve import fits
-from zeropp.sim.simulator import simulate_within
+from zeropp.sim.simulator import SimResult, simulate_within
 from zeropp.tune.bound import least_bytes, least_compute_s, least_step_s
 from zeropp.tune.contender import Contender
 from zeropp.tune.outcome import OOM, SLOWER, Evaluated, Outcome, Progress
@@ -49,8 +50,8 @@ class _Entry(Generic[K]):
     bound_s: float
     number: int  # unique, so that nothing after it is compared
     candidate: Candidate[K]
-    plan: SizedPlan
     _: KW_ONLY
+    plan: SizedPlan | None = None  # None: not sized yet
     times: StepTimes | None = None
     price: PlanPrice | None = None  # of a member
 
@@ -118,7 +119,7 @@ class _Search(Generic[K]):
                 outcome.is_complete = False
                 break
             if entry.price is not None:
-                self._evaluate(entry, self._slowest(runner_up))
+                self._evaluate(entry, outcome.slowest(runner_up))
                 continue
             for child in self._opened(entry, number):
                 number += 1
@@ -159,15 +160,21 @@ class _Search(Generic[K]):
 
     def _families(self, microbatch_size: int | Auto) -> Iterator[_Entry[K]]:
         """Every family for which the planner has a plan, with the cheapest bound."""
-        space, fallen, number = self._contender.space, self._outcome.fallen, 0
+        space, fallen = self._contender.space, self._outcome.fallen
+        of_compute = compute_knobs(self._contender.knobs)
+        bounds: dict[object, float] = {}
+        number = 0
         for point, size in points(self._task, space, self._asked, microbatch_size, fallen=fallen):
             for knobs in space.families(point):
-                candidate = Candidate(knobs, size)
-                plan = self._sized(candidate)
-                if plan is not None:
-                    number += 1
-                    bound = least_compute_s(plan, self._task.cluster)
-                    yield _Entry(bound, number, candidate, plan)
+                candidate, plan = Candidate(knobs, size), None
+                key = (size, point.num_microbatches, of_compute(knobs))
+                if key not in bounds:
+                    plan = self._sized(candidate)
+                    if plan is None:
+                        continue
+                    bounds[key] = least_compute_s(plan, self._task.cluster)
+                number += 1
+                yield _Entry(bounds[key], number, candidate, plan=plan)
 
     def _sized(self, candidate: Candidate[K]) -> SizedPlan | None:
         try:
@@ -178,15 +185,17 @@ class _Search(Generic[K]):
 
     def _opened(self, entry: _Entry[K], number: int) -> Iterator[_Entry[K]]:
         """The entries that replace a family: the family with its durations, or its members."""
-        family, cluster = entry.plan, self._task.cluster
+        cluster = self._task.cluster
+        family = entry.plan or self._sized(entry.candidate)
+        if family is None:
+            return
         if entry.times is None:
             times = time_plan(family, cluster)
-            yield replace(
-                entry, bound_s=least_step_s(family, times), number=number + 1, times=times
-            )
+            bound_s = least_step_s(family, times)
+            yield replace(entry, bound_s=bound_s, number=number + 1, plan=family, times=times)
             return
         price = add_memory(entry.times, family, cluster)
-        members = self._members(entry)
+        members = self._members(entry.candidate, family)
         first = next(members, None)  # the one with the least memory
         if first is None or not self._may_fit(first[1], price):
             return
@@ -199,18 +208,19 @@ class _Search(Generic[K]):
             if plan is family or self._may_fit(plan, price):
                 number += 1
                 bound = entry.bound_s if plan is family else least_step_s(plan, price)
-                yield _Entry(bound, number, candidate, plan, times=price, price=price)
+                yield _Entry(bound, number, candidate, plan=plan, times=price, price=price)
 
-    def _members(self, entry: _Entry[K]) -> Iterator[tuple[Candidate[K], SizedPlan]]:
-        family = entry.candidate
-        for knobs in self._contender.space.members(self._asked, family.knobs, entry.plan):
+    def _members(
+        self, family: Candidate[K], plan: SizedPlan
+    ) -> Iterator[tuple[Candidate[K], SizedPlan]]:
+        for knobs in self._contender.space.members(self._asked, family.knobs, plan):
             if knobs is family.knobs:
-                yield family, entry.plan
+                yield family, plan
                 continue
             member = replace(family, knobs=knobs)
-            plan = self._sized(member)
-            if plan is not None:
-                yield member, plan
+            sized = self._sized(member)
+            if sized is not None:
+                yield member, sized
 
     def _may_fit(self, plan: SizedPlan, price: PlanPrice) -> bool:
         if least_bytes(plan, price) <= self._limit:
@@ -218,47 +228,45 @@ class _Search(Generic[K]):
         self._outcome.fallen[OOM] += 1
         return False
 
-    def _slowest(self, runner_up: bool) -> float:
-        """The step time from which on a member is dropped after its first order. Other orders may
-        be faster by ``order_gain`` at most, but to make them takes time, so they are made only for
-        members that could become the winner."""
-        gain = self._contender.order_gain
-        if gain == 1.0:
-            return self._outcome.slowest(runner_up)
-        return gain * self._outcome.to_beat(runner_up)
-
     def _evaluate(self, entry: _Entry[K], slowest: float) -> None:
-        """Simulate a member: first in the order that needs no durations and then, if that takes
-        less than ``slowest`` seconds, in the others."""
-        outcome, cluster, price = self._outcome, self._task.cluster, entry.price
+        """Simulate a member in all orders. The fastest that fits counts, if it takes less than
+        ``slowest`` seconds."""
+        outcome, plan, price = self._outcome, entry.plan, entry.price
+        assert plan is not None
         assert price is not None
-        uncapped = replace(entry.plan, activation_cap=0)
+        uncapped = replace(plan, activation_cap=0)
         if uncapped in outcome.too_large:  # members come with the smallest cap first
             outcome.fallen[OOM] += 1
             return
-        orders = self._contender.order(entry.plan, entry.candidate.knobs, price)
-        simple = next(orders)
-        ranks = simple.schedule.num_ranks
-        if not self._fits(simple, price, {0, ranks - 1}):  # these are the fullest as a rule
-            self._drop(uncapped)
+        orders = self._contender.order(plan, entry.candidate.knobs, price)
+        first, ranks = next(orders), range(plan.schedule.num_ranks)
+        if not self._fits(first, price, {0, ranks[-1]}):  # these are the fullest as a rule
+            outcome.fallen[OOM] += 1
+            outcome.too_large.add(uncapped)
             return
         outcome.simulated += 1
-        result = simulate_within(simple, price, slowest)
-        if result is None or result.step_s >= slowest:
-            return
-        if not self._fits(simple, price, range(1, ranks - 1)):
-            self._drop(uncapped)
-            return
-        if others := list(orders):
-            result = min(result, fastest(others, cluster, price), key=lambda r: r.step_s)
-            if result.plan is not simple and not self._fits(result.plan, price, range(ranks)):
+        best: SimResult | None = None
+        for ordered in chain([first], orders):
+            result = simulate_within(ordered, price, best.step_s if best else slowest)
+            if result is None or result.step_s >= (best.step_s if best else slowest):
+                continue
+            if self._fits(ordered, price, ranks):
+                best = result
+            else:
                 outcome.fallen[OOM] += 1
-                return
-        outcome.offer(Evaluated(entry.candidate, result))
-
-    def _drop(self, uncapped: SizedPlan) -> None:
-        self._outcome.fallen[OOM] += 1
-        self._outcome.too_large.add(uncapped)
+        if best:
+            outcome.offer(Evaluated(entry.candidate, best))
 
     def _fits(self, plan: Plan, price: PlanPrice, ranks: Iterable[int]) -> bool:
         return all(fits(plan, price, rank, self._limit) for rank in ranks)
+
+
+# Knobs that say how data-parallel ranks are used; the compute of a pipeline rank does not depend on
+# them, nor do the cuts.
+_OF_DATA_PARALLELISM = {"shard", "replicate", "replicate_zero", "placement"}
+
+
+def compute_knobs(knobs: type[K]) -> Callable[[K], object]:
+    """A function that gives the values of all other knobs."""
+    names = (field.name for field in fields(cast("Any", knobs)))
+    return attrgetter(*(name for name in names if name not in _OF_DATA_PARALLELISM))

@@ -146,6 +146,8 @@ def _cuts(case: Case, stages: int) -> tuple[int, ...]:
     """Where the model is cut into stages, by rules that need no prices."""
     if case.program.spread == "flops":
         return balanced_cuts(case.shape, stages)
+    if case.program.spread == "modules":
+        return module_cuts(case.shape, stages)
     return even_cuts(case.shape, stages, blocks=case.program.spread == "blocks")
 
 
@@ -260,3 +262,13 @@ def even_cuts(shape: ModelShape, stages: int, *, blocks: bool = False) -> tuple[
     each, more = divmod(shape.num_pieces - 2 * first, stages)
     inner = (first + each * s + max(0, s - (stages - more)) for s in range(1, stages))
     return (0, *inner, shape.num_pieces)
+
+
+def module_cuts(shape: ModelShape, stages: int) -> tuple[int, ...]:
+    """Cuts with equally many modules per stage: embedding, blocks, final norm and head, of which
+    the last two are one piece. The first stages get the remainder."""
+    modules = shape.num_pieces + 1
+    if stages >= modules:
+        raise ValueError(f"{stages} stages for {modules} modules")
+    each, more = divmod(modules, stages)
+    return (*(each * s + min(s, more) for s in range(stages)), shape.num_pieces)

@@ -43,6 +43,8 @@ def cluster_of(row: PublishedRow) -> Cluster:
     intra, inter = cluster.intra, cluster.inter
     if row.intra_link == "pcie":
         intra = replace(intra, bandwidth_gb_s=_PCIE_GB_S[row.device])
+    if row.intra_gb_s:
+        intra = replace(intra, bandwidth_gb_s=row.intra_gb_s)
     if row.nic_gbit_s:
         inter = replace(inter, bandwidth_gb_s=row.nic_gbit_s / 8)
     gpus = row.gpus_per_node or cluster.gpus_per_node

@@ -85,6 +85,7 @@ class PublishedRow(BaseModel):
     peak_bf16_tflops: Decimal | None = None
     power_w: Decimal | None = None
     intra_link: Literal["nvlink", "pcie"] | None = None
+    intra_gb_s: Decimal | None = None  # of one GPU's links inside a node, per direction
     gpus_per_node: Count | None = None
     nics_per_node: Count | None = None
     nic_gbit_s: Decimal | None = None
@@ -158,7 +159,7 @@ class PublishedRow(BaseModel):
 
 
 COLUMNS = tuple(PublishedRow.model_fields)
-OPTIONAL = ("knobs",)  # a table without such a row need not have the column
+OPTIONAL = ("knobs", "intra_gb_s")  # a table need not have these columns
 _NUMBER: TypeAdapter[float] = TypeAdapter(Decimal)
 _OF_THE_NUMBER = (
     "metric", "value", "unit", "attention_flops", "utilization_peak_tflops", "verified", "assumed",
@@ -226,6 +227,8 @@ def _device(row: PublishedRow) -> str:
     numbers = (row.memory_gib, row.memory_bandwidth_gb_s, row.peak_bf16_tflops)
     if row.device == "stated" and None in numbers:
         return "device=stated: needs memory_gib, memory_bandwidth_gb_s and peak_bf16_tflops"
+    if row.intra_link and row.intra_gb_s:
+        return f"intra_gb_s={row.intra_gb_s:g}: leave intra_link={row.intra_link} or it blank"
     if row.power_w and row.device not in POWER_W:
         return f"power_w={row.power_w:g}: no nominal power of device={row.device} is known"
     for name in ("heads", "ffn"):
