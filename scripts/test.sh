@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 source scripts/environment.sh
 make_environment ".[dev]"
 bin=.venv/bin
+export PYTHONDONTWRITEBYTECODE= # tests start many processes, each of which would compile the project
 pytest=("$bin/python" -m pytest -q --durations=25)
 if [ "${1:-all}" = unit ]; then
     exec "${pytest[@]}" tests/unit

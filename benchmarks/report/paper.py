@@ -8,7 +8,7 @@ for each; the numbers of all are one tidy table, with one line per cell and cont
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +154,7 @@ def _line(
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
     """One line of the table, and the records from which it was made."""
     named = {row["contender"]: row for row in cell.to_dict("records")}
+    best = {metric.name: _best(metric, named.values()) for metric in _METRICS}
     first = cell.iloc[0]
     cells = [_key_cell(key, first[key]) for key in keys]
     for contender, metrics in groups.items():
@@ -165,7 +166,7 @@ def _line(
                 len(metrics) - 1
             )
         else:
-            cells += [_metric_cell(row, metric, cell) for metric in metrics]
+            cells += [_metric_cell(row, metric, best[metric.name]) for metric in metrics]
     order = [named[name]["record_id"] for name in groups if name in named]
     return tuple(cells), tuple(map(str, order))
 
@@ -177,23 +178,23 @@ def _key_cell(key: str, value: Any) -> Cell:
     return Cell(str(value), sort=float(value) if _KEYS[key].form else None)
 
 
-def _metric_cell(row: Mapping[Any, Any], metric: _Metric, cell: pd.DataFrame) -> Cell:
+def _metric_cell(row: Mapping[Any, Any], metric: _Metric, best: str) -> Cell:
     value = row[metric.name]
     if words.is_missing(value):
         return Cell(MISSING)
     text = metric.form(value)
     mark = "~" if metric.name == "speedup" and row["unsure"] is True else ""
-    return Cell(mark + text, bold=text == _best(metric, cell), sort=float(value))
+    return Cell(mark + text, bold=text == best, sort=float(value))
 
 
-def _best(metric: _Metric, cell: pd.DataFrame) -> str:
+def _best(metric: _Metric, rows: Iterable[Mapping[Any, Any]]) -> str:
     """The best value of a line, as text; empty if there is only one value, or if the peaks are of
     different kinds."""
-    fine = cell[(cell["status"] == "ok") & cell[metric.name].notna()]
-    kinds = fine["memory_kind"].nunique() if metric.name == "peak_gib" else 1
-    if len(fine) < 2 or kinds > 1:
+    fine = [row for row in rows if row["status"] == "ok" and not words.is_missing(row[metric.name])]
+    kinds = {row["memory_kind"] for row in fine if not words.is_missing(row["memory_kind"])}
+    if len(fine) < 2 or (metric.name == "peak_gib" and len(kinds) > 1):
         return ""
-    return metric.form(metric.best(fine[metric.name]))
+    return metric.form(metric.best(row[metric.name] for row in fine))
 
 
 def _caption(mine: pd.DataFrame, evidence: str, *, keys: list[str], worker: str, base: str) -> str:

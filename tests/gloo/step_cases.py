@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -181,6 +183,34 @@ class Alone:
         return loss
 
 
+@dataclass(frozen=True)
+class Course:
+    """A training in one process: its losses, those of ``evaluated`` batches before each step, and
+    the parameters after the last step."""
+
+    kind: str
+    reduction: str
+    losses: list[float]
+    evaluations: list[float]
+    parameters: dict[str, Tensor]
+
+
+def evaluated(kind: str, reduction: str, step: int) -> Batch:
+    """The seven rows that are evaluated before a step."""
+    return Batch(kind, reduction, 100 + step, rows=7)
+
+
+@cache
+def course_of(kind: str, reduction: str, steps: int) -> Course:
+    """What every topology is compared with, so that it is computed once and sent to the ranks."""
+    alone, losses, evaluations = Alone(kind, reduction), [], []
+    for step in range(steps):
+        evaluations.append(alone.evaluate(evaluated(kind, reduction, step)))
+        losses.append(alone.train(step))
+    parameters = {name: value.detach() for name, value in alone.layers.named_parameters()}
+    return Course(kind, reduction, losses, evaluations, parameters)
+
+
 def made(kind: str) -> list[nn.Module]:
     """Layers of a kind, equal on every rank."""
     torch.manual_seed(5)
@@ -202,9 +232,9 @@ def parallel(kind: str, reduction: str, degrees: dict[str, Any]) -> ParallelMode
     )
 
 
-def worst(model: ParallelModel, expected: nn.Module) -> float:
+def worst(model: ParallelModel, expected: Mapping[str, Tensor]) -> float:
     """Largest difference of this rank's parameters from one process's."""
-    theirs = dict(expected.named_parameters())
     found = dict(model.full_parameters())
     assert found
-    return max(float((value - theirs[name].float()).abs().max()) for name, value in found.items())
+    pairs = [(value, expected[name].float()) for name, value in found.items()]
+    return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)

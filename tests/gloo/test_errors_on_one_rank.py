@@ -1,8 +1,8 @@
-"""What one rank alone gets wrong: every rank raises at once, and none waits for the others."""
+"""What one rank alone gets wrong: every rank raises, and none waits for the others. One that did
+would do so for gloo's 30 minutes, and the world would be cut off."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from zeropp.engine.together import PeerError, together
 from zeropp.layout import InfeasibleError
 
 RANK = 1  # the one that fails
-PROMPT_S = 20.0  # of the world's 60
 
 
 def fail(error: Exception) -> Callable[..., Any]:
@@ -65,7 +64,6 @@ class Broken(nn.Linear):
 
 def failed_building(what: str) -> str:
     """What ``parallelize`` says on this rank where rank 1 alone fails while it does something."""
-    begin = time.monotonic()
     layers: list[Any] = seeded([linear] * 4)
     more: dict[str, Any] = {"pp": 2}
     out_of_memory = fail(torch.OutOfMemoryError("tried 2 GiB"))
@@ -91,9 +89,7 @@ def failed_building(what: str) -> str:
     elif what == "keyword" and dist.get_rank() == RANK:
         more["tp"] = 2
     with patch:
-        said = error_of(lambda: built(layers, **more))
-    assert time.monotonic() - begin < PROMPT_S
-    return said
+        return error_of(lambda: built(layers, **more))
 
 
 @pytest.mark.parametrize(
@@ -125,12 +121,10 @@ def failed_step(what: str) -> tuple[list[str], bool]:
     said, losses = [], []
     for wrong in (True, False):
         with built(seeded([linear] * 4), pp=2) as model:
-            begin = time.monotonic()
             if wrong:
                 with torch.set_grad_enabled(what != "no_grad" or dist.get_rank() != RANK):
                     said.append(error_of(partial(model.train_step, step, targets, **more)))
                 said.append(error_of(partial(model.eval_step, evaluate, targets)))
-            assert time.monotonic() - begin < PROMPT_S
             losses.append([model.train_step(inputs, targets).loss for _ in range(2)])
     return said, losses[0] == losses[1]
 
@@ -191,11 +185,9 @@ def save_that_fails(place: Path, what: str) -> str:
     def broken(*_: Any) -> None:
         raise OSError("disk full")
 
-    begin = time.monotonic()
     first = dist.get_rank() == 0
     with mock.patch.object(owner, name, broken if first else getattr(owner, name)):
         said = error_of(lambda: engine.save(place))
-    assert time.monotonic() - begin < PROMPT_S
     engine.load(place)
     return f"{said} | {engine.steps_done}"
 

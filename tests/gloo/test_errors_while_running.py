@@ -3,7 +3,6 @@ raises soon, and says what the first one said."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +21,6 @@ from zeropp.layout import InfeasibleError
 from zeropp.parallel_model import ParallelModel
 
 RANK = 1  # the one that fails
-PROMPT_S = 15.0  # of the world's 60, and of the 30 minutes that gloo would wait
 WIDTH, ROWS = 6, 12
 DEGREES: list[dict[str, Any]] = [
     {"pp": 3},
@@ -103,12 +101,11 @@ def built(where: str, degrees: dict[str, Any]) -> ParallelModel:
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """What a call raises, in a time that shows that nothing waited; empty for nothing."""
-    begin = time.monotonic()
+    """What a call raises; empty for nothing. A rank that waited for another one would do so for
+    gloo's 30 minutes, and the world would be cut off."""
     try:
         call()
     except Exception as error:
-        assert time.monotonic() - begin < PROMPT_S
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -10,8 +10,10 @@ import torch
 
 from tests.gloo.step_cases import (
     DEGREES,
-    Alone,
     Batch,
+    Course,
+    course_of,
+    evaluated,
     parallel,
     ranks_of,
     worst,
@@ -28,29 +30,26 @@ def uneven_rows(model: ParallelModel) -> slice:
     return parts.get(model.data_parallel_rank, slice(0, 0))
 
 
-def evaluate(
-    degrees: dict[str, Any], kinds: Sequence[tuple[str, str]]
-) -> list[tuple[float, float]]:
+def evaluate(degrees: dict[str, Any], courses: Sequence[Course]) -> list[tuple[float, float]]:
     """Largest error of the losses of uneven batches before and between steps, and of the
-    parameters that come of the steps, for every kind of layers and loss."""
+    parameters that come of the steps, for every course."""
     errors = []
-    for kind, reduction in kinds:
-        alone = Alone(kind, reduction)
+    for course in courses:
+        kind, reduction = course.kind, course.reduction
         with parallel(kind, reduction, degrees) as model:
             apart = 0.0
-            for step in range(3):
-                batch = Batch(kind, reduction, 100 + step, rows=7)
+            for step, expected in enumerate(course.evaluations):
+                batch = evaluated(kind, reduction, step)
                 inputs, targets, keywords = batch.part(uneven_rows(model))
                 drawn = torch.get_rng_state()
                 loss = model.eval_step(inputs, targets, **keywords)
                 assert torch.equal(drawn, torch.get_rng_state())
                 chunks = model.engine.chunks.values()
                 assert not any(chunk.shards.gathered_bytes() for chunk in chunks)
-                apart = max(apart, abs(loss / alone.evaluate(batch) - 1))
+                apart = max(apart, abs(loss / expected - 1))
                 inputs, targets, keywords = Batch(kind, reduction, step).part(model.rows)
                 model.train_step(inputs, targets, **keywords)
-                alone.train(step)
-            errors.append((apart, worst(model, alone.layers)))
+            errors.append((apart, worst(model, course.parameters)))
     return errors
 
 
@@ -61,7 +60,8 @@ def test_evaluation_is_that_of_one_process_and_leaves_nothing(
     world: World, degrees: dict[str, Any]
 ) -> None:
     kinds = [("tuples", "mean"), ("keywords", "sum"), ("dropout", "mean")]
-    for errors in world.run(evaluate, degrees, kinds, size=ranks_of(degrees)):
+    courses = [course_of(kind, reduction, 3) for kind, reduction in kinds]
+    for errors in world.run(evaluate, degrees, courses, size=ranks_of(degrees)):
         assert len(errors) == len(kinds)
         for loss, parameters in errors:
             assert loss < 1e-12

@@ -40,7 +40,7 @@ class Setting:
     ranks: int
     knobs: dict[str, Any]
     has: set[str]
-    global_batch: int = 8
+    global_batch: int = 4  # every rank needs two microbatches, one of which a fault leaves out
     layers: int = 2  # a fault of an axis needs no more
 
 
@@ -67,12 +67,12 @@ def findable(precision: str) -> list[str]:
     return [name for name in FAULTS if name not in {"none", *hidden}]
 
 
-TWO_STAGES = Setting(2, {"pp": 2}, set(), 4, layers=4)
+TWO_STAGES = Setting(2, {"pp": 2}, set(), layers=4)
 TORCH_STAGES = replace(TWO_STAGES, knobs={"pp": 2, "schedule": "1f1b"})
 ZEROPP = Setting(4, {"pp": 2, "shard": 2}, {"dp", "tied", "dropout"})
-FSDP = Setting(4, {"shard": 2, "replicate": 2}, {"dp"})
-SHARDS = Setting(2, {"shard": 2}, {"dp"}, 4)
-REPLICAS = Setting(2, {"pp": 1, "replicate": 2, "replicate_zero": 1}, {"dp"}, 4)
+FSDP = Setting(4, {"shard": 2, "replicate": 2}, {"dp"}, 8)
+SHARDS = Setting(2, {"shard": 2}, {"dp"})
+REPLICAS = Setting(2, {"pp": 1, "replicate": 2, "replicate_zero": 1}, {"dp"})
 TORCH = Setting(8, {"pp": 2, "tp": 2, "shard": 2, "schedule": "1f1b"}, ALL)
 TORCH_BF16 = Setting(4, {"pp": 2, "tp": 2, "schedule": "1f1b"}, {"tp", "tied"})
 DEEPSPEED = Setting(8, {"pp": 2, "tp": 2, "replicate_zero": 1}, ALL)

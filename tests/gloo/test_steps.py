@@ -17,8 +17,9 @@ from tests.gloo.step_cases import (
     MICROBATCH,
     ROWS,
     WIDTH,
-    Alone,
     Batch,
+    Course,
+    course_of,
     made,
     mean_loss,
     parallel,
@@ -28,19 +29,18 @@ from tests.gloo.step_cases import (
 from tests.gloo.world import World
 
 
-def train(degrees: dict[str, Any], kinds: Sequence[tuple[str, str]]) -> list[tuple[float, float]]:
-    """Largest errors of loss and parameters after two steps, for every kind of layers and loss."""
+def train(degrees: dict[str, Any], courses: Sequence[Course]) -> list[tuple[float, float]]:
+    """Largest errors of loss and parameters after a course's steps, for every course."""
     errors = []
-    for kind, reduction in kinds:
-        alone = Alone(kind, reduction)
+    for course in courses:
+        kind, reduction = course.kind, course.reduction
         with parallel(kind, reduction, degrees) as model:
             apart = 0.0
-            for step in range(2):
+            for step, expected in enumerate(course.losses):
                 inputs, targets, keywords = Batch(kind, reduction, step).part(model.rows)
                 result = model.train_step(inputs, targets, **keywords)
-                expected = alone.train(step)
                 apart = max(apart, abs(result.loss - expected) / expected)
-            errors.append((apart, worst(model, alone.layers)))
+            errors.append((apart, worst(model, course.parameters)))
     return errors
 
 
@@ -49,7 +49,8 @@ def train(degrees: dict[str, Any], kinds: Sequence[tuple[str, str]]) -> list[tup
 )
 def test_steps_are_those_of_one_process(world: World, degrees: dict[str, Any]) -> None:
     kinds = [("tuples", "mean"), ("keywords", "mean"), ("keywords", "sum"), ("dropout", "mean")]
-    for errors in world.run(train, degrees, kinds, size=ranks_of(degrees)):
+    courses = [course_of(kind, reduction, 2) for kind, reduction in kinds]
+    for errors in world.run(train, degrees, courses, size=ranks_of(degrees)):
         assert len(errors) == len(kinds)
         for loss, parameters in errors:
             assert loss < 1e-12

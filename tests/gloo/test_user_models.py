@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,10 @@ def data(step: int, tokens: bool = False) -> tuple[Tensor, Tensor]:
     return torch.arange(ROWS) % 7 if tokens else inputs, targets
 
 
-def alone(kinds: list[Make]) -> dict[str, Tensor]:
-    """Parameters after some steps in one process."""
-    model = nn.ModuleList(made(kinds))
+@cache
+def alone(name: str) -> dict[str, Tensor]:
+    """Parameters of one kind of layers after some steps in one process."""
+    model = nn.ModuleList(made(LAYERS[name]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -91,7 +93,7 @@ def test_unusual_layers_are_those_of_one_process(
     size = prod(degrees.get(axis, 1) for axis in ("pp", "shard", "replicate"))
     world.run(train, names, degrees, tmp_path, size=size, timeout_s=120)
     for name in names:
-        expected = alone(LAYERS[name])
+        expected = alone(name)
         found = {key: torch.empty_like(value) for key, value in expected.items()}
         load({"model": found}, checkpoint_id=str(tmp_path / name), no_dist=True)
         for key, value in expected.items():

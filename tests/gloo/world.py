@@ -77,7 +77,7 @@ class World:
         self._tasks = 0
 
     def run(
-        self, function: Callable[..., Any], *arguments: Any, size: int, timeout_s: float = 60.0
+        self, function: Callable[..., Any], *arguments: Any, size: int, timeout_s: float = 120.0
     ) -> list[Any]:
         """Call ``function(*arguments)`` on ``size`` ranks of a fresh gloo group; results by rank.
 

@@ -76,7 +76,7 @@ class SlurmCluster:
             self.start_node(name)
         everywhere = ("--partition=apart", f"--nodes={NODES}", f"--ntasks={NODES}")
         probe = ("srun", *everywhere, "--immediate=20", "true")
-        wait_until(lambda: self._succeeds(*probe), 60, "a probe job on every node")
+        wait_until(lambda: self._succeeds(*probe), 120, "a probe job on every node")
 
     def stop(self) -> None:
         """End every job and daemon; safe to call at any time, any number of times."""
@@ -95,7 +95,7 @@ class SlurmCluster:
         """Start slurmctld with the state that the last one left, and wait for its answer."""
         recover = [] if (self.directory / "state" / "job_state").exists() else ["-c"]
         self._spawn("slurmctld", "slurmctld", "-D", *recover)
-        wait_until(lambda: self._succeeds("scontrol", "ping"), 30, "slurmctld")
+        wait_until(lambda: self._succeeds("scontrol", "ping"), 120, "slurmctld")
 
     def stop_controller(self) -> None:
         """Take slurmctld away; jobs go on."""
@@ -195,7 +195,7 @@ class SlurmCluster:
         options = [f"--{name}={path}" for name, path in files.items()]
         # The directory of a test is deep and writable by root alone: --force accepts that.
         self._spawn("munged", "munged", "--foreground", "--force", *options)
-        wait_until(socket.exists, 10, "munged")
+        wait_until(socket.exists, 60, "munged")
 
     def _start_database(self) -> None:
         """MariaDB with slurmdbd before it: what sacct reads."""
@@ -206,15 +206,15 @@ class SlurmCluster:
         places = (f"--datadir={data}", f"--socket={socket}", f"--pid-file={data}/pid")
         self._spawn("mariadbd", "mariadbd", "--no-defaults", "--user=root", *places, *options)
         admin = ("mariadb-admin", "--no-defaults", f"--socket={socket}")
-        wait_until(lambda: self._succeeds(*admin, "ping"), 30, "mariadbd")
+        wait_until(lambda: self._succeeds(*admin, "ping"), 120, "mariadbd")
         self._spawn("slurmdbd", "slurmdbd", "-D")
-        wait_until(lambda: self._succeeds("sacctmgr", "-n", "show", "cluster"), 30, "slurmdbd")
+        wait_until(lambda: self._succeeds("sacctmgr", "-n", "show", "cluster"), 120, "slurmdbd")
 
     def _add_account(self) -> None:
         """slurmctld enters its cluster when it starts; then there can be an account in it."""
         add = ("sacctmgr", "--immediate", "add")
         account = (*add, "account", _ACCOUNT, "cluster=zeropp")
-        wait_until(lambda: self._succeeds(*account), 20, "the cluster's entry in slurmdbd")
+        wait_until(lambda: self._succeeds(*account), 120, "the cluster's entry in slurmdbd")
         self.run(*add, "user", "root", f"account={_ACCOUNT}", f"defaultaccount={_ACCOUNT}")
 
     def _spawn(self, name: str, *command: str) -> None:

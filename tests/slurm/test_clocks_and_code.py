@@ -12,7 +12,7 @@ import pytest
 from benchmarks.launch.slurm.submit import copy_checkout
 from tests.slurm.conftest import FIRST, TOGETHER, Suite
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(290), *TOGETHER]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
 
 
 def faked(offset: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.slurm.conftest import TOGETHER, Suite
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(290), *TOGETHER]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
 
 
 @contextmanager

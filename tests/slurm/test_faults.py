@@ -19,7 +19,7 @@ from benchmarks.records.record import RunRecord
 from tests.slurm.cluster import wait_until
 from tests.slurm.conftest import FIRST, TOGETHER, Suite
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(290), *TOGETHER]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
 
 TWO_NODES = ("cluster.gpus_per_node=1", "num_gpus=2")
 
@@ -134,12 +134,12 @@ def test_a_killed_step_daemon_ends_with_the_time_limit(suite: Suite) -> None:
     victim = Victim(suite, suite.wait_for_all_steps(1)[3])
     rank = victim.worker
     victim.step_daemon.kill()
-    wait_until(lambda: not rank.is_running(), 30, "the end of the rank")
+    wait_until(lambda: not rank.is_running(), 120, "the end of the rank")
     suite.wait_for_states(["timeout"], 200)
     record = suite.only_record()
     assert "Slurm: TIMEOUT" in record.reason
     assert all(len(rank.step_s) >= 2 for rank in record.ranks)  # what was measured is kept
-    wait_until(lambda: not suite.workers(), 30, "the end of the ranks")
+    wait_until(lambda: not suite.workers(), 120, "the end of the ranks")
 
 
 def test_variables_of_a_surrounding_job_and_of_a_login_shell(suite: Suite) -> None:
@@ -189,7 +189,7 @@ def test_a_frozen_node_is_lost_and_its_job_does_not_run_beside_the_next(suite: S
         assert b"NODE_FAIL" in lost
     finally:
         suite.cluster.thaw_node("zpnode9")
-    wait_until(lambda: suite.workers() == [], 60, "the end of its ranks")
+    wait_until(lambda: suite.workers() == [], 120, "the end of its ranks")
     assert (attempt / "record.json").read_bytes() == lost
     (suite.directory / "calm").touch()
     assert "1 of 1 points to run" in suite.stand_in("seed=3")

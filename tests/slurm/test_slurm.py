@@ -7,7 +7,7 @@ import pytest
 from tests.slurm.cluster import wait_until
 from tests.slurm.conftest import FIRST, TOGETHER, Suite
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(290), *TOGETHER]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
 
 REAL = (  # ranks of two contenders with all of the engine, on one node and on two
     *("model=gpt_tiny", "num_gpus=2,4", "cluster.gpus_per_node=2", "global_batch=8"),

@@ -16,7 +16,7 @@ import pytest
 from tests.slurm.cluster import wait_until
 from tests.slurm.conftest import TOGETHER, Suite
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(290), *TOGETHER]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
 
 HELD = ("seed=0,10", "+launcher.sbatch.hold=true")  # these jobs wait for ever
 
@@ -102,9 +102,9 @@ def test_a_lost_answer_and_a_lost_report_job(suite: Suite) -> None:
     assert len(suite.queue()) == 2
     assert suite.stand_in(*HELD).count("left alone") == 2
     suite.cluster.run("scancel", *suite.report_jobs())
-    wait_until(lambda: not suite.report_jobs(), 20, "the end of the report job")
+    wait_until(lambda: not suite.report_jobs(), 120, "the end of the report job")
     assert "report      job " in suite.stand_in(*HELD)
-    wait_until(lambda: len(suite.report_jobs()) == 1, 20, "the new report job")
+    wait_until(lambda: len(suite.report_jobs()) == 1, 120, "the new report job")
     assert "report      job " not in suite.stand_in(*HELD)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.slurm.conftest import Suite
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(290), pytest.mark.usefixtures("alone")]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), pytest.mark.usefixtures("alone")]
 
 
 def test_no_controller_at_submit(suite: Suite) -> None:

@@ -78,12 +78,12 @@ def statuses(runs: Path) -> list[str]:
 def test_kill_of_one_rank_then_resume(runs: Path) -> None:
     long = "measure.steps=3000"
     sweep = start(runs, long, "measure.timeout_s=300")
-    wait_for_steps(runs, 90)
+    wait_for_steps(runs, 120)
     victim = ranks_of(runs)[1]
     killed_at = time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)
     while not statuses(runs):
-        assert time.monotonic() - killed_at < 30, "the death was not recorded within 30 s"
+        assert time.monotonic() - killed_at < 120, "the death was not recorded within 120 s"
         time.sleep(0.1)
     first = next(iter(map(read_record, find_records([runs]))))
     assert first.status == "failed"
@@ -92,14 +92,14 @@ def test_kill_of_one_rank_then_resume(runs: Path) -> None:
     wait_for_next(runs, first.spec_id)  # the sweep went on with the next cell
     sweep.kill()  # and now the launcher itself dies
     sweep.wait(timeout=30)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while ranks_of(runs) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert ranks_of(runs) == {}
 
 
 def wait_for_next(runs: Path, done: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if any(path.parts[-3] != done for path in runs.rglob("rank_000.jsonl")):
             return
@@ -229,7 +229,7 @@ def exit_of(pid: int, runs: Path, timeout_s: float) -> int:
     return os.waitstatus_to_exitcode(ended[1])
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(500)
 def test_a_sweep_killed_at_30_random_moments(
     many: dict[str, list[Point]], runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -14,6 +15,7 @@ from zeropp.shape import ModelShape
 _CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
+@cache
 def preset(group: str, name: str, kind: type) -> object:
     values = OmegaConf.to_container(OmegaConf.load(_CONF / group / f"{name}.yaml"))
     return TypeAdapter(kind).validate_python(values)

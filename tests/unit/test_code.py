@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import statistics
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.unit.source_trees import ROOT, sources, trees
+
 PACKAGES = ("zeropp", "baselines", "benchmarks")
 MOST_POSITIONAL = 4
 MOST_LINES_OF_A_FUNCTION = 40
@@ -25,10 +25,9 @@ EXCEPTIONS = {
 }
 
 
-def sources() -> dict[str, str]:
-    """The text of every file of the project's packages, by its path from the root."""
-    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+def parsed() -> list[tuple[str, ast.Module]]:
+    """The path and the syntax tree of every file of the project's packages."""
+    return [found for package in PACKAGES for found in trees(package).items()]
 
 
 def functions(
@@ -70,10 +69,9 @@ def positional_fields(node: ast.ClassDef) -> int:
     return count
 
 
-def many_positional(source: str) -> Iterator[str]:
+def many_positional(tree: ast.Module) -> Iterator[str]:
     """Functions and dataclasses of a file that take more than ``MOST_POSITIONAL`` arguments by
     position."""
-    tree = ast.parse(source)
     for name, function in functions(tree):
         if positional(function) > MOST_POSITIONAL:
             yield name
@@ -83,7 +81,7 @@ def many_positional(source: str) -> Iterator[str]:
 
 
 def test_many_arguments_are_given_by_name() -> None:
-    found = {f"{path}:{name}" for path, text in sources().items() for name in many_positional(text)}
+    found = {f"{path}:{name}" for path, tree in parsed() for name in many_positional(tree)}
     assert found == set(EXCEPTIONS)
 
 
@@ -102,19 +100,19 @@ def test_many_arguments_are_given_by_name() -> None:
     ],
 )
 def test_many_positional_arguments_are_noticed(source: str, noticed: list[str]) -> None:
-    assert list(many_positional(source)) == noticed
+    assert list(many_positional(ast.parse(source))) == noticed
 
 
 def test_functions_and_files_are_short() -> None:
-    texts = sources()
     lengths = {
         f"{path}:{name}": (node.end_lineno or node.lineno) - node.lineno + 1
-        for path, text in texts.items()
-        for name, node in functions(ast.parse(text))
+        for path, tree in parsed()
+        for name, node in functions(tree)
     }
     assert len(lengths) > 1000
     assert {name: n for name, n in lengths.items() if n > MOST_LINES_OF_A_FUNCTION} == {}
     assert statistics.median(lengths.values()) <= 10
+    texts = {path: text for package in PACKAGES for path, text in sources(package).items()}
     files = {path: text.count("\n") for path, text in texts.items()}
     assert {path: n for path, n in files.items() if n > MOST_LINES_OF_A_FILE} == {}
 

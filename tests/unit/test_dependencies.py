@@ -9,11 +9,11 @@ import tomllib
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.unit.source_trees import ROOT, trees
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OWN = {"zeropp", "baselines", "benchmarks", "docs", "scripts", "tests"}
 LIBRARY = ("zeropp",)  # the wheel: torch alone
@@ -25,8 +25,7 @@ def imported(folder: str) -> set[str]:
     """Top-level names of all foreign packages that a folder's files import, but for those without
     which a file says in its own words that they are missing."""
     found = set()
-    for path in (ROOT / folder).rglob("*.py"):
-        tree = ast.parse(path.read_text())
+    for tree in trees(folder).values():
         optional = {
             line for node in ast.walk(tree) if isinstance(node, ast.Try)
             and any(getattr(h.type, "id", "") == "ImportError" for h in node.handlers)

@@ -21,6 +21,7 @@ from benchmarks.report.write import Options, write_one_table
 from tests.unit.synthetic_records import make_record, write_records
 
 REFERENCE = CHECKOUT / "results" / "reference"
+COMMITTED = ("claim_33", "demo")
 QUIET = Console(quiet=True)
 _DOCUMENT = r"""\documentclass[a4paper]{article}
 \usepackage[margin=2.5cm]{geometry}
@@ -42,6 +43,19 @@ def compiled(texts: list[str], folder: Path) -> str:
         capture_output=True,
     )
     return (folder / "document.log").read_text(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
+    """The files of the paper's table by suffix, for every set of committed records."""
+    root = tmp_path_factory.mktemp("committed")
+    return {name: table_of(REFERENCE / name, root / name) for name in COMMITTED}
+
+
+def table_of(records: Path, out: Path) -> dict[str, Path]:
+    """The files of the paper's table of some records, by suffix."""
+    made = write_one_table("paper", [records], out=out, options=Options(), console=QUIET)
+    return {path.suffix: path for path in made.files}
 
 
 def test_models_are_named_as_people_write_them() -> None:
@@ -88,21 +102,20 @@ def test_the_base_can_be_chosen(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("folder", ["demo", "claim_33"])
-def test_every_form_of_the_committed_tables(folder: str, tmp_path: Path) -> None:
-    made = write_one_table(
-        "paper", [REFERENCE / folder], out=tmp_path, options=Options(), console=QUIET
-    )
-    assert {path.suffix for path in made.files} == {".csv", ".parquet", ".md", ".tex", ".html"}
-    csv, parquet = pd.read_csv(tmp_path / "paper.csv"), pd.read_parquet(tmp_path / "paper.parquet")
+@pytest.mark.parametrize("name", COMMITTED)
+def test_every_form_of_the_committed_tables(
+    name: str, committed: dict[str, dict[str, Path]]
+) -> None:
+    files = committed[name]
+    assert set(files) == {".csv", ".parquet", ".md", ".tex", ".html"}
+    csv, parquet = pd.read_csv(files[".csv"]), pd.read_parquet(files[".parquet"])
     assert len(csv) == len(parquet) > 4
-    for name in ("tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_gib", "speedup"):
-        assert csv[name].dtype.kind == "f"
-        if name != "peak_gib":
-            assert {f"{name}_low", f"{name}_high"} <= set(csv.columns)
+    for column in ("tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_gib", "speedup"):
+        assert csv[column].dtype.kind == "f"
+        if column != "peak_gib":
+            assert {f"{column}_low", f"{column}_high"} <= set(csv.columns)
     assert csv["tokens_per_s_per_gpu"].notna().all()
-    text = (tmp_path / "paper.md").read_text()
-    assert text.count("**") > 2 * csv["model"].nunique()
+    assert files[".md"].read_text().count("**") > 2 * csv["model"].nunique()
 
 
 def test_the_verdicts_table_says_what_its_plans_say() -> None:
@@ -126,15 +139,13 @@ def test_an_empty_table_has_a_header(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex (Debian's texlive)")
-def test_latex_compiles_and_fits_the_text(tmp_path: Path) -> None:
+def test_latex_compiles_and_fits_the_text(
+    tmp_path: Path, committed: dict[str, dict[str, Path]]
+) -> None:
     odd = {"status": "failed", "reason": r"100 % of #1_x & \y{z} ~ ^ é → 你", "step_s": []}
     write_records([make_record(), make_record("fsdp", fields=odd)], tmp_path / "runs")
-    texts = []
-    for number, root in enumerate((REFERENCE / "claim_33", REFERENCE / "demo", tmp_path / "runs")):
-        write_one_table(
-            "paper", [root], out=tmp_path / str(number), options=Options(), console=QUIET
-        )
-        texts.append((tmp_path / str(number) / "paper.tex").read_text())
+    tables = (*committed.values(), table_of(tmp_path / "runs", tmp_path / "odd"))
+    texts = [files[".tex"].read_text() for files in tables]
     log = compiled(texts, tmp_path)
     assert not re.findall(r"Overfull \\hbox.*", log)
     assert "Float too large" not in log

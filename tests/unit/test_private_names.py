@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.unit.source_trees import trees
+
 FOREIGN = ("torch", "deepspeed")
 SEAM = "private_names.py"
 # Where each may be: the library's traces, FSDP2, and one file per baseline.
@@ -20,9 +20,8 @@ SEAMS = {
 }
 
 
-def private(source: str) -> Iterator[str]:
+def private(tree: ast.Module) -> Iterator[str]:
     """Names with a leading underscore that a file takes from torch or DeepSpeed."""
-    tree = ast.parse(source)
     foreign = set(FOREIGN)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -55,10 +54,10 @@ def _root(node: ast.AST) -> str:
 
 @pytest.mark.parametrize("package", ["zeropp", "baselines", "benchmarks"])
 def test_private_names_stand_in_their_own_files(package: str) -> None:
-    files = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / package).rglob("*.py")}
+    files = trees(package)
     assert len(files) > 10
     assert {name for name in files if name.endswith(SEAM)} <= SEAMS
-    found = {name: list(private(path.read_text())) for name, path in files.items()}
+    found = {name: list(private(tree)) for name, tree in files.items()}
     assert {name: names for name, names in found.items() if names and name not in SEAMS} == {}
 
 
@@ -74,4 +73,4 @@ def test_private_names_stand_in_their_own_files(package: str) -> None:
     ],
 )
 def test_a_private_name_is_noticed(line: str) -> None:
-    assert len(list(private(line))) == 1
+    assert len(list(private(ast.parse(line)))) == 1

@@ -10,7 +10,8 @@ import torch
 
 
 def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:
-    """Seed torch's generators for one piece and microbatch of a step.
+    """Seed torch's generators, of the CPU and of the current CUDA device, for one piece and
+    microbatch of a step.
 
     ``microbatch`` is an index in the whole global batch: with m microbatches per rank and step, the
     data-parallel rank d has the indices d*m .. (d+1)*m-1. A single process that calls this before
@@ -19,7 +20,11 @@ def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:
     mixed = seed
     for part in (step, microbatch, piece):
         mixed = (mixed * 1_000_003 + part) % 2**63
-    torch.manual_seed(mixed)
+    # Not ``torch.manual_seed``: before CUDA is in use it keeps a stack trace of every call, which
+    # takes longer than a small layer.
+    torch.default_generator.manual_seed(mixed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(mixed)
 
 
 @dataclass

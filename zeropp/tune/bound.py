@@ -85,7 +85,7 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
             at_0 = start + work - weights * plan.num_microbatches * slowed + ways.back[first]
             worst = max(worst, at_0 + ways.last_weight + last.reduced_s + last.updated_s)
         if plan.activation_cap:
-            worst = max(worst, _capped_s(plan, price, ways, rank, slowed) + last.updated_s)
+            worst = max(worst, _capped_s(plan, price, ways, rank, slowed=slowed) + last.updated_s)
     return worst
 
 
@@ -129,7 +129,7 @@ class _Ways:
         return cls(to, back, to[-1] + costs[-1].forward, last_weight)
 
 
-def _capped_s(plan: SizedPlan, price: StepTimes, ways: _Ways, rank: int, slowed: float) -> float:
+def _capped_s(plan: SizedPlan, price: StepTimes, ways: _Ways, rank: int, *, slowed: float) -> float:
     """Seconds until rank 0 has its last weight gradient, by the activations that ``rank`` may hold.
 
     Before its first backward a rank makes forwards alone, and after its last forward only backwards
