@@ -268,7 +268,7 @@ def module_cuts(shape: ModelShape, stages: int) -> tuple[int, ...]:
     """Cuts with equally many modules per stage: embedding, blocks, final norm and head, of which
     the last two are one piece. The first stages get the remainder."""
     modules = shape.num_pieces + 1
-    if stages >= modules:
-        raise ValueError(f"{stages} stages for {modules} modules")
+    if modules < 2 * stages:
+        raise ValueError(f"{stages} stages for {modules} modules: the head would be a stage alone")
     each, more = divmod(modules, stages)
     return (*(each * s + min(s, more) for s in range(stages)), shape.num_pieces)

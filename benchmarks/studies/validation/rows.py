@@ -41,6 +41,11 @@ CHUNKED = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "zeropp", "hanayo
 TWO_CHUNKS = ("zbv", "dualpipe", "dualpipev", "v_half", "v_min")
 # Nominal power of the boards in W (results/published/hardware.csv), for rows with ``power_w``.
 POWER_W = {"v100": 300, "a100": 400, "a800": 400, "h100": 700, "h800": 700, "h200": 700}
+# The range of each number of a device; one outside it is in another unit.
+PLAUSIBLE = {
+    "memory_gib": (1, 2000), "memory_bandwidth_gb_s": (50, 50000), "peak_bf16_tflops": (5, 20000),
+    "power_w": (20, 5000), "intra_gb_s": (1, 5000), "nic_gbit_s": (0.1, 10000),
+}  # fmt: skip
 SLACK = 0.03  # parameters may differ by this share from those of the shape
 
 
@@ -223,6 +228,16 @@ def _degrees(row: PublishedRow) -> str:
     return ""
 
 
+def _units(row: PublishedRow) -> str:
+    for name, (low, high) in PLAUSIBLE.items():
+        number = getattr(row, name)
+        if number is not None and not low <= number <= high:
+            return f"{name}={number:g}: must be from {low} to {high} in the unit that the name says"
+    if row.sequence_parallel and row.seq % row.tp:
+        return f"seq={row.seq}: sequence_parallel=yes needs a multiple of tp={row.tp}"
+    return ""
+
+
 def _device(row: PublishedRow) -> str:
     numbers = (row.memory_gib, row.memory_bandwidth_gb_s, row.peak_bf16_tflops)
     if row.device == "stated" and None in numbers:
@@ -266,5 +281,5 @@ def _batch(row: PublishedRow) -> str:
 
 
 _CHECKS: tuple[Callable[[PublishedRow], str], ...] = (
-    _metric, _shape, _degrees, _device, _schedule, _batch,
+    _metric, _shape, _degrees, _units, _device, _schedule, _batch,
 )  # fmt: skip
