@@ -24,6 +24,7 @@ from zeropp.engine.checks import (
     agreed,
     check_keywords,
     check_layers,
+    check_loss,
     check_parameters,
     described,
 )
@@ -105,6 +106,7 @@ def _cut(
     sizes = try_layers(layers, sample, request.sample_keywords)
     named = [keywords_of(loss_fn), *(one.names for one in sizes)]
     check_keywords(request.sample_keywords, len(sample), named)
+    check_loss(loss_fn)
     check_parameters([one.kinds for one in sizes], request.tied, request.precision)
     if request.open:
         saved = saved_bytes(layers, sample, request.sample_keywords)

@@ -143,6 +143,7 @@ def counting(engine: Engine, found: Counter[tuple[str, str]]) -> Iterator[None]:
     groups = engine._groups
     names = {id(groups.gather): "gather", id(groups.reduce): "reduce"}
     names |= {id(groups.replicate): "replicate", id(engine._meeting._group): "world"}
+    names[id(None)] = "default"  # which is given as none, as groups of one rank are
 
     def counted(kind: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         message = kind in ("isend", "irecv")
@@ -163,7 +164,8 @@ def counting(engine: Engine, found: Counter[tuple[str, str]]) -> Iterator[None]:
 
 def planned(case: Case, engine: Engine) -> Counter[tuple[str, str]]:
     """The collectives and messages of a step, by this rank's program in the plan and by how many
-    buffers hold the parameters of a chunk (weights with delayed gradients have their own)."""
+    buffers hold the parameters of a chunk (weights with delayed gradients have their own); beside
+    them one sum of losses and norms, and one of how many ranks failed to update."""
     plan = case.plan()
     rank = plan.layout.coordinates(dist.get_rank())["pp"]
     program = plan.schedule.programs[rank]
@@ -174,7 +176,7 @@ def planned(case: Case, engine: Engine) -> Counter[tuple[str, str]]:
 
     reduced = of(Op.REDUCE_GRAD)
     crossed = reduced if plan.replicate_every == "unit" else list(dict.fromkeys(reduced))
-    expected: Counter[tuple[str, str]] = Counter({("all-reduce", "world"): 1})
+    expected = Counter({("all-reduce", "world"): 1, ("all-reduce", "default"): 1})
     expected["isend", "pair"] = len(of(Op.SEND_F)) + len(of(Op.SEND_B))
     expected["irecv", "pair"] = len(of(Op.RECV_F)) + len(of(Op.RECV_B))
     if case.shard > 1:
@@ -192,7 +194,7 @@ def counted_and_planned(case: Case) -> tuple[Counter[tuple[str, str]], Counter[t
     """What one step of this rank starts, and what its plan says."""
     engine = build_engine(case, torch.float32)
     found: Counter[tuple[str, str]] = Counter()
-    engine.step(*local_microbatches(case, 0))  # after which ranks exchange errors once more
+    engine.step(*local_microbatches(case, 0))
     flat.settle(engine.flats)
     with counting(engine, found):
         engine.step(*local_microbatches(case, 1))

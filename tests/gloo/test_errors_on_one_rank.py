@@ -18,7 +18,7 @@ import zeropp
 from tests.gloo.engine_cases import ADAMW, Case, build_engine, local_microbatches
 from tests.gloo.small_layers import BATCH, WIDTH, built, data, error_of, linear, seeded
 from tests.gloo.world import World
-from zeropp.engine import checkpoint_directory, flat
+from zeropp.engine import checkpoint_directory, flat, sums
 from zeropp.engine.checkpoint_directory import CheckpointError
 from zeropp.engine.together import PeerError, together
 from zeropp.layout import InfeasibleError
@@ -67,7 +67,7 @@ def failed_building(what: str) -> str:
     layers: list[Any] = seeded([linear] * 4)
     more: dict[str, Any] = {"pp": 2}
     out_of_memory = fail(torch.OutOfMemoryError("tried 2 GiB"))
-    patch: Any = mock.patch.object(flat, "zeros", flat.zeros)
+    patch: Any = mock.patch.object(sums, "zeros", sums.zeros)
     if what == "sample":
         more["sample"] = data()[0][:1] if dist.get_rank() != RANK else "rows"
     elif what == "layer":

@@ -117,6 +117,8 @@ def refused() -> dict[str, str]:
         tokens = name == "max_norm"
         found[name] = said_by(lambda k=kinds, t=tokens: parallel(k, t, pp=2))  # type: ignore[misc]
     group_of = lambda name, parameter: "wide" if parameter.dim() > 1 else "narrow"  # noqa: E731
+    loss = nn.Linear(WIDTH, 1)
+    found["loss"] = said_by(lambda: parallel([linear] * 4, pp=2, loss_fn=loss))
     found["group"] = said_by(lambda: parallel([linear] * 4, pp=2, group_of=group_of))
     return found
 
@@ -124,11 +126,13 @@ def refused() -> dict[str, str]:
 def test_layers_that_would_be_wrong_are_refused(world: World) -> None:
     first, second = world.run(refused, size=2)
     assert first == second
-    assert set(first) == {*REFUSED, "group"}
+    assert set(first) == {*REFUSED, "group", "loss"}
     for name, (_, words) in REFUSED.items():
         assert first[name].startswith(f"InfeasibleError: {words}"), first[name]
     words = "InfeasibleError: optimizer: has nothing of group 'wide', whose parameters would never"
     assert first["group"].startswith(words)
+    words = "InfeasibleError: loss_fn: has the parameter 'weight', which nothing would train"
+    assert first["loss"].startswith(words)
     assert all("\n" not in message for message in first.values())
 
 

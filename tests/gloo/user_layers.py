@@ -140,6 +140,31 @@ class TakesTwo(nn.Module):
         return self.linear(x) * scale  # type: ignore[no-any-return]
 
 
+class GivesComplex(nn.Module):
+    """Hands complex numbers on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(self.linear(x), x)
+
+
+class Conjugates(GivesComplex):
+    """Takes complex numbers and hands on others, which torch keeps as they were with a note."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * torch.complex(self.linear(x.real), x.imag)).conj()
+
+
+class TakesComplex(GivesComplex):
+    """Hands on real numbers, which torch keeps as they were with a note that they are negative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x.real, self.linear(x.imag)).conj().imag
+
+
 class Attention(nn.Module):
     """torch's attention, which reads its projection's weight without calling the projection."""
 
@@ -227,6 +252,7 @@ LAYERS: dict[str, list[Make]] = {
     "checkpoint": between(*[lambda: Checkpointed(False)] * 3),
     "two types": between(*[TwoTypes] * 3),
     "a parameter goes on": [linear, GivesParameter, TakesTwo, GivesParameter, TakesTwo],
+    "complex numbers": between(GivesComplex, Conjugates, TakesComplex),
     "attention": between(*[Attention] * 3),
     "recurrent": between(*[Recurrent] * 3),
     "spectral norm": between(*[spectral] * 3),
@@ -238,6 +264,10 @@ REFUSED: dict[str, tuple[list[Make], str]] = {
     "max_norm": (
         [lambda: nn.Embedding(7, WIDTH, max_norm=1.0), linear, linear, linear],
         "layers[0]: it has max_norm=1.0, which changes the weight during the forward",
+    ),
+    "lazy": (
+        between(lambda: nn.LazyLinear(WIDTH), linear),
+        "layers[1]: 'weight' has no shape yet",
     ),
     "dict": (
         between(Given, linear),

@@ -60,15 +60,17 @@ class Channels:
     def send(self, tensor: Tensor, target: int) -> None:
         """Start to send a tensor, which is kept alive until the message has left."""
         group = self._groups[self._rank, target]
+        tensor = as_sent(tensor)
         work = dist.isend(tensor, self._global_ranks[target], group=group)
         assert work is not None
         self._sends.append(_Pending(tensor, work))
         self._forget_finished()
 
     def receive(self, tensor: Tensor, source: int) -> dist.Work:
-        """Post a receive into ``tensor``; wait for the result before reading the tensor."""
+        """Post a receive into ``tensor``, which is contiguous; wait for the result before reading
+        it."""
         group = self._groups[source, self._rank]
-        work = dist.irecv(tensor, self._global_ranks[source], group=group)
+        work = dist.irecv(as_sent(tensor), self._global_ranks[source], group=group)
         assert work is not None
         return work
 
@@ -100,6 +102,13 @@ class Channels:
             dist.send(probe, self._global_ranks[target], group=group)
         else:
             dist.recv(probe, self._global_ranks[source], group=group)
+
+
+def as_sent(tensor: Tensor) -> Tensor:
+    """The values in the order of memory, as real numbers. torch may keep a conjugate or a negative
+    of numbers as a mere note, which no message would carry."""
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:

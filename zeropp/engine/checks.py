@@ -93,6 +93,11 @@ def _check_not_shared(
         if not isinstance(layer, nn.Module):
             continue
         for name, parameter in layer.named_parameters():
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise InfeasibleError(
+                    f"layers[{index}]: {name!r} has no shape yet (call the layer once, as torch's "
+                    "lazy modules need it)"
+                )
             before = owners.setdefault(id(parameter), (index, name))
             if before[0] != index and (before, (index, name)) != tied:
                 raise InfeasibleError(
@@ -171,6 +176,17 @@ def check_keywords(
                 f"sample_keywords: {name!r} has shape {tuple(value.shape)}, but one row for each "
                 f"of the sample's {rows} is needed in dimension 0 (expand it)"
             )
+
+
+def check_loss(loss_function: object) -> None:
+    """Refuse a loss function with parameters of its own; raises InfeasibleError."""
+    if isinstance(loss_function, nn.Module):
+        for name, parameter in loss_function.named_parameters():
+            if parameter.requires_grad:
+                raise InfeasibleError(
+                    f"loss_fn: has the parameter {name!r}, which nothing would train (put it into "
+                    "the last layer, or freeze it)"
+                )
 
 
 def check_batch(parts: Mapping[str, torch.Tensor], rows: int) -> None:

@@ -14,7 +14,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zeropp.engine.deferred import WeightGradStore, backward_of_chunk
 from zeropp.engine.recompute import run_recomputed
 from zeropp.engine.sharding import ChunkShards
-from zeropp.engine.values import TensorShape, Value, cast, chosen, keywords_of, tensors_of
+from zeropp.engine.values import (
+    TensorShape,
+    Value,
+    cast,
+    chosen,
+    keywords_of,
+    may_have_gradient,
+    tensors_of,
+)
 from zeropp.literals import Recompute
 
 
@@ -48,7 +56,7 @@ class _Live:
     """
 
     inputs: tuple[Tensor, ...]
-    outputs: Sequence[GradientEdge | None]  # one per output that is a floating-point tensor
+    outputs: Sequence[GradientEdge | None]  # one per output that may have a gradient
 
 
 class Chunk:
@@ -90,7 +98,7 @@ class Chunk:
         self.shards.wait()
         begin = inputs
         if self.arriving is not None:
-            inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+            inputs = [x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in inputs]
             begin = [_Alias.apply(x) for x in inputs]  # type: ignore[no-untyped-call]
         value = self._run(begin, microbatch, keywords)
         if self.leaving is not None:
@@ -115,10 +123,10 @@ class Chunk:
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor] | None, *, split: bool = False
     ) -> list[Tensor | None]:
-        """The gradients of the chunk's floating-point inputs, None for one on which the output does
-        not depend; frees the microbatch's graph.
+        """The gradients of the chunk's inputs of real or complex numbers, None for one on which the
+        output does not depend; frees the microbatch's graph.
 
-        ``gradients`` are those of its floating-point outputs, or None if the output is the loss.
+        ``gradients`` are those of its outputs of such numbers, or None if the output is the loss.
         ``split``: linear layers delay their weight gradients until ``backward_weight``. The first
         stage's inputs are the batch and have no gradients.
         """
@@ -135,7 +143,7 @@ class Chunk:
             self.store.end()
         if self.arriving is None:
             return []
-        return [x.grad for x in live.inputs if x.is_floating_point()]
+        return [x.grad for x in live.inputs if may_have_gradient(x.dtype)]
 
     def or_zeros(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Gradients of the inputs, with zeros in the place of None."""
@@ -214,5 +222,5 @@ def _edges(outputs: Sequence[Tensor]) -> list[GradientEdge | None]:
     return [
         get_gradient_edge(output) if output.requires_grad else None
         for output in outputs
-        if output.is_floating_point()
+        if may_have_gradient(output.dtype)
     ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from zeropp.engine import checkpoint
 from zeropp.engine.channels import Channels, neighbours
 from zeropp.engine.chunk_maker import ChunkMaker
+from zeropp.engine.claim import Claim
 from zeropp.engine.evaluation import Evaluator
 from zeropp.engine.flat import FlatParameters, settle
 from zeropp.engine.groups import make_groups, make_meeting
@@ -56,7 +57,7 @@ class Engine:
     ) -> None:
         self._layout, self._device = layout, device
         self._options = options = options or EngineOptions()
-        self.steps_done, self._has_updated = 0, False
+        self.steps_done = 0
         rank = dist.get_rank()
         self._seeds: StepSeeds | None = None
         if options.dropout_seed is not None:
@@ -74,6 +75,8 @@ class Engine:
         """Make process groups, lanes, chunks and channels; ``undo`` collects how to close them.
         After work that a rank does on its own, all ranks learn whether it failed on any."""
         layout, device, timeout = self._layout, self._device, self._options.timeout
+        self._pieces = sorted(pieces, key=lambda piece: piece.index)
+        undo.callback(together(lambda: Claim(self._pieces)).end)
         self._groups = make_groups(layout, device, timeout)
         undo.callback(self._groups.close)
         self.lanes = together(lambda: make_lanes(device))
@@ -81,7 +84,6 @@ class Engine:
         self._meeting = make_meeting(device, timeout, self._give_up)
         undo.callback(self._meeting.close)
         self._uses = Uses()
-        self._pieces = sorted(pieces, key=lambda piece: piece.index)
         maker = ChunkMaker(
             pieces=self._pieces,
             layout=layout,
@@ -147,10 +149,7 @@ class Engine:
         loss, square, *reports = sums.tolist()
         self._watch.leave_out_unused(reports, self._updater)
         self._updater.clip(norm := math.sqrt(square))
-        if self._has_updated:
-            self.update()
-        else:  # the optimizer makes its state, for which a rank may have no memory
-            together(self.update)
+        self.update()
         return StepResult(loss, norm)
 
     def evaluate(self, batch: Microbatches) -> float:
@@ -169,12 +168,11 @@ class Engine:
         return losses
 
     def update(self) -> None:
-        """The second half of a step: the optimizer's step, and the start of the gathers of updated
-        rows."""
-        self.optimizer.step()
+        """The second half of a step: the optimizer's step, and, where it succeeded on all ranks,
+        the start of the gathers of updated rows."""
+        together(self.optimizer.step)
         self._gather_updated()
         self.steps_done += 1
-        self._has_updated = True
 
     def full_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies of this rank's parameters, named ``{piece}.{name}``. One with

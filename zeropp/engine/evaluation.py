@@ -137,7 +137,7 @@ class Evaluator:
         sizes = [size for output in outputs for size in output.shape]
         self._channels.send(torch.tensor(sizes, device=self._channels.device), target)
         for output in outputs:
-            self._channels.send(output.contiguous(), target)
+            self._channels.send(output, target)
 
     def _receive(self, shapes: Sequence[TensorShape], source: int) -> list[Tensor]:
         """Receive tensors with as many dimensions as in training, after a message with their

@@ -32,6 +32,7 @@ from zeropp.engine.lanes import Ticket, Work
 from zeropp.engine.owned import Owned
 from zeropp.engine.rank_lanes import Lanes
 from zeropp.engine.reductions import AllReduce, ReduceScatter
+from zeropp.engine.sums import Sums
 
 
 class FlatParameters:
@@ -69,6 +70,7 @@ class FlatParameters:
         self._buffer = self._make_buffer()
         self._arriving: Ticket | None = None  # a gather that compute has not waited for
         self.updated: Ticket | None = None  # the other replicas' rows after an update
+        self._sums = Sums(layout.size, types.master, self.master.device, keeps=groups.alone)
         self._given: list[Tensor] = []  # the views of the sums that parameters have as gradients
         self._fresh: Tensor | None = None  # sums of this rank that are not reduced
         self._partial: Tensor | None = None  # reduced over the shards, not over the replicas
@@ -117,7 +119,7 @@ class FlatParameters:
             return
         self._lanes.join_reduction_of(self)
         self._given.clear()
-        self._fresh = zeros(self.layout.size, self._types.master, self.master.device)
+        self._fresh = self._sums.make()
         for held in self.held:
             gradient = view(self._fresh, held.slot)
             self._given.append(gradient)
@@ -158,6 +160,7 @@ class FlatParameters:
 
     def clear_gradients(self) -> None:
         """Drop all gradients."""
+        self._sums.give_back(self._fresh)
         self._fresh = None
         for held in self.held:
             for parameter in held.parameters:
@@ -292,8 +295,3 @@ def settle(flats: Iterable[FlatParameters]) -> None:
     for flat in flats:
         if flat.updated is not None:
             flat.updated.wait()
-
-
-def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A buffer for gradients (a function of its own, so that traces can recognise the buffer)."""
-    return torch.zeros(size, dtype=dtype, device=device)

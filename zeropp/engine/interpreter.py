@@ -223,7 +223,7 @@ class Interpreter:
         target = stage + 1 if forward else stage - 1
         store = step.activations if forward else step.gradients
         for tensor in store.pop((target, microbatch)):
-            self._channels.send(tensor.contiguous(), self._stage_rank[target])
+            self._channels.send(tensor, self._stage_rank[target])
 
     def _receive(self, action: Action, step: _Step) -> None:
         stage, microbatch = _key(action)

@@ -14,7 +14,7 @@ from torch import Tensor
 from zeropp.engine.checkpoint import OPTIMIZER, SETTINGS, STEPS, State
 from zeropp.engine.kept import BEGUN
 from zeropp.engine.part import Part
-from zeropp.engine.together import together
+from zeropp.engine.together import sum_of_all, together
 
 
 def load_named(state: State, given: Mapping[str, Any]) -> None:
@@ -34,6 +34,17 @@ def load_named(state: State, given: Mapping[str, Any]) -> None:
     known = {name: offer.settings[name] for name in state.settings if name in offer.settings}
     state.settings.update(known)
     state.steps_done.fill_(offer.steps)
+    _begin_if_unsaid(state)
+
+
+def _begin_if_unsaid(state: State) -> None:
+    """Where steps were done, but no rank has a parameter that has begun, the state comes from a
+    checkpoint of before that number, in which all had; collective."""
+    numbers = [number for name, number in state.optimizer.items() if name.endswith(f".{BEGUN}")]
+    begun = sum_of_all(torch.tensor(float(sum(int(number) for number in numbers))))
+    if int(state.steps_done) and not float(begun):
+        for number in numbers:
+            number.fill_(1)
 
 
 @dataclass(frozen=True)

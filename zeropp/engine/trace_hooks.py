@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zeropp.engine import deferred, flat
+from zeropp.engine import deferred, sums
 from zeropp.engine.allocations import Allocations
 from zeropp.engine.private_names import (
     FSDP_GATHERED,
@@ -46,7 +46,7 @@ def observed(allocations: Allocations) -> Iterator[None]:
             (*SHAPES_BY_TRIAL, _untraced),
             (functional, "rms_norm", _fused_rms_norm),
             (torch.UntypedStorage, "resize_", _resize),
-            (flat, "zeros", _sums),
+            (sums, "zeros", _sums),
             (deferred, "add_wide_product", _in_place),
             (*FSDP_GATHERED, _gathered),
             *((owner, name, _gradient) for owner, name in FSDP_GRADIENTS),

@@ -32,7 +32,12 @@ class TensorShape:
     @property
     def has_gradient(self) -> bool:
         """Whether a gradient is sent back for it; token indices and masks have none."""
-        return self.dtype.is_floating_point
+        return may_have_gradient(self.dtype)
+
+
+def may_have_gradient(dtype: torch.dtype) -> bool:
+    """Whether tensors of a number type can have gradients: real and complex numbers."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def tensors_of(value: Value) -> tuple[Tensor, ...]:

@@ -26,7 +26,7 @@ from zeropp.engine.uses import Cut, Uses
 from zeropp.layout import Layout
 
 # Places of a report's numbers; the parameters' own follow, each at ``_FIRST`` plus its number.
-_CHANGED, _CUT, _HOLDS_TIED, _FIRST = range(4)
+_CHANGED, _CUT, _HOLDS_TIED, _IDLE, _FIRST = range(5)
 
 
 class ParameterWatch:
@@ -75,21 +75,27 @@ class ParameterWatch:
     def report(self) -> Tensor:
         """What this rank has to say after the backwards of a step, as numbers to be added to those
         of all others: whether a parameter was changed, whether a graph was cut, whether it holds
-        the tied parameter, and which of its parameters it has not used (1 for each of these)."""
+        the tied parameter, whether it has used no parameter, and which of its parameters it has not
+        used (1 for each of these)."""
         return self._report(self._uses.cuts)
 
     def leave_out_unused(self, reports: Sequence[float], updater: Updater) -> None:
         """Take the gradients of what no rank has used from the optimizer's tensors, given the sum
         of all ranks' reports; collective.
 
-        Raises RuntimeError on every rank where ``requires_grad`` of a parameter was changed.
+        Raises RuntimeError on every rank where ``requires_grad`` of a parameter was changed, or
+        where no parameter at all was used.
         """
-        changed, cuts, tied_holders = reports[:_FIRST]
-        without = reports[_FIRST:]
-        if changed:
+        if reports[_CHANGED]:
             self._raise_changed()
-        if cuts:
-            without = self._without_cut_off()
+        if reports[_CUT]:
+            reports = self._reports_without_cut_off()
+        if reports[_IDLE] == dist.get_world_size():
+            raise RuntimeError(
+                "train_step: the loss depends on nothing that is trained (are all parameters "
+                "frozen, or does a layer detach what it gives?); nothing was updated"
+            )
+        without, tied_holders = reports[_FIRST:], reports[_HOLDS_TIED]
         unused = {
             place
             for place in self._parameters
@@ -119,19 +125,19 @@ class ParameterWatch:
         found[_CHANGED] = bool(self._changed())
         found[_CUT] = bool(cuts)
         found[_HOLDS_TIED] = self._tied_place in self._parameters
+        found[_IDLE] = not used
         for place, parameters in self._parameters.items():
             if not any(id(parameter) in used for parameter in parameters):
                 found[_FIRST + place] = 1.0
         return found
 
-    def _without_cut_off(self) -> list[float]:
-        """The number of ranks that have not used each parameter, when all ranks know where later
-        stages have cut the graph; collective."""
+    def _reports_without_cut_off(self) -> list[float]:
+        """The sum of all ranks' reports, when all ranks know where later stages have cut the graph;
+        collective."""
         known: list[tuple[int, set[Cut]]] = [(0, set())] * dist.get_world_size()
         dist.all_gather_object(known, (self._dp_index, self._uses.cuts))
         mine = {cut for dp_index, cuts in known if dp_index == self._dp_index for cut in cuts}
-        reports: list[float] = sum_of_all(self._report(mine)).tolist()
-        return reports[_FIRST:]
+        return sum_of_all(self._report(mine)).tolist()
 
     def _is_tied(self, slot: Slot) -> bool:
         return any(name in slot.names for name in self._tied or ())

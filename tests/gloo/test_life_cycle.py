@@ -1,0 +1,117 @@
+"""Models that are made from the same layers, one after another or at the same time, and steps from
+which nothing can be learnt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.gloo.small_layers import Kind, built, data, error_of, linear, seeded
+from tests.gloo.world import World
+from zeropp.parallel_model import ParallelModel
+
+SIZE = 2
+
+
+def step(model: ParallelModel, number: int = 0) -> float:
+    """Train one step; the loss."""
+    inputs, targets = data(number)
+    return model.train_step(inputs[model.rows], targets[model.rows]).loss
+
+
+def made_twice() -> tuple[str, list[float], list[float]]:
+    """What a second model of the same layers says; the losses of the first one and, after it was
+    closed, of another one of these layers; and the losses of one model that is trained as long."""
+    layers = seeded([linear] * 4)
+    with built(layers, pp=SIZE) as first:
+        found = [step(first, 0)]
+        said = error_of(lambda: built(layers, pp=SIZE))
+        found.append(step(first, 1))
+    with built(layers, pp=SIZE) as again:
+        found += [step(again, 2), step(again, 3)]
+    with built(seeded([linear] * 4), pp=SIZE) as alone:
+        return said, found, [step(alone, number) for number in range(4)]
+
+
+def test_layers_belong_to_one_model_until_it_is_closed(world: World) -> None:
+    for said, found, expected in world.run(made_twice, size=SIZE):
+        assert said.startswith("InfeasibleError: layers[0]: 'weight' belongs to another model that")
+        assert found == expected
+        assert len(set(found)) == 4
+
+
+def made_after_sharding() -> str:
+    """What a model says to layers whose values an earlier model, now closed, has sharded."""
+    layers = seeded([linear] * 4)
+    with built(layers, shard=SIZE) as first:
+        step(first)
+    return error_of(lambda: built(layers, shard=SIZE))
+
+
+def test_layers_without_values_are_refused(world: World) -> None:
+    for said in world.run(made_after_sharding, size=SIZE):
+        assert said.startswith("InfeasibleError: layers[0]: 'weight' has no values")
+
+
+def in_turn() -> tuple[list[float], list[float]]:
+    """Losses of two models, trained in turn; and of the same two, one after the other."""
+    degrees: list[dict[str, Any]] = [{"pp": SIZE}, {"shard": SIZE}]
+    layers = [seeded([linear] * 4), seeded([linear] * 3)]
+    with built(layers[0], **degrees[0]) as one, built(layers[1], **degrees[1]) as other:
+        found = [step(model, number) for number in range(3) for model in (one, other)]
+    expected = []
+    for count, more in zip((4, 3), degrees, strict=True):
+        with built(seeded([linear] * count), **more) as model:
+            expected.append([step(model, number) for number in range(3)])
+    return found, [loss for pair in zip(*expected, strict=True) for loss in pair]
+
+
+def test_two_models_in_one_process(world: World) -> None:
+    for found, expected in world.run(in_turn, size=SIZE):
+        assert found == expected
+        assert len(found) == 6
+
+
+class Detaching(nn.Module):
+    """Gives nothing before it a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach().tanh()
+
+
+def frozen() -> nn.Module:
+    """A layer that is not trained."""
+    return linear().requires_grad_(False)
+
+
+UNTRAINED: dict[str, list[Kind]] = {
+    "all frozen": [frozen] * 4,
+    "no parameters": [nn.Tanh] * 4,
+    "detached": [linear, Detaching, frozen, frozen],
+}
+
+
+def untrained(degrees: dict[str, Any]) -> dict[str, str]:
+    """What a step says where the loss depends on no trained parameter, and nothing has moved."""
+    found = {}
+    for name, kinds in UNTRAINED.items():
+        with built(seeded(kinds), **degrees) as model:
+            inputs, targets = data()
+            assert model.eval_step(inputs[model.rows], targets[model.rows]) > 0
+            before = [flat.master.clone() for flat in model.engine.flats]
+            found[name] = error_of(lambda m=model: step(m))  # type: ignore[misc]
+            after = [flat.master for flat in model.engine.flats]
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"shard": 2}, {"pp": 2, "chunks": 2}], ids=str)
+def test_a_loss_that_depends_on_nothing_trained(world: World, degrees: dict[str, Any]) -> None:
+    words = "RuntimeError: train_step: the loss depends on nothing that is trained"
+    for found in world.run(untrained, degrees, size=SIZE):
+        assert set(found) == set(UNTRAINED)
+        for name, said in found.items():
+            assert said.removeprefix("PeerError: rank 1 raised ").startswith(words), (name, said)
