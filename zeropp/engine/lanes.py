@@ -19,6 +19,8 @@ from typing import Protocol
 
 import torch
 
+from zeropp.engine.failed_work import free_frames
+
 Work = Callable[[], None]
 
 
@@ -125,15 +127,26 @@ class _ThreadTicket:
 
     def execute(self) -> None:
         """Run the work, in the lane's thread."""
+        error = self._attempt()
+        self._after = ()
+        if error is None:
+            self._done.set_result(None)
+            return
+        # Who waits may be about to close the process group of this work, which ends with its last
+        # reference. So nothing of failed work may keep one, not even for a moment after its end.
+        del self._work
+        free_frames(error)
+        self._done.set_exception(error)
+
+    def _attempt(self) -> BaseException | None:
         try:
             for ticket in self._after:
                 ticket.wait()
             with torch.no_grad():
                 self._work()
-            self._done.set_result(None)
         except BaseException as error:
-            self._done.set_exception(error)
-        self._after = ()
+            return error
+        return None
 
     def drop(self) -> None:
         """Do not run the work; who waits for it raises."""

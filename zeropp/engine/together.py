@@ -8,7 +8,6 @@ rank raises.
 from __future__ import annotations
 
 import gc
-import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeropp.engine.failed_work import free_frames
 from zeropp.layout import InfeasibleError
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def together(work: Callable[[], T]) -> T:
         result = work()
     except Exception as error:
         failed += 1
-        traceback.clear_frames(error.__traceback__)  # frees the tensors of the work
+        free_frames(error)
         dist.all_reduce(failed)
         _raise_everywhere(error)
         raise
@@ -88,7 +88,7 @@ class Meeting:
             if self._give_up is None:
                 raise
             failure = error
-            traceback.clear_frames(error.__traceback__)  # frees the tensors of the work
+            free_frames(error)
             self._give_up()
             self._given_up = True
             gc.collect()  # the frames of failed work, whose groups end with their last reference
