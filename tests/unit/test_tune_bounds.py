@@ -52,7 +52,7 @@ class Family:
     members: tuple[Member, ...]
 
 
-def on_cluster(name: str, num_gpus: int, batch: int, **changed: int) -> Task:
+def on_cluster(name: str, num_gpus: int, batch: int, **changed: Any) -> Task:
     """The 14.6-billion-parameter GPT, with some of its sizes changed."""
     cluster = preset("cluster", name, Cluster)
     assert isinstance(cluster, Cluster)
@@ -149,7 +149,7 @@ def test_a_fixed_unit_hides_no_faster_plan_from_the_search() -> None:
         if (result := ZEROPP.simulated(what, candidate)).peak_bytes
         <= what.cluster.device.usable_bytes
     ]
-    winner = search(what, ZEROPP, asked, tolerance=0.0).winner
+    winner = search(what, ZEROPP, asked, tolerance=0.0, runner_up=False).winner
     assert winner is not None
     assert winner.step_s == pytest.approx(min(steps))
 
