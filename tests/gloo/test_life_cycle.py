@@ -43,6 +43,22 @@ def test_layers_belong_to_one_model_until_it_is_closed(world: World) -> None:
         assert len(set(found)) == 4
 
 
+def refused_by_a_peer() -> tuple[str, float]:
+    """What a model says of which rank 1 alone has a layer of another model; and its loss, made
+    again after that one was closed."""
+    taken, new = seeded([linear] * 2), seeded([linear])
+    with built(taken, pp=SIZE):
+        said = error_of(lambda: built([new[0], taken[1]], pp=SIZE))
+    with built([new[0], taken[1]], pp=SIZE) as model:
+        return said, step(model)
+
+
+def test_a_model_that_a_peer_has_refused_keeps_no_layers(world: World) -> None:
+    for said, loss in world.run(refused_by_a_peer, size=SIZE):
+        assert said.startswith("InfeasibleError: layers[1]: 'weight' belongs to another model that")
+        assert loss > 0
+
+
 def made_after_sharding() -> str:
     """What a model says to layers whose values an earlier model, now closed, has sharded."""
     layers = seeded([linear] * 4)

@@ -241,15 +241,20 @@ def test_a_scheduler_goes_on_and_both_kinds_of_checkpoint_are_one(
 
 
 def save_first(place: Path, kind: Kind) -> list[dict[str, Tensor]]:
-    """Parameters after two steps: without a checkpoint, after saving one before the first step, and
-    in a new model that has read that."""
+    """Parameters after two steps: without a checkpoint, after saving one before the first step, in
+    a new model that has read that, and in one that took over trained weights' step, but no state of
+    the optimizer."""
     found = []
-    for how in ("no checkpoint", "save", "load"):
+    for how in ("no checkpoint", "save", "load", "weights"):
         with grouped({"pp": 2}, kind) as model:
             if how == "save":
                 model.save(place)
             elif how == "load":
                 model.load(place)
+            elif how == "weights":
+                weights = nn.ModuleList(made()).state_dict()
+                model.load_state_dict({**weights, "steps_done": torch.tensor(7)})
+                assert model.engine.steps_done == 7
             train(model, 0, 2)
             found.append(model.full_state_dict())  # empty on rank 1
     return found
@@ -261,7 +266,7 @@ def test_a_checkpoint_before_the_first_step_leaves_the_optimizer_unbegun(
 ) -> None:
     first, *others = world.run(save_first, tmp_path / "checkpoint", kind, size=2)[0]
     assert first
-    assert len(others) == 2
+    assert len(others) == 3
     for found in others:
         check(trained_part(found), trained_part(first), 0.0)
 

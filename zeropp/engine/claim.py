@@ -19,13 +19,15 @@ _claimed: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by i
 
 
 class Claim:
-    """Reserves the parameters of some pieces for one model, until ``end``.
+    """Reserves parameters for one model, from ``take`` until ``end``."""
 
-    Raises InfeasibleError if another model that was not closed has one of them.
-    """
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self) -> None:
         self._parameters: list[nn.Parameter] = []
+
+    def take(self, pieces: Sequence[Piece]) -> None:
+        """Reserve the parameters of some pieces; raises InfeasibleError, and reserves none, if
+        another model that was not closed has one of them."""
+        wanted: list[nn.Parameter] = []
         for piece in pieces:
             for name, parameter in piece.module.named_parameters():
                 if id(parameter) in _claimed:
@@ -33,8 +35,9 @@ class Claim:
                         f"layers[{piece.index}]: {name!r} belongs to another model that "
                         "parallelize has made (close that model first, or give each its own layers)"
                     )
-                self._parameters.append(parameter)
-        _claimed.update({id(parameter): parameter for parameter in self._parameters})
+                wanted.append(parameter)
+        self._parameters = wanted
+        _claimed.update({id(parameter): parameter for parameter in wanted})
 
     def end(self) -> None:
         """Let other models have the parameters."""

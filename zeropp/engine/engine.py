@@ -76,7 +76,9 @@ class Engine:
         After work that a rank does on its own, all ranks learn whether it failed on any."""
         layout, device, timeout = self._layout, self._device, self._options.timeout
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
-        undo.callback(together(lambda: Claim(self._pieces)).end)
+        claim = Claim()
+        undo.callback(claim.end)  # registered first, because ``together`` also raises for a peer
+        together(lambda: claim.take(self._pieces))
         self._groups = make_groups(layout, device, timeout)
         undo.callback(self._groups.close)
         self.lanes = together(lambda: make_lanes(device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.engine.checkpoint import OPTIMIZER, SETTINGS, STEPS, State
-from zeropp.engine.kept import BEGUN
+from zeropp.engine.flat_layout import Name, Slot
+from zeropp.engine.kept import BEGUN, Kept
 from zeropp.engine.part import Part
-from zeropp.engine.together import sum_of_all, together
+from zeropp.engine.together import together
 
 
 def load_named(state: State, given: Mapping[str, Any]) -> None:
@@ -34,17 +36,30 @@ def load_named(state: State, given: Mapping[str, Any]) -> None:
     known = {name: offer.settings[name] for name in state.settings if name in offer.settings}
     state.settings.update(known)
     state.steps_done.fill_(offer.steps)
-    _begin_if_unsaid(state)
+    _begin_where_unsaid(state)
 
 
-def _begin_if_unsaid(state: State) -> None:
-    """Where steps were done, but no rank has a parameter that has begun, the state comes from a
-    checkpoint of before that number, in which all had; collective."""
-    numbers = [number for name, number in state.optimizer.items() if name.endswith(f".{BEGUN}")]
-    begun = sum_of_all(torch.tensor(float(sum(int(number) for number in numbers))))
-    if int(state.steps_done) and not float(begun):
-        for number in numbers:
-            number.fill_(1)
+def _begin_where_unsaid(state: State) -> None:
+    """Let the optimizer's state of every parameter count that is not zeros everywhere; collective.
+
+    Where a parameter has not begun, its state is zeros. So other values without ``begun`` come from
+    a checkpoint of before that number, which ``torch.distributed.checkpoint`` has read in part.
+    """
+    slots = [(kept, slot) for _, kept in state.kept for slot in kept.numbers]
+    mine = together(lambda: {slot.names for kept, slot in slots if _has_values(kept, slot)})
+    of_ranks: list[set[tuple[Name, ...]]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    begun = set[tuple[Name, ...]]().union(*of_ranks)
+    for kept, slot in slots:
+        if slot.names in begun:
+            kept.numbers[slot][BEGUN].fill_(1)
+
+
+def _has_values(kept: Kept, slot: Slot) -> bool:
+    """Whether what this rank has of a parameter's optimizer state, with ``begun``, is not zeros."""
+    inside = slot.stretch.meet(kept.one.stretch).inside(kept.one.stretch)
+    elements = (value[inside] for value in kept.elements.values())
+    return any(bool(value.any()) for value in chain(kept.numbers[slot].values(), elements))
 
 
 @dataclass(frozen=True)
