@@ -1,7 +1,8 @@
 """Lower bounds of a plan's step time and memory, with which the tuner avoids simulations.
 
-Both hold for every order of actions that the generators can make; a test compares them with the
-simulator. They need only a plan whose order is not chosen yet, and its price.
+Both are bounds for every order of actions that the contenders' planners make; tests compare them
+with the simulator for all contenders, over drawn tasks. They need only a plan whose order is not
+chosen yet, and its price.
 """
 
 from __future__ import annotations
