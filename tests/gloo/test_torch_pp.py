@@ -13,7 +13,7 @@ from zeropp.schedule.action import Op
 from zeropp.training import OptimizerConfig
 
 BUILDER = "baselines.torch_pp.trainer:build"
-FOUR = {"layers": 4}  # one block per chunk; DTensors of tensor parallelism take long for each
+FOUR = {"layers": 4}  # DTensors of tensor parallelism take long for each block
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ def test_term_has_the_meaning_that_slurm_gives_it(
     [
         ("a.log", "module: command not found", False),
         ("a.log", "cp: error writing 'spec.json': No space left on device", True),
+        ("a.log", "slurmstepd: error: write to /tmp: No space left on device", True),
         ("srun.log", "srun: error: Unable to create step: More processors requested", False),
         ("rank_000.log", "ModuleNotFoundError: No module named 'torch'", False),
     ],

@@ -130,14 +130,15 @@ def before_ranks(directory: Path, log: Path | None, stage: str = "") -> Ending |
 
     If a line of the setup failed, the shell or that command says why. Slurm's step daemon writes to
     the same log at any time, for example when a process ends while it reads how much memory that
-    process uses, so its lines count only if there are no others.
+    process uses, so its lines count only if they name a fault of the node, or if there are no
+    others.
     """
     if any(read_ranks(directory).values()):
         return None
     in_setup = stage == "setup"
     ranks = sorted(directory.glob("rank_*.log"))
     for path in (*ranks[:1], directory / "srun.log", *([log] if log else [])):
-        if line := (_cause(path, skip="slurmstepd") if in_setup else "") or _cause(path):
+        if line := (_cause(path, of_setup=True) if in_setup else "") or _cause(path):
             where = "in setup" if in_setup else "before the ranks started"
             return Ending("failed", f"{where}: {line}", bool(_PASSING.search(line)))
     return None
@@ -166,12 +167,13 @@ def left_on_signal(directory: Path, ended: EndedJob | None, caught: str) -> Endi
     return Ending("failed", f"{who}, sent by hand or by a tool of the site ({state})", True)
 
 
-def _cause(path: Path, skip: str | None = None) -> str:
+def _cause(path: Path, of_setup: bool = False) -> str:
     """The last line of a log that may be a cause; lines that only say that it ended are skipped,
-    and those of the program ``skip``."""
+    and for a line of the setup also what the step daemon says of its own work."""
     lines = [line.strip() for line in _tail(path).splitlines()]
     causes = [line for line in lines if not _NO_CAUSE.search(line)]
-    causes = [line for line in causes if skip is None or not line.startswith(skip)]
+    if of_setup:
+        causes = [c for c in causes if not c.startswith("slurmstepd") or _PASSING.search(c)]
     return causes[-1][:300] if causes else ""
 
 
