@@ -76,6 +76,24 @@ def _errors(kind: str) -> str:
     return "\n".join(lines)
 
 
+def _fits(column: str) -> str:
+    """How often the simulator is right on whether a run fits into memory, by a column."""
+    frame = pd.read_csv(_REFERENCE / "validation" / "validation.csv", low_memory=False)
+    frame = frame[frame["fits"].notna()]
+    too_large = frame["fits"] == "no"
+    ran_out = (frame["metric"] == "ran_out_of_memory") & (frame["value"] == "yes")
+    lines = [
+        f"| {column} | ran out of memory | of these predicted to | ran | predicted not to fit |",
+        "|---|---|---|---|---|",
+    ]
+    groups = {**frame.groupby(column).groups, f"all {column}s": frame.index}
+    for name, rows in groups.items():
+        out, large = ran_out.loc[rows], too_large.loc[rows]
+        counts = (out.sum(), (out & large).sum(), (~out).sum(), (~out & large).sum())
+        lines.append(f"| {name} | {' | '.join(f'{count:,}' for count in counts)} |")
+    return "\n".join(lines)
+
+
 def _traced(column: str) -> str:
     """Simulated memory against traced, by a column of their table."""
     frame = pd.read_csv(_REFERENCE / "memory" / "traced_vs_simulated.csv")
@@ -92,6 +110,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
     "verdict": _verdict,
     "errors": _errors,
+    "fits": _fits,
     "traced": _traced,
 }
 

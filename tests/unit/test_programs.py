@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
 
@@ -22,6 +23,28 @@ def test_every_trait_that_is_stated_has_a_source(entry: Entry) -> None:
     assert {"bf16", "fp32"} <= set(entry.stated) <= set(entry.sources)
     assert all(len(source) > 10 for source in entry.sources.values())
     assert set(entry.sources) <= {trait.name for trait in fields(Program)}
+
+
+def test_a_source_speaks_of_one_value_of_a_trait() -> None:
+    """No entry has taken over the source of a value that it changed."""
+    values: dict[tuple[str, str], list[tuple[str, object]]] = defaultdict(list)
+    for name, entry in ENTRIES.items():
+        for trait, source in entry.sources.items():
+            values[trait, source].append((name, getattr(entry.program, trait)))
+    assert any(len(found) > 1 for found in values.values())
+    for key, found in values.items():
+        assert len({value for _, value in found}) == 1, (key, found)
+
+
+def test_an_entry_takes_over_no_source_of_a_trait_that_it_changes() -> None:
+    foundry = entry_named("llm_foundry")
+    default = foundry.but("other", "a version", {}, fused_loss=False)
+    assert "fused_loss" in foundry.sources
+    assert set(foundry.sources) - set(default.sources) == {"fused_loss"}
+    with pytest.raises(ValueError, match="program='other': no source for attention_factor"):
+        foundry.but("other", "a version", {}, attention_factor=0.9)
+    stated = foundry.but("other", "1", {"attention_factor": "its paper"}, attention_factor=0.9)
+    assert stated.sources["attention_factor"] == "its paper"
 
 
 def test_an_unknown_program_is_an_error_that_names_the_known_ones() -> None:

@@ -144,7 +144,7 @@ def test_published_distances_stand_beside_simulated_records(tmp_path: Path) -> N
     simulated = make_record(provenance="simulated", attempt="simulate-1", step_s=[2.5])
     rows = latest_ok(frame_of(simulated, root=tmp_path))
     distances = published_distances(rows)
-    assert set(distances["role"]) == {"fitted", "held out"}
+    assert set(distances["role"]) == {"fitted", "adjusted", "held out"}
     assert set(distances["quantity"]) == {"speed", "memory"}
     assert len(distances) > 2000
     vtrain = distances[distances["source"].str.startswith("vTrain")]["error"]  # step times

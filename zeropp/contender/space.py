@@ -31,11 +31,11 @@ _V_CAPS = (0.375, 0.5)  # multiples of P*V, which is what the first rank holds u
 def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     """All knobs to try at a point, except for unit, cap, ``keep`` and when gradients are reduced.
 
-    The unit is the largest one: the lower bound on its step time then also holds for the smaller
-    units that ``members`` yields.
+    They are set to what takes the least time: the largest unit, a cap that holds all activations
+    of a step, and gradients that are reduced once per step. So the lower bound on a family's step
+    time holds for all that ``members`` yields.
     """
-    asked, degrees = point.asked, point.degrees
-    unit = point.num_microbatches if asked.unit == "auto" else asked.unit
+    asked, degrees, m = point.asked, point.degrees, point.num_microbatches
     for zero, placement, (chunks, style) in product(
         zero_choices(asked.replicate_zero, degrees),
         placement_choices(asked.placement, point),
@@ -57,8 +57,9 @@ def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
                 recompute=recompute,
                 recompute_blocks=blocks,
                 split_blocks=if_auto(asked.split_blocks, not point.task.shape.dropout),
-                unit=unit,
-                activation_cap="auto",
+                unit=if_auto(asked.unit, m),
+                activation_cap=m * chunks if asked.activation_cap_gib == "auto" else "auto",
+                reduce_every=if_auto(asked.reduce_every, "step"),
             )
 
 

@@ -32,7 +32,16 @@ class Entry:
         )
 
     def but(self, name: str, version: str, sources: Mapping[str, str], **changed: Any) -> Entry:
-        """The entry of another program, which differs from this one in the ``changed`` traits;
-        ``sources`` are theirs."""
+        """The entry of another program, which differs from this one in the ``changed`` traits.
+
+        The source of a changed trait is never inherited, because it speaks of the other value:
+        ``sources`` must have one for each that does not change to its default. Raises ValueError
+        with the traits that lack one.
+        """
         program = replace(self.program, name=name, **changed)
-        return Entry(program, version, {**self.sources, **sources})
+        inherited = {trait: text for trait, text in self.sources.items() if trait not in changed}
+        entry = Entry(program, version, {**inherited, **sources})
+        unsourced = [trait for trait in entry.stated if trait not in entry.sources]
+        if unsourced:
+            raise ValueError(f"program={name!r}: no source for {', '.join(unsourced)}")
+        return entry

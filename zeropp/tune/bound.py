@@ -77,8 +77,9 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
         first = stages[0]
         beside = _link_s(plan, price, stages)
         work, slowed = _work_s(plan, price, stages, beside)
+        copied = sum(price.stages[s].copy_in for s in stages) * _reductions(plan)
         start = max(ways.to[first], _first_gather_s(plan, price, first))
-        own = work if price.steps_overlap else start + work
+        own = work + copied + (0.0 if price.steps_overlap else start)
         worst = max(worst, max(own + end.reduced_s, beside + end.crossed_s) + end.updated_s)
         if first:
             weights = sum(price.stages[s].backward_weight for s in stages) * _splits(plan)
@@ -163,14 +164,16 @@ def _work_s(
     plan: SizedPlan, price: StepTimes, stages: tuple[int, ...], beside: float
 ) -> tuple[float, float]:
     """Seconds of a rank's compute, slowed by at least ``beside`` seconds of collectives of the
-    shard group and by reductions over the replicas, and the factor by which they slow it."""
+    shard group and by reductions over the replicas, and the factor by which they slow it. The
+    copies of gathers are part of it; those of reductions are not, as they may come last."""
     m = plan.num_microbatches
     crossings = [price.replica_s[s] for s in stages]
     beside += sum(crossings) - max(crossings)  # the last one slows nothing
     work = sum(price.stages[s].compute for s in stages) * m
     slowed = price.stragglers * (1.0 + price.overlap_slowdown * min(1.0, beside / work))
     tensor = sum(price.extras[s].tensor for s in stages) * m
-    return (work - tensor) * slowed + tensor + _copies_s(plan, price, stages), slowed
+    copied = sum(price.stages[s].copy_out * n for s, n in _gathers(plan, stages))
+    return (work - tensor) * slowed + tensor + copied, slowed
 
 
 def _link_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> float:
@@ -178,13 +181,6 @@ def _link_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> float
     costs = price.stages
     reduced = sum(costs[s].reduce_grad for s in stages) * _reductions(plan)
     return reduced + sum(costs[s].unshard * n for s, n in _gathers(plan, stages))
-
-
-def _copies_s(plan: SizedPlan, price: StepTimes, stages: tuple[int, ...]) -> float:
-    """Seconds of compute for the copies of the same gathers and reductions."""
-    costs = price.stages
-    copied = sum(costs[s].copy_in for s in stages) * _reductions(plan)
-    return copied + sum(costs[s].copy_out * n for s, n in _gathers(plan, stages))
 
 
 def _reductions(plan: SizedPlan) -> int:
@@ -226,11 +222,11 @@ def _least_gradients(plan: SizedPlan, sizes: list[int]) -> int:
     """The bytes of unsharded gradients that are held together at least once; ``sizes`` are per
     chunk. Weight gradients come unit by unit. So gradients that are reduced once per step exist in
     all chunks before the first reduction; otherwise those of one chunk come while the copy of the
-    chunk before is reduced."""
-    units = plan.num_units
-    if plan.reduce_every == "step" and units > 1:
+    chunk before is reduced. A rank with one chunk has freed the copy by then, as it has only one
+    buffer."""
+    if plan.reduce_every == "step" and plan.num_units > 1:
         return sum(sizes)
-    return max(sizes) + (min(sizes) if units * len(sizes) > 1 else 0)
+    return max(sizes) + (min(sizes) if len(sizes) > 1 else 0)
 
 
 def _unreduced_beside(plan: SizedPlan) -> bool:

@@ -1,22 +1,28 @@
-"""Finds the best feasible configuration of a contender by an exhaustive search, best bound first.
+"""Finds the best feasible configuration in a contender's search space, best bound first.
 
 A *family* is a set of configurations that differ only in unit, activation cap and when gradients
-are reduced. Its price is that of a single unit; reductions after each of several units cost more.
+are reduced. It is sized with what takes the least time: no member has a smaller bound.
 Families wait in a queue, sorted by a lower bound of their step time; those that differ only in how
 data-parallel ranks are used have the same compute, so that one of them is sized for all. The search
 takes the first entry again and again: a family is first priced, then replaced by its members, and a
-member is simulated. It ends when no bound in the queue is below the best step, so the winner is the
-best configuration. The runner-up is the best of those that were simulated with other degrees.
+member is simulated. It ends when no bound in the queue is below the best step by more than the
+``tolerance``. So no configuration of the space that was not simulated is faster than the winner by
+more, as far as the bounds hold, with these limits: of recomputed blocks, half of a stage's and all
+are tried, and fewer for the winner alone; the rules below drop some configurations; and a budget of
+time may end the search early. The runner-up is the best of those that were simulated with other
+degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
 bytes is too large, or if it was too large with a smaller activation cap; otherwise it is dropped
-after the peak of its programs is known.
+if the first order of its planner does not fit the first and the last rank. Where that one fits
+there, it is dropped if no order fits all ranks.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from itertools import chain
 from operator import attrgetter
@@ -144,13 +150,20 @@ class _Search(Generic[K]):
         while fewest < most:
             tried = (fewest + most) // 2
             knobs = replace(winner.candidate.knobs, recompute_blocks=tried)  # type: ignore[type-var]
-            candidate = replace(winner.candidate, knobs=knobs)
-            result = self._contender.simulated(self._task, candidate)
-            if result.peak_bytes <= self._limit:
+            found = self._fitting(replace(winner.candidate, knobs=knobs))
+            if found:
                 most = tried
-                self._outcome.offer(Evaluated(candidate, result))
+                self._outcome.offer(found)
             else:
                 fewest = tried + 1
+
+    def _fitting(self, candidate: Candidate[K]) -> Evaluated[K] | None:
+        """The simulated candidate; None if it is infeasible or does not fit the memory."""
+        with suppress(InfeasibleError):
+            result = self._contender.simulated(self._task, candidate)
+            if result.peak_bytes <= self._limit:
+                return Evaluated(candidate, result)
+        return None
 
     @property
     def _may_choose_blocks(self) -> bool:
@@ -194,13 +207,8 @@ class _Search(Generic[K]):
             bound_s = least_step_s(family, times)
             yield replace(entry, bound_s=bound_s, number=number + 1, plan=family, times=times)
             return
-        price = add_memory(entry.times, family, cluster)
-        members = self._members(entry.candidate, family)
-        first = next(members, None)  # the one with the least memory
-        if first is None or not self._may_fit(first[1], price):
-            return
-        prices = {_adds_later(family): price}
-        for candidate, plan in chain([first], members):
+        prices = {_adds_later(family): add_memory(entry.times, family, cluster)}
+        for candidate, plan in self._members(entry.candidate, family):
             later = _adds_later(plan)
             if later not in prices:
                 prices[later] = price_plan(plan, cluster)
@@ -239,13 +247,19 @@ class _Search(Generic[K]):
             outcome.fallen[OOM] += 1
             return
         orders = self._contender.order(plan, entry.candidate.knobs, price)
-        first, ranks = next(orders), range(plan.schedule.num_ranks)
+        try:
+            first = next(orders)
+        except InfeasibleError as error:
+            outcome.fallen[error.kind] += 1
+            return
+        ranks = range(plan.schedule.num_ranks)
         if not self._fits(first, price, {0, ranks[-1]}):  # these are the fullest as a rule
             outcome.fallen[OOM] += 1
             outcome.too_large.add(uncapped)
             return
         outcome.simulated += 1
         best: SimResult | None = None
+        some_large = False
         for ordered in chain([first], orders):
             result = simulate_within(ordered, price, best.step_s if best else slowest)
             if result is None or result.step_s >= (best.step_s if best else slowest):
@@ -253,9 +267,11 @@ class _Search(Generic[K]):
             if self._fits(ordered, price, ranks):
                 best = result
             else:
-                outcome.fallen[OOM] += 1
+                some_large = True
         if best:
             outcome.offer(Evaluated(entry.candidate, best))
+        elif some_large:
+            outcome.fallen[OOM] += 1
 
     def _fits(self, plan: Plan, price: PlanPrice, ranks: Iterable[int]) -> bool:
         return all(fits(plan, price, rank, self._limit) for rank in ranks)

@@ -96,6 +96,7 @@ def _validation(row: Row, reference: Path) -> Computed:
     if outcome.prediction is not None:
         computed["predicted"] = outcome.prediction.text
         computed["relative_error"] = f"{outcome.prediction.relative_error:.4f}"
+        computed["fits"] = "yes" if outcome.prediction.fits else "no"
     return {**lines[row["place"]].cells, **computed}
 
 

@@ -77,7 +77,7 @@ class Errors:
 
     kind: str
     source: str
-    role: str  # fitted, held out, or both for "all sources"
+    role: str  # fitted, adjusted, held out, or both for "all sources"
     rows: int
     runs: int
     median: float

@@ -26,7 +26,10 @@ from zeropp.literals import Recompute
 from zeropp.programs import entry_named
 from zeropp.shape import Family, ModelShape
 
-Role = Literal["fitted", "held_out"]
+# "fitted": constants of the cost model were fitted on the row's table. "adjusted": no constant was,
+# but a trait of its program, or a value that its source states, was chosen after the table's error
+# had been seen. "held_out": neither.
+Role = Literal["fitted", "adjusted", "held_out"]
 Device = Literal["v100", "a100", "a800", "h100", "h800", "h200", "b200", "gb200", "stated"]
 Precise = Literal[
     "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "int8", "fp4", "nvfp4", "mxfp4"

@@ -16,14 +16,15 @@ from benchmarks.report import style
 from benchmarks.studies.validation.errors import Errors, Outcome, first_of_runs, predicted_rows
 from benchmarks.studies.validation.rows import COLUMNS
 
-ANSWERS = ("place", "predicted", "relative_error", "first_of_run", "reason")
+ANSWERS = ("place", "predicted", "relative_error", "fits", "first_of_run", "reason")
 
 
 def write(outcomes: Sequence[Outcome], errors: Sequence[Errors], out: Path) -> None:
     """Write the three files of a validation into ``out``.
 
     ``validation.csv`` has every input column, then the row's place, the prediction, the relative
-    error, whether its run is counted by this row, and the reason of a refusal. ``errors.csv`` has
+    error, whether the run is predicted to fit into memory, whether its run is counted by this row,
+    and the reason of a refusal. ``errors.csv`` has
     one line per kind and source. ``validation.png`` shows predicted over measured.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -49,6 +50,7 @@ def _answer(outcome: Outcome, first: set[int]) -> dict[str, str]:
     return place | {
         "predicted": prediction.text,
         "relative_error": f"{prediction.relative_error:.4f}",
+        "fits": "yes" if prediction.fits else "no",
         "first_of_run": "yes" if id(prediction) in first else "no",
     }
 

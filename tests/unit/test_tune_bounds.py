@@ -1,0 +1,181 @@
+"""The tuner's bounds hold over drawn tasks: a family's for its members, a member's for all orders.
+Other tests are tasks in which a bound was once too high."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from baselines.fsdp.knobs import FSDPKnobs
+from baselines.torch_pp.contender import TORCHTITAN
+from baselines.torch_pp.knobs import TorchtitanKnobs
+from benchmarks.specification.contenders import PRICED
+from tests.unit.simulated_task import preset, task
+from zeropp.cluster import Cluster
+from zeropp.contender.contender import ZEROPP
+from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.cost import PlanPrice, price_plan, time_plan
+from zeropp.layout import InfeasibleError
+from zeropp.literals import Auto, ReduceEvery, StageStyle
+from zeropp.plan import Candidate, SizedPlan, Task
+from zeropp.shape import ModelShape
+from zeropp.sim.simulator import simulate
+from zeropp.tune.bound import least_bytes, least_compute_s, least_step_s
+from zeropp.tune.contender import Contender
+from zeropp.tune.search import search
+from zeropp.tune.space import Point, points
+
+SEEDS = range(25)
+UNITS: tuple[int | Auto, ...] = ("auto", 1, 2, 4)
+STYLES: tuple[StageStyle | Auto, ...] = ("auto", "loop")
+REDUCTIONS: tuple[ReduceEvery | Auto, ...] = ("auto", "unit", "step")
+SLACK = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class Member:
+    candidate: Candidate[Any]
+    plan: SizedPlan
+    price: PlanPrice
+
+
+@dataclass(frozen=True)
+class Family:
+    task: Task
+    bound_s: float
+    members: tuple[Member, ...]
+
+
+def on_cluster(name: str, num_gpus: int, batch: int, **changed: Any) -> Task:
+    """The 14.6-billion-parameter GPT, with some of its sizes changed."""
+    cluster = preset("cluster", name, Cluster)
+    assert isinstance(cluster, Cluster)
+    base = task(num_gpus, batch)
+    return replace(base, shape=replace(base.shape, **changed), cluster=cluster)
+
+
+def drawn_task(draw: random.Random) -> Task:
+    """A small task, on a cluster whose links are slower than the preset's."""
+    what = on_cluster(
+        draw.choice(("a800", "h100")),
+        draw.choice((4, 8, 16)),
+        draw.choice((16, 32, 48)),
+        layers=draw.choice((4, 6)),
+        seq=draw.choice((512, 2048)),
+    )
+    cluster = what.cluster
+    intra, inter = (
+        replace(link, bandwidth_gb_s=link.bandwidth_gb_s * draw.choice((0.1, 0.3, 1.0)))
+        for link in (cluster.intra, cluster.inter)
+    )
+    return replace(what, cluster=replace(cluster, intra=intra, inter=inter))
+
+
+def narrowed(point: Point[Any], draw: random.Random) -> Point[Any]:
+    """The point with some knobs of ZeroPP or FSDP2 fixed."""
+    reduce_every = draw.choice(REDUCTIONS)
+    if isinstance(point.asked, ZeroppKnobs):
+        unit, style = draw.choice(UNITS), draw.choice(STYLES)
+        knobs = replace(point.asked, unit=unit, stage_style=style, reduce_every=reduce_every)
+        return replace(point, asked=knobs)
+    if isinstance(point.asked, FSDPKnobs):
+        return replace(point, asked=replace(point.asked, reduce_every=reduce_every))
+    return point
+
+
+def drawn_families(contender: Contender[Any]) -> Iterator[Family]:
+    """A family per seed, unless the one that was drawn is infeasible."""
+    for seed in SEEDS:
+        draw = random.Random(f"{contender.name} {seed}")
+        what = drawn_task(draw)
+        known = [*points(what, contender.space, contender.knobs(), "auto", fallen=Counter())]
+        point, size = draw.choice(known)
+        point = narrowed(point, draw)
+        knobs = draw.choice([*contender.space.families(point)])
+        with suppress(InfeasibleError):
+            plan = contender.size(what, knobs, size)
+            bound_s = least_step_s(plan, time_plan(plan, what.cluster))
+            assert least_compute_s(plan, what.cluster) <= bound_s * SLACK
+            all_knobs = contender.space.members(point.asked, knobs, plan)
+            found = members(contender, what, [Candidate(one, size) for one in all_knobs])
+            yield Family(what, bound_s, tuple(found))
+
+
+def members(
+    contender: Contender[Any], what: Task, candidates: list[Candidate[Any]]
+) -> Iterator[Member]:
+    for candidate in candidates:
+        with suppress(InfeasibleError):
+            plan = contender.size(what, candidate.knobs, candidate.microbatch_size)
+            yield Member(candidate, plan, price_plan(plan, what.cluster))
+
+
+def check_orders(contender: Contender[Any], what: Task, member: Member) -> None:
+    """No order of the member takes less time or memory than its bounds."""
+    plan, price = member.plan, member.price
+    least_s, least = least_step_s(plan, price), least_bytes(plan, price)
+    for order in contender.order(plan, member.candidate.knobs, price):
+        result = simulate(order, what.cluster, price=price)
+        assert least_s <= result.step_s * SLACK, member.candidate
+        assert least <= result.peak_bytes, member.candidate
+
+
+@pytest.mark.parametrize("name", PRICED)
+def test_a_familys_bound_holds_for_all_its_members_and_theirs_for_all_orders(name: str) -> None:
+    contender, checked = PRICED[name], 0
+    for family in drawn_families(contender):
+        for member in family.members:
+            assert family.bound_s <= least_step_s(member.plan, member.price) * SLACK, member
+            check_orders(contender, family.task, member)
+            checked += 1
+    assert checked >= 5
+
+
+def test_a_fixed_unit_hides_no_faster_plan_from_the_search() -> None:
+    shape, what = preset("model", "gpt_6_2b", ModelShape), on_cluster("a800", 32, 128)
+    assert isinstance(shape, ModelShape)
+    slow = replace(what.cluster.intra, bandwidth_gb_s=20.0)
+    what = replace(what, shape=replace(shape, layers=4), cluster=replace(what.cluster, intra=slow))
+    asked = ZeroppKnobs(pp=4, shard=8, chunks=1, unit=2, recompute="none", placement="dp_inner")
+    steps = [
+        result.step_s
+        for candidate, _ in ZEROPP.candidates(what, asked)
+        if (result := ZEROPP.simulated(what, candidate)).peak_bytes
+        <= what.cluster.device.usable_bytes
+    ]
+    winner = search(what, ZEROPP, asked, tolerance=0.0, runner_up=False).winner
+    assert winner is not None
+    assert winner.step_s == pytest.approx(min(steps))
+
+
+def test_one_chunk_per_rank_has_one_buffer_of_unreduced_gradients() -> None:
+    what = on_cluster("h100", 16, 48, layers=6, seq=512)
+    asked = ZeroppKnobs(pp=2, shard=4, replicate=2, chunks=1, unit=2, reduce_every="unit")
+    found = list(members(ZEROPP, what, [c for c, _ in ZEROPP.candidates(what, asked)]))
+    assert found
+    for member in found:
+        check_orders(ZEROPP, what, member)
+
+
+def test_copies_of_the_last_reductions_hold_up_no_other_rank() -> None:
+    what = on_cluster("h100", 2, 6, layers=6, seq=512)
+    asked = TorchtitanKnobs(pp=2, chunks=2, schedule="looped_bfs")
+    found = list(members(TORCHTITAN, what, [c for c, _ in TORCHTITAN.candidates(what, asked)]))
+    assert found
+    for member in found:
+        check_orders(TORCHTITAN, what, member)
+
+
+def test_candidates_that_a_cap_in_gib_rules_out_do_not_end_the_search() -> None:
+    what = on_cluster("a800", 8, 16, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)
+    for gib in (1.0, 4.0):
+        outcome = search(what, ZEROPP, ZeroppKnobs(activation_cap_gib=gib))
+        assert outcome.fallen["refused by its planner"] > 0
+        assert outcome.winner is not None
+        assert outcome.winner.candidate.knobs.activation_cap_gib == gib
