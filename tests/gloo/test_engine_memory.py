@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from unittest import mock
 
+import pytest
 import torch
 
 from tests.gloo.engine_cases import Case, build_engine, local_microbatches
 from tests.gloo.world import World
+from zeropp.engine import sums
 from zeropp.engine.engine import Engine
 from zeropp.schedule.action import Op
 
@@ -90,3 +93,23 @@ def test_unreduced_gradients_stay_bounded_as_microbatches_grow(world: World) -> 
         # Norms and biases take their gradients early: how many chunks' at a time is the order's.
         assert large.gradients <= 1.05 * small.gradients
         assert large.gradients < once.gradients
+
+
+def buffers_of_steps(case: Case) -> tuple[int, list[int]]:
+    """The number of the model's flat buffers, and how many new ones for gradient sums each of three
+    steps makes."""
+    engine = build_engine(case, torch.float32)
+    made = []
+    for step in range(3):
+        with mock.patch.object(sums, "zeros", wraps=sums.zeros) as zeros:
+            engine.step(*local_microbatches(case, step))
+        made.append(zeros.call_count)
+    return len(engine.flats), made
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_lone_rank_keeps_the_sums_of_its_only_chunk(world: World, chunks: int) -> None:
+    case = Case(pp=1, shard=1, chunks=chunks, layers=4, batch=4)
+    ((flats, made),) = world.run(buffers_of_steps, case, size=1)
+    assert flats >= chunks
+    assert made == ([flats, 0, 0] if chunks == 1 else [flats] * 3)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.gloo.world import World
 from zeropp.engine import flat
+from zeropp.engine.together import Meeting
 from zeropp.layout import InfeasibleError
 from zeropp.parallel_model import ParallelModel
 
@@ -166,6 +167,45 @@ def test_a_checkpoint_after_an_error_has_the_values_before_the_step(
     world: World, tmp_path: Path
 ) -> None:
     assert world.run(save_after_a_failure, tmp_path / "checkpoint", size=3) == [0.0] * 3
+
+
+def keep_after_an_update_that_failed(place: Path) -> list[str]:
+    """What saves and gathers say after an optimizer's error on one rank."""
+    with built("second update", {"replicate": 3, "replicate_zero": 1}) as model:
+        batch = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)[:, model.rows]
+        model.train_step(*batch)
+        assert model.state_dict()
+        assert "broken here" in error_of(lambda: model.train_step(*batch))
+        calls = (lambda: model.save(place), model.state_dict, model.full_state_dict)
+        return [error_of(call) for call in calls]
+
+
+def test_a_model_that_only_some_ranks_have_updated_is_not_saved(
+    world: World, tmp_path: Path
+) -> None:
+    expected = "RuntimeError: an optimizer's error left some ranks updated and others not"
+    for found in world.run(keep_after_an_update_that_failed, tmp_path / "checkpoint", size=3):
+        assert len(found) == 3
+        assert all(said.startswith(expected) for said in found), found
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def failed_updates() -> list[list[str]]:
+    """What two updates raise of which rank 1 fails in the second: where ranks can give up, and
+    where they cannot."""
+    found = []
+    for give_up in (lambda: None, None):
+        meeting = Meeting(torch.device("cpu"), give_up=give_up)
+        found.append([error_of(lambda m=meeting, w=w: m.update(w)) for w in (int, fails)])  # type: ignore[misc]
+    return found
+
+
+def test_ranks_that_cannot_give_up_share_the_first_update_only(world: World) -> None:
+    own, peers = "ValueError: broken here\nand more", "PeerError: rank 1 raised ValueError: broken"
+    for rank, found in enumerate(world.run(failed_updates, size=2)):
+        assert [first for first, _ in found] == ["", ""]
+        assert found[0][1].startswith(own if rank == RANK else peers)
+        assert found[1][1] == (own if rank == RANK else "")
 
 
 def failed_calls(place: Path) -> dict[str, str]:

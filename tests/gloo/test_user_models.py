@@ -120,17 +120,23 @@ def refused() -> dict[str, str]:
     loss = nn.Linear(WIDTH, 1)
     found["loss"] = said_by(lambda: parallel([linear] * 4, pp=2, loss_fn=loss))
     found["group"] = said_by(lambda: parallel([linear] * 4, pp=2, group_of=group_of))
+    make: Any = lambda: nn.LazyLinear(WIDTH)  # noqa: E731
+    sample = data(0)[0][:1]
+    found["made lazy"] = said_by(
+        lambda: zeropp.parallelize([make], F.mse_loss, sample=sample, global_batch=2, shard=2)
+    )
     return found
 
 
 def test_layers_that_would_be_wrong_are_refused(world: World) -> None:
     first, second = world.run(refused, size=2)
     assert first == second
-    assert set(first) == {*REFUSED, "group", "loss"}
+    assert set(first) == {*REFUSED, "group", "loss", "made lazy"}
     for name, (_, words) in REFUSED.items():
         assert first[name].startswith(f"InfeasibleError: {words}"), first[name]
     words = "InfeasibleError: optimizer: has nothing of group 'wide', whose parameters would never"
     assert first["group"].startswith(words)
+    assert first["made lazy"].startswith("InfeasibleError: layers[0]: 'weight' has no shape yet")
     words = "InfeasibleError: loss_fn: has the parameter 'weight', which nothing would train"
     assert first["loss"].startswith(words)
     assert all("\n" not in message for message in first.values())

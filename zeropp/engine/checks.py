@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zeropp.engine.together import gathered_texts, together
-from zeropp.engine.trial import Layer, ParameterKind
+from zeropp.engine.trial import Layer, ParameterKind, check_shapes
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Precision
 
@@ -92,12 +92,8 @@ def _check_not_shared(
     for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             continue
+        check_shapes(layer, index)
         for name, parameter in layer.named_parameters():
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
-                raise InfeasibleError(
-                    f"layers[{index}]: {name!r} has no shape yet (call the layer once, as torch's "
-                    "lazy modules need it)"
-                )
             before = owners.setdefault(id(parameter), (index, name))
             if before[0] != index and (before, (index, name)) != tied:
                 raise InfeasibleError(

@@ -84,4 +84,5 @@ class ChunkMaker:
             zero=self.layout.replicate_zero == 1,
             reduce_dtype=self.options.reduce_dtype,
             group_of=self.options.group_of,
+            keeps_sums=self.layout.world == 1 and len({one.stage for one in self.pieces}) == 1,
         )

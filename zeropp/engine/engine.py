@@ -58,6 +58,7 @@ class Engine:
         self._layout, self._device = layout, device
         self._options = options = options or EngineOptions()
         self.steps_done = 0
+        self._torn = False  # whether ranks may have parameters of different steps
         rank = dist.get_rank()
         self._seeds: StepSeeds | None = None
         if options.dropout_seed is not None:
@@ -170,15 +171,18 @@ class Engine:
         return losses
 
     def update(self) -> None:
-        """The second half of a step: the optimizer's step, and, where it succeeded on all ranks,
-        the start of the gathers of updated rows."""
-        together(self.optimizer.step)
+        """The second half of a step: the optimizer's step, and, where it succeeded, the start of
+        the gathers of updated rows. ``Meeting.update`` says when all ranks learn of a failure."""
+        self._torn = True  # until the optimizer has succeeded
+        self._meeting.update(self.optimizer.step)
+        self._torn = False
         self._gather_updated()
         self.steps_done += 1
 
     def full_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies of this rank's parameters, named ``{piece}.{name}``. One with
         several names comes once, or with ``every_name`` under each of them."""
+        self._check_whole()
         self._meeting.check()
         settle(self.flats)
         for flat in self.flats:
@@ -186,6 +190,7 @@ class Engine:
 
     def full_state(self) -> dict[str, Tensor]:
         """All of ``full_parameters``, under every name, and CPU copies of the buffers."""
+        self._check_whole()
         buffers = ((name, one.cpu()) for name, one in self.buffers().items())
         return self._meeting.run(lambda: dict([*self.full_parameters(every_name=True), *buffers]))
 
@@ -208,7 +213,7 @@ class Engine:
 
     def state(self) -> checkpoint.State:
         """Parameters, buffers and optimizer state of this rank; tensors share memory with the
-        engine's."""
+        engine's. Raises RuntimeError after an error of the optimizer."""
         return together(self._state)
 
     def take_over(self, state: checkpoint.State) -> None:
@@ -242,7 +247,15 @@ class Engine:
         """End the engine's threads and process groups; it cannot be used afterwards."""
         self._owned.close()
 
+    def _check_whole(self) -> None:
+        if self._torn:
+            raise RuntimeError(
+                "an optimizer's error left some ranks updated and others not; build the model anew "
+                "and load the last checkpoint"
+            )
+
     def _state(self) -> checkpoint.State:
+        self._check_whole()
         settle(self.flats)
         return checkpoint.state_of(self.flats, self._updater, self.steps_done, self.buffers())
 

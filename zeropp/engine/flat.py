@@ -37,7 +37,8 @@ from zeropp.engine.sums import Sums
 
 class FlatParameters:
     """One flat buffer. ``trainable``: whether its parameters have gradients and an optimizer;
-    ``deferred``: whether its gradients come with delayed weight gradients.
+    ``deferred``: whether its gradients come with delayed weight gradients; ``keeps_sums``: whether
+    the memory of gradient sums is used again in the next step.
 
     The constructor copies the parameters' values. Afterwards parameters are views of the buffer,
     which has memory only between ``unshard`` and ``reshard`` (or always, if compute uses the
@@ -55,6 +56,7 @@ class FlatParameters:
         zero: bool,
         trainable: bool,
         deferred: bool,
+        keeps_sums: bool,
     ) -> None:
         self.layout, self.trainable, self.deferred = layout, trainable, deferred
         self.held, self._groups, self._lanes, self._types = tuple(held), groups, lanes, types
@@ -70,7 +72,7 @@ class FlatParameters:
         self._buffer = self._make_buffer()
         self._arriving: Ticket | None = None  # a gather that compute has not waited for
         self.updated: Ticket | None = None  # the other replicas' rows after an update
-        self._sums = Sums(layout.size, types.master, self.master.device, keeps=groups.alone)
+        self._sums = Sums(layout.size, types.master, self.master.device, keeps=keeps_sums)
         self._given: list[Tensor] = []  # the views of the sums that parameters have as gradients
         self._fresh: Tensor | None = None  # sums of this rank that are not reduced
         self._partial: Tensor | None = None  # reduced over the shards, not over the replicas

@@ -29,14 +29,13 @@ class DataGroups:
     """The groups that contain this rank; None for a group that would have only this rank.
 
     ``shard`` and ``replica`` are this rank's indices on the two axes, whose sizes are ``shards``
-    and ``replicas``. ``alone``: the job has no other rank.
+    and ``replicas``.
     """
 
     shard: int
     shards: int
     replica: int
     replicas: int
-    alone: bool
     gather: dist.ProcessGroup | None
     reduce: dist.ProcessGroup | None
     replicate: dist.ProcessGroup | None
@@ -78,7 +77,6 @@ def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None)
         shards=layout.shard,
         replica=place["replicate"],
         replicas=layout.replicate,
-        alone=layout.world == 1,
         gather=make("shard", name="zeropp gathers"),
         reduce=make("shard", name="zeropp reductions"),
         replicate=make("replicate", name="zeropp replicas"),

@@ -32,12 +32,14 @@ WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @dataclass(frozen=True)
 class ShardOptions:
     """How parameters are sharded. ``zero``: replicas split the optimizer's work (ZeRO-1);
-    ``reduce_dtype``: what reductions send; ``group_of``: a parameter's optimizer group, by name."""
+    ``reduce_dtype``: what reductions send; ``group_of``: a parameter's optimizer group, by name;
+    ``keeps_sums``: the memory of gradient sums is used again in the next step."""
 
     precision: Precision
     zero: bool
     reduce_dtype: WireType
     group_of: GroupOf
+    keeps_sums: bool
 
 
 class ChunkShards:
@@ -183,6 +185,7 @@ class ChunkShards:
             zero=zero,
             trainable=trainable,
             deferred=deferred,
+            keeps_sums=options.keeps_sums,
         )
 
 

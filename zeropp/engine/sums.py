@@ -12,9 +12,11 @@ from torch import Tensor
 class Sums:
     """Makes buffers of ``size`` zeros.
 
-    ``keeps``: one that was given back is used again. This is for jobs of one rank, which hold a
-    step's sums until the next step begins anyway: new memory of that size would cost a CPU a few
-    percent of a step. With more ranks a chunk's sums are freed as soon as they are reduced.
+    ``keeps``: one that was given back is used again. This is for jobs of one rank with one chunk,
+    which hold a step's sums until the next step begins anyway: new memory of that size would cost a
+    CPU a few percent of a step. With several chunks, the sums of those that come later in a step
+    would add to the peak of the first backward; with more ranks a chunk's sums are freed as soon as
+    they are reduced.
     """
 
     size: int

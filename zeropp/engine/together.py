@@ -63,7 +63,7 @@ class Meeting:
         give_up: Callable[[], None] | None = None,
     ) -> None:
         self._device, self._group, self._give_up = device, group, give_up
-        self._given_up = False
+        self._given_up = self._updated = False
 
     def check(self) -> None:
         """Raise RuntimeError if a rank has given up, so that collectives are not possible."""
@@ -113,6 +113,18 @@ class Meeting:
 
         self.sum(keep, 0)
         return results[0]
+
+    def update(self, work: Callable[[], object]) -> None:
+        """Run an optimizer's step, in which no rank waits for another, with ``together``.
+
+        Where ranks cannot give up (NCCL), only the first update is run so, in which the optimizer
+        makes its state: the host would wait in every step until the device has done the update.
+        """
+        if self._give_up is None and self._updated:
+            work()
+        else:
+            together(work)
+        self._updated = True
 
     def close(self) -> None:
         """Destroy the process group; all ranks must call it."""

@@ -79,6 +79,7 @@ def _run(
         counter = FlopCounterMode(display=False)
         try:
             module = _real_copy(layer) if for_real else on_meta(layer)
+            check_shapes(module, index)
             names, kinds = keywords_of(module), _kinds(module)
             _check_in_place(module, index)
             # With parameters that need gradients the counter would add hooks to them.
@@ -118,6 +119,16 @@ def _called(
             if "autograd.grad()" not in str(error):
                 raise
         return module(*inputs, **keywords)  # type: ignore[no-any-return]
+
+
+def check_shapes(module: nn.Module, index: int) -> None:
+    """Raise InfeasibleError for a layer with a parameter that has no shape yet."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise InfeasibleError(
+                f"layers[{index}]: {name!r} has no shape yet (call the layer once, as torch's "
+                "lazy modules need it)"
+            )
 
 
 def _check_in_place(module: nn.Module, index: int) -> None:
