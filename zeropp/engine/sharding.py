@@ -29,7 +29,7 @@ GroupOf = Callable[[Name, nn.Parameter], str]
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardOptions:
     """How parameters are sharded. ``zero``: replicas split the optimizer's work (ZeRO-1);
     ``reduce_dtype``: what reductions send; ``group_of``: a parameter's optimizer group, by name;

@@ -24,8 +24,8 @@ def write(outcomes: Sequence[Outcome], errors: Sequence[Errors], out: Path) -> N
 
     ``validation.csv`` has every input column, then the row's place, the prediction, the relative
     error, whether the run is predicted to fit into memory, whether its run is counted by this row,
-    and the reason of a refusal. ``errors.csv`` has
-    one line per kind and source. ``validation.png`` shows predicted over measured.
+    and the reason of a refusal. ``errors.csv`` has one line per kind and source.
+    ``validation.png`` shows predicted over measured.
     """
     out.mkdir(parents=True, exist_ok=True)
     first = {id(one.prediction) for one in first_of_runs(predicted_rows(outcomes))}
@@ -56,8 +56,8 @@ def _answer(outcome: Outcome, first: set[int]) -> dict[str, str]:
 
 
 def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Draw predicted / measured over measured: one panel per kind and unit, one colour per source,
-    one dot per run."""
+    """Draw predicted / measured over measured: one panel per kind and unit, one colour and
+    marker per source, one dot per run."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for one in first_of_runs(predicted_rows(outcomes)):
         row, prediction = one.row, one.prediction
@@ -69,13 +69,16 @@ def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
             panels[name][row.source].append((row.measured, 1 + prediction.relative_error))
     names = sorted(panels) or ["nothing predicted"]
     sources = sorted({source for of_panel in panels.values() for source in of_panel})
-    shades = {source: f"C{number}" for number, source in enumerate(sources)}
+    looks = {  # colour and marker: matplotlib's cycle has ten colours
+        source: (f"C{number}", "o^sD"[number // 10 % 4]) for number, source in enumerate(sources)
+    }
     figure, axes = style.panels(len(names))
     highest = max([2.0] + [y for of in panels.values() for ps in of.values() for _, y in ps])
     for axis, name in zip(axes, names, strict=True):
         for source, points in panels[name].items():
             x, y = zip(*points, strict=True)
-            axis.scatter(x, y, s=9, alpha=0.6, color=shades[source], label=source)
+            colour, marker = looks[source]
+            axis.scatter(x, y, s=9, alpha=0.6, color=colour, marker=marker, label=source)
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.set(xscale="log", xlabel=name)
         axis.set_ylim(0.4, 1.05 * highest)
@@ -86,7 +89,7 @@ def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
         axis.xaxis.set_minor_formatter(NullFormatter())
     for axis in axes[:: style.COLUMNS]:
         axis.set_ylabel("predicted / measured")
-    entries = {s: Line2D([], [], color=c, marker="o", linestyle="") for s, c in shades.items()}
+    entries = {s: Line2D([], [], linestyle="", color=c, marker=m) for s, (c, m) in looks.items()}
     figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=2)
     figure.savefig(path, dpi=150)
     plt.close(figure)
