@@ -156,7 +156,7 @@ def test_variables_of_a_surrounding_job_and_of_a_login_shell(suite: Suite) -> No
         "OMP_NUM_THREADS": "77",
     }
     printed = suite.stand_in("seed=0,3")
-    assert "environment SBATCH_EXPORT=NONE holds" in printed
+    assert "environment SBATCH_EXPORT=NONE applies" in printed
     suite.wait_for_steps(4)
     suite.wait_for_records(1)
     assert suite.states() == ["ok", "running"]
