@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from baselines.fsdp.plan import accumulation
 from benchmarks.specification.compose import preset
 from benchmarks.studies.validation.clusters import cluster_of
 from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
@@ -21,7 +22,6 @@ from zeropp.literals import Precision, Recompute
 from zeropp.plan import Candidate, Plan, Task
 from zeropp.programs import Program, StateBytes, program_named
 from zeropp.schedule import build, lower
-from zeropp.schedule.action import Action, Op
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
 
@@ -236,19 +236,8 @@ def _pipeline_schedule(case: Case) -> Schedule:
 def _fsdp_schedule(shape: ModelShape, count: int) -> tuple[Schedule, tuple[int, ...]]:
     """A schedule in which every piece is a stage, which is gathered for each forward and backward
     and reduced after the backward."""
-    stages = range(shape.num_pieces)
-    program: list[Action] = []
-    for j in range(count):
-        program += [Action(s, Op.FORWARD, j) for s in stages]
-        program += [Action(s, Op.FULL_BACKWARD, j) for s in reversed(stages)]
-    bare = Schedule(
-        name="fsdp",
-        num_microbatches=count,
-        unit=1,
-        stage_rank=(0,) * len(stages),
-        programs=(tuple(program),),
-    )
-    return lower(bare, gather=True, reduce_every="unit"), (*stages, shape.num_pieces)
+    order = accumulation(shape.num_pieces, count)
+    return lower(order, gather=True, reduce_every="unit"), tuple(range(shape.num_pieces + 1))
 
 
 def even_cuts(shape: ModelShape, stages: int, *, blocks: bool = False) -> tuple[int, ...]:
