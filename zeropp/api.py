@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Unpack
 
 import torch
@@ -60,6 +61,7 @@ def parallelize(
     """
     if not dist.is_initialized():
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
+    _use(arguments.get("device"))
     request = _checked(arguments, layers, sample, global_batch)
     device = together(lambda: _device(request.device, request.mesh))
     request, stages = together(
@@ -119,6 +121,14 @@ def _cut(
         )
         request = choose(request, job)
     return request, cut_as(request, sizes, global_batch, len(sample))
+
+
+def _use(asked: torch.device | str | None) -> None:
+    """Make a CUDA device that was asked for by its number the current one of this process, because
+    the collectives that compare the arguments may need it. Others are refused by ``_device``."""
+    with suppress(Exception):
+        if asked is not None and torch.device(asked).index is not None:
+            torch.cuda.set_device(asked)
 
 
 def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:

@@ -6,7 +6,7 @@ rank tells the others what it found, and all raise the same error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -103,7 +103,7 @@ def _check_not_shared(
                 )
             if parameter.is_meta or not parameter.numel():
                 continue
-            if not parameter.untyped_storage().nbytes():
+            if parameter.untyped_storage().nbytes() < parameter.nbytes:
                 raise InfeasibleError(
                     f"layers[{index}]: {name!r} has no values: the layer belongs to another model "
                     "that parallelize has made (give each its own layers)"
@@ -183,6 +183,22 @@ def check_loss(loss_function: object) -> None:
                     f"loss_fn: has the parameter {name!r}, which nothing would train (put it into "
                     "the last layer, or freeze it)"
                 )
+
+
+def check_tensors(parts: Mapping[str, object], used: Collection[str], device: torch.device) -> None:
+    """Refuse parts of a batch that are not tensors with rows (TypeError), and those that this rank
+    uses and that are on another device (ValueError)."""
+    for name, part in parts.items():
+        if not isinstance(part, torch.Tensor) or not part.dim():
+            raise TypeError(
+                f"{name}: must be a tensor with this rank's rows in dimension 0, but is "
+                f"{type(part).__name__} (also on pipeline ranks whose layers do not read it)"
+            )
+        if name in used and part.device != device:
+            raise ValueError(
+                f"{name}: is on {part.device}, but this rank trains on {device} (move the batch "
+                f"there: .to({str(device)!r}))"
+            )
 
 
 def check_batch(parts: Mapping[str, torch.Tensor], rows: int) -> None:
