@@ -27,6 +27,7 @@ from zeropp.engine.checks import (
     check_layers,
     check_loss,
     check_parameters,
+    check_sizes,
     described,
 )
 from zeropp.engine.engine import Engine
@@ -89,6 +90,7 @@ def _checked(
     """The arguments as a request; raises the same error on every rank where one is wrong or ranks
     differ."""
     request = together(lambda: request_of(arguments))
+    together(lambda: check_sizes(sample, global_batch))
     agreed(
         lambda: check_layers(layers, request.weights, request.tied),
         lambda: (request.described(), global_batch, tuple(sample.shape), sample.dtype, len(layers)),

@@ -95,7 +95,7 @@ def failed_building(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "own", "peers"),
     [
-        ("sample", "AttributeError", "PeerError: rank 1 raised AttributeError: "),
+        ("sample", "InfeasibleError: sample: must be", "InfeasibleError: sample: must be"),
         ("layer", "MemoryError: no room", "PeerError: rank 1 raised MemoryError: no room"),
         ("buffers", "OutOfMemoryError: tried", "PeerError: rank 1 raised OutOfMemoryError: tried"),
         ("optimizer", "ValueError: Invalid", "PeerError: rank 1 raised ValueError: Invalid"),
