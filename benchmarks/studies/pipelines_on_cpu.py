@@ -2,10 +2,9 @@
 
 The demo's settings, both with the same model, batch and degrees. The same ranks build all of the
 trainers and step them in turn, so that whatever else the machine does slows all alike. All ranks
-share the cores, so what a step costs is the CPU time of all ranks together; of each rank's, that of
-its main thread (Python and the model's arithmetic) is counted apart from that of all its other
-threads (backwards, collectives). ``alone`` is one process that trains the same batch in a plain
-loop, which is what the arithmetic costs.
+share the cores, so what a step costs is the CPU time of all ranks together; of it, that of the main
+threads (Python, and the model's forwards and backwards) is counted apart. ``alone`` is one process
+that trains the same batch in a plain loop, which is what the arithmetic costs.
 
     python -m benchmarks.studies.pipelines_on_cpu --out results/reference/pipelines_on_cpu.json
 """
