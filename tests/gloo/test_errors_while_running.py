@@ -72,7 +72,7 @@ class Layer(nn.Module):
         self.calls += 1
         if self.where == "forward" and self.training and self.calls > 2:
             fails()
-        if self.where == "interrupt" and dist.get_rank() == RANK:
+        if self.where == "interrupt" and self.calls > 2 and dist.get_rank() == RANK:
             raise KeyboardInterrupt
         if self.where == "evaluation" and not self.training:
             fails()
