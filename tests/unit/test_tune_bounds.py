@@ -26,8 +26,9 @@ from zeropp.literals import Auto, ReduceEvery, StageStyle
 from zeropp.plan import Candidate, SizedPlan, Task
 from zeropp.shape import ModelShape
 from zeropp.sim.simulator import simulate
-from zeropp.tune.bound import least_bytes, least_compute_s, least_step_s
+from zeropp.tune.bound import least_compute_s, least_step_s
 from zeropp.tune.contender import Contender
+from zeropp.tune.least_memory import least_bytes
 from zeropp.tune.search import search
 from zeropp.tune.space import Point, points
 

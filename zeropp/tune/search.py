@@ -29,16 +29,18 @@ from operator import attrgetter
 from time import process_time
 from typing import Any, Generic, cast
 
-from zeropp.cost import PlanPrice, StepTimes, add_memory, price_plan, time_plan
+from zeropp.cluster import Cluster
+from zeropp.cost import PlanPrice, StepBytes, StepTimes, plan_bytes, price_plan, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto
 from zeropp.plan import Candidate, K, Plan, SizedPlan, Task
 from zeropp.sim.memory_curve import fits
 from zeropp.sim.simulator import SimResult, simulate_within
-from zeropp.tune.bound import least_bytes, least_compute_s, least_step_s
+from zeropp.tune.bound import least_compute_s, least_step_s
 from zeropp.tune.contender import Contender
+from zeropp.tune.least_memory import least_bytes
 from zeropp.tune.outcome import OOM, SLOWER, Evaluated, Outcome, Progress
-from zeropp.tune.space import points
+from zeropp.tune.space import one_member, points
 
 
 def _adds_later(plan: SizedPlan) -> tuple[bool, bool]:
@@ -46,6 +48,12 @@ def _adds_later(plan: SizedPlan) -> tuple[bool, bool]:
     replicas. It is the one thing besides the family on which the price of a member depends."""
     several = plan.num_units > 1
     return several and plan.reduce_every == "unit", several and plan.replicate_every == "unit"
+
+
+def _whole_price(plan: SizedPlan, times: StepTimes, cluster: Cluster) -> PlanPrice:
+    """The price of a plan, of which ``times`` are the durations. The search asks for bytes only
+    where the durations are short enough, or the other way round."""
+    return PlanPrice(**vars(times), **vars(plan_bytes(plan, cluster)))
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -202,18 +210,21 @@ class _Search(Generic[K]):
         family = entry.plan or self._sized(entry.candidate)
         if family is None:
             return
+        alone = self._contender.space.members is one_member
         if entry.times is None:
+            if alone and not self._may_fit(family, plan_bytes(family, cluster)):
+                return
             times = time_plan(family, cluster)
             bound_s = least_step_s(family, times)
             yield replace(entry, bound_s=bound_s, number=number + 1, plan=family, times=times)
             return
-        prices = {_adds_later(family): add_memory(entry.times, family, cluster)}
+        prices = {_adds_later(family): _whole_price(family, entry.times, cluster)}
         for candidate, plan in self._members(entry.candidate, family):
             later = _adds_later(plan)
             if later not in prices:
                 prices[later] = price_plan(plan, cluster)
             price = prices[later]
-            if plan is family or self._may_fit(plan, price):
+            if alone or self._may_fit(plan, price):
                 number += 1
                 bound = entry.bound_s if plan is family else least_step_s(plan, price)
                 yield _Entry(bound, number, candidate, plan=plan, times=price, price=price)
@@ -230,8 +241,8 @@ class _Search(Generic[K]):
             if sized is not None:
                 yield member, sized
 
-    def _may_fit(self, plan: SizedPlan, price: PlanPrice) -> bool:
-        if least_bytes(plan, price) <= self._limit:
+    def _may_fit(self, plan: SizedPlan, held: StepBytes) -> bool:
+        if least_bytes(plan, held) <= self._limit:
             return True
         self._outcome.fallen[OOM] += 1
         return False
