@@ -24,11 +24,12 @@ from zeropp.cost import PlanPrice, price_plan, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto, ReduceEvery, StageStyle
 from zeropp.plan import Candidate, SizedPlan, Task
+from zeropp.planner.orders import Draft
 from zeropp.shape import ModelShape
 from zeropp.sim.simulator import simulate
-from zeropp.tune.bound import least_compute_s, least_step_s
+from zeropp.tune.bound import least_compute_s, least_of_order_s, least_step_s
 from zeropp.tune.contender import Contender
-from zeropp.tune.least_memory import least_bytes
+from zeropp.tune.least_memory import least_bytes, least_bytes_of_order
 from zeropp.tune.search import search
 from zeropp.tune.space import Point, points
 
@@ -125,6 +126,19 @@ def check_orders(contender: Contender[Any], what: Task, member: Member) -> None:
         result = simulate(order, what.cluster, price=price)
         assert least_s <= result.step_s * SLACK, member.candidate
         assert least <= result.peak_bytes, member.candidate
+    if contender.drafts:
+        check_drafts(contender.drafts(plan, member.candidate.knobs, price), what, member)
+
+
+def check_drafts(drafts: Iterator[Draft], what: Task, member: Member) -> None:
+    """No draft, once it is complete, takes less time or memory than the bounds of its order."""
+    plan, price, checked = member.plan, member.price, 0
+    for draft in drafts:
+        result = simulate(draft.complete(), what.cluster, price=price)
+        assert least_of_order_s(draft.compute, plan, price) <= result.step_s * SLACK, plan
+        assert least_bytes_of_order(draft.compute, plan, price) <= result.peak_bytes, plan
+        checked += 1
+    assert checked
 
 
 @pytest.mark.parametrize("name", PRICED)

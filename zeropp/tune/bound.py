@@ -15,7 +15,9 @@ from zeropp.cost import StepTimes
 from zeropp.cost.stage_costs import passes_s, work_of
 from zeropp.cost.tensor_parallel import tensor_times
 from zeropp.plan import SizedPlan
-from zeropp.schedule.program import ScheduleSizes
+from zeropp.schedule.event_loop import run
+from zeropp.schedule.program import Schedule, ScheduleSizes
+from zeropp.sim.simulator import slowed_cost
 from zeropp.tune.held import held_s
 from zeropp.tune.ways import Ways, first_gather_s, splits
 
@@ -88,6 +90,22 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
                 held = held_s(plan, ways, stages)
                 worst = max(worst, held + end.reduced_s + end.updated_s)
     return worst
+
+
+def least_of_order_s(compute: Schedule, plan: SizedPlan, price: StepTimes) -> float:
+    """Seconds that the plan's step takes at least if every rank has its compute actions in the
+    order of ``compute``, which has no other actions. All of them follow the gather of stage 0."""
+    if price.steps_overlap:
+        return 0.0
+    costs, ranks = list(price.stages), range(plan.schedule.num_ranks)
+    for stages in map(plan.schedule.stages_of, ranks):
+        _, slowed = _work_s(plan, price, stages, _link_s(plan, price, stages))
+        for s in stages:
+            costs[s] = slowed_cost(price.stages[s], price.extras[s], slowed)
+    ends = (_Ends.of(plan, price, rank) for rank in ranks)
+    after = min(end.reduced_s + end.updated_s for end in ends)
+    least = first_gather_s(plan, price, 0) + run(compute, costs).step_s + after
+    return least * (1.0 - _ROUNDING)
 
 
 @dataclass(frozen=True)

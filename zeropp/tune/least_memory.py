@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from zeropp.cost import StepBytes
 from zeropp.plan import SizedPlan
+from zeropp.schedule.action import Op
+from zeropp.schedule.program import Schedule
 
 
 def least_bytes(plan: SizedPlan, held: StepBytes) -> int:
@@ -109,3 +111,40 @@ def _in_groups(group: int, last: int, m: int, sizes: list[int]) -> int:
     up to ``group`` are in the last chunk, and the others may be in any."""
     others = min(last - group, (m - group) * len(sizes)) if last > group else 0
     return group * sum(sizes[:-1]) + min(last, group) * sizes[-1] + others * min(sizes)
+
+
+def least_bytes_of_order(compute: Schedule, plan: SizedPlan, held: StepBytes) -> int:
+    """The least peak of the first and of the last rank, as a rule the fullest, if they have their
+    compute actions in the order of ``compute``, which has no other actions."""
+    return max(_rank_bytes(compute, plan, held, rank) for rank in {0, compute.num_ranks - 1})
+
+
+def _rank_bytes(compute: Schedule, plan: SizedPlan, held: StepBytes, rank: int) -> int:
+    """The least peak of one rank: what is always held, activations, the parameters of the stage in
+    use, and gradients from a stage's first weight gradient to the reduction after its last one."""
+    memory, m = held.memory, plan.num_microbatches
+    mine = [memory[s] for s in compute.stages_of(rank)]
+    span = plan.schedule.unit if plan.reduce_every == "unit" else m
+    left: dict[tuple[int, int], int] = {}  # weight gradients to come before a reduction
+    now, most = 0, 0
+    for stage, op, microbatch in compute.programs[rank]:
+        of, number = memory[stage], microbatch or 0
+        if op is Op.FORWARD:
+            now += of.activations
+            most = max(most, now + of.unsharded + of.forward - of.activations)
+            continue
+        if op is not Op.BACKWARD_WEIGHT:
+            most = max(most, now + of.unsharded)
+            now -= of.activations - of.deferred
+        if op is not Op.BACKWARD_INPUT:
+            part = (stage, number // span)
+            if part not in left:
+                left[part] = min(span, m - part[1] * span)
+                now += of.unsharded_gradients
+                most = max(most, now)
+            now -= of.deferred
+            left[part] -= 1
+            if not left[part]:
+                now -= of.unsharded_gradients
+    resident = sum(of.parameters + of.optimizer + of.buffers for of in mine)
+    return resident + most + held.resident_gradients * sum(of.gradients for of in mine)
