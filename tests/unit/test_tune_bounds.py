@@ -194,3 +194,33 @@ def test_candidates_that_a_cap_in_gib_rules_out_do_not_end_the_search() -> None:
         assert outcome.fallen["refused by its planner"] > 0
         assert outcome.winner is not None
         assert outcome.winner.candidate.knobs.activation_cap_gib == gib
+
+
+def test_an_order_that_fits_is_found_behind_one_that_does_not() -> None:
+    what = on_cluster("h100", 16, 64, layers=24)
+    asked = ZeroppKnobs(
+        pp=4,
+        shard=4,
+        replicate=1,
+        replicate_zero=0,
+        chunks=4,
+        unit=2,
+        activation_cap=10,
+        recompute="none",
+        reduce_every="unit",
+        placement="dp_inner",
+        split_blocks=True,
+    )
+    plan = ZEROPP.size(what, asked, 1)
+    price = price_plan(plan, what.cluster)
+    peaks = [
+        simulate(order, what.cluster, price=price).peak_bytes
+        for order in ZEROPP.order(plan, asked, price)
+    ]
+    assert peaks[0] > peaks[1]
+    device = what.cluster.device
+    between = sum(peaks) / 2 / 2**30 + device.memory_gib - device.usable_bytes / 2**30
+    cluster = replace(what.cluster, device=replace(device, memory_gib=between))
+    winner = search(replace(what, cluster=cluster), ZEROPP, asked, 1).winner
+    assert winner is not None
+    assert winner.peak_bytes == peaks[1]

@@ -139,7 +139,7 @@ def winners(
 ) -> dict[str, Evaluated[Any] | None]:
     """Every contender's best plan, by name; None if none fits."""
     return {
-        contender.name: search(cell.priced, contender, tolerance=tolerance, runner_up=False).winner
+        contender.name: search(cell.priced, contender, tolerance=tolerance).winner
         for contender in contenders
     }
 
