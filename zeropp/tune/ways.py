@@ -11,7 +11,7 @@ from zeropp.plan import SizedPlan
 _SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv", "dualpipev"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ways:
     """Seconds of a microbatch that nothing holds up. Lists have one entry per stage; ``backward``
     is a full backward if weight gradients do not wait, and otherwise an input gradient."""
@@ -46,7 +46,14 @@ class Ways:
             hop = costs[stage].transfer if here != there else 0.0
             to.append(to[-1] + forward[stage] + hop)
             back.append(back[-1] + hop + backward[stage])
-        return cls(to, back, to[-1] + forward[-1], forward, backward, weight)
+        return cls(
+            to=to,
+            back=back,
+            turn=to[-1] + forward[-1],
+            forward=forward,
+            backward=backward,
+            weight=weight,
+        )
 
 
 def splits(plan: SizedPlan) -> bool:
