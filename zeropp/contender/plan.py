@@ -19,7 +19,7 @@ from zeropp.planner.degrees import (
     recomputed_blocks,
     resolve_degrees,
 )
-from zeropp.planner.orders import orders
+from zeropp.planner.orders import Draft, drafts
 from zeropp.schedule.program import place_stages, unordered
 from zeropp.schedule.zeropp_order import cap_needs, default_cap, default_unit, smallest_cap
 
@@ -70,13 +70,17 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
 
 
 def order(plan: SizedPlan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Plan]:
+    """The plan with each of its orders, completed: see ``order_drafts``."""
+    return (draft.complete() for draft in order_drafts(plan, knobs, price))
+
+
+def order_drafts(plan: SizedPlan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Draft]:
     """The plan in the order for equally long actions, then in those planned with the durations of
     its ``price``. A cap that is given in GiB becomes a number of chunk-activations here, because
     the price says how large one is. Raises InfeasibleError if that is too few."""
     if knobs.activation_cap_gib != "auto":
         plan = replace(plan, activation_cap=_cap_by_size(plan, price, knobs.activation_cap_gib))
-    yield from orders(plan, plan.activation_cap)
-    yield from orders(plan, plan.activation_cap, price)[1:]
+    yield from drafts(plan, plan.activation_cap, price)
 
 
 def _layout(task: Task, knobs: ZeroppKnobs, *, split_blocks: bool) -> Layout:
