@@ -45,8 +45,8 @@ from zeropp.schedule.event_loop import run
 from zeropp.schedule.program import StageCost
 from zeropp.shape import ModelShape
 from zeropp.sim.simulator import simulate
-from zeropp.tune.bound import least_bytes
 from zeropp.tune.describe import describe
+from zeropp.tune.least_memory import least_bytes
 from zeropp.tune.space import points
 
 OUT = Path("results/reference/schedule_orders.json")

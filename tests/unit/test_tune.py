@@ -19,7 +19,8 @@ from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, SizedPlan, Task
 from zeropp.sim.simulator import SimResult, simulate
-from zeropp.tune.bound import least_bytes, least_compute_s, least_step_s
+from zeropp.tune.bound import least_compute_s, least_step_s
+from zeropp.tune.least_memory import least_bytes
 from zeropp.tune.outcome import OOM
 from zeropp.tune.search import compute_knobs, search
 

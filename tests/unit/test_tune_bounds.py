@@ -24,10 +24,12 @@ from zeropp.cost import PlanPrice, price_plan, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto, ReduceEvery, StageStyle
 from zeropp.plan import Candidate, SizedPlan, Task
+from zeropp.planner.orders import Draft
 from zeropp.shape import ModelShape
 from zeropp.sim.simulator import simulate
-from zeropp.tune.bound import least_bytes, least_compute_s, least_step_s
+from zeropp.tune.bound import least_compute_s, least_of_order_s, least_step_s
 from zeropp.tune.contender import Contender
+from zeropp.tune.least_memory import least_bytes, least_bytes_of_order
 from zeropp.tune.search import search
 from zeropp.tune.space import Point, points
 
@@ -124,6 +126,19 @@ def check_orders(contender: Contender[Any], what: Task, member: Member) -> None:
         result = simulate(order, what.cluster, price=price)
         assert least_s <= result.step_s * SLACK, member.candidate
         assert least <= result.peak_bytes, member.candidate
+    if contender.drafts:
+        check_drafts(contender.drafts(plan, member.candidate.knobs, price), what, member)
+
+
+def check_drafts(drafts: Iterator[Draft], what: Task, member: Member) -> None:
+    """No draft, once it is complete, takes less time or memory than the bounds of its order."""
+    plan, price, checked = member.plan, member.price, 0
+    for draft in drafts:
+        result = simulate(draft.complete(), what.cluster, price=price)
+        assert least_of_order_s(draft.compute, plan, price) <= result.step_s * SLACK, plan
+        assert least_bytes_of_order(draft.compute, plan, price) <= result.peak_bytes, plan
+        checked += 1
+    assert checked
 
 
 @pytest.mark.parametrize("name", PRICED)
@@ -179,3 +194,33 @@ def test_candidates_that_a_cap_in_gib_rules_out_do_not_end_the_search() -> None:
         assert outcome.fallen["refused by its planner"] > 0
         assert outcome.winner is not None
         assert outcome.winner.candidate.knobs.activation_cap_gib == gib
+
+
+def test_an_order_that_fits_is_found_behind_one_that_does_not() -> None:
+    what = on_cluster("h100", 16, 64, layers=24)
+    asked = ZeroppKnobs(
+        pp=4,
+        shard=4,
+        replicate=1,
+        replicate_zero=0,
+        chunks=4,
+        unit=2,
+        activation_cap=10,
+        recompute="none",
+        reduce_every="unit",
+        placement="dp_inner",
+        split_blocks=True,
+    )
+    plan = ZEROPP.size(what, asked, 1)
+    price = price_plan(plan, what.cluster)
+    peaks = [
+        simulate(order, what.cluster, price=price).peak_bytes
+        for order in ZEROPP.order(plan, asked, price)
+    ]
+    assert peaks[0] > peaks[1]
+    device = what.cluster.device
+    between = sum(peaks) / 2 / 2**30 + device.memory_gib - device.usable_bytes / 2**30
+    cluster = replace(what.cluster, device=replace(device, memory_gib=between))
+    winner = search(replace(what, cluster=cluster), ZEROPP, asked, 1).winner
+    assert winner is not None
+    assert winner.peak_bytes == peaks[1]

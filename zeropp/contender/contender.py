@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from zeropp.contender.knobs import ZeroppKnobs
-from zeropp.contender.plan import order, size
+from zeropp.contender.plan import order, order_drafts, size
 from zeropp.contender.space import SPACE
 from zeropp.tune.contender import Contender, Style
 
@@ -16,6 +16,7 @@ ZEROPP = Contender(
     knobs=ZeroppKnobs,
     size=size,
     order=order,
+    drafts=order_drafts,
     space=SPACE,
     left_open=attrgetter("is_open"),
     reproduces_dropout=True,

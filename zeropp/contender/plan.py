@@ -19,7 +19,7 @@ from zeropp.planner.degrees import (
     recomputed_blocks,
     resolve_degrees,
 )
-from zeropp.planner.orders import orders
+from zeropp.planner.orders import Draft, drafts
 from zeropp.schedule.program import place_stages, unordered
 from zeropp.schedule.zeropp_order import cap_needs, default_cap, default_unit, smallest_cap
 
@@ -28,7 +28,8 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
     """A plan of PP x ZeRO-3 (x replicas), with all sizes but without an order of actions.
 
     Simple rules for what is ``auto``: one pipeline rank per node, two chunks per rank, units of as
-    many microbatches as there are pipeline ranks, and a cap of all chunk-activations of a unit.
+    many microbatches as there are pipeline ranks (on CPUs of all), and a cap of all
+    chunk-activations of a unit.
     Raises InfeasibleError, whose message is one line.
     """
     _refuse(task, knobs)
@@ -36,7 +37,9 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
     layout = _layout(task, knobs, split_blocks=split_blocks)
     microbatches = microbatches_per_step(task, layout, microbatch_size)
     style: StageStyle = "loop" if knobs.stage_style == "auto" else knobs.stage_style
-    unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
+    hides = task.cluster.device.hides_collectives
+    unit = default_unit(style, layout.pp, microbatches, hides_collectives=hides)
+    unit = min(if_auto(knobs.unit, unit), microbatches)
     cap = if_auto(knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
     if knobs.activation_cap_gib != "auto":
         cap = 0  # not known before the price: ``order`` sets it
@@ -67,13 +70,17 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
 
 
 def order(plan: SizedPlan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Plan]:
+    """The plan with each of its orders, completed: see ``order_drafts``."""
+    return (draft.complete() for draft in order_drafts(plan, knobs, price))
+
+
+def order_drafts(plan: SizedPlan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Draft]:
     """The plan in the order for equally long actions, then in those planned with the durations of
     its ``price``. A cap that is given in GiB becomes a number of chunk-activations here, because
     the price says how large one is. Raises InfeasibleError if that is too few."""
     if knobs.activation_cap_gib != "auto":
         plan = replace(plan, activation_cap=_cap_by_size(plan, price, knobs.activation_cap_gib))
-    yield from orders(plan, plan.activation_cap)
-    yield from orders(plan, plan.activation_cap, price)[1:]
+    yield from drafts(plan, plan.activation_cap, price)
 
 
 def _layout(task: Task, knobs: ZeroppKnobs, *, split_blocks: bool) -> Layout:

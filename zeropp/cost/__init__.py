@@ -28,22 +28,23 @@ from zeropp.cost.flops import (
     model_flops_per_token,
     parameter_count,
 )
-from zeropp.cost.plan_price import PlanPrice, StageExtras, StageMemory, StepTimes
-from zeropp.cost.stage_costs import add_memory, price_plan, time_plan
+from zeropp.cost.plan_price import PlanPrice, StageExtras, StageMemory, StepBytes, StepTimes
+from zeropp.cost.stage_costs import plan_bytes, price_plan, time_plan
 
 __all__ = [
     "ComputeLimit",
     "PlanPrice",
     "StageExtras",
     "StageMemory",
+    "StepBytes",
     "StepTimes",
-    "add_memory",
     "balanced_cuts",
     "compute_limit",
     "cut_by_cost",
     "cut_by_weight",
     "model_flops_per_token",
     "parameter_count",
+    "plan_bytes",
     "price_plan",
     "time_plan",
 ]

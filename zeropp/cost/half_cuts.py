@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, pairwise
 
 _ENOUGH = 0.01  # blocks: a rank's error that is not worth another move
 _Move = tuple[int, int]  # which cut, and how many places it moves
@@ -124,21 +124,18 @@ def _settle(
     signs = dict(cuts)
     error = sum(sign * (model.before(places[cut]) - wanted[cut]) for cut, sign in cuts) - offset
     while abs(error) > _ENOUGH:
-        best = min(
-            _moves(model, places, signs), key=lambda moved: abs(error + moved[0]), default=None
-        )
-        if best is None or abs(error + best[0]) > abs(error) - _ENOUGH:
+        added, moves = _best_move(_single_moves(model, places, signs), error)
+        if abs(error + added) > abs(error) - _ENOUGH:
             return
-        error += best[0]
-        for cut, step in best[1]:
+        error += added
+        for cut, step in moves:
             places[cut] += step
 
 
-def _moves(
+def _single_moves(
     model: _Model, places: Sequence[int], signs: dict[int, int]
-) -> Iterator[tuple[float, tuple[_Move, ...]]]:
-    """All moves of one cut or of two to a neighbouring place, each with what it adds to the
-    error."""
+) -> list[tuple[float, _Move]]:
+    """All moves of one cut to a neighbouring place, each with what it adds to the error."""
     single: list[tuple[float, _Move]] = []
     for cut, sign in signs.items():
         below = places[cut - 1] if cut else -1
@@ -148,7 +145,22 @@ def _moves(
             if below < place < above:
                 gain = sign * (model.before(place) - model.before(places[cut]))
                 single.append((gain, (cut, step)))
-    yield from ((gain, (move,)) for gain, move in single)
-    for (first, one), (second, two) in combinations(single, 2):
-        if abs(one[0] - two[0]) > 1:  # neighbours could meet
-            yield first + second, (one, two)
+    return single
+
+
+def _best_move(
+    single: Sequence[tuple[float, _Move]], error: float
+) -> tuple[float, tuple[_Move, ...]]:
+    """The move of one cut, or of two, that leaves the smallest error; the first of several. Without
+    any, one that changes nothing."""
+    least = float("inf")
+    best: tuple[float, tuple[_Move, ...]] = (0.0, ())
+    for gain, move in single:
+        if (left := abs(error + gain)) < least:
+            least, best = left, (gain, (move,))
+    for number, (first, one) in enumerate(single):
+        cut = one[0]
+        for second, two in single[number + 1 :]:
+            if (left := abs(error + (first + second))) < least and abs(cut - two[0]) > 1:
+                least, best = left, (first + second, (one, two))  # neighbours could meet
+    return best

@@ -80,10 +80,10 @@ class StepTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanPrice(StepTimes):
-    """The price of a plan: its durations, and the bytes of its stages."""
+class StepBytes:
+    """The bytes of a plan's stages, and how its program holds them."""
 
-    memory: tuple[StageMemory, ...]
+    memory: tuple[StageMemory, ...]  # per stage
     # The first and the last stage share a group, with one gather and one reduction for both.
     shared_ends: bool = False
     # Parameters take memory when they are gathered; False: when they are used.
@@ -93,3 +93,8 @@ class PlanPrice(StepTimes):
     torch_runtime: bool = False
     resident_gradients: bool = True  # always held; False: only from a step's first reduction on
     flat_chunks: bool = False  # the buffer of gradients is allocated before a backward adds to it
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanPrice(StepTimes, StepBytes):
+    """The price of a plan: its durations, and the bytes of its stages."""

@@ -24,7 +24,7 @@ from zeropp.cost.data_parallel import (
     stage_parameters,
 )
 from zeropp.cost.kernels import element_bytes
-from zeropp.cost.plan_price import PlanPrice, StageExtras, StepTimes
+from zeropp.cost.plan_price import PlanPrice, StageExtras, StepBytes, StepTimes
 from zeropp.cost.stage_memory import stage_memory
 from zeropp.cost.state_memory import shares_ends
 from zeropp.cost.tensor_parallel import TensorTimes, tensor_times
@@ -41,7 +41,8 @@ NODE_SPREAD = 0.015
 def price_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> PlanPrice:
     """The durations (seconds) and bytes of a plan. ``program`` replaces the registered program that
     the plan names, for variants of it."""
-    return add_memory(time_plan(plan, cluster, program), plan, cluster, program)
+    times, held = time_plan(plan, cluster, program), plan_bytes(plan, cluster, program)
+    return PlanPrice(**vars(times), **vars(held))
 
 
 def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> StepTimes:
@@ -71,17 +72,13 @@ def time_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None)
     )
 
 
-def add_memory(
-    times: StepTimes, plan: SizedPlan, cluster: Cluster, program: Program | None = None
-) -> PlanPrice:
-    """The whole price of a plan, of which ``times`` are the durations. The tuner asks for bytes
-    only where the durations are short enough."""
+def plan_bytes(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> StepBytes:
+    """The bytes of a plan's stages; ``program`` as in ``price_plan``."""
     work = work_of(plan, cluster, program)
     program = work.program
     like = _first_alike(plan, cluster)
     first = {s: stage_memory(plan, work, s) for s in set(like)}
-    return PlanPrice(
-        **vars(times),
+    return StepBytes(
         memory=tuple(first[s] for s in like),
         shared_ends=shares_ends(plan, program),
         gathers_ahead=program.flat_chunks or (plan.layout.shard > 1 and not program.fsdp_root),

@@ -8,6 +8,7 @@ activations from ``zeropp.cost.activations``. A test compares the sums with trac
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from zeropp.cost.activations import (
@@ -38,21 +39,43 @@ if TYPE_CHECKING:
 def stage_memory(plan: SizedPlan, work: Work, stage: int) -> StageMemory:
     """Bytes of one stage on one of its ranks."""
     head = plan.shape.num_pieces - 1 in plan.pieces_of(stage)
-    blocks = _blocks(plan, work, stage)
-    activations, later = _kept(work, blocks, head=head)
-    held, buffers = _messages(plan, work, stage)
-    activations += held
+    message, buffers = _messages(plan, work, stage)
+    halves = tuple(half for _, half in plan.halves_of(stage))
     repeated = plan.recomputed_blocks(stage)
+    plain = plan.blocks_of(stage) - repeated
     return StageMemory(
-        activations=int(activations),
-        deferred=int(later),
-        boundary=int(boundary_bytes(work)),
         buffers=int(buffers),
+        **_of_microbatch(
+            work, plain=plain, repeated=repeated, halves=halves, head=head, message=message
+        ),
         **state_memory(plan, work, stage),
+    )
+
+
+@lru_cache(maxsize=16384)
+def _of_microbatch(
+    work: Work,
+    *,
+    plain: int,
+    repeated: int,
+    halves: tuple[BlockHalf, ...],
+    head: bool,
+    message: float,
+) -> dict[str, int]:
+    """The bytes of one microbatch in a stage of ``plain`` blocks, ``repeated`` blocks that are
+    recomputed and ``halves`` of blocks, by the fields of StageMemory; ``message`` is what it holds
+    for messages. Many plans have such stages."""
+    blocks = _blocks(work, plain, repeated, halves)
+    activations, later = _kept(work, blocks, head=head)
+    activations += message
+    return {
+        "activations": int(activations),
+        "deferred": int(later),
+        "boundary": int(boundary_bytes(work)),
         **_moments(
             work, blocks, repeated=repeated, head=head, activations=activations, later=later
         ),
-    )
+    }
 
 
 class _Block(NamedTuple):
@@ -64,13 +87,13 @@ class _Block(NamedTuple):
     full: float  # at the fullest moment of its full backward
 
 
-def _blocks(plan: SizedPlan, work: Work, stage: int) -> list[_Block]:
-    """The blocks and halves of blocks of a stage, in their order; the first ones are recomputed."""
+def _blocks(work: Work, whole: int, repeated: int, halves: tuple[BlockHalf, ...]) -> list[_Block]:
+    """The blocks and halves of blocks of a stage, in their order; the first ones are recomputed,
+    and ``whole`` ones follow that are not."""
     plain = replace(work, recompute="none")
-    repeated = plan.recomputed_blocks(stage)
     held = repeated * [_block(work)] if repeated else []
-    held += (plan.blocks_of(stage) - repeated) * [_block(plain)]
-    for _, half in plan.halves_of(stage):
+    held += whole * [_block(plain)]
+    for half in halves:
         held.insert(0 if half == "mlp" else len(held), _half(plain, half))
     return held
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -86,13 +86,15 @@ class _DeferredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        store: WeightGradStore,
-        transposed: bool,
+        x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradStore, transposed: bool
     ) -> Tensor:
+        del store
+        return _linear(x, weight, bias, transposed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        del output
+        x, weight, _, store, transposed = inputs
         ctx.save_for_backward(x, weight)
         ctx.store, ctx.transposed = store, transposed
         # A forward during a backward is a recomputation. The chunk's backward does not run its
@@ -100,7 +102,14 @@ class _DeferredLinear(torch.autograd.Function):
         ctx.again = store.takes()
         # The parameter object takes the gradient later; a saved tensor would be another object.
         ctx.parameter = weight
-        return F.linear(x, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
+        """Inside ``torch.vmap`` a layer is an ordinary one."""
+        del info
+        *tensors, _, transposed = inputs
+        plain = partial(_linear, transposed=transposed)
+        return torch.vmap(plain, in_dims=in_dims[:3])(*tensors), 0
 
     @staticmethod
     def backward(
@@ -121,6 +130,10 @@ class _DeferredLinear(torch.autograd.Function):
         grad_x = grad @ back.to(grad.dtype) if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return F.linear(x, weight.t() if transposed else weight, bias)
 
 
 @torch.no_grad()
@@ -209,6 +222,7 @@ def defer_weight_grads(
                 setattr(module, "store", store)  # noqa: B010
                 if isinstance(module.weight, nn.Parameter):
                     weights.append(module.weight)
+                    store.uses.by_layers.add(id(module.weight))
             elif warn and isinstance(module, nn.Linear) and not _computes_weight(own):
                 _warn_once(own)
     return weights
@@ -219,16 +233,16 @@ def _has_hooked_weight(module: nn.Module) -> bool:
     return (
         isinstance(weight, nn.Parameter)
         and weight.requires_grad
-        and has_hooks(weight.register_hook)
+        and len(hooks_of(weight.register_hook)) > 0
     )
 
 
-def has_hooks(register: Callable[[Callable[..., None]], Any]) -> bool:
-    """Whether there are hooks of the kind that this method of a tensor registers."""
+def hooks_of(register: Callable[[Callable[..., None]], Any]) -> Sized:
+    """The hooks of the kind that this method of a tensor registers, also those of later."""
     handle = register(lambda _: None)
-    count = len(handle.hooks_dict_ref())
+    hooks: Sized = handle.hooks_dict_ref()
     handle.remove()
-    return count > 1
+    return hooks
 
 
 @cache

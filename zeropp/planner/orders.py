@@ -7,14 +7,16 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 
 from zeropp.cluster import Cluster
 from zeropp.cost import PlanPrice
 from zeropp.plan import Plan, SizedPlan
-from zeropp.schedule.build import StepSizes, step_programs
+from zeropp.schedule.build import StepSizes, step_drafts
+from zeropp.schedule.program import Schedule
 from zeropp.sim.simulator import SimResult, simulate
 
 _step_s = attrgetter("step_s")
@@ -31,11 +33,18 @@ def fastest(plans: Iterable[Plan], cluster: Cluster, price: PlanPrice) -> SimRes
     return next(fitting, results[0])
 
 
-def orders(
-    plan: SizedPlan, activation_cap: int, price: PlanPrice | None = None
-) -> tuple[Plan, ...]:
-    """A ZeroPP plan with each of the programs to choose from: that for equal durations and, if a
-    ``price`` is given, those planned with its durations. All keep ``activation_cap``, the largest
+@dataclass(frozen=True)
+class Draft:
+    """An order of a plan, of which the compute actions are known; ``complete`` adds gathers,
+    reductions and transfers, which takes longer."""
+
+    compute: Schedule
+    complete: Callable[[], Plan]
+
+
+def drafts(plan: SizedPlan, activation_cap: int, price: PlanPrice | None = None) -> Iterator[Draft]:
+    """The orders of a ZeroPP plan to choose from, made one by one: that for equal durations and, if
+    a ``price`` is given, those planned with its durations. All keep ``activation_cap``, the largest
     number of chunk-activations that a rank may hold."""
     sizes = StepSizes(
         num_ranks=plan.layout.pp,
@@ -53,4 +62,9 @@ def orders(
     # Orders do not depend on gathers and reductions; without these, more plans share cached orders.
     none = {"unshard": 0.0, "reduce_grad": 0.0, "copy_out": 0.0, "copy_in": 0.0}
     costs = tuple(replace(cost, **none) for cost in price.stages) if price else None
-    return tuple(map(plan.ordered, step_programs(sizes, costs)))
+    for compute, complete in step_drafts(sizes, costs):
+        yield Draft(compute, partial(_completed, plan, complete))
+
+
+def _completed(plan: SizedPlan, complete: Callable[[], Schedule]) -> Plan:
+    return plan.ordered(complete())

@@ -7,9 +7,9 @@ that they agree on the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from zeropp.literals import ReduceEvery, StageStyle
 from zeropp.schedule import event_loop, generators, zero_bubble
@@ -22,7 +22,14 @@ from zeropp.schedule.program import (
     loop_placement,
     v_placement,
 )
-from zeropp.schedule.zeropp_order import OrderSizes, candidates, default_cap, default_unit
+from zeropp.schedule.zeropp_order import (
+    OrderSizes,
+    candidates,
+    default_cap,
+    default_unit,
+    equal_order,
+    planned_order,
+)
 
 GENERATORS = (
     "gpipe",
@@ -56,26 +63,33 @@ def step_programs(
     sizes: StepSizes, costs: tuple[StageCost, ...] | None = None
 ) -> tuple[Schedule, ...]:
     """The complete programs to choose from: the order for equal durations and, with ``costs`` (one
-    per stage), one that is planned with these, if it differs.
+    per stage), one that is planned with these, if it differs. Raises ValueError if the activation
+    cap is too small."""
+    return tuple(complete() for _, complete in step_drafts(sizes, costs))
 
-    They are cached, because many plans that differ in other degrees share them. Raises ValueError
+
+def step_drafts(
+    sizes: StepSizes, costs: tuple[StageCost, ...] | None = None
+) -> Iterator[tuple[Schedule, Callable[[], Schedule]]]:
+    """The same orders one by one: each as compute actions alone, with a function that completes it.
+
+    Orders are cached, because many plans that differ in other degrees share them. Raises ValueError
     if the activation cap is too small.
     """
-    equal = _equal_step(sizes)
-    planned = _planned_step(sizes, costs) if costs else None
-    return (equal, planned) if planned else (equal,)
+    yield equal_order(sizes.order), partial(_equal_step, sizes)
+    if costs:
+        for planned in candidates(sizes.order, costs)[1:]:
+            yield planned, partial(_planned_step, sizes, costs)
 
 
 @lru_cache(maxsize=96)
 def _equal_step(sizes: StepSizes) -> Schedule:
-    return _lowered(candidates(sizes.order, None)[0], sizes)
+    return _lowered(equal_order(sizes.order), sizes)
 
 
 @lru_cache(maxsize=32)
-def _planned_step(sizes: StepSizes, costs: tuple[StageCost, ...]) -> Schedule | None:
-    """The programs planned with ``costs``; None if they are those for equal durations."""
-    planned = candidates(sizes.order, costs)[1:]
-    return _lowered(planned[0], sizes) if planned else None
+def _planned_step(sizes: StepSizes, costs: tuple[StageCost, ...]) -> Schedule:
+    return _lowered(planned_order(sizes.order, costs), sizes)
 
 
 def _lowered(order: Schedule, sizes: StepSizes) -> Schedule:

@@ -18,7 +18,7 @@ from functools import cached_property
 
 from zeropp.cluster import Cluster
 from zeropp.cost import price_plan
-from zeropp.cost.plan_price import PlanPrice
+from zeropp.cost.plan_price import PlanPrice, StageExtras
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.schedule.action import COMPLETES, COMPUTE, Op
 from zeropp.schedule.event_loop import run, run_within
@@ -174,16 +174,20 @@ def _stretched(plan: Plan, price: PlanPrice) -> list[StageCost]:
         factor = 1.0 + price.overlap_slowdown * min(1.0, beside / compute)
         factor *= price.stragglers
         for s in stages:
-            # Exposed tensor-parallel collectives are part of compute, but slow nodes do not slow
-            # them.
-            forward, backward = price.extras[s].tensor_forward, price.extras[s].tensor_backward
-            costs[s] = replace(
-                costs[s],
-                forward=(costs[s].forward - forward) * factor + forward,
-                backward_input=(costs[s].backward_input - backward) * factor + backward,
-                backward_weight=costs[s].backward_weight * factor,
-            )
+            costs[s] = slowed_cost(costs[s], price.extras[s], factor)
     return costs
+
+
+def slowed_cost(cost: StageCost, extras: StageExtras, factor: float) -> StageCost:
+    """A stage's cost with compute that takes ``factor`` times as long. Exposed tensor-parallel
+    collectives are part of compute, but slow nodes do not slow them."""
+    forward, backward = extras.tensor_forward, extras.tensor_backward
+    return replace(
+        cost,
+        forward=(cost.forward - forward) * factor + forward,
+        backward_input=(cost.backward_input - backward) * factor + backward,
+        backward_weight=cost.backward_weight * factor,
+    )
 
 
 def _crossings_beside_s(plan: Plan, price: PlanPrice, rank: int) -> float:

@@ -2,6 +2,7 @@
 
 In: a Task and a ``Contender``. Out: an ``Outcome`` with the best plan and its simulated step. Read
 ``contender`` (what a contender provides), ``space`` (which settings are tried), ``search``,
-``outcome`` (its result), ``bound`` (why a plan need not be simulated), ``describe`` (a plan in one
-line).
+``evaluation`` (the orders of one plan), ``outcome`` (a search's result), ``bound`` and
+``least_memory`` (why a plan need not be simulated; ``ways`` and ``held`` are parts of ``bound``),
+``describe`` (a plan in one line).
 """

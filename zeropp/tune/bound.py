@@ -1,6 +1,6 @@
-"""Lower bounds of a plan's step time and memory, with which the tuner avoids simulations.
+"""Lower bounds of a plan's step time, with which the tuner avoids simulations.
 
-Both are bounds for every order of actions that the contenders' planners make; tests compare them
+They are bounds for every order of actions that the contenders' planners make; tests compare them
 with the simulator for all contenders, over drawn tasks. They need only a plan whose order is not
 chosen yet, and its price.
 """
@@ -11,14 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zeropp.cluster import Cluster
-from zeropp.cost import PlanPrice, StepTimes
+from zeropp.cost import StepTimes
 from zeropp.cost.stage_costs import passes_s, work_of
 from zeropp.cost.tensor_parallel import tensor_times
 from zeropp.plan import SizedPlan
-from zeropp.schedule.program import ScheduleSizes
+from zeropp.schedule.event_loop import run
+from zeropp.schedule.program import Schedule, ScheduleSizes
+from zeropp.sim.simulator import slowed_cost
+from zeropp.tune.held import held_s
+from zeropp.tune.ways import Ways, first_gather_s, splits
 
 _ROUNDING = 1e-9  # the share by which sums of the same durations may differ
-_SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv", "dualpipev"})
 
 
 def least_compute_s(plan: SizedPlan, cluster: Cluster) -> float:
@@ -26,7 +29,7 @@ def least_compute_s(plan: SizedPlan, cluster: Cluster) -> float:
     work = work_of(plan, cluster)
     passes = passes_s(plan, work, tensor_times(plan, cluster, work))
     overlap = work.program.post_validation
-    least = _least_compute_s(passes, plan.schedule, _splits(plan), steps_overlap=overlap)
+    least = _least_compute_s(passes, plan.schedule, splits(plan), steps_overlap=overlap)
     return least * (1.0 - _ROUNDING)
 
 
@@ -54,11 +57,6 @@ def _least_compute_s(
     return worst
 
 
-def _splits(plan: SizedPlan) -> bool:
-    """Whether input gradients do not wait for weight gradients."""
-    return plan.schedule.name in _SPLIT and plan.split_backward
-
-
 def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
     """Seconds that no order can beat: the largest of several bounds of every rank.
 
@@ -69,7 +67,7 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
     still goes back to stage 0, whose rank then makes the weight gradient that belongs to it. Where
     activations are capped, a rank fills and drains slowly (``_capped_s``).
     """
-    ways = _Ways.of(plan, price)
+    ways = Ways.of(plan, price)
     ends = [_Ends.of(plan, price, rank) for rank in range(plan.schedule.num_ranks)]
     last = ends[plan.schedule.stage_rank[0]]
     worst = 0.0
@@ -79,16 +77,35 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
         beside = _link_s(plan, price, stages)
         work, slowed = _work_s(plan, price, stages, beside)
         copied = sum(price.stages[s].copy_in for s in stages) * _reductions(plan)
-        start = max(ways.to[first], _first_gather_s(plan, price, first))
+        start = max(ways.to[first], first_gather_s(plan, price, first))
         own = work + copied + (0.0 if price.steps_overlap else start)
         worst = max(worst, max(own + end.reduced_s, beside + end.crossed_s) + end.updated_s)
         if first:
-            weights = sum(price.stages[s].backward_weight for s in stages) * _splits(plan)
+            weights = sum(price.stages[s].backward_weight for s in stages) * splits(plan)
             at_0 = start + work - weights * plan.num_microbatches * slowed + ways.back[first]
             worst = max(worst, at_0 + ways.last_weight + last.reduced_s + last.updated_s)
         if plan.activation_cap:
             worst = max(worst, _capped_s(plan, price, ways, rank, slowed=slowed) + last.updated_s)
+            if not price.steps_overlap:
+                held = held_s(plan, ways, stages)
+                worst = max(worst, held + end.reduced_s + end.updated_s)
     return worst
+
+
+def least_of_order_s(compute: Schedule, plan: SizedPlan, price: StepTimes) -> float:
+    """Seconds that the plan's step takes at least if every rank has its compute actions in the
+    order of ``compute``, which has no other actions. All of them follow the gather of stage 0."""
+    if price.steps_overlap:
+        return 0.0
+    costs, ranks = list(price.stages), range(plan.schedule.num_ranks)
+    for stages in map(plan.schedule.stages_of, ranks):
+        _, slowed = _work_s(plan, price, stages, _link_s(plan, price, stages))
+        for s in stages:
+            costs[s] = slowed_cost(price.stages[s], price.extras[s], slowed)
+    ends = (_Ends.of(plan, price, rank) for rank in ranks)
+    after = min(end.reduced_s + end.updated_s for end in ends)
+    least = first_gather_s(plan, price, 0) + run(compute, costs).step_s + after
+    return least * (1.0 - _ROUNDING)
 
 
 @dataclass(frozen=True)
@@ -109,29 +126,7 @@ class _Ends:
         )
 
 
-@dataclass(frozen=True)
-class _Ways:
-    """Seconds of a microbatch that nothing holds up. Lists have one entry per stage."""
-
-    to: list[float]  # from the step's start to the stage
-    back: list[float]  # from the end of its input gradient at the stage to that at stage 0
-    turn: float  # from the step's start to the end of its last forward
-    last_weight: float  # the weight gradient that stage 0 makes after that
-
-    @classmethod
-    def of(cls, plan: SizedPlan, price: StepTimes) -> _Ways:
-        ranks, split, costs = plan.schedule.stage_rank, _splits(plan), price.stages
-        to, back = [_first_gather_s(plan, price, 0)], [0.0]
-        for cost, here, there in zip(costs, ranks, ranks[1:], strict=False):
-            hop = cost.transfer if here != there else 0.0
-            to.append(to[-1] + cost.forward + hop)
-            rest = 0.0 if split else cost.backward_weight
-            back.append(back[-1] + hop + cost.backward_input + rest)
-        last_weight = costs[0].backward_weight if split else 0.0
-        return cls(to, back, to[-1] + costs[-1].forward, last_weight)
-
-
-def _capped_s(plan: SizedPlan, price: StepTimes, ways: _Ways, rank: int, *, slowed: float) -> float:
+def _capped_s(plan: SizedPlan, price: StepTimes, ways: Ways, rank: int, *, slowed: float) -> float:
     """Seconds until rank 0 has its last weight gradient, by the activations that ``rank`` may hold.
 
     Before its first backward a rank makes forwards alone, and after its last forward only backwards
@@ -143,9 +138,8 @@ def _capped_s(plan: SizedPlan, price: StepTimes, ways: _Ways, rank: int, *, slow
     most = plan.activation_cap
     if most >= m * len(stages):
         return 0.0  # all forwards may come before the first backward
-    tail = costs[-1].backward_input + (0.0 if _splits(plan) else costs[-1].backward_weight)
-    last = stages[-1]
-    begin = costs[last].backward_input + (0.0 if _splits(plan) else costs[last].backward_weight)
+    tail, last = ways.backward[-1], stages[-1]
+    begin = ways.backward[last]
     first_backward = ways.turn + tail + ways.back[-1] - ways.back[last] - begin
     after_forward = ways.turn - ways.to[last] - costs[last].forward + tail + ways.back[-1]
     forwards = max(costs[s].forward for s in stages)
@@ -154,11 +148,6 @@ def _capped_s(plan: SizedPlan, price: StepTimes, ways: _Ways, rank: int, *, slow
     tensor = m * sum(price.extras[s].tensor for s in stages)
     between = max(0.0, work * slowed - tensor * (slowed - 1.0))
     return first_backward + between + after_forward + ways.last_weight
-
-
-def _first_gather_s(plan: SizedPlan, price: StepTimes, stage: int) -> float:
-    """The least seconds until a stage can be used for the first time."""
-    return price.stages[stage].unshard if plan.layout.shard > 1 else 0.0
 
 
 def _work_s(
@@ -195,67 +184,3 @@ def _gathers(plan: SizedPlan, stages: tuple[int, ...]) -> Iterator[tuple[int, in
     if plan.layout.shard > 1:
         units = 1 if plan.keep else plan.num_units
         yield from ((s, units if 0 < n < len(stages) - 1 else 1) for n, s in enumerate(stages))
-
-
-def least_bytes(plan: SizedPlan, price: PlanPrice) -> int:
-    """The least peak of the fullest rank in bytes: in the forward that fills its memory, or when
-    the optimizer has all gradients."""
-    schedule = plan.schedule
-    worst = 0
-    for rank in range(schedule.num_ranks):
-        memory = [price.memory[s] for s in schedule.stages_of(rank)]
-        resident = sum(m.parameters + m.optimizer for m in memory)
-        gradients = sum(m.gradients for m in memory)
-        kept = _least_activations(plan, rank, [m.activations for m in memory])
-        unreduced = [m.unsharded_gradients for m in memory]
-        if _unreduced_beside(plan):
-            later = plan.schedule.unit * sum(m.activations for m in memory[:-1])
-            kept = max(kept, later + memory[-1].activations + sum(unreduced))
-        filled = kept + min(m.unsharded + m.forward - m.activations for m in memory)
-        filled = max(filled, _least_gradients(plan, unreduced))
-        if price.resident_gradients:
-            filled += gradients
-        worst = max(worst, resident + max(filled, gradients))
-    return worst
-
-
-def _least_gradients(plan: SizedPlan, sizes: list[int]) -> int:
-    """The bytes of unsharded gradients that are held together at least once; ``sizes`` are per
-    chunk. Weight gradients come unit by unit. So gradients that are reduced once per step exist in
-    all chunks before the first reduction; otherwise those of one chunk come while the copy of the
-    chunk before is reduced. A rank with one chunk has freed the copy by then, as it has only one
-    buffer."""
-    if plan.reduce_every == "step" and plan.num_units > 1:
-        return sum(sizes)
-    return max(sizes) + (min(sizes) if len(sizes) > 1 else 0)
-
-
-def _unreduced_beside(plan: SizedPlan) -> bool:
-    """Whether the gradients of all chunks exist, unreduced, when a whole unit but the first has its
-    first microbatch in the last chunk of a rank, and all others in the chunks before.
-
-    This is so on a loop where gradients are reduced once per step, if the cap leaves room for less
-    than a unit beside these activations: then the units before have made weight gradients of all
-    chunks."""
-    schedule, unit = plan.schedule, plan.schedule.unit
-    if schedule.name != "zeropp" or plan.stage_style != "loop" or plan.reduce_every != "step":
-        return False
-    needed = unit * (plan.layout.chunks - 1) + 1
-    return 0 < plan.activation_cap < needed + unit and plan.num_microbatches >= 2 * unit
-
-
-def _least_activations(plan: SizedPlan, rank: int, sizes: list[int]) -> int:
-    """The bytes of chunk-activations that are held together at least once; ``sizes`` are per
-    chunk."""
-    name, m, pp = plan.schedule.name, plan.num_microbatches, plan.layout.pp
-    chunks = len(sizes)
-    way_round = 2 * (pp - rank) - 1  # forwards before the first input gradient can arrive
-    if name in ("1f1b", "zb_h1"):
-        return min(m, pp - rank) * sizes[0]
-    if name == "interleaved_1f1b":
-        return min(m * chunks, way_round - 1 + (chunks - 1) * pp + 1) * min(sizes)
-    if name == "zeropp" and plan.stage_style == "loop":
-        unit, cap = plan.schedule.unit, plan.activation_cap
-        last = min(unit, way_round, cap - (chunks - 1) * unit if cap else 1)
-        return unit * sum(sizes[:-1]) + last * sizes[-1]
-    return sum(sizes) if name == "accumulation" else min(sizes)

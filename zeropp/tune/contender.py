@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, cast
 from zeropp.cost import PlanPrice, price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, K, Knobs, Plan, SizedPlan, Task
-from zeropp.planner.orders import fastest
+from zeropp.planner.orders import Draft, fastest
 from zeropp.schedule import validate
 from zeropp.sim.simulator import SimResult
 from zeropp.training import OptimizerConfig, Trainer
@@ -61,7 +61,8 @@ class Contender(Generic[K]):
     model needs no more. It fills in knobs that are ``auto`` by simple rules, and raises
     InfeasibleError with one line. ``order`` yields that plan with programs, once per order among
     which the simulator chooses: the first is made without durations, and others are made only when
-    they are asked for.
+    they are asked for. ``drafts`` yields the same orders before they are complete, so that the
+    tuner need not complete the slow ones; a contender whose orders are made quickly has none.
     ``check`` raises ScheduleError for a schedule that cannot run. ``left_open`` says whether the
     tuner has something to choose.
     """
@@ -73,6 +74,7 @@ class Contender(Generic[K]):
     size: Callable[[Task, K, int], SizedPlan]  # task, knobs, microbatch size
     order: Callable[[SizedPlan, K, PlanPrice], Iterator[Plan]]
     space: Space[K]
+    drafts: Callable[[SizedPlan, K, PlanPrice], Iterator[Draft]] | None = None
     check: Callable[[Plan], None] = check_schedule
     left_open: Callable[[K], bool] = any_auto
     trainer: str = ""  # empty: it can be priced, but not run

@@ -13,32 +13,33 @@ time may end the search early. The runner-up is the best of those that were simu
 degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
-bytes is too large, or if it was too large with a smaller activation cap; otherwise it is dropped
-if the first order of its planner does not fit the first and the last rank. Where that one fits
-there, it is dropped if no order fits all ranks.
+bytes is too large, or if no order of its planner fitted the first and the last rank with a smaller
+activation cap; otherwise it is dropped if no order fits all ranks. Where a planner makes drafts of
+its orders, one whose compute actions alone take too long is not completed.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from itertools import chain
+from functools import partial
 from operator import attrgetter
 from time import process_time
 from typing import Any, Generic, cast
 
-from zeropp.cost import PlanPrice, StepTimes, add_memory, price_plan, time_plan
+from zeropp.cluster import Cluster
+from zeropp.cost import PlanPrice, StepBytes, StepTimes, plan_bytes, price_plan, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto
-from zeropp.plan import Candidate, K, Plan, SizedPlan, Task
-from zeropp.sim.memory_curve import fits
-from zeropp.sim.simulator import SimResult, simulate_within
-from zeropp.tune.bound import least_bytes, least_compute_s, least_step_s
+from zeropp.plan import Candidate, K, SizedPlan, Task
+from zeropp.tune.bound import least_compute_s, least_of_order_s, least_step_s
 from zeropp.tune.contender import Contender
+from zeropp.tune.evaluation import Order, try_orders
+from zeropp.tune.least_memory import least_bytes, least_bytes_of_order
 from zeropp.tune.outcome import OOM, SLOWER, Evaluated, Outcome, Progress
-from zeropp.tune.space import points
+from zeropp.tune.space import one_member, points
 
 
 def _adds_later(plan: SizedPlan) -> tuple[bool, bool]:
@@ -46,6 +47,12 @@ def _adds_later(plan: SizedPlan) -> tuple[bool, bool]:
     replicas. It is the one thing besides the family on which the price of a member depends."""
     several = plan.num_units > 1
     return several and plan.reduce_every == "unit", several and plan.replicate_every == "unit"
+
+
+def _whole_price(plan: SizedPlan, times: StepTimes, cluster: Cluster) -> PlanPrice:
+    """The price of a plan, of which ``times`` are the durations. The search asks for bytes only
+    where the durations are short enough, or the other way round."""
+    return PlanPrice(**vars(times), **vars(plan_bytes(plan, cluster)))
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -202,18 +209,21 @@ class _Search(Generic[K]):
         family = entry.plan or self._sized(entry.candidate)
         if family is None:
             return
+        alone = self._contender.space.members is one_member
         if entry.times is None:
+            if alone and not self._may_fit(family, plan_bytes(family, cluster)):
+                return
             times = time_plan(family, cluster)
             bound_s = least_step_s(family, times)
             yield replace(entry, bound_s=bound_s, number=number + 1, plan=family, times=times)
             return
-        prices = {_adds_later(family): add_memory(entry.times, family, cluster)}
+        prices = {_adds_later(family): _whole_price(family, entry.times, cluster)}
         for candidate, plan in self._members(entry.candidate, family):
             later = _adds_later(plan)
             if later not in prices:
                 prices[later] = price_plan(plan, cluster)
             price = prices[later]
-            if plan is family or self._may_fit(plan, price):
+            if alone or self._may_fit(plan, price):
                 number += 1
                 bound = entry.bound_s if plan is family else least_step_s(plan, price)
                 yield _Entry(bound, number, candidate, plan=plan, times=price, price=price)
@@ -230,8 +240,8 @@ class _Search(Generic[K]):
             if sized is not None:
                 yield member, sized
 
-    def _may_fit(self, plan: SizedPlan, price: PlanPrice) -> bool:
-        if least_bytes(plan, price) <= self._limit:
+    def _may_fit(self, plan: SizedPlan, held: StepBytes) -> bool:
+        if least_bytes(plan, held) <= self._limit:
             return True
         self._outcome.fallen[OOM] += 1
         return False
@@ -246,35 +256,35 @@ class _Search(Generic[K]):
         if uncapped in outcome.too_large:  # members come with the smallest cap first
             outcome.fallen[OOM] += 1
             return
-        orders = self._contender.order(plan, entry.candidate.knobs, price)
         try:
-            first = next(orders)
+            tried = try_orders(
+                self._orders(entry, plan, price), price, limit_bytes=self._limit, slowest_s=slowest
+            )
         except InfeasibleError as error:
             outcome.fallen[error.kind] += 1
             return
-        ranks = range(plan.schedule.num_ranks)
-        if not self._fits(first, price, {0, ranks[-1]}):  # these are the fullest as a rule
+        outcome.simulated += tried.simulated
+        if tried.best:
+            outcome.offer(Evaluated(entry.candidate, tried.best))
+        elif tried.some_large:
             outcome.fallen[OOM] += 1
-            outcome.too_large.add(uncapped)
-            return
-        outcome.simulated += 1
-        best: SimResult | None = None
-        some_large = False
-        for ordered in chain([first], orders):
-            result = simulate_within(ordered, price, best.step_s if best else slowest)
-            if result is None or result.step_s >= (best.step_s if best else slowest):
-                continue
-            if self._fits(ordered, price, ranks):
-                best = result
-            else:
-                some_large = True
-        if best:
-            outcome.offer(Evaluated(entry.candidate, best))
-        elif some_large:
-            outcome.fallen[OOM] += 1
+            if tried.all_large:
+                outcome.too_large.add(uncapped)
 
-    def _fits(self, plan: Plan, price: PlanPrice, ranks: Iterable[int]) -> bool:
-        return all(fits(plan, price, rank, self._limit) for rank in ranks)
+    def _orders(self, entry: _Entry[K], plan: SizedPlan, price: PlanPrice) -> Iterator[Order]:
+        """The orders of a member, made one by one."""
+        contender, knobs = self._contender, entry.candidate.knobs
+        if contender.drafts is None:
+            for ordered in contender.order(plan, knobs, price):
+                complete = partial(plan.ordered, ordered.schedule)
+                yield Order(least_bytes=0, least_s=float, complete=complete)
+            return
+        for draft in contender.drafts(plan, knobs, price):
+            yield Order(
+                least_bytes=least_bytes_of_order(draft.compute, plan, price),
+                least_s=partial(least_of_order_s, draft.compute, plan, price),
+                complete=draft.complete,
+            )
 
 
 # Knobs that say how data-parallel ranks are used; the compute of a pipeline rank does not depend on
