@@ -18,7 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -86,15 +86,13 @@ class _DeferredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradStore, transposed: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        store: WeightGradStore,
+        transposed: bool,
     ) -> Tensor:
-        del store
-        return _linear(x, weight, bias, transposed)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        del output
-        x, weight, _, store, transposed = inputs
         ctx.save_for_backward(x, weight)
         ctx.store, ctx.transposed = store, transposed
         # A forward during a backward is a recomputation. The chunk's backward does not run its
@@ -102,14 +100,7 @@ class _DeferredLinear(torch.autograd.Function):
         ctx.again = store.takes()
         # The parameter object takes the gradient later; a saved tensor would be another object.
         ctx.parameter = weight
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        """Inside ``torch.vmap`` a layer is an ordinary one."""
-        del info
-        *tensors, _, transposed = inputs
-        plain = partial(_linear, transposed=transposed)
-        return torch.vmap(plain, in_dims=in_dims[:3])(*tensors), 0
+        return _linear(x, weight, bias, transposed)
 
     @staticmethod
     def backward(
@@ -196,7 +187,14 @@ def _on_rows(
     rows = x.reshape(-1, x.shape[-1])
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         rows = rows.to(torch.get_autocast_dtype(x.device.type))  # as F.linear reads it
-    output = _DeferredLinear.apply(rows, weight, bias, store, transposed)  # type: ignore[no-untyped-call]
+    try:
+        output = _DeferredLinear.apply(rows, weight, bias, store, transposed)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "functorch" not in str(error):
+            raise
+        # torch refuses such a function inside torch.func's transforms. The kind that it accepts
+        # there (with ``setup_context``) inspects its signature at every call, which takes long.
+        output = _linear(rows, weight, bias, transposed)
     return output.view(*x.shape[:-1], output.shape[-1])  # type: ignore[no-any-return]
 
 
