@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import re
 from collections.abc import Callable
 from functools import cache
@@ -106,12 +107,36 @@ def _traced(column: str) -> str:
     return "\n".join(lines)
 
 
+def _side_by_side(record: str) -> str:
+    """Pipelines on CPU cores, from the record of their study."""
+    lines = [
+        "| model, ranks | | step, s | torch PP over it | CPU s | of main threads | gathers | "
+        "reductions |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for cell in json.loads((_REFERENCE / record).read_text())["cells"]:
+        for row in cell["rows"]:
+            step, ratio = row["step_s"], row["torch_pp_over_it"]
+            numbers = (
+                f"{step['median']:.2f} [{step['q1']:.2f}, {step['q3']:.2f}]",
+                f"{ratio['median']:.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]",
+                f"{row['cpu_s_of_all_ranks']:.2f}",
+                f"{row['cpu_s_of_main_threads']:.2f}",
+                f"{row['gathers_per_step']:.0f}",
+                f"{row['reductions_per_step']:.0f}",
+            )
+            name = f"{cell['model']}, {cell['ranks']}"
+            lines.append(f"| {name} | {row['way']} | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
     "verdict": _verdict,
     "errors": _errors,
     "fits": _fits,
     "traced": _traced,
+    "pipelines": _side_by_side,
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Unpack
 
 import torch
@@ -26,6 +27,7 @@ from zeropp.engine.checks import (
     check_layers,
     check_loss,
     check_parameters,
+    check_sizes,
     described,
 )
 from zeropp.engine.engine import Engine
@@ -60,6 +62,7 @@ def parallelize(
     """
     if not dist.is_initialized():
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
+    _use(arguments.get("device"))
     request = _checked(arguments, layers, sample, global_batch)
     device = together(lambda: _device(request.device, request.mesh))
     request, stages = together(
@@ -87,6 +90,7 @@ def _checked(
     """The arguments as a request; raises the same error on every rank where one is wrong or ranks
     differ."""
     request = together(lambda: request_of(arguments))
+    together(lambda: check_sizes(sample, global_batch))
     agreed(
         lambda: check_layers(layers, request.weights, request.tied),
         lambda: (request.described(), global_batch, tuple(sample.shape), sample.dtype, len(layers)),
@@ -119,6 +123,14 @@ def _cut(
         )
         request = choose(request, job)
     return request, cut_as(request, sizes, global_batch, len(sample))
+
+
+def _use(asked: torch.device | str | None) -> None:
+    """Make a CUDA device that was asked for by its number the current one of this process, because
+    the collectives that compare the arguments may need it. Others are refused by ``_device``."""
+    with suppress(Exception):
+        if asked is not None and torch.device(asked).index is not None:
+            torch.cuda.set_device(asked)
 
 
 def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:

@@ -19,6 +19,7 @@ from zeropp.engine.options import EngineOptions, MakeOptimizer, one_group
 from zeropp.engine.sharding import GroupOf
 from zeropp.keywords import Keywords, check, knobs_of
 from zeropp.layer_costs import Conditions
+from zeropp.layout import InfeasibleError
 from zeropp.literals import LossReduction, Precision, Recompute, if_auto
 from zeropp.named_cluster import named_cluster
 from zeropp.training import OptimizerConfig
@@ -130,6 +131,28 @@ class Request:
         )
 
 
+_WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "optimizer": (
+        lambda value: (
+            isinstance(value, OptimizerConfig) or (callable(value) and not isinstance(value, type))
+        ),
+        "a zeropp.OptimizerConfig, or a function from the groups to an optimizer (lambda groups: "
+        "torch.optim.AdamW(groups['all'], lr=1e-3))",
+    ),
+    "group_of": (callable, "a function of a parameter's (layer, name) and the parameter"),
+    "lr_schedule": (callable, "a function from the number of steps done to a factor"),
+    "dropout_seed": (lambda value: isinstance(value, int), "a whole number"),
+    "timeout": (lambda value: isinstance(value, timedelta), "a datetime.timedelta"),
+}
+
+
+def _check_kinds(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of another kind than is needed; raises InfeasibleError."""
+    for name, (fits, wanted) in _WANTED.items():
+        if name in given and not fits(given[name]):
+            raise InfeasibleError(f"{name}={given[name]!r}: must be {wanted}")
+
+
 def request_of(arguments: Mapping[str, Any]) -> Request:
     """The request of these arguments, which are checked.
 
@@ -143,6 +166,7 @@ def request_of(arguments: Mapping[str, Any]) -> Request:
     for name, kind in (("precision", Precision), ("loss_reduction", LossReduction)):
         if name in given:
             check(name, given[name], kind)
+    _check_kinds(given)
     if "mesh" in given:
         knobs = replace(knobs, **degrees_of(given["mesh"], keywords))
     if isinstance(given.get("cluster"), str):

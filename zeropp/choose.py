@@ -3,11 +3,11 @@
 Settings are tried in the order of a lower bound on their step time (all compute, spread evenly over
 the pipeline ranks, and the reduction over the replicas). The search ends when that bound is not
 below the best step time so far. The step time of a setting is that of its order in the event loop,
-gathers and reductions included, and the reduction over the replicas. Memory is the sum of fp32
-masters, gradient sums and what the given optimizer keeps (sharded, and with ZeRO-1 divided over the
-replicas), of gathered chunks, of one chunk's unreduced gradients, and of what layers keep of as
-many microbatches as the activation cap allows. Selective recomputation is counted like none, which
-gives an upper bound.
+gathers and reductions included, what these take from compute, and the reduction over the replicas.
+Memory is the sum of fp32 masters, gradient sums and what the given optimizer keeps (sharded, and
+with ZeRO-1 divided over the replicas), of gathered chunks, of one chunk's unreduced gradients, and
+of what layers keep of as many microbatches as the activation cap allows. Selective recomputation is
+counted like none, which gives an upper bound.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from zeropp.layer_costs import Conditions, output_bytes, stage_costs
 from zeropp.layout import InfeasibleError, Layout, divisors
 from zeropp.literals import Auto, Recompute, if_auto
 from zeropp.schedule import event_loop
+from zeropp.schedule.action import Op
+from zeropp.schedule.program import Schedule, StageCost
 
 _CHUNKS = (1, 2, 4)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
@@ -157,7 +159,21 @@ def _step_s(stages: Stages, given: Conditions) -> float:
     costs = stage_costs(
         stages.sizes, stages.cuts, stage_rank=schedule.stage_rank, layout=layout, given=given
     )
-    return event_loop.run(schedule, costs).step_s + _replicas_s(layout, stages.sizes, given)
+    found = event_loop.run(schedule, costs).step_s + _slowed_s(schedule, costs, given)
+    return found + _replicas_s(layout, stages.sizes, given)
+
+
+def _slowed_s(schedule: Schedule, costs: Sequence[StageCost], given: Conditions) -> float:
+    """By how much collectives make the compute beside them longer, on the rank with the most."""
+    most = 0.0
+    for rank, collectives in enumerate(schedule.collectives):
+        beside = sum(
+            costs[stage].unshard if op is Op.UNSHARD else costs[stage].reduce_grad
+            for stage, op, _ in collectives
+        )
+        mine = sum(costs[stage].compute for stage in schedule.stages_of(rank))
+        most = max(most, min(beside, schedule.num_microbatches * mine))
+    return given.cluster.device.overlap_slowdown * most
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,11 @@ class Device:
         """Whether ranks are processes on CPUs that use gloo; otherwise they use GPUs and NCCL."""
         return self.name == "cpu"
 
+    @property
+    def hides_collectives(self) -> bool:
+        """Whether collectives run beside compute; on CPUs they take the cores that compute."""
+        return not self.is_cpu
+
 
 @dataclass(frozen=True)
 class Link:

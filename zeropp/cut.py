@@ -101,7 +101,7 @@ def cut_as(
             f"{len(sizes)} layers"
         )
     microbatches = _microbatches(layout, global_batch, microbatch_size)
-    planned = _step_sizes(layout, request.knobs, microbatches, request.precision)
+    planned = _step_sizes(request, layout, microbatches)
     cuts = cut_by_weight(_weights(request, sizes), count)
     costs = None
     if (conditions := request.conditions()) is not None:
@@ -128,11 +128,12 @@ def _weights(request: Request, sizes: Sequence[LayerSizes]) -> list[float]:
     return [max(1, one.parameters) for one in sizes]
 
 
-def _step_sizes(
-    layout: Layout, knobs: ZeroppKnobs, microbatches: int, precision: Precision
-) -> StepSizes:
+def _step_sizes(request: Request, layout: Layout, microbatches: int) -> StepSizes:
+    knobs, cluster = request.knobs, request.cluster
     style: StageStyle = "loop" if knobs.stage_style == "auto" else knobs.stage_style
-    unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
+    hides = cluster is None or cluster.device.hides_collectives
+    unit = default_unit(style, layout.pp, microbatches, hides_collectives=hides)
+    unit = min(if_auto(knobs.unit, unit), microbatches)
     sizes = StepSizes(
         num_ranks=layout.pp,
         chunks=layout.chunks,
@@ -143,7 +144,7 @@ def _step_sizes(
         ),
         stage_style=style,
         split_backward=knobs.split_backward,
-        gather=layout.shard > 1 or precision == "bf16",
+        gather=layout.shard > 1 or request.precision == "bf16",
         prefetch=knobs.prefetch,
         keep=if_auto(knobs.keep, 0),
         reduce_every=if_auto(knobs.reduce_every, "unit"),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.engine.checks import check_batch, check_names, check_same_rows
+from zeropp.engine.checks import check_batch, check_names, check_same_rows, check_tensors
 from zeropp.engine.engine import Engine
 from zeropp.engine.evaluation import RowsError
 from zeropp.engine.interpreter import Microbatches
@@ -57,10 +57,11 @@ class ParallelModel:
         rows j*b .. (j+1)*b-1. A keyword input goes to the layers whose ``forward`` names it, and to
         the loss function where that names it. Gives the loss of the global batch and the gradient's
         norm before clipping, equal on every rank. Raises ValueError where the number of rows is
-        another, TypeError for other keyword inputs than ``sample_keywords`` had, and RuntimeError
-        under ``torch.no_grad``; the other ranks raise PeerError, which is a RuntimeError, and
-        nothing has run. After a step that raised while it ran, the next one raises RuntimeError: it
-        is not known how far each rank came, so the model must be built anew.
+        another or the batch is on another device, TypeError for what is no tensor and for other
+        keyword inputs than ``sample_keywords`` had, and RuntimeError under ``torch.no_grad``; the
+        other ranks raise PeerError, which is a RuntimeError, and nothing has run. After a step that
+        raised while it ran, the next one raises RuntimeError: it is not known how far each rank
+        came, so the model must be built anew.
         """
         parts = together(lambda: self._training_batch(inputs, targets, keyword_inputs))
         with self._noting_failure():
@@ -177,7 +178,7 @@ class ParallelModel:
         if not torch.is_grad_enabled():
             raise RuntimeError("train_step: gradients are disabled (leave torch.no_grad first)")
         check_names(keyword_inputs, self._keywords)
-        batch = {"inputs": inputs, "targets": targets, **keyword_inputs}
+        batch = self._checked(inputs, targets, keyword_inputs)
         check_batch(batch, self.rows.stop - self.rows.start)
         return self._microbatches(inputs, targets, keyword_inputs)
 
@@ -186,8 +187,16 @@ class ParallelModel:
     ) -> Microbatches:
         self._check_whole()
         check_names(keyword_inputs, self._keywords)
-        check_same_rows({"inputs": inputs, "targets": targets, **keyword_inputs})
+        check_same_rows(self._checked(inputs, targets, keyword_inputs))
         return self._microbatches(inputs, targets, keyword_inputs)
+
+    def _checked(
+        self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """All parts of a batch by name, which are tensors on the devices that they should be on."""
+        batch = {"inputs": inputs, "targets": targets, **keyword_inputs}
+        check_tensors(batch, {*self.engine.reads, *keyword_inputs}, self.engine.lanes.device)
+        return batch
 
     def _microbatches(
         self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]

@@ -155,6 +155,15 @@ def chosen_request(shape: ModelShape, world: int, **more: Any) -> Request:
 EVERYTHING = dict.fromkeys(("pp", "shard", "replicate", "chunks", "unit", "recompute"), "auto")
 
 
+def test_a_cpu_runs_a_step_in_one_unit() -> None:
+    degrees: dict[str, Any] = {"pp": 2, "shard": 2, "chunks": 2}
+    on_cpu: dict[str, Any] = {**degrees, "cluster": "cpu_gloo", "precision": "fp32"}
+    assert chosen(SMALL, 4, unit="auto", **on_cpu).unit == 8
+    tokens = torch.zeros(1, SMALL.seq, dtype=torch.long)
+    units = [cut_on(4, makers(SMALL), tokens, 16, **how).schedule.unit for how in (on_cpu, degrees)]
+    assert units == [8, 2]
+
+
 def test_auto_takes_what_fits() -> None:
     knobs = chosen(SMALL, 8, **EVERYTHING)
     assert knobs.pp * knobs.shard * knobs.replicate == 8  # type: ignore[operator]

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.gloo.engine_cases import Case, build_engine, local_microbatches
 from tests.gloo.world import World
-from zeropp.engine import flat, rank_lanes, reductions
+from zeropp.engine import flat, rank_lanes, reductions, sharding
 from zeropp.engine.engine import Engine
 from zeropp.engine.lanes import Ticket, Work, inline_lanes, make_lane
 from zeropp.schedule.action import Op
@@ -195,10 +195,10 @@ def counted_and_planned(case: Case) -> tuple[Counter[tuple[str, str]], Counter[t
     engine = build_engine(case, torch.float32)
     found: Counter[tuple[str, str]] = Counter()
     engine.step(*local_microbatches(case, 0))
-    flat.settle(engine.flats)
+    sharding.settle(engine.flats)
     with counting(engine, found):
         engine.step(*local_microbatches(case, 1))
-        flat.settle(engine.flats)
+        sharding.settle(engine.flats)
     expected = planned(case, engine)
     engine.close()
     return found, expected

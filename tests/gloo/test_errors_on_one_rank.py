@@ -95,7 +95,7 @@ def failed_building(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "own", "peers"),
     [
-        ("sample", "AttributeError", "PeerError: rank 1 raised AttributeError: "),
+        ("sample", "InfeasibleError: sample: must be", "InfeasibleError: sample: must be"),
         ("layer", "MemoryError: no room", "PeerError: rank 1 raised MemoryError: no room"),
         ("buffers", "OutOfMemoryError: tried", "PeerError: rank 1 raised OutOfMemoryError: tried"),
         ("optimizer", "ValueError: Invalid", "PeerError: rank 1 raised ValueError: Invalid"),
@@ -114,8 +114,10 @@ def failed_step(what: str) -> tuple[list[str], bool]:
     as one that was never called so."""
     inputs, targets = data()
     step, evaluate, more = inputs, inputs, {}
+    given: Any = targets
     if dist.get_rank() == RANK:
         step = inputs[:5] if what == "rows" else inputs
+        given = {"no tensor": None, "device": targets.to("meta")}.get(what, targets)
         evaluate = inputs[:5]
         more = {"mask": inputs} if what == "keyword" else {}
     said, losses = [], []
@@ -123,7 +125,7 @@ def failed_step(what: str) -> tuple[list[str], bool]:
         with built(seeded([linear] * 4), pp=2) as model:
             if wrong:
                 with torch.set_grad_enabled(what != "no_grad" or dist.get_rank() != RANK):
-                    said.append(error_of(partial(model.train_step, step, targets, **more)))
+                    said.append(error_of(partial(model.train_step, step, given, **more)))
                 said.append(error_of(partial(model.eval_step, evaluate, targets)))
             losses.append([model.train_step(inputs, targets).loss for _ in range(2)])
     return said, losses[0] == losses[1]
@@ -135,6 +137,8 @@ def failed_step(what: str) -> tuple[list[str], bool]:
         ("rows", "ValueError: inputs: 5 rows, but this rank trains on 12 rows per step"),
         ("keyword", "TypeError: keyword inputs are ['mask']"),
         ("no_grad", "RuntimeError: train_step: gradients are disabled"),
+        ("no tensor", "TypeError: targets: must be a tensor with this rank's rows in dimension 0"),
+        ("device", "ValueError: targets: is on meta, but this rank trains on cpu"),
     ],
 )
 def test_a_step_that_one_rank_calls_in_a_wrong_way(world: World, what: str, own: str) -> None:

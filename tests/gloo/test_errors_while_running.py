@@ -3,6 +3,7 @@ raises soon, and says what the first one said."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.gloo.world import World
 from zeropp.engine import flat
+from zeropp.engine.lanes import Lane, make_lane
 from zeropp.engine.together import Meeting
 from zeropp.layout import InfeasibleError
 from zeropp.parallel_model import ParallelModel
@@ -70,6 +72,8 @@ class Layer(nn.Module):
         self.calls += 1
         if self.where == "forward" and self.training and self.calls > 2:
             fails()
+        if self.where == "interrupt" and self.calls > 2 and dist.get_rank() == RANK:
+            raise KeyboardInterrupt
         if self.where == "evaluation" and not self.training:
             fails()
         y: Tensor = self.linear(x)
@@ -147,6 +151,26 @@ def test_an_error_in_the_middle_reaches_every_rank(world: World, degrees: dict[s
                 expected = "ValueError: broken here\nand more"
             assert first == expected, where
             assert again.startswith("RuntimeError: an earlier step raised"), where
+
+
+def interrupted(degrees: dict[str, Any]) -> tuple[str, bool]:
+    """What a step says in which one rank is interrupted, and whether it was interrupted here."""
+    batch = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
+    with built("interrupt", degrees) as model:
+        inputs, targets = batch[:, model.rows]
+        try:
+            return error_of(lambda: model.train_step(inputs, targets)), False
+        except KeyboardInterrupt:
+            return error_of(lambda: model.engine.step([inputs], [targets])), True
+
+
+@pytest.mark.parametrize("degrees", DEGREES[:3], ids=str)
+def test_an_interrupted_rank_does_not_hold_its_peers(world: World, degrees: dict[str, Any]) -> None:
+    for rank, (said, here) in enumerate(world.run(interrupted, degrees, size=3)):
+        assert here == (rank == RANK)
+        gone = "RuntimeError: an earlier error ended the connections of this model's ranks"
+        peers = "PeerError: the connections of another rank ended"
+        assert said.startswith(gone if here else peers), said
 
 
 def save_after_a_failure(place: Path) -> float:
@@ -250,20 +274,34 @@ def failed_constructions() -> dict[str, str]:
     device: Any = "cuda" if mine else None
     found["device"] = error_of(lambda: built("", {"pp": 3, "device": device}))
     found["no backend"] = error_of(lambda: built("", {"pp": 3, "device": "meta"}))
-    for name, where in (
-        ("values", "zeropp.api.described"),
-        ("lanes", "zeropp.engine.engine.make_lanes"),
+    threads = set(threading.enumerate())
+    for name, where, wrong in (
+        ("values", "zeropp.api.described", fails),
+        ("lanes", "zeropp.engine.rank_lanes.make_lane", second_lane_fails),
     ):
-        with mock.patch(where, fails) if mine else nullcontext():
+        with mock.patch(where, wrong) if mine else nullcontext():
             found[name] = error_of(lambda: built("", {"pp": 3}))
+    new = set(threading.enumerate()) - threads
+    found["threads left"] = " ".join(one.name for one in new if one.name.startswith("zeropp"))
     return found
+
+
+def second_lane_fails(device: torch.device, name: str) -> Lane:
+    """Make the first of a rank's lanes, and raise for the second one."""
+    if name == "zeropp reductions":
+        fails()
+    return make_lane(device, name)
 
 
 def test_constructions_that_fail_on_one_rank(world: World) -> None:
     for rank, found in enumerate(world.run(failed_constructions, size=3)):
         own = "" if rank == RANK else "PeerError: rank 1 raised "
-        assert found["device"].startswith(f"{own}AssertionError: Torch not compiled"), found
+        # torch without CUDA; torch with it, in a process that was forked
+        no_cuda = ("AssertionError: Torch not compiled", "RuntimeError: Cannot re-initialize CUDA")
+        assert found["device"].startswith(own)
+        assert found["device"].removeprefix(own).startswith(no_cuda), found
         refused = f"{InfeasibleError.__name__}: device='meta': the process group has no backend"
         assert found["no backend"].startswith(refused)
         for name in ("values", "lanes"):
             assert found[name].startswith(f"{own}ValueError: broken here"), name
+        assert found["threads left"] == ""

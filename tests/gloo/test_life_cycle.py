@@ -3,6 +3,7 @@ which nothing can be learnt."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -70,6 +71,39 @@ def made_after_sharding() -> str:
 def test_layers_without_values_are_refused(world: World) -> None:
     for said in world.run(made_after_sharding, size=SIZE):
         assert said.startswith("InfeasibleError: layers[0]: 'weight' has no values")
+
+
+def read_between_steps(degrees: dict[str, Any]) -> tuple[bool, list[float], list[float]]:
+    """Whether layers are NaN to whoever reads them between steps; and the losses of a model whose
+    layers were read and copied, and of one whose layers were left alone."""
+    losses: list[list[float]] = []
+    unread = []
+    for reads in (True, False):
+        layers = seeded([linear] * 4)
+        with built(layers, **degrees) as model:
+            losses.append([])
+            for number in range(3):
+                losses[-1].append(step(model, number))
+                if reads:
+                    copies = copy.deepcopy(layers)
+                    unread += [bool(p.isnan().all()) for one in copies for p in one.parameters()]
+                    unread += [bool(p.isnan().all()) for one in layers for p in one.parameters()]
+                    evaluated(model)
+    return len(unread) == 48 and all(unread), losses[0], losses[1]
+
+
+def evaluated(model: ParallelModel) -> float:
+    """The loss of a batch."""
+    inputs, targets = data(9)
+    return model.eval_step(inputs[model.rows], targets[model.rows])
+
+
+@pytest.mark.parametrize("degrees", [{"shard": 2}, {"shard": 2, "chunks": 2}], ids=str)
+def test_sharded_layers_can_be_read_between_steps(world: World, degrees: dict[str, Any]) -> None:
+    for unread, found, expected in world.run(read_between_steps, degrees, size=SIZE):
+        assert unread
+        assert found == expected
+        assert len(set(found)) == 3
 
 
 def in_turn() -> tuple[list[float], list[float]]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 import zeropp
+from tests.gloo.small_layers import error_of
 from tests.gloo.world import World
 from zeropp.parallel_model import ParallelModel
 
@@ -151,6 +152,40 @@ def test_freezing_after_construction_is_one_error_on_every_rank(world: World, fr
     assert len({tuple(lines) for lines in said}) == 1
     (line,) = said[0]
     assert line.startswith("train_step: requires_grad of layers[4] 'weight' was changed after")
+
+
+Hook = Callable[[Tensor], None]
+HOOKS: dict[str, Callable[[nn.Linear, Hook], object]] = {
+    "weight": lambda one, hook: one.weight.register_hook(hook),  # type: ignore[no-untyped-call]
+    "post": lambda one, hook: one.bias.register_post_accumulate_grad_hook(hook),  # type: ignore[no-untyped-call]
+    "bias": lambda one, hook: one.bias.register_hook(hook),  # type: ignore[no-untyped-call]
+}
+
+
+def hook_late() -> tuple[dict[str, str], int]:
+    """What a step says after each kind of hook was registered on a parameter, on every rank; and
+    how often the last one was called on this rank."""
+    found = {}
+    for name, register in HOOKS.items():
+        layers: list[Any] = layers_of(lambda: nn.Linear(WIDTH, WIDTH))
+        calls: list[Tensor] = []
+        with parallel(layers, pp=2) as model:
+            step(model, 0)
+            register(layers[4], calls.append)
+            found[name] = error_of(lambda m=model: step(m, 1))  # type: ignore[misc]
+    return found, len(calls)
+
+
+def test_hooks_after_construction_work_or_are_one_error(world: World) -> None:
+    results = world.run(hook_late, size=2)
+    assert sum(calls for _, calls in results) > 0
+    for found, _ in results:
+        assert set(found) == set(HOOKS)
+        assert not found["bias"]
+        for hook, parameter in (("weight", "weight"), ("post", "bias")):
+            words = f"RuntimeError: train_step: a hook of layers[4] '{parameter}' was registered"
+            assert found[hook].startswith(words), found
+            assert "\n" not in found[hook]
 
 
 def train_kinds() -> dict[str, tuple[float, bool, int]]:

@@ -197,6 +197,32 @@ def grouped(degrees: dict[str, Any], kind: Kind = torch.optim.AdamW) -> Parallel
     )
 
 
+def regrouped(place: Path) -> tuple[bool, list[float], set[float]]:
+    """A checkpoint of two optimizer groups, read by a model with one: whether the parameters are
+    the same, the learning rate that is then there, and the steps that the optimizer has counted."""
+    with grouped({"pp": 2}) as model:
+        train(model, 0, 2)
+        model.save(place)
+        before = model.full_state_dict()
+    with zeropp.parallelize(
+        made(), loss_function, sample=data(0)[0][:1], global_batch=ROWS, shard=2,
+        optimizer=lambda groups: torch.optim.AdamW(groups["all"], lr=0.5),
+    ) as model:  # fmt: skip
+        model.load(place)
+        after = model.full_state_dict()
+        counted = {float(kept["step"]) for kept in model.optimizer.state.values()}
+        rates = [group["lr"] for group in model.optimizer.param_groups]
+    same = [torch.equal(before[name], after[name]) for name in before]
+    return all(same) and set(after) == set(before), rates, counted
+
+
+def test_a_model_with_other_groups_keeps_its_own_settings(world: World, tmp_path: Path) -> None:
+    for same, rates, counted in world.run(regrouped, tmp_path / "checkpoint", size=2):
+        assert same
+        assert rates == [0.5]
+        assert counted == {2.0}
+
+
 def anneal(
     degrees: dict[str, Any], start: dict[str, Any] | None, place: Path, first: int, last: int
 ) -> tuple[list[list[float]], dict[str, Any], dict[str, Tensor]]:

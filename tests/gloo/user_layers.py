@@ -94,6 +94,14 @@ class Hooked(Pair):
         return self.b(self.a(x + self.a.bias).tanh())  # type: ignore[no-any-return]
 
 
+class Transformed(Pair):
+    """Calls layers inside torch.func's transforms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy: Any = lambda row: self.a(row).tanh().sum()  # noqa: E731
+        return torch.vmap(self.b)(x) + torch.vmap(torch.func.grad(energy))(x)  # type: ignore[no-any-return]
+
+
 class Checkpointed(Pair):
     """Recomputes itself, in torch's older way or in its newer one."""
 
@@ -248,6 +256,7 @@ LAYERS: dict[str, list[Make]] = {
     "inner gradient": between(*[lambda: InnerGradient(False)] * 3),
     "differentiable inner gradient": between(*[lambda: InnerGradient(True)] * 3),
     "hooks": between(*[Hooked] * 3),
+    "transforms": between(*[Transformed] * 3),
     "reentrant checkpoint": between(*[lambda: Checkpointed(True)] * 3),
     "checkpoint": between(*[lambda: Checkpointed(False)] * 3),
     "two types": between(*[TwoTypes] * 3),

@@ -76,6 +76,7 @@ def test_without_prices_simple_rules_apply() -> None:
     assert chosen == replace(spec, microbatch_size=1)  # a record holds a number
     plan = chosen.plan()
     assert (plan.layout.pp, plan.layout.chunks, plan.microbatch_size) == (2, 2, 1)
+    assert plan.schedule.unit == plan.num_microbatches > plan.layout.pp  # nothing hides gathers
 
 
 def test_where_nothing_fits_the_reason_says_so() -> None:

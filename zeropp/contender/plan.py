@@ -28,7 +28,8 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
     """A plan of PP x ZeRO-3 (x replicas), with all sizes but without an order of actions.
 
     Simple rules for what is ``auto``: one pipeline rank per node, two chunks per rank, units of as
-    many microbatches as there are pipeline ranks, and a cap of all chunk-activations of a unit.
+    many microbatches as there are pipeline ranks (on CPUs of all), and a cap of all
+    chunk-activations of a unit.
     Raises InfeasibleError, whose message is one line.
     """
     _refuse(task, knobs)
@@ -36,7 +37,9 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
     layout = _layout(task, knobs, split_blocks=split_blocks)
     microbatches = microbatches_per_step(task, layout, microbatch_size)
     style: StageStyle = "loop" if knobs.stage_style == "auto" else knobs.stage_style
-    unit = min(if_auto(knobs.unit, default_unit(style, layout.pp, microbatches)), microbatches)
+    hides = task.cluster.device.hides_collectives
+    unit = default_unit(style, layout.pp, microbatches, hides_collectives=hides)
+    unit = min(if_auto(knobs.unit, unit), microbatches)
     cap = if_auto(knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
     if knobs.activation_cap_gib != "auto":
         cap = 0  # not known before the price: ``order`` sets it

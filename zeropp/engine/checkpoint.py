@@ -121,7 +121,8 @@ def load(state: State, directory: Path | str) -> None:
     """Read into the tensors of a state; collective.
 
     A checkpoint of an older version has no ``begun``: if it was saved after a step, the optimizer's
-    state of every parameter counts. Raises CheckpointError where the checkpoint is not whole.
+    state of every parameter counts. Settings of optimizer groups that the checkpoint does not know
+    stay as they are. Raises CheckpointError where the checkpoint is not whole.
     """
     place = checked(directory)
     known = together(lambda: FileSystemReader(place).read_metadata().state_dict_metadata)
@@ -131,9 +132,12 @@ def load(state: State, directory: Path | str) -> None:
         if name.endswith(f".{BEGUN}") and f"model.{OPTIMIZER}.{name}" not in known
     }
     said = {name: value for name, value in state.optimizer.items() if name not in unsaid}
+    group = f"model.{OPTIMIZER}.{SETTINGS}.{{}}".format
+    settings = {name: own for name, own in state.settings.items() if group(name) in known}
     with torch.no_grad():
-        asked = {"model": replace(state, optimizer=said).named()}
+        asked = {"model": replace(state, optimizer=said, settings=settings).named()}
         state_dict_loader.load(asked, checkpoint_id=str(place))
+    state.settings.update(settings)
     for number in unsaid.values():
         number.fill_(int(state.steps_done) > 0)
 

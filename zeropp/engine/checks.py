@@ -6,7 +6,8 @@ rank tells the others what it found, and all raise the same error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from numbers import Integral
 
 import torch
 from torch import nn
@@ -61,6 +62,11 @@ def check_layers(
     A parameter in two layers would be trained twice, each time with a part of its gradient;
     ``tied`` names the only pair that may be shared.
     """
+    if not isinstance(layers, Sequence | nn.Sequential | nn.ModuleList):
+        raise InfeasibleError(
+            f"layers: must be a list of modules, or of functions that make them, but is "
+            f"{type(layers).__name__}"
+        )
     if not layers:
         raise InfeasibleError("layers=[]: there is nothing to train")
     if weights is not None and len(weights) != len(layers):
@@ -71,6 +77,17 @@ def check_layers(
         raise InfeasibleError(f"weights={list(weights)}: every weight must be more than 0")
     _check_tied(layers, tied)
     _check_not_shared(layers, tied)
+
+
+def check_sizes(sample: object, global_batch: object) -> None:
+    """Refuse a sample without rows and a batch that is no number of rows; raises
+    InfeasibleError."""
+    if not isinstance(sample, torch.Tensor) or not sample.dim() or not len(sample):
+        raise InfeasibleError(
+            "sample: must be a tensor of one microbatch, with at least one row in dimension 0"
+        )
+    if not isinstance(global_batch, Integral) or global_batch < 1:
+        raise InfeasibleError(f"global_batch={global_batch!r}: must be a whole number from 1 on")
 
 
 def _check_tied(layers: Sequence[Layer], tied: tuple[ParameterName, ParameterName] | None) -> None:
@@ -103,7 +120,7 @@ def _check_not_shared(
                 )
             if parameter.is_meta or not parameter.numel():
                 continue
-            if not parameter.untyped_storage().nbytes():
+            if parameter.untyped_storage().nbytes() < parameter.nbytes:
                 raise InfeasibleError(
                     f"layers[{index}]: {name!r} has no values: the layer belongs to another model "
                     "that parallelize has made (give each its own layers)"
@@ -183,6 +200,22 @@ def check_loss(loss_function: object) -> None:
                     f"loss_fn: has the parameter {name!r}, which nothing would train (put it into "
                     "the last layer, or freeze it)"
                 )
+
+
+def check_tensors(parts: Mapping[str, object], used: Collection[str], device: torch.device) -> None:
+    """Refuse parts of a batch that are not tensors with rows (TypeError), and those that this rank
+    uses and that are on another device (ValueError)."""
+    for name, part in parts.items():
+        if not isinstance(part, torch.Tensor) or not part.dim():
+            raise TypeError(
+                f"{name}: must be a tensor with this rank's rows in dimension 0, but is "
+                f"{type(part).__name__} (also on pipeline ranks whose layers do not read it)"
+            )
+        if name in used and part.device != device:
+            raise ValueError(
+                f"{name}: is on {part.device}, but this rank trains on {device} (move the batch "
+                f"there: .to({str(device)!r}))"
+            )
 
 
 def check_batch(parts: Mapping[str, torch.Tensor], rows: int) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -100,7 +100,7 @@ class _DeferredLinear(torch.autograd.Function):
         ctx.again = store.takes()
         # The parameter object takes the gradient later; a saved tensor would be another object.
         ctx.parameter = weight
-        return F.linear(x, weight.t() if transposed else weight, bias)
+        return _linear(x, weight, bias, transposed)
 
     @staticmethod
     def backward(
@@ -121,6 +121,10 @@ class _DeferredLinear(torch.autograd.Function):
         grad_x = grad @ back.to(grad.dtype) if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return F.linear(x, weight.t() if transposed else weight, bias)
 
 
 @torch.no_grad()
@@ -183,7 +187,14 @@ def _on_rows(
     rows = x.reshape(-1, x.shape[-1])
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         rows = rows.to(torch.get_autocast_dtype(x.device.type))  # as F.linear reads it
-    output = _DeferredLinear.apply(rows, weight, bias, store, transposed)  # type: ignore[no-untyped-call]
+    try:
+        output = _DeferredLinear.apply(rows, weight, bias, store, transposed)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "functorch" not in str(error):
+            raise
+        # torch refuses such a function inside torch.func's transforms. The kind that it accepts
+        # there (with ``setup_context``) inspects its signature at every call, which takes long.
+        output = _linear(rows, weight, bias, transposed)
     return output.view(*x.shape[:-1], output.shape[-1])  # type: ignore[no-any-return]
 
 
@@ -209,6 +220,7 @@ def defer_weight_grads(
                 setattr(module, "store", store)  # noqa: B010
                 if isinstance(module.weight, nn.Parameter):
                     weights.append(module.weight)
+                    store.uses.by_layers.add(id(module.weight))
             elif warn and isinstance(module, nn.Linear) and not _computes_weight(own):
                 _warn_once(own)
     return weights
@@ -219,16 +231,16 @@ def _has_hooked_weight(module: nn.Module) -> bool:
     return (
         isinstance(weight, nn.Parameter)
         and weight.requires_grad
-        and has_hooks(weight.register_hook)
+        and len(hooks_of(weight.register_hook)) > 0
     )
 
 
-def has_hooks(register: Callable[[Callable[..., None]], Any]) -> bool:
-    """Whether there are hooks of the kind that this method of a tensor registers."""
+def hooks_of(register: Callable[[Callable[..., None]], Any]) -> Sized:
+    """The hooks of the kind that this method of a tensor registers, also those of later."""
     handle = register(lambda _: None)
-    count = len(handle.hooks_dict_ref())
+    hooks: Sized = handle.hooks_dict_ref()
     handle.remove()
-    return count > 1
+    return hooks
 
 
 @cache

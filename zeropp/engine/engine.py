@@ -16,12 +16,13 @@ from zeropp.engine.channels import Channels, neighbours
 from zeropp.engine.chunk_maker import ChunkMaker
 from zeropp.engine.claim import Claim
 from zeropp.engine.evaluation import Evaluator
-from zeropp.engine.flat import FlatParameters, settle
+from zeropp.engine.flat import FlatParameters
 from zeropp.engine.groups import make_groups, make_meeting
 from zeropp.engine.interpreter import Interpreter, Loss, LossFunction, Microbatches
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
 from zeropp.engine.randomness import StepSeeds
 from zeropp.engine.rank_lanes import make_lanes
+from zeropp.engine.sharding import settle
 from zeropp.engine.tied import TiedWeights
 from zeropp.engine.together import together
 from zeropp.engine.updates import make_updater, square_norm_of
@@ -56,6 +57,7 @@ class Engine:
         options: EngineOptions | None = None,
     ) -> None:
         self._layout, self._device = layout, device
+        self._last_stage = schedule.num_stages - 1
         self._options = options = options or EngineOptions()
         self.steps_done = 0
         self._torn = False  # whether ranks may have parameters of different steps
@@ -82,8 +84,7 @@ class Engine:
         together(lambda: claim.take(self._pieces))
         self._groups = make_groups(layout, device, timeout)
         undo.callback(self._groups.close)
-        self.lanes = together(lambda: make_lanes(device))
-        undo.callback(self.lanes.close)
+        self.lanes = together(lambda: make_lanes(device, undo))
         self._meeting = make_meeting(device, timeout, self._give_up)
         undo.callback(self._meeting.close)
         self._uses = Uses()
@@ -230,6 +231,12 @@ class Engine:
     def buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers, named ``{piece}.{name}``."""
         return checkpoint.persistent_buffers((p.index, p.module) for p in self._pieces)
+
+    @property
+    def reads(self) -> set[str]:
+        """What of a batch it reads: ``inputs`` in the first stage, ``targets`` in the last."""
+        ends = {"inputs": 0, "targets": self._last_stage}
+        return {name for name, stage in ends.items() if stage in self.chunks}
 
     def counters(self) -> dict[str, int]:
         """Actions run since construction, by name in lower case."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zeropp.engine.channels import Channels
 from zeropp.engine.chunk import Chunk
 from zeropp.engine.interpreter import Loss, Microbatches
+from zeropp.engine.sharding import shown
 from zeropp.engine.together import Meeting
 from zeropp.engine.values import TensorShape, tensors_of
 from zeropp.layout import Layout
@@ -65,7 +66,9 @@ class Evaluator:
         total = torch.zeros(1, dtype=torch.float64, device=self._channels.device)
         modules = [piece for chunk in self._chunks.values() for piece in chunk.shards.pieces]
         devices = [total.device] if total.device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices), _evaluating(modules):
+        shards = [chunk.shards for chunk in self._chunks.values()]
+        seeds = torch.random.fork_rng(devices)
+        with torch.no_grad(), seeds, _evaluating(modules), shown(shards):
             for first in range(0, rounds * self._schedule.unit, self._schedule.unit):
                 unit = range(first, min(first + self._schedule.unit, len(rows)))
                 for microbatch, loss in self._run_unit(batch, unit):

@@ -20,14 +20,15 @@ storage, and ``resize_(bytes)`` allocates it again, at another address.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from zeropp.engine.flat_layout import FlatLayout, Name, Slot
 from zeropp.engine.groups import DataGroups, all_gather_single
-from zeropp.engine.held import Held, Types, check_kept, taken, view
+from zeropp.engine.held import Held, Types, Views, check_kept, taken, view
 from zeropp.engine.lanes import Ticket, Work
 from zeropp.engine.owned import Owned
 from zeropp.engine.rank_lanes import Lanes
@@ -69,6 +70,7 @@ class FlatParameters:
         if mixed and self._zero:
             self._part = taken(held, layout.part, types.compute)
         self._resident = groups.gather is None and self._part is not None
+        self.hidden: list[Views] = []  # which nothing may read outside of steps
         self._buffer = self._make_buffer()
         self._arriving: Ticket | None = None  # a gather that compute has not waited for
         self.updated: Ticket | None = None  # the other replicas' rows after an update
@@ -164,9 +166,8 @@ class FlatParameters:
         """Drop all gradients."""
         self._sums.give_back(self._fresh)
         self._fresh = None
-        for held in self.held:
-            for parameter in held.parameters:
-                parameter.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
         self._partial = self._crossed = None
         for one in self.owned:
             one.tensor.grad = None
@@ -210,25 +211,30 @@ class FlatParameters:
         return 0 if self._fresh is None else self._fresh.nbytes
 
     @property
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return chain.from_iterable(held.parameters for held in self.held)
+
+    @property
     def _storage(self) -> torch.UntypedStorage:
         return self._buffer.untyped_storage()
 
     def _make_buffer(self) -> Tensor:
         """Make the buffer for compute, and make the parameters views of it."""
-        for held in self.held:
-            for parameter in held.parameters:
-                parameter.data = parameter.data.new_empty(0)
+        for parameter in self._parameters:
+            parameter.data = parameter.data.new_empty(0)
         if self._resident:
             assert self._part is not None
             buffer = self._part
         else:
             buffer = self.master.new_empty(self.layout.size, dtype=self._types.compute)
-        for held in self.held:
-            for parameter in held.parameters:
-                parameter.data = view(buffer, held.slot)
-                if self.trainable:
-                    parameter.grad_dtype = None
+        views = Views(self.held, buffer)
+        views.show()
+        if self.trainable:
+            for parameter in self._parameters:
+                parameter.grad_dtype = None
         if not self._resident:
+            self.hidden.append(views)
+            views.hide()
             buffer.untyped_storage().resize_(0)
         return buffer
 
@@ -244,9 +250,8 @@ class FlatParameters:
         """The sums so far; parameters have no gradients until they are given new ones."""
         fresh, self._fresh = self._fresh, None
         self._given.clear()
-        for held in self.held:
-            for parameter in held.parameters:
-                parameter.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
         assert fresh is not None
         return fresh
 
@@ -290,10 +295,3 @@ class FlatParameters:
         if self._part is not self.master:
             rows.copy_(self.master)
         all_gather_single(self._part, rows, group=self._groups.replicate)
-
-
-def settle(flats: Iterable[FlatParameters]) -> None:
-    """Let compute wait until the masters of all buffers are those of the last update."""
-    for flat in flats:
-        if flat.updated is not None:
-            flat.updated.wait()

@@ -46,6 +46,31 @@ def view(buffer: Tensor, slot: Slot) -> Tensor:
     return buffer[slot.stretch.begin : slot.stretch.end].view(slot.shape)
 
 
+class Views:
+    """Parameters that are views of a buffer inside steps, and NaN outside of them.
+
+    Outside of steps the buffer has no memory, and whoever read a view of it would end the process.
+    """
+
+    def __init__(self, held: Iterable[Held], buffer: Tensor) -> None:
+        nothing = buffer.new_full((), torch.nan)
+        self._all = [
+            (parameter, view(buffer, one.slot), nothing.expand(one.slot.shape))
+            for one in held
+            for parameter in one.parameters
+        ]
+
+    def show(self) -> None:
+        """Make the parameters views of the buffer."""
+        for parameter, inside, _ in self._all:
+            parameter.data = inside
+
+    def hide(self) -> None:
+        """Make the parameters NaN, in their own shapes."""
+        for parameter, _, outside in self._all:
+            parameter.data = outside
+
+
 def check_kept(held: Iterable[Held], gradients: Iterable[Tensor]) -> None:
     """Raise RuntimeError if a parameter no longer has the gradient that it was given, to which
     backwards add."""

@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from zeropp.engine.channels import Channels
 from zeropp.engine.chunk import Chunk
+from zeropp.engine.sharding import shown
 from zeropp.engine.uses import Uses
 from zeropp.engine.values import chosen, keywords_of, tensors_of
 from zeropp.literals import ReduceEvery
@@ -129,6 +130,13 @@ class Interpreter:
         """Run the program over one step's microbatches. Returns the losses, each divided by
         ``loss_count``, on the rank with the last stage, and nothing on others."""
         step = _Step(batch)
+        with shown(chunk.shards for chunk in self._chunks.values()):
+            self._run_program(step)
+        for chunk in self._chunks.values():
+            chunk.shards.finish()
+        return step.losses
+
+    def _run_program(self, step: _Step) -> None:
         self._reductions_left = self._unreduced.copy()
         begin = time.perf_counter()
         for action in self._program:
@@ -142,9 +150,6 @@ class Interpreter:
                 lane = LANES[action.op]
                 self.spans.append(Span(self._rank, lane, str(action), start, self._clock(begin)))
         self._channels.drain()
-        for chunk in self._chunks.values():
-            chunk.shards.finish()
-        return step.losses
 
     def _clock(self, begin: float) -> float:
         """Seconds since the step began; while spans are recorded, it waits for the compute stream.

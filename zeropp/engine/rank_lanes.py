@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -50,14 +51,13 @@ class Lanes:
         self.reducing.clear()
         self.crossing.clear()
 
-    def close(self) -> None:
-        """Finish the work of all lanes and end them."""
-        for lane in (self.gather, self.reduce, self.replicate):
-            lane.close()
 
-
-def make_lanes(device: torch.device) -> Lanes:
-    """Make the lanes of a rank on a device."""
-    names = ("zeropp gathers", "zeropp reductions", "zeropp replicas")
-    gather, reduce, replicate = (make_lane(device, name) for name in names)
+def make_lanes(device: torch.device, undo: ExitStack) -> Lanes:
+    """Make the lanes of a rank on a device; ``undo`` collects how to finish their work and end
+    them, each as soon as it is made."""
+    lanes = []
+    for name in ("zeropp gathers", "zeropp reductions", "zeropp replicas"):
+        lanes.append(make_lane(device, name))
+        undo.callback(lanes[-1].close)
+    gather, reduce, replicate = lanes
     return Lanes(device, gather, reduce, replicate)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor, nn
 
-from zeropp.engine.deferred import has_hooks
+from zeropp.engine.deferred import hooks_of
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Cut, Name, lay_out
 from zeropp.engine.groups import DataGroups
@@ -189,6 +190,26 @@ class ChunkShards:
         )
 
 
+def settle(flats: Iterable[FlatParameters]) -> None:
+    """Let compute wait until the masters of all buffers are those of the last update."""
+    for flat in flats:
+        if flat.updated is not None:
+            flat.updated.wait()
+
+
+@contextmanager
+def shown(lot: Iterable[ChunkShards]) -> Iterator[None]:
+    """Inside this context parameters are views of their buffers; see ``Views``."""
+    hidden = [views for shards in lot for flat in shards.flats for views in flat.hidden]
+    for views in hidden:
+        views.show()
+    try:
+        yield
+    finally:
+        for views in hidden:
+            views.hide()
+
+
 @dataclass
 class _Found:
     """A parameter with all its names in the chunk, or several that are tied."""
@@ -211,7 +232,7 @@ def _parameters(pieces: Mapping[int, nn.Module]) -> list[_Found]:
                     f"{index}.{name}: parameters of type {parameter.dtype} cannot be sharded "
                     "(make it a buffer)"
                 )
-            if parameter.requires_grad and has_hooks(parameter.register_post_accumulate_grad_hook):
+            if parameter.requires_grad and hooks_of(parameter.register_post_accumulate_grad_hook):
                 raise InfeasibleError(
                     f"{index}.{name}: has a hook of register_post_accumulate_grad_hook, but a "
                     "gradient is whole only after the sums over all ranks (remove the hook; "

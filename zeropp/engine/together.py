@@ -84,19 +84,24 @@ class Meeting:
         failure: Exception | None = None
         try:
             sums[1:] = work()
-        except Exception as error:
+        except BaseException as error:
             if self._give_up is None:
                 raise
-            failure = error
             free_frames(error)
             self._give_up()
             self._given_up = True
             gc.collect()  # the frames of failed work, whose groups end with their last reference
+            if not isinstance(error, Exception):  # an interrupt: this rank will not meet its peers
+                self.close()
+                raise
+            failure = error
             sums[0] = 1.0
         try:
             dist.all_reduce(sums, group=self._group)
-        except Exception as late:  # a peer did not come in time
-            raise failure or late  # noqa: B904 - the first error is what a person needs
+        except Exception as late:  # a peer did not come in time, or was interrupted
+            if failure is None or _is_of_a_peer(failure):
+                raise PeerError("the connections of another rank ended, or it is late") from late
+            raise failure  # noqa: B904 - the first error is what a person needs
         if float(sums[0]):
             _raise_everywhere(failure, self._group)
         if failure is not None:
@@ -127,9 +132,11 @@ class Meeting:
         self._updated = True
 
     def close(self) -> None:
-        """Destroy the process group; all ranks must call it."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
+        """Destroy the process group; all ranks must call it. On gloo this also ends the waiting of
+        peers, as in ``DataGroups.close``."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def largest_of_all(number: int) -> int:

@@ -86,7 +86,12 @@ def _made(
 ) -> torch.optim.Optimizer:
     if isinstance(asked, OptimizerConfig):
         return build_optimizer(chain.from_iterable(groups.values()), asked)
-    return asked(groups)
+    made: object = asked(groups)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise InfeasibleError(
+            f"optimizer: gives {type(made).__name__}, but one torch.optim.Optimizer is needed"
+        )
+    return made
 
 
 def square_norm_of(flats: Iterable[FlatParameters], layout: Layout, device: torch.device) -> Tensor:

@@ -15,9 +15,14 @@ Cut = tuple[int, int]  # stage and microbatch whose backward gave its inputs no 
 
 
 class Uses:
-    """What this rank's backwards have reached in a step, by the identities of parameters."""
+    """What this rank's backwards have reached in a step, by the identities of parameters.
+
+    ``by_layers`` are the weights whose layers compute their gradients and note them here; autograd
+    has no part in these, so it calls no hooks of theirs.
+    """
 
     def __init__(self) -> None:
+        self.by_layers: set[int] = set()
         self.cuts: set[Cut] = set()
         self._by_backward: dict[tuple[int, int], set[int]] = {}
         self._current: set[int] = set()

@@ -6,18 +6,20 @@ the parameter has a gradient of zeros, with which all of this would happen. So t
 every step anyway also say which parameters no rank has used, and the optimizer is given no gradient
 for those.
 
-Freezing or unfreezing a parameter after the model was built would need other buffers, so it is an
-error, on every rank, in the next step and before anything is updated.
+Freezing or unfreezing a parameter after the model was built would need other buffers, and a hook
+that is registered then may never be called. So both are errors, on every rank, in the next step and
+before anything is updated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence, Sized
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeropp.engine.deferred import hooks_of
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Name, Slot
 from zeropp.engine.owned import Updater, runs
@@ -71,6 +73,12 @@ class ParameterWatch:
             for parameter in one.parameters
             if parameter.requires_grad
         ]
+        self._watched_hooks = [
+            (one.slot.names[0], hooks, len(hooks))
+            for one in trained
+            for parameter in one.parameters
+            for hooks in self._hooks_that_fail(parameter)
+        ]
 
     def report(self) -> Tensor:
         """What this rank has to say after the backwards of a step, as numbers to be added to those
@@ -83,8 +91,8 @@ class ParameterWatch:
         """Take the gradients of what no rank has used from the optimizer's tensors, given the sum
         of all ranks' reports; collective.
 
-        Raises RuntimeError on every rank where ``requires_grad`` of a parameter was changed, or
-        where no parameter at all was used.
+        Raises RuntimeError on every rank where a parameter was frozen, unfrozen or given a hook
+        since the model was built, or where no parameter at all was used.
         """
         if reports[_CHANGED]:
             self._raise_changed()
@@ -145,17 +153,29 @@ class ParameterWatch:
     def _place(self, slot: Slot) -> int:
         return self._tied_place if self._is_tied(slot) else self._places[slot.names]
 
+    def _hooks_that_fail(self, parameter: Tensor) -> Iterator[Sized]:
+        """The hooks of a parameter by kind, of the kinds that a step would not call as autograd
+        does."""
+        if parameter.requires_grad:
+            yield hooks_of(parameter.register_post_accumulate_grad_hook)
+            if id(parameter) in self._uses.by_layers:
+                yield hooks_of(parameter.register_hook)
+
     def _changed(self) -> str:
+        """What was done to a parameter that would need another model; empty if nothing was."""
         for (piece, name), parameter, flag in self._flags:
             if parameter.requires_grad != flag:
-                return f"layers[{piece}] {name!r}"
+                return f"requires_grad of layers[{piece}] {name!r} was changed"
+        for (piece, name), hooks, count in self._watched_hooks:
+            if len(hooks) > count:
+                return f"a hook of layers[{piece}] {name!r} was registered"
         return ""
 
     def _raise_changed(self) -> None:
         for rank, changed in enumerate(gathered_texts(self._changed())):
             if changed:
                 raise RuntimeError(
-                    f"train_step: requires_grad of {changed} was changed after parallelize (on "
-                    f"rank {rank}); nothing was updated (save, then build the model anew with the "
-                    "parameters frozen as they should be)"
+                    f"train_step: {changed} after parallelize (on rank {rank}); nothing was "
+                    "updated (save, then build the model anew from layers with the hooks and "
+                    "frozen parameters that they should have)"
                 )

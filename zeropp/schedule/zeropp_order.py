@@ -66,9 +66,14 @@ class OrderSizes:
             )
 
 
-def default_unit(style: StageStyle, num_ranks: int, num_microbatches: int) -> int:
-    """The default unit: P microbatches; on a V all of them, because all chunks stay gathered."""
-    return num_microbatches if style == "v" else min(num_ranks, num_microbatches)
+def default_unit(
+    style: StageStyle, num_ranks: int, num_microbatches: int, *, hides_collectives: bool = True
+) -> int:
+    """The default unit: P microbatches. All of them on a V, because all chunks stay gathered, and
+    where compute hides no collectives (on CPUs), because one unit has the fewest of them."""
+    if style == "v" or not hides_collectives:
+        return num_microbatches
+    return min(num_ranks, num_microbatches)
 
 
 def default_cap(style: StageStyle, num_ranks: int, chunks: int, unit: int) -> int:
