@@ -34,6 +34,8 @@ class Device:
     launch_us: Annotated[float, AT_LEAST_0] = 8.0  # the host's time to start one kernel
     # SM count (streaming multiprocessors): as many output tiles of a product run at a time.
     units: Annotated[int, AT_LEAST_1] = 108
+    # The share of the time to write a matrix product's output that its arithmetic does not hide.
+    exposed_output: Annotated[float, AT_LEAST_0] = 0.0
     # The share by which compute takes longer while a collective runs.
     overlap_slowdown: Annotated[float, AT_LEAST_0] = 0.1
     # Memory that tensors cannot have: CUDA context, libraries, communicators, fragmentation.

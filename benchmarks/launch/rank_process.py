@@ -21,7 +21,7 @@ from pathlib import Path
 
 # A forked process imports the launcher's main module again; what that imports is listed here, too.
 _PRELOADED = ("torch.distributed", "benchmarks.specification.compose", "benchmarks.launch.sweep")
-# For CPU ranks only. Optimizers import dynamo in their first step; the last two are what DeepSpeed
+# For CPU ranks only. Optimizers import dynamo in their first step; the last four are what DeepSpeed
 # imports when an engine is built, two seconds of work per rank. A name that an older or newer
 # version lacks is passed over.
 PRELOADED_ON_CPU = (
@@ -33,6 +33,8 @@ PRELOADED_ON_CPU = (
     "baselines.torch_pp.trainer",
     "baselines.fsdp.trainer",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_layer",
     "distutils.ccompiler",
 )
 _CONTEXT = multiprocessing.get_context("forkserver")

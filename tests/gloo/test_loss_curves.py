@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +25,42 @@ TEXT = {"kind": "text", "path": "benchmarks/worker/data/kjv_genesis_psalms.txt"}
 MEASURE = {"warmup_steps": 2, "steps": STEPS - 2, "timeline": True}
 GATED_ELSEWHERE = "deepspeed 2x2x2"  # in tests/gloo/test_gate.py; it takes long
 
-CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
-    "zeropp 2x2": (4, {"name": "zeropp", "pp": 2, "shard": 2, "chunks": 2, "unit": 2}),
-    "zeropp 4x2": (8, {"name": "zeropp", "pp": 4, "shard": 2, "chunks": 2, "unit": 4}),
-    "deepspeed 2x2x1": (4, {"name": "deepspeed_3d", "tp": 2, "pp": 2, "replicate_zero": 1}),
-    "deepspeed 2x2x2": (8, {"name": "deepspeed_3d", "tp": 2, "pp": 2, "replicate_zero": 1}),
+
+@dataclass(frozen=True)
+class Configuration:
+    """A contender on some ranks. Layers and sequences are as few as give every stage a piece and
+    every pipeline two scheduling units, because each costs every rank time in every step."""
+
+    ranks: int
+    name: str
+    degrees: dict[str, Any]
+    layers: int = 4
+    global_batch: int = 8
+
+    def spec(self, *, gate: bool = True) -> RunSpec:
+        """The run of this configuration; microbatches of one sequence."""
+        values = mapping()
+        values["model"] |= {"layers": self.layers, "seq": 64}
+        values["contender"] = {"name": self.name, **self.degrees}
+        values |= {"num_gpus": self.ranks, "global_batch": self.global_batch}
+        return spec_from_mapping(values | {"data": TEXT, "measure": MEASURE | {"gate": gate}})
+
+
+THREE_AXES = {"tp": 2, "pp": 2, "replicate_zero": 1}
+CONFIGURATIONS = {
+    "zeropp 2x2": Configuration(4, "zeropp", {"pp": 2, "shard": 2, "chunks": 2, "unit": 2}),
+    "zeropp 4x2": Configuration(
+        8, "zeropp", {"pp": 4, "shard": 2, "chunks": 2, "unit": 4}, layers=8, global_batch=16
+    ),
+    "deepspeed 2x2x1": Configuration(4, "deepspeed_3d", THREE_AXES),
+    "deepspeed 2x2x2": Configuration(8, "deepspeed_3d", THREE_AXES),
 }
 
 
-def spec_of(num_gpus: int, contender: dict[str, Any], *, gate: bool = True) -> RunSpec:
-    values = mapping()
-    values["model"] |= {"layers": 8, "seq": 64}
-    values |= {"num_gpus": num_gpus, "contender": contender, "global_batch": 16}
-    return spec_from_mapping(values | {"data": TEXT, "measure": MEASURE | {"gate": gate}})
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[float]:
+@cache
+def losses_of_one_process(layers: int, global_batch: int) -> list[float]:
     """The loss curve of one process, the whole global batch at once."""
-    spec = spec_of(4, {"name": "zeropp"})
+    spec = Configuration(1, "zeropp", {}, layers, global_batch).spec()
     model = build_model(spec.model, spec.seed)
     optimizer = build_optimizer(model.parameters(), spec.optimizer)
     batches, losses = open_batches(spec), []
@@ -57,11 +76,10 @@ def expected() -> list[float]:
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_loss_curve_is_that_of_one_process(
-    name: str, expected: list[float], tmp_path: Path
-) -> None:
-    gated = name != GATED_ELSEWHERE
-    point = plan_point(spec_of(*CONFIGURATIONS[name], gate=gated))
+def test_loss_curve_is_that_of_one_process(name: str, tmp_path: Path) -> None:
+    gated, case = name != GATED_ELSEWHERE, CONFIGURATIONS[name]
+    expected = losses_of_one_process(case.layers, case.global_batch)
+    point = plan_point(case.spec(gate=gated))
     assert point.plan is not None, point.reason
     with SweepProgress(1) as progress:
         (record,) = launch([point], LocalOptions("local"), tmp_path, progress)

@@ -28,13 +28,15 @@ from benchmarks.launch.rank_process import PRELOADED_ON_CPU
 # which every worker would import for itself.
 PRELOADED = [
     *PRELOADED_ON_CPU,
-    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint._fsspec_filesystem",  # checkpoints import it when they begin
     "torch.profiler",
+    "zeropp.api",
     "pytest",
     "tests.gloo.contender_case",
     "tests.gloo.engine_cases",
     "tests.gloo.gate_faults",
     "tests.gloo.step_cases",
+    "tests.gloo.user_layers",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
 ]

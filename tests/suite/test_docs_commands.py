@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,18 @@ def commands(page: Path) -> Iterator[list[str]]:
                     yield words
 
 
+@cache
+def check_points(words: tuple[str, ...]) -> None:
+    """Compose and check every point; pages repeat commands."""
+    for config in compose("config", words):
+        if "verdict" not in config:
+            spec_of(config)
+
+
 def read(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Read the words as the command would; ends with SystemExit or SpecError where it refuses."""
     if module == "benchmarks.run":
-        for config in compose("config", words):
-            if "verdict" not in config:
-                spec_of(config)
+        check_points(tuple(words))
     elif module == "benchmarks.tune":
         assert compose("tune", words)
     elif module == "benchmarks.show":

@@ -11,6 +11,7 @@ Read in this order, from the smallest formula to the whole price:
 * ``kernels``: seconds of one matrix product and of one pass over memory on a device.
 * ``flops``: parameters and FLOPs of a model's pieces.
 * ``blocks``: seconds of one block's forward, input gradient and weight gradient.
+* ``traffic``: bytes that element-wise kernels and the loss read and write.
 * ``compute_limit``: tokens per second and GPU if only those kernels took time.
 * ``collectives``: seconds of collectives and messages between the ranks of a layout.
 * ``activations``, ``state_memory`` and ``stage_memory``: bytes of a microbatch's tensors, of a

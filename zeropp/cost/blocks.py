@@ -1,10 +1,9 @@
 """Time of one piece's forward, input gradient and weight gradient on one rank.
 
 The inputs are a shape, a microbatch, the tensor-parallel degree and a device. Matrix products are
-those of arXiv 2104.04473 (section 2.3, appendix). Element-wise traffic counts every read and write
-of unfused kernels, from the list of saved tensors in arXiv 2205.05198 (section 4.1). The host
-starts kernels ahead of the device, so a forward or backward takes the longer of device and host
-time.
+those of arXiv 2104.04473 (section 2.3, appendix); ``traffic.py`` counts the bytes of element-wise
+kernels. The host starts kernels ahead of the device, so a forward or backward takes the longer of
+device and host time.
 """
 
 from __future__ import annotations
@@ -17,6 +16,13 @@ from typing import TYPE_CHECKING
 from zeropp.cluster import Device
 from zeropp.cost.flops import block_parameters, half_parameters, piece_parameters
 from zeropp.cost.kernels import element_bytes, matmul_rate, matmul_s, stream_s
+from zeropp.cost.traffic import (
+    accumulation_bytes,
+    attention_share,
+    half_traffic,
+    half_traffic_backward,
+    loss_bytes,
+)
 from zeropp.programs import Program
 from zeropp.shape import ModelShape
 
@@ -26,6 +32,9 @@ if TYPE_CHECKING:
 KERNELS = {"gpt": 40, "llama": 50}  # kernel launches of one block's forward
 TENSORS = {"gpt": 12, "llama": 6}  # parameter tensors of one block; GPT's include biases
 TENSOR_KERNELS = 8  # additional launches with tensor parallelism
+# Fused attention computes whole square tiles on the diagonal, of which causal attention needs half
+# (arXiv 2307.08691, section 3.1.1).
+ATTENTION_TILE = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +122,7 @@ class _Kernels:
     attention: float
     attention_backward: float
     elementwise: float
+    elementwise_backward: float
     accumulation: float  # weight gradients that are added to their sums
 
 
@@ -125,7 +135,8 @@ def _block_kernels(work: Work) -> _Kernels:
         weights=[matmul_s(device, precision, m=k, k=tokens, n=n) for k, n in linears(work)],
         attention=attention_s(work),
         attention_backward=attention_backward_s(work),
-        elementwise=stream_s(device, block_traffic(work), kernels=12),
+        elementwise=stream_s(device, sum(half_traffic(work)), kernels=12),
+        elementwise_backward=stream_s(device, sum(half_traffic_backward(work)), kernels=18),
         accumulation=stream_s(device, accumulation_bytes(work) * parameters, kernels=4),
     )
 
@@ -139,7 +150,8 @@ def _block(work: Work, kernels: _Kernels, forward_tp: float, backward_tp: float)
         parts = {"scores": scores, "elementwise": elementwise, "half": forward / 2}
         again["selective"] = parts[work.program.selective]
     weight = sum(kernels.weights) + kernels.accumulation
-    input_ = sum(kernels.transposed) + kernels.attention_backward + 1.5 * elementwise + backward_tp
+    input_ = sum(kernels.transposed) + kernels.attention_backward
+    input_ += kernels.elementwise_backward + backward_tp
     stretch = max(1.0, 1.5 * host / (input_ + weight))
     return PassTimes(forward, input_ * stretch + again[work.recompute], weight * stretch)
 
@@ -150,7 +162,8 @@ def _attention_half(
     """The times of a block's attention half: of each of the block's times, the share that the
     kernels of attention have in those of the whole block. Meant for blocks without recomputation,
     since a block that is cut in two is never recomputed."""
-    moves = attention_traffic_share(work)
+    moves = attention_share(half_traffic(work))
+    moves_back = attention_share(half_traffic_backward(work))
     weights = half_parameters(work.shape, "attention") / block_parameters(work.shape)
 
     def part(
@@ -163,21 +176,13 @@ def _attention_half(
         return share * seconds + tensor / 2, (1 - share) * seconds + tensor / 2
 
     once = beside(kernels.elementwise, moves, forward_tp)
-    back = beside(1.5 * kernels.elementwise, moves, backward_tp)
+    back = beside(kernels.elementwise_backward, moves_back, backward_tp)
     added = beside(kernels.accumulation, weights)
     return PassTimes(
         part(block.forward, kernels.products, kernels.attention, once),
         part(block.backward_input, kernels.transposed, kernels.attention_backward, back),
         part(block.backward_weight, kernels.weights, 0.0, added),
     )
-
-
-def accumulation_bytes(work: Work) -> int:
-    """Bytes per parameter that move when a microbatch's weight gradient is added to the sum: the
-    sum is read and written and, unless the product does the addition, the gradient is written and
-    read as well."""
-    total = 2 * work.program.state(work.precision).gradients
-    return total if work.program.fused_accumulation else total + 2 * element_bytes(work.precision)
 
 
 def attention_s(work: Work) -> float:
@@ -215,7 +220,8 @@ def _fused_products_s(work: Work) -> float:
     rate = matmul_rate(work.device, work.precision) * work.device.attention_efficiency
     rate *= work.program.attention_factor
     rate *= min(1.0, 0.5 + width / 256)  # narrow heads use the tensor cores less well
-    return 2.0 * _scores(work) * width / rate
+    whole_tiles = 1 + ATTENTION_TILE / work.shape.seq
+    return 2.0 * _scores(work) * width * whole_tiles / rate
 
 
 def _unfused_products_s(work: Work) -> float:
@@ -223,31 +229,6 @@ def _unfused_products_s(work: Work) -> float:
     batch = _scores(work) // seq**2
     scores_s = matmul_s(work.device, work.precision, m=seq, k=width, n=seq, batch=batch)
     return scores_s + matmul_s(work.device, work.precision, m=seq, k=seq, n=width, batch=batch)
-
-
-def block_traffic(work: Work) -> float:
-    """Bytes that the element-wise kernels of a block move in its forward."""
-    return sum(_half_traffic(work))
-
-
-def attention_traffic_share(work: Work) -> float:
-    """The part of ``block_traffic`` that belongs to the attention half of a block."""
-    attention, mlp = _half_traffic(work)
-    return attention / (attention + mlp)
-
-
-def _half_traffic(work: Work) -> tuple[float, float]:
-    """Bytes that element-wise kernels move in the attention half and in the MLP half: in both a
-    norm and a residual add, in the first the layout changes around attention, and in the second
-    the MLP's non-linearity."""
-    shape, e = work.shape, element_bytes(work.precision)
-    whole = 2 * 2 + 2 * 3 + (1 if work.program.dropout_masks else 0)  # two norms, two residuals
-    if work.sequence_parallel:
-        whole /= work.tp  # type: ignore[assignment]
-    passes = 2 if shape.gates == 1 else 5  # GELU: in, out; SiLU in, out, product in, in, out
-    each, scale = whole * shape.hidden / 2, work.tokens * e * work.program.traffic_factor
-    attention = each + 6 * shape.hidden / work.tp
-    return scale * attention, scale * (each + passes * shape.ffn / work.tp)
 
 
 def _host(work: Work) -> float:
@@ -267,15 +248,17 @@ def _embedding(work: Work) -> PassTimes:
 
 
 def _head(work: Work) -> PassTimes:
-    """The head's times: final norm, logits and loss, which writes and reads fp32 logits."""
+    """The head's times: final norm, logits and loss."""
     shape, device, precision = work.shape, work.device, work.precision
     h, tokens, e = shape.hidden, work.tokens, element_bytes(precision)
-    vocab = shape.vocab if work.tp == 1 else -(-shape.vocab // (128 * work.tp)) * 128  # padded
+    vocab = -(-shape.vocab // (128 * work.tp)) * 128  # padded, as Megatron's arguments.py does
     norm = stream_s(device, 2 * tokens * h * e, kernels=2)
     lost = vocab if work.program.vocab_parallel else vocab * work.tp
-    loss = stream_s(device, tokens * lost * (e + 4 + 4 + 4), kernels=4)
+    loss, loss_backward = (
+        stream_s(device, tokens * lost * moved, kernels=4) for moved in loss_bytes(work)
+    )
     forward = matmul_s(device, precision, m=tokens, k=h, n=vocab) + norm + loss
-    backward = matmul_s(device, precision, m=tokens, k=vocab, n=h) + norm + loss
+    backward = matmul_s(device, precision, m=tokens, k=vocab, n=h) + norm + loss_backward
     moved = accumulation_bytes(work) * h * vocab
     weight = matmul_s(device, precision, m=h, k=tokens, n=vocab) + stream_s(device, moved)
     return PassTimes(forward, backward, weight)

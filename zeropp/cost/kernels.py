@@ -50,8 +50,10 @@ def matmul_s(
     rate = matmul_rate(device, precision) * wave_efficiency(device, m, n, batch)
     if device.units > 1 and (m % 8 or k % 8 or n % 8):
         rate *= UNALIGNED
-    moved = element_bytes(precision) * batch * (m * k + k * n + m * n)
-    return max(flops / rate, _stream(device, moved)) + device.kernel_us * 1e-6
+    element = element_bytes(precision) * batch
+    output_s = device.exposed_output * _stream(device, element * m * n)
+    moved_s = _stream(device, element * (m * k + k * n + m * n))
+    return max(flops / rate + output_s, moved_s) + device.kernel_us * 1e-6
 
 
 def stream_s(device: Device, moved: float, kernels: int = 1) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from zeropp.cluster import Cluster
@@ -33,10 +34,8 @@ from zeropp.schedule.program import StageCost
 if TYPE_CHECKING:
     from zeropp.plan import SizedPlan
 
-# About 0.5 % of machines take about 10 % more time for equal work (MegaScale, arXiv 2402.15627,
-# cited from memory), and a synchronous step waits for the slowest.
-SLOW_NODES = 0.005
-SLOW_NODE_LOSS = 0.1
+# The standard deviation of nodes' compute times over their mean; a step waits for the slowest node.
+NODE_SPREAD = 0.015
 
 
 def price_plan(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> PlanPrice:
@@ -177,9 +176,10 @@ def _timed_stage(job: _Job, stage: int) -> _TimedStage:
 
 def stragglers(cluster: Cluster, world: int) -> float:
     """The factor on the compute of a job of ``world`` GPUs: the expected time of its slowest node,
-    divided by that of a single node, on which the constants were measured."""
-    others = -(-world // cluster.gpus_per_node) - 1
-    return 1.0 + SLOW_NODE_LOSS * (1.0 - (1.0 - SLOW_NODES) ** others)
+    divided by that of a single node, on which the constants were measured. Compute times are taken
+    for normally distributed; the expected largest of n is Blom's approximation (1958)."""
+    nodes = -(-world // cluster.gpus_per_node)
+    return 1.0 + NODE_SPREAD * NormalDist().inv_cdf((nodes - 0.375) / (nodes + 0.25))
 
 
 def _extras(job: _Job, stage: int) -> StageExtras:

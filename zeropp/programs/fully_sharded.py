@@ -1,4 +1,4 @@
-"""Programs on torch's fully sharded data parallelism (FSDP and FSDP2)."""
+"""Programs on torch's data parallelism (DDP, FSDP and FSDP2)."""
 
 from __future__ import annotations
 
@@ -91,6 +91,33 @@ FMS_FSDP = LLM_FOUNDRY.but(
 FMS_FSDP_EAGER = FMS_FSDP.but(
     "fms_fsdp_eager",
     "IBM's fms-fsdp of early 2024, before torch.compile",
-    {"traffic_factor": _ATTENTION_FIT},
-    traffic_factor=2.11,
+    # Counted in its code: a norm moves 36 bytes per element of a hidden state, because it computes
+    # in fp32 with a kernel per step (fused: 4), and rotary embedding 36 per element of queries and
+    # keys. A block's forward moves 187 bytes per element of a hidden state, the cost model's 59.
+    {
+        "traffic_factor": "foundation-model-stack, fms/modules/layernorm.py "
+        "(LayerNormParameterized) and positions.py (RotaryEmbedding): counted"
+    },
+    traffic_factor=3.2,
+)
+FLASH_ATTENTION_GPT = Entry(
+    Program(
+        name="flash_attention_gpt",
+        bf16=StateBytes(4, 4, 8, casts_parameters=True),
+        fp32=_FP32_SHARDS,
+        overlap_reduction=True,
+        fused_accumulation=False,
+        fused_loss=True,
+        attention_factor=0.7,
+    ),
+    "the training code of flash-attention of 2022 and 2023, on torch's DDP",
+    {
+        "bf16": "training/configs/experiment/pile/base.yaml: precision bf16, which is autocast "
+        "over fp32 parameters and gradients",
+        "fp32": "arXiv 1910.02054, section 3.1",
+        "overlap_reduction": "torch, nn/parallel/distributed.py: buckets beside the backward",
+        "fused_accumulation": "csrc/fused_dense_lib of that repository: it adds no gradients up",
+        "fused_loss": "training/configs/experiment/pile/base.yaml: flash_attn's CrossEntropyLoss",
+        "attention_factor": "that of the llm_foundry entry: the same kernel before version 2",
+    },
 )

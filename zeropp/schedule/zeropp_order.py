@@ -111,7 +111,7 @@ def candidates(sizes: OrderSizes, costs: Sequence[StageCost] | None) -> tuple[Sc
     return (equal,) if planned.programs == equal.programs else (equal, planned)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=128)
 @collector_paused()
 def equal_order(sizes: OrderSizes) -> Schedule:
     """The compute-only schedule for equal durations. Raises ValueError if the cap is too small."""
@@ -121,7 +121,7 @@ def equal_order(sizes: OrderSizes) -> Schedule:
     return _scheduled(sizes, _equal_cost_plan(unit_orders(sizes), sizes.activation_cap).programs())
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 @collector_paused()
 def planned_order(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Schedule:
     """The best of several compute-only schedules that are planned with ``costs``. Raises ValueError

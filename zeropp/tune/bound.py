@@ -15,7 +15,7 @@ from zeropp.cost import StepTimes
 from zeropp.cost.stage_costs import passes_s, work_of
 from zeropp.cost.tensor_parallel import tensor_times
 from zeropp.plan import SizedPlan
-from zeropp.schedule.event_loop import run
+from zeropp.schedule.event_loop import run_within
 from zeropp.schedule.program import Schedule, ScheduleSizes
 from zeropp.sim.simulator import slowed_cost
 from zeropp.tune.held import held_s
@@ -92,9 +92,12 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
     return worst
 
 
-def least_of_order_s(compute: Schedule, plan: SizedPlan, price: StepTimes) -> float:
+def least_of_order_s(
+    compute: Schedule, plan: SizedPlan, price: StepTimes, limit_s: float = float("inf")
+) -> float:
     """Seconds that the plan's step takes at least if every rank has its compute actions in the
-    order of ``compute``, which has no other actions. All of them follow the gather of stage 0."""
+    order of ``compute``, which has no other actions; infinite once they are certainly ``limit_s``
+    or more. All actions follow the gather of stage 0."""
     if price.steps_overlap:
         return 0.0
     costs, ranks = list(price.stages), range(plan.schedule.num_ranks)
@@ -103,9 +106,9 @@ def least_of_order_s(compute: Schedule, plan: SizedPlan, price: StepTimes) -> fl
         for s in stages:
             costs[s] = slowed_cost(price.stages[s], price.extras[s], slowed)
     ends = (_Ends.of(plan, price, rank) for rank in ranks)
-    after = min(end.reduced_s + end.updated_s for end in ends)
-    least = first_gather_s(plan, price, 0) + run(compute, costs).step_s + after
-    return least * (1.0 - _ROUNDING)
+    beside = first_gather_s(plan, price, 0) + min(end.reduced_s + end.updated_s for end in ends)
+    events = run_within(compute, costs, limit_s - beside)
+    return (beside + events.step_s) * (1.0 - _ROUNDING) if events else float("inf")
 
 
 @dataclass(frozen=True)

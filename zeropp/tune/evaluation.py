@@ -16,7 +16,7 @@ class Order:
     """An order of a plan's actions, with lower bounds that take less time than to complete it."""
 
     least_bytes: int  # of the fullest rank
-    least_s: Callable[[], float]  # the seconds of a step
+    least_s: Callable[[float], float]  # the seconds of a step; infinite if not below the argument
     complete: Callable[[], Plan]
 
 
@@ -42,7 +42,7 @@ def try_orders(
         if order.least_bytes > limit_bytes:
             large += 1
             continue
-        if order.least_s() >= slowest_s:
+        if order.least_s(slowest_s) >= slowest_s:
             continue
         plan = order.complete()
         ranks = range(plan.schedule.num_ranks)

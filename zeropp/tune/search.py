@@ -29,8 +29,7 @@ from operator import attrgetter
 from time import process_time
 from typing import Any, Generic, cast
 
-from zeropp.cluster import Cluster
-from zeropp.cost import PlanPrice, StepBytes, StepTimes, plan_bytes, price_plan, time_plan
+from zeropp.cost import PlanPrice, StepBytes, StepTimes, plan_bytes, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto
 from zeropp.plan import Candidate, K, SizedPlan, Task
@@ -47,12 +46,6 @@ def _adds_later(plan: SizedPlan) -> tuple[bool, bool]:
     replicas. It is the one thing besides the family on which the price of a member depends."""
     several = plan.num_units > 1
     return several and plan.reduce_every == "unit", several and plan.replicate_every == "unit"
-
-
-def _whole_price(plan: SizedPlan, times: StepTimes, cluster: Cluster) -> PlanPrice:
-    """The price of a plan, of which ``times`` are the durations. The search asks for bytes only
-    where the durations are short enough, or the other way round."""
-    return PlanPrice(**vars(times), **vars(plan_bytes(plan, cluster)))
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -217,13 +210,16 @@ class _Search(Generic[K]):
             bound_s = least_step_s(family, times)
             yield replace(entry, bound_s=bound_s, number=number + 1, plan=family, times=times)
             return
-        prices = {_adds_later(family): _whole_price(family, entry.times, cluster)}
+        durations = {_adds_later(family): entry.times}
+        held: dict[tuple[bool, bool], StepBytes] = {}
         for candidate, plan in self._members(entry.candidate, family):
             later = _adds_later(plan)
-            if later not in prices:
-                prices[later] = price_plan(plan, cluster)
-            price = prices[later]
-            if alone or self._may_fit(plan, price):
+            if later not in held:
+                held[later] = plan_bytes(plan, cluster)
+            if alone or self._may_fit(plan, held[later]):
+                if later not in durations:
+                    durations[later] = time_plan(plan, cluster)
+                price = PlanPrice(**vars(durations[later]), **vars(held[later]))
                 number += 1
                 bound = entry.bound_s if plan is family else least_step_s(plan, price)
                 yield _Entry(bound, number, candidate, plan=plan, times=price, price=price)
@@ -277,7 +273,7 @@ class _Search(Generic[K]):
         if contender.drafts is None:
             for ordered in contender.order(plan, knobs, price):
                 complete = partial(plan.ordered, ordered.schedule)
-                yield Order(least_bytes=0, least_s=float, complete=complete)
+                yield Order(least_bytes=0, least_s=lambda _: 0.0, complete=complete)
             return
         for draft in contender.drafts(plan, knobs, price):
             yield Order(
