@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,7 @@ WAYS: Mapping[str, tuple[str, ...]] = {
 }
 CELLS = (("gpt_tiny", 4), ("gpt_mini", 4), ("gpt_tiny", 8), ("gpt_mini", 8))
 _WARMUP = 2
+_ROWS = "rows.json"
 _CPU = torch.device("cpu")
 
 
@@ -102,11 +103,11 @@ def _alone(spec: RunSpec) -> Callable[[int], object]:
     return step
 
 
-def _rank(rank: int, specs: dict[str, RunSpec], store: str, repeats: int, out: str) -> None:
+def _rank(rank: int, specs: dict[str, RunSpec], repeats: int, place: Path) -> None:
     """One rank of one cell: build everything, step in turn; rank 0 writes what all have found."""
     torch.set_num_threads(1)
-    world = next(iter(specs.values())).num_gpus
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    world, store = next(iter(specs.values())).num_gpus, f"file://{place}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     built = {way: _stepper(spec) for way, spec in specs.items()}
     steps = {way: step for way, (step, _) in built.items()}
     steps["alone"] = _alone(specs["torch PP"])
@@ -118,7 +119,7 @@ def _rank(rank: int, specs: dict[str, RunSpec], store: str, repeats: int, out: s
     found: list[Any] = [None] * world
     dist.all_gather_object(found, ({w: s[_WARMUP:] for w, s in samples.items()}, counts))
     if rank == 0:
-        Path(out).write_text(json.dumps(_rows(found, _WARMUP + repeats)))
+        (place / _ROWS).write_text(json.dumps(_rows(found, _WARMUP + repeats)))
     dist.barrier()
     os._exit(0)  # gloo may abort a rank whose peers end while it destroys its groups
 
@@ -160,11 +161,10 @@ def cell(model: str, ranks: int, repeats: int) -> dict[str, Any]:
     """All ways to train one model on so many ranks."""
     shared = ("contender.pp=2", f"model={model}", f"num_gpus={ranks}")
     specs = {way: spec_of(compose("config", [*words, *shared])[0]) for way, words in WAYS.items()}
-    with tempfile.TemporaryDirectory() as place:
-        store, out = f"{place}/store", f"{place}/rows.json"
-        start: Any = start_processes
-        start(_rank, (specs, store, repeats, out), nprocs=ranks, start_method="fork")
-        rows = json.loads(Path(out).read_text())
+    with tempfile.TemporaryDirectory() as name:
+        place, start = Path(name), cast("Any", start_processes)
+        start(_rank, (specs, repeats, place), nprocs=ranks, start_method="fork")
+        rows = json.loads((place / _ROWS).read_text())
     return {"model": model, "ranks": ranks, "repeats": repeats, "rows": rows}
 
 

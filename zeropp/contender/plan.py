@@ -28,21 +28,17 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
     """A plan of PP x ZeRO-3 (x replicas), with all sizes but without an order of actions.
 
     Simple rules for what is ``auto``: one pipeline rank per node, two chunks per rank, units of as
-    many microbatches as there are pipeline ranks (on CPUs of all), and a cap of all
-    chunk-activations of a unit.
+    many microbatches as there are pipeline ranks (on CPUs all), a cap of a unit's activations.
     Raises InfeasibleError, whose message is one line.
     """
     _refuse(task, knobs)
-    split_blocks = if_auto(knobs.split_blocks, False)
-    layout = _layout(task, knobs, split_blocks=split_blocks)
+    layout = _layout(task, knobs)
     microbatches = microbatches_per_step(task, layout, microbatch_size)
     style: StageStyle = "loop" if knobs.stage_style == "auto" else knobs.stage_style
     hides = task.cluster.device.hides_collectives
     unit = default_unit(style, layout.pp, microbatches, hides_collectives=hides)
     unit = min(if_auto(knobs.unit, unit), microbatches)
-    cap = if_auto(knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
-    if knobs.activation_cap_gib != "auto":
-        cap = 0  # not known before the price: ``order`` sets it
+    cap = _cap(knobs, default_cap(style, layout.pp, layout.chunks, unit))
     placement = place_stages(style, layout.pp, layout.chunks)
     plan = SizedPlan(
         contender="zeropp",
@@ -66,7 +62,8 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
         compile=knobs.compile,
     )
     _check_cap(plan)
-    return replace(plan, cuts=cut_by_cost(plan, task.cluster, split_blocks=split_blocks))
+    cuts = cut_by_cost(plan, task.cluster, split_blocks=_split_blocks(knobs))
+    return replace(plan, cuts=cuts)
 
 
 def order(plan: SizedPlan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Plan]:
@@ -83,7 +80,17 @@ def order_drafts(plan: SizedPlan, knobs: ZeroppKnobs, price: PlanPrice) -> Itera
     yield from drafts(plan, plan.activation_cap, price)
 
 
-def _layout(task: Task, knobs: ZeroppKnobs, *, split_blocks: bool) -> Layout:
+def _split_blocks(knobs: ZeroppKnobs) -> bool:
+    return if_auto(knobs.split_blocks, False)
+
+
+def _cap(knobs: ZeroppKnobs, default: int) -> int:
+    """The activation cap in chunk-activations; 0 if it was given in GiB, because then it is not
+    known before the price (``order_drafts`` sets it)."""
+    return if_auto(knobs.activation_cap, default) if knobs.activation_cap_gib == "auto" else 0
+
+
+def _layout(task: Task, knobs: ZeroppKnobs) -> Layout:
     layout = resolve_degrees(task, knobs)
     layout = replace(
         layout,
@@ -91,7 +98,7 @@ def _layout(task: Task, knobs: ZeroppKnobs, *, split_blocks: bool) -> Layout:
         replicate_zero=if_auto(knobs.replicate_zero, 0),
         placement=if_auto(knobs.placement, "dp_inner"),
     )
-    check_stages(task, layout, split_blocks=split_blocks)
+    check_stages(task, layout, split_blocks=_split_blocks(knobs))
     return layout
 
 
