@@ -251,7 +251,9 @@ def _head(work: Work) -> PassTimes:
     """The head's times: final norm, logits and loss."""
     shape, device, precision = work.shape, work.device, work.precision
     h, tokens, e = shape.hidden, work.tokens, element_bytes(precision)
-    vocab = -(-shape.vocab // (128 * work.tp)) * 128  # padded, as Megatron's arguments.py does
+    vocab = shape.vocab
+    if work.tp > 1 or work.program.pads_vocabulary:  # to whole 128 columns per rank, as Megatron
+        vocab = -(-vocab // (128 * work.tp)) * 128
     norm = stream_s(device, 2 * tokens * h * e, kernels=2)
     lost = vocab if work.program.vocab_parallel else vocab * work.tp
     loss, loss_backward = (

@@ -59,6 +59,8 @@ class Program:
     fused_loss: bool = False  # 16-bit logits only, without an fp32 copy (flash-attention's loss)
     # Tensor parallelism splits the loss; False: each rank gathers all logits for the whole loss.
     vocab_parallel: bool = True
+    # The vocabulary is padded to a multiple of 128 without tensor parallelism, too.
+    pads_vocabulary: bool = False
     fused_accumulation: bool = True  # the product that makes a weight gradient adds it to the sum
     fused_rotary: bool = True  # rotary embedding copies no heads and keeps no sines and cosines
     loss_gradient: LossGradient = "in_place"
