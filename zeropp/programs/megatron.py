@@ -43,8 +43,8 @@ MEGATRON_LM_2022 = MEGATRON_LM_2021.but(
 MEGATRON_DEEPSPEED_2022 = MEGATRON_LM_2021.but(
     "megatron_deepspeed_2022",
     "Megatron-DeepSpeed of 2022, as vTrain (MICRO 2024) and BLOOM ran it",
-    # pads_vocabulary: by vTrain's rows, the head takes about twice as long per logit with TP 1, where
-    # its 50,257 columns are odd, as with TP 2. The model in vTrain's src/model/gpt_modeling.py has
+    # pads_vocabulary: by vTrain rows, the head takes about twice as long per logit with TP 1, when
+    # its 50,257 columns are odd, as with TP 2. The head in vTrain's src/model/gpt_modeling.py has
     # vocab_size // world_size columns, unpadded.
     {
         "bf16": f"{MEGATRON_LM_2021.sources['bf16']}; gradients are reduced in fp16",
