@@ -152,21 +152,24 @@ def test_a_step_that_one_rank_calls_in_a_wrong_way(world: World, what: str, own:
         assert peers.startswith(f"PeerError: rank 1 raised {expected}"), peers
 
 
-class Masked(nn.Linear):
-    """Takes a keyword input."""
+class Masked(nn.Module):
+    """A linear layer that takes a keyword input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return super().forward(x) * mask
+        y: Tensor = self.linear(x)
+        return y * mask
 
 
 def masked_step(device: list[str], in_loss: bool) -> str:
     """What a step says in which each rank has the mask on a device of its own; the first layer
     takes the mask, or the loss function does."""
     mask = torch.ones(BATCH, 1, dtype=torch.float64)
-    torch.manual_seed(3)
-    kinds = [nn.Linear if in_loss else Masked, nn.Linear]
     with zeropp.parallelize(
-        [kind(WIDTH, WIDTH).double() for kind in kinds],
+        seeded([linear if in_loss else Masked, linear]),
         masked_loss if in_loss else nn.functional.mse_loss,
         sample=data()[0][:1],
         global_batch=BATCH,

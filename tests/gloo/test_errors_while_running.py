@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,12 +37,6 @@ def fails(*_: Any, **__: Any) -> Any:
     """Raise on one rank."""
     if dist.get_rank() == RANK:
         raise ValueError("broken here\nand more")
-
-
-def interrupts(*_: Any) -> None:
-    """Interrupt one rank."""
-    if dist.get_rank() == RANK:
-        raise KeyboardInterrupt
 
 
 def schedule(steps_done: int) -> float:
@@ -79,8 +72,6 @@ class Layer(nn.Module):
         self.calls += 1
         if self.where == "forward" and self.training and self.calls > 2:
             fails()
-        if self.where == "interrupt" and self.calls > 2:
-            interrupts()
         if self.where == "evaluation" and not self.training:
             fails()
         y: Tensor = self.linear(x)
@@ -158,58 +149,6 @@ def test_an_error_in_the_middle_reaches_every_rank(world: World, degrees: dict[s
                 expected = "ValueError: broken here\nand more"
             assert first == expected, where
             assert again.startswith("RuntimeError: an earlier step raised"), where
-
-
-def interrupted(where: str, degrees: dict[str, Any]) -> tuple[str, bool]:
-    """What a step says in which one rank is interrupted, and whether it was interrupted here. All
-    ranks have left the step before the first one closes its model, which ends connections, too."""
-    batch = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
-    with built(where, degrees) as model:
-        inputs, targets = batch[:, model.rows]
-        if where == "update":
-            model.optimizer.register_step_pre_hook(interrupts)
-        try:
-            said, here = error_of(lambda: model.train_step(inputs, targets)), False
-        except KeyboardInterrupt:
-            said, here = error_of(lambda: model.engine.step([inputs], [targets])), True
-        dist.barrier()
-        return said, here
-
-
-@pytest.mark.parametrize("where", ["interrupt", "update"])
-@pytest.mark.parametrize(
-    "degrees", [*DEGREES[:2], {"replicate": 2, "pp": 2}, {"pp": 4}, {"shard": 4}], ids=str
-)
-def test_an_interrupted_rank_does_not_hold_its_peers(
-    world: World, where: str, degrees: dict[str, Any]
-) -> None:
-    size = prod(degrees.values())
-    found = world.run(interrupted, where, degrees, size=size, timeout_s=60)
-    assert len(found) == size
-    for rank, (said, here) in enumerate(found):
-        assert here == (rank == RANK)
-        gone = "RuntimeError: an earlier error ended the connections of this model's ranks"
-        peers = "PeerError: the connections of another rank ended"
-        assert said.startswith(gone if here else peers), said
-
-
-def errors_in_the_meeting() -> list[str]:
-    """What a rank says whose own error comes from the meeting's collective itself."""
-    found = []
-    for error in (
-        torch.OutOfMemoryError("tried 2 GiB"),
-        RuntimeError("Timed out: third_party/gloo/"),
-    ):
-        meeting = Meeting(torch.device("cpu"), give_up=lambda: None)
-        with mock.patch.object(dist, "all_reduce", side_effect=error):
-            found.append(error_of(lambda m=meeting: m.sum(lambda: torch.zeros(1), 1)))  # type: ignore[misc]
-    return found
-
-
-def test_an_error_of_this_rank_in_the_meeting_is_not_a_peers(world: World) -> None:
-    ((own, peers),) = world.run(errors_in_the_meeting, size=1)
-    assert own == "OutOfMemoryError: tried 2 GiB"
-    assert peers == "PeerError: the connections of another rank ended, or it is late"
 
 
 def save_after_a_failure(place: Path) -> float:

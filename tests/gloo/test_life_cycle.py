@@ -77,7 +77,8 @@ def made_after_sharding() -> dict[str, str]:
     """What a model says to layers whose values an earlier model, now closed, has sharded, and to
     copies that were taken of them between its steps."""
     found = {}
-    for name, kinds in {"linear": [linear] * 4, "scale": [Scale] * 4}.items():
+    lots: dict[str, list[Kind]] = {"linear": [linear] * 4, "scale": [Scale] * 4}
+    for name, kinds in lots.items():
         layers = seeded(kinds)
         with built(layers, shard=SIZE) as first:
             step(first)
