@@ -61,7 +61,7 @@ class Device:
     @property
     def hides_collectives(self) -> bool:
         """Whether collectives run beside compute; on CPUs they take the cores that compute."""
-        return not self.is_cpu
+        return self.overlap_slowdown < 1
 
 
 @dataclass(frozen=True)

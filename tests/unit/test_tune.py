@@ -223,3 +223,21 @@ def test_the_winner_recomputes_no_more_blocks_than_it_must() -> None:
             assert not fits or fewer.step_s >= winner.step_s
     assert 1 in found
     assert found & {2, 3}  # of the four blocks of a stage
+
+
+def test_a_cap_that_is_too_large_drops_no_smaller_one() -> None:
+    what = replace(task(8, 64), shape=SHAPE)
+    device = replace(what.cluster.device, memory_gib=10.0)
+    what = replace(what, cluster=replace(what.cluster, device=device))
+    asked = ZeroppKnobs(
+        pp=2, shard=4, chunks=4, unit=2, stage_style="loop", recompute="none", reduce_every="step"
+    )
+    fitting = [
+        (result.step_s, plan.activation_cap)
+        for candidate, plan in ZEROPP.candidates(what, asked)
+        if (result := ZEROPP.simulated(what, candidate)).peak_bytes <= device.usable_bytes
+    ]
+    assert fitting
+    winner = search(what, ZEROPP, asked, tolerance=0.0).winner
+    assert winner is not None
+    assert (winner.step_s, winner.plan.activation_cap) == min(fitting)

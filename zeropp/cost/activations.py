@@ -183,8 +183,7 @@ def head_backward(work: Work) -> float:
     logarithms and of its input and, if cut by the vocabulary, a third tensor
     (``distributed/tensor/parallel/loss.py``). A fused loss works in place and makes only the
     gradient of the logits."""
-    gradient = work.program.loss_gradient
-    if gradient == "in_place" or (gradient == "in_place_under_tp" and work.tp > 1):
+    if work.program.fused_loss or work.program.loss_in_place(work.tp):
         return logits_bytes(work, element_bytes(work.precision))
     return logits_bytes(work, (3 if work.tp > 1 else 2) * FP32)
 

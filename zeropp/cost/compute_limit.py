@@ -26,7 +26,9 @@ MICROBATCHES = (1, 2, 4, 8, 16)  # sequences; the sizes that the tuner tries
 LEAST_ACTIVATIONS = 1 / 3
 STATE_BYTES = 16  # per parameter: gradient, and the optimizer's fp32 master and two moments
 # Fused attention and fused accumulation of fp32 gradient sums.
-_IDEAL = Program(name="compute limit", bf16=StateBytes(4, 4, 8), fp32=StateBytes(4, 4, 8))
+_IDEAL = Program(
+    name="compute limit", bf16=StateBytes(4, 4, 8), fp32=StateBytes(4, 4, 8), fused_loss=True
+)
 
 
 @dataclass(frozen=True)

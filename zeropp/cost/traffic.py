@@ -38,7 +38,9 @@ def half_traffic_backward(work: Work) -> tuple[float, float]:
     """Bytes that element-wise kernels move in the backward of the attention half and of the MLP
     half. A norm reads its input and the gradient twice (for its own gradient and for that of its
     parameters) and writes once; the residual's gradient is added; the gradients of queries, keys
-    and values are joined; GPT's biases sum the gradients of their outputs."""
+    and values are joined; GPT's biases sum the gradients of their outputs. GELU's backward reads
+    two tensors and writes one, and its bias sums one; that of a gated MLP is assumed to move 1.5
+    times what its forward moves."""
     shape = work.shape
     biases = 1 if shape.family == "gpt" else 0
     whole = 5 + 3 + biases + (2.5 if work.program.dropout_masks else 0.0)
@@ -52,11 +54,12 @@ def half_traffic_backward(work: Work) -> tuple[float, float]:
 
 
 def accumulation_bytes(work: Work) -> int:
-    """Bytes per parameter that move when a microbatch's weight gradient is added to the sum: the
-    sum is read and written and, unless the product does the addition, the gradient is written and
-    read as well."""
+    """Bytes per parameter that move when a microbatch's weight gradient is added to the sum, beside
+    the output of the product, which ``matmul_s`` counts: the sum is read and written. Where the
+    product does this, it is its output; otherwise the gradient is read as well."""
     total = 2 * work.program.state(work.precision).gradients
-    return total if work.program.fused_accumulation else total + 2 * element_bytes(work.precision)
+    element = element_bytes(work.precision)
+    return total - element if work.program.fused_accumulation else total + element
 
 
 def loss_bytes(work: Work) -> tuple[int, int]:
@@ -73,6 +76,6 @@ def loss_bytes(work: Work) -> tuple[int, int]:
     if work.program.fused_loss:
         return e, 2 * e
     cast = e + 4 if e < 4 else 0
-    if work.program.loss_gradient == "torch":
-        return cast + 2 * 4, cast + 4 * 4
-    return cast + 8 * 4, cast + 2 * 4
+    if work.program.loss_in_place(work.tp):
+        return cast + 8 * 4, cast + 2 * 4
+    return cast + 2 * 4, cast + 4 * 4

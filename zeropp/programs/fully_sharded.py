@@ -81,12 +81,14 @@ FMS_FSDP = LLM_FOUNDRY.but(
     "IBM's fms-fsdp of 2024, on torch's FSDP with torch.compile",
     {
         "bf16": "fms_fsdp/policies/mixed_precision.py, bfSixteen: gradients are reduced in bf16",
+        "loss_gradient": "fms_fsdp/utils/train_utils.py: torch.nn.CrossEntropyLoss",
         "traffic_factor": "torch.compile makes one kernel of an element-wise chain",
     },
     bf16=StateBytes(4, 4, 8, reduced=2),
     attention_factor=1.0,
     traffic_factor=1.0,
     fused_loss=False,
+    loss_gradient="torch",
 )
 FMS_FSDP_EAGER = FMS_FSDP.but(
     "fms_fsdp_eager",

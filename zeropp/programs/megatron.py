@@ -71,6 +71,7 @@ MEGATRON_CORE_R08 = Entry(
         name="megatron_core_r0.8",
         bf16=StateBytes(2, 4, 12, reduced=2),
         fp32=_FP32,
+        pads_vocabulary=True,
         split_boundary=True,
         overlap_tensor=True,
         overlap_reduction=True,
@@ -81,6 +82,7 @@ MEGATRON_CORE_R08 = Entry(
         "bf16": "arXiv 1910.02054, section 3.1; assumed, because the README does not say: "
         "gradients are reduced in bf16",
         "fp32": "arXiv 1910.02054, section 3.1",
+        "pads_vocabulary": f"{_ARGUMENTS} and _vocab_size_with_padding of its tokenizer",
         "split_boundary": f"{_SC21}, section 4.1",
         "overlap_tensor": f"{_R08}: tensor-parallel traffic is overlapped; {_ARGUMENTS}: "
         "--tp-comm-overlap needs sequence parallelism",
@@ -124,10 +126,7 @@ NEMO_H100 = MEGATRON_CORE_R08.but(
         "overlap_tensor": "NeMo, docs/source/features/optimizations/communication_overlap.rst",
         "overlap_reduction": "same page: overlap_grad_sync",
         "overlap_updated": "same page: overlap_param_gather",
-        "attention_factor": "arXiv 2407.08608, figures 5 and 6: cuDNN's attention on H100, which "
-        "Transformer Engine calls, is about 1.5 times as fast as FlashAttention-2",
     },
-    attention_factor=1.5,
 )
 
 _ZERO_BUBBLE = "zero-bubble-pipeline-parallelism, examples/pretrain_zbh1.sh"

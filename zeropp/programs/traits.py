@@ -20,8 +20,9 @@ Selective = Literal["scores", "elementwise", "half"]
 # "broadcasts": a broadcast per rank, one after the other. "slices": an all-gather into a buffer,
 # from which one kernel per rank and tensor copies that rank's slice of the tensor.
 Updated = Literal["gather", "broadcasts", "slices"]
-# Memory of the gradient of the loss. "in_place": it overwrites the logits. "in_place_under_tp": it
-# does so with tensor parallelism only. "torch": the temporaries of torch's own cross-entropy.
+# The loss, where it is not fused. "in_place": Megatron's, whose gradient overwrites the logits.
+# "torch": torch's own cross-entropy, with its temporaries. "in_place_under_tp": one like Megatron's
+# with tensor parallelism, and torch's own without.
 LossGradient = Literal["in_place", "in_place_under_tp", "torch"]
 # What a program divides evenly among pipeline stages. "pieces": blocks, where embedding and head
 # count as one block each if the number of blocks does not divide. "blocks": blocks alone.
@@ -116,6 +117,12 @@ class Program:
         """The hash of the name alone, because a search needs it millions of times. Equality still
         compares all fields."""
         return hash(self.name)
+
+    def loss_in_place(self, tp: int) -> bool:
+        """Whether the loss is Megatron's, with so many tensor-parallel ranks."""
+        return self.loss_gradient == "in_place" or (
+            self.loss_gradient == "in_place_under_tp" and tp > 1
+        )
 
     def state(self, precision: Precision) -> StateBytes:
         """The bytes per parameter at a precision."""

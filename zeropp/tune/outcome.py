@@ -62,8 +62,9 @@ class Outcome(Generic[K]):
     fallen: Counter[str] = field(default_factory=Counter)
     simulated: int = 0
     is_complete: bool = True  # False: the budget ended the search
-    # Plans, without their activation caps, that were out of memory; with larger caps they are, too.
-    too_large: set[SizedPlan] = field(default_factory=set)
+    # Plans without their activation caps, and the smallest cap with which they were out of memory;
+    # with larger caps they are, too.
+    too_large: dict[SizedPlan, int] = field(default_factory=dict)
 
     def offer(self, new: Evaluated[K]) -> None:
         """Keep a candidate if it is the best, or the best with other degrees than the winner's."""

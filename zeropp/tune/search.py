@@ -249,7 +249,8 @@ class _Search(Generic[K]):
         assert plan is not None
         assert price is not None
         uncapped = replace(plan, activation_cap=0)
-        if uncapped in outcome.too_large:  # members come with the smallest cap first
+        cap = plan.activation_cap or plan.num_microbatches * plan.layout.chunks
+        if cap >= outcome.too_large.get(uncapped, cap + 1):
             outcome.fallen[OOM] += 1
             return
         try:
@@ -265,7 +266,7 @@ class _Search(Generic[K]):
         elif tried.some_large:
             outcome.fallen[OOM] += 1
             if tried.all_large:
-                outcome.too_large.add(uncapped)
+                outcome.too_large[uncapped] = cap
 
     def _orders(self, entry: _Entry[K], plan: SizedPlan, price: PlanPrice) -> Iterator[Order]:
         """The orders of a member, made one by one."""
