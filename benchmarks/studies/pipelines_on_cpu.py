@@ -6,7 +6,8 @@ share the cores, so what a step costs is the CPU time of all ranks together; of 
 threads (Python, and the model's forwards and backwards) is counted apart. ``alone`` is one process
 that trains the same batch in a plain loop, which is what the arithmetic costs.
 
-    python -m benchmarks.studies.pipelines_on_cpu --out results/reference/pipelines_on_cpu.json
+    python -m benchmarks.studies.pipelines_on_cpu --repeats 5 \
+        --out results/reference/pipelines_on_cpu.json
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -33,6 +34,7 @@ from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
+from benchmarks.studies.quartiles import add_repeats, quartiles
 from benchmarks.worker.data import open_batches
 from benchmarks.worker.data.local_batch import local_batch
 from zeropp.model import build_model, cross_entropy
@@ -62,6 +64,10 @@ class Sample:
     step_s: float
     cpu_s: float
     main_s: float
+
+
+# What one rank has found: samples per way to train, and the counters of every way but ``alone``.
+Found = tuple[dict[str, list[Sample]], dict[str, dict[str, int]]]
 
 
 def measured(step: Callable[[], object]) -> Sample:
@@ -119,42 +125,42 @@ def _rank(rank: int, specs: dict[str, RunSpec], repeats: int, place: Path) -> No
     found: list[Any] = [None] * world
     dist.all_gather_object(found, ({w: s[_WARMUP:] for w, s in samples.items()}, counts))
     if rank == 0:
-        (place / _ROWS).write_text(json.dumps(_rows(found, _WARMUP + repeats)))
+        (place / _ROWS).write_text(json.dumps(rows(found, _WARMUP + repeats)))
     dist.barrier()
     os._exit(0)  # gloo may abort a rank whose peers end while it destroys its groups
 
 
-def _rows(found: list[Any], steps: int) -> list[dict[str, Any]]:
-    """One row per way to train, from the samples and counters of all ranks."""
+def rows(found: Sequence[Found], steps: int) -> list[dict[str, Any]]:
+    """One row per way to train, from what each rank has found, in the order of ranks.
+
+    ``steps`` is the number of steps that the counters have counted, with those of the warm-up.
+    Durations are those of rank 0, because a barrier begins and ends every step. CPU seconds are
+    added over the ranks. Collectives are those of rank 0.
+    """
     by_rank, counts = [samples for samples, _ in found], found[0][1]
-    rows = []
+    made = []
     for way, mine in by_rank[0].items():
         pairs = zip(by_rank[0]["torch PP"], mine, strict=True)
         all_samples = [samples[way] for samples in by_rank]
         collectives = counts.get(way, {})
-        rows.append(
+        made.append(
             {
                 "way": way,
-                "step_s": _summary([one.step_s for one in mine]),
-                "torch_pp_over_it": _summary([base.step_s / one.step_s for base, one in pairs]),
+                "step_s": quartiles([one.step_s for one in mine]),
+                "torch_pp_over_it": quartiles([base.step_s / one.step_s for base, one in pairs]),
                 "cpu_s_of_all_ranks": _added(all_samples, "cpu_s"),
                 "cpu_s_of_main_threads": _added(all_samples, "main_s"),
                 "gathers_per_step": collectives.get("unshard", 0) / steps,
                 "reductions_per_step": collectives.get("reduce_grad", 0) / steps,
             }
         )
-    return rows
+    return made
 
 
 def _added(all_samples: list[list[Sample]], kind: str) -> float:
     """The sum over ranks of the median of one kind of seconds."""
     medians = [statistics.median([vars(one)[kind] for one in mine]) for mine in all_samples]
     return float(sum(medians))
-
-
-def _summary(values: list[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles(values, n=4)
-    return {"median": median, "q1": low, "q3": high}
 
 
 def cell(model: str, ranks: int, repeats: int) -> dict[str, Any]:
@@ -179,7 +185,7 @@ def _main() -> int:
         epilog="example: python -m benchmarks.studies.pipelines_on_cpu --out /tmp/pipelines.json",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON")
-    parser.add_argument("--repeats", type=int, default=15, help="steps of each (%(default)s)")
+    add_repeats(parser, "steps of each")
     arguments = parser.parse_args()
     result = {
         "torch": torch.__version__,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.gloo.gate_faults import FAULTS, find
 from tests.gloo.world import World
@@ -25,6 +26,16 @@ NEEDS = {
     "tied weights not summed": "tied",
     "other dropout masks": "dropout",
 }
+# What each contender can have of these. Every FSDP rank holds both ends of tied weights, so that
+# there is nothing to sum; only ZeroPP draws dropout masks that one process can draw again.
+CAN_HAVE = {
+    "zeropp": {"dp", "tied", "dropout"},
+    "torch_pp": {"dp", "tp", "tied"},
+    "fsdp": {"dp"},
+    "deepspeed_3d": {"dp", "tp", "tied"},
+}
+# Of these, needs whose faults a case leaves out: the same contender meets them in fp32.
+LEFT_OUT = {("torch_pp", "bf16"): {"dp"}, ("deepspeed_3d", "bf16"): {"tied"}}
 # 5 % of a gradient is within what bf16 rounds.
 HIDDEN_IN_BF16 = {"a quarter of the gradients times 1.05", "a norm's gradient times 1.05"}
 
@@ -41,6 +52,11 @@ class Setting:
     has: set[str]
     global_batch: int = 4  # every rank needs two microbatches, one of which a fault leaves out
     layers: int = 2  # a fault of an axis needs no more
+    faults: frozenset[str] = frozenset(NEEDS)  # those to inject here if the setting has their need
+
+    def needy(self, names: list[str]) -> list[str]:
+        """Those of some faults that need something, and that are injected in this setting."""
+        return [name for name in names if name in self.faults and NEEDS[name] in self.has]
 
 
 @dataclass(frozen=True)
@@ -59,8 +75,7 @@ class Case:
         """Every setting, with the names of the faults that are injected there."""
         names = findable(self.precision)
         free = ["none", *(name for name in names if name not in NEEDS)]
-        needy = [["none", *(n for n in names if NEEDS.get(n) in one.has)] for one in self.axes]
-        return [(self.pair, free), *zip(self.axes, needy, strict=True)]
+        return [(self.pair, free), *((one, ["none", *one.needy(names)]) for one in self.axes)]
 
 
 def findable(precision: str) -> list[str]:
@@ -76,15 +91,22 @@ FSDP = Setting(4, {"shard": 2, "replicate": 2}, {"dp"}, 8)
 SHARDS = Setting(2, {"shard": 2}, {"dp"})
 REPLICAS = Setting(2, {"pp": 1, "replicate": 2, "replicate_zero": 1}, {"dp"})
 # Tensor parallelism on DTensors is slow on CPUs. So torch's pipelines meet the faults of data
-# parallelism without it; tests/gloo/test_torch_pp.py trains with all three axes at once.
+# parallelism without it, but for one, which they meet with both; tests/gloo/test_torch_pp.py trains
+# with all three axes at once.
 TORCH_SHARDS = Setting(4, {"pp": 2, "shard": 2, "schedule": "1f1b"}, {"dp"})
 TORCH_TENSORS = Setting(4, {"pp": 2, "tp": 2, "schedule": "1f1b"}, {"tp", "tied"})
+TORCH_BOTH = Setting(
+    4,
+    {"pp": 1, "tp": 2, "shard": 2, "schedule": "1f1b"},
+    {"dp", "tp"},
+    faults=frozenset({"one reduction dropped"}),
+)
 DEEPSPEED = Setting(8, {"pp": 2, "tp": 2, "replicate_zero": 1}, {"dp", "tp", "tied"})
 DEEPSPEED_BF16 = Setting(4, {"pp": 1, "tp": 2, "replicate": 2, "replicate_zero": 1}, {"dp", "tp"})
 CASES = [
     Case("zeropp", "fp32", DROPOUT, TWO_STAGES, (ZEROPP,)),
     Case("zeropp", "bf16", DROPOUT, TWO_STAGES, (ZEROPP,)),
-    Case("torch_pp", "fp32", TIED, TORCH_STAGES, (TORCH_SHARDS, TORCH_TENSORS)),
+    Case("torch_pp", "fp32", TIED, TORCH_STAGES, (TORCH_SHARDS, TORCH_TENSORS, TORCH_BOTH)),
     Case("torch_pp", "bf16", TIED, TORCH_STAGES, (TORCH_TENSORS,)),
     Case("fsdp", "fp32", {}, SHARDS, (FSDP,)),
     Case("fsdp", "bf16", {}, SHARDS, (FSDP,)),
@@ -118,7 +140,7 @@ NAMES = [label(case, setting) for case, setting, _ in ROUNDS]
 def test_the_gate_finds_every_fault(
     world: World, case: Case, setting: Setting, faults: list[str]
 ) -> None:
-    assert len(faults) > 3
+    assert len(faults) > 1
     spec = spec_of(case, setting)
     layout = spec.plan().layout
     axes = {axis for axis, size in (("dp", layout.dp), ("tp", layout.tp)) if size > 1}
@@ -129,8 +151,28 @@ def test_the_gate_finds_every_fault(
         assert [name for name, failed in found.items() if not failed] == []
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_every_fault_is_injected_somewhere(precision: str) -> None:
-    cases = [case for case in CASES if case.precision == precision]
-    injected = [name for case in cases for _, faults in case.rounds for name in faults]
-    assert set(injected) == {"none", *findable(precision)}
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.contender}-{case.precision}")
+def test_every_contender_meets_every_fault_that_it_can_have(case: Case) -> None:
+    left_out = LEFT_OUT.get((case.contender, case.precision), set())
+    needs = CAN_HAVE[case.contender] - left_out
+    names = [n for n in findable(case.precision) if n not in NEEDS or NEEDS[n] in needs]
+    assert {name for _, faults in case.rounds for name in faults} == {"none", *names}
+
+
+def test_cases_cover_contenders_and_needs() -> None:
+    pairs = {(name, precision) for name in CAN_HAVE for precision in ("fp32", "bf16")}
+    assert sorted((case.contender, case.precision) for case in CASES) == sorted(pairs)
+    assert set(LEFT_OUT) <= {pair for pair in pairs if pair[1] != "fp32"}
+    assert set().union(*CAN_HAVE.values()) == set(NEEDS.values())
+    for name, needs in CAN_HAVE.items():
+        assert CONTENDERS[name].reproduces_dropout == ("dropout" in needs)
+
+
+@pytest.mark.parametrize("name", [name for name, needs in CAN_HAVE.items() if "tp" in needs])
+def test_a_reduction_is_dropped_where_both_axes_are(name: str) -> None:
+    both = [
+        setting
+        for case, setting, faults in ROUNDS
+        if (case.contender, case.precision) == (name, "fp32") and "one reduction dropped" in faults
+    ]
+    assert any(setting.has >= {"dp", "tp"} for setting in both)
