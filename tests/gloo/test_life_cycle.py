@@ -118,7 +118,9 @@ class Scaled(Scale):
 def written_between_steps() -> tuple[dict[str, str], list[list[float]], bool]:
     """What a step says after rank 1 has written to a parameter in each of several ways; the losses
     of this model, and of one that nobody wrote to; whether all parameters are NaN afterwards."""
-    found, losses = {}, []
+    found: dict[str, str] = {}
+    losses: list[list[float]] = []
+    hidden: list[bool] = []
     for writes in (WRITES, {}):
         layers = seeded([Scaled] * 3)
         with built(layers, shard=SIZE) as model:
@@ -129,8 +131,8 @@ def written_between_steps() -> tuple[dict[str, str], list[list[float]], bool]:
                         write(layers[1])
                 found[name] = error_of(lambda m=model: step(m))  # type: ignore[misc]
             losses[-1].append(step(model, 1))
-            hidden = [bool(one.isnan().all()) for layer in layers for one in layer.parameters()]
-    return found, losses, len(hidden) == 9 and all(hidden)
+            hidden += [bool(one.isnan().all()) for layer in layers for one in layer.parameters()]
+    return found, losses, len(hidden) == 18 and all(hidden)
 
 
 def test_writes_to_sharded_layers_between_steps_are_an_error(world: World) -> None:

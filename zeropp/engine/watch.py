@@ -7,9 +7,10 @@ every step anyway also say which parameters no rank has used, and the optimizer 
 for those.
 
 Freezing or unfreezing a parameter after the model was built would need other buffers, and some
-hooks that are registered then would not be called as autograd calls them: those of ``register_hook``
-on weights whose gradients layers compute, and those of ``register_post_accumulate_grad_hook``. So
-these are errors, on every rank, in the next step and before anything is updated.
+hooks that are registered then would not be called as autograd calls them: those that
+``register_hook`` adds to weights whose gradients layers compute, and those that
+``register_post_accumulate_grad_hook`` adds. So these are errors, on every rank, in the next step and
+before anything is updated.
 """
 
 from __future__ import annotations
