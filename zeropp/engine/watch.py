@@ -9,8 +9,8 @@ for those.
 Freezing or unfreezing a parameter after the model was built would need other buffers, and some
 hooks that are registered then would not be called as autograd calls them: those that
 ``register_hook`` adds to weights whose gradients layers compute, and those that
-``register_post_accumulate_grad_hook`` adds. So these are errors, on every rank, in the next step and
-before anything is updated.
+``register_post_accumulate_grad_hook`` adds. So these are errors, on every rank, in the next step
+and before anything is updated.
 """
 
 from __future__ import annotations
