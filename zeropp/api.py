@@ -149,6 +149,8 @@ def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.
             f"device={str(device)!r}: the process group has no backend for it, only for "
             f"{' and '.join(known)} (give init_process_group another backend, or take that device)"
         )
+    if device.type == "cpu":
+        return torch.device("cpu")  # tensors on the CPU have no index
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         device = torch.device("cuda", index)
@@ -163,9 +165,7 @@ def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.
 
 def _compare_values(pieces: Sequence[Piece]) -> None:
     """Refuse ranks that hold the same layer with other values; collective."""
-    mine = together(
-        lambda: {piece.index: described(piece.module.named_parameters()) for piece in pieces}
-    )
+    mine = together(lambda: {piece.index: described(piece.index, piece.module) for piece in pieces})
     held: list[dict[int, dict[str, object]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(held, mine)
     first: dict[int, tuple[int, dict[str, object]]] = {}

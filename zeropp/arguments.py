@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "group_of": (callable, "a function of a parameter's (layer, name) and the parameter"),
     "lr_schedule": (callable, "a function from the number of steps done to a factor"),
-    "dropout_seed": (lambda value: isinstance(value, int), "a whole number"),
+    "dropout_seed": (lambda value: isinstance(value, Integral), "a whole number"),
     "timeout": (lambda value: isinstance(value, timedelta), "a datetime.timedelta"),
 }
 
@@ -150,7 +151,10 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
     """Refuse arguments of another kind than is needed; raises InfeasibleError."""
     for name, (fits, wanted) in _WANTED.items():
         if name in given and not fits(given[name]):
-            raise InfeasibleError(f"{name}={given[name]!r}: must be {wanted}")
+            shown = repr(given[name])
+            if "\n" in shown:
+                shown = f"a {type(given[name]).__name__}"
+            raise InfeasibleError(f"{name}={shown}: must be {wanted}")
 
 
 def request_of(arguments: Mapping[str, Any]) -> Request:
@@ -167,6 +171,8 @@ def request_of(arguments: Mapping[str, Any]) -> Request:
         if name in given:
             check(name, given[name], kind)
     _check_kinds(given)
+    if "dropout_seed" in given:
+        given["dropout_seed"] = int(given["dropout_seed"])
     if "mesh" in given:
         knobs = replace(knobs, **degrees_of(given["mesh"], keywords))
     if isinstance(given.get("cluster"), str):

@@ -15,6 +15,7 @@ from zeropp.engine.checks import check_batch, check_names, check_same_rows, chec
 from zeropp.engine.engine import Engine
 from zeropp.engine.evaluation import RowsError
 from zeropp.engine.interpreter import Microbatches
+from zeropp.engine.sharding import check_unwritten
 from zeropp.engine.stateful import load_named
 from zeropp.engine.together import together
 from zeropp.engine.values import split_rows
@@ -152,12 +153,13 @@ class ParallelModel:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _check_whole(self) -> None:
+    def _check_ready(self) -> None:
         if self._failure:
             raise RuntimeError(
                 f"an earlier step raised {self._failure}; build the model anew and load a "
                 "checkpoint"
             )
+        check_unwritten(self.engine.flats)
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -174,7 +176,7 @@ class ParallelModel:
     def _training_batch(
         self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]
     ) -> Microbatches:
-        self._check_whole()
+        self._check_ready()
         if not torch.is_grad_enabled():
             raise RuntimeError("train_step: gradients are disabled (leave torch.no_grad first)")
         check_names(keyword_inputs, self._keywords)
@@ -185,7 +187,7 @@ class ParallelModel:
     def _evaluation_batch(
         self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]
     ) -> Microbatches:
-        self._check_whole()
+        self._check_ready()
         check_names(keyword_inputs, self._keywords)
         check_same_rows(self._checked(inputs, targets, keyword_inputs))
         return self._microbatches(inputs, targets, keyword_inputs)
@@ -195,7 +197,7 @@ class ParallelModel:
     ) -> dict[str, Tensor]:
         """All parts of a batch by name, which are tensors on the devices that they should be on."""
         batch = {"inputs": inputs, "targets": targets, **keyword_inputs}
-        check_tensors(batch, {*self.engine.reads, *keyword_inputs}, self.engine.lanes.device)
+        check_tensors(batch, self.engine.reads(keyword_inputs), self.engine.lanes.device)
         return batch
 
     def _microbatches(

@@ -95,6 +95,13 @@ def half_frozen() -> nn.Module:
     return layer
 
 
+def expanded() -> nn.Module:
+    """A linear layer whose weight is one row in memory, at first."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.weight = nn.Parameter(torch.randn(1, WIDTH, dtype=torch.float64).expand(WIDTH, WIDTH))
+    return layer
+
+
 KINDS: dict[str, list[Callable[[], nn.Module]]] = {
     "linear": [linear] * 6,
     "remembering": [Remembering] * 6,
@@ -102,6 +109,7 @@ KINDS: dict[str, list[Callable[[], nn.Module]]] = {
     "in place": [linear, InPlace, InPlace, InPlace, InPlace, linear],
     "weight norm": [linear, weight_normed, weight_normed, weight_normed, weight_normed, linear],
     "unused": [linear, Unused, Unused, Unused, Unused, linear],
+    "expanded": [linear, expanded, linear, expanded, linear, linear],
     "frozen layer": [linear, frozen, linear, linear, frozen, linear],
     "frozen stages": [frozen, frozen, linear, linear, linear, linear],
     "frozen bias": [half_frozen] * 6,
@@ -166,6 +174,20 @@ def train_with_mesh() -> list[int]:
 
 def test_a_users_mesh(world: World) -> None:
     assert world.run(train_with_mesh, size=4) == [[0, 6], [6, 12], [0, 6], [6, 12]]
+
+
+def train_on_a_numbered_cpu() -> list[float]:
+    """Losses of a step where the device is the CPU with an index, and with none."""
+    losses = []
+    for device in ("cpu:0", "cpu"):
+        with built(seeded([linear] * 4), pp=2, device=device) as model:
+            losses.append(model.train_step(*data()).loss)
+    return losses
+
+
+def test_a_cpu_with_an_index_is_the_cpu(world: World) -> None:
+    for numbered, plain in world.run(train_on_a_numbered_cpu, size=2):
+        assert numbered == plain > 0
 
 
 def misused() -> dict[str, str]:

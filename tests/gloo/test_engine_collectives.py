@@ -176,7 +176,7 @@ def planned(case: Case, engine: Engine) -> Counter[tuple[str, str]]:
 
     reduced = of(Op.REDUCE_GRAD)
     crossed = reduced if plan.replicate_every == "unit" else list(dict.fromkeys(reduced))
-    expected = Counter({("all-reduce", "world"): 1, ("all-reduce", "default"): 1})
+    expected = Counter({("all-reduce", "world"): 2})  # after the backwards, and after the update
     expected["isend", "pair"] = len(of(Op.SEND_F)) + len(of(Op.SEND_B))
     expected["irecv", "pair"] = len(of(Op.RECV_F)) + len(of(Op.RECV_B))
     if case.shard > 1:

@@ -27,7 +27,9 @@ def test_resident_kinds_are_exact_and_activations_follow_the_cap() -> None:
     (trace,) = trace_ranks(plan, [16], optimizer=ADAMW, build=build)
     memory = trace.memory
     padding = len(stages) * 4 * ALIGNMENT  # per chunk
-    assert shard_bytes <= memory.parameters <= shard_bytes + padding
+    # Between steps each of a block's 12 parameters is a NaN of its own, in bf16.
+    hidden = len(stages) * 12 * 2
+    assert shard_bytes + hidden <= memory.parameters <= shard_bytes + hidden + padding
     assert 2 * shard_bytes <= memory.optimizer < 2 * shard_bytes + 1024  # and the step counts
     assert memory.gradients >= shard_bytes
     (tight,) = trace_ranks(

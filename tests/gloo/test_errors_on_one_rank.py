@@ -152,6 +152,50 @@ def test_a_step_that_one_rank_calls_in_a_wrong_way(world: World, what: str, own:
         assert peers.startswith(f"PeerError: rank 1 raised {expected}"), peers
 
 
+class Masked(nn.Module):
+    """A linear layer that takes a keyword input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y * mask
+
+
+def masked_step(device: list[str], in_loss: bool) -> str:
+    """What a step says in which each rank has the mask on a device of its own; the first layer
+    takes the mask, or the loss function does."""
+    mask = torch.ones(BATCH, 1, dtype=torch.float64)
+    with zeropp.parallelize(
+        seeded([linear if in_loss else Masked, linear]),
+        masked_loss if in_loss else nn.functional.mse_loss,
+        sample=data()[0][:1],
+        global_batch=BATCH,
+        sample_keywords={"mask": mask[:1]},
+        pp=2,
+    ) as model:
+        mine = mask.to(device[dist.get_rank()])
+        return error_of(lambda: model.train_step(*data(), mask=mine))
+
+
+def masked_loss(output: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    """A loss function that takes the keyword input."""
+    return nn.functional.mse_loss(output * mask, target)
+
+
+@pytest.mark.parametrize("in_loss", [False, True])
+def test_a_keyword_input_on_another_device_where_it_is_used(world: World, in_loss: bool) -> None:
+    user, other = (1, 0) if in_loss else (0, 1)
+    devices = {rank: ["meta" if one == rank else "cpu" for one in range(2)] for rank in range(2)}
+    said = world.run(masked_step, devices[user], in_loss, size=2)
+    wrong = "ValueError: mask: is on meta, but this rank trains on cpu"
+    assert said[user].startswith(wrong)
+    assert said[other].startswith(f"PeerError: rank {user} raised {wrong}")
+    assert world.run(masked_step, devices[other], in_loss, size=2) == ["", ""]
+
+
 def failed_evaluation() -> str:
     """What a step says after an evaluation in which the loss function raised."""
     model = zeropp.parallelize(

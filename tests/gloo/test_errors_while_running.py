@@ -72,8 +72,6 @@ class Layer(nn.Module):
         self.calls += 1
         if self.where == "forward" and self.training and self.calls > 2:
             fails()
-        if self.where == "interrupt" and self.calls > 2 and dist.get_rank() == RANK:
-            raise KeyboardInterrupt
         if self.where == "evaluation" and not self.training:
             fails()
         y: Tensor = self.linear(x)
@@ -151,26 +149,6 @@ def test_an_error_in_the_middle_reaches_every_rank(world: World, degrees: dict[s
                 expected = "ValueError: broken here\nand more"
             assert first == expected, where
             assert again.startswith("RuntimeError: an earlier step raised"), where
-
-
-def interrupted(degrees: dict[str, Any]) -> tuple[str, bool]:
-    """What a step says in which one rank is interrupted, and whether it was interrupted here."""
-    batch = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
-    with built("interrupt", degrees) as model:
-        inputs, targets = batch[:, model.rows]
-        try:
-            return error_of(lambda: model.train_step(inputs, targets)), False
-        except KeyboardInterrupt:
-            return error_of(lambda: model.engine.step([inputs], [targets])), True
-
-
-@pytest.mark.parametrize("degrees", DEGREES[:3], ids=str)
-def test_an_interrupted_rank_does_not_hold_its_peers(world: World, degrees: dict[str, Any]) -> None:
-    for rank, (said, here) in enumerate(world.run(interrupted, degrees, size=3)):
-        assert here == (rank == RANK)
-        gone = "RuntimeError: an earlier error ended the connections of this model's ranks"
-        peers = "PeerError: the connections of another rank ended"
-        assert said.startswith(gone if here else peers), said
 
 
 def save_after_a_failure(place: Path) -> float:

@@ -6,6 +6,7 @@ rank tells the others what it found, and all raise the same error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral
 
@@ -120,11 +121,6 @@ def _check_not_shared(
                 )
             if parameter.is_meta or not parameter.numel():
                 continue
-            if parameter.untyped_storage().nbytes() < parameter.nbytes:
-                raise InfeasibleError(
-                    f"layers[{index}]: {name!r} has no values: the layer belongs to another model "
-                    "that parallelize has made (give each its own layers)"
-                )
             other, where = places.setdefault(parameter.data_ptr(), (id(parameter), (index, name)))
             if other != id(parameter) and (where, (index, name)) != tied:
                 raise InfeasibleError(
@@ -134,16 +130,25 @@ def _check_not_shared(
                 )
 
 
-def described(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, object]:
-    """What must be equal on all ranks that train a layer: shapes, types, and sums of the values."""
+def described(index: int, layer: nn.Module) -> dict[str, object]:
+    """What must be equal on all ranks that train a layer: shapes, types, and sums of the values.
+
+    Raises InfeasibleError for a parameter that is NaN throughout, as those are of which an earlier
+    model has kept only shards.
+    """
     found: dict[str, object] = {}
-    for name, parameter in named_parameters:
+    for name, parameter in layer.named_parameters():
         values = parameter.detach()
         if values.is_meta:
             sums: tuple[float, ...] = ()
         else:
             wide = values.double()
             sums = float(wide.sum()), float(wide.square().sum())
+        if any(math.isnan(one) for one in sums) and bool(values.isnan().all()):
+            raise InfeasibleError(
+                f"layers[{index}]: {name!r} has no values, only NaN: the layer belongs to another "
+                "model that parallelize has made, or was copied from it (make the layer anew)"
+            )
         kind = tuple(values.shape), str(values.dtype), parameter.requires_grad
         found[name] = (*kind, *sums)
     return found

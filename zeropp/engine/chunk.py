@@ -82,6 +82,7 @@ class Chunk:
         self._options = options
         self._recomputed = {id(block) for block in blocks[: options.recomputed]}
         self._names = [keywords_of(piece) for piece in shards.pieces]
+        self.keywords = frozenset[str]().union(*self._names)  # that its pieces name
         self._live: dict[int, _Live] = {}
         if options.compiled:
             for block in blocks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
@@ -57,7 +57,6 @@ class Engine:
         options: EngineOptions | None = None,
     ) -> None:
         self._layout, self._device = layout, device
-        self._last_stage = schedule.num_stages - 1
         self._options = options = options or EngineOptions()
         self.steps_done = 0
         self._torn = False  # whether ranks may have parameters of different steps
@@ -232,11 +231,9 @@ class Engine:
         """This rank's persistent buffers, named ``{piece}.{name}``."""
         return checkpoint.persistent_buffers((p.index, p.module) for p in self._pieces)
 
-    @property
-    def reads(self) -> set[str]:
-        """What of a batch it reads: ``inputs`` in the first stage, ``targets`` in the last."""
-        ends = {"inputs": 0, "targets": self._last_stage}
-        return {name for name, stage in ends.items() if stage in self.chunks}
+    def reads(self, keywords: Iterable[str]) -> set[str]:
+        """What this rank reads of a batch with these keyword inputs; see ``Interpreter.reads``."""
+        return self.interpreter.reads(keywords)
 
     def counters(self) -> dict[str, int]:
         """Actions run since construction, by name in lower case."""

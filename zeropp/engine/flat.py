@@ -41,9 +41,10 @@ class FlatParameters:
     ``deferred``: whether its gradients come with delayed weight gradients; ``keeps_sums``: whether
     the memory of gradient sums is used again in the next step.
 
-    The constructor copies the parameters' values. Afterwards parameters are views of the buffer,
-    which has memory only between ``unshard`` and ``reshard`` (or always, if compute uses the
-    masters themselves, because there is one shard and no mixed precision).
+    The constructor copies the parameters' values. Inside steps, parameters are views of the buffer,
+    which has memory only between ``unshard`` and ``reshard``; outside of steps they are NaN
+    (``Views``). If nothing has to be gathered or cast for compute, the buffer is what this rank
+    keeps anyway, so it always has memory, and parameters are always views of it.
     """
 
     def __init__(

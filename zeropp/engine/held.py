@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,19 +47,48 @@ def view(buffer: Tensor, slot: Slot) -> Tensor:
     return buffer[slot.stretch.begin : slot.stretch.end].view(slot.shape)
 
 
+class _Noted(torch.autograd.Function):
+    """Keeps tensors as if for a backward: reading them later raises RuntimeError if one of them was
+    written to since, which is the public way to compare versions of tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.clone()
+
+
+def _noted(parameters: Iterable[Tensor]) -> Any:
+    """An object whose ``saved_tensors`` raise once one of the parameters has been written to."""
+    with torch.enable_grad():
+        anchor = torch.empty(0, requires_grad=True)
+        made = _Noted.apply(anchor, *(parameter.detach() for parameter in parameters))  # type: ignore[no-untyped-call]
+    return made.grad_fn
+
+
+def _is_written(noted: Any) -> bool:
+    try:
+        noted.saved_tensors  # noqa: B018 - reading it compares the versions
+    except RuntimeError:
+        return True
+    return False
+
+
 class Views:
     """Parameters that are views of a buffer inside steps, and NaN outside of them.
 
     Outside of steps the buffer has no memory, and whoever read a view of it would end the process.
+    Each parameter has a NaN of its own, so that a write to one does not show in another.
     """
 
     def __init__(self, held: Iterable[Held], buffer: Tensor) -> None:
-        nothing = buffer.new_full((), torch.nan)
+        lot = [(one.slot, parameter) for one in held for parameter in one.parameters]
+        self._nothing = buffer.new_full((len(lot),), torch.nan)
         self._all = [
-            (parameter, view(buffer, one.slot), nothing.expand(one.slot.shape))
-            for one in held
-            for parameter in one.parameters
+            (parameter, view(buffer, slot), nothing.expand(slot.shape))
+            for (slot, parameter), nothing in zip(lot, self._nothing.unbind(), strict=True)
         ]
+        self._names = [slot.names[0] for slot, _ in lot]
+        self._note()
 
     def show(self) -> None:
         """Make the parameters views of the buffer."""
@@ -69,6 +99,29 @@ class Views:
         """Make the parameters NaN, in their own shapes."""
         for parameter, _, outside in self._all:
             parameter.data = outside
+
+    def check_unwritten(self) -> None:
+        """Raise RuntimeError if a parameter was written to, and make the hidden ones NaN again.
+
+        Such a write reaches no master, so training would go on without it. Torch itself refuses
+        most of them, because a hidden parameter is one number that is expanded, but not those to
+        parameters of one element, and not ``fill_``. Writes through ``.data`` cannot be seen.
+        """
+        if not _is_written(self._noted):
+            return
+        pairs = zip(self._names, self._each, strict=True)
+        piece, name = next(one for one, noted in pairs if _is_written(noted))
+        self._nothing.fill_(torch.nan)
+        self._note()
+        raise RuntimeError(
+            f"layers[{piece}]: {name!r} was written to after parallelize, which has no effect on "
+            "the shards; the write was undone (set values before parallelize, or with the model's "
+            "load_state_dict)"
+        )
+
+    def _note(self) -> None:
+        parameters = [parameter for parameter, _, _ in self._all]
+        self._noted, self._each = _noted(parameters), [_noted([one]) for one in parameters]
 
 
 def check_kept(held: Iterable[Held], gradients: Iterable[Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,11 +48,11 @@ class Loss:
     """The user's loss function, which is called with the keyword inputs that it names."""
 
     def __init__(self, function: LossFunction) -> None:
-        self._function, self._names = function, keywords_of(function)
+        self._function, self.keywords = function, keywords_of(function)
 
     def __call__(self, output: object, batch: Microbatches, microbatch: int) -> Tensor:
         """The loss of one microbatch; raises TypeError if it is not one number."""
-        keywords = chosen(batch.keywords_of(microbatch), self._names)
+        keywords = chosen(batch.keywords_of(microbatch), self.keywords)
         loss = self._function(output, batch.targets[microbatch], **keywords)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -135,6 +135,19 @@ class Interpreter:
         for chunk in self._chunks.values():
             chunk.shards.finish()
         return step.losses
+
+    def reads(self, keywords: Iterable[str]) -> set[str]:
+        """What this rank reads of a batch with these keyword inputs: ``inputs`` in the first stage,
+        ``targets`` in the last, and the keyword inputs that its layers or, in the last stage, the
+        loss function name."""
+        ends = {"inputs": 0, "targets": self._last}
+        named = [chunk.keywords for chunk in self._chunks.values()]
+        if self._last in self._chunks:
+            named.append(self._loss.keywords)
+        known = frozenset[str]().union(*named)
+        return {name for name, stage in ends.items() if stage in self._chunks} | {
+            name for name in keywords if name in known
+        }
 
     def _run_program(self, step: _Step) -> None:
         self._reductions_left = self._unreduced.copy()

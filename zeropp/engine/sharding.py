@@ -197,6 +197,14 @@ def settle(flats: Iterable[FlatParameters]) -> None:
             flat.updated.wait()
 
 
+def check_unwritten(flats: Iterable[FlatParameters]) -> None:
+    """Raise RuntimeError if a parameter that this rank has only a shard of was written to; see
+    ``Views``."""
+    for flat in flats:
+        for views in flat.hidden:
+            views.check_unwritten()
+
+
 @contextmanager
 def shown(lot: Iterable[ChunkShards]) -> Iterator[None]:
     """Inside this context parameters are views of their buffers; see ``Views``."""

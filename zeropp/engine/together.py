@@ -87,21 +87,13 @@ class Meeting:
         except BaseException as error:
             if self._give_up is None:
                 raise
-            free_frames(error)
-            self._give_up()
-            self._given_up = True
-            gc.collect()  # the frames of failed work, whose groups end with their last reference
+            self._end_work(error)
             if not isinstance(error, Exception):  # an interrupt: this rank will not meet its peers
                 self.close()
                 raise
             failure = error
             sums[0] = 1.0
-        try:
-            dist.all_reduce(sums, group=self._group)
-        except Exception as late:  # a peer did not come in time, or was interrupted
-            if failure is None or _is_of_a_peer(failure):
-                raise PeerError("the connections of another rank ended, or it is late") from late
-            raise failure  # noqa: B904 - the first error is what a person needs
+        self._meet(sums, failure)
         if float(sums[0]):
             _raise_everywhere(failure, self._group)
         if failure is not None:
@@ -120,12 +112,16 @@ class Meeting:
         return results[0]
 
     def update(self, work: Callable[[], object]) -> None:
-        """Run an optimizer's step, in which no rank waits for another, with ``together``.
+        """Run an optimizer's step, in which no rank waits for another; if it raises on any rank,
+        every rank raises, as in ``run``.
 
-        Where ranks cannot give up (NCCL), only the first update is run so, in which the optimizer
-        makes its state: the host would wait in every step until the device has done the update.
+        Where ranks cannot give up (NCCL), this holds only for the first update, in which the
+        optimizer makes its state: the host would wait in every step until the device has done the
+        update.
         """
-        if self._give_up is None and self._updated:
+        if self._give_up is not None:
+            self.run(work)
+        elif self._updated:
             work()
         else:
             together(work)
@@ -137,6 +133,31 @@ class Meeting:
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
+
+    def _meet(self, sums: Tensor, failure: Exception | None) -> None:
+        """Add up the sums of all ranks. A rank that does not meet its peers ends the connections of
+        the meeting, too, because some peers may wait in it for this rank alone."""
+        try:
+            dist.all_reduce(sums, group=self._group)
+        except BaseException as late:
+            if self._give_up is None:
+                raise
+            self._end_work(late)
+            self.close()
+            of_a_peer = isinstance(late, Exception) and _is_of_a_peer(late)
+            if not of_a_peer and (failure is None or not isinstance(late, Exception)):
+                raise
+            if failure is None or _is_of_a_peer(failure):
+                raise PeerError("the connections of another rank ended, or it is late") from late
+            raise failure  # noqa: B904 - the first error is what a person needs
+
+    def _end_work(self, error: BaseException) -> None:
+        """Give up, after an error, so that no peer waits for this rank in the work."""
+        assert self._give_up is not None
+        free_frames(error)
+        self._give_up()
+        self._given_up = True
+        gc.collect()  # the frames of failed work, whose groups end with their last reference
 
 
 def largest_of_all(number: int) -> int:

@@ -6,9 +6,11 @@ the parameter has a gradient of zeros, with which all of this would happen. So t
 every step anyway also say which parameters no rank has used, and the optimizer is given no gradient
 for those.
 
-Freezing or unfreezing a parameter after the model was built would need other buffers, and a hook
-that is registered then may never be called. So both are errors, on every rank, in the next step and
-before anything is updated.
+Freezing or unfreezing a parameter after the model was built would need other buffers, and some
+hooks that are registered then would not be called as autograd calls them: those that
+``register_hook`` adds to weights whose gradients layers compute, and those that
+``register_post_accumulate_grad_hook`` adds. So these are errors, on every rank, in the next step
+and before anything is updated.
 """
 
 from __future__ import annotations

@@ -1,0 +1,118 @@
+"""Ranks that leave a step in the middle, because they were interrupted or because a peer was: none
+waits for another one. One that did would do so for gloo's 30 minutes, and the world would be cut
+off."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.gloo.small_layers import built, data, error_of, linear, seeded
+from tests.gloo.world import World
+from zeropp.engine.together import Meeting
+from zeropp.parallel_model import ParallelModel
+
+RANK = 1  # the one that is interrupted
+DEGREES: list[dict[str, int]] = [
+    {"pp": 4},
+    {"shard": 4},
+    {"replicate": 4, "replicate_zero": 1},
+    {"pp": 2, "shard": 2, "chunks": 2},
+]
+
+
+def interrupt(*_: Any) -> None:
+    """Interrupt one rank."""
+    if dist.get_rank() == RANK:
+        raise KeyboardInterrupt
+
+
+class Backward(torch.autograd.Function):
+    """Is interrupted in a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        interrupt()
+        return gradient
+
+
+class Layer(nn.Module):
+    """Is interrupted where it is told to, in a forward from the third call on."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where, self.calls = linear(), where, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 2 and self.where in ("forward", "evaluation"):
+            interrupt()
+        y: Tensor = self.linear(x)
+        return Backward.apply(y) if self.where == "backward" else y  # type: ignore[no-untyped-call]
+
+
+def interrupted(where: str, degrees: dict[str, int]) -> tuple[str, bool]:
+    """What a step says in which one rank is interrupted, and whether it was interrupted here. All
+    ranks have left the step before the first one closes its model, which ends connections, too."""
+    with built(seeded([lambda: Layer(where)] * 4), **degrees) as model:
+        if where == "update":
+            model.optimizer.register_step_pre_hook(interrupt)
+        try:
+            said, here = error_of(lambda: run(model, where)), False
+        except KeyboardInterrupt:
+            said, here = error_of(model.full_state_dict), True
+        dist.barrier()
+        return said, here
+
+
+def run(model: ParallelModel, where: str) -> None:
+    """A step, or an evaluation."""
+    inputs, targets = data()
+    call = model.eval_step if where == "evaluation" else model.train_step
+    call(inputs[model.rows], targets[model.rows])
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "update", "evaluation"])
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_an_interrupted_rank_does_not_hold_its_peers(
+    world: World, where: str, degrees: dict[str, int]
+) -> None:
+    size = prod(degrees[axis] for axis in ("pp", "shard", "replicate") if axis in degrees)
+    found = world.run(interrupted, where, degrees, size=size, timeout_s=60)
+    assert len(found) == size
+    for rank, (said, here) in enumerate(found):
+        assert here == (rank == RANK)
+        gone = "RuntimeError: an earlier error ended the connections of this model's ranks"
+        if where == "update":
+            gone = "RuntimeError: an optimizer's error left some ranks updated and others not"
+        peers = "PeerError: the connections of another rank ended"
+        assert said.startswith(gone if here else peers), said
+
+
+def errors_in_the_meeting() -> list[str]:
+    """What a rank says whose meeting itself fails: by an error of its own, or by one of a peer."""
+    found = []
+    of_a_peer = RuntimeError("third_party/gloo/pair.cc: connection closed")
+    for error in (torch.OutOfMemoryError("tried 2 GiB"), of_a_peer):
+        meeting = Meeting(torch.device("cpu"), give_up=lambda: None)
+        with mock.patch.object(dist, "all_reduce", side_effect=error):
+            found.append(error_of(lambda m=meeting: m.sum(lambda: torch.zeros(1), 1)))  # type: ignore[misc]
+    return found
+
+
+def test_an_error_of_this_rank_in_the_meeting_is_not_a_peers(world: World) -> None:
+    ((own, peers),) = world.run(errors_in_the_meeting, size=1)
+    assert own == "OutOfMemoryError: tried 2 GiB"
+    assert peers == "PeerError: the connections of another rank ended, or it is late"
