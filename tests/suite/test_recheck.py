@@ -139,3 +139,28 @@ def test_a_renewal_goes_on_where_it_was_stopped(
     monkeypatch.setattr(module, "read_code", lambda ask_git: Code("", False, "another"))
     assert module.renew(tables[:1], tmp_path, REFERENCE) == 0
     assert ran[-1] == ["a", "anew"]
+
+
+def test_the_verdict_s_pictures_go_where_the_pages_show_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, images = tmp_path / "reference", tmp_path / "docs" / "images"
+    (home / "claim_33" / "paper").mkdir(parents=True)
+    images.mkdir(parents=True)
+    (home / "claim_33" / "plans.csv").write_text("key,value\n1,2\n")
+    (home / "claim_33" / "losses.png").write_bytes(b"picture")
+    (home / "claim_33" / "losses.svg").write_text("drawing")
+    table = Table(
+        path="claim_33/plans.csv",
+        keys=("key",),
+        rows=1,
+        again=lambda row, reference: {},
+        command=("claim_33",),
+    )
+    done: subprocess.CompletedProcess[str] = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: done)
+    monkeypatch.setattr(module, "read_code", lambda ask_git: Code("", False, "digest"))
+    monkeypatch.setattr(module, "CHECKOUT", tmp_path)
+    assert module.renew([table], home, home) == 0
+    assert [path.name for path in images.iterdir()] == ["claim_33_losses.png"]
+    assert [path.name for path in (home / "claim_33").iterdir()] == ["plans.csv"]

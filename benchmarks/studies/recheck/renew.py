@@ -8,6 +8,7 @@ tables that were begun keep the rows that they have.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -62,8 +63,13 @@ def _run(table: Table, reference: Path, *, begun: bool) -> bool:
 
 
 def _move_pictures(reference: Path) -> None:
-    for picture in (reference / "claim_33").glob("*.[ps][nv]g"):
-        picture.replace(CHECKOUT / "docs" / "images" / picture.name)
+    """Move the verdict's pictures to where the pages show them; remove what no page shows."""
+    folder = reference / "claim_33"
+    for picture in folder.glob("*.png"):
+        picture.replace(CHECKOUT / "docs" / "images" / f"claim_33_{picture.name}")
+    for drawing in folder.glob("*.svg"):
+        drawing.unlink()
+    shutil.rmtree(folder / "paper", ignore_errors=True)
 
 
 def _read_state(reference: Path, code: str) -> dict[str, str]:
