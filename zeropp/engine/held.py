@@ -58,16 +58,16 @@ class _Noted(torch.autograd.Function):
 
 
 def _noted(parameters: Iterable[Tensor]) -> Any:
-    """An object whose ``saved_tensors`` raise once one of the parameters has been written to."""
+    """A tensor whose ``grad_fn.saved_tensors`` raise once one of the parameters was written to.
+    Torch 2.11 frees what was saved together with this tensor."""
     with torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)
-        made = _Noted.apply(anchor, *(parameter.detach() for parameter in parameters))  # type: ignore[no-untyped-call]
-    return made.grad_fn
+        return _Noted.apply(anchor, *(parameter.detach() for parameter in parameters))  # type: ignore[no-untyped-call]
 
 
 def _is_written(noted: Any) -> bool:
     try:
-        noted.saved_tensors  # noqa: B018 - reading it compares the versions
+        noted.grad_fn.saved_tensors  # noqa: B018 - reading it compares the versions
     except RuntimeError:
         return True
     return False
