@@ -22,7 +22,7 @@ from zeropp.literals import Precision, StageStyle, if_auto
 from zeropp.schedule import event_loop, validate
 from zeropp.schedule.build import StepSizes, step_programs
 from zeropp.schedule.program import Schedule, StageCost
-from zeropp.schedule.zeropp_order import default_cap, default_unit
+from zeropp.schedule.zeropp_order import default_cap, unit_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +132,7 @@ def _step_sizes(request: Request, layout: Layout, microbatches: int) -> StepSize
     knobs, cluster = request.knobs, request.cluster
     style: StageStyle = "loop" if knobs.stage_style == "auto" else knobs.stage_style
     hides = cluster is None or cluster.device.hides_collectives
-    unit = default_unit(style, layout.pp, microbatches, hides_collectives=hides)
-    unit = min(if_auto(knobs.unit, unit), microbatches)
+    unit = unit_size(knobs.unit, style, layout.pp, microbatches, hides_collectives=hides)
     sizes = StepSizes(
         num_ranks=layout.pp,
         chunks=layout.chunks,

@@ -170,8 +170,8 @@ def cell(model: str, ranks: int, repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         place, start = Path(name), cast("Any", start_processes)
         start(_rank, (specs, repeats, place), nprocs=ranks, start_method="fork")
-        rows = json.loads((place / _ROWS).read_text())
-    return {"model": model, "ranks": ranks, "repeats": repeats, "rows": rows}
+        found = json.loads((place / _ROWS).read_text())
+    return {"model": model, "ranks": ranks, "repeats": repeats, "rows": found}
 
 
 def main() -> int:

@@ -13,9 +13,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zeropp
+from tests.gloo.failing_layers import FailingLayer
 from tests.gloo.world import World
 from zeropp.engine import flat
 from zeropp.engine.lanes import Lane, make_lane
@@ -46,38 +47,6 @@ def schedule(steps_done: int) -> float:
     return 1.0
 
 
-class Backward(torch.autograd.Function):
-    """Raises in a backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        del ctx
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        del ctx
-        fails()
-        return gradient
-
-
-class Layer(nn.Module):
-    """Raises where it is told to, from the third call on."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.linear, self.where, self.calls = nn.Linear(WIDTH, WIDTH), where, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.where == "forward" and self.training and self.calls > 2:
-            fails()
-        if self.where == "evaluation" and not self.training:
-            fails()
-        y: Tensor = self.linear(x)
-        return Backward.apply(y) if self.where == "backward" else y  # type: ignore[no-untyped-call]
-
-
 class Optimizer(torch.optim.SGD):
     """Fails in one of the model's updates, on one rank."""
 
@@ -99,7 +68,7 @@ def built(where: str, degrees: dict[str, Any]) -> ParallelModel:
     works = {"first update": 0, "second update": 1}.get(where, 1000)
     more: dict[str, Any] = {"lr_schedule": schedule} if where == "schedule" else {}
     return zeropp.parallelize(
-        [Layer(where).double() for _ in range(6)],
+        [FailingLayer(nn.Linear(WIDTH, WIDTH), where, fails).double() for _ in range(6)],
         nn.functional.mse_loss,
         sample=torch.zeros(1, WIDTH, dtype=torch.float64),
         global_batch=ROWS,

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
+from tests.gloo.failing_layers import FailingLayer
 from tests.gloo.small_layers import built, data, error_of, linear, seeded
 from tests.gloo.world import World
 from zeropp.engine.together import Meeting
@@ -33,40 +33,10 @@ def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
 
-class Backward(torch.autograd.Function):
-    """Is interrupted in a backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        del ctx
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        del ctx
-        interrupt()
-        return gradient
-
-
-class Layer(nn.Module):
-    """Is interrupted where it is told to, in a forward from the third call on."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.linear, self.where, self.calls = linear(), where, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls > 2 and self.where in ("forward", "evaluation"):
-            interrupt()
-        y: Tensor = self.linear(x)
-        return Backward.apply(y) if self.where == "backward" else y  # type: ignore[no-untyped-call]
-
-
 def interrupted(where: str, degrees: dict[str, int]) -> tuple[str, bool]:
     """What a step says in which one rank is interrupted, and whether it was interrupted here. All
     ranks have left the step before the first one closes its model, which ends connections, too."""
-    with built(seeded([lambda: Layer(where)] * 4), **degrees) as model:
+    with built(seeded([lambda: FailingLayer(linear(), where, interrupt)] * 4), **degrees) as model:
         if where == "update":
             model.optimizer.register_step_pre_hook(interrupt)
         try:

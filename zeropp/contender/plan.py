@@ -21,7 +21,7 @@ from zeropp.planner.degrees import (
 )
 from zeropp.planner.orders import Draft, drafts
 from zeropp.schedule.program import place_stages, unordered
-from zeropp.schedule.zeropp_order import cap_needs, default_cap, default_unit, smallest_cap
+from zeropp.schedule.zeropp_order import cap_needs, default_cap, smallest_cap, unit_size
 
 
 def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
@@ -36,8 +36,7 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
     microbatches = microbatches_per_step(task, layout, microbatch_size)
     style: StageStyle = "loop" if knobs.stage_style == "auto" else knobs.stage_style
     hides = task.cluster.device.hides_collectives
-    unit = default_unit(style, layout.pp, microbatches, hides_collectives=hides)
-    unit = min(if_auto(knobs.unit, unit), microbatches)
+    unit = unit_size(knobs.unit, style, layout.pp, microbatches, hides_collectives=hides)
     cap = _cap(knobs, default_cap(style, layout.pp, layout.chunks, unit))
     placement = place_stages(style, layout.pp, layout.chunks)
     plan = SizedPlan(

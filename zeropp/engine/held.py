@@ -81,13 +81,13 @@ class Views:
     """
 
     def __init__(self, held: Iterable[Held], buffer: Tensor) -> None:
-        lot = [(one.slot, parameter) for one in held for parameter in one.parameters]
-        self._nothing = buffer.new_full((len(lot),), torch.nan)
+        slots = [(one.slot, parameter) for one in held for parameter in one.parameters]
+        self._nothing = buffer.new_full((len(slots),), torch.nan)
         self._all = [
             (parameter, view(buffer, slot), nothing.expand(slot.shape))
-            for (slot, parameter), nothing in zip(lot, self._nothing.unbind(), strict=True)
+            for (slot, parameter), nothing in zip(slots, self._nothing.unbind(), strict=True)
         ]
-        self._names = [slot.names[0] for slot, _ in lot]
+        self._names = [slot.names[0] for slot, _ in slots]
         self._note()
 
     def show(self) -> None:

@@ -206,9 +206,9 @@ def check_unwritten(flats: Iterable[FlatParameters]) -> None:
 
 
 @contextmanager
-def shown(lot: Iterable[ChunkShards]) -> Iterator[None]:
+def shown(chunks: Iterable[ChunkShards]) -> Iterator[None]:
     """Inside this context parameters are views of their buffers; see ``Views``."""
-    hidden = [views for shards in lot for flat in shards.flats for views in flat.hidden]
+    hidden = [views for shards in chunks for flat in shards.flats for views in flat.hidden]
     for views in hidden:
         views.show()
     try:

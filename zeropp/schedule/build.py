@@ -26,9 +26,9 @@ from zeropp.schedule.zeropp_order import (
     OrderSizes,
     candidates,
     default_cap,
-    default_unit,
     equal_order,
     planned_order,
+    unit_size,
 )
 
 GENERATORS = (
@@ -132,7 +132,7 @@ def build(
         return Schedule(
             name=name, num_microbatches=m, unit=m, stage_rank=placement, programs=programs
         )
-    unit = min(unit or default_unit(stage_style, num_ranks, m), m)
+    unit = unit_size(unit or "auto", stage_style, num_ranks, m)
     sizes = OrderSizes(
         num_ranks=num_ranks,
         chunks=chunks,

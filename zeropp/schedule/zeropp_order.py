@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import product
 from operator import itemgetter
 
-from zeropp.literals import StageStyle
+from zeropp.literals import Auto, StageStyle, if_auto
 from zeropp.schedule.action import collector_paused
 from zeropp.schedule.greedy import Orders, Planned, Policy, Slot, list_schedule
 from zeropp.schedule.lean_order import lean_programs
@@ -66,14 +66,19 @@ class OrderSizes:
             )
 
 
-def default_unit(
-    style: StageStyle, num_ranks: int, num_microbatches: int, *, hides_collectives: bool = True
+def unit_size(
+    asked: int | Auto,
+    style: StageStyle,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    hides_collectives: bool = True,
 ) -> int:
-    """The default unit: P microbatches. All of them on a V, because all chunks stay gathered, and
-    where compute hides no collectives (on CPUs), because one unit has the fewest of them."""
-    if style == "v" or not hides_collectives:
-        return num_microbatches
-    return min(num_ranks, num_microbatches)
+    """The microbatches per unit: as many as ``asked`` for, at most all, and by default P. On a V
+    all of them by default, because all chunks stay gathered, and so where compute hides no
+    collectives (on CPUs), because one unit has the fewest of them."""
+    one_unit = style == "v" or not hides_collectives
+    return min(if_auto(asked, num_microbatches if one_unit else num_ranks), num_microbatches)
 
 
 def default_cap(style: StageStyle, num_ranks: int, chunks: int, unit: int) -> int:

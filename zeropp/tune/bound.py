@@ -18,8 +18,8 @@ from zeropp.plan import SizedPlan
 from zeropp.schedule.event_loop import run_within
 from zeropp.schedule.program import Schedule, ScheduleSizes
 from zeropp.sim.simulator import slowed_cost
-from zeropp.tune.held import held_s
-from zeropp.tune.ways import Ways, first_gather_s, splits
+from zeropp.tune.hold_time import least_by_hold_time_s
+from zeropp.tune.latency import Latency, first_gather_s, splits
 
 _ROUNDING = 1e-9  # the share by which sums of the same durations may differ
 
@@ -67,7 +67,7 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
     still goes back to stage 0, whose rank then makes the weight gradient that belongs to it. Where
     activations are capped, a rank fills and drains slowly (``_capped_s``).
     """
-    ways = Ways.of(plan, price)
+    latency = Latency.of(plan, price)
     ends = [_Ends.of(plan, price, rank) for rank in range(plan.schedule.num_ranks)]
     last = ends[plan.schedule.stage_rank[0]]
     worst = 0.0
@@ -77,17 +77,19 @@ def least_step_s(plan: SizedPlan, price: StepTimes) -> float:
         beside = _link_s(plan, price, stages)
         work, slowed = _work_s(plan, price, stages, beside)
         copied = sum(price.stages[s].copy_in for s in stages) * _reductions(plan)
-        start = max(ways.to[first], first_gather_s(plan, price, first))
+        start = max(latency.to[first], first_gather_s(plan, price, first))
         own = work + copied + (0.0 if price.steps_overlap else start)
         worst = max(worst, max(own + end.reduced_s, beside + end.crossed_s) + end.updated_s)
         if first:
             weights = sum(price.stages[s].backward_weight for s in stages) * splits(plan)
-            at_0 = start + work - weights * plan.num_microbatches * slowed + ways.back[first]
-            worst = max(worst, at_0 + ways.last_weight + last.reduced_s + last.updated_s)
+            at_0 = start + work - weights * plan.num_microbatches * slowed + latency.back[first]
+            worst = max(worst, at_0 + latency.last_weight + last.reduced_s + last.updated_s)
         if plan.activation_cap:
-            worst = max(worst, _capped_s(plan, price, ways, rank, slowed=slowed) + last.updated_s)
+            worst = max(
+                worst, _capped_s(plan, price, latency, rank, slowed=slowed) + last.updated_s
+            )
             if not price.steps_overlap:
-                held = held_s(plan, ways, stages)
+                held = least_by_hold_time_s(plan, latency, stages)
                 worst = max(worst, held + end.reduced_s + end.updated_s)
     return worst
 
@@ -129,7 +131,9 @@ class _Ends:
         )
 
 
-def _capped_s(plan: SizedPlan, price: StepTimes, ways: Ways, rank: int, *, slowed: float) -> float:
+def _capped_s(
+    plan: SizedPlan, price: StepTimes, latency: Latency, rank: int, *, slowed: float
+) -> float:
     """Seconds until rank 0 has its last weight gradient, by the activations that ``rank`` may hold.
 
     Before its first backward a rank makes forwards alone, and after its last forward only backwards
@@ -141,16 +145,16 @@ def _capped_s(plan: SizedPlan, price: StepTimes, ways: Ways, rank: int, *, slowe
     most = plan.activation_cap
     if most >= m * len(stages):
         return 0.0  # all forwards may come before the first backward
-    tail, last = ways.backward[-1], stages[-1]
-    begin = ways.backward[last]
-    first_backward = ways.turn + tail + ways.back[-1] - ways.back[last] - begin
-    after_forward = ways.turn - ways.to[last] - costs[last].forward + tail + ways.back[-1]
+    tail, last = latency.backward[-1], stages[-1]
+    begin = latency.backward[last]
+    first_backward = latency.turn + tail + latency.back[-1] - latency.back[last] - begin
+    after_forward = latency.turn - latency.to[last] - costs[last].forward + tail + latency.back[-1]
     forwards = max(costs[s].forward for s in stages)
     backwards = max(costs[s].backward_input + costs[s].backward_weight for s in stages)
     work = m * sum(costs[s].compute for s in stages) - most * (forwards + backwards)
     tensor = m * sum(price.extras[s].tensor for s in stages)
     between = max(0.0, work * slowed - tensor * (slowed - 1.0))
-    return first_backward + between + after_forward + ways.last_weight
+    return first_backward + between + after_forward + latency.last_weight
 
 
 def _work_s(

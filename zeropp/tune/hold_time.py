@@ -8,22 +8,22 @@ step.
 from __future__ import annotations
 
 from zeropp.plan import SizedPlan
-from zeropp.tune.ways import Ways
+from zeropp.tune.latency import Latency
 
 
-def held_s(plan: SizedPlan, ways: Ways, stages: tuple[int, ...]) -> float:
+def least_by_hold_time_s(plan: SizedPlan, latency: Latency, stages: tuple[int, ...]) -> float:
     """Seconds until the rank that holds ``stages`` can have its last weight gradient, whatever the
     order is, by the plan's activation cap. Without a limit the units do not matter, so that the
     bound of a family, which has none, holds for its members."""
-    held = plan.num_microbatches * sum(map(ways.held, stages)) / plan.activation_cap
-    least = ways.to[stages[0]] + held
+    held = plan.num_microbatches * sum(map(latency.held, stages)) / plan.activation_cap
+    least = latency.to[stages[0]] + held
     limited = plan.activation_cap < plan.num_microbatches * len(stages)
     if limited and plan.stage_style == "loop" and len(stages) > 1:
-        return max(least, _unit_by_unit_s(plan, ways, stages))
+        return max(least, _unit_by_unit_s(plan, latency, stages))
     return least
 
 
-def _unit_by_unit_s(plan: SizedPlan, ways: Ways, stages: tuple[int, ...]) -> float:
+def _unit_by_unit_s(plan: SizedPlan, latency: Latency, stages: tuple[int, ...]) -> float:
     """The same where units go through the chunks breadth first, and a second unit has no room.
 
     A unit turns round in the rank's last chunk: all its microbatches are there forwards and
@@ -36,14 +36,14 @@ def _unit_by_unit_s(plan: SizedPlan, ways: Ways, stages: tuple[int, ...]) -> flo
     freed = len(others) * unit - (room - 1)  # between two turns
     if freed <= 0:
         return 0.0
-    weight, forward, backward = ways.weight[last], ways.forward[last], ways.backward[last]
+    weight, forward, backward = latency.weight[last], latency.forward[last], latency.backward[last]
     turn = max(
-        -(-unit // room) * ways.held(last) - weight,
-        ways.held(last) - weight + (unit - 1) * (ways.forward[-1] + ways.backward[-1]),
+        -(-unit // room) * latency.held(last) - weight,
+        latency.held(last) - weight + (unit - 1) * (latency.forward[-1] + latency.backward[-1]),
         unit * (forward + backward) + max(0, unit - room) * weight,
     )
-    each = min(ways.forward[s] + ways.backward[s] + ways.weight[s] for s in others)
-    after = weight + unit * sum(ways.backward[s] + ways.weight[s] for s in others)
+    each = min(latency.forward[s] + latency.backward[s] + latency.weight[s] for s in others)
+    after = weight + unit * sum(latency.backward[s] + latency.weight[s] for s in others)
     units = plan.num_microbatches // unit  # the whole ones
     turns = units * turn + (units - 1) * (weight + freed * each)
-    return ways.to[last] + turns + after if units else 0.0
+    return latency.to[last] + turns + after if units else 0.0

@@ -1,4 +1,4 @@
-"""The time that a microbatch takes from stage to stage if nothing holds it up."""
+"""The time that a microbatch takes from stage to stage if it waits for nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv", "dualpipev"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ways:
-    """Seconds of a microbatch that nothing holds up. Lists have one entry per stage; ``backward``
+class Latency:
+    """Seconds of a microbatch that waits for nothing. Lists have one entry per stage; ``backward``
     is a full backward if weight gradients do not wait, and otherwise an input gradient."""
 
     to: list[float]  # from the step's start to the stage
@@ -30,13 +30,15 @@ class Ways:
 
     def held(self, stage: int) -> float:
         """The least time from the start of a forward at a stage to the end of its weight gradient:
-        the way to the last stage and back."""
-        way = self.turn - self.to[stage] + self.backward[-1] + self.back[-1] - self.back[stage]
-        return way + self.weight[stage]
+        through the last stage and back."""
+        there_and_back = (
+            self.turn - self.to[stage] + self.backward[-1] + self.back[-1] - self.back[stage]
+        )
+        return there_and_back + self.weight[stage]
 
     @classmethod
-    def of(cls, plan: SizedPlan, price: StepTimes) -> Ways:
-        """The ways of a plan with its price."""
+    def of(cls, plan: SizedPlan, price: StepTimes) -> Latency:
+        """The latencies of a priced plan."""
         ranks, split, costs = plan.schedule.stage_rank, splits(plan), price.stages
         forward = [cost.forward for cost in costs]
         backward = [c.backward_input + (0.0 if split else c.backward_weight) for c in costs]
