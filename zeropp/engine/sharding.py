@@ -198,23 +198,22 @@ def settle(flats: Iterable[FlatParameters]) -> None:
 
 
 def check_unwritten(flats: Iterable[FlatParameters]) -> None:
-    """Raise RuntimeError if a parameter that this rank has only a shard of was written to; see
+    """Raise RuntimeError if a parameter was written to in a way that masters do not see; see
     ``Views``."""
     for flat in flats:
-        for views in flat.hidden:
-            views.check_unwritten()
+        flat.views.check_unwritten()
 
 
 @contextmanager
 def shown(chunks: Iterable[ChunkShards]) -> Iterator[None]:
     """Inside this context parameters are views of their buffers; see ``Views``."""
-    hidden = [views for shards in chunks for flat in shards.flats for views in flat.hidden]
-    for views in hidden:
+    all_views = [flat.views for shards in chunks for flat in shards.flats]
+    for views in all_views:
         views.show()
     try:
         yield
     finally:
-        for views in hidden:
+        for views in all_views:
             views.hide()
 
 
