@@ -144,6 +144,8 @@ class Views:
         return None if bool(kept.all()) else self._names[kept.tolist().index(False)]
 
     def _note(self) -> None:
+        if not self._hides:
+            return
         parameters = [parameter for parameter, _ in self._outside]
         self._noted, self._each = _noted(parameters), [_noted([one]) for one in parameters]
 
