@@ -172,7 +172,10 @@ class ParallelModel:
                 f"an earlier step raised {self._failure}; build the model anew and load a "
                 "checkpoint"
             )
-        check_autocast(self.engine.lanes.device)
+        device = self.engine.lanes.device
+        if device.type == "cuda":  # streams are those of the current device, which threads have own
+            torch.cuda.set_device(device)
+        check_autocast(device)
         self.engine.check_unchanged()
 
     @contextmanager
