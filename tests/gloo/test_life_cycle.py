@@ -232,7 +232,7 @@ def test_layers_that_are_changed_between_steps_are_an_error(world: World) -> Non
     first, second = world.run(changed_between_steps, size=SIZE)
     assert set(first) == set(second) == set(CHANGES)
     for name, said in first.items():
-        words = "'weight' was written to" if name == "another type" else "parameters were replaced"
+        words = "'bias' was written to" if name == "another type" else "parameters were replaced"
         assert said.startswith(f"RuntimeError: layers[1]: {words}"), said
         assert second[name] == f"PeerError: rank 0 raised {said}"
 

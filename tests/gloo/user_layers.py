@@ -292,8 +292,4 @@ REFUSED: dict[str, tuple[list[Make], str]] = {
         "layers[1]: returns dict, but a layer must return a tensor or a tuple of tensors",
     ),
     "lock": (between(Locked, linear), "layers[1]: cannot be copied, but its sizes are found with"),
-    "data parallel": (
-        between(lambda: nn.parallel.DistributedDataParallel(linear()), linear),
-        "layers[1]: is in a DistributedDataParallel, which would add gradients up a second time",
-    ),
 }

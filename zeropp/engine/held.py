@@ -107,9 +107,9 @@ class Views:
         if self._hides:
             _put(self._outside)
 
-    def check_unwritten(self) -> None:
-        """Raise RuntimeError if a parameter was written to while it was hidden, or was given
-        another tensor (``.data``, ``.to``) at any time; what was done is undone.
+    def undo_writes(self) -> Name | None:
+        """The first parameter that was written to while it was hidden, or that was given another
+        tensor (``.data``, ``.to``) at any time, if there is one; what was done is undone.
 
         It would reach no master, so training would go on without it. Torch itself refuses most
         writes, because a hidden parameter is one number that is expanded, but not those to
@@ -117,17 +117,11 @@ class Views:
         alone.
         """
         written = self._first_written()
-        if written is None:
-            return
-        _put(self._outside)
-        self._nothing.fill_(torch.nan)
-        self._note()
-        piece, name = written
-        raise RuntimeError(
-            f"layers[{piece}]: {name!r} was written to after parallelize, which has no effect on "
-            "the shards; the write was undone (set values before parallelize, or with the model's "
-            "load_state_dict)"
-        )
+        if written is not None:
+            _put(self._outside)
+            self._nothing.fill_(torch.nan)
+            self._note()
+        return written
 
     def _first_written(self) -> Name | None:
         """The name of the first parameter that was written to, if there is one."""

@@ -198,10 +198,16 @@ def settle(flats: Iterable[FlatParameters]) -> None:
 
 
 def check_unwritten(flats: Iterable[FlatParameters]) -> None:
-    """Raise RuntimeError if a parameter was written to in a way that masters do not see; see
-    ``Views``."""
-    for flat in flats:
-        flat.views.check_unwritten()
+    """Raise RuntimeError, after undoing it, if a parameter was written to in a way that masters do
+    not see; see ``Views``."""
+    written = [name for flat in flats if (name := flat.views.undo_writes()) is not None]
+    if written:
+        piece, name = min(written)
+        raise RuntimeError(
+            f"layers[{piece}]: {name!r} was written to after parallelize, which has no effect on "
+            "the shards; the write was undone (set values before parallelize, or with the model's "
+            "load_state_dict)"
+        )
 
 
 @contextmanager
