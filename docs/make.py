@@ -77,6 +77,22 @@ def _errors(kind: str) -> str:
     return "\n".join(lines)
 
 
+def _since(kind: str) -> str:
+    """Errors of the simulator on the same rows at an earlier commit and today."""
+    names = ("median_then", "p90_then", "median_now", "p90_now")
+    lines = [
+        "| source | role | rows | runs | median then | p90 then | median now | p90 now |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    with (_REFERENCE / "validation" / "since.csv").open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if row["kind"] == kind:
+                shares = [f"{float(row[name]):.1%}" for name in names]
+                counts = [row["source"], row["role"], row["rows"], row["runs"]]
+                lines.append("| " + " | ".join([*counts, *shares]) + " |")
+    return "\n".join(lines)
+
+
 def _fits(column: str) -> str:
     """How often the simulator is right on whether a run fits into memory, by a column."""
     frame = pd.read_csv(_REFERENCE / "validation" / "validation.csv", low_memory=False)
@@ -134,6 +150,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
     "verdict": _verdict,
     "errors": _errors,
+    "since": _since,
     "fits": _fits,
     "traced": _traced,
     "pipelines": _side_by_side,
