@@ -26,6 +26,7 @@ from benchmarks.report.timeline_figure import timeline_figure
 from benchmarks.specification.compose import compose
 from benchmarks.studies.claim_33.grid import cells_of, verdict_spec
 from benchmarks.studies.claim_33.page_tables import page_tables
+from benchmarks.studies.product_times import fits
 from zeropp.schedule import build, lower
 from zeropp.schedule.event_loop import run
 from zeropp.schedule.program import StageCost
@@ -93,6 +94,20 @@ def _since(kind: str) -> str:
     return "\n".join(lines)
 
 
+def _products(device: str) -> str:
+    """The cost model's matrix products against measured ones: the preset, then the best fits."""
+    lines = [
+        "| exposed output | TFLOP/s | fixed time per kernel, µs | median | p90 |",
+        "|---|---|---|---|---|",
+    ]
+    for number, fit in enumerate(fits(device)):
+        found = fit.device
+        share = f"{found.exposed_output:g}{'' if number else ' (preset)'}"
+        rates = f"{found.matmul_bf16_tflops:g} | {found.kernel_us:g}"
+        lines.append(f"| {share} | {rates} | {fit.median:.1%} | {fit.p90:.1%} |")
+    return "\n".join(lines)
+
+
 def _fits(column: str) -> str:
     """How often the simulator is right on whether a run fits into memory, by a column."""
     frame = pd.read_csv(_REFERENCE / "validation" / "validation.csv", low_memory=False)
@@ -151,6 +166,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "verdict": _verdict,
     "errors": _errors,
     "since": _since,
+    "products": _products,
     "fits": _fits,
     "traced": _traced,
     "pipelines": _side_by_side,

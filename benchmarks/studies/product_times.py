@@ -68,6 +68,27 @@ def best(device: Device, measured: Sequence[Product], share: float) -> Device:
     return min(choices, key=lambda choice: float(errors(choice, measured).mean()))
 
 
+@dataclass(frozen=True)
+class Fit:
+    """Constants of a device, and the errors of its measured products with them."""
+
+    device: Device
+    products: int
+    median: float
+    p90: float
+
+
+def fits(name: str) -> list[Fit]:
+    """The preset's constants, then the best ones with each share of exposed output."""
+    device, measured = preset("cluster", name, Cluster).device, products_on(name)
+    tried = [device, *(best(device, measured, share) for share in _SHARES)]
+    found = [errors(each, measured) for each in tried]
+    return [
+        Fit(each, len(measured), float(np.median(error)), float(np.percentile(error, 90)))
+        for each, error in zip(tried, found, strict=True)
+    ]
+
+
 def main() -> int:
     """Print a table per device; see ``--help``."""
     return run_command(_main)
@@ -79,20 +100,13 @@ def _main() -> int:
         description="Hold the cost model's matrix products against measured ones. Writes nothing.",
     ).parse_args()
     print("device  products  exposed_output  TFLOP/s  kernel_us  median   p90")
-    for name in _RATES:
-        device, measured = preset("cluster", name, Cluster).device, products_on(name)
-        for tried in (device, *(best(device, measured, share) for share in _SHARES)):
-            print(_line(tried, measured))
+    for fit in (fit for name in _RATES for fit in fits(name)):
+        device = fit.device
+        print(
+            f"{device.name:6}  {fit.products:8}  {device.exposed_output:14}  "
+            f"{device.matmul_bf16_tflops:7g}  {device.kernel_us:9}  {fit.median:6.1%}  {fit.p90:5.1%}"
+        )
     return 0
-
-
-def _line(device: Device, measured: Sequence[Product]) -> str:
-    found = errors(device, measured)
-    median, p90 = np.median(found), np.percentile(found, 90)
-    return (
-        f"{device.name:6}  {len(measured):8}  {device.exposed_output:14}  "
-        f"{device.matmul_bf16_tflops:7g}  {device.kernel_us:9}  {median:6.1%}  {p90:5.1%}"
-    )
 
 
 if __name__ == "__main__":
