@@ -104,7 +104,8 @@ def _main() -> int:
         device = fit.device
         print(
             f"{device.name:6}  {fit.products:8}  {device.exposed_output:14}  "
-            f"{device.matmul_bf16_tflops:7g}  {device.kernel_us:9}  {fit.median:6.1%}  {fit.p90:5.1%}"
+            f"{device.matmul_bf16_tflops:7g}  {device.kernel_us:9}  "
+            f"{fit.median:6.1%}  {fit.p90:5.1%}"
         )
     return 0
 
