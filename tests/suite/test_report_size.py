@@ -15,7 +15,7 @@ from benchmarks.records.record import find_records
 from benchmarks.studies.report_speed import Effort, copy_records
 from tests.unit.synthetic_records import make_record, write_records
 
-RECORDS = 600
+RECORDS = 300
 _SCRIPT = """
 import json, sys
 from dataclasses import asdict
@@ -27,7 +27,7 @@ print(json.dumps(asdict(effort_of(Path(sys.argv[1]), Path(sys.argv[2])))))
 
 @pytest.fixture(scope="module")
 def effort(tmp_path_factory: pytest.TempPathFactory) -> Effort:
-    """Sixty kinds of cells in ten batch sizes each, reported by a process of its own. A few files
+    """Sixty kinds of cells in five batch sizes each, reported by a process of its own. A few files
     are no records."""
     root = tmp_path_factory.mktemp("large")
     kinds = [
@@ -56,5 +56,5 @@ def test_every_record_is_read_and_what_is_none_is_skipped(effort: Effort) -> Non
 
 def test_figures_page_and_memory_are_bounded(effort: Effort) -> None:
     assert 5 < effort.figures < 20
-    assert effort.page_bytes < 6 * 2**20
+    assert effort.page_bytes < 3 * 2**20
     assert effort.peak_bytes < 3 * 2**27
