@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import json
-import os
 import subprocess
 import sys
 from typing import NamedTuple
 
 import pytest
-
-from benchmarks import CHECKOUT
 
 from benchmarks import CHECKOUT
 

@@ -219,7 +219,7 @@ def test_write_report_leaves_tables_figures_page_and_traces(tmp_path: Path) -> N
     write_records(records, tmp_path / "runs")
     every = Options(timelines=True)
     paths = write_report([tmp_path / "runs"], tmp_path / "out", QUIET, every)
-    assert len([path for path in paths.files if path.parent.name == "traces"]) == 4
+    assert len([path for path in paths.files if path.parent.name == "traces"]) == 3
     assert len([path for path in paths.files if path.match("timeline_*.png")]) == 2
     assert all(path.stat().st_size > 0 for path in paths.files)
     names = {path.name for path in paths.files}
