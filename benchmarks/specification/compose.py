@@ -106,7 +106,7 @@ def _composed_once(words: list[str]) -> Iterator[None]:
     check, mode = Sweeper.validate_batch_is_legal, Hydra.get_mode
     Sweeper.validate_batch_is_legal = lambda sweeper, batch: None  # type: ignore[assignment]
     if not any(word.lstrip("+").startswith(_MAY_BE_SWEEPS) for word in words):
-        Hydra.get_mode = lambda *_, **__: None  # type: ignore[assignment]
+        Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
     try:
         yield
     finally:
