@@ -27,6 +27,7 @@ from tests.gloo.user_layers import (
     TakesComplex,
     TakesTwo,
     Transformed,
+    TwoTypes,
     linear,
     spectral,
 )
@@ -153,8 +154,8 @@ def gone_on(place: Path) -> list[tuple[float, float]]:
     learning rate, a tensor, as it was saved and as it was loaded."""
     rate = lambda groups: torch.optim.AdamW(groups["all"], lr=torch.tensor(0.01), amsgrad=True)  # noqa: E731
     with (
-        parallel(LAYERS["two types"], shard=2, optimizer=rate) as first,
-        parallel(LAYERS["two types"], shard=2, optimizer=rate) as second,
+        parallel([linear, TwoTypes, TwoTypes, linear], shard=2, optimizer=rate) as first,
+        parallel([linear, TwoTypes, TwoTypes, linear], shard=2, optimizer=rate) as second,
     ):
         step(first, 0)
         first.optimizer.param_groups[0]["lr"].fill_(0.005)
