@@ -200,7 +200,8 @@ def settle(flats: Iterable[FlatParameters]) -> None:
 def check_unwritten(flats: Iterable[FlatParameters]) -> None:
     """Raise RuntimeError, after undoing it, if a parameter was written to in a way that masters do
     not see; see ``Views``."""
-    written = [name for flat in flats if (name := flat.views.undo_writes()) is not None]
+    found = [flat.views.undo_writes() for flat in flats]
+    written = [name for name in found if name is not None]
     if written:
         piece, name = min(written)
         raise RuntimeError(
