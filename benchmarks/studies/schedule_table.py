@@ -130,8 +130,8 @@ def lean_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
     for share, options in LEAN.items():
         for chunks in options:
             cap = int(share * num_ranks * chunks)
-            named: dict[str, Any] = {"chunks": chunks, "cap": cap}
-            named["bound"] = f"{least_over_ideal(num_ranks, chunks, m, cap):.4f}"
+            bound = f"{least_over_ideal(num_ranks, chunks, m, cap):.4f}"
+            named = {"chunks": chunks, "cap": cap, "bound": bound}
             schedule = lean_schedule(num_ranks, chunks, m, cap)
             yield {"schedule": "ZeroPP on a V", "unit": m, **named, **measure(schedule)}
             unit = min(num_ranks, cap // chunks)

@@ -86,6 +86,7 @@ def test_lean_rows_keep_their_bound_which_says_what_no_order_can_reach() -> None
         held = sum(2 * (ranks * chunks - stage) + 1 for stage in range(ranks * chunks))
         bound = least_over_ideal(ranks, chunks, m, cap)
         assert 3 * m * chunks * bound >= m * held / (ranks * cap)
+        assert float(row["bound"]) == pytest.approx(bound, abs=1e-4)
         assert bound <= float(row["step_over_ideal"])
         bounds[ranks, m // ranks, chunks, round(cap / (ranks * chunks), 1)] = bound
     assert bounds[4, 4, 4, 0.3] > 1.20  # so the aims need more than four chunks,
