@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 
 import pytest
 import torch
@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+import zeropp
 from tests.gloo.small_layers import (
     BATCH,
     WIDTH,
+    Kind,
     built,
     data,
     error_of,
@@ -26,7 +28,7 @@ from tests.gloo.small_layers import (
 )
 from tests.gloo.world import World
 
-Make = Callable[[], list[nn.Module]]
+RATE, SCALE = 0.1, 1.5
 
 
 class Remembering(nn.Module):
@@ -102,34 +104,67 @@ def expanded() -> nn.Module:
     return layer
 
 
-KINDS: dict[str, list[Callable[[], nn.Module]]] = {
-    "linear": [linear] * 6,
-    "remembering": [Remembering] * 6,
-    "branching": [linear, Branching, Branching, linear, Branching, linear],
-    "in place": [linear, InPlace, InPlace, InPlace, InPlace, linear],
-    "weight norm": [linear, weight_normed, weight_normed, weight_normed, weight_normed, linear],
-    "unused": [linear, Unused, Unused, Unused, Unused, linear],
-    "expanded": [linear, expanded, linear, expanded, linear, linear],
-    "frozen layer": [linear, frozen, linear, linear, frozen, linear],
-    "frozen stages": [frozen, frozen, linear, linear, linear, linear],
-    "frozen bias": [half_frozen] * 6,
-    "no parameters": [linear, nn.Tanh, nn.Tanh, linear, nn.Tanh, linear],
-    "batch norm's like": [linear, lambda: nn.GroupNorm(2, WIDTH), linear, linear, linear, linear],
-}
+# Every unusual layer stands in two models, at another place in each, so that cuts fall beside it.
+FIRST: list[Kind] = [
+    Remembering,
+    linear,
+    Branching,
+    InPlace,
+    weight_normed,
+    Unused,
+    nn.Tanh,
+    expanded,
+    frozen,
+    lambda: nn.GroupNorm(2, WIDTH),
+    linear,
+    half_frozen,
+]
+# The first stage of several is frozen, so that nothing sends a gradient to it.
+SECOND: list[Kind] = [
+    frozen,
+    frozen,
+    frozen,
+    frozen,
+    nn.Tanh,
+    weight_normed,
+    InPlace,
+    Unused,
+    Branching,
+    expanded,
+    half_frozen,
+    Remembering,
+]
+MODELS = {"all kinds": FIRST, "frozen first": SECOND}
 DEGREES = [
     {"pp": 2, "shard": 1, "replicate": 1, "chunks": 1},
     {"pp": 2, "shard": 2, "replicate": 1, "chunks": 2},
     {"pp": 1, "shard": 3, "replicate": 1, "chunks": 1},
     {"pp": 3, "shard": 1, "replicate": 2, "chunks": 1},
 ]
+STEPS = 2
+LEAST_MOVE = 1e-4  # of each trained parameter, a hundred times what a difference may be
 
 
-def alone(layers: list[nn.Module], steps: int) -> dict[str, Tensor]:
-    """Parameters after some steps of plain SGD in one process, by ``{layer}.{name}``."""
-    model = nn.ModuleList(copy.deepcopy(layers))
+def made(name: str) -> list[nn.Module]:
+    """Layers of a model, equal on every rank. Their weights are larger than torch makes them, so
+    that gradients do not vanish over twelve layers."""
+    layers = seeded(MODELS[name])
+    with torch.no_grad():
+        for parameter in nn.ModuleList(layers).parameters():
+            if parameter.dim() > 1 and parameter.is_contiguous():
+                parameter.copy_(SCALE * parameter)
+    return layers
+
+
+@cache
+def alone(name: str) -> dict[str, Tensor]:
+    """Parameters after plain SGD in one process, by ``{layer}.{name}``. Each one that is used and
+    trained has moved far enough that a wrong gradient would be seen."""
+    model = nn.ModuleList(copy.deepcopy(made(name)))
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1)
-    for step in range(steps):
+    optimizer = torch.optim.SGD(trained, lr=RATE)
+    for step in range(STEPS):
         optimizer.zero_grad()
         inputs, targets = data(step)
         for x, y in zip(inputs[:, None], targets[:, None], strict=True):
@@ -137,28 +172,34 @@ def alone(layers: list[nn.Module], steps: int) -> dict[str, Tensor]:
                 x = layer(x)
             (loss_function(x, y) / BATCH).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for key, value in model.named_parameters():
+        if value.grad is not None and value.numel():
+            assert float((value - before[key]).abs().max()) > LEAST_MOVE, key
+    return {key: value.detach() for key, value in model.named_parameters()}
 
 
-def train(kind: str, degrees: dict[str, int], steps: int) -> float:
-    """Largest difference of any parameter that this rank holds from one process."""
-    layers = seeded(KINDS[kind])
-    expected = alone(layers, steps)
-    model = built(layers, **degrees)
-    for step in range(steps):
-        inputs, targets = data(step)
-        model.train_step(inputs[model.rows], targets[model.rows])
-    found = dict(model.full_parameters())
-    assert found
-    pairs = [(value.double(), expected[name]) for name, value in found.items() if value.numel()]
-    return max((float((ours - theirs).abs().max()) for ours, theirs in pairs), default=0.0)
+def train(name: str, degrees: dict[str, int], expected: dict[str, Tensor]) -> dict[str, float]:
+    """How far each parameter of this rank is from that of one process."""
+    optimizer = zeropp.OptimizerConfig("sgd", lr=RATE)
+    weights = [1.0] * len(MODELS[name])  # so that every stage has as many layers
+    with built(made(name), optimizer=optimizer, weights=weights, **degrees) as model:
+        for step in range(STEPS):
+            inputs, targets = data(step)
+            model.train_step(inputs[model.rows], targets[model.rows])
+        found = dict(model.full_parameters())
+    apart = {key: (value.double() - expected[key]).abs() for key, value in found.items()}
+    return {key: float(one.max()) if one.numel() else 0.0 for key, one in apart.items()}
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=lambda d: "x".join(map(str, d.values())))
-@pytest.mark.parametrize("kind", KINDS)
-def test_layers_train_as_in_one_process(world: World, kind: str, degrees: dict[str, int]) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_train_as_in_one_process(world: World, name: str, degrees: dict[str, int]) -> None:
+    expected = alone(name)
     size = degrees["pp"] * degrees["shard"] * degrees["replicate"]
-    assert max(world.run(train, kind, degrees, 2, size=size)) < 1e-6  # parameters come as fp32
+    errors = world.run(train, name, degrees, expected, size=size)
+    assert {key for found in errors for key in found} == set(expected)
+    for found in errors:
+        assert {key: error for key, error in found.items() if error > 1e-6} == {}  # they are fp32
 
 
 def train_with_mesh() -> list[int]:

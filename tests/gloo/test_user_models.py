@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -15,21 +15,37 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn import functional as F
 
 import zeropp
-from tests.gloo.user_layers import LAYERS, REFUSED, WIDTH, Make, linear
+from tests.gloo.user_layers import (
+    MODELS,
+    REFUSED,
+    TOLERANCES,
+    WIDTH,
+    Conjugates,
+    GivesComplex,
+    GivesParameter,
+    Make,
+    TakesComplex,
+    TakesTwo,
+    Transformed,
+    linear,
+    spectral,
+)
 from tests.gloo.world import World
+from zeropp.cost import cut_by_weight
 from zeropp.parallel_model import ParallelModel
 
-ROWS, MICROBATCH, STEPS = 12, 2, 3
+ROWS, MICROBATCH, STEPS = 12, 2, 2
+LEAST_MOVE = 1e-3  # of a parameter that is trained; a thousand times what a difference may be
 DEGREES: list[dict[str, Any]] = [
-    {"pp": 3},
-    {"pp": 2, "chunks": 2, "split_backward": False},
+    {"pp": 3, "chunks": 3},
+    {"pp": 2, "chunks": 4, "split_backward": False},
     {"shard": 3, "chunks": 2},
-    {"pp": 2, "shard": 2, "chunks": 2},
+    {"pp": 2, "shard": 2, "chunks": 3},
     {"pp": 2, "replicate": 2, "replicate_zero": 1, "recompute": "full"},
 ]
 
 
-def made(kinds: list[Make]) -> list[nn.Module]:
+def made(kinds: Sequence[Make]) -> list[nn.Module]:
     """Layers of these kinds, equal on every rank."""
     torch.manual_seed(3)
     return [kind().double() for kind in kinds]
@@ -42,10 +58,24 @@ def data(step: int, tokens: bool = False) -> tuple[Tensor, Tensor]:
     return torch.arange(ROWS) % 7 if tokens else inputs, targets
 
 
+def kinds_of(name: str, degrees: dict[str, Any]) -> tuple[Make, ...]:
+    """The layers of a model that a topology can train as one process does."""
+    left_out: set[Make] = set()
+    if degrees.get("shard", 1) * degrees.get("replicate", 1) > 1:
+        left_out.add(spectral)  # on every rank it would see that rank's rows alone
+    if "recompute" in degrees:
+        # Recomputed layers would see their rows twice; torch's transforms do not work inside of
+        # torch's recomputation.
+        left_out |= {spectral, Transformed}
+    return tuple(kind for kind in MODELS[name] if kind not in left_out)
+
+
 @cache
-def alone(name: str) -> dict[str, Tensor]:
-    """Parameters of one kind of layers after some steps in one process."""
-    model = nn.ModuleList(made(LAYERS[name]))
+def alone(kinds: tuple[Make, ...]) -> dict[str, Tensor]:
+    """Parameters after some steps in one process. All parameters that have gradients
+    have moved so far that a wrong one would be seen."""
+    model = nn.ModuleList(made(kinds))
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -55,10 +85,13 @@ def alone(name: str) -> dict[str, Tensor]:
                 value = layer(*value) if isinstance(value, tuple) else layer(value)
             (F.mse_loss(value, y) * MICROBATCH / ROWS).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+    for key, value in model.named_parameters():
+        if value.grad is not None:
+            assert float((value - before[key]).abs().max()) > LEAST_MOVE, key
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def parallel(kinds: list[Make], tokens: bool = False, **more: Any) -> ParallelModel:
+def parallel(kinds: Sequence[Make], tokens: bool = False, **more: Any) -> ParallelModel:
     usual: dict[str, Any] = {
         "optimizer": lambda groups: torch.optim.AdamW(groups["all"], lr=0.01, weight_decay=0.1),
         "loss_fn": F.mse_loss,
@@ -73,10 +106,11 @@ def parallel(kinds: list[Make], tokens: bool = False, **more: Any) -> ParallelMo
     )
 
 
-def train(names: list[str], degrees: dict[str, Any], place: Path) -> None:
-    """Train and save each kind of layers."""
-    for name in names:
-        with parallel(LAYERS[name], **degrees) as model:
+def train(degrees: dict[str, Any], place: Path) -> None:
+    """Train and save each model."""
+    for name in MODELS:
+        kinds = kinds_of(name, degrees)
+        with parallel(kinds, weights=[1.0] * len(kinds), **degrees) as model:
             for step in range(STEPS):
                 inputs, targets = data(step)
                 model.train_step(inputs[model.rows], targets[model.rows])
@@ -87,21 +121,31 @@ def train(names: list[str], degrees: dict[str, Any], place: Path) -> None:
 def test_unusual_layers_are_those_of_one_process(
     world: World, degrees: dict[str, Any], tmp_path: Path
 ) -> None:
-    data_parallel = degrees.get("shard", 1) * degrees.get("replicate", 1)
-    # Every rank's spectral norm would see its own rows, and recomputation would see them twice.
-    # torch's transforms do not work inside torch's recomputation.
-    left_out = {"spectral norm"} if data_parallel > 1 else set()
-    left_out |= {"transforms"} if "recompute" in degrees else set()
-    names = [name for name in LAYERS if name not in left_out]
     size = prod(degrees.get(axis, 1) for axis in ("pp", "shard", "replicate"))
-    world.run(train, names, degrees, tmp_path, size=size, timeout_s=120)
-    for name in names:
-        expected = alone(name)
+    world.run(train, degrees, tmp_path, size=size, timeout_s=120)
+    for name, tolerance in TOLERANCES.items():
+        kinds = kinds_of(name, degrees)
+        expected = alone(kinds)
         found = {key: torch.empty_like(value) for key, value in expected.items()}
         load({"model": found}, checkpoint_id=str(tmp_path / name), no_dist=True)
         for key, value in expected.items():
-            tolerance = 1e-6 if name == "two types" else 1e-10  # one of them is fp32
-            assert float((found[key] - value).abs().max()) < tolerance, (name, key)
+            apart = float((found[key] - value).abs().max())
+            assert apart < tolerance, (name, key, kinds[int(key.partition(".")[0])])
+
+
+def test_every_layer_stands_beside_a_cut() -> None:
+    pairs: set[tuple[Make, Make]] = set()
+    for name in MODELS:
+        for degrees in DEGREES:
+            if "pp" in degrees:
+                kinds = kinds_of(name, degrees)
+                stages = degrees["pp"] * degrees.get("chunks", 1)
+                cuts = cut_by_weight([1.0] * len(kinds), stages)[1:-1]
+                pairs |= {(kinds[cut - 1], kinds[cut]) for cut in cuts}
+    unusual = {kind for kinds in MODELS.values() for kind in kinds}
+    assert unusual == {kind for pair in pairs for kind in pair}
+    handed_on = [(GivesParameter, TakesTwo), (GivesComplex, Conjugates), (Conjugates, TakesComplex)]
+    assert pairs.issuperset(handed_on)
 
 
 def said_by(call: Callable[[], object]) -> str:
