@@ -93,7 +93,12 @@ def test_lean_rows_keep_their_bound_which_says_what_no_order_can_reach() -> None
     assert bounds[4, 8, 8, 0.3] > 1.12  # and the second one more than eight
 
 
-@pytest.mark.parametrize("row", [r for r in LEAN if int(r["ranks"]) * int(r["chunks"]) <= 32][::3])
+def forwards(row: dict[str, str]) -> int:
+    """The number of forwards of all stages in a step."""
+    return int(row["ranks"]) * int(row["chunks"]) * int(row["microbatches"])
+
+
+@pytest.mark.parametrize("row", [row for row in LEAN if forwards(row) <= 1024][::2])
 def test_the_lean_rows_are_what_the_generator_makes(row: dict[str, str]) -> None:
     ranks, m, chunks = int(row["ranks"]), int(row["microbatches"]), int(row["chunks"])
     cap = int(row["cap"])
