@@ -26,6 +26,7 @@ from benchmarks.report.timeline_figure import timeline_figure
 from benchmarks.specification.compose import compose
 from benchmarks.studies.claim_33.grid import cells_of, verdict_spec
 from benchmarks.studies.claim_33.page_tables import page_tables
+from benchmarks.studies.product_times import fits
 from zeropp.schedule import build, lower
 from zeropp.schedule.event_loop import run
 from zeropp.schedule.program import StageCost
@@ -74,6 +75,36 @@ def _errors(kind: str) -> str:
                 shares = [f"{float(row[name]):.1%}" for name in ("median", "p90")]
                 counts = [row["source"], row["role"], row["rows"], row["runs"]]
                 lines.append("| " + " | ".join([*counts, *shares]) + " |")
+    return "\n".join(lines)
+
+
+def _since(kind: str) -> str:
+    """Errors of the simulator on the same rows at an earlier commit and today."""
+    names = ("median_then", "p90_then", "median_now", "p90_now")
+    lines = [
+        "| source | role | rows | runs | median then | p90 then | median now | p90 now |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    with (_REFERENCE / "validation" / "since.csv").open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if row["kind"] == kind:
+                shares = [f"{float(row[name]):.1%}" for name in names]
+                counts = [row["source"], row["role"], row["rows"], row["runs"]]
+                lines.append("| " + " | ".join([*counts, *shares]) + " |")
+    return "\n".join(lines)
+
+
+def _products(device: str) -> str:
+    """The cost model's matrix products against measured ones: the preset, then the best fits."""
+    lines = [
+        "| exposed output | TFLOP/s | fixed time per kernel, µs | median | p90 |",
+        "|---|---|---|---|---|",
+    ]
+    for number, fit in enumerate(fits(device)):
+        found = fit.device
+        share = f"{found.exposed_output:g}{'' if number else ' (preset)'}"
+        rates = f"{found.matmul_bf16_tflops:g} | {found.kernel_us:g}"
+        lines.append(f"| {share} | {rates} | {fit.median:.1%} | {fit.p90:.1%} |")
     return "\n".join(lines)
 
 
@@ -134,6 +165,8 @@ TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
     "verdict": _verdict,
     "errors": _errors,
+    "since": _since,
+    "products": _products,
     "fits": _fits,
     "traced": _traced,
     "pipelines": _side_by_side,

@@ -103,7 +103,10 @@ def _grid(name: str, evidence: str, mine: pd.DataFrame) -> Grid:
     contenders.sort(key=lambda name: (name != "zeropp", name != base))
     keys = [key for key in _KEYS if key in _ALWAYS or _varies(mine, key)]
     groups = {name: _metrics(mine, name, base) for name in contenders}
-    lines = [_line(cell, keys, groups) for _, cell in mine.groupby([*CELL], sort=False)]
+    cells: dict[tuple[Any, ...], dict[str, Mapping[Any, Any]]] = {}
+    for row in mine.to_dict("records"):  # once, because pandas takes long for every call
+        cells.setdefault(tuple(row[key] for key in CELL), {})[row["contender"]] = row
+    lines = [_line(cell, keys, groups) for cell in cells.values()]
     worker = words.worker_word(mine)
     cluster = words.cluster_label(mine["cluster"].iloc[0])
     heads = [f"{worker}s" if key == "num_gpus" else _KEYS[key].head for key in keys]
@@ -150,15 +153,15 @@ def _metrics(mine: pd.DataFrame, contender: str, base: str) -> list[_Metric]:
 
 
 def _line(
-    cell: pd.DataFrame, keys: list[str], groups: dict[str, list[_Metric]]
+    cell: Mapping[str, Mapping[Any, Any]], keys: list[str], groups: dict[str, list[_Metric]]
 ) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
-    """One line of the table, and the records from which it was made."""
-    named = {row["contender"]: row for row in cell.to_dict("records")}
-    best = {metric.name: _best(metric, named.values()) for metric in _METRICS}
-    first = cell.iloc[0]
+    """One line of the table from the rows of a cell by contender, and the records from which it was
+    made."""
+    best = {metric.name: _best(metric, cell.values()) for metric in _METRICS}
+    first = next(iter(cell.values()))
     cells = [_key_cell(key, first[key]) for key in keys]
     for contender, metrics in groups.items():
-        row = named.get(contender)
+        row = cell.get(contender)
         if row is None:
             cells += [Cell(MISSING) for _ in metrics]
         elif row["status"] != "ok":
@@ -167,7 +170,7 @@ def _line(
             )
         else:
             cells += [_metric_cell(row, metric, best[metric.name]) for metric in metrics]
-    order = [named[name]["record_id"] for name in groups if name in named]
+    order = [cell[name]["record_id"] for name in groups if name in cell]
     return tuple(cells), tuple(map(str, order))
 
 

@@ -17,6 +17,7 @@ from io import StringIO
 from typing import Any, cast
 
 import hydra
+from hydra._internal.hydra import Hydra
 from hydra.errors import HydraException
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, OmegaConf
@@ -26,6 +27,8 @@ from benchmarks import CHECKOUT
 from benchmarks.specification.run_spec import SpecError, validated
 
 _CONF = CHECKOUT / "conf"
+# How words begin that may choose a file which says that a command is a sweep (hydra.mode).
+_MAY_BE_SWEEPS = ("experiment", "hydra", "-c", "--c")
 
 
 def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -46,7 +49,7 @@ def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[s
         tempfile.TemporaryDirectory() as scratch,  # for the files that Hydra writes in a sweep
         redirect_stderr(StringIO()) as usage,
         _arguments(asked),
-        _points_composed_once(),
+        _composed_once(asked),
     ):
         OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
         try:
@@ -92,18 +95,23 @@ def _arguments(words: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _points_composed_once() -> Iterator[None]:
-    """Inside this context, a sweep does not compose its points in advance to find errors.
+def _composed_once(words: list[str]) -> Iterator[None]:
+    """Inside this context, Hydra composes every configuration once, which takes half the time.
 
-    Hydra does so because launchers may start processes. Here its launcher does nothing but compose,
-    so errors are found before anything starts, and a point takes half the time.
+    By itself it composes the points of a sweep in advance to find errors, because launchers may
+    start processes. Here its launcher does nothing but compose, so errors are found before anything
+    starts. And before all it composes the whole command to learn whether a file makes it a sweep.
+    Here only experiments do so.
     """
-    kept = Sweeper.validate_batch_is_legal
+    check, mode = Sweeper.validate_batch_is_legal, Hydra.get_mode
     Sweeper.validate_batch_is_legal = lambda sweeper, batch: None  # type: ignore[assignment]
+    if not any(word.lstrip("+").startswith(_MAY_BE_SWEEPS) for word in words):
+        Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Sweeper.validate_batch_is_legal = kept  # type: ignore[method-assign]
+        Sweeper.validate_batch_is_legal = check  # type: ignore[method-assign]
+        Hydra.get_mode = mode  # type: ignore[method-assign]
 
 
 def _flags_first(words: list[str]) -> list[str]:

@@ -40,6 +40,7 @@ ALTERED = {
     "schedules.csv": "step_over_ideal",
     "memory/traced_vs_simulated.csv": "simulated_total_gib",
     "validation/validation.csv": "predicted",
+    "validation/since.csv": "p90_now",
     "claim_33/plans.csv": "step_s",
     "claim_33/verdict.csv": "zeropp_tokens_per_s_per_gpu",
 }

@@ -20,3 +20,9 @@ def sources(folder: str) -> dict[str, str]:
 def trees(folder: str) -> dict[str, ast.Module]:
     """The syntax trees of these files, which nobody may change."""
     return {name: ast.parse(text) for name, text in sources(folder).items()}
+
+
+@cache
+def nodes(folder: str) -> dict[str, list[ast.AST]]:
+    """All nodes of these trees; to walk through a tree takes longer than to parse it."""
+    return {name: list(ast.walk(tree)) for name, tree in trees(folder).items()}

@@ -11,7 +11,7 @@ from rich.console import Console
 from benchmarks.launch.points import plan_point, plan_summary
 from benchmarks.report.ablation import AblationError, ablation_figure, ablation_table, ablations
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.write import write_report
+from benchmarks.report.write import Options, write_one_table
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.synthetic_records import make_record, spec_values, write_records
 
@@ -43,8 +43,10 @@ def test_six_points_are_six_rows_and_one_figure(tmp_path: Path) -> None:
     assert changes["recompute none → full"] == pytest.approx(1 / 1.3)
     (picture,) = ablation_figure(rows)
     assert len(picture.figure.axes[0].patches) == 6
-    made = write_report([tmp_path / "runs"], tmp_path / "out", Console(quiet=True))
-    assert "ablation_measured_cpu_gloo.png" in {path.name for path in made.files}
+    options, quiet = Options(), Console(quiet=True)
+    write_one_table(
+        "ablation", [tmp_path / "runs"], out=tmp_path / "out", options=options, console=quiet
+    )
     assert len(pd.read_csv(tmp_path / "out" / "ablation.csv")) == 6
 
 

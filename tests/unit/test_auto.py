@@ -30,7 +30,7 @@ def spec_of(cluster: str, name: str, **knobs: object) -> RunSpec:
     return spec_from_mapping(
         values
         | {"cluster": asdict(machine), "precision": "bf16", "microbatch_size": "auto"}
-        | {"num_gpus": 8, "global_batch": 32}
+        | {"num_gpus": 4, "global_batch": 8}
     )
 
 
@@ -82,6 +82,7 @@ def test_without_prices_simple_rules_apply() -> None:
 def test_where_nothing_fits_the_reason_says_so() -> None:
     spec = spec_of("a800", "zeropp")
     large = preset("model", "gpt_175b", ModelShape)
-    point = plan_point(replace(spec, model=large))
+    wide = replace(large, layers=2, hidden=4 * large.hidden, ffn=4 * large.ffn)
+    point = plan_point(replace(spec, model=wide))
     assert point.plan is None
-    assert "no choice for what is auto fits 8 x" in point.reason
+    assert "no choice for what is auto fits 4 x" in point.reason

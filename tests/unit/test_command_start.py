@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
+
+from benchmarks import CHECKOUT
 
 SLOW = "pandas", "matplotlib", "torch", "scipy", "deepspeed"  # seconds of imports
 ANSWERS = [  # a command line, and words of what it prints
@@ -17,25 +22,61 @@ ANSWERS = [  # a command line, and words of what it prints
     ("validate --help", ["usage: ", "--cluster"]),
     ("report --help", ["usage: ", "--table"]),
 ]
+# One interpreter imports what all commands share; each command runs in a fork of it.
+# One interpreter imports what all commands share; each command runs in a fork of it.
 RUN = f"""
-import runpy, sys
-module, sys.argv = sys.argv[1], sys.argv[1:]
-try:
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-except SystemExit as end:
-    assert not end.code, end.code
-print(sorted({set(SLOW)} & set(sys.modules)), file=sys.stderr)
+import json, os, runpy, sys
+import benchmarks.specification.compose
+answers = {{}}
+for command in sys.argv[1:]:
+    if not (pid := os.fork()):
+        for number, name in enumerate(("out", "err"), start=1):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.argv = ["benchmarks." + command.split()[0], *command.split()[1:]]
+        code = 0
+        try:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code or 0
+        with open("slow", "w") as file:
+            json.dump(sorted({set(SLOW)} & set(sys.modules)), file)
+        sys.stdout.flush()
+        os._exit(code)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    answers[command] = status, open("out").read(), open("err").read(), json.load(open("slow"))
+    os.remove("slow")
+print(json.dumps(answers))
 """
 
 
-@pytest.mark.parametrize(("command", "words"), ANSWERS, ids=[command for command, _ in ANSWERS])
-def test_help_reads_well_and_imports_nothing_slow(command: str, words: list[str]) -> None:
+class Answer(NamedTuple):
+    """The exit status of a command, what it printed, and the slow imports that it made."""
+
+    status: int
+    printed: str
+    errors: str
+    slow: list[str]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    """What every command answers."""
     done = subprocess.run(
-        [sys.executable, "-c", RUN, *f"benchmarks.{command}".split()],
+        [sys.executable, "-c", RUN, *(command for command, _ in ANSWERS)],
         capture_output=True,
         text=True,
-        timeout=60,
-        check=False,
+        timeout=300,
+        check=True,
+        cwd=tmp_path_factory.mktemp("commands"),
+        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
     )
-    assert (done.returncode, done.stderr) == (0, "[]\n")
-    assert [word for word in words if word not in done.stdout] == []
+    return {command: Answer(*told) for command, told in json.loads(done.stdout).items()}
+
+
+@pytest.mark.parametrize(("command", "words"), ANSWERS, ids=[command for command, _ in ANSWERS])
+def test_help_reads_well_and_imports_nothing_slow(
+    command: str, words: list[str], answers: dict[str, Answer]
+) -> None:
+    answer = answers[command]
+    assert (answer.status, answer.errors, answer.slow) == (0, "", [])
+    assert [word for word in words if word not in answer.printed] == []

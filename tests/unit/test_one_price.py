@@ -56,6 +56,7 @@ OWN = ("activation_cap", "reduce_every", "replicate_every", "prefetch", "keep", 
 
 def task() -> Task:
     shape: ModelShape = preset("model", "gpt_1_5b", ModelShape)
+    shape = replace(shape, layers=16)
     return Task(
         shape=shape, cluster=preset("cluster", "a100", Cluster), num_gpus=8, global_batch=16
     )

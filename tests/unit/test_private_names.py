@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.source_trees import trees
+from tests.unit.source_trees import nodes
 
 FOREIGN = ("torch", "deepspeed")
 SEAM = "private_names.py"
@@ -20,10 +20,11 @@ SEAMS = {
 }
 
 
-def private(tree: ast.Module) -> Iterator[str]:
-    """Names with a leading underscore that a file takes from torch or DeepSpeed."""
+def private(every: list[ast.AST]) -> Iterator[str]:
+    """Names with a leading underscore that a file with these nodes takes from torch or
+    DeepSpeed."""
     foreign = set(FOREIGN)
-    for node in ast.walk(tree):
+    for node in every:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names if _is_foreign(alias.name)]
             foreign |= {a.asname or a.name for a in node.names if _is_foreign(a.name)}
@@ -32,7 +33,7 @@ def private(tree: ast.Module) -> Iterator[str]:
             foreign |= {alias.asname or alias.name for alias in node.names}
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name for name in names if _hidden(name))
-    for node in ast.walk(tree):
+    for node in every:
         if isinstance(node, ast.Attribute) and _hidden(node.attr) and _root(node) in foreign:
             yield ast.unparse(node)
 
@@ -54,10 +55,10 @@ def _root(node: ast.AST) -> str:
 
 @pytest.mark.parametrize("package", ["zeropp", "baselines", "benchmarks"])
 def test_private_names_stand_in_their_own_files(package: str) -> None:
-    files = trees(package)
+    files = nodes(package)
     assert len(files) > 10
     assert {name for name in files if name.endswith(SEAM)} <= SEAMS
-    found = {name: list(private(tree)) for name, tree in files.items()}
+    found = {name: list(private(every)) for name, every in files.items()}
     assert {name: names for name, names in found.items() if names and name not in SEAMS} == {}
 
 
@@ -73,4 +74,4 @@ def test_private_names_stand_in_their_own_files(package: str) -> None:
     ],
 )
 def test_a_private_name_is_noticed(line: str) -> None:
-    assert len(list(private(ast.parse(line)))) == 1
+    assert len(list(private(list(ast.walk(ast.parse(line)))))) == 1

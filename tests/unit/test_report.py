@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.report.__main__ import main
 from benchmarks.report.evidence import evidence_distances
+from benchmarks.report.folder import report_folder
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame, notes_of
 from benchmarks.report.headline import headline_table
 from benchmarks.report.pairs import paired_speedups
@@ -210,7 +211,10 @@ def test_distance_between_kinds_of_evidence(tmp_path: Path) -> None:
 
 def test_write_report_leaves_tables_figures_page_and_traces(tmp_path: Path) -> None:
     records = [make_record(c) for c in ("zeropp", "deepspeed_3d")]
-    records.append(make_record("zeropp", num_gpus=8))
+    for unit in (2, 4):
+        plan = {"plan": records[0].plan | {"unit": unit}}
+        knobs = {"pp": 2, "chunks": 2, "unit": unit}
+        records.append(make_record(num_gpus=8, contender_knobs=knobs, fields=plan))
     records.append(make_record("fsdp", fields=failed("infeasible", "contender.pp=3: too many")))
     write_records(records, tmp_path / "runs")
     every = Options(timelines=True)
@@ -220,7 +224,9 @@ def test_write_report_leaves_tables_figures_page_and_traces(tmp_path: Path) -> N
     assert all(path.stat().st_size > 0 for path in paths.files)
     names = {path.name for path in paths.files}
     assert {"report.html", "tables.md", "throughput.csv", "speedup.tex"} <= names
-    assert {"throughput_measured_cpu_gloo.png", "loss_measured_cpu_gloo.svg"} <= names
+    kinds = "throughput", "loss", "ablation", "speedup_zeropp"
+    for suffix in ("png", "svg"):
+        assert {f"{kind}_measured_cpu_gloo.{suffix}" for kind in kinds} <= names
     page = (tmp_path / "out" / "report.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "contender.pp=3: too many" in page
@@ -230,15 +236,19 @@ def test_write_report_leaves_tables_figures_page_and_traces(tmp_path: Path) -> N
     for name in ("step_s", "step_s_low", "step_s_high", "tokens_per_s_per_gpu"):
         assert csv[name].dtype.kind == "f"
         pd.testing.assert_series_equal(csv[name], parquet[name])
-    assert csv["step_s"].notna().sum() == 3
+    assert csv["step_s"].notna().sum() == 4
 
 
 def test_report_of_failures_alone(tmp_path: Path) -> None:
     record = make_record(fields=failed("failed", "rank 0: ValueError: no") | {"ranks": []})
     write_records([record], tmp_path / "runs")
-    paths = write_report([tmp_path / "runs"], tmp_path / "out", QUIET)
-    assert "rank 0: ValueError: no" in (tmp_path / "out" / "tables.md").read_text()
+    out = tmp_path / "out"
+    with report_folder(out) as last:  # a figure of the last report does not stay
+        (last / "speedup_zeropp_measured_cpu_gloo.png").touch()
+    paths = write_report([tmp_path / "runs"], out, QUIET)
+    assert "rank 0: ValueError: no" in (out / "tables.md").read_text()
     assert not [path for path in paths.files if path.suffix == ".png"]
+    assert list(out.glob("*.png")) == []
 
 
 def test_no_records_is_no_report(tmp_path: Path) -> None:

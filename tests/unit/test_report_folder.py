@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from benchmarks.report.__main__ import main
 from benchmarks.report.folder import report_folder
-from benchmarks.report.write import write_report
 from tests.unit.synthetic_records import make_record, write_records
 
 
@@ -50,17 +48,6 @@ def test_an_interruption_leaves_the_last_report_whole(tmp_path: Path) -> None:
         interrupted_report(out)
     assert names(out) == {"a.csv", ".report.json"}
     assert list(tmp_path.iterdir()) == [out]
-
-
-def test_a_figure_of_the_last_report_does_not_stay(tmp_path: Path) -> None:
-    both = [make_record(c) for c in ("zeropp", "deepspeed_3d")]
-    write_records(both, tmp_path / "both")
-    write_records(both[:1], tmp_path / "one")
-    out, quiet = tmp_path / "out", Console(quiet=True)
-    write_report([tmp_path / "both"], out, quiet)
-    assert "speedup_zeropp_measured_cpu_gloo.png" in names(out)
-    write_report([tmp_path / "one"], out, quiet)
-    assert not [name for name in names(out) if name.startswith("speedup_zeropp")]
 
 
 @pytest.mark.parametrize(("steps", "status"), [(1.5, 1), (0.7, 0), (1.0, 0)])

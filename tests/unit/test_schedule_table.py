@@ -74,7 +74,12 @@ def test_zeropp_on_a_v_is_lean(share: float) -> None:
         assert min(steps) <= most, (ranks, factor)
 
 
-@pytest.mark.parametrize("row", [r for r in LEAN if int(r["ranks"]) * int(r["chunks"]) <= 32][::3])
+def forwards(row: dict[str, str]) -> int:
+    """The number of forwards of all stages in a step."""
+    return int(row["ranks"]) * int(row["chunks"]) * int(row["microbatches"])
+
+
+@pytest.mark.parametrize("row", [row for row in LEAN if forwards(row) <= 1024][::2])
 def test_the_lean_rows_are_what_the_generator_makes(row: dict[str, str]) -> None:
     ranks, m, chunks = int(row["ranks"]), int(row["microbatches"]), int(row["chunks"])
     cap = int(row["cap"])

@@ -190,7 +190,7 @@ def test_copies_of_the_last_reductions_hold_up_no_other_rank() -> None:
 def test_candidates_that_a_cap_in_gib_rules_out_do_not_end_the_search() -> None:
     what = on_cluster("a800", 8, 16, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)
     for gib in (1.0, 4.0):
-        outcome = search(what, ZEROPP, ZeroppKnobs(activation_cap_gib=gib))
+        outcome = search(what, ZEROPP, ZeroppKnobs(pp=4, shard=2, activation_cap_gib=gib))
         assert outcome.fallen["refused by its planner"] > 0
         assert outcome.winner is not None
         assert outcome.winner.candidate.knobs.activation_cap_gib == gib

@@ -25,7 +25,7 @@ REFERENCE = Path(__file__).resolve().parents[2] / "results" / "reference" / "cla
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_the_contenders_planner_gives_the_plan_that_was_priced(name: str) -> None:
     shape = replace(task().shape, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)
-    what, contender = replace(task(16, 32), shape=shape), CONTENDERS[name]
+    what, contender = replace(task(8, 16), shape=shape), CONTENDERS[name]
     winner = search(what, contender, tolerance=0.3, runner_up=False).winner
     assert winner is not None
     ran = simulate(contender.plan(what, winner.candidate), what.cluster)

@@ -53,7 +53,8 @@ def piece_parameters(shape: ModelShape, index: int) -> int:
 
 def parameter_count(shape: ModelShape) -> int:
     """Parameters of the whole model, in which tied embeddings count once."""
-    total = sum(piece_parameters(shape, index) for index in range(shape.num_pieces))
+    ends = piece_parameters(shape, 0) + piece_parameters(shape, shape.num_pieces - 1)
+    total = ends + shape.layers * block_parameters(shape)
     return total - (shape.vocab * shape.hidden if shape.tied_embeddings else 0)
 
 
@@ -79,7 +80,8 @@ def piece_forward_flops(shape: ModelShape, index: int) -> int:
 
 def model_flops_per_token(shape: ModelShape) -> int:
     """Forward and backward FLOPs of the model per token, without recomputation."""
-    return 3 * sum(piece_forward_flops(shape, index) for index in range(shape.num_pieces))
+    head = piece_forward_flops(shape, shape.num_pieces - 1)
+    return 3 * (shape.layers * block_forward_flops(shape) + head)
 
 
 @lru_cache(maxsize=4096)

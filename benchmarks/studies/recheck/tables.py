@@ -22,6 +22,7 @@ from benchmarks.studies.claim_33.cells import Cell, priced_again
 from benchmarks.studies.claim_33.judge import judge
 from benchmarks.studies.validation.errors import outcome_of
 from benchmarks.studies.validation.reader import read_rows, training_tables
+from benchmarks.studies.validation.since import errors_since
 from zeropp.cluster import Cluster
 from zeropp.plan import Task
 from zeropp.shape import ModelShape
@@ -103,6 +104,19 @@ def _validation(row: Row, reference: Path) -> Computed:
 @cache
 def _published() -> dict[str, Any]:
     return {line.place: line for path in training_tables() for line in read_rows(path)}
+
+
+def _since(row: Row, reference: Path) -> Computed:
+    del reference
+    key = [row[name] for name in SINCE_KEYS]
+    for computed in _errors_since():
+        if [computed[name] for name in SINCE_KEYS] == key:
+            return dict(computed)
+    raise StaleError("validation.csv and earlier.csv have no such source")
+
+
+SINCE_KEYS = ("kind", "source", "role")
+_errors_since = cache(errors_since)
 
 
 def _plan(row: Row, reference: Path) -> Computed:
@@ -194,6 +208,13 @@ TABLES: Sequence[Table] = (
         rows=20,
         again=_validation,
         command=("benchmarks.validate", "--out", "{reference}/validation"),
+    ),
+    Table(
+        path="validation/since.csv",
+        keys=SINCE_KEYS,
+        rows=10,
+        again=_since,
+        command=(f"{_STUDY}.validation.since", "--out", "{reference}/validation/since.csv"),
     ),
     Table(
         path="claim_33/plans.csv",

@@ -15,7 +15,9 @@ from benchmarks.studies.validation.rows import COLUMNS, OPTIONAL, PublishedRow
 
 PUBLISHED = CHECKOUT / "results" / "published"
 # Tables that are not of training runs and have other columns.
-OTHER_TABLES = ("claims.csv", "gemm_efficiency.csv", "hardware.csv", "nccl_busbw.csv")
+OTHER_TABLES = (
+    "claims.csv", "gemm_efficiency.csv", "hardware.csv", "nccl_busbw.csv", "product_times.csv",
+)  # fmt: skip
 
 
 def training_tables() -> list[Path]:

@@ -1,0 +1,105 @@
+"""Errors of the simulator on the same rows at an earlier commit and today.
+
+``earlier.csv`` beside the committed ``validation.csv`` has the predictions of commit 49bc59e
+(21 November 2026), when the published tables had just become strict data. Tables were added since,
+so errors over all rows of that day and over all of today's are not of the same runs. Both files are
+read, and nothing is priced.
+
+    python -m benchmarks.studies.validation.since --out results/reference/validation/since.csv
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks import CHECKOUT
+from benchmarks.specification.command import CommandParser, check_writable, run_command
+from benchmarks.specification.run_spec import SpecError
+from benchmarks.studies.validation.errors import Predicted, errors_of
+from benchmarks.studies.validation.predict import Kind, Prediction
+from benchmarks.studies.validation.rows import COLUMNS, PublishedRow
+
+FOLDER = CHECKOUT / "results" / "reference" / "validation"
+_SAME = ("metric", "value", "unit")  # what a place must hold in both files
+_Cells = Mapping[str, str]
+
+
+def errors_since(folder: Path = FOLDER) -> list[dict[str, str]]:
+    """The errors of each kind and source on the rows that both files of ``folder`` predict: median
+    and 90th percentile of the absolute relative error, then and now. Raises SpecError if a place
+    holds another number in the two files."""
+    earlier, today = _read(folder / "earlier.csv"), _read(folder / "validation.csv")
+    for place, cells in earlier.items():
+        if any(cells[name] != today.get(place, {}).get(name) for name in _SAME):
+            raise SpecError(f"{folder}/earlier.csv: {place} is another row in validation.csv")
+    rows = {place: _row(today[place]) for place in earlier if today[place]["predicted"]}
+    then, now = (
+        errors_of([_predicted(row, answers[place]) for place, row in rows.items()])
+        for answers in (earlier, today)
+    )
+    return [
+        {
+            "kind": new.kind,
+            "source": new.source,
+            "role": new.role,
+            "rows": str(new.rows),
+            "runs": str(new.runs),
+            "median_then": f"{old.median:.4f}",
+            "p90_then": f"{old.p90:.4f}",
+            "median_now": f"{new.median:.4f}",
+            "p90_now": f"{new.p90:.4f}",
+        }
+        for old, new in zip(then, now, strict=True)
+    ]
+
+
+def _read(path: Path) -> dict[str, _Cells]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return {cells["place"]: cells for cells in csv.DictReader(file)}
+
+
+def _row(cells: _Cells) -> PublishedRow:
+    return PublishedRow.model_validate({name: cells[name] for name in COLUMNS if cells[name]})
+
+
+def _predicted(row: PublishedRow, cells: _Cells) -> Predicted:
+    kind: Kind = "memory" if row.measure.kind == "memory" else "throughput"
+    prediction = Prediction(
+        kind=kind,
+        value=float(cells["predicted"]),
+        text=cells["predicted"],
+        relative_error=float(cells["relative_error"]),
+    )
+    return Predicted(row, prediction)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the errors of the same rows then and now, and write them where ``--out`` says."""
+    return run_command(partial(_since, arguments))
+
+
+def _since(arguments: Sequence[str] | None) -> int:
+    parser = CommandParser(
+        prog="python -m benchmarks.studies.validation.since",
+        description="Errors of the simulator on the rows of 21 November 2026, then and today.",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="CSV file to write")
+    out = parser.parse_args(arguments).out
+    if out is not None:
+        check_writable("--out", out.parent)
+    lines = errors_since(FOLDER if out is None else out.parent)
+    print(",".join(lines[0]), *(",".join(line.values()) for line in lines), sep="\n")
+    if out is not None:
+        with out.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(lines[0]))
+            writer.writeheader()
+            writer.writerows(lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
