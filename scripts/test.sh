@@ -17,17 +17,24 @@ $bin/mypy
 $bin/lint-imports
 $bin/mkdocs build --strict --quiet --site-dir "$(mktemp -d)/site"
 
-# Two processes: tests of many busy ranks run one after another in one of them. The other tests
-# need one core each, and those of Slurm mostly wait.
-log=$(mktemp)
-"${pytest[@]}" --ignore=tests/gloo >"$log" 2>&1 &
-beside=$!
+# Three processes: the tests of many busy ranks run one after another in this one. Those of Slurm
+# mostly wait, and the others need one core each.
+logs=$(mktemp -d)
+declare -A running=()
+beside() { # NAME WORDS...: the tests that pytest finds with these words
+    "${pytest[@]}" "${@:2}" >"$logs/$1" 2>&1 &
+    running[$1]=$!
+}
 trap 'exit 130' INT
-trap '[ -z "$beside" ] || kill "$beside" || true; cat "$log"; rm -f "$log"' EXIT
-failed=
-"${pytest[@]}" tests/gloo || failed="tests/gloo"
-wait "$beside" || failed="$failed the tests beside tests/gloo"
-beside=
-cat "$log"
-: >"$log"
-[ -z "$failed" ] || { echo "failed: $failed" >&2; exit 1; }
+trap '[ ${#running[@]} = 0 ] || kill "${running[@]}" || true; cat "$logs"/*; rm -rf "$logs"' EXIT
+beside slurm tests/slurm
+beside others --ignore=tests/gloo --ignore=tests/slurm
+failed=()
+"${pytest[@]}" tests/gloo || failed+=("tests/gloo")
+for name in slurm others; do
+    wait "${running[$name]}" || failed+=("$name")
+    unset "running[$name]"
+    cat "$logs/$name"
+    : >"$logs/$name"
+done
+[ ${#failed[@]} = 0 ] || { echo "failed: ${failed[*]}" >&2; exit 1; }

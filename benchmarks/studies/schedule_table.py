@@ -26,6 +26,7 @@ from benchmarks.specification.progress import told
 from zeropp.schedule import build, lower
 from zeropp.schedule.action import Op, parse_action
 from zeropp.schedule.event_loop import run
+from zeropp.schedule.lean_order import least_over_ideal
 from zeropp.schedule.legality import live_activations, resident_chunks
 from zeropp.schedule.program import Schedule, StageCost
 
@@ -129,7 +130,8 @@ def lean_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
     for share, options in LEAN.items():
         for chunks in options:
             cap = int(share * num_ranks * chunks)
-            named = {"chunks": chunks, "cap": cap}
+            bound = f"{least_over_ideal(num_ranks, chunks, m, cap):.4f}"
+            named = {"chunks": chunks, "cap": cap, "bound": bound}
             schedule = lean_schedule(num_ranks, chunks, m, cap)
             yield {"schedule": "ZeroPP on a V", "unit": m, **named, **measure(schedule)}
             unit = min(num_ranks, cap // chunks)

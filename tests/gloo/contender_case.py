@@ -48,9 +48,9 @@ def request(
     precision: str = "fp32",
     model: dict[str, Any] | None = None,
 ) -> RunSpec:
-    """A small request: 6 layers of width 32, microbatches of one sequence of 16 tokens."""
+    """A small request: 4 layers of width 32, microbatches of one sequence of 16 tokens."""
     values = mapping()
-    values["model"] |= {"layers": 6, "hidden": 32, "ffn": 64, "vocab": 64, "seq": 16}
+    values["model"] |= {"layers": 4, "hidden": 32, "ffn": 64, "vocab": 64, "seq": 16}
     values["model"] |= model or {}
     values["cluster"] = yaml.safe_load(Path("conf/cluster/cpu_gloo.yaml").read_text())
     values |= {"num_gpus": num_gpus, "contender": contender}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ class Case:
     dropout: float = 0.0
     placement: str = "dp_inner"
     precision: Precision = "fp32"
-    layers: int = 6
+    layers: int = 4
     cap: int | str = "auto"
     compile: bool = False
     stage_style: str = "loop"
@@ -207,7 +208,21 @@ def train(case: Case, dtype: torch.dtype, steps: int, optimizer: OptimizerConfig
 
 
 def train_alone(case: Case, dtype: torch.dtype, steps: int, config: OptimizerConfig) -> Outcome:
-    """Train the whole model in this process, microbatch by microbatch."""
+    """Train the whole model in this process, microbatch by microbatch; cases that differ in their
+    topology alone share the result."""
+    alone = Case(
+        pp=1,
+        batch=case.batch,
+        layers=case.layers,
+        tied=case.tied,
+        family=case.family,
+        dropout=case.dropout,
+    )
+    return _train_alone(alone, dtype, steps, config)
+
+
+@cache
+def _train_alone(case: Case, dtype: torch.dtype, steps: int, config: OptimizerConfig) -> Outcome:
     from zeropp.optimizer import build_optimizer
 
     model = build_model(case.shape, SEED).to(dtype)

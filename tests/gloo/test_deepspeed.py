@@ -18,7 +18,6 @@ TIED = {"tied_embeddings": True}
 @pytest.mark.parametrize(
     ("contender", "model"),
     [
-        ({"pp": 2, "tp": 2}, {}),
         ({"pp": 2, "tp": 2}, TIED),
         ({"pp": 2, "replicate_zero": 1}, LLAMA),
         ({"pp": 2, "replicate_zero": 1, "recompute": "full"}, TIED),
@@ -41,11 +40,10 @@ def test_deepspeed_is_one_process(
 def test_deepspeed_clips_and_adapts(world: World, replicate_zero: int) -> None:
     contender = {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate_zero": replicate_zero}
     plan = request(8, contender).plan()
-    check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1), steps=3)
+    check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1))
 
 
-@pytest.mark.parametrize("model", [{}, TIED], ids=str)
-def test_deepspeed_bf16_is_close(world: World, model: dict[str, Any]) -> None:
+def test_deepspeed_bf16_is_close(world: World) -> None:
     contender = {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate_zero": 1}
-    plan = request(8, contender, precision="bf16", model=model).plan()
+    plan = request(8, contender, precision="bf16", model=TIED).plan()
     check(world, BUILDER, plan, tolerance=2e-2)

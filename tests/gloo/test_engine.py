@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from functools import partialmethod
+from functools import cache, partialmethod
 from typing import Any
 from unittest import mock
 
@@ -36,42 +36,35 @@ def label(case: Case) -> str:
 
 CASES = [
     Case(pp=1, chunks=1, unit=3, batch=4),
-    Case(pp=2, chunks=1, batch=4),
-    Case(pp=2, chunks=3, unit=4, batch=6, recompute="full"),
+    Case(pp=2, replicate=2, chunks=3, unit=4, batch=12, layers=6, recompute="full"),
     Case(pp=2, chunks=2, unit=4, batch=8, layers=9, recompute="full", recomputed=(1, 0, 2, 1)),
-    Case(pp=4, chunks=2, unit=4, batch=8, layers=9, cap=7),
-    Case(pp=1, shard=2, chunks=3, unit=2, batch=8),
+    Case(pp=4, chunks=2, unit=4, batch=8, layers=8, cap=7),
     Case(pp=2, shard=2, chunks=2, unit=2, batch=8, recompute="selective"),
-    Case(pp=2, shard=2, chunks=2, unit=3, batch=10, tied=True),
     Case(pp=2, shard=4, chunks=2, unit=2, batch=16, reduce_every="step"),
     Case(pp=4, shard=2, chunks=2, unit=4, batch=16, layers=8, placement="pp_inner", keep=2),
-    Case(pp=2, replicate=2, chunks=2, unit=2, batch=8),
     Case(pp=1, replicate=2, zero=True, chunks=2, unit=2, batch=8, tied=True),
     Case(pp=2, shard=2, replicate=2, chunks=2, unit=2, batch=16, tied=True, keep=1),
-    Case(pp=2, shard=2, replicate=2, chunks=2, batch=24, replicate_every="unit"),
+    Case(pp=2, shard=2, replicate=2, chunks=2, batch=16, replicate_every="unit"),
     Case(pp=2, shard=2, replicate=2, zero=True, chunks=2, unit=2, batch=16, recompute="full"),
-    Case(pp=2, shard=2, replicate=2, zero=True, batch=24, replicate_every="unit", keep=3),
+    Case(pp=2, shard=2, replicate=2, zero=True, batch=16, replicate_every="unit", keep=3),
     Case(pp=2, replicate=3, zero=True, tied=True, chunks=2, batch=12, placement="pp_inner"),
     Case(pp=2, shard=2, chunks=2, batch=8, dropout=0.2, recompute="full"),
     Case(pp=2, replicate=2, zero=True, chunks=2, batch=8, dropout=0.2, replicate_every="unit"),
-    Case(pp=4, chunks=2, unit=12, batch=12, layers=8, stage_style="v", tied=True),
-    Case(pp=2, shard=2, chunks=3, batch=12, stage_style="v", cap=3, reduce_every="step"),
-    Case(pp=2, shard=2, replicate=2, zero=True, chunks=2, batch=16, stage_style="v", tied=True),
+    Case(pp=4, chunks=2, unit=8, batch=8, layers=8, stage_style="v", tied=True),
+    Case(pp=2, shard=2, chunks=3, batch=12, layers=6, stage_style="v", cap=3, reduce_every="step"),
     Case(pp=2, shard=2, chunks=2, unit=3, batch=10, split_backward=False, recompute="full"),
-    Case(pp=3, chunks=2, batch=8, stage_style="v", split_backward=False),
-    Case(pp=4, chunks=2, unit=4, batch=8, layers=5, split_blocks=True),
+    Case(pp=3, replicate=2, zero=True, batch=8, layers=6, stage_style="v", split_backward=False),
+    Case(pp=4, chunks=2, unit=4, batch=8, layers=5, split_blocks=True, recompute="full"),
     Case(pp=2, shard=2, chunks=3, batch=8, layers=5, split_blocks=True, tied=True),
     Case(pp=2, shard=2, chunks=2, batch=8, layers=3, split_blocks=True, stage_style="v"),
-    Case(pp=2, chunks=3, batch=8, layers=5, split_blocks=True, recompute="full"),
     # With those above: pp, shard and replicate in {1, 2, 3}, as far as eight ranks go. Units that
     # do not divide the microbatches, and fewer microbatches than pipeline ranks.
     Case(pp=1, shard=3, chunks=1, unit=2, batch=9),
     Case(pp=1, replicate=3, chunks=3, unit=2, batch=9, replicate_every="unit"),
-    Case(pp=1, shard=2, replicate=2, chunks=1, unit=2, batch=12, tied=True),
     Case(pp=1, shard=2, replicate=3, zero=True, chunks=2, unit=3, batch=24),
-    Case(pp=1, shard=3, replicate=2, chunks=3, unit=1, batch=6),
+    Case(pp=1, shard=3, replicate=2, chunks=3, unit=1, batch=12),
     Case(pp=2, shard=3, chunks=1, unit=2, batch=9, tied=True),
-    Case(pp=3, shard=2, chunks=2, unit=3, batch=4, recompute="full"),
+    Case(pp=3, shard=2, chunks=2, unit=3, batch=4, layers=6, recompute="full"),
     Case(pp=3, replicate=2, zero=True, chunks=1, unit=3, batch=2),
     Case(pp=3, chunks=3, unit=3, batch=2, layers=9),
 ]
@@ -103,7 +96,7 @@ def test_fp64_gradients_and_two_steps(case: Case, world: World) -> None:
         assert worst_error(outcome.parameters, exact) < 1e-6
 
 
-@pytest.mark.parametrize("case", CASES[3::4], ids=label)
+@pytest.mark.parametrize("case", CASES[3::9], ids=label)
 def test_fp32_gradients(case: Case, world: World) -> None:
     case = replace(case, family="llama")
     arguments = (case, torch.float32, 1, OptimizerConfig(kind="sgd", lr=0.1))
@@ -120,7 +113,7 @@ BF16 = [
 
 @pytest.mark.parametrize("case", BF16, ids=label)
 def test_bf16_computes_with_fp32_masters(case: Case, world: World) -> None:
-    arguments = (case, torch.float32, 6, OptimizerConfig(kind="sgd", lr=0.1))
+    arguments = (case, torch.float32, 3, OptimizerConfig(kind="sgd", lr=0.1))
     expected = train_alone(*arguments)
     for outcome in world.run(train, *arguments, size=case.world):
         assert outcome.losses == pytest.approx(expected.losses, rel=5e-3)
@@ -134,6 +127,7 @@ BF16_STEPS = 4  # sums in bf16 are off by more than ULP after as many; see the s
 ULP = torch.finfo(torch.bfloat16).eps  # relative; rounding one addition costs at most half of it
 
 
+@cache
 def train_alone_in_bf16(case: Case, steps: int, rate: float, total: torch.dtype) -> Outcome:
     """One process that computes in bf16 and sums the gradients of its microbatches in ``total``."""
     model = build_model(case.shape, SEED)
@@ -191,9 +185,9 @@ def train_compiled(case: Case, *arguments: Any) -> tuple[Outcome, int]:
         return train(case, *arguments), graphs["unique_graphs"] - before
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_compiled_blocks_have_the_same_gradients(recompute: str, world: World) -> None:
-    case = Case(1, shard=2, chunks=3, batch=4, layers=9, recompute=recompute, compile=True)
+@pytest.mark.parametrize(("recompute", "layers"), [("none", 9), ("selective", 4), ("full", 4)])
+def test_compiled_blocks_have_the_same_gradients(recompute: str, layers: int, world: World) -> None:
+    case = Case(1, shard=2, chunks=3, batch=4, layers=layers, recompute=recompute, compile=True)
     arguments = (case, torch.float64, 2, ADAMW)
     found = world.run(train_compiled, *arguments, size=case.world)
     check([outcome for outcome, _ in found], train_alone(*arguments), 1e-10)

@@ -15,12 +15,12 @@ from tests.gloo.world import World
 from zeropp.engine.checkpoint_directory import CheckpointError
 
 CASES = [
-    Case(pp=4, shard=2, batch=16, unit=4, chunks=1, tied=True, dropout=0.1),
-    Case(pp=2, shard=2, replicate=2, zero=True, batch=16, chunks=2, tied=True, dropout=0.1),
-    Case(pp=1, batch=16, chunks=1, tied=True, dropout=0.1),
+    Case(pp=4, shard=2, batch=8, unit=4, chunks=1, tied=True, dropout=0.1),
+    Case(pp=2, shard=2, replicate=2, zero=True, batch=8, chunks=2, tied=True, dropout=0.1),
+    Case(pp=1, batch=8, chunks=1, tied=True, dropout=0.1),
 ]
-SAVED = Case(pp=2, shard=2, batch=8, unit=2, chunks=1, tied=True, dropout=0.1)
-STEPS = 3  # in each topology
+SAVED = Case(pp=2, shard=2, batch=4, unit=2, chunks=1, layers=2, tied=True, dropout=0.1)
+STEPS = 2  # in each topology
 
 
 def warm_up(step: int) -> float:
@@ -28,12 +28,12 @@ def warm_up(step: int) -> float:
 
 
 def train_on(case: Case, start: Path | None, save_to: Path | None, steps: int) -> list[float]:
-    """Losses of ``steps`` steps from a checkpoint on, or from the beginning."""
+    """Losses of ``steps`` steps from a checkpoint or the beginning on; two batches alternate."""
     engine = build_engine(case, torch.float32, ADAMW, lr_schedule=warm_up)
     if start is not None:
         engine.load(start)
     first = engine.steps_done
-    results = [engine.step(*local_microbatches(case, first + s)) for s in range(steps)]
+    results = [engine.step(*local_microbatches(case, (first + s) % 2)) for s in range(steps)]
     if save_to is not None:
         engine.save(save_to)
     return [result.loss for result in results]
@@ -51,7 +51,7 @@ def test_loss_curve_goes_on_in_other_topologies(world: World, tmp_path: Path) ->
         losses += curves[0]
         checkpoint = target
     assert losses == pytest.approx(expected, rel=1e-5)
-    assert losses[-1] < losses[0]
+    assert losses[-2] < losses[0]  # on the same batch
 
 
 def save_after(directory: Path, steps: int, killed_in: str) -> str:

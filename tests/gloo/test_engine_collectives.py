@@ -73,9 +73,10 @@ def marked(collective: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def operators_around(case: Case, injected: bool) -> tuple[list[str], int]:
-    """Names of the copies around this rank's collectives in one step, and how many operators there
-    were to look at. ``injected``: a gather copies what it has gathered."""
+def operators_around(case: Case, injected: bool) -> tuple[list[str], int, int]:
+    """Names of the copies around this rank's collectives in one step, how many operators there
+    were to look at, and how many flat buffers the step gathers. ``injected``: a gather copies what
+    it has gathered."""
     original = flat.FlatParameters._gather
 
     def gather_and_copy(buffer: flat.FlatParameters) -> None:
@@ -103,38 +104,29 @@ def operators_around(case: Case, injected: bool) -> tuple[list[str], int]:
         if event.name in windows
         for operator in below(event)
     }
+    gathers = [action.stage for action in program if action.op is Op.UNSHARD]
+    gathered = sum(len(engine.chunks[stage].shards.flats) for stage in gathers)
     engine.close()
-    return [name for name in found.values() if name in COPIES], len(found)
+    return [name for name in found.values() if name in COPIES], len(found), gathered
 
 
 @pytest.mark.parametrize("case", CASES[:-1], ids=str)
 def test_nothing_is_copied_around_a_collective(case: Case, world: World) -> None:
-    for copies, looked_at in world.run(operators_around, case, False, size=case.world):
+    for copies, looked_at, _ in world.run(operators_around, case, False, size=case.world):
         assert looked_at > 10  # collectives and views
         assert copies == []
 
 
 def test_a_copy_around_a_collective_would_be_seen(world: World) -> None:
-    for copies, _ in world.run(operators_around, CASES[0], True, size=CASES[0].world):
+    for copies, _, _ in world.run(operators_around, CASES[0], True, size=CASES[0].world):
         assert set(copies) == {"aten::clone", "aten::copy_"}
 
 
 def test_mixed_precision_casts_its_own_part_alone(world: World) -> None:
     case = CASES[-1]
-    found = world.run(operators_around, case, False, size=case.world)
-    gathers = world.run(gathered_flats, case, size=case.world)
-    assert min(gathers) > 0
-    assert [copies for copies, _ in found] == [["aten::copy_"] * count for count in gathers]
-
-
-def gathered_flats(case: Case) -> int:
-    """Gathers of flat buffers in a step of this rank."""
-    engine = build_engine(case, torch.float32)
-    program = engine.interpreter._program
-    gathers = [action.stage for action in program if action.op is Op.UNSHARD]
-    count = sum(len(engine.chunks[stage].shards.flats) for stage in gathers)
-    engine.close()
-    return count
+    for copies, _, gathered in world.run(operators_around, case, False, size=case.world):
+        assert gathered > 0
+        assert copies == ["aten::copy_"] * gathered
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def run_by_torch(case: Case, programs: Path) -> dict[str, Tensor]:
     "case",
     [
         Case(pp=2, chunks=2, unit=2, batch=6),
-        Case(pp=2, chunks=3, unit=4, batch=8, cap=9),
+        Case(pp=2, chunks=3, unit=4, batch=8, layers=6, cap=9),
         Case(pp=4, chunks=2, unit=4, batch=8, layers=8),
     ],
     ids=["2x2", "2x3", "4x2"],

@@ -22,6 +22,7 @@ from zeropp.engine import checkpoint_directory, flat, sums
 from zeropp.engine.checkpoint_directory import CheckpointError
 from zeropp.engine.together import PeerError, together
 from zeropp.layout import InfeasibleError
+from zeropp.parallel_model import ParallelModel
 
 RANK = 1  # the one that fails
 
@@ -109,47 +110,53 @@ def test_a_failure_while_building(world: World, what: str, own: str, peers: str)
     assert "\n" not in first
 
 
-def failed_step(what: str) -> tuple[list[str], bool]:
-    """What steps raise where rank 1 alone is called in a wrong way; whether the model then trains
-    as one that was never called so."""
+WRONG_STEPS = {
+    "rows": "ValueError: inputs: 5 rows, but this rank trains on 12 rows per step",
+    "keyword": "TypeError: keyword inputs are ['mask']",
+    "no_grad": "RuntimeError: train_step: gradients are disabled",
+    "no tensor": "TypeError: targets: must be a tensor with this rank's rows in dimension 0",
+    "device": "ValueError: targets: is on meta, but this rank trains on cpu",
+    "evaluation": "ValueError: eval_step: numbers of rows differ",
+}
+
+
+def wrong_step(model: ParallelModel, what: str) -> str:
+    """What a call raises that is right on every rank but one, where it is wrong in this way."""
     inputs, targets = data()
-    step, evaluate, more = inputs, inputs, {}
-    given: Any = targets
-    if dist.get_rank() == RANK:
-        step = inputs[:5] if what == "rows" else inputs
-        given = {"no tensor": None, "device": targets.to("meta")}.get(what, targets)
-        evaluate = inputs[:5]
-        more = {"mask": inputs} if what == "keyword" else {}
-    said, losses = [], []
-    for wrong in (True, False):
+    call = model.eval_step if what == "evaluation" else model.train_step
+    if dist.get_rank() != RANK:
+        return error_of(partial(call, inputs, targets))
+    step = inputs[:5] if what in ("rows", "evaluation") else inputs
+    given: Any = {"no tensor": None, "device": targets.to("meta")}.get(what, targets)
+    more = {"mask": inputs} if what == "keyword" else {}
+    with torch.set_grad_enabled(what != "no_grad"):
+        return error_of(partial(call, step, given, **more))
+
+
+def failed_steps() -> tuple[dict[str, str], list[list[float]]]:
+    """What steps raise that rank 1 alone calls in a wrong way, one after another; and the losses of
+    this model in right steps between them, and of one that was never called so."""
+    said: dict[str, str] = {}
+    losses: list[list[float]] = []
+    for wrong in (WRONG_STEPS, {}):
         with built(seeded([linear] * 4), pp=2) as model:
-            if wrong:
-                with torch.set_grad_enabled(what != "no_grad" or dist.get_rank() != RANK):
-                    said.append(error_of(partial(model.train_step, step, given, **more)))
-                said.append(error_of(partial(model.eval_step, evaluate, targets)))
-            losses.append([model.train_step(inputs, targets).loss for _ in range(2)])
-    return said, losses[0] == losses[1]
+            losses.append([])
+            for what in wrong:
+                said[what] = wrong_step(model, what)
+                if what == "keyword":
+                    losses[-1].append(model.train_step(*data()).loss)
+            losses[-1] += [model.train_step(*data()).loss for _ in range(3 - len(losses[-1]))]
+    return said, losses
 
 
-@pytest.mark.parametrize(
-    ("what", "own"),
-    [
-        ("rows", "ValueError: inputs: 5 rows, but this rank trains on 12 rows per step"),
-        ("keyword", "TypeError: keyword inputs are ['mask']"),
-        ("no_grad", "RuntimeError: train_step: gradients are disabled"),
-        ("no tensor", "TypeError: targets: must be a tensor with this rank's rows in dimension 0"),
-        ("device", "ValueError: targets: is on meta, but this rank trains on cpu"),
-    ],
-)
-def test_a_step_that_one_rank_calls_in_a_wrong_way(world: World, what: str, own: str) -> None:
-    (first, same), (second, as_well) = world.run(failed_step, what, size=2)
-    assert same
-    assert as_well
-    uneven = "ValueError: eval_step: numbers of rows differ"
-    assert len(first) == len(second) == 2
-    for ours, peers, expected in zip(second, first, (own, uneven), strict=True):
-        assert ours.startswith(expected), ours
-        assert peers.startswith(f"PeerError: rank 1 raised {expected}"), peers
+def test_steps_that_one_rank_calls_in_a_wrong_way(world: World) -> None:
+    for rank, (said, (found, expected)) in enumerate(world.run(failed_steps, size=2)):
+        assert found == expected
+        assert len(set(found)) == 3
+        assert set(said) == set(WRONG_STEPS)
+        for what, own in WRONG_STEPS.items():
+            words = own if rank == RANK else f"PeerError: rank 1 raised {own}"
+            assert said[what].startswith(words), (what, said[what])
 
 
 class Masked(nn.Module):
@@ -217,39 +224,39 @@ def test_a_step_after_an_evaluation_that_raised(world: World) -> None:
     assert said.startswith("RuntimeError: an earlier step raised ValueError: no loss")
 
 
-def save_that_fails(place: Path, what: str) -> str:
-    """Save, then save again while one rank fails in something; what the second save raises, and
-    the steps that the checkpoint then has."""
-    case = Case(pp=1, shard=2, chunks=1, batch=4)
-    engine = build_engine(case, torch.float32, ADAMW)
-    engine.save(place)
-    engine.step(*local_microbatches(case, 0))
-    owner, name = {
-        "making the directory": (checkpoint_directory, "_make_empty"),
-        "writing": (checkpoint_directory, "_digest"),
-        "renaming": (checkpoint_directory, "_publish"),
-    }[what]
+SMALL = Case(pp=1, shard=2, chunks=1, layers=1, batch=4)
+SAVING = {"making the directory": "_make_empty", "writing": "_digest", "renaming": "_publish"}
+
+
+def saves_that_fail(place: Path) -> dict[str, str]:
+    """Save, then save again while one rank fails in something, and again in something else; what
+    each of these saves raises, and the steps that the checkpoint then has."""
 
     def broken(*_: Any) -> None:
         raise OSError("disk full")
 
-    first = dist.get_rank() == 0
-    with mock.patch.object(owner, name, broken if first else getattr(owner, name)):
-        said = error_of(lambda: engine.save(place))
-    engine.load(place)
-    return f"{said} | {engine.steps_done}"
+    first, found = dist.get_rank() == 0, {}
+    engine = build_engine(SMALL, torch.float32, ADAMW)
+    engine.save(place)
+    for what, name in SAVING.items():
+        engine.step(*local_microbatches(SMALL, 0))
+        original = getattr(checkpoint_directory, name)
+        with mock.patch.object(checkpoint_directory, name, broken if first else original):
+            said = error_of(lambda: engine.save(place))
+        engine.load(place)
+        found[what] = f"{said} | {engine.steps_done}"
+    return found
 
 
-@pytest.mark.parametrize("what", ["making the directory", "writing", "renaming"])
-def test_a_save_that_fails_on_one_rank(world: World, tmp_path: Path, what: str) -> None:
-    said = world.run(save_that_fails, tmp_path / "checkpoint", what, size=2)
-    assert said[0] == "OSError: disk full | 0"
-    assert said[1] == "PeerError: rank 0 raised OSError: disk full | 0"
+def test_saves_that_fail_on_one_rank(world: World, tmp_path: Path) -> None:
+    first, second = world.run(saves_that_fail, tmp_path / "checkpoint", size=2)
+    assert first == dict.fromkeys(SAVING, "OSError: disk full | 0")
+    assert second == dict.fromkeys(SAVING, "PeerError: rank 0 raised OSError: disk full | 0")
 
 
 def load_without_the_file(place: Path) -> tuple[str, bool]:
     """What a load of nothing raises; a directory that only some ranks see."""
-    engine = build_engine(Case(pp=1, shard=2, chunks=1, batch=4), torch.float32, ADAMW)
+    engine = build_engine(SMALL, torch.float32, ADAMW)
     engine.save(place)
     found = place if dist.get_rank() == 0 else place / "elsewhere"
     try:

@@ -18,7 +18,6 @@ BUILDER = "baselines.fsdp.trainer:build"
 @pytest.mark.parametrize(
     ("contender", "model"),
     [
-        ({"shard": 4}, {}),
         ({"shard": 4, "recompute": "selective"}, {}),
         ({"shard": 2, "replicate": 2, "reduce_every": "step"}, {"family": "llama", "kv_heads": 2}),
         ({"shard": 2, "replicate": 2, "recompute": "full"}, {"tied_embeddings": True}),
@@ -44,12 +43,12 @@ def test_fsdp_is_one_process(
 
 def test_fsdp_recomputes_some_blocks(world: World) -> None:
     plan = request(4, {"name": "fsdp", "shard": 4, "recompute": "full"}).plan()
-    check(world, BUILDER, replace(plan, recomputed=(0, 1, 1, *([0] * 5))))
+    check(world, BUILDER, replace(plan, recomputed=(0, 1, 1, 0, 0, 0)))
 
 
 def test_fsdp_clips_and_adapts(world: World) -> None:
     plan = request(4, {"name": "fsdp", "shard": 4}).plan()
-    check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1), steps=3)
+    check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1))
 
 
 def test_fsdp_bf16_is_close(world: World) -> None:

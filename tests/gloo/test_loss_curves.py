@@ -1,4 +1,4 @@
-"""Twenty steps of real text in real processes, through the suite: the losses of one process."""
+"""Ten steps of real text in real processes, through the suite: the losses of one process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.unit.toy_spec import mapping
 from zeropp.model import build_model, cross_entropy
 from zeropp.optimizer import build_optimizer
 
-STEPS = 20
+STEPS = 10
 TEXT = {"kind": "text", "path": "benchmarks/worker/data/kjv_genesis_psalms.txt"}
 MEASURE = {"warmup_steps": 2, "steps": STEPS - 2, "timeline": True}
-GATED_ELSEWHERE = "deepspeed 2x2x2"  # in tests/gloo/test_gate.py; it takes long
+GATED_ELSEWHERE = "zeropp 4x2"  # at 2x2, which has the same axes; it takes long
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,18 @@ class Configuration:
     def spec(self, *, gate: bool = True) -> RunSpec:
         """The run of this configuration; microbatches of one sequence."""
         values = mapping()
-        values["model"] |= {"layers": self.layers, "seq": 64}
+        values["model"] |= {"layers": self.layers, "seq": 32}
         values["contender"] = {"name": self.name, **self.degrees}
         values |= {"num_gpus": self.ranks, "global_batch": self.global_batch}
         return spec_from_mapping(values | {"data": TEXT, "measure": MEASURE | {"gate": gate}})
 
 
-THREE_AXES = {"tp": 2, "pp": 2, "replicate_zero": 1}
 CONFIGURATIONS = {
     "zeropp 2x2": Configuration(4, "zeropp", {"pp": 2, "shard": 2, "chunks": 2, "unit": 2}),
     "zeropp 4x2": Configuration(
         8, "zeropp", {"pp": 4, "shard": 2, "chunks": 2, "unit": 4}, layers=8, global_batch=16
     ),
-    "deepspeed 2x2x1": Configuration(4, "deepspeed_3d", THREE_AXES),
-    "deepspeed 2x2x2": Configuration(8, "deepspeed_3d", THREE_AXES),
+    "deepspeed 2x2x2": Configuration(8, "deepspeed_3d", {"tp": 2, "pp": 2, "replicate_zero": 1}),
 }
 
 
@@ -71,7 +69,7 @@ def losses_of_one_process(layers: int, global_batch: int) -> list[float]:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < losses[0] - 1.0  # it learns
+    assert losses[-1] < losses[0] - 0.5  # it learns
     return losses
 
 

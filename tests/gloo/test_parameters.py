@@ -1,4 +1,4 @@
-"""Parameters that need care: unused, frozen too late, tied, in other classes of linear layers."""
+"""Parameters that need care: frozen or hooked too late, tied, in other classes of linear layers."""
 
 from __future__ import annotations
 
@@ -19,24 +19,6 @@ from tests.gloo.world import World
 from zeropp.parallel_model import ParallelModel
 
 WIDTH, ROWS = 6, 12
-DEGREES: list[dict[str, Any]] = [
-    {"pp": 2, "replicate": 2},
-    {"pp": 2, "shard": 2, "chunks": 2},
-    {"shard": 2, "replicate": 2, "replicate_zero": 1},
-]
-
-
-class Spare(nn.Module):
-    """Has a parameter that nothing ever uses, and one that is used where inputs are large."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.never, self.later = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor, large: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        return y * self.later if bool(large.any()) else y
 
 
 class Scaled(nn.Linear):
@@ -57,50 +39,45 @@ def layers_of(kind: Callable[[], nn.Module]) -> list[nn.Module]:
     return [layer.double() for layer in made]
 
 
-def data(step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs, targets, and which rows are large: one, from the second step on."""
+def data(step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a step."""
     generator = torch.Generator().manual_seed(step)
     inputs, targets = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
-    return inputs, targets, torch.arange(ROWS) == (5 if step else ROWS)
+    return inputs, targets
 
 
 def loss_function(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target)
 
 
-def optimizer(parameters: Any, kind: str = "sgd") -> torch.optim.Optimizer:
-    if kind == "rprop":  # whose state does not begin with zeros
-        return torch.optim.Rprop(parameters, lr=0.1)
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.5)
 
 
-def alone(layers: list[nn.Module], steps: int, kind: str = "sgd") -> nn.Module:
+def alone(layers: list[nn.Module], steps: int) -> nn.Module:
     """The layers after some steps in one process."""
     model = nn.ModuleList(copy.deepcopy(layers))
-    stepper = optimizer(model.parameters(), kind)
+    stepper = optimizer(model.parameters())
     for step in range(steps):
         stepper.zero_grad()
-        for x, y, large in zip(*(part[:, None] for part in data(step)), strict=True):
+        for x, y in zip(*(part[:, None] for part in data(step)), strict=True):
             for layer in model:
-                x = layer(x, large) if isinstance(layer, Spare) else layer(x)
+                x = layer(x)
             (loss_function(x, y) / ROWS).backward()  # type: ignore[no-untyped-call]
         stepper.step()
     return model
 
 
-def parallel(layers: list[nn.Module], kind: str = "sgd", **more: Any) -> ParallelModel:
-    inputs, _, large = data(0)
-    if any(isinstance(layer, Spare) for layer in layers):
-        more["sample_keywords"] = {"large": large[:1]}
+def parallel(layers: list[nn.Module], **more: Any) -> ParallelModel:
     return zeropp.parallelize(
-        layers, loss_function, sample=inputs[:1], global_batch=ROWS,
-        optimizer=lambda groups: optimizer(groups["all"], kind), **more,
+        layers, loss_function, sample=data(0)[0][:1], global_batch=ROWS,
+        optimizer=lambda groups: optimizer(groups["all"]), **more,
     )  # fmt: skip
 
 
-def step(model: ParallelModel, number: int, **more: Tensor) -> None:
-    inputs, targets, _ = data(number)
-    model.train_step(inputs[model.rows], targets[model.rows], **more)
+def step(model: ParallelModel, number: int) -> None:
+    inputs, targets = data(number)
+    model.train_step(inputs[model.rows], targets[model.rows])
 
 
 def worst(model: ParallelModel, expected: nn.Module) -> float:
@@ -109,26 +86,6 @@ def worst(model: ParallelModel, expected: nn.Module) -> float:
     found = dict(model.full_parameters())
     assert found
     return max(float((value - theirs[name].float()).abs().max()) for name, value in found.items())
-
-
-def train_unused(kind: str) -> list[float]:
-    """Errors over all topologies, where weight decay and momentum move what has gradients."""
-    errors = []
-    for degrees in DEGREES:
-        layers = layers_of(Spare)
-        expected = alone(layers, 3, kind)
-        with parallel(layers, kind, **degrees) as model:
-            for number in range(3):
-                step(model, number, large=data(number)[2][model.rows])
-            errors.append(worst(model, expected))
-    return errors
-
-
-@pytest.mark.parametrize("kind", ["sgd", "rprop"])
-def test_updates_leave_alone_what_nothing_has_used(world: World, kind: str) -> None:
-    for errors in world.run(train_unused, kind, size=4):
-        assert len(errors) == len(DEGREES)
-        assert max(errors) < 1e-6  # parameters come as fp32
 
 
 def freeze_late(frozen: bool) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,86 +12,30 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.nn import functional as F
 
 import zeropp
+from tests.gloo.stateful_cases import (
+    ROWS,
+    WIDTH,
+    Kind,
+    alone,
+    check,
+    data,
+    grouped,
+    loss_function,
+    made,
+    parallel,
+    train,
+    trained_part,
+)
 from tests.gloo.world import World
-from zeropp.parallel_model import ParallelModel
 
-WIDTH, ROWS = 6, 12
 TOPOLOGIES: list[dict[str, Any]] = [
     {"pp": 2, "shard": 2, "chunks": 2},
     {"shard": 3},
     {"pp": 2, "replicate": 2, "replicate_zero": 1},
     {},
 ]
-
-
-class Counting(nn.Module):
-    """Holds a buffer that a checkpoint has, and one that it has not; its bias is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.linear.bias.requires_grad_(False)
-        self.register_buffer("seen", torch.zeros(()))
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.get_buffer("seen").add_(1)
-        out: Tensor = self.linear(x)
-        return out.tanh()
-
-
-def made() -> list[nn.Module]:
-    """Layers, equal on every rank: one is frozen, others have buffers."""
-    torch.manual_seed(2)
-    layers = [nn.Linear(WIDTH, WIDTH), Counting(), nn.Linear(WIDTH, WIDTH), Counting()]
-    layers[2].requires_grad_(False)
-    return [layer.double() for layer in [*layers, nn.Linear(WIDTH, WIDTH)]]
-
-
-def data(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    inputs, targets = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
-    return inputs, targets
-
-
-def loss_function(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target)
-
-
-def alone(steps: int) -> nn.Module:
-    """The layers after some steps in one process."""
-    model = nn.ModuleList(copy.deepcopy(made()))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for x, y in zip(*(part[:, None] for part in data(step)), strict=True):
-            for layer in model:
-                x = layer(x)
-            (loss_function(x, y) / ROWS).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return model
-
-
-def parallel(degrees: dict[str, Any]) -> ParallelModel:
-    return zeropp.parallelize(
-        made(),
-        loss_function,
-        sample=data(0)[0][:1],
-        global_batch=ROWS,
-        optimizer=lambda groups: torch.optim.AdamW(groups["all"], lr=1e-2),
-        **degrees,
-    )
-
-
-def train(model: ParallelModel, first: int, last: int) -> None:
-    for step in range(first, last):
-        inputs, targets = data(step)
-        model.train_step(inputs[model.rows], targets[model.rows])
 
 
 def go_on(degrees: dict[str, Any], start: Path | None, target: Path, steps: int) -> dict[str, Any]:
@@ -110,20 +52,6 @@ def go_on(degrees: dict[str, Any], start: Path | None, target: Path, steps: int)
         counter = {"steps": torch.tensor(first + steps)}
         save({"model": model, "loop": counter}, checkpoint_id=str(target))
         return model.full_state_dict()
-
-
-def check(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=0.0, atol=tolerance, check_dtype=False, msg=name
-        )
-
-
-def trained_part(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict without counters, which each data-parallel rank has of its own rows."""
-    assert "1.seen" in state
-    return {name: value for name, value in state.items() if "seen" not in name}
 
 
 def test_training_goes_on_in_other_topologies_and_one_process_reads_it(
@@ -177,24 +105,6 @@ def test_whole_tensors_load_by_name(world: World) -> None:
     assert first["unknown"].startswith("load_state_dict: 5.weight: the model has nothing of that")
     assert first["other shape"].startswith("load_state_dict: 0.weight: has shape (6, 7), the model")
     assert first["buffer"].startswith("load_state_dict: 1.seen: has shape (1,), the model ()")
-
-
-Kind = Callable[..., torch.optim.Optimizer]
-
-
-def grouped(degrees: dict[str, Any], kind: Kind = torch.optim.AdamW) -> ParallelModel:
-    """A model whose first layer is an optimizer group of its own, with another learning rate."""
-    return zeropp.parallelize(
-        made(),
-        loss_function,
-        sample=data(0)[0][:1],
-        global_batch=ROWS,
-        group_of=lambda name, _: "first" if name[0] == 0 else "others",
-        optimizer=lambda groups: kind(
-            [{"params": groups["first"], "lr": 0.1}, {"params": groups["others"], "lr": 0.01}]
-        ),
-        **degrees,
-    )
 
 
 def regrouped(place: Path) -> tuple[bool, list[float], set[float]]:

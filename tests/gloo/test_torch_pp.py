@@ -13,7 +13,7 @@ from zeropp.schedule.action import Op
 from zeropp.training import OptimizerConfig
 
 BUILDER = "baselines.torch_pp.trainer:build"
-FOUR = {"layers": 4}  # DTensors of tensor parallelism take long for each block
+FEW = 4  # microbatches, because DTensors of tensor parallelism take long for each
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ FOUR = {"layers": 4}  # DTensors of tensor parallelism take long for each block
     [
         ({"pp": 2, "shard": 2, "schedule": "1f1b"}, {}),
         ({"pp": 2, "shard": 2, "schedule": "1f1b", "recompute": "full"}, {}),
-        ({"pp": 2, "shard": 2, "schedule": "interleaved_1f1b", "chunks": 3}, {}),
+        ({"pp": 2, "shard": 2, "schedule": "interleaved_1f1b", "chunks": 3}, {"layers": 6}),
         ({"pp": 2, "shard": 2, "schedule": "looped_bfs", "chunks": 2}, {}),
         ({"pp": 2, "shard": 2, "schedule": "interleaved_zb", "chunks": 2}, {}),
         ({"pp": 2, "replicate": 2, "schedule": "zbv", "chunks": 2}, {"tied_embeddings": True}),
@@ -40,8 +40,8 @@ FOUR = {"layers": 4}  # DTensors of tensor parallelism take long for each block
 def test_torch_pp_is_one_process(
     world: World, contender: dict[str, Any], model: dict[str, Any]
 ) -> None:
-    layers = FOUR if "tp" in contender else {}
-    plan = request(4, {"name": "torch_pp", **contender}, model=model | layers).plan()
+    batch = FEW if "tp" in contender else 8
+    plan = request(4, {"name": "torch_pp", **contender}, global_batch=batch, model=model).plan()
     steps = 2
     outcomes = check(world, BUILDER, plan, steps=steps)
     for rank, outcome in enumerate(outcomes):
@@ -54,14 +54,15 @@ def test_torch_pp_is_one_process(
 
 def test_torch_pp_recomputes_some_blocks_of_a_stage(world: World) -> None:
     contender = {"pp": 2, "shard": 2, "schedule": "1f1b", "recompute": "full"}
-    plan = request(4, {"name": "torch_pp", **contender}).plan()
+    plan = request(4, {"name": "torch_pp", **contender}, model={"layers": 6}).plan()
     check(world, BUILDER, replace(plan, recomputed=(2, 1)))
 
 
 @pytest.mark.parametrize("degrees", [{"shard": 2}, {"tp": 2}], ids=str)
 def test_torch_pp_cuts_inside_blocks(world: World, degrees: dict[str, int]) -> None:
     contender = {"pp": 2, "schedule": "interleaved_1f1b", "chunks": 2, "split_blocks": True}
-    plan = request(4, {"name": "torch_pp", **contender, **degrees}).plan()
+    asked = {"name": "torch_pp", **contender, **degrees}
+    plan = request(4, asked, global_batch=FEW * degrees.get("shard", 1)).plan()
     whole = [cut for cut in plan.cuts if cut % 1 == 0]
     plan = replace(plan, cuts=(0, 2.5, *plan.cuts[2:])) if len(whole) == len(plan.cuts) else plan
     assert any(cut % 1 for cut in plan.cuts)
@@ -70,8 +71,8 @@ def test_torch_pp_cuts_inside_blocks(world: World, degrees: dict[str, int]) -> N
 
 def test_torch_pp_three_axes_clip_and_adapt(world: World) -> None:
     contender = {"pp": 2, "tp": 2, "shard": 2, "schedule": "interleaved_1f1b", "chunks": 2}
-    plan = request(8, {"name": "torch_pp", **contender}, model=FOUR).plan()
-    check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1), steps=3)
+    plan = request(8, {"name": "torch_pp", **contender}, global_batch=FEW).plan()
+    check(world, BUILDER, plan, optimizer=OptimizerConfig(clip_norm=0.1))
 
 
 def test_torch_pp_bf16_is_close(world: World) -> None:

@@ -85,7 +85,7 @@ class World:
 
         ``function`` and what it takes and gives must pickle. Raises WorkerError.
         """
-        self._start()
+        self._start(size)
         self._tasks += 1
         place = Place(self._store.port, f"task {self._tasks}", size, timeout_s)
         workers = self._workers[:size]
@@ -125,8 +125,10 @@ class World:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return [replies.get(rank, (False, "no answer in time")) for rank in range(len(workers))]
 
-    def _start(self) -> None:
-        while len(self._workers) < self._size:
+    def _start(self, size: int) -> None:
+        """Start what workers are missing for a task of ``size`` ranks."""
+        assert size <= self._size
+        while len(self._workers) < size:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()

@@ -73,5 +73,10 @@ def test_the_suite_takes_every_command(page: Path, monkeypatch: pytest.MonkeyPat
         read(module, words, monkeypatch)
 
 
+def test_an_experiment_may_make_a_command_a_sweep() -> None:
+    names = [config["contender"]["name"] for config in compose("config", ["experiment=peers"])]
+    assert len(names) > len(set(names)) > 1
+
+
 def test_there_are_commands() -> None:
     assert sum(len(list(commands(page))) for page in PAGES) > 35

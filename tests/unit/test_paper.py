@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmarks import CHECKOUT
 from benchmarks.report import forms
-from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.report.frame import CELL, latest_ok, load_frame
 from benchmarks.report.pairs import BaseError
 from benchmarks.report.paper import paper_grids, paper_table
 from benchmarks.report.words import gib, model_label, tflops
@@ -120,7 +120,10 @@ def test_every_form_of_the_committed_tables(
 
 def test_the_verdicts_table_says_what_its_plans_say() -> None:
     rows = latest_ok(load_frame([REFERENCE / "claim_33"])[0])
-    numbers = paper_table(rows).numbers
+    table = paper_table(rows)
+    numbers = table.numbers
+    lines = sum(len(grid.rows) for grid in paper_grids(table))
+    assert lines == len(table.data.groupby([*CELL])) < len(numbers)
     plans = pd.read_csv(REFERENCE / "claim_33" / "plans.csv")
     own = plans[plans["bandwidth"] == 1.0]
     assert len(numbers) == len(own) > 200

@@ -11,6 +11,7 @@ import pytest
 from zeropp.schedule import build, lower, validate
 from zeropp.schedule.action import Op
 from zeropp.schedule.event_loop import run
+from zeropp.schedule.lean_order import least_over_ideal
 from zeropp.schedule.legality import live_activations, resident_chunks
 from zeropp.schedule.program import StageCost
 
@@ -72,6 +73,24 @@ def test_zeropp_on_a_v_is_lean(share: float) -> None:
             and float(row["activations_over_1f1b"]) <= share
         ]
         assert min(steps) <= most, (ranks, factor)
+
+
+def test_lean_rows_keep_their_bound_which_says_what_no_order_can_reach() -> None:
+    """The bound is by how long activations are held."""
+    assert LEAN
+    bounds = {}
+    for row in LEAN:
+        ranks, m, chunks = int(row["ranks"]), int(row["microbatches"]), int(row["chunks"])
+        cap = int(row["cap"])
+        # Every microbatch holds a stage's activation while it passes all later stages and returns.
+        held = sum(2 * (ranks * chunks - stage) + 1 for stage in range(ranks * chunks))
+        bound = least_over_ideal(ranks, chunks, m, cap)
+        assert 3 * m * chunks * bound >= m * held / (ranks * cap)
+        assert float(row["bound"]) == pytest.approx(bound, abs=1e-4)
+        assert bound <= float(row["step_over_ideal"])
+        bounds[ranks, m // ranks, chunks, round(cap / (ranks * chunks), 1)] = bound
+    assert bounds[4, 4, 4, 0.3] > 1.20  # so the aims need more than four chunks,
+    assert bounds[4, 8, 8, 0.3] > 1.12  # and the second one more than eight
 
 
 def forwards(row: dict[str, str]) -> int:

@@ -25,7 +25,8 @@ from zeropp.sim.simulator import SimResult, simulate
 from zeropp.tune.bound import least_compute_s, least_step_s
 from zeropp.tune.least_memory import least_bytes
 from zeropp.tune.outcome import OOM
-from zeropp.tune.search import compute_knobs, search
+from zeropp.tune.search import search
+from zeropp.tune.space import compute_knobs
 
 TINY_GIB = 7.4
 SHAPE = replace(task().shape, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)

@@ -29,7 +29,7 @@ from zeropp.shape import ModelShape
 from zeropp.sim.simulator import simulate
 from zeropp.tune.bound import least_compute_s, least_of_order_s, least_step_s
 from zeropp.tune.contender import Contender
-from zeropp.tune.least_memory import least_bytes, least_bytes_of_order
+from zeropp.tune.least_memory import exceeds, least_bytes
 from zeropp.tune.search import search
 from zeropp.tune.space import Point, points
 
@@ -136,7 +136,7 @@ def check_drafts(drafts: Iterator[Draft], what: Task, member: Member) -> None:
     for draft in drafts:
         result = simulate(draft.complete(), what.cluster, price=price)
         assert least_of_order_s(draft.compute, plan, price) <= result.step_s * SLACK, plan
-        assert least_bytes_of_order(draft.compute, plan, price) <= result.peak_bytes, plan
+        assert not exceeds(draft.compute, plan, price, result.peak_bytes), plan
         checked += 1
     assert checked
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from zeropp.schedule.action import Action, Op
@@ -50,6 +51,26 @@ class Orders:
     forward: tuple[tuple[Slot, ...], ...]
     backward: tuple[tuple[Slot, ...], ...]
     split_backward: bool = True
+
+    @property
+    def num_microbatches(self) -> int:
+        """One more than the largest number of a microbatch."""
+        return 1 + max((j for _, j in self.forward[0]), default=0)
+
+    @cached_property
+    def places(self) -> tuple[tuple[list[int], list[int]], ...]:
+        """Each rank's forwards and backwards as places of their inputs in one table: those of
+        forwards at ``stage * microbatches + microbatch``, then those of backwards, then that of an
+        input that never arrives, with which every order ends."""
+        count = self.num_microbatches
+        back = len(self.stage_rank) * count
+        return tuple(
+            (
+                [*(stage * count + j for stage, j in forward), 2 * back],
+                [*(back + stage * count + j for stage, j in backward), 2 * back],
+            )
+            for forward, backward in zip(self.forward, self.backward, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -95,8 +116,8 @@ def list_schedule(orders: Orders, costs: Sequence[StageCost], cap: int, policy: 
 
 
 class _Rank:
-    """How far one rank has come in each of its orders, and until when it is busy. Orders are places
-    in the table of inputs, and end with that of an input that never arrives."""
+    """How far one rank has come in each of its orders (``Orders.places``), and until when it is
+    busy."""
 
     __slots__ = (
         "backward",
@@ -118,23 +139,20 @@ class _Rank:
 
 
 class _Run:
-    """One run of the list scheduler. ``_ready`` says when each input arrives: those of forwards are
-    at ``stage * microbatches + microbatch``, those of backwards follow."""
+    """One run of the list scheduler. ``_ready`` says when the input at each of ``Orders.places``
+    arrives."""
 
     def __init__(
         self, orders: Orders, costs: Sequence[StageCost], cap: int, policy: Policy
     ) -> None:
         self._orders, self._cap, self._policy = orders, cap, policy
         stages = len(orders.stage_rank)
-        self._count = 1 + max((j for _, j in orders.forward[0]), default=0)
+        self._count = orders.num_microbatches
         self._back = stages * self._count
         self._never = 2 * self._back
         self._ready = [_NEVER] * (self._never + 1)
         self._ready[: self._count] = [0.0] * self._count
-        self._ranks = [
-            _Rank(self._places(forward, 0), self._places(backward, self._back))
-            for forward, backward in zip(orders.forward, orders.backward, strict=True)
-        ]
+        self._ranks = [_Rank(forward, backward) for forward, backward in orders.places]
         self._events = [(0.0, rank) for rank in range(len(self._ranks))]  # a heap
         self._forward_s = [cost.forward for cost in costs]
         self._weight_s = [cost.backward_weight for cost in costs]
@@ -144,10 +162,6 @@ class _Run:
             0.0 if here == there else cost.transfer
             for cost, (here, there) in zip(costs, pairwise(orders.stage_rank), strict=False)
         ]
-
-    def _places(self, slots: Sequence[Slot], first: int) -> list[int]:
-        count = self._count
-        return [*(first + stage * count + j for stage, j in slots), self._never]
 
     def result(self) -> Planned:
         events, ranks = self._events, self._ranks

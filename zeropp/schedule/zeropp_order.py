@@ -175,6 +175,8 @@ def _real_cost_plan(
     return min(plans, key=lambda plan: plan.step_s)
 
 
+@lru_cache(maxsize=8)
+@collector_paused()
 def unit_orders(sizes: OrderSizes) -> tuple[Orders, ...]:
     """The orders of forwards and input gradients of all ranks, from which to choose.
 

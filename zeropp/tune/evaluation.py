@@ -15,7 +15,7 @@ from zeropp.sim.simulator import SimResult, simulate_within
 class Order:
     """An order of a plan's actions, with lower bounds that take less time than to complete it."""
 
-    least_bytes: int  # of the fullest rank
+    is_too_large: Callable[[], bool]  # whether it certainly does not fit into memory
     least_s: Callable[[float], float]  # the seconds of a step; infinite if not below the argument
     complete: Callable[[], Plan]
 
@@ -39,7 +39,7 @@ def try_orders(
     simulated, large, tried = False, 0, 0
     for order in orders:
         tried += 1
-        if order.least_bytes > limit_bytes:
+        if order.is_too_large():
             large += 1
             continue
         if order.least_s(slowest_s) >= slowest_s:

@@ -4,6 +4,8 @@ with which the tuner drops plans that cannot fit. Tests compare it with the simu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from zeropp.cost import StepBytes
 from zeropp.plan import SizedPlan
 from zeropp.schedule.action import Op
@@ -113,38 +115,44 @@ def _in_groups(group: int, last: int, m: int, sizes: list[int]) -> int:
     return group * sum(sizes[:-1]) + min(last, group) * sizes[-1] + others * min(sizes)
 
 
-def least_bytes_of_order(compute: Schedule, plan: SizedPlan, held: StepBytes) -> int:
-    """The least peak of the first and of the last rank, as a rule the fullest, if they have their
-    compute actions in the order of ``compute``, which has no other actions."""
-    return max(_rank_bytes(compute, plan, held, rank) for rank in {0, compute.num_ranks - 1})
+def exceeds(compute: Schedule, plan: SizedPlan, held: StepBytes, limit_bytes: int) -> bool:
+    """Whether the first or the last rank, as a rule the fullest, certainly holds more than
+    ``limit_bytes`` at a time if they have their compute actions in the order of ``compute``, which
+    has no other actions."""
+    for rank in {0, compute.num_ranks - 1}:
+        mine = [held.memory[s] for s in compute.stages_of(rank)]
+        resident = sum(of.parameters + of.optimizer + of.buffers for of in mine)
+        resident += held.resident_gradients * sum(of.gradients for of in mine)
+        room = limit_bytes - resident
+        if any(now > room for now in _moments(compute, plan, held, rank)):
+            return True
+    return False
 
 
-def _rank_bytes(compute: Schedule, plan: SizedPlan, held: StepBytes, rank: int) -> int:
-    """The least peak of one rank: what is always held, activations, the parameters of the stage in
-    use, and gradients from a stage's first weight gradient to the reduction after its last one."""
+def _moments(compute: Schedule, plan: SizedPlan, held: StepBytes, rank: int) -> Iterator[int]:
+    """The bytes that a rank holds at least, action by action, in addition to what is always held:
+    activations, the parameters of the stage in use, and gradients from a stage's first weight
+    gradient to the reduction after its last one."""
     memory, m = held.memory, plan.num_microbatches
-    mine = [memory[s] for s in compute.stages_of(rank)]
     span = plan.schedule.unit if plan.reduce_every == "unit" else m
     left: dict[tuple[int, int], int] = {}  # weight gradients to come before a reduction
-    now, most = 0, 0
+    now = 0
     for stage, op, microbatch in compute.programs[rank]:
         of, number = memory[stage], microbatch or 0
         if op is Op.FORWARD:
             now += of.activations
-            most = max(most, now + of.unsharded + of.forward - of.activations)
+            yield now + of.unsharded + of.forward - of.activations
             continue
         if op is not Op.BACKWARD_WEIGHT:
-            most = max(most, now + of.unsharded)
+            yield now + of.unsharded
             now -= of.activations - of.deferred
         if op is not Op.BACKWARD_INPUT:
             part = (stage, number // span)
             if part not in left:
                 left[part] = min(span, m - part[1] * span)
                 now += of.unsharded_gradients
-                most = max(most, now)
+                yield now
             now -= of.deferred
             left[part] -= 1
             if not left[part]:
                 now -= of.unsharded_gradients
-    resident = sum(of.parameters + of.optimizer + of.buffers for of in mine)
-    return resident + most + held.resident_gradients * sum(of.gradients for of in mine)

@@ -4,13 +4,13 @@ A *family* is a set of configurations that differ only in unit, activation cap a
 are reduced. It is sized with what takes the least time: no member has a smaller bound.
 Families wait in a queue, sorted by a lower bound of their step time; those that differ only in how
 data-parallel ranks are used have the same compute, so that one of them is sized for all. The search
-takes the first entry again and again: a family is first priced, then replaced by its members, and a
-member is simulated. It ends when no bound in the queue is below the best step by more than the
-``tolerance``. So no configuration of the space that was not simulated is faster than the winner by
-more, as far as the bounds hold, with these limits: of recomputed blocks, half of a stage's and all
-are tried, and fewer for the winner alone; the rules below drop some configurations; and a budget of
-time may end the search early. The runner-up is the best of those that were simulated with other
-degrees.
+takes the first entry again and again: a family of which a member may fit into memory is first
+priced, then replaced by these members, and a member is simulated. It ends when no bound in the
+queue is below the best step by more than the ``tolerance``. So no configuration of the space that
+was not simulated is faster than the winner by more, as far as the bounds hold, with these limits:
+of recomputed blocks, half of a stage's and all are tried, and fewer for the winner alone; the rules
+below drop some configurations; and a budget of time may end the search early. The runner-up is the
+best of those that were simulated with other degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
 bytes is too large, or if no order of its planner fitted the first and the last rank with a smaller
@@ -21,24 +21,24 @@ its orders, one whose compute actions alone take too long is not completed.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from operator import attrgetter
 from time import process_time
-from typing import Any, Generic, cast
+from typing import Generic, NamedTuple
 
 from zeropp.cost import PlanPrice, StepBytes, StepTimes, plan_bytes, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto
 from zeropp.plan import Candidate, K, SizedPlan, Task
+from zeropp.schedule.action import collector_paused
 from zeropp.tune.bound import least_compute_s, least_of_order_s, least_step_s
 from zeropp.tune.contender import Contender
 from zeropp.tune.evaluation import Order, try_orders
-from zeropp.tune.least_memory import least_bytes, least_bytes_of_order
+from zeropp.tune.least_memory import exceeds, least_bytes
 from zeropp.tune.outcome import OOM, SLOWER, Evaluated, Outcome, Progress
-from zeropp.tune.space import one_member, points
+from zeropp.tune.space import compute_knobs, points
 
 
 def _adds_later(plan: SizedPlan) -> tuple[bool, bool]:
@@ -46,6 +46,14 @@ def _adds_later(plan: SizedPlan) -> tuple[bool, bool]:
     replicas. It is the one thing besides the family on which the price of a member depends."""
     several = plan.num_units > 1
     return several and plan.reduce_every == "unit", several and plan.replicate_every == "unit"
+
+
+class _Member(NamedTuple, Generic[K]):
+    """A member of a family that may fit into memory."""
+
+    candidate: Candidate[K]
+    plan: SizedPlan
+    held: StepBytes
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -59,9 +67,11 @@ class _Entry(Generic[K]):
     _: KW_ONLY
     plan: SizedPlan | None = None  # None: not sized yet
     times: StepTimes | None = None
+    members: tuple[_Member[K], ...] = ()  # of a family with its durations
     price: PlanPrice | None = None  # of a member
 
 
+@collector_paused()
 def search(
     task: Task,
     contender: Contender[K],
@@ -202,27 +212,35 @@ class _Search(Generic[K]):
         family = entry.plan or self._sized(entry.candidate)
         if family is None:
             return
-        alone = self._contender.space.members is one_member
         if entry.times is None:
-            if alone and not self._may_fit(family, plan_bytes(family, cluster)):
-                return
-            times = time_plan(family, cluster)
-            bound_s = least_step_s(family, times)
-            yield replace(entry, bound_s=bound_s, number=number + 1, plan=family, times=times)
+            members = tuple(self._that_may_fit(entry.candidate, family))
+            if members:
+                times = time_plan(family, cluster)
+                opened = replace(entry, plan=family, times=times, members=members)
+                yield replace(opened, bound_s=least_step_s(family, times), number=number + 1)
             return
         durations = {_adds_later(family): entry.times}
-        held: dict[tuple[bool, bool], StepBytes] = {}
-        for candidate, plan in self._members(entry.candidate, family):
+        for candidate, plan, held in entry.members:
             later = _adds_later(plan)
-            if later not in held:
-                held[later] = plan_bytes(plan, cluster)
-            if alone or self._may_fit(plan, held[later]):
-                if later not in durations:
-                    durations[later] = time_plan(plan, cluster)
-                price = PlanPrice(**vars(durations[later]), **vars(held[later]))
-                number += 1
-                bound = entry.bound_s if plan is family else least_step_s(plan, price)
-                yield _Entry(bound, number, candidate, plan=plan, times=price, price=price)
+            if later not in durations:
+                durations[later] = time_plan(plan, cluster)
+            price = PlanPrice(**vars(durations[later]), **vars(held))
+            number += 1
+            bound = entry.bound_s if plan is family else least_step_s(plan, price)
+            yield _Entry(bound, number, candidate, plan=plan, times=price, price=price)
+
+    def _that_may_fit(self, family: Candidate[K], plan: SizedPlan) -> Iterator[_Member[K]]:
+        """The members of a family whose least bytes fit. Bytes are cheaper to find than durations,
+        and most families have no such member."""
+        of_sums: dict[tuple[bool, bool], StepBytes] = {}
+        for candidate, member in self._members(family, plan):
+            later = _adds_later(member)
+            if later not in of_sums:
+                of_sums[later] = plan_bytes(member, self._task.cluster)
+            if least_bytes(member, of_sums[later]) <= self._limit:
+                yield _Member(candidate, member, of_sums[later])
+            else:
+                self._outcome.fallen[OOM] += 1
 
     def _members(
         self, family: Candidate[K], plan: SizedPlan
@@ -235,12 +253,6 @@ class _Search(Generic[K]):
             sized = self._sized(member)
             if sized is not None:
                 yield member, sized
-
-    def _may_fit(self, plan: SizedPlan, held: StepBytes) -> bool:
-        if least_bytes(plan, held) <= self._limit:
-            return True
-        self._outcome.fallen[OOM] += 1
-        return False
 
     def _evaluate(self, entry: _Entry[K], slowest: float) -> None:
         """Simulate a member in all orders. The fastest that fits counts, if it takes less than
@@ -274,22 +286,11 @@ class _Search(Generic[K]):
         if contender.drafts is None:
             for ordered in contender.order(plan, knobs, price):
                 complete = partial(plan.ordered, ordered.schedule)
-                yield Order(least_bytes=0, least_s=lambda _: 0.0, complete=complete)
+                yield Order(is_too_large=lambda: False, least_s=lambda _: 0.0, complete=complete)
             return
         for draft in contender.drafts(plan, knobs, price):
             yield Order(
-                least_bytes=least_bytes_of_order(draft.compute, plan, price),
+                is_too_large=partial(exceeds, draft.compute, plan, price, self._limit),
                 least_s=partial(least_of_order_s, draft.compute, plan, price),
                 complete=draft.complete,
             )
-
-
-# Knobs that say how data-parallel ranks are used; the compute of a pipeline rank does not depend on
-# them, nor do the cuts.
-_OF_DATA_PARALLELISM = {"shard", "replicate", "replicate_zero", "placement"}
-
-
-def compute_knobs(knobs: type[K]) -> Callable[[K], object]:
-    """A function that gives the values of all other knobs."""
-    names = (field.name for field in fields(cast("Any", knobs)))
-    return attrgetter(*(name for name in names if name not in _OF_DATA_PARALLELISM))

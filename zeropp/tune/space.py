@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from zeropp.layout import Layout, divisors
 from zeropp.literals import Auto, Placement, Recompute, ReplicateZero
@@ -181,3 +182,14 @@ def _within(limits: tuple[int, int], ranks: int) -> list[int]:
     """The divisors of ``ranks`` within the limits; 1 if there are fewer ranks than the least."""
     fewest, most = limits
     return [d for d in divisors(ranks) if fewest <= d <= (most or ranks)] or [1]
+
+
+# Knobs that say how data-parallel ranks are used; the compute of a pipeline rank does not depend on
+# them, nor do the cuts.
+_OF_DATA_PARALLELISM = {"shard", "replicate", "replicate_zero", "placement"}
+
+
+def compute_knobs(knobs: type[K]) -> Callable[[K], object]:
+    """A function that gives the values of all other knobs."""
+    names = (field.name for field in fields(cast("Any", knobs)))
+    return attrgetter(*(name for name in names if name not in _OF_DATA_PARALLELISM))
