@@ -23,6 +23,7 @@ from zeropp.choose import Job, choose
 from zeropp.cut import Stages, cut_as
 from zeropp.engine.checks import (
     agreed,
+    check_inference,
     check_keywords,
     check_layers,
     check_loss,
@@ -33,11 +34,13 @@ from zeropp.engine.checks import (
 from zeropp.engine.engine import Engine
 from zeropp.engine.interpreter import LossFunction
 from zeropp.engine.options import Piece
+from zeropp.engine.rehearsal import check_recompute
 from zeropp.engine.saved import saved_bytes
 from zeropp.engine.together import together
 from zeropp.engine.trial import Layer, try_layers
 from zeropp.engine.values import keywords_of
 from zeropp.layout import InfeasibleError
+from zeropp.literals import Recompute, if_auto
 from zeropp.parallel_model import ParallelModel
 
 
@@ -62,6 +65,7 @@ def parallelize(
     """
     if not dist.is_initialized():
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
+    together(lambda: check_inference("parallelize"))
     request = _checked(arguments, layers, sample, global_batch)
     device = together(lambda: _device(request.device, request.mesh))
     request, stages = together(
@@ -122,6 +126,8 @@ def _cut(
             microbatch_size=len(sample),
         )
         request = choose(request, job)
+    recompute: Recompute = if_auto(request.knobs.recompute, "none")
+    check_recompute(layers, sample, request.sample_keywords, recompute)
     return request, cut_as(request, sizes, global_batch, len(sample))
 
 

@@ -14,7 +14,7 @@ from zeropp.arguments import Request
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import cut_by_weight
 from zeropp.engine.options import Piece
-from zeropp.engine.trial import Layer, LayerSizes
+from zeropp.engine.trial import Layer, LayerSizes, check_values
 from zeropp.engine.values import TensorShape
 from zeropp.layer_costs import layer_costs, stage_costs
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
@@ -51,7 +51,9 @@ class Stages:
         for stage in self.schedule.stages_of(self.layout.coordinates(dist.get_rank())["pp"]):
             for index in range(self.cuts[stage], self.cuts[stage + 1]):
                 layer = layers[index]
-                module = (layer if isinstance(layer, nn.Module) else layer()).to(device)
+                module = layer if isinstance(layer, nn.Module) else layer()
+                check_values(module, index)
+                module = module.to(device)
                 pieces.append(Piece(index, stage, module, deferrable=0 < index < len(layers) - 1))
         return pieces
 

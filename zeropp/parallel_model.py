@@ -11,11 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.engine.checks import check_batch, check_names, check_same_rows, check_tensors
+from zeropp.engine.checks import (
+    check_autocast,
+    check_batch,
+    check_inference,
+    check_names,
+    check_same_rows,
+    check_tensors,
+)
 from zeropp.engine.engine import Engine
 from zeropp.engine.evaluation import RowsError
 from zeropp.engine.interpreter import Microbatches
-from zeropp.engine.sharding import check_unwritten
 from zeropp.engine.stateful import load_named
 from zeropp.engine.together import together
 from zeropp.engine.values import split_rows
@@ -60,11 +66,14 @@ class ParallelModel:
         norm before clipping, equal on every rank. Raises ValueError where the number of rows is
         another or the batch is on another device, TypeError for what is no tensor and for other
         keyword inputs than ``sample_keywords`` had, and RuntimeError under ``torch.no_grad``; the
-        other ranks raise PeerError, which is a RuntimeError, and nothing has run. After a step that
+        other ranks raise PeerError, which is a RuntimeError, and nothing has run. So it is under
+        ``torch.autocast``, whose copies of the weights would outlive an update. After a step that
         raised while it ran, the next one raises RuntimeError: it is not known how far each rank
         came, so the model must be built anew.
         """
-        parts = together(lambda: self._training_batch(inputs, targets, keyword_inputs))
+        parts = self.engine.meeting.agree(
+            lambda: self._training_batch(inputs, targets, keyword_inputs)
+        )
         with self._noting_failure():
             return self.engine.step(parts.inputs, parts.targets, parts.keywords)
 
@@ -77,7 +86,9 @@ class ParallelModel:
         training run with evaluations in it is the same as one without. Raises ValueError where
         ranks of one pipeline have different rows, and otherwise what ``train_step`` does.
         """
-        parts = together(lambda: self._evaluation_batch(inputs, targets, keyword_inputs))
+        parts = self.engine.meeting.agree(
+            lambda: self._evaluation_batch(inputs, targets, keyword_inputs)
+        )
         with self._noting_failure():
             return self.engine.evaluate(parts)
 
@@ -123,6 +134,7 @@ class ParallelModel:
         Raises ValueError, the same on every rank and before anything is changed, if a name is
         missing, if no rank knows it, or if its tensor has another shape.
         """
+        together(lambda: check_inference("load_state_dict"))
         state = self.engine.state()
         load_named(state, state_dict)
         self.engine.take_over(state)
@@ -141,6 +153,7 @@ class ParallelModel:
         """Read a checkpoint of this topology or another, of ``save`` or of
         ``torch.distributed.checkpoint.save({"model": model}, ...)``. Raises CheckpointError where a
         file of ``save`` is missing or is not as it was written."""
+        together(lambda: check_inference("load"))
         self.engine.load(directory)
 
     def close(self) -> None:
@@ -159,7 +172,11 @@ class ParallelModel:
                 f"an earlier step raised {self._failure}; build the model anew and load a "
                 "checkpoint"
             )
-        check_unwritten(self.engine.flats)
+        device = self.engine.lanes.device
+        if device.type == "cuda":  # streams are those of the current device, which threads have own
+            torch.cuda.set_device(device)
+        check_autocast(device)
+        self.engine.check_unchanged()
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -197,7 +214,9 @@ class ParallelModel:
     ) -> dict[str, Tensor]:
         """All parts of a batch by name, which are tensors on the devices that they should be on."""
         batch = {"inputs": inputs, "targets": targets, **keyword_inputs}
-        check_tensors(batch, self.engine.reads(keyword_inputs), self.engine.lanes.device)
+        check_tensors(
+            batch, self.engine.interpreter.reads(keyword_inputs), self.engine.lanes.device
+        )
         return batch
 
     def _microbatches(

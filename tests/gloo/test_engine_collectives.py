@@ -134,7 +134,7 @@ def counting(engine: Engine, found: Counter[tuple[str, str]]) -> Iterator[None]:
     """Count collectives and messages as (kind, group)."""
     groups = engine._groups
     names = {id(groups.gather): "gather", id(groups.reduce): "reduce"}
-    names |= {id(groups.replicate): "replicate", id(engine._meeting._group): "world"}
+    names |= {id(groups.replicate): "replicate", id(engine.meeting._group): "world"}
     names[id(None)] = "default"  # which is given as none, as groups of one rank are
 
     def counted(kind: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

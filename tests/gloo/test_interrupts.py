@@ -4,6 +4,9 @@ off."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from math import prod
 from typing import Any
 from unittest import mock
@@ -40,11 +43,25 @@ def interrupted(where: str, degrees: dict[str, int]) -> tuple[str, bool]:
         if where == "update":
             model.optimizer.register_step_pre_hook(interrupt)
         try:
-            said, here = error_of(lambda: run(model, where)), False
+            with interrupting(model, where):
+                said, here = error_of(lambda: run(model, where)), False
         except KeyboardInterrupt:
             said, here = error_of(model.full_state_dict), True
         dist.barrier()
         return said, here
+
+
+@contextmanager
+def interrupting(model: ParallelModel, where: str) -> Iterator[None]:
+    """Inside this context one rank is interrupted in the "check" before a step, or "between" the
+    backwards and the update; nowhere if ``where`` says anything else."""
+    engine, stack = model.engine, ExitStack()
+    if where == "check":
+        stack.enter_context(mock.patch.object(engine, "check_unchanged", interrupt))
+    if where == "between":
+        stack.enter_context(mock.patch.object(engine.updater, "clip", interrupt))
+    with stack:
+        yield
 
 
 def run(model: ParallelModel, where: str) -> None:
@@ -54,8 +71,15 @@ def run(model: ParallelModel, where: str) -> None:
     call(inputs[model.rows], targets[model.rows])
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "update", "evaluation"])
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+@pytest.mark.parametrize(
+    ("where", "degrees"),
+    [
+        *product(["forward", "backward", "update", "evaluation"], DEGREES),
+        ("check", DEGREES[-1]),
+        ("between", DEGREES[-1]),
+    ],
+    ids=str,
+)
 def test_an_interrupted_rank_does_not_hold_its_peers(
     world: World, where: str, degrees: dict[str, int]
 ) -> None:

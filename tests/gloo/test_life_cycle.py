@@ -26,13 +26,16 @@ def step(model: ParallelModel, number: int = 0) -> float:
 
 
 def made_twice() -> tuple[str, list[float], list[float]]:
-    """What a second model of the same layers says; the losses of the first one and, after it was
-    closed, of another one of these layers; and the losses of one model that is trained as long."""
+    """What a second model of the same layers says, and the first one after it was closed; the
+    losses of the first one and then of another one of these layers; and the losses of one model
+    that is trained as long."""
     layers = seeded([linear] * 4)
     with built(layers, pp=SIZE) as first:
         found = [step(first, 0)]
         said = error_of(lambda: built(layers, pp=SIZE))
         found.append(step(first, 1))
+    closed = {error_of(lambda: step(first)), error_of(first.full_state_dict)}
+    assert closed == {"RuntimeError: this model was closed (build it anew, and load a checkpoint)"}
     with built(layers, pp=SIZE) as again:
         found += [step(again, 2), step(again, 3)]
     with built(seeded([linear] * 4), pp=SIZE) as alone:
@@ -101,6 +104,8 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "scale": lambda one: one.scale.fill_(100.0),
     "clamped scale": lambda one: one.scale.clamp_(max=0.5),
     "weight": lambda one: one.linear.weight.zero_(),
+    "weight's data": lambda one: one.linear.weight.data.zero_(),
+    "other data": lambda one: setattr(one.linear.weight, "data", torch.ones(WIDTH, WIDTH)),
 }
 
 
@@ -141,7 +146,7 @@ def test_writes_to_sharded_layers_between_steps_are_an_error(world: World) -> No
         assert losses[0] == losses[1]
         assert set(found) == set(WRITES)
         for name, said in found.items():
-            parameter = "linear.weight" if name == "weight" else "scale"
+            parameter = "scale" if "scale" in name else "linear.weight"
             own = f"RuntimeError: layers[1]: '{parameter}' was written to after parallelize"
             assert said.startswith(own if rank == 1 else f"PeerError: rank 1 raised {own}"), said
             assert "\n" not in said
@@ -191,6 +196,45 @@ def test_sharded_layers_can_be_read_between_steps(world: World, degrees: dict[st
         assert unread
         assert found == expected
         assert len(set(found)) == 3
+
+
+def replaced(layers: list[Any]) -> None:
+    """Give a layer another parameter."""
+    layers[1].weight = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=torch.float64))
+
+
+def adapted(layers: list[Any]) -> None:
+    """Give a layer one more parameter."""
+    layers[1].adapter = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+
+CHANGES: dict[str, Callable[[list[Any]], object]] = {
+    "replaced": replaced,
+    "another type": lambda layers: layers[1].float(),
+    "adapted": adapted,
+}
+
+
+def changed_between_steps() -> dict[str, str]:
+    """What a step says after rank 0, which has all values of its layers, has changed one."""
+    found = {}
+    for name, change in CHANGES.items():
+        layers = seeded([linear] * 4)
+        with built(layers, pp=SIZE) as model:
+            step(model)
+            if dist.get_rank() == 0:
+                change(layers)
+            found[name] = error_of(lambda m=model: step(m))  # type: ignore[misc]
+    return found
+
+
+def test_layers_that_are_changed_between_steps_are_an_error(world: World) -> None:
+    first, second = world.run(changed_between_steps, size=SIZE)
+    assert set(first) == set(second) == set(CHANGES)
+    for name, said in first.items():
+        words = "'bias' was written to" if name == "another type" else "parameters were replaced"
+        assert said.startswith(f"RuntimeError: layers[1]: {words}"), said
+        assert second[name] == f"PeerError: rank 0 raised {said}"
 
 
 def in_turn() -> tuple[list[float], list[float]]:

@@ -70,7 +70,22 @@ def wrong_calls() -> dict[str, dict[str, Any]]:
         "small cap": {"pp": 2, "chunks": 2, "unit": 4, "activation_cap": 3},
         "mesh and degree": {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), "pp": 2},
         "mesh of another axis": {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))},
+        "no values": {"layers": [layers[0], linear().double().to("meta"), *layers[2:]]},
+        "in place": {"layers": in_the_middle(nn.ReLU(inplace=True)), "recompute": "full"},
+        "product in place": {
+            "layers": in_the_middle(nn.Sequential(linear(), nn.ReLU(inplace=True))),
+            "recompute": "selective",
+        },
+        "recurrent": {
+            "layers": in_the_middle(nn.GRUCell(WIDTH, WIDTH)),
+            "recompute": "selective",
+        },
     }
+
+
+def in_the_middle(layer: nn.Module) -> list[nn.Module]:
+    """Four layers with this one among them."""
+    return seeded([linear, linear, lambda: layer, linear])
 
 
 def refused(case: str) -> str:
@@ -117,7 +132,45 @@ REFUSALS = {
     "small cap": "activation_cap=3: a unit of 4 microbatches in 2 chunks needs at least 5",
     "mesh and degree": "pp=2: the mesh has it, too",
     "mesh of another axis": "they must be named among",
+    "no values": "layers[1]: 'weight' is on the meta device and has no values",
+    "in place": "layers[2]: cannot be recomputed with recompute='full': one of the variables",
+    "product in place": "layers[2]: cannot be recomputed with recompute='selective': Tensor cached",
+    "recurrent": "layers[2]: GRUCell cannot be recomputed with recompute='selective'",
 }
+
+
+def wrong_moments() -> tuple[dict[str, str], float]:
+    """What a model says to calls in which it could not train rightly, and the loss of a step after
+    all of them."""
+    said = {}
+    with torch.inference_mode():
+        said["made in inference mode"] = error_of(lambda: built(seeded([linear] * 4), pp=2))
+    with built(seeded([linear] * 4), pp=2) as model:
+        inputs, targets = data()
+        with torch.autocast("cpu", torch.bfloat16):
+            said["autocast"] = error_of(lambda: model.train_step(inputs, targets))
+            said["evaluation in autocast"] = error_of(lambda: model.eval_step(inputs, targets))
+        with torch.inference_mode():
+            said["inference mode"] = error_of(lambda: model.train_step(inputs, targets))
+            said["loading in inference mode"] = error_of(lambda: model.load("nowhere"))
+        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        said["graph"] = error_of(lambda: model.train_step(inputs * scale, targets))
+        return said, model.train_step(inputs, targets).loss
+
+
+def test_a_call_at_a_wrong_moment_is_an_error_and_no_more(world: World) -> None:
+    found = world.run(wrong_moments, size=2)
+    autocast = "RuntimeError: train_step, eval_step: torch.autocast is enabled"
+    for said, loss in found:
+        assert said == found[0][0]
+        assert said["made in inference mode"].startswith("RuntimeError: parallelize: torch.infer")
+        assert said["autocast"].startswith(autocast)
+        assert said["evaluation in autocast"].startswith(autocast)
+        assert said["inference mode"].startswith("RuntimeError: train_step: gradients are disabled")
+        assert said["loading in inference mode"].startswith("RuntimeError: load: torch.inference_")
+        assert said["graph"].startswith("ValueError: inputs: was computed from something that")
+        assert len(said) == 6
+        assert loss > 0
 
 
 @pytest.mark.parametrize("case", REFUSALS)

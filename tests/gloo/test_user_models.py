@@ -27,6 +27,7 @@ from tests.gloo.user_layers import (
     TakesComplex,
     TakesTwo,
     Transformed,
+    TwoTypes,
     linear,
     spectral,
 )
@@ -146,6 +147,39 @@ def test_every_layer_stands_beside_a_cut() -> None:
     assert unusual == {kind for pair in pairs for kind in pair}
     handed_on = [(GivesParameter, TakesTwo), (GivesComplex, Conjugates), (Conjugates, TakesComplex)]
     assert pairs.issuperset(handed_on)
+
+
+def gone_on(place: Path) -> list[tuple[float, float]]:
+    """Losses of a model of two number types and of one that goes on from its checkpoint; then the
+    learning rate, a tensor, as it was saved and as it was loaded."""
+    rate = lambda groups: torch.optim.AdamW(groups["all"], lr=torch.tensor(0.01), amsgrad=True)  # noqa: E731
+    with (
+        parallel([linear, TwoTypes, TwoTypes, linear], shard=2, optimizer=rate) as first,
+        parallel([linear, TwoTypes, TwoTypes, linear], shard=2, optimizer=rate) as second,
+    ):
+        step(first, 0)
+        first.optimizer.param_groups[0]["lr"].fill_(0.005)
+        first.save(place)
+        second.load(place)
+        losses = [(step(first, number), step(second, number)) for number in (1, 2)]
+        first_rate, second_rate = (
+            float(model.optimizer.param_groups[0]["lr"]) for model in (first, second)
+        )
+        return [*losses, (first_rate, second_rate)]
+
+
+def step(model: ParallelModel, number: int) -> float:
+    """The loss of one step."""
+    inputs, targets = data(number)
+    return model.train_step(inputs[model.rows], targets[model.rows]).loss
+
+
+def test_two_types_and_a_rate_in_a_tensor_go_on_from_a_checkpoint(
+    world: World, tmp_path: Path
+) -> None:
+    for found in world.run(gone_on, tmp_path / "saved", size=2):
+        assert len(found) == 3
+        assert all(one == other for one, other in found)
 
 
 def said_by(call: Callable[[], object]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -238,6 +239,14 @@ class Given(nn.Module):
         return {"x": x}
 
 
+class Locked(Given):
+    """Has something that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
 def between(*kinds: Make) -> list[Make]:
     """Layers with a linear one on either side."""
     return [linear, *kinds, linear]
@@ -278,4 +287,5 @@ REFUSED: dict[str, tuple[list[Make], str]] = {
         between(Given, linear),
         "layers[1]: returns dict, but a layer must return a tensor or a tuple of tensors",
     ),
+    "lock": (between(Locked, linear), "layers[1]: cannot be copied, but its sizes are found with"),
 }

@@ -148,22 +148,32 @@ def go_on_from(state: State, updater: Updater) -> None:
         flat.owned = [new for one in flat.owned for new in take_over(kept, one, updater)]
     for group in updater.optimizer.param_groups:
         for one in group["params"]:
-            group.update(state.settings.get(updater.groups.get(id(one), ""), ()))
+            for key, value in state.settings.get(updater.groups.get(id(one), ""), ()):
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
 
 
 def _settings_of(updater: Updater) -> dict[str, Settings]:
-    """The settings of each optimizer group that are numbers, switches or tuples of them, by the
-    group's name. A learning-rate scheduler may have changed or added some."""
+    """The settings of each optimizer group that are numbers (also as tensors, which torch allows
+    for learning rates), switches or tuples of them, by the group's name. A learning-rate scheduler
+    may have changed or added some."""
     return {
         updater.groups[id(one)]: tuple(
-            (key, value)
+            (key, plain)
             for key, value in group.items()
-            if key not in _OF_MACHINE and _is_plain(value)
+            for plain in [value.item() if _is_number(value) else value]
+            if key not in _OF_MACHINE and _is_plain(plain)
         )
         for group in updater.optimizer.param_groups
         for one in group["params"]
         if id(one) in updater.groups
     }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _is_plain(value: object) -> bool:

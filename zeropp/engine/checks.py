@@ -209,7 +209,7 @@ def check_loss(loss_function: object) -> None:
 
 def check_tensors(parts: Mapping[str, object], used: Collection[str], device: torch.device) -> None:
     """Refuse parts of a batch that are not tensors with rows (TypeError), and those that this rank
-    uses and that are on another device (ValueError)."""
+    uses and that are on another device, or that have a graph of their own (ValueError)."""
     for name, part in parts.items():
         if not isinstance(part, torch.Tensor) or not part.dim():
             raise TypeError(
@@ -221,6 +221,27 @@ def check_tensors(parts: Mapping[str, object], used: Collection[str], device: to
                 f"{name}: is on {part.device}, but this rank trains on {device} (move the batch "
                 f"there: .to({str(device)!r}))"
             )
+        if part.grad_fn is not None:
+            raise ValueError(
+                f"{name}: was computed from something that needs gradients, which no rank would "
+                "add up (put that into the first layer, or detach the batch)"
+            )
+
+
+def check_autocast(device: torch.device) -> None:
+    """Raise RuntimeError inside ``torch.autocast``: it would compute in copies of the weights from
+    before the last update, and in backwards, where torch advises against it."""
+    if torch.is_autocast_enabled(device.type):
+        raise RuntimeError(
+            "train_step, eval_step: torch.autocast is enabled (leave it, and ask parallelize for "
+            "precision='bf16', or enter it inside the layers' forward)"
+        )
+
+
+def check_inference(call: str) -> None:
+    """Raise RuntimeError inside ``torch.inference_mode``, whose tensors nothing could train."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(f"{call}: torch.inference_mode is enabled (leave it first)")
 
 
 def check_batch(parts: Mapping[str, torch.Tensor], rows: int) -> None:

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from zeropp.engine.uses import Uses
 
+_SHORT = (torch.bfloat16, torch.float16)
 _running = False  # a chunk's backward is under way
 
 
@@ -145,10 +146,11 @@ def accumulate(parameter: Tensor, left: Tensor, right: Tensor) -> None:
 def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total += left @ right`` for a total of a wider type than the factors.
 
-    On CUDA one kernel reads 16-bit factors and adds in fp32 (``aten::addmm.dtype_out``). There is
-    no such kernel for CPUs, where the factors are cast to the total's type first.
+    On CUDA one kernel reads 16-bit factors and adds in fp32 (``aten::addmm.dtype_out``; it checks
+    its types in ``aten/src/ATen/native/cuda/Blas.cpp``). There is no such kernel for other types
+    and for CPUs, where the factors are cast to the total's type first.
     """
-    if total.is_cuda:
+    if total.is_cuda and total.dtype == torch.float32 and left.dtype == right.dtype in _SHORT:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
@@ -22,10 +22,10 @@ from zeropp.engine.interpreter import Interpreter, Loss, LossFunction, Microbatc
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
 from zeropp.engine.randomness import StepSeeds
 from zeropp.engine.rank_lanes import make_lanes
-from zeropp.engine.sharding import settle
+from zeropp.engine.sharding import check_unwritten, settle
 from zeropp.engine.tied import TiedWeights
 from zeropp.engine.together import together
-from zeropp.engine.updates import make_updater, square_norm_of
+from zeropp.engine.updates import TORN, make_updater, square_norm_of
 from zeropp.engine.uses import Uses
 from zeropp.engine.watch import ParameterWatch
 from zeropp.layout import Layout
@@ -59,11 +59,10 @@ class Engine:
         self._layout, self._device = layout, device
         self._options = options = options or EngineOptions()
         self.steps_done = 0
-        self._torn = False  # whether ranks may have parameters of different steps
-        rank = dist.get_rank()
+        self._unusable = ""  # why this engine has no state to give, or nothing
         self._seeds: StepSeeds | None = None
         if options.dropout_seed is not None:
-            first = layout.dp_index(rank) * schedule.num_microbatches
+            first = layout.dp_index(dist.get_rank()) * schedule.num_microbatches
             self._seeds = StepSeeds(options.dropout_seed, first, device)
         with ExitStack() as undo:
             self._make_chunks(pieces, schedule, boundary, undo)
@@ -84,8 +83,8 @@ class Engine:
         self._groups = make_groups(layout, device, timeout)
         undo.callback(self._groups.close)
         self.lanes = together(lambda: make_lanes(device, undo))
-        self._meeting = make_meeting(device, timeout, self._give_up)
-        undo.callback(self._meeting.close)
+        self.meeting = make_meeting(device, timeout, self._give_up)
+        undo.callback(self.meeting.close)
         self._uses = Uses()
         maker = ChunkMaker(
             pieces=self._pieces,
@@ -120,7 +119,7 @@ class Engine:
             channels=self._channels,
             loss=loss,
             reduction=reduction,
-            meeting=self._meeting,
+            meeting=self.meeting,
         )
 
     def _make_updates(
@@ -130,13 +129,15 @@ class Engine:
         layout, device, options = self._layout, self._device, self._options
         shards = [chunk.shards for chunk in self.chunks.values()]
         self.flats = [flat for chunk in shards for flat in chunk.flats]
-        self._watch = ParameterWatch(self.flats, self._uses, layout, options.tied)
+        self._watch = ParameterWatch(
+            self.flats, self._uses, layout, tied=options.tied, pieces=self._pieces
+        )
         undo.callback(self._watch.close)
         self._tied = TiedWeights(
             options.tied, shards, schedule=schedule, layout=layout, timeout=options.timeout
         )
         undo.callback(self._tied.close)
-        self._updater = together(
+        self.updater = together(
             lambda: make_updater(self.flats, optimizer, device, options.lr_schedule)
         )
 
@@ -148,11 +149,12 @@ class Engine:
     ) -> StepResult:
         """One optimizer step on this rank's microbatches; every rank gives its own."""
         batch = Microbatches(inputs, targets, keywords)
-        sums = self._meeting.sum(lambda: self._first_half(batch), 2 + self._watch.size)
-        loss, square, *reports = sums.tolist()
-        self._watch.leave_out_unused(reports, self._updater)
-        self._updater.clip(norm := math.sqrt(square))
-        self.update()
+        with self.meeting.left_by_interrupts():
+            sums = self.meeting.sum(lambda: self._first_half(batch), 2 + self._watch.size)
+            loss, square, *reports = sums.tolist()
+            self._watch.leave_out_unused(reports, self.updater)
+            self.updater.clip(norm := math.sqrt(square))
+            self.update()
         return StepResult(loss, norm)
 
     def evaluate(self, batch: Microbatches) -> float:
@@ -173,9 +175,9 @@ class Engine:
     def update(self) -> None:
         """The second half of a step: the optimizer's step, and, where it succeeded, the start of
         the gathers of updated rows. ``Meeting.update`` says when all ranks learn of a failure."""
-        self._torn = True  # until the optimizer has succeeded
-        self._meeting.update(self.optimizer.step)
-        self._torn = False
+        self._unusable = TORN  # until the optimizer has succeeded
+        self.meeting.update(self.optimizer.step)
+        self._unusable = ""
         self._gather_updated()
         self.steps_done += 1
 
@@ -183,7 +185,7 @@ class Engine:
         """Unsharded fp32 CPU copies of this rank's parameters, named ``{piece}.{name}``. One with
         several names comes once, or with ``every_name`` under each of them."""
         self._check_whole()
-        self._meeting.check()
+        self.meeting.check()
         settle(self.flats)
         for flat in self.flats:
             yield from self._whole(flat, flat.rows, torch.float32, every_name=every_name)
@@ -192,7 +194,7 @@ class Engine:
         """All of ``full_parameters``, under every name, and CPU copies of the buffers."""
         self._check_whole()
         buffers = ((name, one.cpu()) for name, one in self.buffers().items())
-        return self._meeting.run(lambda: dict([*self.full_parameters(every_name=True), *buffers]))
+        return self.meeting.run(lambda: dict([*self.full_parameters(every_name=True), *buffers]))
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded CPU copies of the last step's gradients, named ``{piece}.{name}``."""
@@ -219,21 +221,17 @@ class Engine:
     def take_over(self, state: checkpoint.State) -> None:
         """Continue from a ``state()`` into whose tensors a checkpoint has been read."""
         self.steps_done = int(state.steps_done)
-        checkpoint.go_on_from(state, self._updater)
+        checkpoint.go_on_from(state, self.updater)
         self._gather_updated()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of what this rank updates."""
-        return self._updater.optimizer
+        return self.updater.optimizer
 
     def buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers, named ``{piece}.{name}``."""
         return checkpoint.persistent_buffers((p.index, p.module) for p in self._pieces)
-
-    def reads(self, keywords: Iterable[str]) -> set[str]:
-        """What this rank reads of a batch with these keyword inputs; see ``Interpreter.reads``."""
-        return self.interpreter.reads(keywords)
 
     def counters(self) -> dict[str, int]:
         """Actions run since construction, by name in lower case."""
@@ -249,19 +247,24 @@ class Engine:
 
     def close(self) -> None:
         """End the engine's threads and process groups; it cannot be used afterwards."""
+        self._unusable = "this model was closed (build it anew, and load a checkpoint)"
         self._owned.close()
 
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if the engine was closed, or if since it was made a parameter was
+        written to, replaced or added."""
+        self._check_whole()
+        self._watch.check_same()
+        check_unwritten(self.flats)
+
     def _check_whole(self) -> None:
-        if self._torn:
-            raise RuntimeError(
-                "an optimizer's error left some ranks updated and others not; build the model anew "
-                "and load the last checkpoint"
-            )
+        if self._unusable:
+            raise RuntimeError(self._unusable)
 
     def _state(self) -> checkpoint.State:
         self._check_whole()
         settle(self.flats)
-        return checkpoint.state_of(self.flats, self._updater, self.steps_done, self.buffers())
+        return checkpoint.state_of(self.flats, self.updater, self.steps_done, self.buffers())
 
     def _gather_updated(self) -> None:
         for chunk in self.chunks.values():
@@ -278,7 +281,7 @@ class Engine:
     def _first_half(self, batch: Microbatches) -> Tensor:
         """``accumulate``; gives this rank's part of the loss and of the squared gradient norm, and
         what it reports of its parameters."""
-        self._updater.set_rates(self.steps_done)
+        self.updater.set_rates(self.steps_done)
         losses = self.accumulate(batch)
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         if losses:

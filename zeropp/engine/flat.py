@@ -71,7 +71,6 @@ class FlatParameters:
         if mixed and self._zero:
             self._part = taken(held, layout.part, types.compute)
         self._resident = groups.gather is None and self._part is not None
-        self.hidden: list[Views] = []  # which nothing may read outside of steps
         self._buffer = self._make_buffer()
         self._arriving: Ticket | None = None  # a gather that compute has not waited for
         self.updated: Ticket | None = None  # the other replicas' rows after an update
@@ -228,14 +227,11 @@ class FlatParameters:
             buffer = self._part
         else:
             buffer = self.master.new_empty(self.layout.size, dtype=self._types.compute)
-        views = Views(self.held, buffer)
-        views.show()
+        self.views = Views(self.held, buffer, hides=not self._resident)
         if self.trainable:
             for parameter in self._parameters:
                 parameter.grad_dtype = None
         if not self._resident:
-            self.hidden.append(views)
-            views.hide()
             buffer.untyped_storage().resize_(0)
         return buffer
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.engine.flat_layout import Slot, Stretch
+from zeropp.engine.flat_layout import Name, Slot, Stretch
 
 
 @dataclass(frozen=True)
@@ -74,54 +74,79 @@ def _is_written(noted: Any) -> bool:
 
 
 class Views:
-    """Parameters that are views of a buffer inside steps, and NaN outside of them.
+    """Parameters that are views of a buffer, and, if ``hides``, NaN outside of steps.
 
-    Outside of steps the buffer has no memory, and whoever read a view of it would end the process.
-    Each parameter has a NaN of its own, so that a write to one does not show in another.
+    Outside of steps such a buffer has no memory, and whoever read a view of it would end the
+    process. Each parameter has a NaN of its own, so that a write to one does not show in another.
     """
 
-    def __init__(self, held: Iterable[Held], buffer: Tensor) -> None:
+    def __init__(self, held: Iterable[Held], buffer: Tensor, *, hides: bool) -> None:
         slots = [(one.slot, parameter) for one in held for parameter in one.parameters]
-        self._nothing = buffer.new_full((len(slots),), torch.nan)
-        self._all = [
-            (parameter, view(buffer, slot), nothing.expand(slot.shape))
-            for (slot, parameter), nothing in zip(slots, self._nothing.unbind(), strict=True)
+        self._hides = hides
+        self._nothing = buffer.new_full((len(slots) if hides else 0,), torch.nan)
+        insides = [view(buffer, slot) for slot, _ in slots]
+        outsides = [
+            nothing.expand(slot.shape)
+            for (slot, _), nothing in zip(slots, self._nothing.unbind(), strict=hides)
         ]
+        parameters = [parameter for _, parameter in slots]
+        self._inside = list(zip(parameters, insides, strict=True))
+        self._outside = list(zip(parameters, outsides, strict=True)) if hides else self._inside
         self._names = [slot.names[0] for slot, _ in slots]
+        _put(self._inside)
         self._note()
+        self.hide()
 
     def show(self) -> None:
         """Make the parameters views of the buffer."""
-        for parameter, inside, _ in self._all:
-            parameter.data = inside
+        if self._hides:
+            _put(self._inside)
 
     def hide(self) -> None:
-        """Make the parameters NaN, in their own shapes."""
-        for parameter, _, outside in self._all:
-            parameter.data = outside
+        """Make the parameters NaN, in their own shapes, if this hides them."""
+        if self._hides:
+            _put(self._outside)
 
-    def check_unwritten(self) -> None:
-        """Raise RuntimeError if a parameter was written to, and make the hidden ones NaN again.
+    def undo_writes(self) -> Name | None:
+        """The first parameter that was written to while it was hidden, or that was given another
+        tensor (``.data``, ``.to``) at any time, if there is one; what was done is undone.
 
-        Such a write reaches no master, so training would go on without it. Torch itself refuses
-        most of them, because a hidden parameter is one number that is expanded, but not those to
-        parameters of one element, and not ``fill_``. Writes through ``.data`` cannot be seen.
+        It would reach no master, so training would go on without it. Torch itself refuses most
+        writes, because a hidden parameter is one number that is expanded, but not those to
+        parameters of one element, and not ``fill_``. A write through ``.data`` shows in the values
+        alone.
         """
-        if not _is_written(self._noted):
-            return
-        pairs = zip(self._names, self._each, strict=True)
-        piece, name = next(one for one, noted in pairs if _is_written(noted))
-        self._nothing.fill_(torch.nan)
-        self._note()
-        raise RuntimeError(
-            f"layers[{piece}]: {name!r} was written to after parallelize, which has no effect on "
-            "the shards; the write was undone (set values before parallelize, or with the model's "
-            "load_state_dict)"
-        )
+        written = self._first_written()
+        if written is not None:
+            _put(self._outside)
+            self._nothing.fill_(torch.nan)
+            self._note()
+        return written
+
+    def _first_written(self) -> Name | None:
+        """The name of the first parameter that was written to, if there is one."""
+        pairs = zip(self._names, self._outside, strict=True)
+        for one, (parameter, expected) in pairs:
+            if parameter.data_ptr() != expected.data_ptr() or parameter.dtype != expected.dtype:
+                return one
+        if not self._hides:
+            return None
+        if _is_written(self._noted):
+            each = zip(self._names, self._each, strict=True)
+            return next(one for one, noted in each if _is_written(noted))
+        kept = self._nothing.isnan()
+        return None if bool(kept.all()) else self._names[kept.tolist().index(False)]
 
     def _note(self) -> None:
-        parameters = [parameter for parameter, _, _ in self._all]
+        if not self._hides:
+            return
+        parameters = [parameter for parameter, _ in self._outside]
         self._noted, self._each = _noted(parameters), [_noted([one]) for one in parameters]
+
+
+def _put(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    for parameter, tensor in pairs:
+        parameter.data = tensor
 
 
 def check_kept(held: Iterable[Held], gradients: Iterable[Tensor]) -> None:

@@ -77,15 +77,22 @@ def _kept_to_be(updater: Updater) -> dict[int, dict[str, Any]]:
     would keep, by the tensors' identities."""
     optimizer, found = updater.optimizer, {}
     for group, kept in zip(optimizer.param_groups, kept_by(optimizer), strict=True):
+        probed = group["params"][0].dtype  # the tensors of a group may have several types
         for tensor in group["params"]:
             if not optimizer.state.get(tensor):
                 found[id(tensor)] = {
-                    kind: torch.zeros_like(tensor, dtype=value.dtype).detach()
-                    if isinstance(value, Tensor) and value.shape == (PROBED,)
-                    else value
-                    for kind, value in kept.items()
+                    kind: _zeros_for(tensor, value, probed) for kind, value in kept.items()
                 }
     return found
+
+
+def _zeros_for(tensor: Tensor, value: Any, probed: torch.dtype) -> Any:
+    """Zeros for each element of a tensor where ``value``, which the optimizer keeps of a tensor of
+    type ``probed``, has one number per element; other values as they are."""
+    if not isinstance(value, Tensor) or value.shape != (PROBED,):
+        return value
+    dtype = tensor.dtype if value.dtype == probed else value.dtype
+    return torch.zeros_like(tensor, dtype=dtype).detach()
 
 
 def _kept(flat: FlatParameters, one: Owned, values: Mapping[str, Any], *, begun: bool) -> Kept:

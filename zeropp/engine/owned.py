@@ -57,12 +57,14 @@ class Updater:
 
     def clip(self, norm: float) -> None:
         """Scale the gradients down if their global norm is too large, as torch's
-        ``clip_grad_norm_`` does."""
-        if self.clip_norm and norm > self.clip_norm:
-            for group in self.optimizer.param_groups:
-                for tensor in group["params"]:
-                    if tensor.grad is not None:
-                        tensor.grad.mul_(self.clip_norm / (norm + 1e-6))
+        ``clip_grad_norm_`` does; a norm that is NaN makes all of them NaN there, too."""
+        scale = self.clip_norm / (norm + 1e-6)
+        if not self.clip_norm or scale >= 1:
+            return
+        for group in self.optimizer.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None:
+                    tensor.grad.mul_(scale)
 
     def split(self, one: Owned, stretches: Sequence[Stretch]) -> list[Owned]:
         """Put several tensors in the place of one, whose stretch they make up; the one's state and

@@ -198,23 +198,29 @@ def settle(flats: Iterable[FlatParameters]) -> None:
 
 
 def check_unwritten(flats: Iterable[FlatParameters]) -> None:
-    """Raise RuntimeError if a parameter that this rank has only a shard of was written to; see
-    ``Views``."""
-    for flat in flats:
-        for views in flat.hidden:
-            views.check_unwritten()
+    """Raise RuntimeError, after undoing it, if a parameter was written to in a way that masters do
+    not see; see ``Views``."""
+    found = [flat.views.undo_writes() for flat in flats]
+    written = [name for name in found if name is not None]
+    if written:
+        piece, name = min(written)
+        raise RuntimeError(
+            f"layers[{piece}]: {name!r} was written to after parallelize, which has no effect on "
+            "the shards; the write was undone (set values before parallelize, or with the model's "
+            "load_state_dict)"
+        )
 
 
 @contextmanager
 def shown(chunks: Iterable[ChunkShards]) -> Iterator[None]:
     """Inside this context parameters are views of their buffers; see ``Views``."""
-    hidden = [views for shards in chunks for flat in shards.flats for views in flat.hidden]
-    for views in hidden:
+    all_views = [flat.views for shards in chunks for flat in shards.flats]
+    for views in all_views:
         views.show()
     try:
         yield
     finally:
-        for views in hidden:
+        for views in all_views:
             views.hide()
 
 

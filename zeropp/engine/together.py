@@ -8,7 +8,8 @@ rank raises.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -19,14 +20,16 @@ from zeropp.engine.failed_work import free_frames
 from zeropp.layout import InfeasibleError
 
 T = TypeVar("T")
+_PEER_IS_GONE = "the connections of another rank ended, or it is late"
 
 
 class PeerError(RuntimeError):
     """Another rank raised during work that all ranks do; the message says which rank and what."""
 
 
-def together(work: Callable[[], T]) -> T:
+def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """The result of ``work`` on this rank, if it succeeded on all ranks. All ranks must call it.
+    ``group``: a group of all ranks, in which they tell each other; None: torch's default group.
 
     ``work`` must not run a collective that only some ranks reach. If it raises on any rank, every
     rank raises: the same InfeasibleError everywhere if one was raised, otherwise each rank's own
@@ -38,12 +41,12 @@ def together(work: Callable[[], T]) -> T:
     except Exception as error:
         failed += 1
         free_frames(error)
-        dist.all_reduce(failed)
-        _raise_everywhere(error)
+        dist.all_reduce(failed, group=group)
+        _raise_everywhere(error, group)
         raise
-    dist.all_reduce(failed)
+    dist.all_reduce(failed, group=group)
     if float(failed):
-        _raise_everywhere(None)
+        _raise_everywhere(None, group)
     return result
 
 
@@ -82,18 +85,16 @@ class Meeting:
         self.check()
         sums = torch.zeros(1 + size, dtype=torch.float64, device=self._device)
         failure: Exception | None = None
-        try:
-            sums[1:] = work()
-        except BaseException as error:
-            if self._give_up is None:
-                raise
-            self._end_work(error)
-            if not isinstance(error, Exception):  # an interrupt: this rank will not meet its peers
-                self.close()
-                raise
-            failure = error
-            sums[0] = 1.0
-        self._meet(sums, failure)
+        with self.left_by_interrupts():
+            try:
+                sums[1:] = work()
+            except Exception as error:
+                if self._give_up is None:
+                    raise
+                self._end_work(error)
+                failure = error
+                sums[0] = 1.0
+            self._meet(sums, failure)
         if float(sums[0]):
             _raise_everywhere(failure, self._group)
         if failure is not None:
@@ -110,6 +111,33 @@ class Meeting:
 
         self.sum(keep, 0)
         return results[0]
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """``together(work)``, in which a rank that is interrupted does not hold its peers. An error
+        of ``work`` ends no connections."""
+        with self.left_by_interrupts():
+            try:
+                return together(work, self._group)
+            except RuntimeError as error:
+                if self._give_up is None or not _is_of_a_peer(error):
+                    raise
+                self._end_work(error)
+                self.close()
+                raise PeerError(_PEER_IS_GONE) from error
+
+    @contextmanager
+    def left_by_interrupts(self) -> Iterator[None]:
+        """Inside this context an interrupt of this rank ends its peers' waiting for it, also where
+        they wait in a meeting."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            if self._give_up is not None:
+                self._end_work(error)
+                self.close()
+            raise
 
     def update(self, work: Callable[[], object]) -> None:
         """Run an optimizer's step, in which no rank waits for another; if it raises on any rank,
@@ -139,16 +167,15 @@ class Meeting:
         the meeting, too, because some peers may wait in it for this rank alone."""
         try:
             dist.all_reduce(sums, group=self._group)
-        except BaseException as late:
+        except Exception as late:
             if self._give_up is None:
                 raise
             self._end_work(late)
             self.close()
-            of_a_peer = isinstance(late, Exception) and _is_of_a_peer(late)
-            if not of_a_peer and (failure is None or not isinstance(late, Exception)):
+            if failure is None and not _is_of_a_peer(late):
                 raise
             if failure is None or _is_of_a_peer(failure):
-                raise PeerError("the connections of another rank ended, or it is late") from late
+                raise PeerError(_PEER_IS_GONE) from late
             raise failure  # noqa: B904 - the first error is what a person needs
 
     def _end_work(self, error: BaseException) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from zeropp.engine.values import TensorShape, Value, chosen, keywords_of, tensors_of
@@ -77,8 +79,8 @@ def _run(
     keywords = {name: tensor.to(device) for name, tensor in keywords.items()}
     for index, layer in enumerate(layers):
         counter = FlopCounterMode(display=False)
+        module = copied(layer, index, for_real=for_real)
         try:
-            module = _real_copy(layer) if for_real else on_meta(layer)
             check_shapes(module, index)
             names, kinds = keywords_of(module), _kinds(module)
             _check_in_place(module, index)
@@ -122,13 +124,25 @@ def _called(
 
 
 def check_shapes(module: nn.Module, index: int) -> None:
-    """Raise InfeasibleError for a layer with a parameter that has no shape yet."""
+    """Raise InfeasibleError for a layer with a parameter that has no shape yet or is not plain, or
+    that something else trains in parallel."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise InfeasibleError(
                 f"layers[{index}]: {name!r} has no shape yet (call the layer once, as torch's "
                 "lazy modules need it)"
             )
+        if isinstance(parameter, DTensor) or parameter.is_inference():
+            kind = "a DTensor" if isinstance(parameter, DTensor) else "an inference tensor"
+            raise InfeasibleError(
+                f"layers[{index}]: {name!r} is {kind}, but a plain parameter is needed (hand over "
+                "layers that nothing else has sharded, made outside of torch.inference_mode)"
+            )
+    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        raise InfeasibleError(
+            f"layers[{index}]: is in a DistributedDataParallel, which would add gradients up a "
+            "second time (hand over the module inside it)"
+        )
 
 
 def _check_in_place(module: nn.Module, index: int) -> None:
@@ -169,8 +183,29 @@ def _checked(value: object, index: int) -> tuple[Tensor, ...]:
     )
 
 
-def _real_copy(layer: Layer) -> nn.Module:
-    return copy.deepcopy(layer) if isinstance(layer, nn.Module) else layer()
+def check_values(module: nn.Module, index: int) -> None:
+    """Raise InfeasibleError for a layer that is to be trained and has no values to begin with."""
+    for name, one in (*module.named_parameters(), *module.named_buffers()):
+        if one.is_meta:
+            raise InfeasibleError(
+                f"layers[{index}]: {name!r} is on the meta device and has no values (give a "
+                "function that makes the layer, and call parallelize outside of torch.device)"
+            )
+
+
+def copied(layer: Layer, index: int, *, for_real: bool) -> nn.Module:
+    """A copy of a layer, or a new one from its function; on the meta device unless ``for_real``."""
+    try:
+        if not for_real:
+            return on_meta(layer)
+        return copy.deepcopy(layer) if isinstance(layer, nn.Module) else layer()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        what = "copied" if isinstance(layer, nn.Module) else "made"
+        raise InfeasibleError(
+            f"layers[{index}]: cannot be {what}, but its sizes are found with a copy: {lines[0]} "
+            "(give a function that makes the layer)"
+        ) from error
 
 
 def on_meta(layer: Layer) -> nn.Module:

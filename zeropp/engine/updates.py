@@ -17,6 +17,11 @@ from zeropp.layout import InfeasibleError, Layout
 from zeropp.optimizer import build_optimizer, square_norm
 from zeropp.training import OptimizerConfig
 
+TORN = (
+    "an optimizer's error left some ranks updated and others not; build the model anew and load "
+    "the last checkpoint"
+)
+
 
 def make_updater(
     flats: Iterable[FlatParameters],

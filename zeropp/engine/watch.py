@@ -15,7 +15,7 @@ and before anything is updated.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch import Tensor
 from zeropp.engine.deferred import hooks_of
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Name, Slot
+from zeropp.engine.options import Piece
 from zeropp.engine.owned import Updater, runs
 from zeropp.engine.together import gathered_texts, largest_of_all, sum_of_all
 from zeropp.engine.uses import Cut, Uses
@@ -38,7 +39,8 @@ class ParameterWatch:
 
     ``uses``: the parameters that backwards have reached. Hooks that the watch registers add those
     whose gradients autograd makes; delayed weight gradients add themselves.
-    ``tied``: two names of one parameter, whose two copies may be on two ranks.
+    ``tied``: two names of one parameter, whose two copies may be on two ranks. ``pieces``: the
+    modules that have the parameters.
     """
 
     def __init__(
@@ -46,8 +48,11 @@ class ParameterWatch:
         flats: Sequence[FlatParameters],
         uses: Uses,
         layout: Layout,
+        *,
         tied: tuple[Name, Name] | None,
+        pieces: Iterable[Piece],
     ) -> None:
+        self._known = [(one, [*map(id, one.module.parameters())]) for one in pieces]
         self._flats = [flat for flat in flats if flat.trainable]
         self._uses, self._tied, self._dp_index = uses, tied, layout.dp_index(dist.get_rank())
         self._flags = [
@@ -81,6 +86,17 @@ class ParameterWatch:
             for parameter in one.parameters
             for hooks in self._hooks_that_fail(parameter)
         ]
+
+    def check_same(self) -> None:
+        """Raise RuntimeError if a module has other parameters than when the watch was made. They
+        would compute, but nothing would train them."""
+        for piece, known in self._known:
+            if [*map(id, piece.module.parameters())] != known:
+                raise RuntimeError(
+                    f"layers[{piece.index}]: parameters were replaced, added or taken away after "
+                    "parallelize, which would train none of them (change layers before, or build "
+                    "the model anew)"
+                )
 
     def report(self) -> Tensor:
         """What this rank has to say after the backwards of a step, as numbers to be added to those
