@@ -16,6 +16,7 @@ from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, Plan, Task
+from zeropp.planner.orders import fastest
 from zeropp.schedule import build, lower
 from zeropp.schedule.action import Op
 from zeropp.sim.simulator import simulate
@@ -80,6 +81,24 @@ def test_unequal_stages_gain_from_their_real_durations() -> None:
     plan = ZEROPP.plan(*what)
     steps = [simulate(p, what[0].cluster).step_s for p in (plan, equal_cost_plan(plan, 16))]
     assert steps[0] < 0.99 * steps[1]
+
+
+def test_of_several_orders_the_fastest_that_fits_is_taken() -> None:
+    given, candidate = asked(microbatches=16, pp=8, chunks=2, activation_cap=12)
+    sized = ZEROPP.size(given, candidate.knobs, 1)
+    price = price_plan(sized, given.cluster)
+    plans = list(ZEROPP.order(sized, candidate.knobs, price))
+    steps = [simulate(plan, given.cluster, price=price) for plan in plans]
+    quick = min(steps, key=lambda step: step.step_s)
+    small = min(steps, key=lambda step: step.peak_bytes)
+    assert quick.step_s < small.step_s
+    assert small.peak_bytes < quick.peak_bytes
+    device = given.cluster.device
+    between = (small.peak_bytes + quick.peak_bytes) / 2 / 2**30 + device.reserved_gib
+    tight = replace(given.cluster, device=replace(device, memory_gib=between))
+    for orders in (plans, plans[::-1]):
+        assert fastest(orders, given.cluster, price).step_s == quick.step_s
+        assert fastest(orders, tight, price).step_s == small.step_s
 
 
 def test_kept_chunks_save_gathers_and_cost_memory() -> None:
