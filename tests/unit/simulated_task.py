@@ -21,9 +21,14 @@ def preset(group: str, name: str, kind: type) -> object:
     return TypeAdapter(kind).validate_python(values)
 
 
+def cluster(name: str) -> Cluster:
+    """A preset of ``conf/cluster``."""
+    found = preset("cluster", name, Cluster)
+    assert isinstance(found, Cluster)
+    return found
+
+
 def task(num_gpus: int = 64, global_batch: int = 256) -> Task:
     shape = preset("model", "gpt_14_6b", ModelShape)
-    cluster = preset("cluster", "a800", Cluster)
     assert isinstance(shape, ModelShape)
-    assert isinstance(cluster, Cluster)
-    return Task(shape=shape, cluster=cluster, num_gpus=num_gpus, global_batch=global_batch)
+    return Task(shape=shape, cluster=cluster("a800"), num_gpus=num_gpus, global_batch=global_batch)

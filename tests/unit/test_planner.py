@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.simulated_task import preset, task
-from zeropp.cluster import Cluster
+from tests.unit.simulated_task import cluster, task
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
 from zeropp.cost import price_plan
@@ -25,15 +24,16 @@ SHAPE = replace(task().shape, layers=18)  # not divisible by P*V: unequal stages
 
 
 def asked(
-    cluster: str = "a800", microbatches: int = 8, **knobs: object
+    preset: str = "a800", microbatches: int = 8, **knobs: object
 ) -> tuple[Task, Candidate[ZeroppKnobs]]:
     """64 GPUs in pipelines over groups of eight."""
-    named = preset("cluster", cluster, Cluster)
-    assert isinstance(named, Cluster)
     chosen = ZeroppKnobs(**{"shard": 8, "chunks": 1, **knobs})  # type: ignore[arg-type]
     assert isinstance(chosen.pp, int)
     return Task(
-        shape=SHAPE, cluster=named, num_gpus=64, global_batch=microbatches * 64 // chosen.pp
+        shape=SHAPE,
+        cluster=cluster(preset),
+        num_gpus=64,
+        global_batch=microbatches * 64 // chosen.pp,
     ), Candidate(chosen, 1)
 
 

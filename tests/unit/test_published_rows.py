@@ -268,8 +268,7 @@ def test_every_row_of_the_committed_tables_is_understood_or_says_why_not() -> No
     # The fragments of the Ultra-Scale Playbook do not say which model they are of.
     assert [line.place.split(":")[0] for line in refused] == ["nanotron_ultrascale.csv"] * 16
     assert all("hidden" in line.refusal for line in refused)
-    others = {path.name for path in training_tables()[0].parent.glob("*.csv")}
-    assert set(OTHER_TABLES) < others
+    assert set(OTHER_TABLES) < {path.name for path in training_tables()[0].parent.glob("*.csv")}
 
 
 def _page() -> str:

@@ -1,0 +1,64 @@
+"""The cost of collectives and transfers: what physics fixes, and figures that others published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.simulated_task import cluster
+from zeropp.cost.collectives import all_reduce_s, gather_s, group, transfer_s
+from zeropp.layout import Layout
+
+A100 = cluster("a100")
+
+
+@given(st.floats(1e3, 1e10), st.sampled_from([2, 4, 8, 16, 64]))
+def test_collectives_grow_with_size_and_an_all_reduce_moves_twice(size: float, ranks: int) -> None:
+    ring = group(A100, ranks, 1, max(8, ranks))
+    assert gather_s(A100, ring, size) < gather_s(A100, ring, 2 * size)
+    assert all_reduce_s(A100, ring, size) < 2.1 * gather_s(A100, ring, size)
+
+
+def test_bandwidth_rises_with_message_size() -> None:
+    """The small gathers of a unit reach less of the link than a whole model's do."""
+    ring = group(A100, 16, 1, 64)
+    rates = [size / gather_s(A100, ring, size) for size in (1e5, 1e6, 1e7, 1e8, 1e9)]
+    assert rates == sorted(rates)
+    assert rates[0] < rates[-1] / 5
+
+
+@pytest.mark.parametrize(
+    ("size", "published_us"), [(2**26, 684.6), (2**28, 2420.6), (2**30, 8203.9)]
+)
+def test_all_reduce_inside_a_node_is_near_its_measurement(size: int, published_us: float) -> None:
+    """results/published/nccl_busbw.csv, 8 A100; a smoke bound, the docs have the figures."""
+    assert all_reduce_s(A100, group(A100, 8, 1, 8), size) * 1e6 == pytest.approx(
+        published_us, rel=0.2
+    )
+
+
+def test_groups_across_nodes_share_the_nics() -> None:
+    whole = group(A100, 64, 1, 64)  # one group of 8 nodes has every NIC
+    eighth = group(A100, 8, 8, 64)  # eight groups, one GPU a node each
+    assert (whole.nodes, eighth.nodes) == (8, 8)
+    assert whole.rate == pytest.approx(8 * eighth.rate)
+
+
+def test_in_switch_reduction_helps_all_reduce_alone() -> None:
+    h200 = cluster("h200")
+    without = replace(h200, reduction_gain=1.0)
+    ring = group(h200, 8, 1, 8)
+    assert all_reduce_s(h200, ring, 1e9) < all_reduce_s(without, ring, 1e9)
+    assert gather_s(h200, ring, 1e9) == gather_s(without, ring, 1e9)
+
+
+def test_a_boundary_between_nodes_is_slower_than_inside_one() -> None:
+    inside = Layout(pp=8, placement="pp_inner")
+    across = Layout(pp=2, shard=8)
+    assert transfer_s(A100, inside, source=0, target=1, size=1e7) < transfer_s(
+        A100, across, source=0, target=1, size=1e7
+    )
+    assert transfer_s(A100, across, source=1, target=1, size=1e7) == 0.0
