@@ -109,7 +109,7 @@ LLAMA = [
     Case(pp=2, shard=2, chunks=2, unit=3, batch=10, recompute="full"),
     Case(pp=2, shard=2, chunks=2, unit=2, batch=8, recompute="selective", keep=1, tied=True),
     Case(pp=2, replicate=2, zero=True, chunks=2, batch=8, replicate_every="unit"),
-    Case(pp=2, replicate=2, zero=True, tied=True, batch=12, placement="pp_inner", keep=2),
+    Case(pp=2, replicate=2, zero=True, tied=True, unit=4, batch=12, placement="pp_inner"),
     Case(pp=2, shard=2, chunks=2, batch=8, layers=3, split_blocks=True, stage_style="v"),
 ]
 
