@@ -65,7 +65,6 @@ def parallelize(
     """
     if not dist.is_initialized():
         raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
-    together(lambda: check_inference("parallelize"))
     request = _checked(arguments, layers, sample, global_batch)
     device = together(lambda: _device(request.device, request.mesh))
     request, stages = together(
@@ -92,6 +91,7 @@ def _checked(
 ) -> Request:
     """The arguments as a request; raises the same error on every rank where one is wrong or ranks
     differ."""
+    together(lambda: check_inference("parallelize"))
     _use(arguments.get("device"))
     request = together(lambda: request_of(arguments))
     together(lambda: check_sizes(sample, global_batch))

@@ -23,13 +23,15 @@ ANSWERS = [  # a command line, and words of what it prints
     ("report --help", ["usage: ", "--table"]),
 ]
 # One interpreter imports what all commands share; each command runs in a fork of it.
-# One interpreter imports what all commands share; each command runs in a fork of it.
 RUN = f"""
-import json, os, runpy, sys
+import json, os, runpy, signal, sys, traceback
 import benchmarks.specification.compose
 answers = {{}}
 for command in sys.argv[1:]:
+    with open("slow", "w") as file:
+        json.dump(["unknown"], file)  # until the command has ended
     if not (pid := os.fork()):
+        signal.alarm(60)  # a command that hangs ends
         for number, name in enumerate(("out", "err"), start=1):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.argv = ["benchmarks." + command.split()[0], *command.split()[1:]]
@@ -38,13 +40,15 @@ for command in sys.argv[1:]:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         except SystemExit as end:
             code = end.code or 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
         with open("slow", "w") as file:
             json.dump(sorted({set(SLOW)} & set(sys.modules)), file)
         sys.stdout.flush()
         os._exit(code)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     answers[command] = status, open("out").read(), open("err").read(), json.load(open("slow"))
-    os.remove("slow")
 print(json.dumps(answers))
 """
 

@@ -137,6 +137,7 @@ def check_drafts(drafts: Iterator[Draft], what: Task, member: Member) -> None:
         result = simulate(draft.complete(), what.cluster, price=price)
         assert least_of_order_s(draft.compute, plan, price) <= result.step_s * SLACK, plan
         assert not exceeds(draft.compute, plan, price, result.peak_bytes), plan
+        assert exceeds(draft.compute, plan, price, int(0.5 * result.peak_bytes)), plan
         checked += 1
     assert checked
 

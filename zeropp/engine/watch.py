@@ -24,6 +24,7 @@ from torch import Tensor
 from zeropp.engine.deferred import hooks_of
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Name, Slot
+from zeropp.engine.held import Held
 from zeropp.engine.options import Piece
 from zeropp.engine.owned import Updater, runs
 from zeropp.engine.together import gathered_texts, largest_of_all, sum_of_all
@@ -80,12 +81,7 @@ class ParameterWatch:
             for parameter in one.parameters
             if parameter.requires_grad
         ]
-        self._watched_hooks = [
-            (one.slot.names[0], hooks, len(hooks))
-            for one in trained
-            for parameter in one.parameters
-            for hooks in self._hooks_that_fail(parameter)
-        ]
+        self._watched_hooks = [*self._hooks_to_watch(trained)]
 
     def check_same(self) -> None:
         """Raise RuntimeError if a module has other parameters than when the watch was made. They
@@ -170,6 +166,13 @@ class ParameterWatch:
 
     def _place(self, slot: Slot) -> int:
         return self._tied_place if self._is_tied(slot) else self._places[slot.names]
+
+    def _hooks_to_watch(self, trained: Iterable[Held]) -> Iterator[tuple[Name, Sized, int]]:
+        """Every parameter's hooks that a step would not call, with their number today."""
+        for one in trained:
+            for parameter in one.parameters:
+                for hooks in self._hooks_that_fail(parameter):
+                    yield one.slot.names[0], hooks, len(hooks)
 
     def _hooks_that_fail(self, parameter: Tensor) -> Iterator[Sized]:
         """The hooks of a parameter by kind, of the kinds that a step would not call as autograd
