@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.gloo.differences import largest
 from zeropp.cluster import Cluster, Device, Link
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
@@ -256,9 +257,9 @@ def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     Some gradients are zero but for rounding (a key's bias): a thousandth of the model's largest
     magnitude is the least to divide by.
     """
-    largest = {name: float(value.abs().max()) for name, value in expected.items()}
-    floor = 1e-3 * max(largest.values())
-    return max(
-        float((found[name] - expected[name]).abs().max()) / max(largest[name], floor)
+    magnitudes = {name: float(value.abs().max()) for name, value in expected.items()}
+    floor = 1e-3 * largest(magnitudes.values())
+    return largest(
+        float((found[name] - expected[name]).abs().max()) / max(magnitudes[name], floor)
         for name in found
     )

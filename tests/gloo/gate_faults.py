@@ -64,7 +64,7 @@ def find(spec: RunSpec, faults: list[str]) -> dict[str, list[GateCheck]]:
                     trainer, plan.layout, batches=batches, device=CPU, expected=expected
                 )
             checks = sgd_checks(spec, expected, observed)
-            found[name] = [check for check in checks if check.error > check.limit]
+            found[name] = [check for check in checks if not check.error <= check.limit]  # or NaN
     return found
 
 

@@ -53,7 +53,16 @@ CASES = [
     Case(pp=4, chunks=2, unit=8, batch=8, layers=8, stage_style="v", tied=True),
     Case(pp=2, shard=2, chunks=3, batch=12, layers=6, stage_style="v", cap=3, reduce_every="step"),
     Case(pp=2, shard=2, chunks=2, unit=3, batch=10, split_backward=False, recompute="full"),
-    Case(pp=3, replicate=2, zero=True, batch=8, layers=6, stage_style="v", split_backward=False),
+    Case(
+        pp=3,
+        replicate=2,
+        zero=True,
+        batch=8,
+        layers=6,
+        stage_style="v",
+        split_backward=False,
+        tied=True,
+    ),
     Case(pp=4, chunks=2, unit=4, batch=8, layers=5, split_blocks=True, recompute="full"),
     Case(pp=2, shard=2, chunks=3, batch=8, layers=5, split_blocks=True, tied=True),
     Case(pp=2, shard=2, chunks=2, batch=8, layers=3, split_blocks=True, stage_style="v"),
@@ -96,8 +105,17 @@ def test_fp64_gradients_and_two_steps(case: Case, world: World) -> None:
         assert worst_error(outcome.parameters, exact) < 1e-6
 
 
-@pytest.mark.parametrize("case", CASES[3::9], ids=label)
-def test_fp32_gradients(case: Case, world: World) -> None:
+LLAMA = [
+    Case(pp=2, shard=2, chunks=2, unit=3, batch=10, recompute="full"),
+    Case(pp=2, shard=2, chunks=2, unit=2, batch=8, recompute="selective", keep=1, tied=True),
+    Case(pp=2, replicate=2, zero=True, chunks=2, batch=8, replicate_every="unit"),
+    Case(pp=2, replicate=2, zero=True, tied=True, unit=4, batch=12, placement="pp_inner"),
+    Case(pp=2, shard=2, chunks=2, batch=8, layers=3, split_blocks=True, stage_style="v"),
+]
+
+
+@pytest.mark.parametrize("case", LLAMA, ids=label)
+def test_fp32_gradients_of_llama(case: Case, world: World) -> None:
     case = replace(case, family="llama")
     arguments = (case, torch.float32, 1, OptimizerConfig(kind="sgd", lr=0.1))
     check(world.run(train, *arguments, size=case.world), train_alone(*arguments), 1e-5)

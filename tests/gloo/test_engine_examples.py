@@ -53,8 +53,8 @@ def run_example(name: str, arguments: list[str]) -> list[float]:
 
 def test_losses_are_those_of_one_process(world: World) -> None:
     alone = [str(TEXT), "--pp", "1", "--shard", "1"]
-    (expected,) = world.run(run_example, "train_gpt", alone, size=1, timeout_s=120)
-    for losses in world.run(run_example, "train_gpt", [str(TEXT)], size=4, timeout_s=120):
+    (expected,) = world.run(run_example, "train_gpt", alone, size=1)
+    for losses in world.run(run_example, "train_gpt", [str(TEXT)], size=4):
         assert losses == pytest.approx(expected, rel=1e-5)
     assert expected[-1] < expected[0]
 
@@ -89,7 +89,7 @@ def test_a_hugging_face_model_goes_through_and_back(
     before, after = tmp_path / "before", tmp_path / "after"
     made(family).save_pretrained(before)
     arguments = [str(before), "--save", str(after)]
-    world.run(run_example, "train_hf", arguments, size=4, timeout_s=120)
+    world.run(run_example, "train_hf", arguments, size=4)
     found = AutoModelForCausalLM.from_pretrained(after).state_dict()
     expected = trained_alone(AutoModelForCausalLM.from_pretrained(before))
     assert set(found) == set(expected)

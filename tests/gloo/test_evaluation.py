@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gloo.differences import largest
 from tests.gloo.step_cases import (
     DEGREES,
     Batch,
@@ -41,7 +42,7 @@ def train_and_evaluate(
     for course in courses:
         kind, reduction = course.kind, course.reduction
         with parallel(kind, reduction, degrees) as model:
-            evaluation_error = step_error = 0.0
+            evaluation_errors, step_errors = [], []
             for step, expected in enumerate(course.evaluations):
                 batch = evaluated(kind, reduction, step)
                 inputs, targets, keywords = batch.part(uneven_rows(model))
@@ -50,11 +51,12 @@ def train_and_evaluate(
                 assert torch.equal(drawn, torch.get_rng_state())
                 chunks = model.engine.chunks.values()
                 assert not any(chunk.shards.gathered_bytes() for chunk in chunks)
-                evaluation_error = max(evaluation_error, abs(loss / expected - 1))
+                evaluation_errors.append(abs(loss / expected - 1))
                 inputs, targets, keywords = Batch(kind, reduction, step).part(model.rows)
                 loss = model.train_step(inputs, targets, **keywords).loss
-                step_error = max(step_error, abs(loss / course.losses[step] - 1))
-            errors.append((evaluation_error, step_error, worst(model, course.parameters)))
+                step_errors.append(abs(loss / course.losses[step] - 1))
+            parameter_error = worst(model, course.parameters)
+            errors.append((largest(evaluation_errors), largest(step_errors), parameter_error))
     return errors
 
 

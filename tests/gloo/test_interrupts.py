@@ -84,7 +84,7 @@ def test_an_interrupted_rank_does_not_hold_its_peers(
     world: World, where: str, degrees: dict[str, int]
 ) -> None:
     size = prod(degrees[axis] for axis in ("pp", "shard", "replicate") if axis in degrees)
-    found = world.run(interrupted, where, degrees, size=size, timeout_s=60)
+    found = world.run(interrupted, where, degrees, size=size, timeout_s=180)
     assert len(found) == size
     for rank, (said, here) in enumerate(found):
         assert here == (rank == RANK)

@@ -31,7 +31,7 @@ def test_lone_ranks_compute_what_the_simulator_takes(name: str, tmp_path: Path) 
     values = changed("cluster.device.peak_fp32_tflops", 0.1)
     values["model"] |= {"layers": 8, "hidden": 128, "ffn": 512}
     values |= {"contender": {"name": name, **CONTENDERS[name]}, "num_gpus": 64, "global_batch": 64}
-    values["measure"] = {"warmup_steps": 1, "steps": 1, "timeout_s": 120}
+    values["measure"] = {"warmup_steps": 1, "steps": 1, "timeout_s": 240}
     point = plan_point(spec_from_mapping(values))
     assert point.plan is not None
     trace.check([point], OPTIONS)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 import zeropp
+from tests.gloo.differences import largest
 from tests.gloo.small_layers import error_of
 from tests.gloo.world import World
 from zeropp.parallel_model import ParallelModel
@@ -85,7 +86,9 @@ def worst(model: ParallelModel, expected: nn.Module) -> float:
     theirs = dict(expected.named_parameters())
     found = dict(model.full_parameters())
     assert found
-    return max(float((value - theirs[name].float()).abs().max()) for name, value in found.items())
+    return largest(
+        float((value - theirs[name].float()).abs().max()) for name, value in found.items()
+    )
 
 
 def freeze_late(frozen: bool) -> list[str]:
@@ -171,7 +174,7 @@ def train_kinds() -> dict[str, tuple[float, bool, int]]:
 
 def test_classes_of_linear_layers(world: World) -> None:
     for found in world.run(train_kinds, size=2):
-        assert max(error for error, _, _ in found.values()) < 1e-6
+        assert largest(error for error, _, _ in found.values()) < 1e-6
         assert {name: put_off for name, (_, put_off, _) in found.items()} == {
             "plain": True, "Conv1D": True, "subclass": True, "own forward": False
         }  # fmt: skip

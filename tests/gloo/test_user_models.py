@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,28 +14,32 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn import functional as F
 
 import zeropp
+from tests.gloo.cuts import Make, beside_cuts
 from tests.gloo.user_layers import (
-    MODELS,
-    REFUSED,
-    TOLERANCES,
     WIDTH,
     Conjugates,
     GivesComplex,
     GivesParameter,
-    Make,
     TakesComplex,
     TakesTwo,
-    Transformed,
     TwoTypes,
     linear,
-    spectral,
+)
+from tests.gloo.user_models import (
+    MICROBATCH,
+    MODELS,
+    RATE,
+    REFUSED,
+    ROWS,
+    STEPS,
+    alone,
+    data,
+    kinds_of,
+    made,
 )
 from tests.gloo.world import World
-from zeropp.cost import cut_by_weight
 from zeropp.parallel_model import ParallelModel
 
-ROWS, MICROBATCH, STEPS = 12, 2, 2
-LEAST_MOVE = 1e-3  # of a parameter that is trained; a thousand times what a difference may be
 DEGREES: list[dict[str, Any]] = [
     {"pp": 3, "chunks": 3},
     {"pp": 2, "chunks": 4, "split_backward": False},
@@ -46,60 +49,16 @@ DEGREES: list[dict[str, Any]] = [
 ]
 
 
-def made(kinds: Sequence[Make]) -> list[nn.Module]:
-    """Layers of these kinds, equal on every rank."""
-    torch.manual_seed(3)
-    return [kind().double() for kind in kinds]
-
-
-def data(step: int, tokens: bool = False) -> tuple[Tensor, Tensor]:
-    """A global batch, in fp64."""
-    generator = torch.Generator().manual_seed(step)
-    inputs, targets = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
-    return torch.arange(ROWS) % 7 if tokens else inputs, targets
-
-
-def kinds_of(name: str, degrees: dict[str, Any]) -> tuple[Make, ...]:
-    """The layers of a model that a topology can train as one process does."""
-    left_out: set[Make] = set()
-    if degrees.get("shard", 1) * degrees.get("replicate", 1) > 1:
-        left_out.add(spectral)  # on every rank it would see that rank's rows alone
-    if "recompute" in degrees:
-        # Recomputed layers would see their rows twice; torch's transforms do not work inside of
-        # torch's recomputation.
-        left_out |= {spectral, Transformed}
-    return tuple(kind for kind in MODELS[name] if kind not in left_out)
-
-
-@cache
-def alone(kinds: tuple[Make, ...]) -> dict[str, Tensor]:
-    """Parameters after some steps in one process. All parameters that have gradients
-    have moved so far that a wrong one would be seen."""
-    model = nn.ModuleList(made(kinds))
-    before = {key: value.detach().clone() for key, value in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for x, y in zip(*(torch.split(part, MICROBATCH) for part in data(step)), strict=True):
-            value: Any = x
-            for layer in model:
-                value = layer(*value) if isinstance(value, tuple) else layer(value)
-            (F.mse_loss(value, y) * MICROBATCH / ROWS).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    for key, value in model.named_parameters():
-        if value.grad is not None:
-            assert float((value - before[key]).abs().max()) > LEAST_MOVE, key
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-def parallel(kinds: Sequence[Make], tokens: bool = False, **more: Any) -> ParallelModel:
+def parallel(
+    kinds: Sequence[Make], tokens: bool = False, scale: float = 1.0, **more: Any
+) -> ParallelModel:
     usual: dict[str, Any] = {
-        "optimizer": lambda groups: torch.optim.AdamW(groups["all"], lr=0.01, weight_decay=0.1),
+        "optimizer": lambda groups: torch.optim.SGD(groups["all"], lr=RATE),
         "loss_fn": F.mse_loss,
     }
     arguments = {**usual, **more}
     return zeropp.parallelize(
-        made(kinds),
+        made(kinds, scale),
         arguments.pop("loss_fn"),
         sample=data(0, tokens)[0][:MICROBATCH],
         global_batch=ROWS,
@@ -109,9 +68,10 @@ def parallel(kinds: Sequence[Make], tokens: bool = False, **more: Any) -> Parall
 
 def train(degrees: dict[str, Any], place: Path) -> None:
     """Train and save each model."""
-    for name in MODELS:
+    for name, what in MODELS.items():
         kinds = kinds_of(name, degrees)
-        with parallel(kinds, weights=[1.0] * len(kinds), **degrees) as model:
+        weights = [1.0] * len(kinds)
+        with parallel(kinds, scale=what.scale, weights=weights, **degrees) as model:
             for step in range(STEPS):
                 inputs, targets = data(step)
                 model.train_step(inputs[model.rows], targets[model.rows])
@@ -123,27 +83,25 @@ def test_unusual_layers_are_those_of_one_process(
     world: World, degrees: dict[str, Any], tmp_path: Path
 ) -> None:
     size = prod(degrees.get(axis, 1) for axis in ("pp", "shard", "replicate"))
-    world.run(train, degrees, tmp_path, size=size, timeout_s=120)
-    for name, tolerance in TOLERANCES.items():
+    world.run(train, degrees, tmp_path, size=size)
+    for name, what in MODELS.items():
         kinds = kinds_of(name, degrees)
-        expected = alone(kinds)
+        expected = alone(name, kinds)
         found = {key: torch.empty_like(value) for key, value in expected.items()}
         load({"model": found}, checkpoint_id=str(tmp_path / name), no_dist=True)
         for key, value in expected.items():
             apart = float((found[key] - value).abs().max())
-            assert apart < tolerance, (name, key, kinds[int(key.partition(".")[0])])
+            assert apart < what.tolerance, (name, key, kinds[int(key.partition(".")[0])])
 
 
 def test_every_layer_stands_beside_a_cut() -> None:
-    pairs: set[tuple[Make, Make]] = set()
-    for name in MODELS:
-        for degrees in DEGREES:
-            if "pp" in degrees:
-                kinds = kinds_of(name, degrees)
-                stages = degrees["pp"] * degrees.get("chunks", 1)
-                cuts = cut_by_weight([1.0] * len(kinds), stages)[1:-1]
-                pairs |= {(kinds[cut - 1], kinds[cut]) for cut in cuts}
-    unusual = {kind for kinds in MODELS.values() for kind in kinds}
+    pairs = {
+        pair
+        for name in MODELS
+        for degrees in DEGREES
+        for pair in beside_cuts(kinds_of(name, degrees), degrees)
+    }
+    unusual = {kind for model in MODELS.values() for kind in model.kinds}
     assert unusual == {kind for pair in pairs for kind in pair}
     handed_on = [(GivesParameter, TakesTwo), (GivesComplex, Conjugates), (Conjugates, TakesComplex)]
     assert pairs.issuperset(handed_on)

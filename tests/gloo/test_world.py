@@ -30,7 +30,7 @@ def test_results_by_rank_and_recovery_after_a_failure(world: World) -> None:
     assert world.run(sum_of_ranks, size=2) == [1] * 2
 
 
-@pytest.mark.timeout(120)  # of the 600 that a test may take; forks included
+@pytest.mark.timeout(300)  # of the 600 that a test may take; forks included
 def test_a_hang_is_cut_off(world: World) -> None:
     with pytest.raises(WorkerError, match="no answer in time"):
         world.run(time.sleep, 60, size=1, timeout_s=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 6
-Make = Callable[[], nn.Module]
 
 
 def linear() -> nn.Module:
@@ -247,45 +245,15 @@ class Locked(Given):
         self.lock = threading.Lock()
 
 
-def between(*kinds: Make) -> list[Make]:
-    """Layers with a linear one on either side."""
-    return [linear, *kinds, linear]
+def wide() -> nn.Module:
+    """Gives values so large that their sums have either sign, whatever the layers before it."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        layer.weight.mul_(4)
+        layer.bias.zero_()
+    return layer
 
 
 def spectral() -> nn.Module:
     """Changes buffers whenever its weight is read."""
     return parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-
-# Models of unusual layers. Each stands where some topology cuts right before or behind it; the ones
-# that hand several tensors on are cut apart, too.
-MODELS: dict[str, list[Make]] = {
-    "unusual": [
-        linear, Frozen, Reused, lambda: InnerGradient(False), lambda: InnerGradient(True), Hooked,
-        Transformed, lambda: Checkpointed(True), lambda: Checkpointed(False), Attention, Recurrent,
-        GivesParameter, TakesTwo, GivesComplex, Conjugates, TakesComplex, spectral, linear,
-    ],
-    # Where gradients stop, always or for some rows; in two number types, so less exact.
-    "stopping": [
-        linear, TwoTypes, Detached, linear, Sometimes, TwoTypes, Sometimes, linear, linear,
-    ],
-}  # fmt: skip
-TOLERANCES = {"unusual": 1e-10, "stopping": 1e-6}
-REFUSED: dict[str, tuple[list[Make], str]] = {
-    "post hook": (between(PostHooked, linear), "1.a.bias: has a hook of register_post_accumulate"),
-    "shared memory": (between(SharedMemory, linear), "layers[1]: 'b.weight' is in the same memory"),
-    "complex": (between(Complex, linear), "1.scale: parameters of type torch.complex64 cannot be"),
-    "max_norm": (
-        [lambda: nn.Embedding(7, WIDTH, max_norm=1.0), linear, linear, linear],
-        "layers[0]: it has max_norm=1.0, which changes the weight during the forward",
-    ),
-    "lazy": (
-        between(lambda: nn.LazyLinear(WIDTH), linear),
-        "layers[1]: 'weight' has no shape yet",
-    ),
-    "dict": (
-        between(Given, linear),
-        "layers[1]: returns dict, but a layer must return a tensor or a tuple of tensors",
-    ),
-    "lock": (between(Locked, linear), "layers[1]: cannot be copied, but its sizes are found with"),
-}

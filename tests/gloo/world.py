@@ -34,9 +34,11 @@ PRELOADED = [
     "pytest",
     "tests.gloo.contender_case",
     "tests.gloo.engine_cases",
+    "tests.gloo.failing_layers",
     "tests.gloo.gate_faults",
+    "tests.gloo.stateful_cases",
     "tests.gloo.step_cases",
-    "tests.gloo.user_layers",
+    "tests.gloo.user_models",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
 ]
@@ -79,7 +81,7 @@ class World:
         self._tasks = 0
 
     def run(
-        self, function: Callable[..., Any], *arguments: Any, size: int, timeout_s: float = 120.0
+        self, function: Callable[..., Any], *arguments: Any, size: int, timeout_s: float = 240.0
     ) -> list[Any]:
         """Call ``function(*arguments)`` on ``size`` ranks of a fresh gloo group; results by rank.
 
