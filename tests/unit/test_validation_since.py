@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.specification.run_spec import SpecError
-from benchmarks.studies.validation.since import errors_since
+from benchmarks.studies.validation.since import errors_since, main
 from tests.unit.published_cells import CELLS, write_table
 
 TODAY = [
@@ -29,6 +29,31 @@ def test_only_rows_that_both_files_predict_count(tmp_path: Path) -> None:
     assert (whole["kind"], whole["rows"], whole["runs"]) == ("throughput", "2", "2")
     assert (whole["median_then"], whole["p90_then"]) == ("0.4000", "0.4800")
     assert (whole["median_now"], whole["p90_now"]) == ("0.1500", "0.1900")
+
+
+def test_a_row_without_an_earlier_prediction_does_not_count(tmp_path: Path) -> None:
+    write_table(tmp_path, *TODAY, name="validation.csv")
+    unpredicted = NUMBER | {"place": "new", "predicted": "", "relative_error": ""}
+    write_table(tmp_path, *EARLIER, unpredicted, name="earlier.csv")
+    whole = next(line for line in errors_since(tmp_path) if line["source"] == "all sources")
+    assert whole["rows"] == "2"
+
+
+def test_out_is_written_to_another_folder_than_the_one_read(tmp_path: Path) -> None:
+    write_table(tmp_path, *TODAY, name="validation.csv")
+    write_table(tmp_path, *EARLIER, name="earlier.csv")
+    out = tmp_path / "new" / "since.csv"
+    assert main(["--from", str(tmp_path), "--out", str(out)]) == 0
+    assert "all sources" in out.read_text(encoding="utf-8")
+
+
+def test_a_folder_without_the_files_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--from", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert "earlier.csv: cannot be read: no such file" in message
+    assert len(message.splitlines()) == 1
 
 
 def test_a_place_that_holds_another_number_is_an_error(tmp_path: Path) -> None:

@@ -61,10 +61,11 @@ def least_over_ideal(num_ranks: int, chunks: int, num_microbatches: int, cap: in
     """A lower bound of the step over its ideal for every order in which no rank ever holds more
     than ``cap`` chunk-activations, by how long these are held; all actions take one unit of time.
 
-    Stage s of S = P*V holds an activation for at least 2(S - s) + 1: from its forward through all
-    later stages and back, to the end of its weight gradient. All of a step are held for
-    m(S*S + 2S) together. A rank has room for ``cap`` at a time, but rank r has none before time r,
-    and one more per unit of time after that; towards the end it frees one per unit of time.
+    Stage s of S = P*V, counted from 0, holds an activation for at least 2(S - s) + 1: from its
+    forward through all later stages and back, to the end of its weight gradient. All of a step
+    are held for m(S*S + 2S) together. A rank has room for ``cap`` at a time, but rank r has none
+    before time r, and one more per unit of time after that; towards the end it frees one per unit
+    of time.
     """
     stages, m = num_ranks * chunks, num_microbatches
     full = m * (stages * stages + 2 * stages) / (num_ranks * cap)

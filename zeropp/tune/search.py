@@ -4,8 +4,8 @@ A *family* is a set of configurations that differ only in unit, activation cap a
 are reduced. It is sized with what takes the least time: no member has a smaller bound.
 Families wait in a queue, sorted by a lower bound of their step time; those that differ only in how
 data-parallel ranks are used have the same compute, so that one of them is sized for all. The search
-takes the first entry again and again: a family of which a member may fit into memory is first
-priced, then replaced by these members, and a member is simulated. It ends when no bound in the
+takes the first entry again and again: a family is first priced, if any member may fit into memory,
+then replaced by all members that may, and a member is simulated. It ends when no bound in the
 queue is below the best step by more than the ``tolerance``. So no configuration of the space that
 was not simulated is faster than the winner by more, as far as the bounds hold, with these limits:
 of recomputed blocks, half of a stage's and all are tried, and fewer for the winner alone; the rules
@@ -21,10 +21,11 @@ its orders, one whose compute actions alone take too long is not completed.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
+from itertools import chain
 from time import process_time
 from typing import Generic, NamedTuple
 
@@ -67,7 +68,7 @@ class _Entry(Generic[K]):
     _: KW_ONLY
     plan: SizedPlan | None = None  # None: not sized yet
     times: StepTimes | None = None
-    members: tuple[_Member[K], ...] = ()  # of a family with its durations
+    members: Iterable[_Member[K]] = ()  # of a family with its durations; read once
     price: PlanPrice | None = None  # of a member
 
 
@@ -213,10 +214,11 @@ class _Search(Generic[K]):
         if family is None:
             return
         if entry.times is None:
-            members = tuple(self._that_may_fit(entry.candidate, family))
-            if members:
+            members = self._that_may_fit(entry.candidate, family)
+            first = next(members, None)  # the others are sized when the family comes up again
+            if first:
                 times = time_plan(family, cluster)
-                opened = replace(entry, plan=family, times=times, members=members)
+                opened = replace(entry, plan=family, times=times, members=chain((first,), members))
                 yield replace(opened, bound_s=least_step_s(family, times), number=number + 1)
             return
         durations = {_adds_later(family): entry.times}
@@ -230,8 +232,9 @@ class _Search(Generic[K]):
             yield _Entry(bound, number, candidate, plan=plan, times=price, price=price)
 
     def _that_may_fit(self, family: Candidate[K], plan: SizedPlan) -> Iterator[_Member[K]]:
-        """The members of a family whose least bytes fit. Bytes are cheaper to find than durations,
-        and most families have no such member."""
+        """The members of a family whose least bytes fit, each sized when it is asked for. Bytes are
+        cheaper to find than durations, and where memory is scarce most families have no such
+        member; where it is not, the first one fits as a rule."""
         of_sums: dict[tuple[bool, bool], StepBytes] = {}
         for candidate, member in self._members(family, plan):
             later = _adds_later(member)

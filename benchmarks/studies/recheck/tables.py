@@ -214,7 +214,13 @@ TABLES: Sequence[Table] = (
         keys=SINCE_KEYS,
         rows=10,
         again=_since,
-        command=(f"{_STUDY}.validation.since", "--out", "{reference}/validation/since.csv"),
+        command=(
+            f"{_STUDY}.validation.since",
+            "--from",
+            "{reference}/validation",
+            "--out",
+            "{reference}/validation/since.csv",
+        ),
     ),
     Table(
         path="claim_33/plans.csv",

@@ -30,13 +30,17 @@ _Cells = Mapping[str, str]
 
 def errors_since(folder: Path = FOLDER) -> list[dict[str, str]]:
     """The errors of each kind and source on the rows that both files of ``folder`` predict: median
-    and 90th percentile of the absolute relative error, then and now. Raises SpecError if a place
-    holds another number in the two files."""
+    and 90th percentile of the absolute relative error, then and now. Raises SpecError if a file
+    cannot be read, or if a place holds another number in the two files."""
     earlier, today = _read(folder / "earlier.csv"), _read(folder / "validation.csv")
     for place, cells in earlier.items():
         if any(cells[name] != today.get(place, {}).get(name) for name in _SAME):
             raise SpecError(f"{folder}/earlier.csv: {place} is another row in validation.csv")
-    rows = {place: _row(today[place]) for place in earlier if today[place]["predicted"]}
+    rows = {
+        place: _row(today[place])
+        for place, cells in earlier.items()
+        if cells["predicted"] and today[place]["predicted"]
+    }
     then, now = (
         errors_of([_predicted(row, answers[place]) for place, row in rows.items()])
         for answers in (earlier, today)
@@ -58,8 +62,13 @@ def errors_since(folder: Path = FOLDER) -> list[dict[str, str]]:
 
 
 def _read(path: Path) -> dict[str, _Cells]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return {cells["place"]: cells for cells in csv.DictReader(file)}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return {cells["place"]: cells for cells in csv.DictReader(file)}
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        needs = "--from takes a folder with earlier.csv and validation.csv"
+        raise SpecError(f"{path}: cannot be read: {why}; {needs}") from None
 
 
 def _row(cells: _Cells) -> PublishedRow:
@@ -87,11 +96,20 @@ def _since(arguments: Sequence[str] | None) -> int:
         prog="python -m benchmarks.studies.validation.since",
         description="Errors of the simulator on the rows of 21 November 2026, then and today.",
     )
+    parser.add_argument(
+        "--from",
+        dest="folder",
+        type=Path,
+        default=FOLDER,
+        metavar="FOLDER",
+        help="folder of earlier.csv and validation.csv; by default the committed one",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="CSV file to write")
-    out = parser.parse_args(arguments).out
+    options = parser.parse_args(arguments)
+    out: Path | None = options.out
     if out is not None:
         check_writable("--out", out.parent)
-    lines = errors_since(FOLDER if out is None else out.parent)
+    lines = errors_since(options.folder)
     print(",".join(lines[0]), *(",".join(line.values()) for line in lines), sep="\n")
     if out is not None:
         with out.open("w", newline="", encoding="utf-8") as file:
