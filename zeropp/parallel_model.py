@@ -16,6 +16,7 @@ from zeropp.engine.checks import (
     check_batch,
     check_inference,
     check_names,
+    check_no_graph,
     check_same_rows,
     check_tensors,
 )
@@ -65,9 +66,9 @@ class ParallelModel:
         the loss function where that names it. Gives the loss of the global batch and the gradient's
         norm before clipping, equal on every rank. Raises ValueError where the number of rows is
         another or the batch is on another device, TypeError for what is no tensor and for other
-        keyword inputs than ``sample_keywords`` had, and RuntimeError under ``torch.no_grad``; the
-        other ranks raise PeerError, which is a RuntimeError, and nothing has run. So it is under
-        ``torch.autocast``, whose copies of the weights would outlive an update. After a step that
+        keyword inputs than ``sample_keywords`` had, and RuntimeError under ``torch.no_grad`` and
+        under ``torch.autocast``, whose copies of the weights would outlive an update; the other
+        ranks raise PeerError, which is a RuntimeError, and nothing has run. After a step that
         raised while it ran, the next one raises RuntimeError: it is not known how far each rank
         came, so the model must be built anew.
         """
@@ -173,7 +174,7 @@ class ParallelModel:
                 "checkpoint"
             )
         device = self.engine.lanes.device
-        if device.type == "cuda":  # streams are those of the current device, which threads have own
+        if device.type == "cuda":  # each thread has a current device, whose streams a step uses
             torch.cuda.set_device(device)
         check_autocast(device)
         self.engine.check_unchanged()
@@ -198,6 +199,7 @@ class ParallelModel:
             raise RuntimeError("train_step: gradients are disabled (leave torch.no_grad first)")
         check_names(keyword_inputs, self._keywords)
         batch = self._checked(inputs, targets, keyword_inputs)
+        check_no_graph(batch)
         check_batch(batch, self.rows.stop - self.rows.start)
         return self._microbatches(inputs, targets, keyword_inputs)
 

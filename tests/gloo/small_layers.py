@@ -35,6 +35,17 @@ def seeded(kinds: list[Kind]) -> list[nn.Module]:
     return [kind().double() for kind in kinds]
 
 
+class Scale(nn.Module):
+    """A layer whose only parameter is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
 def linear() -> nn.Module:
     """A plain layer."""
     return nn.Linear(WIDTH, WIDTH)
@@ -57,3 +68,9 @@ def error_of(make: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def step(model: ParallelModel, number: int = 0) -> float:
+    """Train one step; the loss."""
+    inputs, targets = data(number)
+    return model.train_step(inputs[model.rows], targets[model.rows]).loss

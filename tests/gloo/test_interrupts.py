@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tests.gloo.failing_layers import FailingLayer
 from tests.gloo.small_layers import built, data, error_of, linear, seeded
 from tests.gloo.world import World
+from zeropp.engine.evaluation import Evaluator
 from zeropp.engine.together import Meeting
 from zeropp.parallel_model import ParallelModel
 
@@ -53,13 +54,16 @@ def interrupted(where: str, degrees: dict[str, int]) -> tuple[str, bool]:
 
 @contextmanager
 def interrupting(model: ParallelModel, where: str) -> Iterator[None]:
-    """Inside this context one rank is interrupted in the "check" before a step, or "between" the
-    backwards and the update; nowhere if ``where`` says anything else."""
+    """Inside this context one rank is interrupted in the "check" before a step, "between" the
+    backwards and the update, or while ranks tell each other their "rows" before an evaluation;
+    nowhere if ``where`` says anything else."""
     engine, stack = model.engine, ExitStack()
     if where == "check":
         stack.enter_context(mock.patch.object(engine, "check_unchanged", interrupt))
     if where == "between":
         stack.enter_context(mock.patch.object(engine.updater, "clip", interrupt))
+    if where == "rows":  # a private method, as nothing of a user's runs there
+        stack.enter_context(mock.patch.object(Evaluator, "_agree", interrupt))
     with stack:
         yield
 
@@ -67,7 +71,7 @@ def interrupting(model: ParallelModel, where: str) -> Iterator[None]:
 def run(model: ParallelModel, where: str) -> None:
     """A step, or an evaluation."""
     inputs, targets = data()
-    call = model.eval_step if where == "evaluation" else model.train_step
+    call = model.eval_step if where in ("evaluation", "rows") else model.train_step
     call(inputs[model.rows], targets[model.rows])
 
 
@@ -77,6 +81,7 @@ def run(model: ParallelModel, where: str) -> None:
         *product(["forward", "backward", "update", "evaluation"], DEGREES),
         ("check", DEGREES[-1]),
         ("between", DEGREES[-1]),
+        ("rows", DEGREES[-1]),
     ],
     ids=str,
 )

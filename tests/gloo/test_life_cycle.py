@@ -12,17 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.gloo.small_layers import WIDTH, Kind, built, data, error_of, linear, seeded
+from tests.gloo.small_layers import WIDTH, Kind, Scale, built, data, error_of, linear, seeded, step
 from tests.gloo.world import World
 from zeropp.parallel_model import ParallelModel
 
 SIZE = 2
-
-
-def step(model: ParallelModel, number: int = 0) -> float:
-    """Train one step; the loss."""
-    inputs, targets = data(number)
-    return model.train_step(inputs[model.rows], targets[model.rows]).loss
 
 
 def made_twice() -> tuple[str, list[float], list[float]]:
@@ -65,17 +59,6 @@ def test_a_model_that_a_peer_has_refused_keeps_no_layers(world: World) -> None:
         assert loss > 0
 
 
-class Scale(nn.Module):
-    """A layer whose only parameter is one number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
 def made_after_sharding() -> dict[str, str]:
     """What a model says to layers whose values an earlier model, now closed, has sharded, and to
     copies that were taken of them between its steps."""
@@ -98,71 +81,6 @@ def test_layers_without_values_are_refused(world: World) -> None:
             parameter = "weight" if name.startswith("linear") else "scale"
             assert said.startswith(f"InfeasibleError: layers[0]: '{parameter}' has no values"), said
             assert "\n" not in said
-
-
-WRITES: dict[str, Callable[[Any], object]] = {
-    "scale": lambda one: one.scale.fill_(100.0),
-    "clamped scale": lambda one: one.scale.clamp_(max=0.5),
-    "weight": lambda one: one.linear.weight.zero_(),
-    "weight's data": lambda one: one.linear.weight.data.zero_(),
-    "other data": lambda one: setattr(one.linear.weight, "data", torch.ones(WIDTH, WIDTH)),
-}
-
-
-class Scaled(Scale):
-    """Has a linear layer beside its scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.linear(x))
-
-
-def written_between_steps() -> tuple[dict[str, str], list[list[float]], bool]:
-    """What a step says after rank 1 has written to a parameter in each of several ways; the losses
-    of this model, and of one that nobody wrote to; whether all parameters are NaN afterwards."""
-    found: dict[str, str] = {}
-    losses: list[list[float]] = []
-    hidden: list[bool] = []
-    for writes in (WRITES, {}):
-        layers = seeded([Scaled] * 3)
-        with built(layers, shard=SIZE) as model:
-            losses.append([step(model, 0)])
-            for name, write in writes.items():
-                with torch.no_grad():
-                    if dist.get_rank() == 1:
-                        write(layers[1])
-                found[name] = error_of(lambda m=model: step(m))  # type: ignore[misc]
-            losses[-1].append(step(model, 1))
-            hidden += [bool(one.isnan().all()) for layer in layers for one in layer.parameters()]
-    return found, losses, len(hidden) == 18 and all(hidden)
-
-
-def test_writes_to_sharded_layers_between_steps_are_an_error(world: World) -> None:
-    for rank, (found, losses, hidden) in enumerate(world.run(written_between_steps, size=SIZE)):
-        assert hidden
-        assert losses[0] == losses[1]
-        assert set(found) == set(WRITES)
-        for name, said in found.items():
-            parameter = "scale" if "scale" in name else "linear.weight"
-            own = f"RuntimeError: layers[1]: '{parameter}' was written to after parallelize"
-            assert said.startswith(own if rank == 1 else f"PeerError: rank 1 raised {own}"), said
-            assert "\n" not in said
-
-
-def test_a_write_to_one_parameter_does_not_show_in_others(world: World) -> None:
-    assert world.run(read_beside_a_write, size=SIZE) == [True] * SIZE
-
-
-def read_beside_a_write() -> bool:
-    """Whether one layer's parameters are still NaN after a write through another's ``.data``."""
-    layers = seeded([Scaled] * 2)
-    with built(layers, shard=SIZE) as model:
-        step(model)
-        layers[0].get_parameter("scale").data.fill_(100.0)
-        return all(bool(one.isnan().all()) for one in layers[1].parameters())
 
 
 def read_between_steps(degrees: dict[str, Any]) -> tuple[bool, list[float], list[float]]:

@@ -209,7 +209,7 @@ def check_loss(loss_function: object) -> None:
 
 def check_tensors(parts: Mapping[str, object], used: Collection[str], device: torch.device) -> None:
     """Refuse parts of a batch that are not tensors with rows (TypeError), and those that this rank
-    uses and that are on another device, or that have a graph of their own (ValueError)."""
+    uses and that are on another device (ValueError)."""
     for name, part in parts.items():
         if not isinstance(part, torch.Tensor) or not part.dim():
             raise TypeError(
@@ -221,6 +221,11 @@ def check_tensors(parts: Mapping[str, object], used: Collection[str], device: to
                 f"{name}: is on {part.device}, but this rank trains on {device} (move the batch "
                 f"there: .to({str(device)!r}))"
             )
+
+
+def check_no_graph(parts: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError for a part of a training batch that has a graph of its own."""
+    for name, part in parts.items():
         if part.grad_fn is not None:
             raise ValueError(
                 f"{name}: was computed from something that needs gradients, which no rank would "

@@ -57,7 +57,7 @@ class Evaluator:
         if no rank has any.
         """
         rows = [len(part) for part in batch.inputs]
-        rounds, all_rows = self._agree(sum(rows), len(rows))
+        rounds, all_rows = self._meeting.agree(lambda: self._agree(sum(rows), len(rows)))
         total = self._meeting.sum(lambda: self._run_units(batch, rows, rounds), 1)
         return float(total) / (all_rows if self._reduction == "mean" else 1)
 
@@ -81,7 +81,7 @@ class Evaluator:
         counts = torch.zeros(2, dist.get_world_size(), dtype=torch.long)
         counts[:, dist.get_rank()] = torch.tensor([rows, microbatches])
         counts = counts.to(self._channels.device)
-        dist.all_reduce(counts)
+        dist.all_reduce(counts, group=self._meeting.before)
         all_rows, all_microbatches = counts.tolist()
         for pipeline in self._layout.pipelines():
             found = {rank: all_rows[rank] for rank in pipeline}

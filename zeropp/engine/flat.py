@@ -227,7 +227,9 @@ class FlatParameters:
             buffer = self._part
         else:
             buffer = self.master.new_empty(self.layout.size, dtype=self._types.compute)
-        self.views = Views(self.held, buffer, hides=not self._resident)
+        self.views = Views(
+            self.held, buffer, hides=not self._resident, is_master=buffer is self.master
+        )
         if self.trainable:
             for parameter in self._parameters:
                 parameter.grad_dtype = None

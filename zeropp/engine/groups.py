@@ -56,12 +56,14 @@ class DataGroups:
 def make_meeting(
     device: torch.device, timeout: timedelta | None, give_up: Callable[[], None]
 ) -> Meeting:
-    """Make the meeting of all ranks; collective. On gloo it has a group of its own, whose
-    collectives wait for their peers for ``timeout``."""
+    """Make the meeting of all ranks; collective. On gloo it has groups of its own: one whose
+    collectives wait for their peers for ``timeout``, and, for what comes before a step, one with
+    torch's default timeout, because a rank may do other work between steps."""
     if backend_of(device) != "gloo":
         return Meeting(device)
     group = dist.new_group(timeout=timeout, backend="gloo", group_desc="zeropp meetings")
-    return Meeting(device, group, give_up)
+    before = dist.new_group(backend="gloo", group_desc="zeropp agreements")
+    return Meeting(device, group, give_up, before=before)
 
 
 def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None) -> DataGroups:

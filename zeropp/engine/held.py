@@ -74,15 +74,18 @@ def _is_written(noted: Any) -> bool:
 
 
 class Views:
-    """Parameters that are views of a buffer, and, if ``hides``, NaN outside of steps.
+    """Parameters that are views of a buffer, and, if it ``hides`` them, NaN outside of steps.
 
     Outside of steps such a buffer has no memory, and whoever read a view of it would end the
     process. Each parameter has a NaN of its own, so that a write to one does not show in another.
+    ``is_master``: whether the buffer has the values that the optimizer updates, not a copy of them.
     """
 
-    def __init__(self, held: Iterable[Held], buffer: Tensor, *, hides: bool) -> None:
+    def __init__(
+        self, held: Iterable[Held], buffer: Tensor, *, hides: bool, is_master: bool
+    ) -> None:
         slots = [(one.slot, parameter) for one in held for parameter in one.parameters]
-        self._hides = hides
+        self.hides, self._is_master = hides, is_master
         self._nothing = buffer.new_full((len(slots) if hides else 0,), torch.nan)
         insides = [view(buffer, slot) for slot, _ in slots]
         outsides = [
@@ -99,46 +102,50 @@ class Views:
 
     def show(self) -> None:
         """Make the parameters views of the buffer."""
-        if self._hides:
+        if self.hides:
             _put(self._inside)
 
     def hide(self) -> None:
         """Make the parameters NaN, in their own shapes, if this hides them."""
-        if self._hides:
+        if self.hides:
             _put(self._outside)
 
-    def undo_writes(self) -> Name | None:
-        """The first parameter that was written to while it was hidden, or that was given another
-        tensor (``.data``, ``.to``) at any time, if there is one; what was done is undone.
+    def first_written(self) -> Name | None:
+        """The first parameter, if there is one, that was written to while it was hidden or was a
+        copy of its master, or that was given another tensor (``.data``, ``.to``) at any time.
 
         It would reach no master, so training would go on without it. Torch itself refuses most
         writes, because a hidden parameter is one number that is expanded, but not those to
-        parameters of one element, and not ``fill_``. A write through ``.data`` shows in the values
-        alone.
+        parameters of one element, and not ``fill_``. Writes through ``.data`` are not found here
+        (see ``overwritten``).
         """
-        written = self._first_written()
-        if written is not None:
-            _put(self._outside)
-            self._nothing.fill_(torch.nan)
-            self._note()
-        return written
-
-    def _first_written(self) -> Name | None:
-        """The name of the first parameter that was written to, if there is one."""
         pairs = zip(self._names, self._outside, strict=True)
         for one, (parameter, expected) in pairs:
             if parameter.data_ptr() != expected.data_ptr() or parameter.dtype != expected.dtype:
                 return one
-        if not self._hides:
+        if self._is_master or not _is_written(self._noted):
             return None
-        if _is_written(self._noted):
-            each = zip(self._names, self._each, strict=True)
-            return next(one for one, noted in each if _is_written(noted))
-        kept = self._nothing.isnan()
-        return None if bool(kept.all()) else self._names[kept.tolist().index(False)]
+        each = zip(self._names, self._each, strict=True)
+        return next(one for one, noted in each if _is_written(noted))
+
+    def overwritten(self) -> Tensor:
+        """Whether each hidden parameter has another value than NaN: numbers on its device."""
+        return ~self._nothing.isnan()
+
+    def name_of(self, number: int) -> Name:
+        """The name of a parameter by its place in ``overwritten``."""
+        return self._names[number]
+
+    def undo_writes(self) -> None:
+        """Give parameters their own tensors again, and hidden ones their NaN. A copy that was
+        written to stays so, and ``first_written`` finds it again."""
+        _put(self._outside)
+        if self.hides:
+            self._nothing.fill_(torch.nan)
+            self._note()
 
     def _note(self) -> None:
-        if not self._hides:
+        if self._is_master:
             return
         parameters = [parameter for parameter, _ in self._outside]
         self._noted, self._each = _noted(parameters), [_noted([one]) for one in parameters]

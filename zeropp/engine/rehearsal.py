@@ -29,23 +29,29 @@ def check_recompute(
     and ``keywords`` are its keyword inputs."""
     if recompute == "none":
         return
+    on_cpu = sample.device.type == "cpu"
     try:
-        _rehearse(layers, sample.to("meta"), keywords, recompute)
+        _rehearse(layers, sample.to("meta"), keywords, recompute, on_cpu=on_cpu)
     except InfeasibleError:
         devices = [sample.device] if sample.device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # training draws the same numbers as without this
-            _rehearse(layers, sample, keywords, recompute)
+            _rehearse(layers, sample, keywords, recompute, on_cpu=on_cpu)
 
 
 def _rehearse(
-    layers: Sequence[Layer], sample: Tensor, keywords: Mapping[str, Tensor], recompute: Recompute
+    layers: Sequence[Layer],
+    sample: Tensor,
+    keywords: Mapping[str, Tensor],
+    recompute: Recompute,
+    *,
+    on_cpu: bool,
 ) -> None:
     value: Value = sample
     keywords = {name: tensor.to(sample.device) for name, tensor in keywords.items()}
     for index, layer in enumerate(layers):
         module = copied(layer, index, for_real=not sample.is_meta).to(sample.device)
         how: Recompute = recompute if 0 < index < len(layers) - 1 else "none"
-        if how == "selective":
+        if how == "selective" and on_cpu:
             _check_recurrent(module, index)
         function = partial(module, **chosen(keywords, keywords_of(module)))
         try:

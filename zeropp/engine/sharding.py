@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from zeropp.engine.deferred import hooks_of
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.flat_layout import Cut, Name, lay_out
 from zeropp.engine.groups import DataGroups
-from zeropp.engine.held import Held, Types
+from zeropp.engine.held import Held, Types, Views
 from zeropp.engine.rank_lanes import Lanes
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Precision, WireType
@@ -198,17 +199,33 @@ def settle(flats: Iterable[FlatParameters]) -> None:
 
 
 def check_unwritten(flats: Iterable[FlatParameters]) -> None:
-    """Raise RuntimeError, after undoing it, if a parameter was written to in a way that masters do
-    not see; see ``Views``."""
-    found = [flat.views.undo_writes() for flat in flats]
-    written = [name for name in found if name is not None]
-    if written:
-        piece, name = min(written)
-        raise RuntimeError(
-            f"layers[{piece}]: {name!r} was written to after parallelize, which has no effect on "
-            "the shards; the write was undone (set values before parallelize, or with the model's "
-            "load_state_dict)"
-        )
+    """Raise RuntimeError if a parameter was written to in a way that masters do not see; see
+    ``Views``. Where parameters are hidden, the write is undone."""
+    all_views = [flat.views for flat in flats]
+    written = [(found, views) for views in all_views if (found := views.first_written())]
+    if not written:
+        written = [*_overwritten([views for views in all_views if views.hides])]
+    if not written:
+        return
+    (piece, name), first = min(written, key=itemgetter(0))
+    for _, views in written:
+        views.undo_writes()
+    done = "the write was undone" if first.hides else "save, and build the model anew"
+    raise RuntimeError(
+        f"layers[{piece}]: {name!r} was written to after parallelize, which has no effect on what "
+        f"the optimizer updates; {done} (set values before parallelize, or with the model's "
+        "load_state_dict)"
+    )
+
+
+def _overwritten(hiding: Sequence[Views]) -> Iterator[tuple[Name, Views]]:
+    """The hidden parameters whose values were overwritten. One number is read from the device for
+    all of them, for which the host waits."""
+    found = [views.overwritten() for views in hiding]
+    if found and bool(torch.cat(found).any()):
+        for views, numbers in zip(hiding, found, strict=True):
+            for number in torch.nonzero(numbers).flatten().tolist():
+                yield views.name_of(number), views
 
 
 @contextmanager

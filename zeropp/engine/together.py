@@ -55,8 +55,10 @@ class Meeting:
 
     Such work holds all ranks as soon as one of them raises. So that rank gives up (``give_up`` is
     to end the waiting of its peers, which then raise, too), and then all meet. ``group`` is a group
-    of all ranks that the work does not use. Without ``give_up`` (NCCL, where a rank cannot end its
-    peers' waiting) a rank raises at once, and its peers wait until their timeout.
+    of all ranks that the work does not use, and ``before`` one for what they agree on before it, in
+    which a rank may come late by more than the work's timeout. Without ``give_up`` (NCCL, where a
+    rank cannot end its peers' waiting) a rank raises at once, and its peers wait until their
+    timeout.
     """
 
     def __init__(
@@ -64,8 +66,11 @@ class Meeting:
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         give_up: Callable[[], None] | None = None,
+        *,
+        before: dist.ProcessGroup | None = None,
     ) -> None:
         self._device, self._group, self._give_up = device, group, give_up
+        self.before = before  # None: torch's default group
         self._given_up = self._updated = False
 
     def check(self) -> None:
@@ -117,7 +122,7 @@ class Meeting:
         of ``work`` ends no connections."""
         with self.left_by_interrupts():
             try:
-                return together(work, self._group)
+                return together(work, self.before)
             except RuntimeError as error:
                 if self._give_up is None or not _is_of_a_peer(error):
                     raise
@@ -134,7 +139,7 @@ class Meeting:
         except Exception:
             raise
         except BaseException as error:
-            if self._give_up is not None:
+            if self._give_up is not None and not self._given_up:
                 self._end_work(error)
                 self.close()
             raise
@@ -156,11 +161,13 @@ class Meeting:
         self._updated = True
 
     def close(self) -> None:
-        """Destroy the process group; all ranks must call it. On gloo this also ends the waiting of
+        """Destroy the process groups; all ranks must call it. On gloo this also ends the waiting of
         peers, as in ``DataGroups.close``."""
-        group, self._group = self._group, None
-        if group is not None:
-            dist.destroy_process_group(group)
+        groups = [self._group, self.before]
+        self._group = self.before = None
+        while groups:
+            if (group := groups.pop()) is not None:
+                dist.destroy_process_group(group)
 
     def _meet(self, sums: Tensor, failure: Exception | None) -> None:
         """Add up the sums of all ranks. A rank that does not meet its peers ends the connections of

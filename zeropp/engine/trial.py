@@ -60,8 +60,11 @@ def try_layers(
     are its keyword inputs.
 
     Raises InfeasibleError with one line that names the first layer that fails, or that returns
-    something other than a tensor or a tuple of tensors.
+    something other than a tensor or a tuple of tensors, or that is a module without values.
     """
+    for index, layer in enumerate(layers):
+        if isinstance(layer, nn.Module):
+            check_values(layer, index)
     try:
         return _run(layers, sample, keywords, for_real=False)
     except InfeasibleError:
