@@ -18,8 +18,8 @@ Kind = Callable[[], nn.Module]
 
 
 def loss_function(output: Tensor, target: Tensor) -> Tensor:
-    """Mean square error in the type of the output."""
-    return F.mse_loss(output, target)
+    """Mean square error in the type of the target, as torch 2.11 does not take two types."""
+    return F.mse_loss(output.to(target.dtype), target)
 
 
 def data(step: int = 0) -> tuple[Tensor, Tensor]:

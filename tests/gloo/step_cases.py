@@ -111,7 +111,8 @@ KINDS: dict[str, list[Callable[[], nn.Module]]] = {
 
 
 def mean_loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target)
+    """In the type of the target, as torch 2.11 does not take two types."""
+    return F.mse_loss(output.to(target.dtype), target)
 
 
 def sum_loss(output: Tensor, target: Tensor, row_weight: Tensor) -> Tensor:

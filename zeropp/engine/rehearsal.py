@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from zeropp.engine.failed_work import free_frames
 from zeropp.engine.recompute import run_recomputed
 from zeropp.engine.trial import Layer, copied
 from zeropp.engine.values import Value, chosen, keywords_of, may_have_gradient, tensors_of
@@ -32,7 +33,9 @@ def check_recompute(
     on_cpu = sample.device.type == "cpu"
     try:
         _rehearse(layers, sample.to("meta"), keywords, recompute, on_cpu=on_cpu)
-    except InfeasibleError:
+    except InfeasibleError as error:
+        # Torch 2.11 applies the hooks of a failed checkpoint to others until its frame is gone.
+        free_frames(error)
         devices = [sample.device] if sample.device.type == "cuda" else []
         with torch.random.fork_rng(devices):  # training draws the same numbers as without this
             _rehearse(layers, sample, keywords, recompute, on_cpu=on_cpu)
