@@ -22,10 +22,10 @@ def loss_function(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output.to(target.dtype), target)
 
 
-def data(step: int = 0) -> tuple[Tensor, Tensor]:
-    """A global batch of vectors, in fp64."""
+def data(step: int = 0, width: int = WIDTH) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a step: a global batch of vectors, in fp64."""
     generator = torch.Generator().manual_seed(step)
-    x, y = torch.randn(2, BATCH, WIDTH, generator=generator, dtype=torch.float64)
+    x, y = torch.randn(2, BATCH, width, generator=generator, dtype=torch.float64)
     return x, y
 
 

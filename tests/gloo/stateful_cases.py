@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import zeropp
+from tests.gloo import small_layers
+from tests.gloo.small_layers import BATCH, loss_function
 from zeropp.parallel_model import ParallelModel
 
-WIDTH, ROWS = 6, 12
+WIDTH = 6
+data = partial(small_layers.data, width=WIDTH)
 Kind = Callable[..., torch.optim.Optimizer]
 
 
@@ -42,16 +45,6 @@ def made() -> list[nn.Module]:
     return [layer.double() for layer in [*layers, nn.Linear(WIDTH, WIDTH)]]
 
 
-def data(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    inputs, targets = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
-    return inputs, targets
-
-
-def loss_function(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target)
-
-
 def alone(steps: int) -> nn.Module:
     """The layers after some steps in one process."""
     model = nn.ModuleList(copy.deepcopy(made()))
@@ -62,7 +55,7 @@ def alone(steps: int) -> nn.Module:
         for x, y in zip(*(part[:, None] for part in data(step)), strict=True):
             for layer in model:
                 x = layer(x)
-            (loss_function(x, y) / ROWS).backward()  # type: ignore[no-untyped-call]
+            (loss_function(x, y) / BATCH).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return model
 
@@ -72,7 +65,7 @@ def parallel(degrees: dict[str, Any]) -> ParallelModel:
         made(),
         loss_function,
         sample=data(0)[0][:1],
-        global_batch=ROWS,
+        global_batch=BATCH,
         optimizer=lambda groups: torch.optim.AdamW(groups["all"], lr=1e-2),
         **degrees,
     )
@@ -104,7 +97,7 @@ def grouped(degrees: dict[str, Any], kind: Kind = torch.optim.AdamW) -> Parallel
         made(),
         loss_function,
         sample=data(0)[0][:1],
-        global_batch=ROWS,
+        global_batch=BATCH,
         group_of=lambda name, _: "first" if name[0] == 0 else "others",
         optimizer=lambda groups: kind(
             [{"params": groups["first"], "lr": 0.1}, {"params": groups["others"], "lr": 0.01}]

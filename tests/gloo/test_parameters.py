@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 import zeropp
+from tests.gloo import small_layers
 from tests.gloo.differences import largest
-from tests.gloo.small_layers import error_of
+from tests.gloo.small_layers import BATCH, error_of, loss_function
 from tests.gloo.world import World
 from zeropp.parallel_model import ParallelModel
 
-WIDTH, ROWS = 6, 12
+WIDTH = 6
+data = partial(small_layers.data, width=WIDTH)
 
 
 class Scaled(nn.Linear):
@@ -40,17 +43,6 @@ def layers_of(kind: Callable[[], nn.Module]) -> list[nn.Module]:
     return [layer.double() for layer in made]
 
 
-def data(step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a step."""
-    generator = torch.Generator().manual_seed(step)
-    inputs, targets = torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)
-    return inputs, targets
-
-
-def loss_function(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target)
-
-
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.5)
 
@@ -64,14 +56,14 @@ def alone(layers: list[nn.Module], steps: int) -> nn.Module:
         for x, y in zip(*(part[:, None] for part in data(step)), strict=True):
             for layer in model:
                 x = layer(x)
-            (loss_function(x, y) / ROWS).backward()  # type: ignore[no-untyped-call]
+            (loss_function(x, y) / BATCH).backward()  # type: ignore[no-untyped-call]
         stepper.step()
     return model
 
 
 def parallel(layers: list[nn.Module], **more: Any) -> ParallelModel:
     return zeropp.parallelize(
-        layers, loss_function, sample=data(0)[0][:1], global_batch=ROWS,
+        layers, loss_function, sample=data(0)[0][:1], global_batch=BATCH,
         optimizer=lambda groups: optimizer(groups["all"]), **more,
     )  # fmt: skip
 
@@ -188,7 +180,7 @@ def train_tied_in_groups() -> list[float]:
     for degrees in cases:
         model = zeropp.parallelize(
             layers_of(lambda: nn.Linear(WIDTH, WIDTH)), loss_function, sample=data(0)[0][:1],
-            global_batch=ROWS, tied=((5, "weight"), (0, "weight")), pp=2, **degrees,
+            global_batch=BATCH, tied=((5, "weight"), (0, "weight")), pp=2, **degrees,
             group_of=lambda name, _: "first" if name[0] == 0 else "others",
             optimizer=lambda groups: torch.optim.AdamW([
                 {"params": groups["first"], "lr": 0.1}, {"params": groups["others"], "lr": 0.01}

@@ -14,15 +14,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
 import zeropp
+from tests.gloo.small_layers import BATCH, loss_function
 from tests.gloo.stateful_cases import (
-    ROWS,
     WIDTH,
     Kind,
     alone,
     check,
     data,
     grouped,
-    loss_function,
     made,
     parallel,
     train,
@@ -115,7 +114,7 @@ def regrouped(place: Path) -> tuple[bool, list[float], set[float]]:
         model.save(place)
         before = model.full_state_dict()
     with zeropp.parallelize(
-        made(), loss_function, sample=data(0)[0][:1], global_batch=ROWS, shard=2,
+        made(), loss_function, sample=data(0)[0][:1], global_batch=BATCH, shard=2,
         optimizer=lambda groups: torch.optim.AdamW(groups["all"], lr=0.5),
     ) as model:  # fmt: skip
         model.load(place)
@@ -213,7 +212,7 @@ def save_and_load(directory: Path) -> list[float]:
         train(model, 0, 1)
         model.save(directory)
         before = model.full_state_dict()
-        assert not before or float(before["3.seen"]) == ROWS
+        assert not before or float(before["3.seen"]) == BATCH
         with torch.no_grad():
             for flat in model.engine.flats:
                 flat.master.zero_()

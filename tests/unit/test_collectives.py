@@ -42,7 +42,7 @@ def test_all_reduce_inside_a_node_is_near_its_measurement(size: int, published_u
 
 def test_groups_across_nodes_share_the_nics() -> None:
     whole = group(A100, 64, 1, 64)  # one group of 8 nodes has every NIC
-    eighth = group(A100, 8, 8, 64)  # eight groups, one GPU a node each
+    eighth = group(A100, 8, 8, 64)  # eight groups of one GPU per node
     assert (whole.nodes, eighth.nodes) == (8, 8)
     assert whole.rate == pytest.approx(8 * eighth.rate)
 
