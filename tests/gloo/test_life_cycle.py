@@ -152,6 +152,7 @@ def test_layers_that_are_changed_between_steps_are_an_error(world: World) -> Non
     for name, said in first.items():
         words = "'bias' was written to" if name == "another type" else "parameters were replaced"
         assert said.startswith(f"RuntimeError: layers[1]: {words}"), said
+        assert ("the write was undone" in said) == (name == "another type"), said
         assert second[name] == f"PeerError: rank 0 raised {said}"
 
 

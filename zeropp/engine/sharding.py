@@ -200,7 +200,7 @@ def settle(flats: Iterable[FlatParameters]) -> None:
 
 def check_unwritten(flats: Iterable[FlatParameters]) -> None:
     """Raise RuntimeError if a parameter was written to in a way that masters do not see; see
-    ``Views``. Where parameters are hidden, the write is undone."""
+    ``Views``. What was done is undone, but for writes to a copy of the masters."""
     all_views = [flat.views for flat in flats]
     written = [(found, views) for views in all_views if (found := views.first_written())]
     if not written:
@@ -210,7 +210,8 @@ def check_unwritten(flats: Iterable[FlatParameters]) -> None:
     (piece, name), first = min(written, key=itemgetter(0))
     for _, views in written:
         views.undo_writes()
-    done = "the write was undone" if first.hides else "save, and build the model anew"
+    undone = first.first_written() is None
+    done = "the write was undone" if undone else "save, and build the model anew"
     raise RuntimeError(
         f"layers[{piece}]: {name!r} was written to after parallelize, which has no effect on what "
         f"the optimizer updates; {done} (set values before parallelize, or with the model's "
