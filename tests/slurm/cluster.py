@@ -222,6 +222,7 @@ class SlurmCluster:
             self._daemons[name] = subprocess.Popen(
                 ["setpriv", "--pdeathsig=KILL", *command],  # a killed test leaves no daemon
                 env=self.environment,
+                cwd=self.directory,  # a daemon that crashes leaves its core file there
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
