@@ -136,11 +136,7 @@ def build(
     _check_chunks(name, chunks)
     m = num_microbatches
     if name != "zeropp":
-        placement = v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks)
-        programs = _programs(name, num_ranks, chunks, m=m, group=group or num_ranks)
-        return Schedule(
-            name=name, num_microbatches=m, unit=m, stage_rank=placement, programs=programs
-        )
+        return _without_units(name, num_ranks, chunks, m=m, group=group or num_ranks)
     unit = unit_size(unit or "auto", stage_style, num_ranks, m)
     sizes = StepSizes(
         num_ranks=num_ranks,
@@ -152,8 +148,7 @@ def build(
         split_backward=split_backward,
         gather=any(cost.unshard for cost in costs or ()),
     )
-    compute, _ = _cheapest(step_drafts(sizes, tuple(costs) if costs else None), costs or ())
-    return compute
+    return _cheapest(step_drafts(sizes, tuple(costs or ())), costs or ())[0]
 
 
 def _check_chunks(name: str, chunks: int) -> None:
@@ -172,6 +167,17 @@ def _cheapest(drafts: Iterator[_StepDraft], costs: Sequence[StageCost]) -> _Step
     if not others:
         return first
     return min([first, *others], key=lambda draft: event_loop.run(draft[1](), costs).step_s)
+
+
+def _without_units(name: str, num_ranks: int, chunks: int, *, m: int, group: int) -> Schedule:
+    """A schedule of a generator other than ZeroPP's."""
+    return Schedule(
+        name=name,
+        num_microbatches=m,
+        unit=m,
+        stage_rank=v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks),
+        programs=_programs(name, num_ranks, chunks, m=m, group=group),
+    )
 
 
 def _programs(name: str, num_ranks: int, chunks: int, *, m: int, group: int) -> tuple[Program, ...]:
