@@ -12,7 +12,7 @@ from fractions import Fraction
 from benchmarks.studies.validation.reader import PUBLISHED, read_rows
 from benchmarks.studies.validation.rows import PublishedRow
 
-Key = tuple[int, int, int, int, int, int, int]
+Key = tuple[int, ...]
 
 
 def key_of(row: PublishedRow) -> Key:
