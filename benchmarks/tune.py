@@ -133,7 +133,7 @@ def tune(spec: TuneSpec) -> list[Outcome[Any]]:
 
 
 # How long a search takes by comparison; those that are not named are quick.
-_SLOWEST = {"torchtitan": 4, "torch_pp": 3, "zeropp": 2, "best_3d": 1}
+_SLOWEST = {"zeropp": 4, "torch_pp": 3, "best_3d": 2, "torchtitan": 1}
 
 
 def search_one(spec: TuneSpec, name: str) -> Outcome[Any]:

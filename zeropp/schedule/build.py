@@ -27,6 +27,7 @@ from zeropp.schedule.zeropp_order import (
     candidates,
     default_cap,
     equal_order,
+    planned_beginnings,
     planned_order,
     unit_size,
 )
@@ -69,15 +70,23 @@ def step_programs(
 
 
 def step_drafts(
-    sizes: StepSizes, costs: tuple[StageCost, ...] | None = None
+    sizes: StepSizes,
+    costs: tuple[StageCost, ...] | None = None,
+    too_large: Callable[[Schedule], bool] | None = None,
 ) -> Iterator[tuple[Schedule, Callable[[], Schedule]]]:
     """The same orders one by one: each as compute actions alone, with a function that completes it.
 
-    Orders are cached, because many plans that differ in other degrees share them. Raises ValueError
-    if the activation cap is too small.
+    If all orders that are planned with ``costs`` are ``too_large`` by their beginnings already,
+    they are not planned to the end, and one of the beginnings stands for them. Orders are cached,
+    because many plans that differ in other degrees share them. Raises ValueError if the activation
+    cap is too small.
     """
     yield equal_order(sizes.order), partial(_equal_step, sizes)
     if costs:
+        begun = planned_beginnings(sizes.order, costs) if too_large else ()
+        if begun and too_large and all(map(too_large, begun)):
+            yield begun[0], partial(_planned_step, sizes, costs)
+            return
         for planned in candidates(sizes.order, costs)[1:]:
             yield planned, partial(_planned_step, sizes, costs)
 

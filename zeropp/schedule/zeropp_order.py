@@ -21,7 +21,7 @@ from operator import itemgetter
 
 from zeropp.literals import Auto, StageStyle, if_auto
 from zeropp.schedule.action import collector_paused
-from zeropp.schedule.greedy import Orders, Planned, Policy, Slot, list_schedule
+from zeropp.schedule.greedy import Orders, Planned, Policy, Slot, beginning, list_schedule
 from zeropp.schedule.lean_order import lean_programs
 from zeropp.schedule.program import Program, Schedule, StageCost, loop_placement, place_stages
 
@@ -30,6 +30,8 @@ _EQUAL_COST_POLICIES = (Policy(), Policy(alternate=True))
 _POLICIES = tuple(Policy(alternate=True, patience=patience) for patience in (0.0, 0.25, 0.5))
 _MANY_ACTIONS = 100_000  # for longer steps, the policy is chosen on this many units:
 _SAMPLED_UNITS = 3
+_BEGUN_UNITS = 2  # in so many units a rank fills its memory, as a rule
+_WORTH_BEGINNING = 0.6  # the largest share of a step that is a beginning and not almost all of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +137,24 @@ def planned_order(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Schedule:
     if sizes.stage_style == "v":
         return _scheduled(sizes, _on_a_v(sizes, costs))
     return _scheduled(sizes, _real_cost_plan(sizes, unit_orders(sizes), costs).programs())
+
+
+@lru_cache(maxsize=256)
+@collector_paused()
+def planned_beginnings(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> tuple[Schedule, ...]:
+    """The beginnings of all orders of which ``planned_order`` takes one, which are quicker to make;
+    none where they would be almost the whole step."""
+    begun = _BEGUN_UNITS * sizes.unit + sizes.num_ranks  # microbatches
+    if sizes.stage_style == "v" or begun > _WORTH_BEGINNING * sizes.num_microbatches:
+        return ()
+    sizes.check()
+    until_s = begun * sum(cost.compute for cost in costs) / sizes.num_ranks
+    return tuple(
+        _scheduled(
+            sizes, beginning(o, costs, sizes.activation_cap, policy, until_s=until_s).programs()
+        )
+        for o, policy in product(unit_orders(sizes), _POLICIES)
+    )
 
 
 def _scheduled(sizes: OrderSizes, programs: tuple[Program, ...]) -> Schedule:
