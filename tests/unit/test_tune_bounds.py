@@ -174,7 +174,9 @@ def test_families_alike_need_at_least_the_same_activations(name: str) -> None:
                 assert 0 < least <= min(least_bytes(m.plan, m.price) for m in known), known[0]
                 key = (size, point.num_microbatches, of_compute(knobs))
                 found.setdefault(key, []).append(least)
-    assert any(len(values) > 1 for values in found.values())
+    # DeepSpeed's data-parallel ranks can be used in one way only.
+    assert name == "deepspeed_3d" or any(len(values) > 1 for values in found.values())
+    assert found
     assert all(len(set(values)) == 1 for values in found.values())
 
 

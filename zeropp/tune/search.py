@@ -14,8 +14,11 @@ best of those that were simulated with other degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
 bytes is too large, or if no order of its planner fitted the first and the last rank with a smaller
-activation cap; otherwise it is dropped if no order fits all ranks. Where a planner makes drafts of
-its orders, one whose compute actions alone take too long is not completed.
+activation cap; otherwise it is dropped if no order fits all ranks. A whole family is dropped if no
+member can fit, and with it, if the activations alone do not fit, all families that differ only in
+how data-parallel ranks are used. As far as the bounds hold, this drops nothing that fits. Where a
+planner makes drafts of its orders, one whose compute actions alone take too long is not completed,
+and one whose beginning is too large is not planned to its end.
 """
 
 from __future__ import annotations
