@@ -83,12 +83,21 @@ def step_drafts(
     """
     yield equal_order(sizes.order), partial(_equal_step, sizes)
     if costs:
-        begun = planned_beginnings(sizes.order, costs) if too_large else ()
-        if begun and too_large and all(map(too_large, begun)):
-            yield begun[0], partial(_planned_step, sizes, costs)
+        refused = _refused(planned_beginnings(sizes.order, costs), too_large) if too_large else None
+        if refused:
+            yield refused, partial(_planned_step, sizes, costs)
             return
         for planned in candidates(sizes.order, costs)[1:]:
             yield planned, partial(_planned_step, sizes, costs)
+
+
+def _refused(begun: Iterator[Schedule], too_large: Callable[[Schedule], bool]) -> Schedule | None:
+    """One of the beginnings if all of them are too large."""
+    beginning = None
+    for beginning in begun:
+        if not too_large(beginning):
+            return None
+    return beginning
 
 
 @lru_cache(maxsize=96)

@@ -13,7 +13,7 @@ chunks gathered: ``lean_order``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -139,22 +139,26 @@ def planned_order(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Schedule:
     return _scheduled(sizes, _real_cost_plan(sizes, unit_orders(sizes), costs).programs())
 
 
-@lru_cache(maxsize=256)
-@collector_paused()
-def planned_beginnings(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> tuple[Schedule, ...]:
-    """The beginnings of all orders of which ``planned_order`` takes one, which are quicker to make;
-    none where they would be almost the whole step."""
+def planned_beginnings(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Iterator[Schedule]:
+    """The beginnings of all orders of which ``planned_order`` takes one, made one by one, which is
+    quicker than to make one order; none where they would be almost the whole step."""
     begun = _BEGUN_UNITS * sizes.unit + sizes.num_ranks  # microbatches
     if sizes.stage_style == "v" or begun > _WORTH_BEGINNING * sizes.num_microbatches:
-        return ()
+        return
     sizes.check()
     until_s = begun * sum(cost.compute for cost in costs) / sizes.num_ranks
-    return tuple(
-        _scheduled(
-            sizes, beginning(o, costs, sizes.activation_cap, policy, until_s=until_s).programs()
-        )
-        for o, policy in product(unit_orders(sizes), _POLICIES)
-    )
+    for number, policy in product(range(len(unit_orders(sizes))), _POLICIES):
+        yield _beginning(sizes, costs, number, policy, until_s)
+
+
+@lru_cache(maxsize=64)
+@collector_paused()
+def _beginning(
+    sizes: OrderSizes, costs: tuple[StageCost, ...], number: int, policy: Policy, until_s: float
+) -> Schedule:
+    order = unit_orders(sizes)[number]
+    begun = beginning(order, costs, sizes.activation_cap, policy, until_s=until_s)
+    return _scheduled(sizes, begun.programs())
 
 
 def _scheduled(sizes: OrderSizes, programs: tuple[Program, ...]) -> Schedule:
