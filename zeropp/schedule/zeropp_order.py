@@ -148,13 +148,13 @@ def planned_beginnings(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Itera
     sizes.check()
     until_s = begun * sum(cost.compute for cost in costs) / sizes.num_ranks
     for number, policy in product(range(len(unit_orders(sizes))), _POLICIES):
-        yield _beginning(sizes, costs, number, policy, until_s)
+        yield _beginning(sizes, costs, number=number, policy=policy, until_s=until_s)
 
 
 @lru_cache(maxsize=64)
 @collector_paused()
 def _beginning(
-    sizes: OrderSizes, costs: tuple[StageCost, ...], number: int, policy: Policy, until_s: float
+    sizes: OrderSizes, costs: tuple[StageCost, ...], *, number: int, policy: Policy, until_s: float
 ) -> Schedule:
     order = unit_orders(sizes)[number]
     begun = beginning(order, costs, sizes.activation_cap, policy, until_s=until_s)
