@@ -9,7 +9,8 @@ from tests.unit.source_trees import statements
 
 
 def imported_modules(every: list[ast.AST]) -> Iterator[str]:
-    """Names of the modules that a file with these statements imports, and of what it takes from them."""
+    """Names of the modules that a file with these statements imports, and of what it takes from
+    them."""
     for node in every:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
