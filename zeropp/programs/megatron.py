@@ -6,7 +6,6 @@ from zeropp.programs.entry import Entry
 from zeropp.programs.traits import Program, StateBytes
 
 _SC21 = "arXiv 2104.04473"
-_HOST_FIT = "fitted on results/published/vtrain_a100.csv"
 _V100_FIT = "fitted on results/published/libai_megatron_v100.csv"
 _FP32 = StateBytes(4, 4, 8)
 
@@ -43,16 +42,8 @@ MEGATRON_LM_2022 = MEGATRON_LM_2021.but(
 MEGATRON_DEEPSPEED_2022 = MEGATRON_LM_2021.but(
     "megatron_deepspeed_2022",
     "Megatron-DeepSpeed of 2022, as vTrain (MICRO 2024) and BLOOM ran it",
-    # pads_vocabulary: by vTrain rows, the head takes about twice as long per logit with TP 1, when
-    # its 50,257 columns are odd, as with TP 2. The head in vTrain's src/model/gpt_modeling.py has
-    # vocab_size // world_size columns, unpadded.
-    {
-        "bf16": f"{MEGATRON_LM_2021.sources['bf16']}; gradients are reduced in fp16",
-        "launch_factor": _HOST_FIT,
-    },
+    {"bf16": f"{MEGATRON_LM_2021.sources['bf16']}; gradients are reduced in fp16"},
     bf16=StateBytes(2, 4, 12, reduced=2),
-    pads_vocabulary=False,
-    launch_factor=2.56,
 )
 MEGATRON_LM_V100 = MEGATRON_LM_2021.but(
     "megatron_lm_v100",
@@ -97,8 +88,12 @@ MEGATRON_CORE = MEGATRON_CORE_R08.but(
     {
         "bf16": "arXiv 1910.02054, section 3.1; megatron/training/arguments.py of 2025: gradients "
         "are accumulated and reduced in fp32 unless asked otherwise",
+        "fused_loss": "core/models/common/language_module/language_module.py (core_v0.12.0): "
+        "--cross-entropy-loss-fusion with --cross-entropy-fusion-impl te, that is Transformer "
+        "Engine's parallel_cross_entropy, which overwrites 16-bit logits with their gradient",
     },
     bf16=StateBytes(2, 4, 12),
+    fused_loss=True,
 )
 MEGATRON_CORE_R06 = MEGATRON_CORE.but(
     "megatron_core_r0.6",
@@ -108,6 +103,7 @@ MEGATRON_CORE_R06 = MEGATRON_CORE.but(
         "(1b5a030): dropout is left at its default, 0.1",
     },
     dropout_masks=True,
+    fused_loss=False,
     overlap_tensor=False,
     overlap_reduction=False,
     overlap_updated=False,
