@@ -12,6 +12,7 @@ from functools import lru_cache
 from baselines.fsdp.plan import accumulation
 from benchmarks.specification.compose import preset
 from benchmarks.studies.validation.clusters import cluster_of
+from benchmarks.studies.validation.plausible import check_plausible
 from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
 from zeropp.cluster import Cluster
 from zeropp.contender.contender import ZEROPP
@@ -25,7 +26,7 @@ from zeropp.schedule import build, lower
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
 
-_MOST_BLOCKS = 10**6  # blocks x microbatches; a wrong row could otherwise take for ever
+_MOST_BLOCKS = 250_000  # blocks x microbatches; a wrong row could otherwise take for ever
 _UNPRICED_SCHEDULES = ("dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min", "seq1f1b")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -52,6 +53,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
     """The case of a row, on the cluster preset ``cluster_name`` if one is given. Raises
     UnpredictableError if the case has no price."""
     _refuse_what_has_no_price(row)
+    check_plausible(row)
     count = row.global_batch // (row.micro_batch * row.dp)
     if row.layers * count > _MOST_BLOCKS:
         raise UnpredictableError(f"layers={row.layers} x {count} microbatches: too many")

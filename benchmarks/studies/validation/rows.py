@@ -188,8 +188,8 @@ def _metric(row: PublishedRow) -> str:
     except ValidationError:
         return f"value={row.value!r}: must be a number above 0 in digits, without unit or commas"
     kind, share = row.measure.kind, row.measured / row.measure.units[row.unit]
-    if kind == "utilization" and share > 1:
-        return f"value={row.value}: {row.metric} above 100 % in unit={row.unit!r}"
+    if kind == "utilization" and not 0.01 <= share <= 1:
+        return f"value={row.value}: {row.metric} is {share:.3%}, not 1 to 100 % (unit={row.unit!r})"
     if (kind in ("flops", "utilization")) != (row.attention_flops is not None):
         wanted = "full or causal" if row.attention_flops is None else "blank"
         return f"attention_flops={row.attention_flops or ''!r}: must be {wanted} for {row.metric}"
