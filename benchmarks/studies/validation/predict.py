@@ -108,7 +108,8 @@ def _memory_bytes(row: PublishedRow, case: Case, result: SimResult) -> float:
 def _layer_s(row: PublishedRow, case: Case) -> float:
     """Seconds of one block's forward, backward or both, with tensor-parallel collectives: the
     difference between the model and one with one more block."""
-    alone = replace(case, layout=replace(case.layout, pp=1, chunks=1), num_microbatches=1)
+    one_stage = replace(case.layout, pp=1, chunks=1)
+    alone = replace(case, layout=one_stage, num_microbatches=1, cuts=None)
     costs = []
     for layers in (1, 2):
         plan = plan_of(replace(alone, shape=replace(case.shape, layers=layers)))

@@ -21,7 +21,7 @@ def cells_by_place(path: Path) -> dict[str, Cells]:
 
 def row_of(cells: Cells) -> PublishedRow:
     """The published row of a line of ``validation.csv``."""
-    return PublishedRow.model_validate({name: cells[name] for name in COLUMNS if cells[name]})
+    return PublishedRow.model_validate({name: cells[name] for name in COLUMNS if cells.get(name)})
 
 
 def predicted(row: PublishedRow, cells: Cells) -> Predicted:
