@@ -54,7 +54,6 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
     """The case of a row, on the cluster preset ``cluster_name`` if one is given. Raises
     UnpredictableError if the case has no price."""
     _refuse_what_has_no_price(row)
-    check_plausible(row)
     count = row.global_batch // (row.micro_batch * row.dp)
     if row.layers * count > _MOST_BLOCKS:
         raise UnpredictableError(f"layers={row.layers} x {count} microbatches: too many")
@@ -63,6 +62,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
             f"global_batch={row.global_batch}: {count} microbatches do not divide into groups of "
             f"pp={row.pp}, as schedule={row.schedule} needs"
         )
+    check_plausible(row)
     return Case(
         shape=row.shape,
         cluster=preset("cluster", cluster_name, Cluster) if cluster_name else cluster_of(row),
