@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.studies.validation.errors import outcome_of
 from benchmarks.studies.validation.plausible import check_plausible
+from benchmarks.studies.validation.reader import read_rows, training_tables
 from tests.unit.published_cells import line_of, predicted, row
 
 MFU = {"metric": "mfu", "attention_flops": "full"}
@@ -101,3 +102,11 @@ def test_cuts_change_the_price_and_those_of_the_rule_do_not() -> None:
     even, uneven = (predicted(cuts=cuts).value for cuts in ("0 7 13 19 26", "0 2 4.5 9 26"))
     assert even == predicted().value
     assert uneven > 1.3 * even
+
+
+def test_no_committed_number_is_refused() -> None:
+    rows = [line.row for table in training_tables() for line in read_rows(table)]
+    understood = [row for row in rows if row is not None]
+    assert len(understood) > 2800
+    for one in understood:
+        check_plausible(one)
