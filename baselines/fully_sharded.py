@@ -28,7 +28,7 @@ from baselines.private_names import (
 from zeropp.engine.recompute import run_recomputed
 from zeropp.layout import Layout
 from zeropp.literals import Precision
-from zeropp.optimizer import square_norm
+from zeropp.optimizer import clip_factor, square_norm
 from zeropp.plan import Plan
 from zeropp.training import StepResult
 
@@ -133,9 +133,8 @@ def finish_step(
     dist.all_reduce(totals)
     mean_loss, square = totals.tolist()
     result = StepResult(mean_loss, math.sqrt(square))
-    if clip_norm and result.grad_norm > clip_norm:
-        scale = clip_norm / (result.grad_norm + 1e-6)  # as torch's clip_grad_norm_
-        scale_all([local(gradient) for _, gradient in held], scale)
+    if (factor := clip_factor(result.grad_norm, clip_norm)) != 1.0:
+        scale_all([local(gradient) for _, gradient in held], factor)
     return result
 
 

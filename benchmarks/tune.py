@@ -25,7 +25,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.records.metrics import UNMEASURED
 from benchmarks.records.record import write_atomically
 from benchmarks.specification.command import (
     check_writable,
@@ -120,7 +119,7 @@ def tune(spec: TuneSpec) -> list[Outcome[Any]]:
     """
     if len(spec.contenders) == 1:
         return [search_one(spec, spec.contenders[0])]
-    slow_first = sorted(spec.contenders, key=lambda name: _SLOWEST.get(name, 0), reverse=True)
+    slow_first = sorted(spec.contenders, key=_search_effort, reverse=True)
     processes = min(os.cpu_count() or 1, len(spec.contenders))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, spawn, leave_interrupts_to_parent) as pool:
@@ -132,8 +131,8 @@ def tune(spec: TuneSpec) -> list[Outcome[Any]]:
         return [waiting[name].result() for name in spec.contenders]
 
 
-# How long a search takes by comparison; those that are not named are quick.
-_SLOWEST = {"torchtitan": 4, "torch_pp": 3, "zeropp": 2, "best_3d": 1}
+def _search_effort(name: str) -> int:
+    return PRICED[name].search_effort
 
 
 def search_one(spec: TuneSpec, name: str) -> Outcome[Any]:
@@ -178,8 +177,9 @@ def show(outcomes: list[Outcome[Any]]) -> None:
         console.print(
             f"{outcome.contender.label}: {outcome.simulated} simulated, others failed: {reasons}"
         )
-    if any(outcome.contender.name == "zeropp" for outcome in outcomes):
-        console.print(UNMEASURED)
+    for outcome in outcomes:
+        if outcome.contender.caveat:
+            console.print(outcome.contender.caveat)
 
 
 def _row(found: Evaluated[Any]) -> tuple[str, ...]:

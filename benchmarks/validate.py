@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.records.metrics import UNMEASURED
 from benchmarks.specification.command import CommandParser, check_writable, run_command
 from benchmarks.specification.compose import preset
 from benchmarks.specification.progress import told
@@ -27,6 +26,7 @@ from benchmarks.studies.validation.errors import (
 )
 from benchmarks.studies.validation.reader import Line, read_rows, training_tables
 from zeropp.cluster import Cluster
+from zeropp.contender.contender import ZEROPP
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,7 +111,7 @@ def _summary(outcomes: Sequence[Outcome], errors: Sequence[Errors]) -> str:
     ]
     for (table, reason), count in refusals(outcomes).most_common():
         text.append(f"refused: {count:4} of {table}: {reason}")
-    return "\n".join([*text, oom_line(predicted), UNMEASURED])
+    return "\n".join([*text, oom_line(predicted), ZEROPP.caveat])
 
 
 if __name__ == "__main__":

@@ -8,10 +8,14 @@
 In: a model as a list of layers, a loss function and the degrees of parallelism. Out: a model that
 trains in pipeline stages, on one rank of a process group.
 
-For the library itself read ``schedule`` (which action when), ``plan`` (what every rank does),
-``cost`` and ``sim`` (what that takes), ``planner`` and ``tune`` (how a plan is chosen), ``engine``
-(what runs it), then ``api``. Importing the package imports no torch; it sets environment variables
-that CUDA reads when it is initialised (``cuda_settings``).
+For the library itself read ``layout``, ``shape`` and ``cluster`` (degrees, model sizes, hardware),
+``schedule`` (which action when), ``plan`` (what every rank does), ``programs`` (what training
+software there is), ``cost`` and ``sim`` (what a plan takes), ``planner``, ``tune`` and
+``contender`` (how a plan is chosen), and ``engine`` (what runs it). For the public API read
+``api``, then ``arguments`` and ``keywords`` (what it takes), ``cut`` and ``layer_costs`` (layers
+become stages), ``choose`` (``auto``) and ``parallel_model`` (what it returns). Importing the
+package imports no torch; it sets environment variables that CUDA reads when it is initialised
+(``cuda_settings``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -19,7 +19,7 @@ from zeropp.engine.values import TensorShape
 from zeropp.layer_costs import layer_costs, stage_costs
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
 from zeropp.literals import Precision, StageStyle, if_auto
-from zeropp.schedule import event_loop, validate
+from zeropp.schedule import validate
 from zeropp.schedule.build import StepSizes, step_programs
 from zeropp.schedule.program import Schedule, StageCost
 from zeropp.schedule.zeropp_order import default_cap, unit_size
@@ -158,14 +158,7 @@ def _step_sizes(request: Request, layout: Layout, microbatches: int) -> StepSize
 
 
 def _schedule(sizes: StepSizes, costs: tuple[StageCost, ...] | None) -> Schedule:
-    """The order for equal durations or, where durations are known, the better of that one and the
-    one that is planned with them, as ZeroPP's planner does for the suite."""
-    if costs is None:
-        (schedule,) = step_programs(sizes)
-    else:  # as in ``zeropp.planner.orders``, orders do not depend on gathers and reductions
-        bare = tuple(replace(cost, unshard=0.0, reduce_grad=0.0) for cost in costs)
-        orders = step_programs(sizes, bare)
-        schedule = min(orders, key=lambda order: event_loop.run(order, costs).step_s)
+    schedule = step_programs(sizes, costs)
     validate(schedule, activation_cap=sizes.activation_cap)
     return schedule
 

@@ -1,4 +1,6 @@
-"""The words that knobs and plans may use where there is a fixed choice; imports nothing of ours."""
+"""The values that knobs and plans may have where there is a fixed choice. This module imports
+nothing of this project.
+"""
 
 from typing import Literal, TypeVar
 

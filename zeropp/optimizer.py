@@ -33,6 +33,14 @@ def build_optimizer(
     )
 
 
+def clip_factor(norm: float, clip_norm: float) -> float:
+    """The factor by which clipping scales all gradients, given their global norm; all contenders
+    call this. As in torch's ``clip_grad_norm_`` it is NaN if the norm is NaN, and 1 if the norm is
+    at most ``clip_norm``; it is also 1 if ``clip_norm`` is 0, which means no clipping."""
+    factor = clip_norm / (norm + 1e-6)
+    return 1.0 if not clip_norm or factor >= 1.0 else factor
+
+
 def square_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> Tensor:
     """This rank's part of the squared gradient norm in fp64; the parts of all ranks add up to it.
 

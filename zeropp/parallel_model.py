@@ -61,16 +61,18 @@ class ParallelModel:
     def train_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> StepResult:
         """Train one step on this rank's ``rows`` of the global batch.
 
-        ``inputs``, ``targets`` and every keyword input have [rows, ...] entries; microbatch j is
-        rows j*b .. (j+1)*b-1. A keyword input goes to the layers whose ``forward`` names it, and to
-        the loss function where that names it. Gives the loss of the global batch and the gradient's
-        norm before clipping, equal on every rank. Raises ValueError where the number of rows is
-        another or the batch is on another device, TypeError for what is no tensor and for other
-        keyword inputs than ``sample_keywords`` had, and RuntimeError under ``torch.no_grad`` and
-        under ``torch.autocast``, whose copies of the weights would outlive an update; the other
-        ranks raise PeerError, which is a RuntimeError, and nothing has run. After a step that
-        raised while it ran, the next one raises RuntimeError: it is not known how far each rank
-        came, so the model must be built anew.
+        ``inputs``, ``targets`` and every keyword input are [rows, ...]; with b rows per microbatch,
+        microbatch j is the rows j*b .. (j+1)*b-1. A keyword input goes to the layers whose
+        ``forward`` names it, and to the loss function if that names it. Returns the loss of the
+        global batch and the gradient's norm before clipping, equal on every rank.
+
+        Raises ValueError for another number of rows or a batch on another device, TypeError for
+        something that is not a tensor or for other keyword inputs than ``sample_keywords`` had, and
+        RuntimeError under ``torch.no_grad`` and under ``torch.autocast``, whose copies of the
+        weights would outlive an update. The other ranks then raise PeerError, which is a
+        RuntimeError, and nothing has run. After a step that raised while it ran, the next one
+        raises RuntimeError: it is not known how far each rank came, so the model must be built
+        anew.
         """
         parts = self.engine.meeting.agree(
             lambda: self._training_batch(inputs, targets, keyword_inputs)
@@ -81,10 +83,10 @@ class ParallelModel:
     def eval_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> float:
         """The loss of a batch, forward only: no gradients, every module in evaluation mode.
 
-        Takes any number of rows, on each data-parallel rank its own number (also none); ranks with
-        the same ``data_parallel_rank`` give the same rows. Gives the mean over all rows of all
-        ranks (the sum with ``loss_reduction="sum"``), equal on every rank. It changes no state: a
-        training run with evaluations in it is the same as one without. Raises ValueError where
+        The number of rows may be any, also 0, and may differ between data-parallel ranks; ranks
+        with the same ``data_parallel_rank`` give the same rows. Returns the mean over all rows of
+        all ranks (the sum with ``loss_reduction="sum"``), equal on every rank. It changes no state:
+        a training run with evaluations in it is the same as one without. Raises ValueError where
         ranks of one pipeline have different rows, and otherwise what ``train_step`` does.
         """
         parts = self.engine.meeting.agree(

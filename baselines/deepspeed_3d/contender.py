@@ -16,5 +16,12 @@ DEEPSPEED_3D = Contender(
     order=order,
     space=SPACE,
     trainer="baselines.deepspeed_3d.trainer:build",
+    late_imports=(  # by deepspeed.initialize: two seconds of work per rank
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "deepspeed.comm.mori",
+        "deepspeed.module_inject.auto_ep_layer",
+        "distutils.ccompiler",
+    ),
+    takes_fake_tensors=False,  # docs/simulator.md says why
     filler="baselines.deepspeed_3d.messages:fill",
 )

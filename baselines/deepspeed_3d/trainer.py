@@ -39,7 +39,7 @@ from baselines.deepspeed_3d.tensor_parallel import (
 )
 from zeropp.layout import Layout
 from zeropp.model import build_piece
-from zeropp.optimizer import build_optimizer, square_norm
+from zeropp.optimizer import build_optimizer, clip_factor, square_norm
 from zeropp.plan import Plan
 from zeropp.schedule.action import Action, Op
 from zeropp.schedule.event_result import LANES
@@ -171,10 +171,9 @@ class DeepSpeedTrainer:
         total = self._local_square_norm()
         dist.all_reduce(total)
         self._grad_norm = math.sqrt(float(total))
-        if self._clip_norm and self._grad_norm > self._clip_norm:
-            scale = self._clip_norm / (self._grad_norm + 1e-6)  # as torch's clip_grad_norm_
+        if (factor := clip_factor(self._grad_norm, self._clip_norm)) != 1.0:
             for _, gradient, _ in self._gradients():
-                gradient.mul_(scale)
+                gradient.mul_(factor)
 
     def _local_square_norm(self) -> Tensor:
         """This rank's part of the squared gradient norm; the parts of all ranks add up to the

@@ -16,4 +16,6 @@ FSDP = Contender(
     order=order,
     space=SPACE,
     trainer="baselines.fsdp.trainer:build",
+    late_imports=("torch.distributed.fsdp",),
+    unrecorded="gathers and reductions",
 )

@@ -53,12 +53,12 @@ OFFERS: dict[Public3D, Offer] = {
         sequence_parallel=False,
         placements=("dp_inner",),
     ),
-    # arXiv 2401.10241 and 2405.15362: ZB-H1 and ZB-V beside Megatron's own; recomputation under a
-    # split backward is left out, because examples/pretrain_zero_bubble.sh has none.
+    # arXiv 2401.10241 and 2405.15362: ZB-H1 and ZB-V beside Megatron's own, all of them with
+    # recomputation (megatron/core/tensor_parallel/random.py: CheckpointFunction runs in B).
     "zero_bubble": Offer(
         program="controllable_memory",
         schedules={**_MEGATRON_SCHEDULES, "zb_h1": (1,), "zbv": (2,)},
-        recomputed=frozenset(_MEGATRON_SCHEDULES),
+        recomputed=frozenset({*_MEGATRON_SCHEDULES, "zb_h1", "zbv"}),
         placements=("dp_inner",),
     ),
     # No existing program: the best of every public part at once.

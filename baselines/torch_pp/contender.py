@@ -16,7 +16,9 @@ TORCH_PP = Contender(
     order=order,
     space=SPACE,
     check=check,
+    search_effort=3,
     trainer="baselines.torch_pp.trainer:build",
+    unrecorded="gathers and transfers",
 )
 # torchtitan combines the same schedules, FSDP2 and DTensor. It is priced, but does not run here.
 TORCHTITAN = Contender(
@@ -28,4 +30,5 @@ TORCHTITAN = Contender(
     order=order,
     space=SPACE,
     check=check,
+    search_effort=1,
 )

@@ -38,7 +38,9 @@ class TorchPPKnobs:
 @dataclass(frozen=True)
 class TorchtitanKnobs(TorchPPKnobs):
     """torchtitan has the same degrees and torch's own schedules. It cuts a model between blocks
-    (``torchtitan/distributed/pipeline.py``: stages are lists of whole layers)."""
+    (``torchtitan/distributed/pipeline_parallel.py``: stages are lists of whole layers), and it is
+    priced with ``torch.compile``, so that its schedules do not split the backward."""
 
     name: Literal["torchtitan"] = "torchtitan"  # type: ignore[assignment]
     split_blocks: Literal[False] = False
+    compile: Literal[True] = True

@@ -36,7 +36,7 @@ SCHEDULES = (*UNSPLIT, *SPLIT_BACKWARD)
 _V_SHAPED = ("zbv", "dualpipev")
 _ACTIVE_STAGES = 3
 # The entry of ``zeropp.programs`` that prices each of the two contenders of this folder.
-_PROGRAMS = {"torch_pp": "torch_pp", "torchtitan": "torchtitan_compiled"}
+_PROGRAMS = {"torch_pp": "torch_pp", "torchtitan": "torchtitan_3d"}
 
 
 def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:

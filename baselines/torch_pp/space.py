@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from baselines.torch_pp.knobs import TorchPPKnobs, TorchSchedule
-from baselines.torch_pp.plan import SCHEDULES, SPLIT_BACKWARD
+from baselines.torch_pp.plan import SCHEDULES, SPLIT_BACKWARD, UNSPLIT
 from zeropp.literals import Recompute, if_auto
 from zeropp.tune.space import (
     Point,
@@ -36,7 +36,7 @@ def families(point: Point[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
     for sequence, placement, schedule in product(
         sequence_choices(asked.sequence_parallel, degrees),
         placement_choices(asked.placement, point),
-        choices(asked.schedule, SCHEDULES if degrees.pp > 1 else ("1f1b",)),
+        choices(asked.schedule, _schedules(asked, degrees.pp)),
     ):
         recomputes = _RECOMPUTE[:1] if schedule in SPLIT_BACKWARD else _RECOMPUTE
         for chunks, recompute, blocks in chunk_choices(point, _CHUNKS[schedule], recomputes):
@@ -54,6 +54,14 @@ def families(point: Point[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
                 placement=placement,
                 split_blocks=if_auto(asked.split_blocks, not point.task.shape.dropout),
             )
+
+
+def _schedules(asked: TorchPPKnobs, pp: int) -> tuple[TorchSchedule, ...]:
+    """The schedules to try. Torch refuses to split the backward of compiled blocks
+    (``pipelining/schedules.py``: ``_check_torch_compile_compatibility``)."""
+    if pp == 1:
+        return ("1f1b",)
+    return UNSPLIT if asked.compile else SCHEDULES
 
 
 SPACE = Space(families=families, members=one_member, tensor=True, shards=(1, 0))

@@ -19,23 +19,17 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from benchmarks.specification.contenders import CONTENDERS
+
 # A forked process imports the launcher's main module again; what that imports is listed here, too.
 _PRELOADED = ("torch.distributed", "benchmarks.specification.compose", "benchmarks.launch.sweep")
-# For CPU ranks only. Optimizers import dynamo in their first step; the last four are what DeepSpeed
-# imports when an engine is built, two seconds of work per rank. A name that an older or newer
-# version lacks is passed over.
+# For CPU ranks only: what every contender needs. Optimizers import dynamo in their first step. The
+# fork server ignores names of modules that are not installed.
 PRELOADED_ON_CPU = (
     "benchmarks.worker.__main__",
     "torch._dynamo",
-    "torch.distributed.fsdp",
-    "zeropp.contender.trainer",
-    "baselines.deepspeed_3d.trainer",
-    "baselines.torch_pp.trainer",
-    "baselines.fsdp.trainer",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "deepspeed.comm.mori",
-    "deepspeed.module_inject.auto_ep_layer",
-    "distutils.ccompiler",
+    *(contender.trainer.partition(":")[0] for contender in CONTENDERS.values()),
+    *(name for contender in CONTENDERS.values() for name in contender.late_imports),
 )
 _CONTEXT = multiprocessing.get_context("forkserver")
 

@@ -31,8 +31,6 @@ from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import SpecError
 from zeropp.plan import Plan
 
-_TRACED = ("zeropp", "torch_pp", "fsdp")  # with fake tensors; docs/simulator.md: why not DeepSpeed
-
 
 def check(points: Sequence[Point], options: TraceOptions) -> None:
     """Raise SpecError for points that cannot run without peers, and for pipeline ranks that a plan
@@ -52,11 +50,12 @@ def check(points: Sequence[Point], options: TraceOptions) -> None:
 
 
 def _check_fake(point: Point) -> None:
-    settings = point.spec.contender
-    if settings.name not in _TRACED:
+    name = point.spec.contender.name
+    if not CONTENDERS[name].takes_fake_tensors:
+        able = [other for other, known in CONTENDERS.items() if known.takes_fake_tensors]
         raise SpecError(
-            f"contender.name={settings.name!r}: with fake tensors launcher=trace runs "
-            f"{', '.join(_TRACED)} (use launcher.tensors=real, or launcher=simulate for formulas)"
+            f"contender.name={name!r}: with fake tensors launcher=trace runs "
+            f"{', '.join(able)} (use launcher.tensors=real, or launcher=simulate for formulas)"
         )
     if point.plan is not None and point.plan.compile:
         raise SpecError(

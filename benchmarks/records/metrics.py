@@ -6,12 +6,6 @@ from benchmarks.records.record import RunRecord
 from benchmarks.records.recorded_spec import RecordedSpec
 from zeropp.cost import model_flops_per_token
 
-UNMEASURED = (
-    "No measurement of PP x ZeRO-3 with gathers per unit (ZeroPP) has been published: its "
-    "simulated step is the sum of parts (kernels, pipeline, gathers) that are held against "
-    "measurements."
-)
-
 
 def tokens_per_step(spec: RecordedSpec) -> int:
     """Tokens trained on in one step, over all ranks."""

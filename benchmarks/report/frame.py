@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.records.metrics import UNMEASURED
 from benchmarks.records.record import RecordError, find_records, read_record
 from benchmarks.report.plans_file import find_plans, read_plans
 from benchmarks.report.row import Row, row_of
+from benchmarks.specification.contenders import PRICED
 
 # The columns of a cell: rows that agree in these differ in the contender only, so they compare.
 CELL = [
@@ -88,10 +88,11 @@ def _one_per_contender(ranked: pd.DataFrame) -> pd.DataFrame:
 
 def notes_of(rows: pd.DataFrame) -> list[str]:
     """Notes for a reader of these rows' numbers, one line each."""
-    simulated = rows["evidence"].str.startswith("simulated") & rows["contender"].eq("zeropp")
+    simulated = set(rows[rows["evidence"].str.startswith("simulated")]["contender"])
+    caveats = [known.caveat for name, known in PRICED.items() if name in simulated]
     shared = rows["source"].map(lambda source: bool(source.get("slurm", {}).get("neighbours")))
     beside = (
         f"{shared.sum()} of {len(rows)} rows were measured beside other jobs on their nodes "
         "(slurm.neighbours in their records)"
     )
-    return [UNMEASURED] * bool(simulated.any()) + [beside] * bool(shared.any())
+    return [*filter(None, caveats)] + [beside] * bool(shared.any())

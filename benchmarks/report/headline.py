@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks.records.stats import paired_ratio
 from benchmarks.report import forms, words
 from benchmarks.report.frame import CELL, best_configuration
-from benchmarks.report.pairs import BASE, paired_speedups, speedup_of
+from benchmarks.report.pairs import BASE, SUBJECT, paired_speedups, speedup_of
 from benchmarks.report.table import Cell, Column, Grid, Table, table
 
 _CONTENDER, _LAYOUT = "contender", "configuration"
@@ -95,7 +95,7 @@ def _two_lines(cell: Cell) -> Cell:
     return dataclasses.replace(cell, text=cell.text.replace(" [", "\n["))
 
 
-def answers(rows: pd.DataFrame, base: str = BASE, contender: str = "zeropp") -> Iterator[str]:
+def answers(rows: pd.DataFrame, base: str = BASE, contender: str = SUBJECT) -> Iterator[str]:
     """What these records show for a contender against the base: one sentence per kind of evidence,
     basis of comparison and cluster."""
     pairs = paired_speedups(rows, base)

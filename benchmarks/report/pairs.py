@@ -11,6 +11,7 @@ import pandas as pd
 from benchmarks.records.stats import Summary, ratio_of_medians
 from benchmarks.report.frame import CELL, best_configuration
 
+SUBJECT = "zeropp"  # the contender that the suite is about: its columns come first
 BASE = "deepspeed_3d"  # speed-ups are over this contender unless another one is named
 
 

@@ -16,7 +16,7 @@ import pandas as pd
 
 from benchmarks.report import words
 from benchmarks.report.frame import CELL, best_or_failed
-from benchmarks.report.pairs import BASE, speedup_of
+from benchmarks.report.pairs import BASE, SUBJECT, speedup_of
 from benchmarks.report.table import MISSING, Cell, Column, Grid, Table, table
 from benchmarks.specification.contenders import PRICED
 
@@ -100,7 +100,7 @@ def paper_grids(paper: Table) -> Iterator[Grid]:
 def _grid(name: str, evidence: str, mine: pd.DataFrame) -> Grid:
     contenders = sorted(set(mine["contender"]), key=_place)
     base = str(mine["base"].iloc[0])
-    contenders.sort(key=lambda name: (name != "zeropp", name != base))
+    contenders.sort(key=lambda name: (name != SUBJECT, name != base))
     keys = [key for key in _KEYS if key in _ALWAYS or _varies(mine, key)]
     groups = {name: _metrics(mine, name, base) for name in contenders}
     cells: dict[tuple[Any, ...], dict[str, Mapping[Any, Any]]] = {}

@@ -13,11 +13,11 @@ from benchmarks.report import style, words
 from benchmarks.report.frame import CELL, best_configuration
 from benchmarks.report.picture import Picture, by_evidence
 from benchmarks.report.timeline_figure import timeline_figure
+from benchmarks.specification.contenders import PRICED
 from zeropp.timeline import Timeline, timeline_from_rows
 
 MAX_RANKS = 8  # most pipeline ranks in a picture
 _RECORDED = " The recorded step is one after the timed ones, and recording slows it."
-_HOOKED = {"fsdp": "gathers and reductions", "torch_pp": "gathers and transfers"}
 
 
 def step_timelines(rows: pd.DataFrame, *, every: bool = False) -> Iterator[Picture]:
@@ -61,9 +61,9 @@ def _unrecorded(contenders: list[str]) -> str:
     """The caption's words on communication that torch's runtimes start themselves, so that recorded
     steps do not show it."""
     hidden = [
-        f"{what} of {words.contender_label(name)}"
-        for name, what in _HOOKED.items()
-        if name in contenders
+        f"{known.unrecorded} of {known.label}"
+        for name, known in sorted(PRICED.items())
+        if name in contenders and known.unrecorded
     ]
     said = f" Not recorded, and so grey: {', '.join(hidden)}." if hidden else ""
     return _RECORDED + said

@@ -1,10 +1,10 @@
 """Measures ZeroPP and torch's pipeline side by side on CPU cores, and counts where the time goes.
 
-The demo's settings, both with the same model, batch and degrees. The same ranks build all of the
-trainers and step them in turn, so that whatever else the machine does slows all alike. All ranks
-share the cores, so what a step costs is the CPU time of all ranks together; of it, that of the main
-threads (Python, and the model's forwards and backwards) is counted apart. ``alone`` is one process
-that trains the same batch in a plain loop, which is what the arithmetic costs.
+Both train the demo's models with the same batch and the same degrees. The same ranks build all
+trainers and step them in turn, so that other work on the machine slows all alike. All ranks share
+the cores, so the cost of a step is the CPU time of all ranks together. The part of it that the main
+threads take (Python, and the model's forwards and backwards) is also counted by itself. ``alone``
+is one process that trains the same batch in a plain loop, which shows the cost of the arithmetic.
 
     python -m benchmarks.studies.pipelines_on_cpu --repeats 5 \
         --out results/reference/pipelines_on_cpu.json

@@ -1,9 +1,9 @@
 """One rank of one attempt: gate, warm-up, timed steps, one recorded step.
 
-Fed by a frozen spec and the usual variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-MASTER_PORT); writes ``rank_NNN.jsonl`` into the attempt's directory, and a profiler's trace where
-the rank runs alone. Prints a line per step, which the launcher puts into the rank's log. Knows
-neither Hydra nor Slurm.
+A rank reads a frozen spec and the usual environment variables (RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR, MASTER_PORT). It writes ``rank_NNN.jsonl`` into the attempt's directory, and a
+profiler's trace if it runs without its peers. It prints a line per step, which the launcher puts
+into the rank's log. Nothing here depends on Hydra or Slurm.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ class Suite:
     def wait_for_records(self, number: int, seconds: float = 120) -> list[RunRecord]:
         """Wait until this many attempts have recorded themselves."""
         what = f"{number} records below {self.runs}"
-        wait_until(lambda: len(list(find_records([self.runs]))) >= number, seconds, what)
+        self._wait(lambda: len(list(find_records([self.runs]))) >= number, seconds, what)
         return self.records()
 
     def wait_for_steps(self, number: int, seconds: float = 120) -> Path:
@@ -133,7 +133,7 @@ class Suite:
                     found.append(attempt)
             return found
 
-        wait_until(stepping, seconds, f"{number} steps below {self.runs}")
+        self._wait(stepping, seconds, f"{number} steps below {self.runs}")
         return stepping()[-1]
 
     @staticmethod
@@ -153,13 +153,13 @@ class Suite:
             return found
 
         what = f"steps of {number} attempts below {self.runs}"
-        wait_until(lambda: len(stepping()) >= number, seconds, what)
+        self._wait(lambda: len(stepping()) >= number, seconds, what)
         return stepping()
 
     def wait_for_states(self, expected: list[str], seconds: float = 120) -> None:
         """Wait until no point is in the queue, then compare the states."""
         self.wait_until_idle(seconds)
-        wait_until(lambda: self.states() == expected, 120, f"{expected} of {self.runs}")
+        self._wait(lambda: self.states() == expected, 120, f"{expected} of {self.runs}")
 
     def workers(self) -> list[int]:
         """Processes of ranks below this suite's runs."""
@@ -172,7 +172,14 @@ class Suite:
 
     def wait_until_idle(self, seconds: float = 120) -> None:
         """Wait until none of the suite's points waits or runs."""
-        wait_until(lambda: not self.queue(), seconds, f"an empty queue of {self.runs}")
+        self._wait(lambda: not self.queue(), seconds, f"an empty queue of {self.runs}")
+
+    def _wait(self, condition: Callable[[], object], seconds: float, what: str) -> None:
+        """``wait_until``, with what Slurm says of its jobs and nodes where it took too long."""
+        try:
+            wait_until(condition, seconds, what)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{_account(self.cluster)}") from None
 
     def queue(self) -> list[str]:
         """The ids of the points of this suite's sweeps that wait or run: tasks of arrays."""
@@ -189,6 +196,14 @@ class Suite:
         lines = self.cluster.run("squeue", "--noheader", "--array", form).splitlines()
         told = [line.split() for line in lines]
         return [(job, waits) for job, name, waits in told if name.rpartition("-")[0] in sweeps]
+
+
+def _account(cluster: SlurmCluster) -> str:
+    """What the controller says of jobs and nodes, and the end of its log."""
+    jobs = cluster.run("squeue", "--array", "--long")
+    nodes = cluster.run("sinfo", "--Node", "--long")
+    log = (cluster.directory / "slurmctld.log").read_text().splitlines()
+    return "\n".join([jobs, nodes, *log[-60:]])
 
 
 def _escaped(path: Path) -> str:

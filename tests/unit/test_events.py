@@ -6,13 +6,19 @@ import pytest
 
 from zeropp.schedule import build, lower
 from zeropp.schedule.action import parse_action
-from zeropp.schedule.event_loop import run, run_programs
-from zeropp.schedule.program import Program, StageCost
+from zeropp.schedule.event_loop import run
+from zeropp.schedule.program import Program, Schedule, StageCost
 from zeropp.schedule.sequence import DeadlockError
 
 
 def program(text: str) -> Program:
     return tuple(parse_action(word) for word in text.split())
+
+
+def scheduled(programs: tuple[Program, ...], stage_rank: tuple[int, ...]) -> Schedule:
+    return Schedule(
+        name="test", num_microbatches=2, unit=2, stage_rank=stage_rank, programs=programs
+    )
 
 
 def test_gpipe_by_hand() -> None:
@@ -36,7 +42,9 @@ def test_1f1b_takes_its_textbook_step(ranks: int, m: int) -> None:
 def test_a_gather_runs_beside_compute_and_only_the_rest_is_exposed() -> None:
     """The second gather takes 3 beside a forward of 1 and ends 2 later than that forward."""
     words = "0UNSHARD 1UNSHARD 0F0 1F0 1B0 0B0 0REDUCE_GRAD 1REDUCE_GRAD"
-    result = run_programs([program(words)], [0, 0], [StageCost(unshard=3.0, reduce_grad=1.0)] * 2)
+    result = run(
+        scheduled((program(words),), (0, 0)), [StageCost(unshard=3.0, reduce_grad=1.0)] * 2
+    )
     assert result.exposed_gather == (3.0 + 2.0,)
     assert result.exposed_wait == (0.0,)
     assert result.step_s == pytest.approx(6 + 1 + 2 + 2 + 1 + 1)
@@ -46,7 +54,7 @@ def test_copies_stand_in_line_with_compute_and_weight_gradients_need_none() -> N
     """Copy-out by the first action that uses the parameters, copy-in before the reduction."""
     words = "0UNSHARD 0F0 0I0 0RESHARD 0UNSHARD 0W0 0REDUCE_GRAD 0F1 0I1 0W1 0REDUCE_GRAD 0RESHARD"
     cost = StageCost(unshard=0.5, copy_out=2.0, copy_in=3.0)
-    result = run_programs([program(words)], [0], [cost])
+    result = run(scheduled((program(words),), (0,)), [cost])
     named = dict(zip(words.split(), zip(result.start[0], result.end[0], strict=True), strict=False))
     assert named["0F0"] == (0.5, 3.5)
     assert named["0W0"] == (4.5, 5.5)  # no copy, though the parameters came before it
@@ -90,6 +98,6 @@ def test_spans_cover_the_busy_time_and_never_overlap_on_a_lane() -> None:
 
 
 def test_a_deadlock_says_where_every_rank_stands() -> None:
-    programs = [program("0F0 0B0 0F1 0B1"), program("1F1 1F0 1B0 1B1")]
+    programs = (program("0F0 0B0 0F1 0B1"), program("1F1 1F0 1B0 1B1"))
     with pytest.raises(DeadlockError, match="rank 0 at 0B0, rank 1 at 1F1"):
-        run_programs(programs, [0, 1], [StageCost()] * 2)
+        run(scheduled(programs, (0, 1)), [StageCost()] * 2)

@@ -147,10 +147,11 @@ def test_published_distances_stand_beside_simulated_records(tmp_path: Path) -> N
     distances = published_distances(rows)
     assert set(distances["role"]) == {"fitted", "adjusted", "held out"}
     assert set(distances["quantity"]) == {"speed", "memory"}
-    assert len(distances) > 2000
+    assert len(distances) > 800
     vtrain = distances[distances["source"].str.startswith("vTrain")]["error"]  # step times
     committed = pd.read_csv(VALIDATION)
-    slow = committed[committed["source"].str.startswith("vTrain")]["relative_error"].dropna()
+    measured = committed["source"].str.startswith("vTrain") & (committed["role"] == "fitted")
+    slow = committed[measured]["relative_error"].dropna()
     assert vtrain.median() == pytest.approx(1 / (1 + slow.median()) - 1, abs=1e-3)
     groups = distances.groupby(["source", "role", "quantity"])
     assert len(published_table(rows).data) == groups.ngroups

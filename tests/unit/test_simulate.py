@@ -17,6 +17,7 @@ from zeropp.layout import Layout
 from zeropp.plan import Candidate, Plan
 from zeropp.schedule import build, lower
 from zeropp.schedule.program import StageCost
+from zeropp.sim.memory_curve import as_memory, walk
 from zeropp.sim.simulator import simulate
 
 
@@ -131,9 +132,10 @@ def test_memory_curve_ends_where_it_began_and_peaks_at_the_peak(pp: int) -> None
     plan = zeropp_plan(pp, 8, pp)
     result = simulate(plan, task().cluster, price=flat_price(plan, StageCost(unshard=0.1)))
     for rank, peak in enumerate(result.memory):
-        curve = result.memory_curve(rank)
-        assert max(memory.total for _, memory in curve) == peak.total
-        last = curve[-1][1]
+        changes = walk(result.plan, result.price, rank)
+        curve = [as_memory(result.plan, result.price, rank, change) for change in changes]
+        assert max(memory.total for memory in curve) == peak.total
+        last = curve[-1]
         assert (last.activations, last.unsharded) == (0, 0)
         assert (last.gradients, last.workspace) == (2 * 10, 7)  # the last reduction's copy
 

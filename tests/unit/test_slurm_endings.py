@@ -59,16 +59,20 @@ TIME_LIMIT = Ending("timeout", "stopped before the job's time limit (SIGUSR1)")
             {},
             Ending("preempted", "SIGUSR1 with 500 s left: preemption, or sent by hand", True),
         ),
-        (
-            ScriptEnd(1, "TERM"),
-            "",
-            {},
-            Ending(
-                "failed",
-                "the script was sent SIGTERM, sent by hand or by a tool of the site "
-                "(Slurm does not answer)",
-                True,
-            ),
+        *(
+            (
+                ScriptEnd(1, "TERM"),
+                log,
+                exits,
+                Ending(
+                    "failed",
+                    "the script was sent SIGTERM, sent by hand or by a tool of the site "
+                    "(Slurm does not answer)",
+                    True,
+                ),
+            )
+            # srun kills the ranks, at times before they have noticed the signal themselves
+            for log, exits in (("", {}), ("srun: error: n: task 0: Killed\n", {1: 137}))
         ),
         (
             ScriptEnd(1),

@@ -13,7 +13,12 @@ from benchmarks import CHECKOUT
 from benchmarks.specification.contenders import PRICED
 from benchmarks.studies.validation.cases import case_of, even_cuts, module_cuts
 from benchmarks.studies.validation.clusters import cluster_of
-from benchmarks.studies.validation.errors import first_of_runs, outcome_of, predicted_rows
+from benchmarks.studies.validation.errors import (
+    errors_of,
+    first_of_runs,
+    outcome_of,
+    predicted_rows,
+)
 from benchmarks.studies.validation.pairs import pairs_of
 from benchmarks.studies.validation.predict import predict
 from benchmarks.studies.validation.reader import read_rows, training_tables
@@ -199,6 +204,20 @@ def test_a_run_printed_in_several_units_counts_once(tmp_path: Path) -> None:
     table = write_table(tmp_path, *cells)
     rows = predicted_rows(outcome_of(line) for line in read_rows(table))
     assert [rows.index(one) for one in first_of_runs(rows)] == [0, 2, 3, 4]
+
+
+def test_what_nobody_measured_counts_in_no_total_of_measurements(tmp_path: Path) -> None:
+    measured, computed = CELLS, CELLS | {"role": "computed", "source": "a formula", "seq": "1024"}
+    lines = read_rows(write_table(tmp_path, measured, computed))
+    errors = errors_of(predicted_rows([outcome_of(line) for line in lines]))
+    assert {(e.source, e.role): e.runs for e in errors} == {
+        ("a test", "held out"): 1,
+        ("a formula", "computed"): 1,
+        ("all held out sources", "held out"): 1,
+        ("all on a100", "both"): 1,
+        ("all sources", "both"): 1,
+        ("all sources, computed numbers too", "any"): 2,
+    }
 
 
 def test_the_command_prints_a_summary_and_writes_every_row(

@@ -19,6 +19,12 @@ ZEROPP = Contender(
     drafts=order_drafts,
     space=SPACE,
     left_open=attrgetter("is_open"),
+    search_effort=4,
+    caveat=(
+        "No measurement of PP x ZeRO-3 with gathers per unit (ZeroPP) has been published: its "
+        "simulated step is the sum of parts (kernels, pipeline, gathers) that are held against "
+        "measurements."
+    ),
     reproduces_dropout=True,
     trainer="zeropp.contender.trainer:build",
 )

@@ -155,10 +155,10 @@ def logits_bytes(work: Work, size: int) -> float:
 def head_kept(work: Work) -> float:
     """Bytes that the head keeps: input and output of the final norm, and the fp32 softmax of the
     loss, or the logits if the loss is fused. Torch's pipeline stages keep their outputs, so that
-    the logits are kept, too."""
+    the logits are always kept."""
     size = element_bytes(work.precision) if work.program.fused_loss else FP32
     kept = 2 * boundary_bytes(work) + logits_bytes(work, size)
-    if work.program.torch_stages:
+    if work.program.torch_stages and not work.program.fused_loss:
         kept += logits_bytes(work, element_bytes(work.precision))
     return kept
 

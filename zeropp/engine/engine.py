@@ -196,13 +196,6 @@ class Engine:
         buffers = ((name, one.cpu()) for name, one in self.buffers().items())
         return self.meeting.run(lambda: dict([*self.full_parameters(every_name=True), *buffers]))
 
-    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Unsharded CPU copies of the last step's gradients, named ``{piece}.{name}``."""
-        settle(self.flats)
-        for flat in self.flats:
-            if (mine := flat.gradient()) is not None:
-                yield from self._whole(flat, mine, mine.dtype)
-
     def save(self, directory: Path | str) -> None:
         """Write parameters, optimizer state and the number of steps; any topology can load it."""
         checkpoint.save(self.state(), directory)

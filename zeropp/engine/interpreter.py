@@ -68,12 +68,9 @@ class _Step:
     """The tensors of one step while it runs, by (stage, microbatch)."""
 
     batch: Microbatches
-    activations: dict[Key, Tensors] = field(
-        default_factory=dict, init=False
-    )  # inputs of a forward to come
-    gradients: dict[Key, Tensors] = field(
-        default_factory=dict, init=False
-    )  # of outputs, backward to come
+    # The inputs of forwards, and the gradients of outputs, that are still to be used.
+    activations: dict[Key, Tensors] = field(default_factory=dict, init=False)
+    gradients: dict[Key, Tensors] = field(default_factory=dict, init=False)
     receiving: dict[tuple[Op, Key], _Message] = field(default_factory=dict, init=False)
     losses: list[Tensor] = field(default_factory=list, init=False)
 

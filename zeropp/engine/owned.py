@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.engine.flat_layout import Slot, Stretch
+from zeropp.optimizer import clip_factor
 
 Kind = TypeVar("Kind")
 
@@ -56,15 +57,13 @@ class Updater:
                 group["lr"] = rate * factor
 
     def clip(self, norm: float) -> None:
-        """Scale the gradients down if their global norm is too large, as torch's
-        ``clip_grad_norm_`` does; a norm that is NaN makes all of them NaN there, too."""
-        scale = self.clip_norm / (norm + 1e-6)
-        if not self.clip_norm or scale >= 1:
+        """Scale the gradients down if their global norm is too large; see ``clip_factor``."""
+        if (factor := clip_factor(norm, self.clip_norm)) == 1.0:
             return
         for group in self.optimizer.param_groups:
             for tensor in group["params"]:
                 if tensor.grad is not None:
-                    tensor.grad.mul_(scale)
+                    tensor.grad.mul_(factor)
 
     def split(self, one: Owned, stretches: Sequence[Stretch]) -> list[Owned]:
         """Put several tensors in the place of one, whose stretch they make up; the one's state and

@@ -68,8 +68,8 @@ def _after_two_steps(optimizer: torch.optim.Optimizer, size: int) -> Tensor:
 def _standing_in(
     optimizer: torch.optim.Optimizer, places: Sequence[Sequence[slice]]
 ) -> Iterator[list[list[nn.Parameter]]]:
-    """Inside this context the optimizer has, in each group, tensors with these places of four
-    numbers, and no state."""
+    """Inside this context the optimizer has no state, and each of its groups has small tensors
+    instead of its own: one tensor per slice of ``places``, with those of the four test values."""
     groups, state = optimizer.param_groups, optimizer.state
     tensors = [
         [_stand_in(group["params"][0], place) for place in lot]

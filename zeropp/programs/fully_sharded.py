@@ -76,6 +76,21 @@ TORCHTITAN_COMPILED = TORCHTITAN.but(
     {"traffic_factor": "torch.compile makes one kernel of an element-wise chain"},
     traffic_factor=1.0,
 )
+TORCHTITAN_3D = TORCHTITAN_COMPILED.but(
+    "torchtitan_3d",
+    "torchtitan v0.2.2 (2025) with --compile.enable and async tensor parallelism, on its pipelines",
+    {
+        "fused_loss": "torchtitan/components/loss.py, build_cross_entropy_loss (v0.2.2): compiled, "
+        "so that no fp32 copy of the logits is made",
+        "overlap_tensor": "torchtitan/distributed/tensor_parallel.py, maybe_enable_async_tp "
+        "(v0.2.2)",
+        "torch_stages": "torchtitan/distributed/pipeline_parallel.py (v0.2.2): its stages are "
+        "torch's PipelineStage",
+    },
+    fused_loss=True,
+    overlap_tensor=True,
+    torch_stages=True,
+)
 FMS_FSDP = LLM_FOUNDRY.but(
     "fms_fsdp",
     "IBM's fms-fsdp of 2024, on torch's FSDP with torch.compile",

@@ -97,8 +97,12 @@ MEGATRON_CORE = MEGATRON_CORE_R08.but(
     {
         "bf16": "arXiv 1910.02054, section 3.1; megatron/training/arguments.py of 2025: gradients "
         "are accumulated and reduced in fp32 unless asked otherwise",
+        "fused_loss": "core/models/common/language_module/language_module.py (core_v0.12.0): "
+        "--cross-entropy-loss-fusion with --cross-entropy-fusion-impl te, that is Transformer "
+        "Engine's parallel_cross_entropy, which overwrites 16-bit logits with their gradient",
     },
     bf16=StateBytes(2, 4, 12),
+    fused_loss=True,
 )
 MEGATRON_CORE_R06 = MEGATRON_CORE.but(
     "megatron_core_r0.6",
@@ -108,6 +112,7 @@ MEGATRON_CORE_R06 = MEGATRON_CORE.but(
         "(1b5a030): dropout is left at its default, 0.1",
     },
     dropout_masks=True,
+    fused_loss=False,
     overlap_tensor=False,
     overlap_reduction=False,
     overlap_updated=False,

@@ -35,6 +35,7 @@ ENTRIES: dict[str, Entry] = {
         fully_sharded.FMS_FSDP_EAGER,
         fully_sharded.TORCHTITAN,
         fully_sharded.TORCHTITAN_COMPILED,
+        fully_sharded.TORCHTITAN_3D,
         fully_sharded.FLASH_ATTENTION_GPT,
     )
 }

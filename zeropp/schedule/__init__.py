@@ -7,8 +7,8 @@ Read in this order: ``action`` (the vocabulary), ``program`` (a schedule and its
 ``build`` (the entry: from a name or ZeroPP's sizes to a schedule); then the generators
 (``generators``, ``zero_bubble``, and ZeroPP's: ``zeropp_order`` with ``greedy`` for stages in a
 loop, ``lean_order`` with ``pattern`` and ``justify`` for stages on a V); ``passes`` adds gathers,
-reductions and transfers; ``legality`` refuses what must not run; ``event_loop`` prices a
-schedule (``event_result``).
+reductions and transfers; ``legality`` refuses what must not run; ``sequence`` finds an order in
+which all actions can be timed, and ``event_loop`` times them (``event_result``).
 """
 
 from zeropp.schedule.build import GENERATORS, build

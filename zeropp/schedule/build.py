@@ -1,14 +1,15 @@
 """The entry to schedules: from a name and sizes to a schedule.
 
-``build`` gives the compute actions of any generator by its name. ``step_programs`` gives complete
-ZeroPP programs, with gathers, reductions and transfers; planner, tuner and engine all call it, so
-that they agree on the step.
+``build`` gives the compute actions of any generator by its name. For ZeroPP, ``step_drafts`` gives
+the orders to choose from, each with a function that adds gathers, reductions and transfers. The
+planner and the tuner let the simulator choose, which looks at memory, too. ``step_programs``, which
+the public API calls, and ``build`` choose by the step time in the event loop alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 
 from zeropp.literals import ReduceEvery, StageStyle
@@ -43,6 +44,9 @@ GENERATORS = (
 )
 
 
+_StepDraft = tuple[Schedule, Callable[[], Schedule]]  # compute actions, complete programs
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepSizes(OrderSizes):
     """Everything except for durations on which the programs of a ZeroPP step depend: the sizes of
@@ -59,19 +63,24 @@ class StepSizes(OrderSizes):
         return OrderSizes(**{field.name: getattr(self, field.name) for field in fields(OrderSizes)})
 
 
-def step_programs(
-    sizes: StepSizes, costs: tuple[StageCost, ...] | None = None
-) -> tuple[Schedule, ...]:
-    """The complete programs to choose from: the order for equal durations and, with ``costs`` (one
-    per stage), one that is planned with these, if it differs. Raises ValueError if the activation
-    cap is too small."""
-    return tuple(complete() for _, complete in step_drafts(sizes, costs))
+def step_programs(sizes: StepSizes, costs: tuple[StageCost, ...] | None = None) -> Schedule:
+    """The complete programs of a step: in the order for equal durations or, with ``costs`` (one per
+    stage), in whichever of the ``step_drafts`` takes less time in the event loop. Raises ValueError
+    if the activation cap is too small."""
+    if costs is None:
+        return _equal_step(sizes)
+    # Orders do not depend on gathers and reductions; without these, more steps share cached orders.
+    bare = tuple(replace(cost, unshard=0.0, reduce_grad=0.0) for cost in costs)
+    _, complete = _cheapest(step_drafts(sizes, bare), costs)
+    return complete()
 
 
 def step_drafts(
     sizes: StepSizes, costs: tuple[StageCost, ...] | None = None
-) -> Iterator[tuple[Schedule, Callable[[], Schedule]]]:
-    """The same orders one by one: each as compute actions alone, with a function that completes it.
+) -> Iterator[_StepDraft]:
+    """The orders to choose from, one by one: that for equal durations and, with ``costs`` (one per
+    stage), one that is planned with these, if it differs. Each comes as compute actions alone, with
+    a function that completes it.
 
     Orders are cached, because many plans that differ in other degrees share them. Raises ValueError
     if the activation cap is too small.
@@ -127,13 +136,9 @@ def build(
     _check_chunks(name, chunks)
     m = num_microbatches
     if name != "zeropp":
-        placement = v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks)
-        programs = _programs(name, num_ranks, chunks, m=m, group=group or num_ranks)
-        return Schedule(
-            name=name, num_microbatches=m, unit=m, stage_rank=placement, programs=programs
-        )
+        return _without_units(name, num_ranks, chunks, m=m, group=group or num_ranks)
     unit = unit_size(unit or "auto", stage_style, num_ranks, m)
-    sizes = OrderSizes(
+    sizes = StepSizes(
         num_ranks=num_ranks,
         chunks=chunks,
         num_microbatches=m,
@@ -141,8 +146,9 @@ def build(
         activation_cap=activation_cap or default_cap(stage_style, num_ranks, chunks, unit),
         stage_style=stage_style,
         split_backward=split_backward,
+        gather=any(cost.unshard for cost in costs or ()),
     )
-    return _cheapest(candidates(sizes, costs), costs)
+    return _cheapest(step_drafts(sizes, tuple(costs or ())), costs or ())[0]
 
 
 def _check_chunks(name: str, chunks: int) -> None:
@@ -154,13 +160,24 @@ def _check_chunks(name: str, chunks: int) -> None:
         raise ValueError(f"chunks={chunks}: zbv has two chunks per rank")
 
 
-def _cheapest(orders: Sequence[Schedule], costs: Sequence[StageCost] | None) -> Schedule:
-    """The order that the event loop prices lowest on these costs, gathers and reductions included;
-    the first of equals, which is the order for equal durations."""
-    if len(orders) == 1 or costs is None:
-        return orders[0]
-    gather = any(cost.unshard for cost in costs)
-    return min(orders, key=lambda order: event_loop.run(lower(order, gather=gather), costs).step_s)
+def _cheapest(drafts: Iterator[_StepDraft], costs: Sequence[StageCost]) -> _StepDraft:
+    """The draft whose complete programs the event loop prices lowest on these costs; the first of
+    equals, which is the order for equal durations."""
+    first, *others = drafts
+    if not others:
+        return first
+    return min([first, *others], key=lambda draft: event_loop.run(draft[1](), costs).step_s)
+
+
+def _without_units(name: str, num_ranks: int, chunks: int, *, m: int, group: int) -> Schedule:
+    """A schedule of a generator other than ZeroPP's."""
+    return Schedule(
+        name=name,
+        num_microbatches=m,
+        unit=m,
+        stage_rank=v_placement(num_ranks) if name == "zbv" else loop_placement(num_ranks, chunks),
+        programs=_programs(name, num_ranks, chunks, m=m, group=group),
+    )
 
 
 def _programs(name: str, num_ranks: int, chunks: int, *, m: int, group: int) -> tuple[Program, ...]:

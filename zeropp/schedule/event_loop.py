@@ -22,7 +22,7 @@ from typing import NamedTuple
 from zeropp.schedule.action import Op
 from zeropp.schedule.event_result import EventResult
 from zeropp.schedule.program import Program, Schedule, StageCost
-from zeropp.schedule.sequence import ActionSequence, sequence_of
+from zeropp.schedule.sequence import ActionSequence
 
 _UNKNOWN = -1.0
 _NO_LANE: list[float] = []
@@ -54,14 +54,6 @@ def run_within(
     then returns None."""
     loop = _Loop(schedule.programs, schedule.stage_rank, schedule.sequence, costs)
     return loop.result() if loop.ends_within(limit_s) else None
-
-
-def run_programs(
-    programs: Sequence[Program], stage_rank: Sequence[int], costs: Sequence[StageCost]
-) -> EventResult:
-    """Like ``run``, for programs that are not part of a Schedule."""
-    sequence = sequence_of(programs, stage_rank)
-    return _Loop(tuple(programs), stage_rank, sequence, costs).result()
 
 
 class _Loop:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from zeropp.literals import StageStyle
-from zeropp.schedule.action import COLLECTIVE, COMPLETES, Action, parse_action
+from zeropp.schedule.action import COLLECTIVE, COMPLETES, Action
 from zeropp.schedule.sequence import ActionSequence, sequence_of
 
 Program = tuple[Action, ...]
@@ -132,14 +132,6 @@ def unordered(
         num_microbatches=num_microbatches,
         unit=num_microbatches if unit is None else unit,
         stage_rank=stage_rank,
-    )
-
-
-def programs_from_csv(text: str) -> tuple[Program, ...]:
-    """Read torch's CSV form. Empty cells, which mark idle time, are skipped."""
-    return tuple(
-        tuple(parse_action(cell) for cell in row if cell.strip())
-        for row in csv.reader(io.StringIO(text))
     )
 
 

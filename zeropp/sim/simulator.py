@@ -25,7 +25,7 @@ from zeropp.schedule.event_loop import run, run_within
 from zeropp.schedule.event_result import EventResult
 from zeropp.schedule.program import StageCost
 from zeropp.sim.losses import Losses, losses_of
-from zeropp.sim.memory_curve import as_memory, peak_memory, walk
+from zeropp.sim.memory_curve import peak_memory
 from zeropp.timeline import Span, Timeline
 
 
@@ -98,17 +98,6 @@ class SimResult:
     def peak_bytes(self) -> int:
         """The peak of the fullest rank in bytes."""
         return max(memory.total for memory in self.memory)
-
-    def memory_curve(self, rank: int) -> list[tuple[float, MemoryBytes]]:
-        """Bytes by kind over time on one pipeline rank: (seconds, bytes from then on)."""
-        starts, ends = self.events.start[rank], self.events.end[rank]
-        return [
-            (
-                starts[change.place] if change.grew else ends[change.place],
-                as_memory(self.plan, self.price, rank, change),
-            )
-            for change in walk(self.plan, self.price, rank)
-        ]
 
     def timeline(self) -> Timeline:
         """The spans of the step, with those of the optimizer."""

@@ -64,7 +64,8 @@ class Contender(Generic[K]):
     they are asked for. ``drafts`` yields the same orders before they are complete, so that the
     tuner need not complete the slow ones; a contender whose orders are made quickly has none.
     ``check`` raises ScheduleError for a schedule that cannot run. ``left_open`` says whether the
-    tuner has something to choose.
+    tuner has something to choose. ``search_effort`` tells how long a search takes in comparison
+    with the others, so that the longest can begin first.
     """
 
     name: str
@@ -77,7 +78,14 @@ class Contender(Generic[K]):
     drafts: Callable[[SizedPlan, K, PlanPrice], Iterator[Draft]] | None = None
     check: Callable[[Plan], None] = check_schedule
     left_open: Callable[[K], bool] = any_auto
+    search_effort: int = 0
+    caveat: str = ""  # what readers of its simulated numbers must know, as one sentence
     trainer: str = ""  # empty: it can be priced, but not run
+    # Modules that a step of the trainer imports late. Ranks on CPUs are forked from a process that
+    # has imported them; names that the installed version does not have are ignored.
+    late_imports: tuple[str, ...] = ()
+    takes_fake_tensors: bool = True  # whether launcher=trace can run its trainer without a GPU
+    unrecorded: str = ""  # communication that its runtime starts itself, so no span shows it
     # Whether dropout masks depend only on step, microbatch and piece, so that one process can draw
     # the same (zeropp/engine/randomness.py).
     reproduces_dropout: bool = False

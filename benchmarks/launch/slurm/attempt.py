@@ -70,12 +70,18 @@ def _ending(directory: Path, end: ScriptEnd) -> Ending | None:
         memory_kill(directory)
         or (_by_state(ended, end.stage) if ended else None)
         or _time_limit(directory, job, end)
-        or first_kill(directory)
-        or (None if end.caught else killed_with_its_shell(directory))
+        or (None if end.caught else _killed(directory))
         or left_on_signal(directory, ended, end.caught)
         or before_ranks(directory, None, end.stage)
         or _failed_setup(directory, end, ended)
     )
+
+
+def _killed(directory: Path) -> Ending | None:
+    """The ending by a signal that killed a rank. If the script got one itself, this says nothing:
+    the script passes it on to srun, which then kills the ranks, at times before they have noticed
+    that signal."""
+    return first_kill(directory) or killed_with_its_shell(directory)
 
 
 def _by_state(ended: EndedJob, stage: str) -> Ending | None:

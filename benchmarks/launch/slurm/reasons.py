@@ -110,10 +110,7 @@ def first_kill(directory: Path) -> Ending | None:
 
 def killed_with_its_shell(directory: Path) -> Ending | None:
     """The ending by srun's line on ranks that were killed together with the shell that would have
-    written it.
-
-    If the script got a signal, that line says nothing, because srun then kills the ranks itself.
-    """
+    written it."""
     found = _TASK_KILL.search(_tail(directory / "srun.log"))
     if found is None:
         return None

@@ -21,7 +21,7 @@ from baselines.public_3d.contender import (
     MEGATRON_DEEPSPEED,
     ZERO_BUBBLE,
 )
-from baselines.torch_pp.contender import TORCHTITAN
+from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.run_spec import validated
 from benchmarks.studies.claim_33.given_settings import GIVEN
@@ -41,6 +41,7 @@ COMPARED: tuple[Contender[Any], ...] = (
     MEGATRON_CORE,
     ZERO_BUBBLE,
     TORCHTITAN,
+    TORCH_PP,
     FSDP,
     BEST_3D,
     ZEROPP,

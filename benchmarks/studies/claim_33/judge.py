@@ -14,8 +14,8 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.records.metrics import UNMEASURED
 from benchmarks.studies.claim_33.cells import COMPARED
+from zeropp.contender.contender import ZEROPP
 
 CLAIM = 1.33
 TIE = 0.06  # the simulator's median error of ratios
@@ -90,7 +90,7 @@ def at_edge(cells: pd.DataFrame, name: str) -> int:
 def summary(verdicts: pd.DataFrame) -> str:
     """The verdict in Markdown: counts, then all cells at the clusters' own bandwidth."""
     own = verdicts[verdicts.bandwidth == 1.0]
-    lines = ["# Verdict on the 33 % (simulated)", "", UNMEASURED, ""]
+    lines = ["# Verdict on the 33 % (simulated)", "", ZEROPP.caveat, ""]
     for mode, setting in MODES.items():
         mine = own[own["mode"] == mode]
         if mine.empty:

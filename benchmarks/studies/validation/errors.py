@@ -77,7 +77,7 @@ class Errors:
 
     kind: str
     source: str
-    role: str  # fitted, adjusted, held out, or both for "all sources"
+    role: str  # fitted, adjusted, held out, computed; of totals: both, or any with computed
     rows: int
     runs: int
     median: float
@@ -127,16 +127,22 @@ def _errors(group: tuple[str, str, str], rows: int, of: Sequence[float]) -> Erro
 
 
 def _groups(kind: str, row: PublishedRow) -> list[tuple[str, str, str]]:
+    """The groups whose errors include the row's. Numbers that their source computed and did not
+    measure count for their source, and in one total beside all measured ones."""
     role = row.role.replace("_", " ")
-    whole = [("all sources", "both"), (f"all on {row.device}", "both")]
-    return [(kind, *group) for group in ((row.source, role), (f"all {role} sources", role), *whole)]
+    groups = [(row.source, role), ("all sources, computed numbers too", "any")]
+    if row.role != "computed":
+        groups += [(f"all {role} sources", role), ("all sources", "both")]
+        groups += [(f"all on {row.device}", "both")]
+    return [(kind, *group) for group in groups]
 
 
 def oom_line(predicted: Sequence[Predicted]) -> str:
     """A line that says how often the model is right on whether a run fits into memory: for runs
-    that were out of memory, and for runs that ran, which are all rows with a number."""
-    out = [p.prediction for p in predicted if p.row.unit == "yes/no" and p.row.value == "yes"]
-    ran = [p.prediction for p in predicted if p.row.unit != "yes/no" or p.row.value == "no"]
+    that were out of memory, and for runs that ran, which are all rows with a measured number."""
+    runs = [p for p in predicted if p.row.role != "computed"]
+    out = [p.prediction for p in runs if p.row.unit == "yes/no" and p.row.value == "yes"]
+    ran = [p.prediction for p in runs if p.row.unit != "yes/no" or p.row.value == "no"]
     right, wrong = sum(not p.fits for p in out), sum(not p.fits for p in ran)
     first = f"{right} of {len(out)} such rows predicted" if out else "no such rows"
     return f"out of memory: {first}; {wrong} of {len(ran)} rows that ran predicted not to fit"

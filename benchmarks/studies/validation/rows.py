@@ -37,8 +37,10 @@ from zeropp.shape import Family, ModelShape
 
 # "fitted": constants of the cost model were fitted on the row's table. "adjusted": no constant was,
 # but a trait of its program, or a value that its source states, was chosen after the table's error
-# had been seen. "held_out": neither.
-Role = Literal["fitted", "adjusted", "held_out"]
+# had been seen. "held_out": neither. "computed": the number is of a simulator or a formula of
+# the source, and nobody measured it; such rows are priced, but no total of measurements counts
+# them.
+Role = Literal["fitted", "adjusted", "held_out", "computed"]
 Device = Literal["v100", "a100", "a800", "h100", "h800", "h200", "b200", "gb200", "stated"]
 Precise = Literal[
     "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "int8", "fp4", "nvfp4", "mxfp4"

@@ -1,0 +1,62 @@
+"""What the search tries for each contender is what its program can be set to."""
+
+from __future__ import annotations
+
+import pytest
+
+from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
+from baselines.torch_pp.knobs import TorchPPKnobs, TorchtitanKnobs
+from baselines.torch_pp.plan import SCHEDULES, SPLIT_BACKWARD, UNSPLIT
+from benchmarks.specification.contenders import PRICED
+from benchmarks.studies.claim_33.cells import COMPARED
+from tests.unit.simulated_task import task
+from zeropp.layout import InfeasibleError
+from zeropp.programs import program_named
+
+# DeepSpeed recomputes groups of layers (``PipelineModule``: ``activation_checkpoint_interval``),
+# but all of a stage; its adapter has no other knob.
+_WHOLE_STAGES = {"deepspeed_3d"}
+
+
+def _schedules(contender: object, asked: TorchPPKnobs) -> set[str]:
+    assert contender in (TORCHTITAN, TORCH_PP)
+    found = (TORCHTITAN if contender is TORCHTITAN else TORCH_PP).candidates(task(8, 32), asked)
+    return {str(candidate.knobs.schedule) for candidate, _ in found}
+
+
+def test_the_backward_of_compiled_blocks_is_never_split() -> None:
+    assert _schedules(TORCHTITAN, TorchtitanKnobs()) == set(UNSPLIT)
+    assert _schedules(TORCH_PP, TorchPPKnobs(compile=True)) == set(UNSPLIT)
+    assert _schedules(TORCH_PP, TorchPPKnobs()) == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
+def test_a_compiled_split_backward_is_refused(schedule: str) -> None:
+    asked = TorchtitanKnobs(pp=2, schedule=schedule)  # type: ignore[arg-type]
+    with pytest.raises(InfeasibleError, match="torch cannot split a compiled backward"):
+        TORCHTITAN.size(task(8, 32), asked, 1)
+
+
+def test_some_blocks_of_a_stage_are_recomputed_wherever_the_program_can() -> None:
+    for name, contender in PRICED.items():
+        found = {
+            getattr(candidate.knobs, "recompute_blocks", "auto")
+            for candidate, _ in contender.candidates(task(8, 32))
+        }
+        counts = found - {"auto"}
+        assert (len(counts) > 1) == (name not in _WHOLE_STAGES), (name, found)
+
+
+def test_programs_of_2025_keep_16_bit_logits_and_overlap_tensor_parallelism() -> None:
+    """Both halves of what a comparison with these programs depends on most."""
+    for contender in ("megatron_core", "torchtitan"):
+        made = PRICED[contender]
+        program = program_named(made.size(task(8, 32), made.knobs(), 1).program)
+        assert program.fused_loss
+        assert program.overlap_tensor
+
+
+def test_every_contender_that_runs_here_is_in_the_verdict() -> None:
+    runnable = {name for name, contender in PRICED.items() if contender.trainer}
+    assert len(runnable) > 3
+    assert runnable <= {contender.name for contender in COMPARED}
