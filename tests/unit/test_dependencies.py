@@ -15,7 +15,7 @@ from tests.unit.source_trees import ROOT, nodes
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OWN = {"zeropp", "baselines", "benchmarks", "docs", "scripts", "tests"}
-LIBRARY = ("zeropp",)  # the wheel: torch alone
+LIBRARY = ("zeropp",)  # the wheel
 SUITE = ("baselines", "benchmarks")
 DEVELOP = ("tests", "scripts", "notebooks", "docs")
 
@@ -56,6 +56,12 @@ def provided(requirement: str) -> set[str]:
 def names(requirements: list[str]) -> set[str]:
     """Normalised names of requirements."""
     return {re.split(r"[<>=\[]", line)[0].lower().replace("_", "-") for line in requirements}
+
+
+def test_the_library_needs_torch_and_numpy_only() -> None:
+    """``all_gather_object`` and its like, with which ranks compare arguments, call
+    ``Tensor.numpy``; torch itself does not require numpy."""
+    assert names(PROJECT["dependencies"]) == {"torch", "numpy"}
 
 
 @pytest.mark.parametrize("folder", [*LIBRARY, *SUITE, *DEVELOP])

@@ -282,7 +282,7 @@ def test_a_judged_contender_is_validated_or_the_page_says_what_differs() -> None
     """docs/simulator.md has one line per contender whose entry no published row has: the nearest
     entry that has, and every trait in which the two differ."""
     rows = [line.row for table in training_tables() for line in read_rows(table)]
-    validated = {row.program for row in rows if row is not None}
+    validated = {row.program for row in rows if row is not None and row.role != "computed"}
     page = (CHECKOUT / "docs" / "simulator.md").read_text("utf-8")
     listed = dict(re.findall(r"^\| `(\w+)` \| (`.*)$", page, re.MULTILINE))
     judged = {contender.size(task(), contender.knobs(), 1).program for contender in PRICED.values()}
