@@ -233,7 +233,7 @@ def _unfused_products_s(work: Work) -> float:
 
 def _host(work: Work) -> float:
     kernels = KERNELS[work.shape.family] + (TENSOR_KERNELS if work.tp > 1 else 0)
-    return kernels * work.device.launch_us * 1e-6
+    return kernels * work.device.launch_us * work.program.launch_factor * 1e-6
 
 
 def _embedding(work: Work) -> PassTimes:

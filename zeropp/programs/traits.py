@@ -68,6 +68,7 @@ class Program:
     selective: Selective = "scores"
     attention_factor: float = 1.0  # its fused attention's rate / the device's (FlashAttention-2)
     traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
+    launch_factor: float = 1.0  # its host time per kernel / the device's ``launch_us``
     step_host_s: float = 0.0  # fixed host time per step: data, logging, clipping
 
     # Communication.
