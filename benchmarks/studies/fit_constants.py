@@ -54,7 +54,6 @@ CONSTANTS = (
             ("kernel_us", 5.0, 0.3),
         )
     ),
-    Constant("megatron_deepspeed_2022", "launch_factor", 1.0, 1.0),
     Constant("llm_foundry", "traffic_factor", 1.0, 1.0),
     Constant("llm_foundry", "attention_factor", 1.0, 0.5),
     Constant("libai", "traffic_factor", 1.0, 1.0),

@@ -18,6 +18,8 @@ from zeropp.plan import Candidate, Plan, Task
 from zeropp.planner.orders import fastest
 from zeropp.schedule import build, lower
 from zeropp.schedule.action import Op
+from zeropp.schedule.program import StageCost
+from zeropp.schedule.zeropp_order import OrderSizes, planned_beginnings, planned_order
 from zeropp.sim.simulator import simulate
 
 SHAPE = replace(task().shape, layers=18)  # not divisible by P*V: unequal stages, a heavy head
@@ -161,3 +163,23 @@ def test_replicas_crossed_once_a_unit_split_the_gradients_under_zero1() -> None:
     once, often = (simulate(plan, asked(pp=4)[0].cluster) for plan in plans)
     assert often.memory[0].gradients < once.memory[0].gradients
     assert often.step_s >= once.step_s  # the same last crossing, and more before it
+
+
+@pytest.mark.parametrize(("cap", "many_actions"), [(10, 100_000), (12, 100)])
+def test_a_planned_order_begins_like_one_of_its_beginnings(
+    cap: int, many_actions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second case the step counts as a long one, whose policy a few units decide."""
+    monkeypatch.setattr("zeropp.schedule.zeropp_order._MANY_ACTIONS", many_actions)
+    sizes = OrderSizes(num_ranks=4, chunks=2, num_microbatches=26, unit=4, activation_cap=cap)
+    costs = tuple(StageCost(forward=1 + 0.05 * s, transfer=0.02) for s in range(8))
+    whole = planned_order(sizes, costs).programs
+    begun = [schedule.programs for schedule in planned_beginnings(sizes, costs)]
+    assert len(begun) > 1
+    for programs in begun:
+        pairs = list(zip(programs, whole, strict=True))
+        assert all(0 < len(part) < len(program) for part, program in pairs)
+    assert any(
+        all(part == program[: len(part)] for part, program in zip(programs, whole, strict=True))
+        for programs in begun
+    )

@@ -29,9 +29,9 @@ from zeropp.shape import ModelShape
 from zeropp.sim.simulator import simulate
 from zeropp.tune.bound import least_compute_s, least_of_order_s, least_step_s
 from zeropp.tune.contender import Contender
-from zeropp.tune.least_memory import exceeds, least_bytes
+from zeropp.tune.least_memory import exceeds, least_bytes, least_of_alike, least_of_family
 from zeropp.tune.search import search
-from zeropp.tune.space import Point, points
+from zeropp.tune.space import Point, compute_knobs, points
 
 SEEDS = range(25)
 UNITS: tuple[int | Auto, ...] = ("auto", 1, 2, 4)
@@ -127,7 +127,9 @@ def check_orders(contender: Contender[Any], what: Task, member: Member) -> None:
         assert least_s <= result.step_s * SLACK, member.candidate
         assert least <= result.peak_bytes, member.candidate
     if contender.drafts:
-        check_drafts(contender.drafts(plan, member.candidate.knobs, price), what, member)
+        knobs = member.candidate.knobs
+        drafts = contender.drafts(plan, knobs, price, lambda _: False)
+        check_drafts(drafts, what, member)
 
 
 def check_drafts(drafts: Iterator[Draft], what: Task, member: Member) -> None:
@@ -148,9 +150,34 @@ def test_a_familys_bound_holds_for_all_its_members_and_theirs_for_all_orders(nam
     for family in drawn_families(contender):
         for member in family.members:
             assert family.bound_s <= least_step_s(member.plan, member.price) * SLACK, member
+            first = family.members[0]
+            least = least_of_family(first.plan, first.price)
+            assert least <= least_bytes(member.plan, member.price), member
             check_orders(contender, family.task, member)
             checked += 1
     assert checked >= 5
+
+
+@pytest.mark.parametrize("name", PRICED)
+def test_families_alike_need_at_least_the_same_activations(name: str) -> None:
+    contender, what = PRICED[name], on_cluster("a800", 16, 32, layers=4)
+    of_compute = compute_knobs(contender.knobs)
+    found: dict[object, list[int]] = {}
+    for point, size in points(what, contender.space, contender.knobs(), 2, fallen=Counter()):
+        for knobs in contender.space.families(point):
+            with suppress(InfeasibleError):
+                plan = contender.size(what, knobs, size)
+                all_knobs = contender.space.members(point.asked, knobs, plan)
+                candidates = [Candidate(one, size) for one in all_knobs]
+                known = list(members(contender, what, candidates))
+                least = least_of_alike(known[0].plan, known[0].price)
+                assert 0 < least <= min(least_bytes(m.plan, m.price) for m in known), known[0]
+                key = (size, point.num_microbatches, of_compute(knobs))
+                found.setdefault(key, []).append(least)
+    # DeepSpeed's data-parallel ranks can be used in one way only.
+    assert name == "deepspeed_3d" or any(len(values) > 1 for values in found.values())
+    assert found
+    assert all(len(set(values)) == 1 for values in found.values())
 
 
 def test_a_fixed_unit_hides_no_faster_plan_from_the_search() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from decimal import ROUND_CEILING, Context
 
@@ -20,7 +20,7 @@ from zeropp.planner.degrees import (
     resolve_degrees,
 )
 from zeropp.planner.orders import Draft, drafts
-from zeropp.schedule.program import place_stages, unordered
+from zeropp.schedule.program import Schedule, place_stages, unordered
 from zeropp.schedule.zeropp_order import cap_needs, default_cap, smallest_cap, unit_size
 
 
@@ -70,13 +70,19 @@ def order(plan: SizedPlan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Pla
     return (draft.complete() for draft in order_drafts(plan, knobs, price))
 
 
-def order_drafts(plan: SizedPlan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Draft]:
+def order_drafts(
+    plan: SizedPlan,
+    knobs: ZeroppKnobs,
+    price: PlanPrice,
+    too_large: Callable[[Schedule], bool] | None = None,
+) -> Iterator[Draft]:
     """The plan in the order for equally long actions, then in those planned with the durations of
-    its ``price``. A cap that is given in GiB becomes a number of chunk-activations here, because
-    the price says how large one is. Raises InfeasibleError if that is too few."""
+    its ``price``; ``too_large`` is as in ``zeropp.planner.orders.drafts``. A cap that is given in
+    GiB becomes a number of chunk-activations here, because the price says how large one is. Raises
+    InfeasibleError if that is too few."""
     if knobs.activation_cap_gib != "auto":
         plan = replace(plan, activation_cap=_cap_by_size(plan, price, knobs.activation_cap_gib))
-    yield from drafts(plan, plan.activation_cap, price)
+    yield from drafts(plan, plan.activation_cap, price, too_large)
 
 
 def _split_blocks(knobs: ZeroppKnobs) -> bool:

@@ -18,6 +18,7 @@ Read in this order, from the smallest formula to the whole price:
   stage's parameters and gradients, and of the whole stage.
 * ``cuts`` and ``half_cuts``: stages of equal work, cut between blocks or also inside them.
 * ``tensor_parallel`` and ``data_parallel``: what a stage's parallelism adds to its kernels.
+* ``alike``: which stages have the same price, so that one of them is priced for all.
 * ``stage_costs``: ``price_plan``, which puts them together; ``plan_price`` is its result's type.
 """
 

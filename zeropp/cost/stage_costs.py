@@ -13,6 +13,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from zeropp.cluster import Cluster
+from zeropp.cost.alike import first_alike
 from zeropp.cost.blocks import PassTimes, PieceTimes, Work, piece_times
 from zeropp.cost.collectives import crosses_nodes, gather_s, group_of, transfer_s
 from zeropp.cost.compute_limit import compute_limit
@@ -76,7 +77,7 @@ def plan_bytes(plan: SizedPlan, cluster: Cluster, program: Program | None = None
     """The bytes of a plan's stages; ``program`` as in ``price_plan``."""
     work = work_of(plan, cluster, program)
     program = work.program
-    like = _first_alike(plan, cluster)
+    like = first_alike(plan, cluster)
     first = {s: stage_memory(plan, work, s) for s in set(like)}
     return StepBytes(
         memory=tuple(first[s] for s in like),
@@ -95,7 +96,7 @@ def _timed_stages(plan: SizedPlan, cluster: Cluster, work: Work) -> list[_TimedS
     job = _Job(
         plan=plan, cluster=cluster, work=work, tensor=tensor, times=times, plain=plain, fused=fused
     )
-    like = _first_alike(plan, cluster)
+    like = first_alike(plan, cluster)
     first = {s: _timed_stage(job, s) for s in set(like)}
     return [first[s] for s in like]
 
@@ -144,23 +145,6 @@ def _piece_times(work: Work, tensor: TensorTimes) -> tuple[PieceTimes, PieceTime
     variants = (work, replace(work, recompute="none"), replace(work, program=ideal))
     times = [piece_times(variant, tensor.forward, tensor.backward) for variant in variants]
     return times[0], times[1], times[2]
-
-
-def _first_alike(plan: SizedPlan, cluster: Cluster) -> list[int]:
-    """For each stage, the first stage with the same price, that is with the same pieces and with
-    neighbours at the same distance. Most stages are equal, so pricing them once saves time."""
-    ranks, last = plan.schedule.stage_rank, plan.shape.num_pieces
-    hops: list[int | None] = [None]
-    for here, there in pairwise(ranks):
-        hops.append((here != there) + crosses_nodes(cluster, plan.layout, here, there))
-    hops.append(None)
-    first: dict[tuple[object, ...], int] = {}
-    like = []
-    for stage, (begin, end) in enumerate(pairwise(plan.cuts)):
-        where = (begin == 0, end == last, hops[stage], hops[stage + 1])
-        key = (end - begin, begin % 1, plan.recomputed_blocks(stage), *where)
-        like.append(first.setdefault(key, stage))
-    return like
 
 
 def _timed_stage(job: _Job, stage: int) -> _TimedStage:

@@ -36,16 +36,24 @@ def fastest(plans: Iterable[Plan], cluster: Cluster, price: PlanPrice) -> SimRes
 @dataclass(frozen=True)
 class Draft:
     """An order of a plan, of which the compute actions are known; ``complete`` adds gathers,
-    reductions and transfers, which takes longer."""
+    reductions and transfers, which takes longer. Of an order that is too large, ``compute`` may be
+    the beginning alone."""
 
     compute: Schedule
     complete: Callable[[], Plan]
 
 
-def drafts(plan: SizedPlan, activation_cap: int, price: PlanPrice | None = None) -> Iterator[Draft]:
+def drafts(
+    plan: SizedPlan,
+    activation_cap: int,
+    price: PlanPrice | None = None,
+    too_large: Callable[[Schedule], bool] | None = None,
+) -> Iterator[Draft]:
     """The orders of a ZeroPP plan to choose from, made one by one: that for equal durations and, if
     a ``price`` is given, those planned with its durations. All keep ``activation_cap``, the largest
-    number of chunk-activations that a rank may hold."""
+    number of chunk-activations that a rank may hold. ``too_large`` says whether compute actions, of
+    a whole order or of its beginning, need more memory than there is; such orders need not be
+    planned to the end."""
     sizes = StepSizes(
         num_ranks=plan.layout.pp,
         chunks=plan.layout.chunks,
@@ -62,7 +70,7 @@ def drafts(plan: SizedPlan, activation_cap: int, price: PlanPrice | None = None)
     # Orders do not depend on gathers and reductions; without these, more plans share cached orders.
     none = {"unshard": 0.0, "reduce_grad": 0.0, "copy_out": 0.0, "copy_in": 0.0}
     costs = tuple(replace(cost, **none) for cost in price.stages) if price else None
-    for compute, complete in step_drafts(sizes, costs):
+    for compute, complete in step_drafts(sizes, costs, too_large):
         yield Draft(compute, partial(_completed, plan, complete))
 
 

@@ -6,7 +6,6 @@ from zeropp.programs.entry import Entry
 from zeropp.programs.traits import Program, StateBytes
 
 _SC21 = "arXiv 2104.04473"
-_HOST_FIT = "fitted on results/published/vtrain_a100.csv"
 _V100_FIT = "fitted on results/published/libai_megatron_v100.csv"
 _FP32 = StateBytes(4, 4, 8)
 
@@ -43,14 +42,19 @@ MEGATRON_LM_2022 = MEGATRON_LM_2021.but(
 MEGATRON_DEEPSPEED_2022 = MEGATRON_LM_2021.but(
     "megatron_deepspeed_2022",
     "Megatron-DeepSpeed of 2022, as vTrain (MICRO 2024) and BLOOM ran it",
-    # pads_vocabulary: by vTrain rows, the head takes about twice as long per logit with TP 1, when
-    # its 50,257 columns are odd, as with TP 2. The head in vTrain's src/model/gpt_modeling.py has
-    # vocab_size // world_size columns, unpadded.
-    {
-        "bf16": f"{MEGATRON_LM_2021.sources['bf16']}; gradients are reduced in fp16",
-        "launch_factor": _HOST_FIT,
-    },
+    {"bf16": f"{MEGATRON_LM_2021.sources['bf16']}; gradients are reduced in fp16"},
     bf16=StateBytes(2, 4, 12, reduced=2),
+)
+VTRAIN_PREDICTOR = MEGATRON_DEEPSPEED_2022.but(
+    "vtrain_predictor",
+    "vTrain's predictor (MICRO 2024): what it computes for Megatron-DeepSpeed of 2022",
+    # Not a program that trains: rows with the role computed that come from it, and no others.
+    # Its head takes about twice as long per logit with TP 1, where the 50,257 columns are odd, as
+    # with TP 2: src/model/gpt_modeling.py has vocab_size // world_size columns, unpadded.
+    {
+        "pads_vocabulary": "src/model/gpt_modeling.py of VIA-Research/vTrain at f8dda84",
+        "launch_factor": "fitted on the computed rows of results/published/vtrain_a100.csv",
+    },
     pads_vocabulary=False,
     launch_factor=2.56,
 )

@@ -18,6 +18,7 @@ ENTRIES: dict[str, Entry] = {
         megatron.MEGATRON_LM_2022,
         megatron.MEGATRON_LM_V100,
         megatron.MEGATRON_DEEPSPEED_2022,
+        megatron.VTRAIN_PREDICTOR,
         megatron.MEGATRON_DEEPSPEED,
         megatron.MEGATRON_CORE_R08,
         megatron.MEGATRON_CORE,

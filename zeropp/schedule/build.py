@@ -28,6 +28,7 @@ from zeropp.schedule.zeropp_order import (
     candidates,
     default_cap,
     equal_order,
+    planned_beginnings,
     planned_order,
     unit_size,
 )
@@ -76,19 +77,36 @@ def step_programs(sizes: StepSizes, costs: tuple[StageCost, ...] | None = None) 
 
 
 def step_drafts(
-    sizes: StepSizes, costs: tuple[StageCost, ...] | None = None
+    sizes: StepSizes,
+    costs: tuple[StageCost, ...] | None = None,
+    too_large: Callable[[Schedule], bool] | None = None,
 ) -> Iterator[_StepDraft]:
     """The orders to choose from, one by one: that for equal durations and, with ``costs`` (one per
     stage), one that is planned with these, if it differs. Each comes as compute actions alone, with
     a function that completes it.
 
-    Orders are cached, because many plans that differ in other degrees share them. Raises ValueError
-    if the activation cap is too small.
+    If all orders that are planned with ``costs`` are ``too_large`` by their beginnings already,
+    they are not planned to the end, and one of the beginnings stands for them. Orders are cached,
+    because many plans that differ in other degrees share them. Raises ValueError if the activation
+    cap is too small.
     """
     yield equal_order(sizes.order), partial(_equal_step, sizes)
     if costs:
+        refused = _refused(planned_beginnings(sizes.order, costs), too_large) if too_large else None
+        if refused:
+            yield refused, partial(_planned_step, sizes, costs)
+            return
         for planned in candidates(sizes.order, costs)[1:]:
             yield planned, partial(_planned_step, sizes, costs)
+
+
+def _refused(begun: Iterator[Schedule], too_large: Callable[[Schedule], bool]) -> Schedule | None:
+    """One of the beginnings if all of them are too large."""
+    beginning = None
+    for beginning in begun:
+        if not too_large(beginning):
+            return None
+    return beginning
 
 
 @lru_cache(maxsize=96)

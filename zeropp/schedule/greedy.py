@@ -115,6 +115,15 @@ def list_schedule(orders: Orders, costs: Sequence[StageCost], cap: int, policy: 
     return _Run(orders, costs, cap, policy).result()
 
 
+def beginning(
+    orders: Orders, costs: Sequence[StageCost], cap: int, policy: Policy, *, until_s: float
+) -> Planned:
+    """The actions that ``list_schedule`` begins no later than ``until_s``."""
+    run = _Run(orders, costs, cap, policy)
+    run.advance(until_s)
+    return run.planned()
+
+
 class _Rank:
     """How far one rank has come in each of its orders (``Orders.places``), and until when it is
     busy."""
@@ -164,40 +173,53 @@ class _Run:
         ]
 
     def result(self) -> Planned:
-        events, ranks = self._events, self._ranks
-        while events:
-            time, rank = heapq.heappop(events)
-            state = ranks[rank]
-            if state.free_at <= time:
-                self._choose(rank, state, time)
-        for rank, state in enumerate(ranks):
+        """Run to the end. Raises ValueError if the cap is too small."""
+        self.advance(_NEVER)
+        for rank, state in enumerate(self._ranks):
             if state.weights < len(state.backward) - 1:
                 raise ValueError(
                     f"activation_cap={self._cap} of pipeline rank {rank} is too small: "
                     f"{len(state.forward) - 1 - state.forwards} forwards can never start"
                 )
-        kinds = tuple(state.kinds for state in ranks)
-        return Planned(self._orders, kinds, max(state.free_at for state in ranks))
+        return self.planned()
 
-    def _choose(self, rank: int, state: _Rank, time: float) -> None:
-        next_forward = state.forward[state.forwards]
-        backward = self._ready[state.backward[state.backwards]]
-        forward = self._ready[next_forward]
-        waits = state.weights < state.backwards  # whether a weight gradient waits
-        if state.forwards - state.weights >= self._cap:
-            forward = _NEVER
-            if state.forward_turn and waits and next_forward != self._never:
+    def planned(self) -> Planned:
+        """What has been planned so far."""
+        kinds = tuple(state.kinds for state in self._ranks)
+        return Planned(self._orders, kinds, max(state.free_at for state in self._ranks))
+
+    def advance(self, until_s: float) -> None:
+        """Begin all actions that can begin until then."""
+        events, ranks, ready, cap = self._events, self._ranks, self._ready, self._cap
+        while events and events[0][0] <= until_s:
+            time, rank = events[0]  # replaced by the end of the action that begins, if one does
+            state = ranks[rank]
+            if state.free_at > time:
+                heapq.heappop(events)
+                continue
+            place = state.forward[state.forwards]
+            forward, backward = ready[place], ready[state.backward[state.backwards]]
+            waits = state.weights < state.backwards  # whether a weight gradient waits
+            if state.forwards - state.weights >= cap:
+                forward = _NEVER
+                if state.forward_turn and waits and place != self._never:
+                    self._run_weight(rank, state, time)
+                    continue
+            if backward <= time and not (state.forward_turn and forward <= time):
+                self._run_backward(rank, state, time)
+            elif forward <= time:
+                self._run_forward(rank, state, time)
+            elif waits and self._is_worth_it(state, min(backward, forward) - time):
                 self._run_weight(rank, state, time)
-                return
-        if backward <= time and not (state.forward_turn and forward <= time):
-            self._run_backward(rank, state, time)
-        elif forward <= time:
-            self._run_forward(rank, state, time)
-        elif waits:
-            stage = (state.backward[state.weights] - self._back) // self._count
-            patience = self._policy.patience * self._weight_s[stage]
-            if min(backward, forward) - time > patience:
-                self._run_weight(rank, state, time)
+            else:
+                heapq.heappop(events)
+
+    def _is_worth_it(self, state: _Rank, idle_s: float) -> bool:
+        """Whether to start a weight gradient if other work is due in ``idle_s``."""
+        if not self._policy.patience:
+            return True
+        stage = (state.backward[state.weights] - self._back) // self._count
+        return idle_s > self._policy.patience * self._weight_s[stage]
 
     def _run_forward(self, rank: int, state: _Rank, time: float) -> None:
         place = state.forward[state.forwards]
@@ -206,7 +228,7 @@ class _Run:
         state.forward_turn = False
         state.kinds.append(Op.FORWARD)
         end = state.free_at = time + self._forward_s[stage]
-        heapq.heappush(self._events, (end, rank))
+        heapq.heapreplace(self._events, (end, rank))
         if stage < len(self._hop_s):
             self._send(rank, stage + 1, place + self._count, end + self._hop_s[stage])
         else:
@@ -225,7 +247,7 @@ class _Run:
             state.weights += 1
             end += self._weight_s[stage]
         state.free_at = end
-        heapq.heappush(self._events, (end, rank))
+        heapq.heapreplace(self._events, (end, rank))
         if stage > 0:
             self._send(rank, stage - 1, place - self._count, end + self._hop_s[stage - 1])
 
@@ -234,7 +256,7 @@ class _Run:
         state.weights += 1
         state.kinds.append(Op.BACKWARD_WEIGHT)
         end = state.free_at = time + self._weight_s[stage]
-        heapq.heappush(self._events, (end, rank))
+        heapq.heapreplace(self._events, (end, rank))
 
     def _send(self, sender: int, stage: int, place: int, arrival: float) -> None:
         """Note when an output arrives at a stage, and wake that rank then. A rank that is busy at

@@ -13,7 +13,7 @@ chunks gathered: ``lean_order``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -21,7 +21,7 @@ from operator import itemgetter
 
 from zeropp.literals import Auto, StageStyle, if_auto
 from zeropp.schedule.action import collector_paused
-from zeropp.schedule.greedy import Orders, Planned, Policy, Slot, list_schedule
+from zeropp.schedule.greedy import Orders, Planned, Policy, Slot, beginning, list_schedule
 from zeropp.schedule.lean_order import lean_programs
 from zeropp.schedule.program import Program, Schedule, StageCost, loop_placement, place_stages
 
@@ -30,6 +30,8 @@ _EQUAL_COST_POLICIES = (Policy(), Policy(alternate=True))
 _POLICIES = tuple(Policy(alternate=True, patience=patience) for patience in (0.0, 0.25, 0.5))
 _MANY_ACTIONS = 100_000  # for longer steps, the policy is chosen on this many units:
 _SAMPLED_UNITS = 3
+_BEGUN_UNITS = 2  # in so many units a rank fills its memory, as a rule
+_WORTH_BEGINNING = 0.6  # the largest share of a step that is a beginning and not almost all of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +137,28 @@ def planned_order(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Schedule:
     if sizes.stage_style == "v":
         return _scheduled(sizes, _on_a_v(sizes, costs))
     return _scheduled(sizes, _real_cost_plan(sizes, unit_orders(sizes), costs).programs())
+
+
+def planned_beginnings(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Iterator[Schedule]:
+    """The beginnings of all orders of which ``planned_order`` takes one, made one by one, which is
+    quicker than to make one order; none where they would be almost the whole step."""
+    begun = _BEGUN_UNITS * sizes.unit + sizes.num_ranks  # microbatches
+    if sizes.stage_style == "v" or begun > _WORTH_BEGINNING * sizes.num_microbatches:
+        return
+    sizes.check()
+    until_s = begun * sum(cost.compute for cost in costs) / sizes.num_ranks
+    for number, policy in product(range(len(unit_orders(sizes))), _POLICIES):
+        yield _beginning(sizes, costs, number=number, policy=policy, until_s=until_s)
+
+
+@lru_cache(maxsize=64)
+@collector_paused()
+def _beginning(
+    sizes: OrderSizes, costs: tuple[StageCost, ...], *, number: int, policy: Policy, until_s: float
+) -> Schedule:
+    order = unit_orders(sizes)[number]
+    begun = beginning(order, costs, sizes.activation_cap, policy, until_s=until_s)
+    return _scheduled(sizes, begun.programs())
 
 
 def _scheduled(sizes: OrderSizes, programs: tuple[Program, ...]) -> Schedule:

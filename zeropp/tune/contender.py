@@ -16,6 +16,7 @@ from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, K, Knobs, Plan, SizedPlan, Task
 from zeropp.planner.orders import Draft, fastest
 from zeropp.schedule import validate
+from zeropp.schedule.program import Schedule
 from zeropp.sim.simulator import SimResult
 from zeropp.training import OptimizerConfig, Trainer
 from zeropp.tune.space import Space, points
@@ -75,7 +76,10 @@ class Contender(Generic[K]):
     size: Callable[[Task, K, int], SizedPlan]  # task, knobs, microbatch size
     order: Callable[[SizedPlan, K, PlanPrice], Iterator[Plan]]
     space: Space[K]
-    drafts: Callable[[SizedPlan, K, PlanPrice], Iterator[Draft]] | None = None
+    # The last argument: whether compute actions, perhaps of an order's beginning, are too large.
+    drafts: (
+        Callable[[SizedPlan, K, PlanPrice, Callable[[Schedule], bool]], Iterator[Draft]] | None
+    ) = None
     check: Callable[[Plan], None] = check_schedule
     left_open: Callable[[K], bool] = any_auto
     search_effort: int = 0

@@ -5,6 +5,7 @@ with which the tuner drops plans that cannot fit. Tests compare it with the simu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from zeropp.cost import StepBytes
 from zeropp.plan import SizedPlan
@@ -31,6 +32,22 @@ def least_bytes(plan: SizedPlan, held: StepBytes) -> int:
             filled += gradients
         worst = max(worst, resident + max(filled, gradients))
     return worst
+
+
+def least_of_family(first: SizedPlan, held: StepBytes) -> int:
+    """The least bytes of every member of a family, of which ``first`` has the smallest unit and,
+    for it, the smallest cap. Gradients that wait for their reduction are left out, because they
+    are fewer in some of the other members; no other bytes are."""
+    memory = tuple(replace(of, unsharded_gradients=0) for of in held.memory)
+    return least_bytes(first, replace(held, memory=memory))
+
+
+def least_of_alike(first: SizedPlan, held: StepBytes) -> int:
+    """The least bytes of every plan that differs from ``first`` in how data-parallel ranks are used
+    (and, as above, in unit and cap): those of activations, temporaries and messages alone."""
+    none = {"parameters": 0, "optimizer": 0, "gradients": 0, "unsharded": 0}
+    memory = tuple(replace(of, **none) for of in held.memory)
+    return least_of_family(first, replace(held, memory=memory))
 
 
 def _kept_bytes(plan: SizedPlan, held: StepBytes, rank: int) -> int:

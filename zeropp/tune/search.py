@@ -14,62 +14,36 @@ best of those that were simulated with other degrees.
 
 A configuration that does not fit the memory is dropped without a schedule if its lower bound of
 bytes is too large, or if no order of its planner fitted the first and the last rank with a smaller
-activation cap; otherwise it is dropped if no order fits all ranks. Where a planner makes drafts of
-its orders, one whose compute actions alone take too long is not completed.
+activation cap; otherwise it is dropped if no order fits all ranks. A whole family is dropped if no
+member can fit, and with it, if the activations alone do not fit, all families that differ only in
+how data-parallel ranks are used. As far as the bounds hold, this drops nothing that fits. Where a
+planner makes drafts of its orders, one whose compute actions alone take too long is not completed,
+and one whose beginning is too large is not planned to its end.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from time import process_time
-from typing import Generic, NamedTuple
+from typing import Generic
 
-from zeropp.cost import PlanPrice, StepBytes, StepTimes, plan_bytes, time_plan
+from zeropp.cost import PlanPrice, StepBytes, plan_bytes, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto
 from zeropp.plan import Candidate, K, SizedPlan, Task
 from zeropp.schedule.action import collector_paused
 from zeropp.tune.bound import least_compute_s, least_of_order_s, least_step_s
 from zeropp.tune.contender import Contender
+from zeropp.tune.entry import Entry, Member, adds_later
 from zeropp.tune.evaluation import Order, try_orders
-from zeropp.tune.least_memory import exceeds, least_bytes
+from zeropp.tune.least_memory import exceeds, least_bytes, least_of_alike, least_of_family
 from zeropp.tune.outcome import OOM, SLOWER, Evaluated, Outcome, Progress
 from zeropp.tune.space import compute_knobs, points
-
-
-def _adds_later(plan: SizedPlan) -> tuple[bool, bool]:
-    """Whether reduced gradients are added to those of earlier units: over the shards, and over the
-    replicas. It is the one thing besides the family on which the price of a member depends."""
-    several = plan.num_units > 1
-    return several and plan.reduce_every == "unit", several and plan.replicate_every == "unit"
-
-
-class _Member(NamedTuple, Generic[K]):
-    """A member of a family that may fit into memory."""
-
-    candidate: Candidate[K]
-    plan: SizedPlan
-    held: StepBytes
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class _Entry(Generic[K]):
-    """An entry of the queue: a family with the bound of its compute, a family with its durations,
-    or a member with its price."""
-
-    bound_s: float
-    number: int  # unique, so that nothing after it is compared
-    candidate: Candidate[K]
-    _: KW_ONLY
-    plan: SizedPlan | None = None  # None: not sized yet
-    times: StepTimes | None = None
-    members: Iterable[_Member[K]] = ()  # of a family with its durations; read once
-    price: PlanPrice | None = None  # of a member
 
 
 @collector_paused()
@@ -117,6 +91,7 @@ class _Search(Generic[K]):
         self._progress = progress
         self._outcome = Outcome(task, contender)
         self._limit = task.cluster.device.usable_bytes
+        self._hopeless: set[object] = set()  # of families alike, those with too many activations
 
     def run(self, microbatch_size: int | Auto, tolerance: float, runner_up: bool) -> Outcome[K]:
         """Take the entry with the lowest bound, until no bound is below the winner."""
@@ -182,7 +157,7 @@ class _Search(Generic[K]):
         ``auto``."""
         return getattr(self._asked, "recompute_blocks", None) == "auto"
 
-    def _families(self, microbatch_size: int | Auto) -> Iterator[_Entry[K]]:
+    def _families(self, microbatch_size: int | Auto) -> Iterator[Entry[K]]:
         """Every family for which the planner has a plan, with the cheapest bound."""
         space, fallen = self._contender.space, self._outcome.fallen
         of_compute = compute_knobs(self._contender.knobs)
@@ -191,14 +166,14 @@ class _Search(Generic[K]):
         for point, size in points(self._task, space, self._asked, microbatch_size, fallen=fallen):
             for knobs in space.families(point):
                 candidate, plan = Candidate(knobs, size), None
-                key = (size, point.num_microbatches, of_compute(knobs))
-                if key not in bounds:
+                alike = (size, point.num_microbatches, of_compute(knobs))
+                if alike not in bounds:
                     plan = self._sized(candidate)
                     if plan is None:
                         continue
-                    bounds[key] = least_compute_s(plan, self._task.cluster)
+                    bounds[alike] = least_compute_s(plan, self._task.cluster)
                 number += 1
-                yield _Entry(bounds[key], number, candidate, plan=plan)
+                yield Entry(bounds[alike], number, candidate, alike, plan=plan)
 
     def _sized(self, candidate: Candidate[K]) -> SizedPlan | None:
         try:
@@ -207,43 +182,58 @@ class _Search(Generic[K]):
             self._outcome.fallen[error.kind] += 1
             return None
 
-    def _opened(self, entry: _Entry[K], number: int) -> Iterator[_Entry[K]]:
+    def _opened(self, entry: Entry[K], number: int) -> Iterator[Entry[K]]:
         """The entries that replace a family: the family with its durations, or its members."""
         cluster = self._task.cluster
+        if entry.alike in self._hopeless:
+            self._outcome.fallen[OOM] += 1
+            return
         family = entry.plan or self._sized(entry.candidate)
         if family is None:
             return
         if entry.times is None:
-            members = self._that_may_fit(entry.candidate, family)
+            members = self._that_may_fit(entry, family)
             first = next(members, None)  # the others are sized when the family comes up again
             if first:
                 times = time_plan(family, cluster)
                 opened = replace(entry, plan=family, times=times, members=chain((first,), members))
                 yield replace(opened, bound_s=least_step_s(family, times), number=number + 1)
             return
-        durations = {_adds_later(family): entry.times}
+        durations = {adds_later(family): entry.times}
         for candidate, plan, held in entry.members:
-            later = _adds_later(plan)
+            later = adds_later(plan)
             if later not in durations:
                 durations[later] = time_plan(plan, cluster)
             price = PlanPrice(**vars(durations[later]), **vars(held))
             number += 1
             bound = entry.bound_s if plan is family else least_step_s(plan, price)
-            yield _Entry(bound, number, candidate, plan=plan, times=price, price=price)
+            yield Entry(bound, number, candidate, None, plan=plan, times=price, price=price)
 
-    def _that_may_fit(self, family: Candidate[K], plan: SizedPlan) -> Iterator[_Member[K]]:
+    def _that_may_fit(self, entry: Entry[K], family: SizedPlan) -> Iterator[Member[K]]:
         """The members of a family whose least bytes fit, each sized when it is asked for. Bytes are
         cheaper to find than durations, and where memory is scarce most families have no such
         member; where it is not, the first one fits as a rule."""
         of_sums: dict[tuple[bool, bool], StepBytes] = {}
-        for candidate, member in self._members(family, plan):
-            later = _adds_later(member)
+        for candidate, member in self._members(entry.candidate, family):
+            later = adds_later(member)
             if later not in of_sums:
                 of_sums[later] = plan_bytes(member, self._task.cluster)
+                if len(of_sums) == 1 and self._too_large(entry.alike, member, of_sums[later]):
+                    self._outcome.fallen[OOM] += 1
+                    return
             if least_bytes(member, of_sums[later]) <= self._limit:
-                yield _Member(candidate, member, of_sums[later])
+                yield Member(candidate, member, of_sums[later])
             else:
                 self._outcome.fallen[OOM] += 1
+
+    def _too_large(self, alike: object, first: SizedPlan, held: StepBytes) -> bool:
+        """Whether no member of a family fits, of which ``first`` needs the fewest activations; if
+        these alone are too many, no family fits that is ``alike``."""
+        if least_of_family(first, held) <= self._limit:
+            return False
+        if least_of_alike(first, held) > self._limit:
+            self._hopeless.add(alike)
+        return True
 
     def _members(
         self, family: Candidate[K], plan: SizedPlan
@@ -257,7 +247,7 @@ class _Search(Generic[K]):
             if sized is not None:
                 yield member, sized
 
-    def _evaluate(self, entry: _Entry[K], slowest: float) -> None:
+    def _evaluate(self, entry: Entry[K], slowest: float) -> None:
         """Simulate a member in all orders. The fastest that fits counts, if it takes less than
         ``slowest`` seconds."""
         outcome, plan, price = self._outcome, entry.plan, entry.price
@@ -283,7 +273,7 @@ class _Search(Generic[K]):
             if tried.all_large:
                 outcome.too_large[uncapped] = cap
 
-    def _orders(self, entry: _Entry[K], plan: SizedPlan, price: PlanPrice) -> Iterator[Order]:
+    def _orders(self, entry: Entry[K], plan: SizedPlan, price: PlanPrice) -> Iterator[Order]:
         """The orders of a member, made one by one."""
         contender, knobs = self._contender, entry.candidate.knobs
         if contender.drafts is None:
@@ -291,9 +281,10 @@ class _Search(Generic[K]):
                 complete = partial(plan.ordered, ordered.schedule)
                 yield Order(is_too_large=lambda: False, least_s=lambda _: 0.0, complete=complete)
             return
-        for draft in contender.drafts(plan, knobs, price):
+        too_large = partial(exceeds, plan=plan, held=price, limit_bytes=self._limit)
+        for draft in contender.drafts(plan, knobs, price, too_large):
             yield Order(
-                is_too_large=partial(exceeds, draft.compute, plan, price, self._limit),
+                is_too_large=partial(too_large, draft.compute),
                 least_s=partial(least_of_order_s, draft.compute, plan, price),
                 complete=draft.complete,
             )
