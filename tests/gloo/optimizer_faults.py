@@ -92,8 +92,7 @@ def _clipped_per_rank(asked: OptimizerConfig) -> Hook:
 
 
 def _twice_as_large(asked: OptimizerConfig) -> Hook:
-    """Gradients are clipped to twice the norm; so to speak not at all, as the gate's first step
-    takes half of it."""
+    """Gradients are clipped to twice the norm, which in the gate's first step is no clipping."""
     del asked
 
     def hook(optimizer: torch.optim.Optimizer, step: int) -> None:
