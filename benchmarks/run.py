@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.specification.command import run_command
 from benchmarks.specification.compose import compose
-from benchmarks.specification.run_spec import SpecError
+from benchmarks.specification.spec_error import SpecError
 
 
 def main() -> int:

@@ -11,22 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.specification.command import CommandParser, check_writable, run_command
-from benchmarks.specification.compose import preset
 from benchmarks.specification.progress import told
-from benchmarks.specification.run_spec import SpecError
-from benchmarks.studies.validation.errors import (
-    HEADER,
-    Errors,
-    Outcome,
-    errors_of,
-    oom_line,
-    outcome_of,
-    predicted_rows,
-    refusals,
-)
-from benchmarks.studies.validation.reader import Line, read_rows, training_tables
-from zeropp.cluster import Cluster
-from zeropp.contender.contender import ZEROPP
+from benchmarks.specification.spec_error import SpecError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _validate(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
+    # These imports take longer than it takes to answer --help.
+    from benchmarks.specification.compose import preset
+    from benchmarks.studies.validation.errors import errors_of, outcome_of, predicted_rows
+    from benchmarks.studies.validation.reader import read_rows, training_tables
+    from benchmarks.studies.validation.texts import row_line, summary
+    from zeropp.cluster import Cluster
+
     if options.cluster is not None:
         preset("cluster", options.cluster, Cluster)
     if options.out is not None:
@@ -46,8 +39,8 @@ def _validate(arguments: Sequence[str] | None) -> int:
     outcomes = [outcome_of(line, options.cluster) for line in told(lines, len(lines), "rows")]
     errors = errors_of(predicted_rows(outcomes))
     if options.verbose:
-        print("\n".join(_row_line(outcome) for outcome in outcomes), end="\n\n")
-    print(_summary(outcomes, errors))
+        print("\n".join(row_line(outcome) for outcome in outcomes), end="\n\n")
+    print(summary(outcomes, errors))
     if options.out is not None:
         from benchmarks.studies.validation.write import write  # matplotlib only now
 
@@ -75,43 +68,6 @@ def _parser() -> CommandParser:
         help="folder for validation.csv, errors.csv and validation.png",
     )
     return parser
-
-
-def _row_line(outcome: Outcome) -> str:
-    """A row's place, configuration, metric, measured and predicted number and error, or the reason
-    why nothing was predicted."""
-    line = outcome.line
-    head = f"{line.place:30} {_configuration(line):46} {line.cells.get('metric', '')[:24]:24}"
-    value = f"{line.cells.get('value', '')[:10]:>10} {line.cells.get('unit', '')[:12]:12}"
-    if outcome.prediction is None:
-        return f"{head} {value} not predicted: {outcome.reason}"
-    return f"{head} {value} {outcome.prediction.text:>10} {outcome.prediction.relative_error:+8.1%}"
-
-
-def _configuration(line: Line) -> str:
-    """A row's model, degrees and batch."""
-    cells = line.cells
-    words = [cells.get("model", "")[:14], f"{cells.get('num_gpus', '')}gpu"]
-    words += [f"{k}{cells[k]}" for k in ("tp", "pp", "dp") if cells.get(k)]
-    return " ".join(
-        [*words, f"mb{cells.get('micro_batch', '')}", f"b{cells.get('global_batch', '')}"]
-    )
-
-
-def _summary(outcomes: Sequence[Outcome], errors: Sequence[Errors]) -> str:
-    predicted = predicted_rows(outcomes)
-    text = [
-        "absolute relative error, simulated against published (ratio: of pairs of runs that differ "
-        "in schedule or parallelism alone)",
-        "",
-        HEADER,
-        *(error.line() for error in errors),
-        "",
-        f"{len(predicted)} of {len(outcomes)} rows predicted",
-    ]
-    for (table, reason), count in refusals(outcomes).most_common():
-        text.append(f"refused: {count:4} of {table}: {reason}")
-    return "\n".join([*text, oom_line(predicted), ZEROPP.caveat])
 
 
 if __name__ == "__main__":

@@ -5,5 +5,6 @@ the tuner choose what is open) and ``sweep`` (which gives points to the launcher
 then a launcher: ``local`` starts ranks on this machine, ``slurm`` submits jobs, ``trace`` runs
 ranks without their peers, ``simulate`` prices the plan. ``processes`` starts the ranks of an
 attempt (``rank_process``), and ``finish`` makes its record. ``owner`` and ``folder_lock`` say which
-process works on a folder, ``frozen`` reads what an attempt was started with.
+process works on a folder, ``frozen`` reads what an attempt was started with, and ``standing`` says
+how far every point is.
 """

@@ -177,7 +177,8 @@ def _gate_words(gate: GateResult) -> str:
             f"allowed {gate.tolerance:.0e}"
         )
     worst = failures[0]
-    what = worst.worst or worst.kind
+    # "3.mlp.up.weight (adamw)": the optimizer is named in the kind
+    what = " ".join([worst.worst, *worst.kind.split()[1:]]) if worst.worst else worst.kind
     others = (
         f"; {len(failures) - 1} more of {len(gate.checks)} checks failed" if failures[1:] else ""
     )

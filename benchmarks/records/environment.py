@@ -61,21 +61,32 @@ def read_code(*, ask_git: bool = True) -> Code:
 
 
 def git_state() -> tuple[str, bool]:
-    """Commit of the checkout and whether tracked files differ from it ("unknown" outside git)."""
-    sha = _git("rev-parse", "HEAD")
-    if not sha:
+    """Commit of the checkout and whether its files differ from it: tracked ones, or files of the
+    suite that git does not have. ("unknown", True) where git cannot say, and where the files only
+    lie inside another repository, whose commit says nothing about them."""
+    top, sha = _git("rev-parse", "--show-toplevel"), _git("rev-parse", "HEAD")
+    if not top or not sha or Path(top).resolve() != CHECKOUT.resolve():
         return "unknown", True
-    return sha, bool(_git("status", "--porcelain", "--untracked-files=no"))
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    added = _git("ls-files", "--others", "--", *(f"{folder}/{files}" for folder, files in _CODE))
+    return sha, changed != "" or added != ""
 
 
-def _git(*arguments: str) -> str:
+def _git(*arguments: str) -> str | None:
+    """What git says about the checkout; None if it fails. Variables such as GIT_DIR, which a hook
+    sets, could name another repository."""
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     try:
         done = subprocess.run(
-            ["git", "-C", str(CHECKOUT), *arguments], capture_output=True, text=True, timeout=10
+            ["git", "--no-optional-locks", "-C", str(CHECKOUT), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            env=variables,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _versions() -> dict[str, str]:

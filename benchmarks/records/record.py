@@ -52,7 +52,7 @@ class GateCheck:
     ``error`` and ``limit`` are relative to the same quantity of one process.
     """
 
-    kind: str  # "mlp.up.weight", "loss (sgd)", "all parameters (adamw)"
+    kind: str  # "mlp.up.weight (sgd)", "loss (sgd)", "all parameters (adamw)"
     worst: str  # the parameter's name; empty if the quantity is no parameter
     step: int  # counted from 1
     error: float

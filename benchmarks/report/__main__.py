@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.specification.command import CommandParser, check_writable, run_command
-from benchmarks.specification.run_spec import SpecError
+from benchmarks.specification.spec_error import SpecError
 
 _TABLES = ("paper", "ablation", "throughput", "memory", "speedup", "evidence", "published")
 

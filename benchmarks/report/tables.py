@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -24,17 +24,12 @@ def comparison_tables(rows: pd.DataFrame, base: str = BASE) -> dict[str, Table]:
     The index of a row names the records from which it was made; for speed-ups and distances the
     base's come after its own.
     """
-    tables = (
-        paper_table(rows, base),
-        ablation_table(rows),
-        throughput_table(rows),
-        memory_table(rows),
-        speedup_table(rows, base),
-        evidence_table(rows),
-        published_table(rows),
-        lone_table(rows),
-    )
-    return {made.name: made for made in tables}
+    return {name: make(rows, base) for name, make in _MAKERS.items()}
+
+
+def comparison_table(name: str, rows: pd.DataFrame, base: str = BASE) -> Table:
+    """One of the ``comparison_tables``, without the work for the others."""
+    return _MAKERS[name](rows, base)
 
 
 def throughput_table(rows: pd.DataFrame) -> Table:
@@ -159,3 +154,15 @@ def _note(row: Mapping[Any, Any], usual_code: str) -> str:
     if row["code"] not in ("", usual_code):
         notes.append("other version of the suite's files than most rows")
     return "; ".join(notes)
+
+
+_MAKERS: dict[str, Callable[[pd.DataFrame, str], Table]] = {
+    "paper": paper_table,
+    "ablation": lambda rows, base: ablation_table(rows),
+    "throughput": lambda rows, base: throughput_table(rows),
+    "memory": lambda rows, base: memory_table(rows),
+    "speedup": speedup_table,
+    "evidence": lambda rows, base: evidence_table(rows),
+    "published": lambda rows, base: published_table(rows),
+    "lone_ranks": lambda rows, base: lone_table(rows),
+}

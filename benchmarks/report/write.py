@@ -20,7 +20,7 @@ from benchmarks.report.pairs import BASE, base_of
 from benchmarks.report.paper import paper_grids
 from benchmarks.report.step_timelines import write_traces
 from benchmarks.report.table import Grid, Table
-from benchmarks.report.tables import comparison_tables
+from benchmarks.report.tables import comparison_table, comparison_tables
 
 MAX_PRINTED = 60  # rows in the terminal; the files have all
 
@@ -64,7 +64,7 @@ def write_report(
     _print_headline(rows, base, console)
     with report_folder(out) as folder:
         pictures = draw(rows, base, options.against, folder, every_timeline=options.timelines)
-        grids = {name: _grids(table) for name, table in tables.items()}
+        grids = {name: grids_of(table) for name, table in tables.items()}
         page = Page(
             rows=rows,
             grids=grids,
@@ -90,20 +90,23 @@ def write_one_table(
     if rows.empty:
         return ReportPaths([], skipped)
     base = base_of(rows, options.base) if options.base else BASE
-    table = ablation_table(rows, options.against) if name == "ablation" else None
-    table = table or comparison_tables(rows, base)[name]
-    names = write_table_forms(table, out)
-    _print_grids(table, rows, base, console)
+    if name == "ablation":
+        table = ablation_table(rows, options.against)
+    else:
+        table = comparison_table(name, rows, base)
+    grids = grids_of(table)
+    names = write_table_forms(table, grids, out)
+    _print_grids(table, grids, rows=rows, base=base, console=console)
     for note in notes_of(rows):
         console.print(note)
     _print_paths(names, out, console)
     return ReportPaths([out / name for name in names], skipped)
 
 
-def write_table_forms(table: Table, out: Path) -> list[Path]:
-    """Write one table in every form into a folder of its own; returns the names of the files."""
+def write_table_forms(table: Table, grids: list[Grid], out: Path) -> list[Path]:
+    """Write one table, whose text is in ``grids``, in every form into a folder of its own; returns
+    the names of the files."""
     with report_folder(out) as folder:
-        grids = _grids(table)
         files = [*write_table(table, grids, folder), table_page(table.name, grids, folder)]
         return [path.relative_to(folder) for path in files]
 
@@ -117,7 +120,7 @@ def _rows(roots: Sequence[Path], console: Console) -> tuple[pd.DataFrame, list[s
     return latest_ok(frame), skipped
 
 
-def _grids(table: Table) -> list[Grid]:
+def grids_of(table: Table) -> list[Grid]:
     """The text of a table: one grid, or for the paper's table one per kind of evidence, basis and
     cluster."""
     if table.name == "paper":
@@ -143,9 +146,11 @@ def _print_headline(rows: pd.DataFrame, base: str, console: Console) -> None:
         console.print(f"... {len(rows) - MAX_PRINTED} more rows are in the files")
 
 
-def _print_grids(table: Table, rows: pd.DataFrame, base: str, console: Console) -> None:
+def _print_grids(
+    table: Table, grids: list[Grid], *, rows: pd.DataFrame, base: str, console: Console
+) -> None:
     """Print the table if the terminal is wide enough, otherwise one line per contender."""
-    for grid in _grids(table):
+    for grid in grids:
         if fits(grid, console):
             console.print(rich_table(grid))
         elif table.name == "paper":

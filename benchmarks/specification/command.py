@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from benchmarks.specification.run_spec import SpecError
+from benchmarks.specification.spec_error import SpecError
 
 INTERRUPTED = 130  # the exit status that shells expect after Ctrl-C
 

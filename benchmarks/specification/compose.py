@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from benchmarks import CHECKOUT
-from benchmarks.specification.run_spec import SpecError, validated
+from benchmarks.specification.spec_error import SpecError
 
 _CONF = CHECKOUT / "conf"
 # How words begin that may choose a file which says that a command is a sweep (hydra.mode).
@@ -71,6 +71,8 @@ def preset(group: str, name: str, kind: type) -> Any:
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
         raise SpecError(f"{group}={name!r}: no such preset (known: {known})")
+    from benchmarks.specification.run_spec import validated  # what follows --help only
+
     return validated(kind, OmegaConf.to_container(OmegaConf.load(path)), group)
 
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import SkipValidation, TypeAdapter, ValidationError
 
 from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.spec_error import SpecError as SpecError  # for users of specs
 from zeropp.cluster import Cluster
 from zeropp.literals import Auto, Precision
 from zeropp.plan import Candidate, Knobs, Plan, Task
@@ -27,10 +28,6 @@ from zeropp.training import OptimizerConfig
 T = TypeVar("T")
 
 _STRICT = {"extra": "forbid"}
-
-
-class SpecError(ValueError):
-    """Bad input. The message is one line with the field, its value and what would work."""
 
 
 @dataclass(frozen=True)

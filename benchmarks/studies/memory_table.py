@@ -166,7 +166,7 @@ def trace(case: Case) -> Iterator[dict[str, Any]]:
     """What was traced, one row per pipeline rank."""
     plan = case.plan()
     pp, pipeline = plan.layout.pp, plan.layout.pipeline(0)
-    ranks = sorted({0, pp // 2, pp - 1})
+    ranks = ranks_of(pp)
     contender = CONTENDERS[case.contender]
     fill = contender.fill_integers if case.contender in REAL else None
     chosen = [pipeline[rank] for rank in ranks]
@@ -183,6 +183,11 @@ def trace(case: Case) -> Iterator[dict[str, Any]]:
             "trace_commit": git_state()[0][:10],
             **_gib("traced", found.memory),
         }
+
+
+def ranks_of(pp: int) -> list[int]:
+    """The pipeline ranks that have a row: the first, one in the middle and the last."""
+    return sorted({0, pp // 2, pp - 1})
 
 
 def price(case: Case, row: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource
 from benchmarks.worker.reference import EXACT, ROUNDED, OneProcess, Trajectory
+from zeropp.cost import parameter_count
 from zeropp.model import build_model
 from zeropp.training import OptimizerConfig
 
@@ -43,16 +44,39 @@ class Expected:
     updates: Sequence[dict[str, Tensor]]
 
 
-def sgd_for(spec: RunSpec, batches: BatchSource, device: torch.device) -> OptimizerConfig:
-    """Plain SGD with a learning rate whose first step should lower the loss by a tenth. All ranks
-    must call it."""
-    rate = torch.zeros((), dtype=torch.float64, device=device)
+def gate_optimizers(
+    spec: RunSpec, batches: BatchSource, device: torch.device
+) -> tuple[OptimizerConfig, OptimizerConfig]:
+    """(plain SGD with a learning rate whose first step should lower the loss by a tenth, the run's
+    own optimizer with settings that all count). All ranks must call it."""
+    first = torch.zeros(3, dtype=torch.float64, device=device)
     if dist.get_rank() == 0:
         alone = OneProcess(spec, batches, device, ROUNDED[spec.precision])
-        loss, norm = alone.first_gradient()
-        rate.fill_(_FIRST_DECREASE * loss / norm**2)
-    dist.broadcast(rate, 0)
-    return OptimizerConfig(kind="sgd", lr=float(rate))
+        first = torch.tensor(alone.first_gradient(), dtype=torch.float64, device=device)
+    dist.broadcast(first, 0)
+    loss, grad_norm, weight_norm = first.tolist()
+    sgd = OptimizerConfig(kind="sgd", lr=_FIRST_DECREASE * loss / grad_norm**2)
+    root = parameter_count(spec.model) ** 0.5
+    return sgd, in_effect(spec.optimizer, grad_norm / root, weight_norm / root, root)
+
+
+def in_effect(
+    asked: OptimizerConfig, gradient: float, weight: float, root: float
+) -> OptimizerConfig:
+    """The optimizer with settings that change three steps enough to be seen.
+
+    ``gradient`` and ``weight`` are the root mean squares of the first gradient and of the
+    parameters; ``root`` is the square root of the number of parameters. Where the run clips, the
+    limit is half of the first gradient's norm, so that every step is clipped. Adam's epsilon is the
+    size of the gradient that remains. So an update depends smoothly on its gradient, and rounding
+    changes no signs; nor does it stay the same if all gradients are scaled. Where the run has
+    weight decay, it moves the parameters half as far as their gradients do.
+    """
+    limit = gradient * root / 2 if asked.clip_norm else 0.0
+    left = gradient / 2 if limit else gradient
+    pull = left if asked.kind == "sgd" else 0.5  # Adam divides by the size of the gradient
+    decay = pull / (2 * weight) if asked.weight_decay else 0.0
+    return replace(asked, eps=left, clip_norm=limit, weight_decay=decay)
 
 
 def expect(

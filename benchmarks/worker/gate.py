@@ -8,9 +8,11 @@ What is compared
     rank compares the loss, the gradient norm and every parameter that it holds. So mistakes that
     begin with the second step (gradients that are not zeroed, an optimizer that does nothing) are
     seen, too.
-    Then, steps with the run's own optimizer: the loss, the gradient norm, and the update of all
-    parameters together. Parameters are not compared one by one, because rounding can change the
-    sign of Adam's update where a gradient is near zero.
+    Then the same with the run's own optimizer, its learning rate and betas. Its other settings are
+    made large enough to be seen, where the run has them (``expected.in_effect``): clipping takes
+    half of the first gradient, and weight decay moves parameters half as far as gradients do.
+    Adam's epsilon is as large as gradients are. With the usual 1e-8 rounding would change the sign
+    of an update where a gradient is near zero, and scaled gradients would give the same update.
 
 The initial weights
     They are drawn with standard deviation 1/sqrt(hidden). With GPT-2's 0.02 the attention scores of
@@ -51,7 +53,7 @@ from torch import Tensor
 from benchmarks.records.record import GateCheck, GateResult
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource
-from benchmarks.worker.expected import Expected, expect, sgd_for
+from benchmarks.worker.expected import Expected, expect, gate_optimizers
 from benchmarks.worker.observed import Observed, observe
 from zeropp.cost import parameter_count
 from zeropp.literals import Precision
@@ -75,7 +77,7 @@ def run_gate(
     plan = small.plan()
     pairs = []
     with initial_std(small.model.hidden**-0.5):
-        for optimizer in (sgd_for(small, source, device), small.optimizer):
+        for optimizer in gate_optimizers(small, source, device):
             expected = expect(small, source, device, optimizer)
             trainer = contender.build(plan, optimizer, device, small.seed)
             pairs.append(
@@ -85,10 +87,8 @@ def run_gate(
                 )
             )
             del trainer
-    sgd, own = pairs
-    return asdict(
-        gate_result(small, [*sgd_checks(small, *sgd), *total_checks(small, *own)], left_out)
-    )
+    checks = [check for pair in pairs for check in checks_of(small, *pair)]
+    return asdict(gate_result(small, checks, left_out))
 
 
 def gated_spec(
@@ -134,14 +134,15 @@ def gate_result(spec: RunSpec, checks: Sequence[GateCheck], left_out: Sequence[s
     )
 
 
-def sgd_checks(spec: RunSpec, expected: Expected, observed: Observed) -> list[GateCheck]:
-    """The checks of the steps with plain SGD: loss, gradient norm, all parameters together, and for
-    each kind of parameter (its name without the piece's number) the worst parameter and step."""
+def checks_of(spec: RunSpec, expected: Expected, observed: Observed) -> list[GateCheck]:
+    """The checks of the steps with one optimizer: loss, gradient norm, all parameters together, and
+    for each kind of parameter (its name without the piece's number) the worst parameter and
+    step."""
     rounding = _Rounding.of(spec)
     kinds: dict[str, list[GateCheck]] = {}
     for index, name in enumerate(expected.shapes):
         limit = rounding.limit(float(expected.update_rounding[index]))
-        kind = name.partition(".")[2]
+        kind = f"{name.partition('.')[2]} ({expected.optimizer.kind})"
         check = _worst_step(kind, observed.updates[:, index], limit, name)
         kinds.setdefault(kind, []).append(check)
     return [*total_checks(spec, expected, observed), *map(worst_check, kinds.values())]

@@ -70,11 +70,13 @@ class OneProcess:
             for block in list(self._working)[1:-1]:
                 block.dropout = _Dropout(spec.model.dropout, drawn_in)
 
-    def first_gradient(self) -> tuple[float, float]:
-        """(loss, gradient norm) of the first batch; no parameter is changed."""
+    def first_gradient(self) -> tuple[float, float, float]:
+        """(loss, gradient norm, norm of the parameters) in the first batch; no parameter is
+        changed."""
         loss = self._accumulate(0)
         norm = nn.utils.clip_grad_norm_(self._masters.parameters(), math.inf)
-        return loss, float(norm)
+        weights = nn.utils.get_total_norm(list(self._masters.parameters()))
+        return loss, float(norm), float(weights)
 
     def train(self, config: OptimizerConfig, steps: int) -> Trajectory:
         """Train for some steps, from the current parameters on."""

@@ -9,7 +9,20 @@ import pytest
 
 from tests.gloo.world import World, start_server
 
-start_server()  # it imports what ranks need while pytest imports the tests
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the server, which imports what ranks need while pytest imports the tests; not in a
+    process that only hands tests out to others."""
+    if config.getoption("dist", "no") == "no":
+        start_server()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """As ranks do, the process with the tests leaves the other cores to other processes."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -96,32 +96,8 @@ class Case:
         )
 
     def plan(self) -> Plan:
-        knobs = ZeroppKnobs(
-            pp=self.pp,
-            shard=self.shard,
-            replicate=self.replicate,
-            replicate_zero=1 if self.zero else 0,
-            chunks=self.chunks,
-            unit=self.unit,
-            recompute=self.recompute,  # type: ignore[arg-type]
-            reduce_every=self.reduce_every,  # type: ignore[arg-type]
-            replicate_every=self.replicate_every,  # type: ignore[arg-type]
-            keep=self.keep,
-            placement=self.placement,  # type: ignore[arg-type]
-            activation_cap=self.cap,  # type: ignore[arg-type]
-            compile=self.compile,
-            stage_style=self.stage_style,  # type: ignore[arg-type]
-            split_backward=self.split_backward,
-            split_blocks=self.split_blocks,
-        )
-        task = Task(
-            shape=self.shape,
-            cluster=CLUSTER,
-            num_gpus=self.world,
-            global_batch=self.batch,
-            precision=self.precision,
-        )
-        return replace(ZEROPP.plan(task, Candidate(knobs, 1)), recomputed=self.recomputed)
+        """The plan of this case, which a process makes once."""
+        return _plan(self)
 
     def data(self, step: int) -> tuple[Tensor, Tensor]:
         """The global batch of a step."""
@@ -129,6 +105,36 @@ class Case:
         size = (self.batch, self.shape.seq + 1)
         tokens = torch.randint(self.shape.vocab, size, generator=generator)
         return tokens[:, :-1], tokens[:, 1:]
+
+
+@cache
+def _plan(case: Case) -> Plan:
+    knobs = ZeroppKnobs(
+        pp=case.pp,
+        shard=case.shard,
+        replicate=case.replicate,
+        replicate_zero=1 if case.zero else 0,
+        chunks=case.chunks,
+        unit=case.unit,
+        recompute=case.recompute,  # type: ignore[arg-type]
+        reduce_every=case.reduce_every,  # type: ignore[arg-type]
+        replicate_every=case.replicate_every,  # type: ignore[arg-type]
+        keep=case.keep,
+        placement=case.placement,  # type: ignore[arg-type]
+        activation_cap=case.cap,  # type: ignore[arg-type]
+        compile=case.compile,
+        stage_style=case.stage_style,  # type: ignore[arg-type]
+        split_backward=case.split_backward,
+        split_blocks=case.split_blocks,
+    )
+    task = Task(
+        shape=case.shape,
+        cluster=CLUSTER,
+        num_gpus=case.world,
+        global_batch=case.batch,
+        precision=case.precision,
+    )
+    return replace(ZEROPP.plan(task, Candidate(knobs, 1)), recomputed=case.recomputed)
 
 
 def loss_function(logits: Tensor, targets: Tensor) -> Tensor:

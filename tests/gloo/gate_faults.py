@@ -17,16 +17,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from benchmarks.records.record import GateCheck
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import open_batches
-from benchmarks.worker.expected import expect, sgd_for
-from benchmarks.worker.gate import gated_spec, sgd_checks
+from benchmarks.worker.expected import expect, gate_optimizers
+from benchmarks.worker.gate import checks_of, gated_spec
 from benchmarks.worker.observed import observe
-from tests.gloo.gate_place import Fault, Place, Prepare
+from tests.gloo.gate_place import Fault, Place, Prepare, building, gradients_of
+from tests.gloo.optimizer_faults import OPTIMIZER_FAULTS
 from tests.gloo.reduction_faults import dropped_reduction, tied_gradients
 from zeropp.engine import randomness
 from zeropp.model import initial_std
@@ -34,38 +34,33 @@ from zeropp.model.blocks import Block
 from zeropp.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
-_BUILDERS = (
-    "zeropp.engine.updates",
-    "baselines.torch_pp.trainer",
-    "baselines.fsdp.trainer",
-    "baselines.deepspeed_3d.trainer",
-)
-
-
 Edit = Callable[[list[Tensor], int], None]  # gradients about to be applied, step from 1
 
 
 def find(spec: RunSpec, faults: list[str]) -> dict[str, list[GateCheck]]:
-    """On a rank: for each fault the checks of plain SGD that fail; ``none`` is no fault."""
+    """On a rank: for each fault the checks that fail, with the run's own optimizer for faults in
+    what optimizers do, and with plain SGD for others; ``none`` is no fault, and passes both."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())  # DeepSpeed asks for it
     contender = CONTENDERS[spec.contender.name]
     spec, batches, _ = gated_spec(spec, contender, open_batches(spec))
     plan = spec.plan()
     at = plan.layout.coordinates(dist.get_rank())
     place = Place(plan, plan.layout.dp_index(dist.get_rank()), at["pp"], at["tp"])
-    found = {}
+    found: dict[str, list[GateCheck]] = {name: [] for name in faults}
     with initial_std(spec.model.hidden**-0.5), _kept_groups():
-        optimizer = sgd_for(spec, batches, CPU)
-        expected = expect(spec, batches, CPU, optimizer)
-        for name in faults:
-            with FAULTS[name](place) as prepare:
-                trainer = prepare(contender.build(plan, optimizer, CPU, spec.seed))
-                observed = observe(
-                    trainer, plan.layout, batches=batches, device=CPU, expected=expected
-                )
-            checks = sgd_checks(spec, expected, observed)
-            found[name] = [check for check in checks if not check.error <= check.limit]  # or NaN
-    return found
+        sgd, own = gate_optimizers(spec, batches, CPU)
+        in_own = [name for name in faults if name in OPTIMIZER_FAULTS]
+        for optimizer, names in ((sgd, [n for n in faults if n not in in_own]), (own, in_own)):
+            expected = expect(spec, batches, CPU, optimizer)
+            for name in dict.fromkeys(["none", *names]):
+                with FAULTS[name](place) as prepare:
+                    trainer = prepare(contender.build(plan, optimizer, CPU, spec.seed))
+                    observed = observe(
+                        trainer, plan.layout, batches=batches, device=CPU, expected=expected
+                    )
+                checks = checks_of(spec, expected, observed)
+                found[name] += [check for check in checks if not check.error <= check.limit]
+    return found  # the comparison above finds NaN, too
 
 
 @contextmanager
@@ -104,24 +99,17 @@ def _editing(edit: Callable[[Place], Edit]) -> Fault:
 
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             steps[0] += 1
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            apply([_local(p.grad) for p in parameters if p.grad is not None], steps[0])
+            apply(gradients_of(optimizer), steps[0])
 
         def build(*arguments: Any) -> torch.optim.Optimizer:
             optimizer = build_optimizer(*arguments)
             optimizer.register_step_pre_hook(before)
             return optimizer
 
-        with ExitStack() as stack:
-            for module in _BUILDERS:
-                stack.enter_context(mock.patch(f"{module}.build_optimizer", build))
+        with building(build):
             yield lambda trainer: trainer
 
     return fault
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _scaled_part(begin: float, end: float, factor: float) -> Fault:
@@ -280,4 +268,5 @@ FAULTS: dict[str, Fault] = {
     "tied weights summed twice": tied_gradients(2),
     "tied weights not summed": tied_gradients(0),
     "other dropout masks": _other_masks,
+    **OPTIMIZER_FAULTS,
 }

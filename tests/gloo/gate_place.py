@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zeropp.plan import Plan
+
+_BUILDERS = (
+    "zeropp.engine.updates",
+    "baselines.torch_pp.trainer",
+    "baselines.fsdp.trainer",
+    "baselines.deepspeed_3d.trainer",
+)
 
 
 @dataclass(frozen=True)
@@ -22,3 +34,28 @@ class Place:
 
 Prepare = Callable[[Any], Any]  # a trainer, made faulty
 Fault = Callable[[Place], AbstractContextManager[Prepare]]
+
+
+@contextmanager
+def building(build: Callable[..., torch.optim.Optimizer]) -> Iterator[None]:
+    """While this is open, every contender builds its optimizer with ``build``."""
+    with ExitStack() as stack:
+        for module in _BUILDERS:
+            stack.enter_context(mock.patch(f"{module}.build_optimizer", build))
+        yield
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters that have a gradient."""
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    return [parameter for parameter in every if parameter.grad is not None]
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """This rank's gradients, as they are about to be applied."""
+    return [local(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

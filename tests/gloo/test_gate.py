@@ -46,10 +46,17 @@ OF_EACH_SORT = frozenset(
         "targets of two microbatches swapped",
         "one reduction dropped",
         "one tensor-parallel rank never updated",
+        "clipped per rank",
+        "no weight decay",
     }
 )
-# 5 % of a gradient is within what bf16 rounds.
-HIDDEN_IN_BF16 = {"a quarter of the gradients times 1.05", "a norm's gradient times 1.05"}
+# A few percent of a gradient or of an update are within what bf16 rounds.
+HIDDEN_IN_BF16 = {
+    "a quarter of the gradients times 1.05",
+    "a norm's gradient times 1.05",
+    "learning rate 1 % low",
+    "betas swapped",
+}
 
 
 DROPOUT = TIED | {"dropout": 0.1}
@@ -133,6 +140,7 @@ def spec_of(case: Case, setting: Setting) -> RunSpec:
     values["model"] |= case.model
     values["cluster"] = yaml.safe_load(Path("conf/cluster/cpu_gloo.yaml").read_text())
     values["data"] = {"kind": "synthetic"}
+    values["optimizer"] = {"weight_decay": 0.1, "clip_norm": 1.0}
     values["contender"] = {"name": case.contender, **setting.knobs}
     values |= {"num_gpus": setting.ranks, "precision": case.precision}
     return spec_from_mapping(values | {"global_batch": setting.global_batch})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import io
 import multiprocessing
 import os
 import signal
@@ -120,7 +121,7 @@ class World:
             for pipe in ready:
                 rank = pipes[pipe]
                 try:
-                    replies[rank] = cast(Connection, pipe).recv()
+                    replies[rank] = _unpacked(cast(Connection, pipe).recv_bytes())
                 except EOFError:
                     replies[rank] = (False, "died")
                 if not replies[rank][0]:
@@ -164,8 +165,25 @@ def _serve(pipe: Connection) -> None:
             reply = (True, _run_task(*task))
         except BaseException:
             reply = (False, traceback.format_exc())
-        pipe.send(reply)
+        pipe.send_bytes(_packed(reply))
         gc.collect()
+
+
+def _packed(reply: tuple[bool, Any]) -> bytes:
+    """A reply as bytes. A pipe would send each tensor as a file descriptor of shared memory, for
+    which the receiver connects to the sender, a millisecond or more each."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(reply, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(packed: bytes) -> tuple[bool, Any]:
+    import torch
+
+    reply: tuple[bool, Any] = torch.load(io.BytesIO(packed), weights_only=False)
+    return reply
 
 
 def _run_task(

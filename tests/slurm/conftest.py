@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.launch.standing import Row
 from benchmarks.records.record import RunRecord, find_records, read_record
-from benchmarks.status import Row
 from tests.slurm.cluster import SlurmCluster, unavailable, wait_until
 from tests.slurm.commands import Command, call
 

@@ -10,7 +10,7 @@ from benchmarks import CHECKOUT, api
 
 DEMO = CHECKOUT / "results" / "reference" / "demo"
 POINTS = (
-    "-m model=gpt_tiny num_gpus=8,16 cluster=a800 precision=bf16 data=synthetic launcher=simulate "
+    "-m model=gpt_tiny num_gpus=2,4 cluster=a800 precision=bf16 data=synthetic launcher=simulate "
     "contender=zeropp,deepspeed_3d sequences_per_gpu=4"
 )
 

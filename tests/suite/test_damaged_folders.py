@@ -27,12 +27,12 @@ from benchmarks.launch.slurm import client
 from benchmarks.launch.slurm.jobs import unreported
 from benchmarks.launch.slurm.launcher import launch
 from benchmarks.launch.slurm.view import look
+from benchmarks.launch.standing import standing
 from benchmarks.records.environment import Code
 from benchmarks.records.rank_events import read_events
 from benchmarks.records.record import find_records, read_record
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.tables import comparison_tables
-from benchmarks.status import standing
 from tests.unit.damaged_folders import (
     DAMAGES,
     NUMBER,

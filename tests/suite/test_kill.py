@@ -21,12 +21,12 @@ import pytest
 
 from benchmarks.launch import processes
 from benchmarks.launch.points import Point, attempt_directory, freeze, plan_point
+from benchmarks.launch.standing import standing
 from benchmarks.launch.sweep import launch_points
 from benchmarks.records.record import find_records, read_record
 from benchmarks.report import write
 from benchmarks.run import main
 from benchmarks.specification.run_spec import spec_from_mapping
-from benchmarks.status import standing
 from tests.unit.toy_spec import mapping
 
 SWEEP = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from benchmarks.records.environment import Code
 from benchmarks.studies.recheck import renew as module
 from benchmarks.studies.recheck.__main__ import REFERENCE, main
-from benchmarks.studies.recheck.compare import moved, same
+from benchmarks.studies.recheck.compare import differences, moved, same
 from benchmarks.studies.recheck.tables import TABLES, Table
 
 
@@ -40,6 +41,7 @@ ALTERED = {
     "schedules.csv": "step_over_ideal",
     "memory/traced_vs_simulated.csv": "simulated_total_gib",
     "validation/validation.csv": "predicted",
+    "validation/errors.csv": "p90",
     "validation/since.csv": "p90_now",
     "claim_33/plans.csv": "step_s",
     "claim_33/verdict.csv": "zeropp_tokens_per_s_per_gpu",
@@ -50,15 +52,84 @@ ALTERED = {
 def test_an_altered_number_is_noticed(
     table: Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for path in {table.path, "claim_33/plans.csv"}:
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text((REFERENCE / path).read_text())
+    copied(tmp_path, table)
     if table.path in ALTERED:
         _alter(tmp_path / table.path, ALTERED[table.path])
     else:
         _claim_a_better_bound(tmp_path / table.path)
     assert main(["--only", table.path, "--reference", str(tmp_path), "--rows", "1"]) == 1
     assert f"{table.path}: 1 of 1 rows differ" in capsys.readouterr().out
+
+
+def copied(folder: Path, table: Table) -> None:
+    """Copy a table, and those from which others follow, into a folder."""
+    sources = ("claim_33/plans.csv", "validation/validation.csv", "validation/earlier.csv")
+    for path in {table.path, *sources}:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text((REFERENCE / path).read_text())
+
+
+def table_at(path: str) -> Table:
+    (table,) = (table for table in TABLES if table.path == path)
+    return table
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "memory/traced_vs_simulated.csv",
+        "validation/validation.csv",
+        "validation/errors.csv",
+        "claim_33/verdict.csv",
+    ],
+)
+def test_a_row_that_was_taken_out_is_missed(path: str, tmp_path: Path) -> None:
+    table = table_at(path)
+    copied(tmp_path, table)
+    assert table.missing(tmp_path) == []
+    head, first, *rest = (tmp_path / path).read_text().splitlines(keepends=True)
+    assert rest
+    (tmp_path / path).write_text("".join([head, *rest]))
+    (gone,) = table.missing(tmp_path)
+    assert all(word in first for word in gone.split())
+
+
+@pytest.mark.parametrize(
+    ("path", "column"),
+    [
+        ("memory/traced_vs_simulated.csv", "traced_activations_gib"),
+        ("memory/traced_vs_simulated.csv", "traced_total_gib"),
+        ("validation/errors.csv", "median"),
+        ("validation/errors.csv", "runs"),
+        ("validation/since.csv", "p90_then"),
+        ("validation/validation.csv", "value"),
+    ],
+)
+def test_numbers_of_every_kind_are_computed_again(path: str, column: str) -> None:
+    table = table_at(path)
+    row = next(row for row in table.read(REFERENCE) if row[column].replace(".", "").isdigit())
+    assert not differences(row, table.again(row, REFERENCE))
+    altered = row | {column: f"{1.1 * float(row[column]) + 1:.4f}"}
+    assert differences(altered, table.again(altered, REFERENCE))
+
+
+def test_a_count_of_sizes_or_misses_is_computed_again() -> None:
+    table = table_at("schedule_orders.json")
+    row = table.read(REFERENCE)[0]
+    assert not differences(row, table.again(row, REFERENCE))
+    for altered in (row | {"sizes": "13681"}, row | {"missed": "1"}, row | {"largest": "1.01"}):
+        assert differences(altered, table.again(altered, REFERENCE))
+
+
+def test_the_page_says_how_many_rows_of_each_table_are_drawn() -> None:
+    page = (REFERENCE.parents[1] / "docs" / "metrics.md").read_text()
+    stated = {
+        path: rows
+        for paths, rows in re.findall(r"^\| (`[^|]*) \| (\w+) \|", page, re.M)
+        for path in re.findall(r"`([^`]*)`", paths)
+    }
+    drawn = {table.path: table.rows for table in TABLES}
+    assert {path: "all" if rows >= 1000 else str(rows) for path, rows in drawn.items()} == stated
 
 
 def _alter(path: Path, column: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.source_trees import ROOT, sources, trees
+from tests.unit.source_trees import ROOT, children, inside, sources, trees
 
 PACKAGES = ("zeropp", "baselines", "benchmarks")
 MOST_POSITIONAL = 4
@@ -34,7 +34,7 @@ def functions(
     tree: ast.AST, inside: str = ""
 ) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """All functions of a file with their names, such as ``Engine.step``."""
-    for node in ast.iter_child_nodes(tree):
+    for node in children(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield inside + node.name, node
             yield from functions(node, f"{inside}{node.name}.")
@@ -75,7 +75,7 @@ def many_positional(tree: ast.Module) -> Iterator[str]:
     for name, function in functions(tree):
         if positional(function) > MOST_POSITIONAL:
             yield name
-    for node in ast.walk(tree):
+    for node in inside(tree):
         if isinstance(node, ast.ClassDef) and positional_fields(node) > MOST_POSITIONAL:
             yield node.name
 

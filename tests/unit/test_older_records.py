@@ -15,12 +15,12 @@ import pytest
 from rich.console import Console
 
 from benchmarks.launch.points import records_of
+from benchmarks.launch.standing import standing
 from benchmarks.records.record import read_record
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.tables import memory_table
 from benchmarks.report.write import write_report
 from benchmarks.specification.run_spec import SpecError, spec_from_mapping
-from benchmarks.status import standing
 from tests.unit.synthetic_records import make_record, write_records
 
 OLDER = Path(__file__).parent / "records" / "older.json"

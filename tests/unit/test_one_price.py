@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
-from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
 from baselines.fsdp.contender import FSDP
-from baselines.fsdp.knobs import FSDPKnobs
 from baselines.public_3d.contender import BEST_3D
-from baselines.public_3d.knobs import Best3DKnobs
 from benchmarks.specification.compose import preset
+from benchmarks.specification.contenders import PRICED
 from benchmarks.studies.claim_33.cells import Cell, winners
 from benchmarks.studies.validation.cases import case_of
 from benchmarks.studies.validation.predict import predict, simulated
@@ -22,43 +20,52 @@ from tests.unit.published_cells import CELLS
 from zeropp.cluster import Cluster
 from zeropp.contender.contender import ZEROPP
 from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.literals import Precision
 from zeropp.plan import Candidate, Plan, Task
 from zeropp.shape import ModelShape
 from zeropp.sim.simulator import simulate
 from zeropp.tune.contender import Contender
 
-Asked = tuple[Contender[Any], Candidate[Any]]
 SIDES = {"tp": 2, "pp": 2, "replicate": 2, "replicate_zero": 1}
-OTHERS: tuple[Asked, ...] = (
-    (DEEPSPEED_3D, Candidate(DeepSpeedKnobs(**SIDES, recompute="full"), 1)),  # type: ignore[arg-type]
-    *(
-        (BEST_3D, Candidate(Best3DKnobs(**SIDES, **more), 1))  # type: ignore[arg-type]
-        for more in (
-            {"schedule": "1f1b", "recompute": "none"},
-            {"schedule": "interleaved_1f1b", "chunks": 2, "sequence_parallel": True},
-            {"schedule": "zbv", "chunks": 2, "recompute": "full"},
-        )
+STAGES = {"tp": 1, "pp": 4, "shard": 2, "replicate": 1}
+PARTLY = {"recompute": "full", "recompute_blocks": 2}
+# Settings of every contender that is judged. All others of its knobs are at their defaults.
+ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("deepspeed_3d", {**SIDES, "recompute": "full"}),
+    ("deepspeed_3d", {**SIDES, "tp": 1, "pp": 4}),
+    ("best_3d", {**SIDES, "schedule": "1f1b", "recompute": "none"}),
+    (
+        "best_3d",
+        {**SIDES, "schedule": "interleaved_1f1b", "chunks": 2, "sequence_parallel": True},
     ),
-    (FSDP, Candidate(FSDPKnobs(shard=4, replicate=2, reduce_every="unit"), 1)),
-    *(
-        (ZEROPP, Candidate(ZeroppKnobs(**more), 1))
-        for more in (
-            {"pp": 2, "shard": 4, "chunks": 2},
-            {"pp": 4, "shard": 2, "chunks": 2, "unit": 8, "recompute": "full", "keep": 1},
-            {"pp": 2, "shard": 2, "replicate": 2, "replicate_zero": 1, "reduce_every": "step"},
-            {"pp": 1, "shard": 8, "chunks": 4, "unit": 2},
-        )
-    ),
+    ("best_3d", {**SIDES, "schedule": "zbv", "chunks": 2, "recompute": "full"}),
+    ("megatron_core", {**SIDES, "pp": 4, "replicate": 1, "schedule": "1f1b", **PARTLY}),
+    ("megatron_core", {**SIDES, "schedule": "interleaved_1f1b", "chunks": 3}),
+    ("megatron_deepspeed", {**SIDES, "recompute": "full"}),
+    ("zero_bubble", {**SIDES, "pp": 4, "replicate": 1, "schedule": "zb_h1"}),
+    ("torch_pp", {**STAGES, "schedule": "zbv", "chunks": 2}),
+    ("torch_pp", {**STAGES, "schedule": "interleaved_1f1b", "chunks": 2, **PARTLY}),
+    ("torchtitan", {**STAGES, "schedule": "1f1b", "recompute": "selective"}),
+    ("fsdp", {"shard": 4, "replicate": 2, "reduce_every": "unit"}),
+    ("zeropp", {"pp": 2, "shard": 4, "chunks": 2}),
+    ("zeropp", {"pp": 4, "shard": 2, "chunks": 2, "unit": 8, "keep": 1, **PARTLY}),
+    ("zeropp", {"pp": 4, "shard": 2, "chunks": 2, "split_blocks": True}),
+    ("zeropp", {"pp": 2, "shard": 2, "replicate": 2, "replicate_zero": 1, "reduce_every": "step"}),
+    ("zeropp", {"pp": 1, "shard": 8, "chunks": 4, "unit": 2}),
 )
 # The knobs of a ZeroPP plan that no other column of a published row says.
 OWN = ("activation_cap", "reduce_every", "replicate_every", "prefetch", "keep", "stage_style")
 
 
-def task() -> Task:
+def task(precision: Precision = "bf16", *, tied: bool = True) -> Task:
+    """A model whose blocks divide over no number of stages, on eight GPUs."""
     shape: ModelShape = preset("model", "gpt_1_5b", ModelShape)
-    shape = replace(shape, layers=16)
     return Task(
-        shape=shape, cluster=preset("cluster", "a100", Cluster), num_gpus=8, global_batch=16
+        shape=replace(shape, layers=23, tied_embeddings=tied),
+        cluster=preset("cluster", "a100", Cluster),
+        num_gpus=8,
+        global_batch=16,
+        precision=precision,
     )
 
 
@@ -78,11 +85,15 @@ def as_row(plan: Plan, knobs: Any) -> PublishedRow:
         "zero3_group": str(layout.shard) if layout.shard > 1 else "",
         "schedule": plan.schedule.name if pipeline else "none",
         "micro_batch": str(plan.microbatch_size), "global_batch": str(plan.global_batch),
-        "recompute": plan.recompute,
+        "recompute": plan.recompute, "dtype": plan.precision,
+        "cuts": " ".join(f"{cut:g}" for cut in plan.cuts) if pipeline else "",
     }  # fmt: skip
+    if plan.recomputed:
+        cells["recompute_blocks"] = str(max(plan.recomputed) * layout.pp * layout.chunks)
     if plan.schedule.name == "zeropp":
         cells |= {
             "schedule": "zeropp",
+            "cuts": "",
             "chunks": str(layout.chunks),
             "knobs": knobs_of(plan, knobs),
         }
@@ -99,28 +110,35 @@ def knobs_of(plan: Plan, knobs: ZeroppKnobs) -> str:
     return " ".join(f"{name}={value}" for name, value in stated.items())
 
 
-def asked() -> list[Asked]:
-    """What the verdict's search finds best of each contender, and others with a pipeline."""
+def assert_one_number(task: Task, contender: Contender[Any], candidate: Candidate[Any]) -> None:
+    tuned = contender.simulated(task, candidate)  # the tuner's and the verdict's
+    launched = simulate(contender.plan(task, candidate), task.cluster)
+    assert launched.step_s == pytest.approx(tuned.step_s, rel=1e-12)
+    row = as_row(tuned.plan, candidate.knobs)
+    assert simulated(case_of(row)).plan.program == tuned.plan.program
+    assert predict(row).value == pytest.approx(tuned.step_s, rel=1e-12)
+
+
+def test_every_priced_contender_is_asked() -> None:
+    assert {name for name, _ in ASKED} == set(PRICED)
+
+
+@pytest.mark.parametrize(
+    ("precision", "tied"), [("bf16", True), ("bf16", False), ("fp32", True)], ids=str
+)
+@pytest.mark.parametrize(("name", "settings"), ASKED, ids=str)
+def test_validation_tuner_launch_and_verdict_give_one_number(
+    name: str, settings: dict[str, Any], precision: Precision, *, tied: bool
+) -> None:
+    contender = PRICED[name]
+    candidate = Candidate(contender.knobs(**settings), 1)
+    assert_one_number(task(precision, tied=tied), contender, candidate)
+
+
+def test_what_the_verdict_finds_has_one_price() -> None:
     searched = (ZEROPP, DEEPSPEED_3D, BEST_3D, FSDP)
     best = winners(Cell(task()), 0.05, searched)
-    found = [(c, w.candidate) for c in searched if (w := best[c.name]) is not None]
-    return [*OTHERS, *((c, between_blocks(candidate)) for c, candidate in found)]
-
-
-def between_blocks(candidate: Candidate[Any]) -> Candidate[Any]:
-    """The bound's plan without cuts inside blocks, which only ZeroPP's rows can state."""
-    if candidate.knobs.name != "best_3d":
-        return candidate
-    return replace(candidate, knobs=replace(candidate.knobs, split_blocks=False))
-
-
-def test_validation_tuner_launch_and_verdict_give_one_number() -> None:
-    found = asked()
-    assert len(found) == len(OTHERS) + 4
-    for contender, candidate in found:
-        tuned = contender.simulated(task(), candidate)  # the tuner's and the verdict's
-        launched = simulate(contender.plan(task(), candidate), task().cluster)
-        assert launched.step_s == pytest.approx(tuned.step_s, rel=1e-12)
-        row = as_row(tuned.plan, candidate.knobs)
-        assert simulated(case_of(row)).plan.program == tuned.plan.program
-        assert predict(row).value == pytest.approx(tuned.step_s, rel=1e-12), candidate
+    for contender in searched:
+        winner = best[contender.name]
+        assert winner is not None
+        assert_one_number(task(), contender, winner.candidate)

@@ -22,11 +22,11 @@ from benchmarks.launch.folder_lock import LockedError, only_one
 from benchmarks.launch.owner import OWNER_FILE, SILENT_S, this_process
 from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.slurm.submit import copy_checkout
+from benchmarks.launch.standing import standing
 from benchmarks.launch.sweep import launch_points
 from benchmarks.records.rank_events import EventWriter
 from benchmarks.records.record import find_records, read_record
 from benchmarks.specification.run_spec import SpecError, spec_from_mapping
-from benchmarks.status import standing
 from tests.unit.toy_spec import mapping
 
 

@@ -35,19 +35,21 @@ def value(**changes: str) -> float:
 
 def test_metrics_and_units_of_one_step_agree() -> None:
     step = value()
-    assert value(unit="ms") == pytest.approx(step * 1e3)
+    assert value(unit="ms", value="1500") == pytest.approx(step * 1e3)
     assert value(metric="steps_per_s", unit="1/s") == pytest.approx(1 / step)
-    samples = value(metric="samples_per_s", unit="samples/s")
+    samples = value(metric="samples_per_s", unit="samples/s", value="43")
     assert samples == pytest.approx(64 / step)
-    tokens = value(metric="tokens_per_s_per_gpu", unit="tok/s/GPU")
+    tokens = value(metric="tokens_per_s_per_gpu", unit="tok/s/GPU", value="11000")
     assert tokens == pytest.approx(samples * 2048 / 8)
-    assert value(metric="tokens_per_s", unit="tok/s") == pytest.approx(tokens * 8)
+    whole = value(metric="tokens_per_s", unit="tok/s", value="87000")
+    assert whole == pytest.approx(tokens * 8)
     full = {"attention_flops": "full"}
     tflops = value(metric="model_tflops_per_gpu", unit="TFLOP/s/GPU", **full)
     assert value(metric="mfu", unit="%", **full) == pytest.approx(tflops / 312 * 100)
     share = value(metric="mfu", unit="fraction", value="0.5", **full)
     assert share == pytest.approx(tflops / 312)
-    assert value(metric="model_pflops", unit="PFLOP/s", **full) == pytest.approx(tflops * 8 / 1e3)
+    pflops = value(metric="model_pflops", unit="PFLOP/s", value="0.9", **full)
+    assert pflops == pytest.approx(tflops * 8 / 1e3)
     gib = value(metric="peak_memory_allocated", unit="GiB")
     assert value(metric="peak_memory_allocated", unit="GB") == pytest.approx(gib * 2**30 / 1e9)
 
@@ -222,7 +224,8 @@ def test_the_command_prints_a_summary_and_writes_every_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran_out = {"metric": "ran_out_of_memory", "unit": "yes/no", "value": "yes"}
-    rows = [CELLS, CELLS | LARGE, CELLS | ran_out, CELLS | LARGE | ran_out]
+    large = LARGE | {"value": "120"}
+    rows = [CELLS, CELLS | large, CELLS | ran_out, CELLS | LARGE | ran_out]
     table = write_table(tmp_path, *rows, CELLS | {"device": "?"}, CELLS | {"dtype": "fp8"})
     assert main([str(table), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out

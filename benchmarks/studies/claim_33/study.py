@@ -20,7 +20,7 @@ from benchmarks.records.environment import git_state
 from benchmarks.records.record import write_atomically
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.paper import paper_table
-from benchmarks.report.write import write_table_forms
+from benchmarks.report.write import grids_of, write_table_forms
 from benchmarks.specification.command import check_writable, leave_interrupts_to_parent
 from benchmarks.specification.progress import progress_line
 from benchmarks.studies.claim_33.cells import COMPARED, Cell, Job, Row, jobs_of
@@ -65,7 +65,8 @@ def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
     console = Console()
     console.print(text, markup=False)
     rows = latest_ok(load_frame([out / "plans.csv"])[0])
-    paper = write_table_forms(paper_table(rows), out / "paper")
+    table = paper_table(rows)
+    paper = write_table_forms(table, grids_of(table), out / "paper")
     names = ["plans.csv", "verdict.csv", "verdict.md", *(path.name for path in paths)]
     names += [f"paper/{path}" for path in paper]
     console.print(f"Written to {out}: " + ", ".join(names))

@@ -1,7 +1,10 @@
 """Compares the committed tables with what today's code computes, or writes them again.
 
 A table does not show that older code has computed it. So some rows of each table are computed
-again, other rows every day, and a row that differs by more than rounding is an error.
+again, other rows every day, and a row that differs by more than rounding is an error. Of tables
+that follow from other tables without pricing, every row is computed. One altered row among n is
+found on a given day with the chance rows/n that the output shows (``0 of 20 rows differ (drawn
+from 3,011)``); code that changes a share s of the rows is missed with (1 - s)^rows.
 
     python -m benchmarks.studies.recheck                 # a sample, drawn by today's date
     python -m benchmarks.studies.recheck --rows 0        # every row (an hour)
@@ -21,9 +24,10 @@ from pathlib import Path
 from benchmarks import CHECKOUT
 from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.run_spec import SpecError
+from benchmarks.studies.recheck.again import Row
 from benchmarks.studies.recheck.compare import differences
 from benchmarks.studies.recheck.renew import renew
-from benchmarks.studies.recheck.tables import TABLES, Row, StaleError, Table
+from benchmarks.studies.recheck.tables import TABLES, Table
 
 REFERENCE = CHECKOUT / "results" / "reference"
 
@@ -56,22 +60,25 @@ def _recheck(arguments: Sequence[str] | None) -> int:
 
 
 def _check(table: Table, reference: Path, draw: random.Random, count: int | None) -> int:
-    """Print the drawn rows that differ, with the columns; returns their number."""
+    """Print the drawn rows that differ, with the columns, and rows that the file lacks; returns
+    their number."""
     rows = table.read(reference)
     wanted = table.rows if count is None else count or len(rows)
     drawn = draw.sample(rows, min(wanted, len(rows)))
     if not drawn:
         raise SpecError(f"{table.path}: no rows")
     found = [line for row in drawn for line in _stale(table, row, reference)]
-    print("\n".join([f"{table.path}: {len(found)} of {len(drawn)} rows differ", *found]))
-    return len(found)
+    missing = [f"  {key}: the file has no such row" for key in table.missing(reference)]
+    words = f"{len(found)} of {len(drawn)} rows differ (drawn from {len(rows):,})"
+    print("\n".join([f"{table.path}: {words}", *found, *missing]))
+    return len(found) + len(missing)
 
 
 def _stale(table: Table, row: Row, reference: Path) -> Iterator[str]:
     name = " ".join(filter(None, (row.get(key, "") for key in table.keys)))
     try:
         different = differences(row, table.again(row, reference))
-    except StaleError as error:
+    except ValueError as error:  # no such plan, or no such row any more
         yield f"  {name}: {error}"
         return
     if different:

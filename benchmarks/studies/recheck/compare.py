@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from decimal import Decimal, InvalidOperation
 
-from benchmarks.studies.recheck.tables import Computed, Row
+from benchmarks.studies.recheck.again import Computed, Row
 
 _SLACK = 1.01  # units in the last digit: a half per side, and a little for binary fractions
 

@@ -3,6 +3,6 @@
 In: CSV files with the columns of docs/published_rows.md. Out: predictions and their errors.
 Read ``rows`` (the columns; ``cells`` and ``quantities`` say what may be in them), ``reader`` (CSV
 to rows), ``cases`` (row to Plan, on the cluster of ``clusters``), ``predict`` (Plan to the row's
-quantity), ``pairs`` (ratios of runs), ``errors`` and ``write``. ``since`` compares the errors with
-those of an earlier version.
+quantity), ``pairs`` (ratios of runs), ``errors``, ``texts`` (what is printed) and ``write``.
+``since`` compares the errors with those of an earlier version.
 """

@@ -12,6 +12,7 @@ from functools import lru_cache
 from baselines.fsdp.plan import accumulation
 from benchmarks.specification.compose import preset
 from benchmarks.studies.validation.clusters import cluster_of
+from benchmarks.studies.validation.plausible import check_plausible
 from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
 from zeropp.cluster import Cluster
 from zeropp.contender.contender import ZEROPP
@@ -25,7 +26,7 @@ from zeropp.schedule import build, lower
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
 
-_MOST_BLOCKS = 10**6  # blocks x microbatches; a wrong row could otherwise take for ever
+_MOST_BLOCKS = 250_000  # blocks x microbatches; a wrong row could otherwise take for ever
 _UNPRICED_SCHEDULES = ("dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min", "seq1f1b")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -45,6 +46,7 @@ class Case:
     recompute: Recompute
     precision: Precision
     recompute_blocks: int | None = None  # of the whole model; None: all
+    cuts: tuple[float, ...] | None = None  # None: by the program's rule
     knobs: ZeroppKnobs | None = None  # of schedule=zeropp; None: all at their defaults
 
 
@@ -60,6 +62,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
             f"global_batch={row.global_batch}: {count} microbatches do not divide into groups of "
             f"pp={row.pp}, as schedule={row.schedule} needs"
         )
+    check_plausible(row)
     return Case(
         shape=row.shape,
         cluster=preset("cluster", cluster_name, Cluster) if cluster_name else cluster_of(row),
@@ -72,6 +75,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
         recompute=row.recompute,
         precision=_precision(row),
         recompute_blocks=row.recompute_blocks,
+        cuts=row.cuts,
         knobs=row.knobs,
     )
 
@@ -142,8 +146,10 @@ def _with_state(program: Program, state: StateBytes, precision: Precision) -> Pr
     return replace(program, bf16=state) if precision == "bf16" else replace(program, fp32=state)
 
 
-def _cuts(case: Case, stages: int) -> tuple[int, ...]:
-    """Where the model is cut into stages, by rules that need no prices."""
+def _cuts(case: Case, stages: int) -> tuple[float, ...]:
+    """Where the model is cut into stages: as the row says, or by rules that need no prices."""
+    if case.cuts:
+        return case.cuts
     if case.program.spread == "flops":
         return balanced_cuts(case.shape, stages)
     if case.program.spread == "modules":
@@ -154,7 +160,7 @@ def _cuts(case: Case, stages: int) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def plan_of(case: Case) -> Plan:
     """The case's Plan; raises UnpredictableError if its schedule does not exist for the sizes."""
-    cuts: tuple[int, ...]
+    cuts: tuple[float, ...]
     try:
         if case.schedule == "zeropp":
             return _zeropp_plan(case)
@@ -177,7 +183,7 @@ def plan_of(case: Case) -> Plan:
         recompute=case.recompute,
         recomputed=_recomputed(case, cuts),
     )
-    if case.program.spread == "cost" and case.layout.pp > 1:
+    if case.program.spread == "cost" and case.layout.pp > 1 and not case.cuts:
         return replace(plan, cuts=cut_by_cost(plan, case.cluster, case.program))
     return plan
 
@@ -207,7 +213,7 @@ def _zeropp_plan(case: Case) -> Plan:
     return replace(plan, program=case.program.name)
 
 
-def _recomputed(case: Case, cuts: tuple[int, ...]) -> tuple[int, ...]:
+def _recomputed(case: Case, cuts: tuple[float, ...]) -> tuple[int, ...]:
     """The number of blocks that each stage recomputes; empty if all blocks are. Every stage has the
     same number, except where every piece is a stage: then these are the model's first blocks."""
     blocks, stages = case.recompute_blocks, len(cuts) - 1

@@ -45,6 +45,14 @@ def _not_blank(cell: Any) -> str:
     raise ValueError("must not be blank")
 
 
+def _stage_cuts(cell: Any) -> tuple[float, ...]:
+    """The places at which stages begin, and the end of the last one."""
+    words = str(cell).split(" ")
+    if all(re.fullmatch(r"[0-9]{1,6}(\.5)?", word) for word in words):
+        return tuple(map(float, words))
+    raise ValueError("must be numbers of pieces with one space between them, such as 0 13.5 26")
+
+
 def _own_knobs(cell: Any) -> ZeroppKnobs:
     """The knobs that a cell states, all others at their defaults."""
     stated = [word.partition("=")[::2] for word in str(cell).split()]
@@ -59,4 +67,5 @@ Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Decimal = Annotated[float, BeforeValidator(_decimal), Field(gt=0)]
 YesNo = Annotated[bool, BeforeValidator(_yes_or_no)]
 Text = Annotated[str, BeforeValidator(_not_blank)]
+StageCuts = Annotated[tuple[float, ...], BeforeValidator(_stage_cuts)]
 OwnKnobs = Annotated[ZeroppKnobs, BeforeValidator(_own_knobs)]

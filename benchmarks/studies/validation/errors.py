@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,10 @@ class Errors:
     runs: int
     median: float
     p90: float
+
+    def cells(self) -> dict[str, Any]:
+        """The line of ``errors.csv``."""
+        return asdict(self) | {"median": f"{self.median:.4f}", "p90": f"{self.p90:.4f}"}
 
     def line(self) -> str:
         """The line that is printed under ``HEADER``, in 80 columns."""

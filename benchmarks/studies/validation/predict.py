@@ -1,8 +1,4 @@
-"""Predicts the quantity of a row, in the row's unit, from the simulated step of its Plan.
-
-FLOPs are those of arXiv 2104.04473 (eq. 3) and 2205.05198 (appendix). Attention counts in full, or
-half if the row's source counts only the causal half.
-"""
+"""Predicts the quantity of a row, in the row's unit, from the simulated step of its Plan."""
 
 from __future__ import annotations
 
@@ -12,9 +8,9 @@ from functools import lru_cache
 from typing import Literal
 
 from benchmarks.studies.validation.cases import Case, case_of, plan_of
-from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
-from zeropp.cost import model_flops_per_token, price_plan
-from zeropp.cost.flops import block_forward_flops
+from benchmarks.studies.validation.counted_flops import flops_per_token, peak_flops
+from benchmarks.studies.validation.rows import PublishedRow
+from zeropp.cost import price_plan
 from zeropp.sim.simulator import SimResult, simulate
 
 # The share of the memory reserved by torch's allocator that is lost to fragmentation: 15 % on
@@ -89,35 +85,12 @@ def _speed(row: PublishedRow, case: Case, result: SimResult) -> float:
         return step_s
     each = row.num_gpus if row.measure.per_gpu else 1
     if kind == "flops":
-        return row.global_batch * case.shape.seq * _flops_per_token(row, case) / step_s / each
+        return row.global_batch * case.shape.seq * flops_per_token(row) / step_s / each
     if kind == "utilization":
-        flops = row.global_batch * case.shape.seq * _flops_per_token(row, case) / step_s
-        return flops / row.num_gpus / _peak_flops(row, case)
+        flops = row.global_batch * case.shape.seq * flops_per_token(row) / step_s
+        return flops / row.num_gpus / peak_flops(row, case.cluster.device)
     counted = {"steps": 1, "samples": row.global_batch, "tokens": row.global_batch * row.seq}
     return counted[row.metric.partition("_")[0]] / step_s / each
-
-
-def _peak_flops(row: PublishedRow, case: Case) -> float:
-    """The FLOP/s of which a utilisation is a share."""
-    device = case.cluster.device
-    known = device.peak_fp32_tflops if case.precision == "fp32" else device.peak_bf16_tflops
-    peak = row.utilization_peak_tflops or known
-    if peak is None:
-        raise UnpredictableError(
-            f"utilization_peak_tflops='': no peak of device={row.device} is known"
-        )
-    return peak * 1e12
-
-
-def _flops_per_token(row: PublishedRow, case: Case) -> float:
-    """FLOPs as the row's source counts them."""
-    shape = case.shape
-    attention = 4 * shape.seq * shape.hidden  # of one block's forward
-    left_out = attention / 2 if row.attention_flops == "causal" else 0.0
-    again = {"none": 0.0, "full": block_forward_flops(shape) - left_out, "selective": attention}
-    counted = model_flops_per_token(shape) - 3 * shape.layers * left_out
-    blocks = case.recompute_blocks or shape.layers
-    return counted + (blocks * again[case.recompute] if row.measure.hardware else 0.0)
 
 
 def _memory_bytes(row: PublishedRow, case: Case, result: SimResult) -> float:
@@ -135,7 +108,8 @@ def _memory_bytes(row: PublishedRow, case: Case, result: SimResult) -> float:
 def _layer_s(row: PublishedRow, case: Case) -> float:
     """Seconds of one block's forward, backward or both, with tensor-parallel collectives: the
     difference between the model and one with one more block."""
-    alone = replace(case, layout=replace(case.layout, pp=1, chunks=1), num_microbatches=1)
+    one_stage = replace(case.layout, pp=1, chunks=1)
+    alone = replace(case, layout=one_stage, num_microbatches=1, cuts=None)
     costs = []
     for layers in (1, 2):
         plan = plan_of(replace(alone, shape=replace(case.shape, layers=layers)))

@@ -19,8 +19,17 @@ from pydantic import (
     model_validator,
 )
 
-from benchmarks.studies.validation.cells import Count, Decimal, OwnKnobs, Text, Whole, YesNo
+from benchmarks.studies.validation.cells import (
+    Count,
+    Decimal,
+    OwnKnobs,
+    StageCuts,
+    Text,
+    Whole,
+    YesNo,
+)
 from benchmarks.studies.validation.quantities import METRICS, Metric, Unit
+from benchmarks.studies.validation.stages import CHUNKED, TWO_CHUNKS, ScheduleName, are_cuts
 from zeropp.cost import parameter_count
 from zeropp.literals import Recompute
 from zeropp.programs import entry_named
@@ -37,13 +46,6 @@ Precise = Literal[
     "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "int8", "fp4", "nvfp4", "mxfp4"
 ]  # of the products
 Half = Literal["fp32", "fp16", "bf16"]
-ScheduleName = Literal[
-    "none", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "zbv",
-    "interleaved_zb", "zeropp", "dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min",
-    "seq1f1b",
-]  # fmt: skip
-CHUNKED = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "zeropp", "hanayo", "seq1f1b")
-TWO_CHUNKS = ("zbv", "dualpipe", "dualpipev", "v_half", "v_min")
 # Nominal power of the boards in W (results/published/hardware.csv), for rows with ``power_w``.
 POWER_W = {"v100": 300, "a100": 400, "a800": 400, "h100": 700, "h800": 700, "h200": 700}
 # The range of each number of a device; one outside it is in another unit.
@@ -112,6 +114,7 @@ class PublishedRow(BaseModel):
     zero3_group: Count | None = None  # ranks over which ZeRO-3 shards; blank: all of dp
     zero1_group: Count | None = None  # replicas over which ZeRO-1 shards; blank: all of them
     schedule: ScheduleName
+    cuts: StageCuts | None = None  # where stages begin and the last ends; blank: the program's rule
     knobs: OwnKnobs | None = None  # of schedule=zeropp: those that are not at their defaults
     # Batch, recomputation and types.
     micro_batch: Count
@@ -169,7 +172,7 @@ class PublishedRow(BaseModel):
 
 
 COLUMNS = tuple(PublishedRow.model_fields)
-OPTIONAL = ("knobs", "intra_gb_s")  # a table need not have these columns
+OPTIONAL = ("cuts", "knobs", "intra_gb_s")  # a table need not have these columns
 _NUMBER: TypeAdapter[float] = TypeAdapter(Decimal)
 _OF_THE_NUMBER = (
     "metric", "value", "unit", "attention_flops", "utilization_peak_tflops", "verified", "assumed",
@@ -190,8 +193,8 @@ def _metric(row: PublishedRow) -> str:
     except ValidationError:
         return f"value={row.value!r}: must be a number above 0 in digits, without unit or commas"
     kind, share = row.measure.kind, row.measured / row.measure.units[row.unit]
-    if kind == "utilization" and share > 1:
-        return f"value={row.value}: {row.metric} above 100 % in unit={row.unit!r}"
+    if kind == "utilization" and not 0.01 <= share <= 1:
+        return f"value={row.value}: {row.metric} is {share:.3%}, not 1 to 100 % (unit={row.unit!r})"
     if (kind in ("flops", "utilization")) != (row.attention_flops is not None):
         wanted = "full or causal" if row.attention_flops is None else "blank"
         return f"attention_flops={row.attention_flops or ''!r}: must be {wanted} for {row.metric}"
@@ -267,6 +270,13 @@ def _schedule(row: PublishedRow) -> str:
         return f"chunks=1: schedule={row.schedule} has 2 or more"
     if row.knobs and row.schedule != "zeropp":
         return f"knobs: schedule={row.schedule} has none"
+    stages = 0 if row.schedule == "zeropp" or row.pp == 1 else row.pp * row.chunks
+    if row.cuts and not are_cuts(row.cuts, stages, row.layers):
+        return (
+            f"cuts={' '.join(f'{cut:g}' for cut in row.cuts)!r}: needs pp > 1, schedule other than "
+            f"zeropp, and where pp={row.pp} x chunks={row.chunks} stages begin and end, from 0 to "
+            f"layers + 2 = {row.layers + 2}"
+        )
     if row.pp * row.chunks > row.layers + 2:
         return f"chunks={row.chunks}: pp={row.pp} x chunks are more stages than layers={row.layers}"
     return ""

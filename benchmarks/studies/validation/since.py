@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from benchmarks import CHECKOUT
 from benchmarks.specification.command import CommandParser, check_writable, run_command
 from benchmarks.specification.run_spec import SpecError
-from benchmarks.studies.validation.errors import Predicted, errors_of
-from benchmarks.studies.validation.predict import Kind, Prediction
-from benchmarks.studies.validation.rows import COLUMNS, PublishedRow
+from benchmarks.studies.validation.errors import errors_of
+from benchmarks.studies.validation.stored import Cells, cells_by_place, predicted, row_of
 
 FOLDER = CHECKOUT / "results" / "reference" / "validation"
 _SAME = ("metric", "value", "unit")  # what a place must hold in both files
-_Cells = Mapping[str, str]
 
 
 def errors_since(folder: Path = FOLDER) -> list[dict[str, str]]:
@@ -37,12 +35,12 @@ def errors_since(folder: Path = FOLDER) -> list[dict[str, str]]:
         if any(cells[name] != today.get(place, {}).get(name) for name in _SAME):
             raise SpecError(f"{folder}/earlier.csv: {place} is another row in validation.csv")
     rows = {
-        place: _row(today[place])
+        place: row_of(today[place])
         for place, cells in earlier.items()
         if cells["predicted"] and today[place]["predicted"]
     }
     then, now = (
-        errors_of([_predicted(row, answers[place]) for place, row in rows.items()])
+        errors_of([predicted(row, answers[place]) for place, row in rows.items()])
         for answers in (earlier, today)
     )
     return [
@@ -61,29 +59,13 @@ def errors_since(folder: Path = FOLDER) -> list[dict[str, str]]:
     ]
 
 
-def _read(path: Path) -> dict[str, _Cells]:
+def _read(path: Path) -> dict[str, Cells]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return {cells["place"]: cells for cells in csv.DictReader(file)}
+        return cells_by_place(path)
     except OSError as error:
         why = (error.strerror or str(error)).lower()
         needs = "--from takes a folder with earlier.csv and validation.csv"
         raise SpecError(f"{path}: cannot be read: {why}; {needs}") from None
-
-
-def _row(cells: _Cells) -> PublishedRow:
-    return PublishedRow.model_validate({name: cells[name] for name in COLUMNS if cells[name]})
-
-
-def _predicted(row: PublishedRow, cells: _Cells) -> Predicted:
-    kind: Kind = "memory" if row.measure.kind == "memory" else "throughput"
-    prediction = Prediction(
-        kind=kind,
-        value=float(cells["predicted"]),
-        text=cells["predicted"],
-        relative_error=float(cells["relative_error"]),
-    )
-    return Predicted(row, prediction)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

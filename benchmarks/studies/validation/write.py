@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -37,9 +37,7 @@ def write(outcomes: Sequence[Outcome], errors: Sequence[Errors], out: Path) -> N
     with (out / "errors.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, [f.name for f in fields(Errors)])
         table.writeheader()
-        table.writerows(
-            asdict(e) | {"median": f"{e.median:.4f}", "p90": f"{e.p90:.4f}"} for e in errors
-        )
+        table.writerows(error.cells() for error in errors)
     _scatter(outcomes, out / "validation.png")
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from tests.unit.source_trees import nodes
+from tests.unit.source_trees import statements
 
 
 def imported_modules(every: list[ast.AST]) -> Iterator[str]:
-    """Names of the modules that a file with these nodes imports, and of what it takes from them."""
+    """Names of the modules that a file with these statements imports, and of what it takes from
+    them."""
     for node in every:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -19,7 +20,7 @@ def imported_modules(every: list[ast.AST]) -> Iterator[str]:
 
 def test_no_test_module_imports_another() -> None:
     """What two of them need lies in a module that is no test."""
-    files = nodes("tests")
+    files = statements("tests")
     assert len(files) > 70
     borrowed = [
         f"{path} imports {name}"

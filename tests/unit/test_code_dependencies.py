@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 import pytest
 
-from tests.unit.source_trees import ROOT, nodes
+from tests.unit.source_trees import ROOT, statements
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OWN = {"zeropp", "baselines", "benchmarks", "docs", "scripts", "tests"}
@@ -24,7 +24,7 @@ def imported(folder: str) -> set[str]:
     """Top-level names of all foreign packages that a folder's files import, but for those without
     which a file says in its own words that they are missing."""
     found = set()
-    for every in nodes(folder).values():
+    for every in statements(folder).values():
         optional = {
             line for node in every if isinstance(node, ast.Try)
             and any(getattr(h.type, "id", "") == "ImportError" for h in node.handlers)
