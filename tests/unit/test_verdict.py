@@ -3,7 +3,7 @@ tables follow from the committed rows."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pandas as pd
@@ -16,6 +16,7 @@ from benchmarks.studies.claim_33.given_settings import GIVEN
 from benchmarks.studies.claim_33.judge import BASELINES, CELL, CLAIM, PUBLIC_3D, judge, summary
 from benchmarks.studies.claim_33.page_tables import page_tables
 from tests.unit.simulated_task import task
+from zeropp.sim.losses import Losses
 from zeropp.sim.simulator import simulate
 from zeropp.tune.search import search
 
@@ -135,3 +136,15 @@ def test_cells_in_which_zeropp_does_not_fit_are_told() -> None:
 def test_committed_tables_follow_from_the_committed_rows() -> None:
     verdicts = judge(pd.read_csv(REFERENCE / "plans.csv"))
     assert summary(verdicts) == (REFERENCE / "verdict.md").read_text()
+
+
+def test_every_committed_step_is_the_sum_of_its_losses() -> None:
+    plans = pd.read_csv(REFERENCE / "plans.csv").dropna(subset=["step_s"])
+    kinds = [f"{loss.name}_s" for loss in fields(Losses)]
+    assert len(plans) > 300
+    others = [kind for kind in kinds if kind != "small_kernels_s"]  # which alone may be a gain
+    assert (plans[others] > -1e-9).all(axis=None)
+    assert plans[kinds].sum(axis=1).tolist() == pytest.approx(plans["step_s"].tolist(), rel=1e-4)
+    assert (plans["limit_s"] / plans["step_s"]).tolist() == pytest.approx(
+        plans["share_of_limit"].tolist(), rel=1e-4
+    )
