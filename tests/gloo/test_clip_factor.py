@@ -1,4 +1,4 @@
-"""Gradients scaled by ``clip_factor`` are those of torch's ``clip_grad_norm_``, unusual norms too."""
+"""Gradients scaled by ``clip_factor`` are as after torch's ``clip_grad_norm_``, at any norm."""
 
 from __future__ import annotations
 
