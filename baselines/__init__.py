@@ -4,6 +4,6 @@ In: a ``Task`` (what is trained, on which cluster) and the contender's knobs. Ou
 for the contenders that run here a trainer per rank. In a folder read ``knobs`` (what can be set),
 ``plan`` (from knobs to a Plan), ``space`` (what the tuner tries), ``trainer`` (what a rank runs),
 then ``contender``, the entry that puts them together. ``public_3d`` is priced and does not run.
-The modules beside the folders are what several contenders share: ``fully_sharded`` (FSDP2),
+The modules beside the folders are what several contenders share: ``fsdp2`` (FSDP2),
 ``tensor_parallel`` (which degrees are possible), ``private_names`` (names that torch may change).
 """

@@ -42,7 +42,7 @@ def _validate(arguments: Sequence[str] | None) -> int:
         print("\n".join(row_line(outcome) for outcome in outcomes), end="\n\n")
     print(summary(outcomes, errors))
     if options.out is not None:
-        from benchmarks.studies.validation.write import write  # matplotlib only now
+        from benchmarks.studies.validation.files import write  # matplotlib only now
 
         write(outcomes, errors, options.out)
         print(f"wrote {options.out}/validation.csv, errors.csv and validation.png")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from baselines.fully_sharded import (
+from baselines.fsdp2 import (
     count_collectives,
     data_mesh,
     finish_step,

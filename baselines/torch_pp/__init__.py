@@ -2,6 +2,6 @@
 
 In: a ``Task`` and ``TorchPPKnobs``. Out: a ``Plan`` in the order of torch's schedule classes, and a
 trainer per rank that lets torch's runtime run them. Read ``knobs``, ``plan`` (with ``dualpipev``),
-``trainer`` (with ``tensor_parallel`` and ``tied``), ``space``, ``contender``. ``private_names`` has
-the names of torch that may change.
+``trainer`` (with ``tensor_parallel`` and ``tied_stages``), ``space``, ``contender``.
+``private_names`` has the names of torch that may change.
 """

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.tensor.parallel import loss_parallel
 
-from baselines.fully_sharded import (
+from baselines.fsdp2 import (
     count_collectives,
     data_mesh,
     finish_step,
@@ -32,7 +32,7 @@ from baselines.fully_sharded import (
 )
 from baselines.torch_pp.private_names import ObservedStage, OneForwardOneBackward, Runtime
 from baselines.torch_pp.tensor_parallel import cut_piece
-from baselines.torch_pp.tied import TiedEnds
+from baselines.torch_pp.tied_stages import TiedEnds
 from zeropp.model import build_half, build_piece, cross_entropy
 from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan

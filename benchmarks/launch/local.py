@@ -12,7 +12,7 @@ from benchmarks.launch.options import LocalOptions
 from benchmarks.launch.owner import may_live
 from benchmarks.launch.points import Point, or_unwritten
 from benchmarks.launch.processes import is_here, run_attempt
-from benchmarks.launch.progress import SweepProgress
+from benchmarks.launch.sweep_progress import SweepProgress
 from benchmarks.records.record import RunRecord
 from benchmarks.specification.run_spec import SpecError
 

@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.launch.finish import Ending, finish_attempt, killed
 from benchmarks.launch.owner import beat, state_and_start
 from benchmarks.launch.points import Point, attempt_directory, freeze
-from benchmarks.launch.progress import SweepProgress, say
 from benchmarks.launch.rank_process import start_rank
+from benchmarks.launch.sweep_progress import SweepProgress, say
 from benchmarks.records.rank_events import rank_file, read_events
 from benchmarks.records.record import RunRecord
 from benchmarks.records.recorded_spec import read_spec

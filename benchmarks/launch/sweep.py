@@ -22,7 +22,7 @@ from benchmarks.launch.points import (
     unwritten_record,
     write_unstarted,
 )
-from benchmarks.launch.progress import SweepProgress, announce, say
+from benchmarks.launch.sweep_progress import SweepProgress, announce, say
 from benchmarks.records.record import RunRecord
 from benchmarks.specification.command import check_writable
 from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping

@@ -25,7 +25,7 @@ from benchmarks.launch.points import (
     write_record,
 )
 from benchmarks.launch.processes import is_here, run_attempt
-from benchmarks.launch.progress import SweepProgress
+from benchmarks.launch.sweep_progress import SweepProgress
 from benchmarks.records.record import RunRecord, Status, now
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import SpecError

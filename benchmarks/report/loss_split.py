@@ -1,8 +1,8 @@
 """What each contender's step time is spent on: the compute limit, and above it the losses by cause.
 
 There is one stacked bar per contender, in multiples of the step at the compute limit, so that a
-contender at the limit would end at 1. The causes are those of ``zeropp.sim.losses``, which add up
-to the step exactly.
+contender at the limit would end at 1. The causes are those of ``zeropp.sim.lost_time``, which add
+up to the step exactly.
 """
 
 from __future__ import annotations

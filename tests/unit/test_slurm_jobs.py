@@ -17,8 +17,8 @@ from benchmarks.launch.slurm.client import (
     QueuedJob,
     queued_jobs,
 )
-from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.jobs import close_ended, underway, unreported
+from benchmarks.launch.slurm.slurm_command import SlurmError
 from tests.unit.slurm_attempts import (
     HERE,
     RUNNING,

@@ -20,7 +20,7 @@ from benchmarks.launch.points import (
     still_to_run,
     write_unstarted,
 )
-from benchmarks.launch.progress import SweepProgress
+from benchmarks.launch.sweep_progress import SweepProgress
 from benchmarks.launch.traced_compute import traced_stages
 from benchmarks.records.rank_events import EventWriter
 from benchmarks.records.record import RunRecord

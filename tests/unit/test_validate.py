@@ -19,10 +19,10 @@ from benchmarks.studies.validation.errors import (
     outcome_of,
     predicted_rows,
 )
-from benchmarks.studies.validation.pairs import pairs_of
 from benchmarks.studies.validation.predict import predict
 from benchmarks.studies.validation.reader import read_rows, training_tables
 from benchmarks.studies.validation.rows import UnpredictableError
+from benchmarks.studies.validation.run_pairs import pairs_of
 from benchmarks.validate import main
 from tests.unit.published_cells import CELLS, LARGE, line_of, predicted, row, write_table
 from tests.unit.simulated_task import task

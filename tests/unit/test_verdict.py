@@ -16,7 +16,7 @@ from benchmarks.studies.claim_33.given_settings import GIVEN
 from benchmarks.studies.claim_33.judge import BASELINES, CELL, CLAIM, PUBLIC_3D, judge, summary
 from benchmarks.studies.claim_33.page_tables import page_tables
 from tests.unit.simulated_task import task
-from zeropp.sim.losses import Losses
+from zeropp.sim.lost_time import Losses
 from zeropp.sim.simulator import simulate
 from zeropp.tune.search import search
 

@@ -48,7 +48,7 @@ FSDP = ZEROPP.but(
     "FSDP2 of torch 2.13, as baselines/fsdp runs it",
     {
         "bf16": f"{_TORCH}, distributed/fsdp/_fully_shard/_fsdp_param.py: fp32 shards, bf16 "
-        "copies, reduction in fp32 (baselines/fully_sharded.py)",
+        "copies, reduction in fp32 (baselines/fsdp2.py)",
         "fp32": f"{_TORCH}, distributed/fsdp/_fully_shard/_fsdp_param.py",
         "fused_accumulation": f"{_TORCH}, distributed/fsdp: gradients are added in a kernel",
         "shard_copies": f"{_TORCH}, {_COLLECTIVES}: foreach_all_gather_copy_out, chunk_cat",

@@ -4,7 +4,7 @@ In: a Plan and a Cluster. Out: a ``SimResult``. Read in this order:
 
 * ``simulator``: ``simulate(plan, cluster)`` prices a plan, runs its programs in the event loop
   (``zeropp.schedule.event_loop``) and adds what follows the last microbatch.
-* ``losses``: why the step takes longer than the compute limit, by causes that add up.
+* ``lost_time``: why the step takes longer than the compute limit, by causes that add up.
 * ``memory_curve``: the bytes that a rank holds while its program runs, and their peak;
   ``rank_memory`` follows them from action to action.
 """

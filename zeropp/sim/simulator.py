@@ -24,7 +24,7 @@ from zeropp.schedule.action import COMPLETES, COMPUTE, Op
 from zeropp.schedule.event_loop import run, run_within
 from zeropp.schedule.event_result import EventResult
 from zeropp.schedule.program import StageCost
-from zeropp.sim.losses import Losses, losses_of
+from zeropp.sim.lost_time import Losses, losses_of
 from zeropp.sim.memory_curve import peak_memory
 from zeropp.timeline import Span, Timeline
 

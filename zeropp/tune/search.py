@@ -40,9 +40,9 @@ from zeropp.schedule.action import collector_paused
 from zeropp.tune.bound import least_compute_s, least_of_order_s, least_step_s
 from zeropp.tune.contender import Contender
 from zeropp.tune.entry import Entry, Member, adds_later
-from zeropp.tune.evaluation import Order, try_orders
 from zeropp.tune.least_memory import exceeds, least_bytes, least_of_alike, least_of_family
 from zeropp.tune.outcome import OOM, SLOWER, Evaluated, Outcome, Progress
+from zeropp.tune.simulated import Order, try_orders
 from zeropp.tune.space import compute_knobs, points
 
 

@@ -25,7 +25,6 @@ from benchmarks.launch.slurm.client import (
     running_on,
     time_limit_s,
 )
-from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.reasons import (
     before_ranks,
     ending_by_state,
@@ -36,6 +35,7 @@ from benchmarks.launch.slurm.reasons import (
     memory_kill,
     slurm_of,
 )
+from benchmarks.launch.slurm.slurm_command import SlurmError
 from benchmarks.records.record import RunRecord
 
 _CLIENT_TIMEOUT_S = 5.0  # KillWait, 30 s by default, is all that a preempted job has

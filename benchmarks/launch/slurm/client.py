@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from benchmarks.launch.slurm.command import TIMEOUT_S, SlurmError, call, site_defaults
+from benchmarks.launch.slurm.slurm_command import TIMEOUT_S, SlurmError, call, site_defaults
 
 _OVER = {
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"),

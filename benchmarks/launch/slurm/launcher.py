@@ -13,11 +13,10 @@ from pathlib import Path
 
 from benchmarks.launch.folder_lock import LockedError, only_one
 from benchmarks.launch.points import Point, or_unwritten, unwritten_record, write_unstarted
-from benchmarks.launch.progress import SweepProgress
 from benchmarks.launch.slurm.arrays import nodes_of
-from benchmarks.launch.slurm.command import SlurmError
 from benchmarks.launch.slurm.jobs import close_ended, underway, unreported
 from benchmarks.launch.slurm.options import SlurmOptions
+from benchmarks.launch.slurm.slurm_command import SlurmError
 from benchmarks.launch.slurm.submit import (
     Sweep,
     not_submitted,
@@ -27,6 +26,7 @@ from benchmarks.launch.slurm.submit import (
     submit_points,
 )
 from benchmarks.launch.slurm.view import View, look
+from benchmarks.launch.sweep_progress import SweepProgress
 from benchmarks.records.record import RunRecord
 
 _GIB = 2**30

@@ -23,7 +23,6 @@ from benchmarks.launch.slurm.client import (
     find_job,
     submit,
 )
-from benchmarks.launch.slurm.command import NoAnswerError, SlurmError, site_defaults
 from benchmarks.launch.slurm.options import Flags, SlurmOptions, words
 from benchmarks.launch.slurm.script import (
     array_flags,
@@ -32,6 +31,7 @@ from benchmarks.launch.slurm.script import (
     render_report,
     report_flags,
 )
+from benchmarks.launch.slurm.slurm_command import NoAnswerError, SlurmError, site_defaults
 from benchmarks.launch.slurm.submissions import Submission, SubmittedArray
 from benchmarks.records.record import RunRecord
 from benchmarks.specification.run_spec import SpecError

@@ -12,7 +12,7 @@ import pandas as pd
 from benchmarks.report import words
 from benchmarks.studies.claim_33.judge import BASELINES, BOUND, CELL, KEYS, TIE, with_bound
 from benchmarks.studies.claim_33.markdown import table
-from zeropp.sim.losses import Losses
+from zeropp.sim.lost_time import Losses
 
 _KINDS = [kind.name for kind in fields(Losses) if kind.name != "limit"]
 _HEADS = ["model", "cluster", "GPUs", "batch", "over the bound", "loses more to", "less to"]

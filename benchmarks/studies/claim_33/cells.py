@@ -27,7 +27,7 @@ from benchmarks.specification.run_spec import validated
 from benchmarks.studies.claim_33.given_settings import GIVEN
 from zeropp.contender.contender import ZEROPP
 from zeropp.plan import Candidate, Task
-from zeropp.sim.losses import Losses
+from zeropp.sim.lost_time import Losses
 from zeropp.sim.simulator import SimResult
 from zeropp.tune.contender import Contender
 from zeropp.tune.describe import describe

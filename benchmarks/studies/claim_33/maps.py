@@ -14,7 +14,7 @@ from benchmarks.report import loss_split, words
 from benchmarks.report.picture import Picture, save
 from benchmarks.studies.claim_33.grid import BandwidthSpec, VerdictSpec
 from benchmarks.studies.claim_33.judge import BASELINES, CLAIM, JUDGED, with_bound
-from zeropp.sim.losses import Losses
+from zeropp.sim.lost_time import Losses
 
 
 def draw(verdicts: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:

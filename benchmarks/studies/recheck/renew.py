@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks import CHECKOUT
 from benchmarks.records.environment import read_code
 from benchmarks.records.record import write_atomically
-from benchmarks.studies.recheck.compare import moved
-from benchmarks.studies.recheck.tables import Table
+from benchmarks.studies.recheck.committed_tables import Table
+from benchmarks.studies.recheck.rounding import moved
 
 _STATE = ".renewed.json"
 

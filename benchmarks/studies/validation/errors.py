@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.studies.validation.pairs import pairs_of
 from benchmarks.studies.validation.predict import Prediction, predict
 from benchmarks.studies.validation.reader import Line
 from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
+from benchmarks.studies.validation.run_pairs import pairs_of
 
 KINDS = ("throughput", "memory", "ratio")
 

@@ -19,7 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from benchmarks.studies.validation.cells import (
+from benchmarks.studies.validation.quantities import METRICS, Metric, Unit
+from benchmarks.studies.validation.spelling import (
     Count,
     Decimal,
     OwnKnobs,
@@ -28,7 +29,6 @@ from benchmarks.studies.validation.cells import (
     Whole,
     YesNo,
 )
-from benchmarks.studies.validation.quantities import METRICS, Metric, Unit
 from benchmarks.studies.validation.stages import CHUNKED, TWO_CHUNKS, ScheduleName, are_cuts
 from zeropp.cost import parameter_count
 from zeropp.literals import Recompute

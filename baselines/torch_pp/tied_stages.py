@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from baselines.fully_sharded import local
+from baselines.fsdp2 import local
 from zeropp.engine.channels import new_group_in_each_pipeline
 from zeropp.plan import Plan
 
