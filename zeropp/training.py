@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
-from zeropp.ranges import AT_LEAST_0
+from zeropp.ranges import AT_LEAST_0, FROM_0_TO_1
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,9 +21,9 @@ class OptimizerConfig:
     kind: Literal["adamw", "sgd"] = "adamw"
     _: KW_ONLY
     lr: Annotated[float, AT_LEAST_0] = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    beta1: Annotated[float, FROM_0_TO_1] = 0.9
+    beta2: Annotated[float, FROM_0_TO_1] = 0.95
+    eps: Annotated[float, AT_LEAST_0] = 1e-8
     weight_decay: Annotated[float, AT_LEAST_0] = 0.0
     clip_norm: Annotated[float, AT_LEAST_0] = 0.0  # largest global gradient norm; 0: no clipping
 

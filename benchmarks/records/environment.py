@@ -19,6 +19,7 @@ from benchmarks import CHECKOUT
 
 _PACKAGES = ("torch", "deepspeed", "numpy", "triton", "transformers", "nvidia-nccl-cu12")
 _CODE = (("benchmarks", "*.py"), ("baselines", "*.py"), ("zeropp", "*.py"), ("conf", "*.yaml"))
+_OF_GIT_ITSELF = ("GIT_CONFIG_", "GIT_EXEC_PATH", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
 _VARIABLES = ("CUDA_", "OMP_", "MKL_", "NCCL_", "TORCH_NCCL_", "PYTORCH_")
 
 
@@ -74,8 +75,13 @@ def git_state() -> tuple[str, bool]:
 
 def _git(*arguments: str) -> str | None:
     """What git says about the checkout; None if it fails. Variables such as GIT_DIR, which a hook
-    sets, could name another repository."""
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    sets, could name another repository; those that configure git itself are kept, because they may
+    allow it to read a checkout of another user (``safe.directory``)."""
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("GIT_") or name.startswith(_OF_GIT_ITSELF)
+    }
     try:
         done = subprocess.run(
             ["git", "--no-optional-locks", "-C", str(CHECKOUT), *arguments],

@@ -19,6 +19,7 @@ from zeropp.training import OptimizerConfig
 
 STEPS = 3
 _FIRST_DECREASE = 0.1  # the share of the loss that the first SGD step removes, to first order
+_LEAST_UPDATE = 1e-5  # of a parameter; near 1, as norms' weights are, fp32 resolves 1e-7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +71,15 @@ def in_effect(
     limit is half of the first gradient's norm, so that every step is clipped. Adam's epsilon is the
     size of the gradient that remains. So an update depends smoothly on its gradient, and rounding
     changes no signs; nor does it stay the same if all gradients are scaled. Where the run has
-    weight decay, it moves the parameters half as far as their gradients do.
+    weight decay, it moves the parameters half as far as their gradients do. A learning rate with
+    which fp32 parameters would hardly change, or not at all, is raised.
     """
     limit = gradient * root / 2 if asked.clip_norm else 0.0
     left = gradient / 2 if limit else gradient
     pull = left if asked.kind == "sgd" else 0.5  # Adam divides by the size of the gradient
     decay = pull / (2 * weight) if asked.weight_decay else 0.0
-    return replace(asked, eps=left, clip_norm=limit, weight_decay=decay)
+    rate = max(asked.lr, _LEAST_UPDATE / pull)
+    return replace(asked, lr=rate, eps=left, clip_norm=limit, weight_decay=decay)
 
 
 def expect(

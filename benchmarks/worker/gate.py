@@ -10,7 +10,8 @@ What is compared
     seen, too.
     Then the same with the run's own optimizer, its learning rate and betas. Its other settings are
     made large enough to be seen, where the run has them (``expected.in_effect``): clipping takes
-    half of the first gradient, and weight decay moves parameters half as far as gradients do.
+    half of the first gradient, and weight decay moves parameters half as far as gradients do. A
+    learning rate whose updates would be lost in the rounding of fp32 parameters is raised.
     Adam's epsilon is as large as gradients are. With the usual 1e-8 rounding would change the sign
     of an update where a gradient is near zero, and scaled gradients would give the same update.
 
@@ -43,6 +44,7 @@ schedule and microbatches: the gate finds mistakes in parallelism, which do not 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -183,6 +185,7 @@ class _Rounding:
 
 
 def _worst_step(kind: str, errors: Tensor, limit: float, parameter: str = "") -> GateCheck:
+    errors = errors.nan_to_num(nan=math.inf)  # where one process gets no numbers, as it diverges
     step = int(errors.argmax())
     error, limit = (min(number, _MOST) for number in (float(errors[step]), limit))
     return GateCheck(kind=kind, worst=parameter, step=step + 1, error=error, limit=limit)

@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
+from benchmarks.worker.expected import Expected
+from benchmarks.worker.gate import checks_of
+from benchmarks.worker.observed import Observed
 from tests.gloo.gate_faults import FAULTS, find
 from tests.gloo.world import World
 from tests.unit.toy_spec import mapping
+from zeropp.training import OptimizerConfig
 
 TIED = {"tied_embeddings": True}
 # Faults that need something which not every configuration has.
@@ -169,6 +174,38 @@ def test_the_gate_finds_every_fault(
         assert list(found) == faults
         assert found.pop("none") == []
         assert [name for name, failed in found.items() if not failed] == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", [{"lr": 0.0}, {"lr": 1e-7}, {"kind": "sgd", "lr": 0.0}])
+def test_an_optimizer_that_would_hardly_move_is_compared_too(
+    world: World, precision: str, optimizer: dict[str, Any]
+) -> None:
+    spec = spec_of(Case("zeropp", precision, DROPOUT, TWO_STAGES, ()), TWO_STAGES)
+    spec = replace(spec, optimizer=OptimizerConfig(**optimizer))
+    for found in world.run(find, spec, ["none", "learning rate a fifth low"], size=2):
+        assert found["none"] == []
+        assert found["learning rate a fifth low"] != []
+
+
+def test_what_is_not_a_number_is_an_infinite_error_that_json_can_express() -> None:
+    spec = spec_of(CASES[0], TWO_STAGES)
+    expected = Expected(
+        optimizer=OptimizerConfig(),
+        shapes={"1.weight": torch.Size([1])},
+        losses=torch.full((3,), torch.nan),
+        grad_norms=torch.full((3,), torch.nan),
+        update_norms=torch.full((3, 1), torch.nan),
+        loss_rounding=0.0,
+        grad_norm_rounding=0.0,
+        update_rounding=torch.zeros(1),
+        total_rounding=0.0,
+        updates=[],
+    )
+    infinite = torch.full((3,), torch.inf)
+    checks = checks_of(spec, expected, Observed(infinite, infinite, infinite[:, None]))
+    assert [check.error for check in checks] == [1e12] * 4
+    assert all(check.error > check.limit for check in checks)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.contender}-{case.precision}")

@@ -122,7 +122,7 @@ class World:
                 rank = pipes[pipe]
                 try:
                     replies[rank] = _unpacked(cast(Connection, pipe).recv_bytes())
-                except EOFError:
+                except (EOFError, OSError):  # before a reply, or within one
                     replies[rank] = (False, "died")
                 if not replies[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -162,10 +162,10 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            reply = (True, _run_task(*task))
+            packed = _packed((True, _run_task(*task)))
         except BaseException:
-            reply = (False, traceback.format_exc())
-        pipe.send_bytes(_packed(reply))
+            packed = _packed((False, traceback.format_exc()))
+        pipe.send_bytes(packed)
         gc.collect()
 
 

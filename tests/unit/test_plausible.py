@@ -71,6 +71,14 @@ def test_the_same_numbers_in_their_own_units_are_priced(
     assert reason(tmp_path, **changes) == ""
 
 
+def test_faster_types_than_16_bits_are_refused_for_their_type(tmp_path: Path) -> None:
+    above_bf16 = PER_GPU | {"device": "h100", "memory_gib": "", "value": "1200"}
+    assert reason(tmp_path, **above_bf16, dtype="fp8") == (
+        "dtype=fp8: no rate for products of this type"
+    )
+    assert "times the peak of h100" in reason(tmp_path, **above_bf16)
+
+
 def test_a_device_whose_peak_is_not_known_is_held_to_its_products() -> None:
     v100 = {"device": "v100", "memory_gib": "", "dtype": "fp16"}
     check_plausible(row(**v100))

@@ -109,6 +109,18 @@ def test_variables_of_a_hook_do_not_name_another_repository(
 
 
 @NEEDS_GIT
+def test_variables_that_configure_git_itself_count(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sha = committed(checkout)
+    (checkout / "zeropp/a.py").chmod(0o755)
+    assert git_state() == (sha, True)
+    for name, value in (("COUNT", "1"), ("KEY_0", "core.fileMode"), ("VALUE_0", "false")):
+        monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
+    assert git_state() == (sha, False)
+
+
+@NEEDS_GIT
 def test_shallow_clones_and_worktrees_are_named(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

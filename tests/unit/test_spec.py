@@ -17,6 +17,9 @@ from tests.unit.toy_spec import changed, mapping
     [
         ("num_gpus", "many", "integer"),
         ("num_gpus", 0, "at least 1"),
+        ("optimizer.beta1", 1.5, "from 0 to less than 1"),
+        ("optimizer.beta2", 1.0, "from 0 to less than 1"),
+        ("optimizer.eps", -1.0, "at least 0"),
         ("precision", "fp8", "'fp32' or 'bf16'"),
         ("contender.pp", "all", "'auto'"),
         ("contender.chunks", 0, "at least 1"),

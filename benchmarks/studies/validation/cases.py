@@ -62,6 +62,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
             f"global_batch={row.global_batch}: {count} microbatches do not divide into groups of "
             f"pp={row.pp}, as schedule={row.schedule} needs"
         )
+    precision = _precision(row)  # peaks of other types are not known, so no share of them is either
     check_plausible(row)
     return Case(
         shape=row.shape,
@@ -73,7 +74,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
         microbatch=row.micro_batch,
         num_microbatches=count,
         recompute=row.recompute,
-        precision=_precision(row),
+        precision=precision,
         recompute_blocks=row.recompute_blocks,
         cuts=row.cuts,
         knobs=row.knobs,
