@@ -35,8 +35,8 @@ def build_optimizer(
 
 def clip_factor(norm: float, clip_norm: float) -> float:
     """The factor by which clipping scales all gradients, given their global norm; all contenders
-    call this. As in torch's ``clip_grad_norm_`` it is NaN if the norm is NaN, and 1 if the norm is
-    at most ``clip_norm``; it is also 1 if ``clip_norm`` is 0, which means no clipping."""
+    call this. As in torch's ``clip_grad_norm_`` it is ``clip_norm / (norm + 1e-6)`` but at most 1,
+    and NaN if the norm is NaN. If ``clip_norm`` is 0, which means no clipping, it is 1."""
     factor = clip_norm / (norm + 1e-6)
     return 1.0 if not clip_norm or factor >= 1.0 else factor
 

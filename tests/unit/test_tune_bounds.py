@@ -180,6 +180,41 @@ def test_families_alike_need_at_least_the_same_activations(name: str) -> None:
     assert all(len(set(values)) == 1 for values in found.values())
 
 
+def test_a_familys_least_memory_holds_for_large_units_under_a_fixed_cap() -> None:
+    """Stages of one block recompute it, and those of two recompute one of them, so that the last
+    chunk of some ranks keeps far more than their first. With a cap of 9, units of 8 leave room for
+    one microbatch in it, and units of 2 fill it with two."""
+    what = on_cluster(
+        "a800",
+        8,
+        48,
+        layers=11,
+        hidden=256,
+        heads=4,
+        kv_heads=4,
+        ffn=1024,
+        vocab=1024,
+        seq=512,
+        tied_embeddings=False,
+    )
+    asked = ZeroppKnobs(
+        pp=4,
+        shard=2,
+        replicate=1,
+        chunks=2,
+        stage_style="loop",
+        activation_cap=9,
+        recompute="full",
+        recompute_blocks=1,
+        split_blocks=False,
+    )
+    candidates = [c for c, _ in ZEROPP.candidates(what, asked) if c.microbatch_size == 1]
+    found = list(members(ZEROPP, what, candidates))
+    assert {member.plan.schedule.unit for member in found} == {2, 4, 8}
+    least = least_of_family(found[0].plan, found[0].price)
+    assert least <= min(least_bytes(member.plan, member.price) for member in found)
+
+
 def test_a_fixed_unit_hides_no_faster_plan_from_the_search() -> None:
     shape, what = preset("model", "gpt_6_2b", ModelShape), on_cluster("a800", 32, 128)
     assert isinstance(shape, ModelShape)

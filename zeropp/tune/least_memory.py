@@ -35,11 +35,12 @@ def least_bytes(plan: SizedPlan, held: StepBytes) -> int:
 
 
 def least_of_family(first: SizedPlan, held: StepBytes) -> int:
-    """The least bytes of every member of a family, of which ``first`` has the smallest unit and,
-    for it, the smallest cap. Gradients that wait for their reduction are left out, because they
-    are fewer in some of the other members; no other bytes are."""
+    """The least bytes of every member of a family, of which ``first`` has the smallest unit. What
+    may be less in other members is left out: gradients that wait for their reduction, and all but
+    one of the activations of a rank's last chunk, of which a cap that was asked for leaves room for
+    fewer where units are larger."""
     memory = tuple(replace(of, unsharded_gradients=0) for of in held.memory)
-    return least_bytes(first, replace(held, memory=memory))
+    return least_bytes(replace(first, activation_cap=0), replace(held, memory=memory))
 
 
 def least_of_alike(first: SizedPlan, held: StepBytes) -> int:
