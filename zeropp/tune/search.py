@@ -216,15 +216,15 @@ class _Search(Generic[K]):
         of_sums: dict[tuple[bool, bool], StepBytes] = {}
         for candidate, member in self._members(entry.candidate, family):
             later = adds_later(member)
+            is_first = not of_sums
             if later not in of_sums:
                 of_sums[later] = plan_bytes(member, self._task.cluster)
-                if len(of_sums) == 1 and self._too_large(entry.alike, member, of_sums[later]):
-                    self._outcome.fallen[OOM] += 1
-                    return
             if least_bytes(member, of_sums[later]) <= self._limit:
                 yield Member(candidate, member, of_sums[later])
-            else:
-                self._outcome.fallen[OOM] += 1
+                continue
+            self._outcome.fallen[OOM] += 1
+            if is_first and self._too_large(entry.alike, member, of_sums[later]):
+                return
 
     def _too_large(self, alike: object, first: SizedPlan, held: StepBytes) -> bool:
         """Whether no member of a family fits, of which ``first`` needs the fewest activations; if
