@@ -18,7 +18,7 @@ from tests.gloo.gate_place import Fault, Place, Prepare
 
 _TIED = (
     "zeropp.engine.tied.TiedWeights.sum_gradients",
-    "baselines.torch_pp.tied.TiedEnds.sum_gradients",
+    "baselines.torch_pp.tied_stages.TiedEnds.sum_gradients",
 )
 
 

@@ -134,7 +134,7 @@ def test_a_plan_has_the_price_of_its_program_and_an_unknown_program_is_refused()
     known = plan(pp=2, tp=2)
     assert price_plan(known, A100) != price_plan(replace(known, program="deepspeed_3d"), A100)
     with pytest.raises(
-        ValueError, match=r"program='fsdp3': not registered .*torchtitan_compiled, zero"
+        ValueError, match=r"program='fsdp3': not registered .*torchtitan_compiled, vtrain"
     ):
         replace(known, program="fsdp3")
 
