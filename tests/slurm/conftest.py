@@ -116,13 +116,13 @@ class Suite:
         (record,) = self.records()
         return record
 
-    def wait_for_records(self, number: int, seconds: float = 240) -> list[RunRecord]:
+    def wait_for_records(self, number: int, seconds: float = 120) -> list[RunRecord]:
         """Wait until this many attempts have recorded themselves."""
         what = f"{number} records below {self.runs}"
         self._wait(lambda: len(list(find_records([self.runs]))) >= number, seconds, what)
         return self.records()
 
-    def wait_for_steps(self, number: int, seconds: float = 240) -> Path:
+    def wait_for_steps(self, number: int, seconds: float = 120) -> Path:
         """Wait until all ranks of an attempt have measured this many steps; returns it."""
 
         def stepping() -> list[Path]:
@@ -140,7 +140,7 @@ class Suite:
     def _num_ranks(attempt: Path) -> int:
         return int(json.loads((attempt / "spec.json").read_text())["num_gpus"])
 
-    def wait_for_all_steps(self, number: int, seconds: float = 240) -> dict[int, Path]:
+    def wait_for_all_steps(self, number: int, seconds: float = 120) -> dict[int, Path]:
         """Wait until all ranks of so many attempts have measured two steps; the attempts by the
         seeds of their points."""
 
@@ -156,7 +156,7 @@ class Suite:
         self._wait(lambda: len(stepping()) >= number, seconds, what)
         return stepping()
 
-    def wait_for_states(self, expected: list[str], seconds: float = 240) -> None:
+    def wait_for_states(self, expected: list[str], seconds: float = 120) -> None:
         """Wait until no point is in the queue, then compare the states."""
         self.wait_until_idle(seconds)
         self._wait(lambda: self.states() == expected, 120, f"{expected} of {self.runs}")
@@ -170,7 +170,7 @@ class Suite:
                 found.append(process.pid)
         return found
 
-    def wait_until_idle(self, seconds: float = 240) -> None:
+    def wait_until_idle(self, seconds: float = 120) -> None:
         """Wait until none of the suite's points waits or runs."""
         self._wait(lambda: not self.queue(), seconds, f"an empty queue of {self.runs}")
 

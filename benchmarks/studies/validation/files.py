@@ -25,7 +25,7 @@ def write(outcomes: Sequence[Outcome], errors: Sequence[Errors], out: Path) -> N
     ``validation.csv`` has every input column, then the row's place, the prediction, the relative
     error, whether the run is predicted to fit into memory, whether its run is counted by this row,
     and the reason of a refusal. ``errors.csv`` has one line per kind and source.
-    ``validation.png`` shows predicted over measured.
+    ``validation.png`` shows predicted over published.
     """
     out.mkdir(parents=True, exist_ok=True)
     first = {id(one.prediction) for one in first_of_runs(predicted_rows(outcomes))}
@@ -54,8 +54,8 @@ def _answer(outcome: Outcome, first: set[int]) -> dict[str, str]:
 
 
 def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Draw predicted / measured over measured: one panel per kind and unit, one colour and
-    marker per source, one dot per run."""
+    """Draw predicted / published over published: one panel per kind and unit, one colour and
+    marker per source, one dot per run. Numbers that nobody measured are marked as computed."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for one in first_of_runs(predicted_rows(outcomes)):
         row, prediction = one.row, one.prediction
@@ -63,8 +63,9 @@ def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
             quantity = {"time": "step time", "layer": "time of a block"}.get(
                 row.measure.kind, prediction.kind
             )
-            name = f"{quantity}, measured [{row.unit}]"
-            panels[name][row.source].append((row.measured, 1 + prediction.relative_error))
+            name = f"{quantity}, published [{row.unit}]"
+            source = row.source + (" (computed)" if row.role == "computed" else "")
+            panels[name][source].append((row.measured, 1 + prediction.relative_error))
     names = sorted(panels) or ["nothing predicted"]
     sources = sorted({source for of_panel in panels.values() for source in of_panel})
     looks = {  # colour and marker: matplotlib's cycle has ten colours
@@ -86,7 +87,7 @@ def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
         axis.xaxis.set_major_formatter("{x:,g}")
         axis.xaxis.set_minor_formatter(NullFormatter())
     for axis in axes[:: style.COLUMNS]:
-        axis.set_ylabel("predicted / measured")
+        axis.set_ylabel("predicted / published")
     entries = {s: Line2D([], [], linestyle="", color=c, marker=m) for s, (c, m) in looks.items()}
     figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=2)
     figure.savefig(path, dpi=150)
