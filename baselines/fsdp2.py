@@ -25,7 +25,7 @@ from baselines.private_names import (
     scale_all,
     with_real_tensors,
 )
-from zeropp.engine.recompute import run_recomputed
+from zeropp.engine.chunk import run_recomputed
 from zeropp.layout import Layout
 from zeropp.literals import Precision
 from zeropp.optimizer import clip_factor, square_norm

@@ -21,22 +21,19 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from benchmarks.report.ablation import ablation_figure, ablation_table
-from benchmarks.report.bars import bars
+from benchmarks.report.charts import bars, loss_curves, scaling_curves, speedup_maps
 from benchmarks.report.forms import latex, markdown
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.losses import loss_curves
-from benchmarks.report.pairs import BASE
+from benchmarks.report.headline import BASE
 from benchmarks.report.paper import paper_grids
 from benchmarks.report.paper import paper_table as _paper_table
-from benchmarks.report.scaling import scaling_curves
-from benchmarks.report.speedup_map import speedup_maps
-from benchmarks.report.step_timelines import step_timelines
 from benchmarks.report.tables import memory_table, speedup_table, throughput_table
+from benchmarks.report.timelines import step_timelines
 from benchmarks.specification.compose import compose
 from benchmarks.specification.run_spec import SpecError
 
 if TYPE_CHECKING:
-    from benchmarks.report.picture import Picture
+    from benchmarks.report.charts import Picture
     from benchmarks.report.table import Table
 
 __all__ = [

@@ -10,9 +10,8 @@ import importlib
 import sys
 from typing import Any
 
-from benchmarks.specification.command import run_command
+from benchmarks.specification.command import SpecError, run_command
 from benchmarks.specification.compose import compose
-from benchmarks.specification.spec_error import SpecError
 
 
 def main() -> int:

@@ -22,11 +22,9 @@ from benchmarks.specification.command import run_command
 from benchmarks.specification.run_spec import SpecError
 from zeropp.layout import most_microbatches
 from zeropp.schedule import ScheduleError, build, lower, validate
-from zeropp.schedule.action import parse_action
-from zeropp.schedule.event_loop import run
-from zeropp.schedule.event_result import EventResult
+from zeropp.schedule.event_loop import EventResult, run
 from zeropp.schedule.legality import live_activations, resident_chunks
-from zeropp.schedule.program import StageCost
+from zeropp.schedule.program import StageCost, parse_action
 from zeropp.timeline import Span, Timeline
 
 _STYLES = {
@@ -191,7 +189,7 @@ def _cells(spans: Sequence[Span], slot: float, wide: int) -> list[Text]:
 
 def write(timeline: Timeline, out: Path, console: Console) -> None:
     """Write ``timeline.png``, ``timeline.svg`` and ``timeline.json`` into a folder."""
-    from benchmarks.report.timeline_figure import timeline_figure
+    from benchmarks.report.timelines import timeline_figure
 
     out.mkdir(parents=True, exist_ok=True)
     figure = timeline_figure([timeline], time_unit="one forward of a chunk")

@@ -10,8 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.specification.command import CommandParser, run_command
-from benchmarks.specification.spec_error import SpecError
+from benchmarks.specification.command import CommandParser, SpecError, run_command
 
 
 def main() -> int:

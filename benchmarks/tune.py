@@ -29,11 +29,11 @@ from benchmarks.records.record import write_atomically
 from benchmarks.specification.command import (
     check_writable,
     leave_interrupts_to_parent,
+    progress_line,
     run_command,
 )
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import CONTENDERS, PRICED
-from benchmarks.specification.progress import progress_line
 from benchmarks.specification.run_spec import (
     SpecError,
     TaskSpec,
@@ -42,11 +42,10 @@ from benchmarks.specification.run_spec import (
     validated,
 )
 from zeropp.cost import compute_limit
+from zeropp.literals import AT_LEAST_0
 from zeropp.plan import Candidate
-from zeropp.ranges import AT_LEAST_0
-from zeropp.tune.describe import describe, overrides
-from zeropp.tune.outcome import Evaluated, Outcome
-from zeropp.tune.search import search
+from zeropp.tune.contender import describe, overrides
+from zeropp.tune.search import Evaluated, Outcome, search
 
 
 @dataclass(frozen=True, kw_only=True)

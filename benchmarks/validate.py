@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.specification.command import CommandParser, check_writable, run_command
-from benchmarks.specification.progress import told
-from benchmarks.specification.spec_error import SpecError
+from benchmarks.specification.command import (
+    CommandParser,
+    SpecError,
+    check_writable,
+    run_command,
+    told,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +29,7 @@ def _validate(arguments: Sequence[str] | None) -> int:
     # These imports take longer than it takes to answer --help.
     from benchmarks.specification.compose import preset
     from benchmarks.studies.validation.errors import errors_of, outcome_of, predicted_rows
-    from benchmarks.studies.validation.reader import read_rows, training_tables
+    from benchmarks.studies.validation.rows import read_rows, training_tables
     from benchmarks.studies.validation.texts import row_line, summary
     from zeropp.cluster import Cluster
 
@@ -42,7 +46,7 @@ def _validate(arguments: Sequence[str] | None) -> int:
         print("\n".join(row_line(outcome) for outcome in outcomes), end="\n\n")
     print(summary(outcomes, errors))
     if options.out is not None:
-        from benchmarks.studies.validation.files import write  # matplotlib only now
+        from benchmarks.studies.validation.texts import write  # matplotlib only now
 
         write(outcomes, errors, options.out)
         print(f"wrote {options.out}/validation.csv, errors.csv and validation.png")

@@ -17,15 +17,14 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.report.bars import bars
+from benchmarks.report.charts import bars, say_what_it_shows
 from benchmarks.report.forms import markdown
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.headline import headline_table
-from benchmarks.report.picture import say_what_it_shows
-from benchmarks.report.timeline_figure import timeline_figure
+from benchmarks.report.timelines import timeline_figure
 from benchmarks.specification.compose import compose
-from benchmarks.studies.claim_33.grid import cells_of, verdict_spec
-from benchmarks.studies.claim_33.page_tables import page_tables
+from benchmarks.studies.claim_33.cells import cells_of, verdict_spec
+from benchmarks.studies.claim_33.pages import page_tables
 from benchmarks.studies.product_times import fits
 from zeropp.schedule import build, lower
 from zeropp.schedule.event_loop import run

@@ -23,12 +23,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zeropp import cuda_settings
+from zeropp.engine import preflight
 
 if TYPE_CHECKING:
     from zeropp.api import parallelize
     from zeropp.cluster import Cluster
-    from zeropp.engine.checkpoint_directory import CheckpointError
+    from zeropp.engine.checkpoint import CheckpointError
     from zeropp.layout import InfeasibleError
     from zeropp.parallel_model import ParallelModel
     from zeropp.training import OptimizerConfig, StepResult
@@ -43,7 +43,7 @@ __all__ = [
     "parallelize",
 ]
 _HOMES = {
-    "CheckpointError": "zeropp.engine.checkpoint_directory",
+    "CheckpointError": "zeropp.engine.checkpoint",
     "Cluster": "zeropp.cluster",
     "InfeasibleError": "zeropp.layout",
     "OptimizerConfig": "zeropp.training",
@@ -52,7 +52,7 @@ _HOMES = {
     "parallelize": "zeropp.api",
 }
 
-cuda_settings.prepare()
+preflight.prepare()
 
 
 def __getattr__(name: str) -> Any:

@@ -17,11 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp import cuda_settings
 from zeropp.arguments import Arguments, Request, request_of
 from zeropp.choose import Job, choose
 from zeropp.cut import Stages, cut_as
-from zeropp.engine.checks import (
+from zeropp.engine import preflight
+from zeropp.engine.engine import Engine
+from zeropp.engine.errors import together
+from zeropp.engine.interpreter import LossFunction
+from zeropp.engine.options import Piece
+from zeropp.engine.preflight import (
     agreed,
     check_inference,
     check_keywords,
@@ -31,14 +35,8 @@ from zeropp.engine.checks import (
     check_sizes,
     described,
 )
-from zeropp.engine.engine import Engine
-from zeropp.engine.interpreter import LossFunction
-from zeropp.engine.options import Piece
-from zeropp.engine.rehearsal import check_recompute
-from zeropp.engine.saved import saved_bytes
-from zeropp.engine.together import together
-from zeropp.engine.trial import Layer, try_layers
 from zeropp.engine.values import keywords_of
+from zeropp.engine.walk import Layer, check_recompute, saved_bytes, try_layers
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Recompute, if_auto
 from zeropp.parallel_model import ParallelModel
@@ -161,7 +159,7 @@ def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.
         index = torch.cuda.current_device() if device.index is None else device.index
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
-        if missing := cuda_settings.missing():
+        if missing := preflight.missing():
             warnings.warn(
                 f"set {' '.join(missing)}, or import zeropp, before CUDA is used: steps may hang",
                 stacklevel=5,

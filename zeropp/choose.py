@@ -22,18 +22,17 @@ import torch
 from torch import nn
 
 from zeropp.arguments import Request
-from zeropp.contender.knobs import ZeroppKnobs
-from zeropp.cost.collectives import all_reduce_s, group_of
+from zeropp.contender.contender import ZeroppKnobs
+from zeropp.cost.communication import all_reduce_s, group_of
 from zeropp.cost.kernels import element_bytes
 from zeropp.cut import Stages, cut_as, layout_of
-from zeropp.engine.trial import LayerSizes, ParameterKind
-from zeropp.engine.updates import state_bytes
+from zeropp.engine.optimizer import state_bytes
+from zeropp.engine.walk import LayerSizes, ParameterKind
 from zeropp.layer_costs import Conditions, output_bytes, stage_costs
 from zeropp.layout import InfeasibleError, Layout, divisors
 from zeropp.literals import Auto, Recompute, if_auto
 from zeropp.schedule import event_loop
-from zeropp.schedule.action import Op
-from zeropp.schedule.program import Schedule, StageCost
+from zeropp.schedule.program import Op, Schedule, StageCost
 
 _CHUNKS = (1, 2, 4)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")

@@ -7,9 +7,11 @@ that kernels reach, latencies), one set per device; ``docs/simulator.md`` has th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
-from zeropp.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0
+from zeropp.layout import InfeasibleError
+from zeropp.literals import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0
 
 _STRICT = {"extra": "forbid"}
 
@@ -104,3 +106,36 @@ class Cluster:
         """The hash of the name alone, because a search needs it millions of times. Equality still
         compares all fields."""
         return hash(self.name)
+
+
+# Clusters by name: the descriptions of ``conf/cluster``, which the installed package has, too.
+
+
+_PACKAGE = Path(__file__).parent
+_FOLDERS = (_PACKAGE / "clusters", _PACKAGE.parent / "conf" / "cluster")  # installed, checkout
+
+
+def named_cluster(name: str) -> Cluster:
+    """The description of a cluster; raises InfeasibleError, in one line, where there is none."""
+    files = {path.stem: path for folder in _FOLDERS for path in folder.glob("*.yaml")}
+    if name not in files:
+        raise InfeasibleError(
+            f"cluster={name!r}: must be one of {', '.join(sorted(files))}, or a zeropp.Cluster"
+        )
+    try:
+        import yaml
+    except ImportError:
+        raise InfeasibleError(
+            f"cluster={name!r}: reading it needs PyYAML (install it, or give a zeropp.Cluster)"
+        ) from None
+    return _cluster(yaml.safe_load(files[name].read_text()))
+
+
+def _cluster(found: dict[str, Any]) -> Cluster:
+    parts = {
+        "device": Device(**found["device"]),
+        "intra": Link(**found["intra"]),
+        "inter": Link(**found["inter"]),
+        "group_shares": tuple(found.get("group_shares", ())),
+    }
+    return Cluster(**{**found, **parts})

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp.arguments import Request
-from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.contender.contender import ZeroppKnobs
 from zeropp.cost import cut_by_weight
 from zeropp.engine.options import Piece
-from zeropp.engine.trial import Layer, LayerSizes, check_values
 from zeropp.engine.values import TensorShape
+from zeropp.engine.walk import Layer, LayerSizes, check_values
 from zeropp.layer_costs import layer_costs, stage_costs
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
 from zeropp.literals import Precision, StageStyle, if_auto

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from zeropp.cluster import Cluster
-from zeropp.cost.collectives import gather_s, group_of, transfer_s
+from zeropp.cost.communication import gather_s, group_of, transfer_s
 from zeropp.cost.kernels import element_bytes, matmul_rate, stream_s
-from zeropp.engine.trial import LayerSizes
+from zeropp.engine.walk import LayerSizes
 from zeropp.layout import Layout
 from zeropp.literals import Precision, Recompute, WireType
 from zeropp.schedule.program import StageCost

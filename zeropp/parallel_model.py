@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.engine.checks import (
+from zeropp.engine.checkpoint import load_named
+from zeropp.engine.engine import Engine
+from zeropp.engine.errors import together
+from zeropp.engine.interpreter import Microbatches, RowsError
+from zeropp.engine.preflight import (
     check_autocast,
     check_batch,
     check_inference,
@@ -20,11 +24,6 @@ from zeropp.engine.checks import (
     check_same_rows,
     check_tensors,
 )
-from zeropp.engine.engine import Engine
-from zeropp.engine.evaluation import RowsError
-from zeropp.engine.interpreter import Microbatches
-from zeropp.engine.stateful import load_named
-from zeropp.engine.together import together
 from zeropp.engine.values import split_rows
 from zeropp.layout import Layout
 from zeropp.training import StepResult
@@ -124,8 +123,7 @@ class ParallelModel:
 
         Parameters and persistent buffers are named as in the unsharded model
         (``{layer}.{parameter}``), beside ``optimizer`` and ``steps_done``. Each parameter has the
-        unsharded shape and the values that this rank keeps (``zeropp.engine.part.Part``), so any
-        topology, or one process with a plain state dict, reads what another has written.
+        unsharded shape and the values that this rank keeps, so any topology, or one process with a plain state dict, reads what another has written.
         """
         return self.engine.state().named()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from zeropp.ranges import AT_LEAST_1, FROM_0_TO_1
+from zeropp.literals import AT_LEAST_1, FROM_0_TO_1
 
 Family = Literal["gpt", "llama"]
 

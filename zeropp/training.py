@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
-from zeropp.ranges import AT_LEAST_0, FROM_0_TO_1
+from zeropp.literals import AT_LEAST_0, FROM_0_TO_1
 
 if TYPE_CHECKING:
     from torch import Tensor

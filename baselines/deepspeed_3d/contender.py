@@ -2,10 +2,177 @@
 
 from __future__ import annotations
 
-from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
-from baselines.deepspeed_3d.plan import order, size
-from baselines.deepspeed_3d.space import SPACE
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Annotated, Literal
+
+from baselines.tensor_parallel import check_tensor_parallel
+from zeropp.cost import PlanPrice, cut_by_cost
+from zeropp.layout import InfeasibleError
+from zeropp.literals import AT_LEAST_1, Auto, ReplicateZero, if_auto
+from zeropp.plan import Plan, SizedPlan, Task
+from zeropp.planner import asked_degrees, check_stages, microbatches_per_step, resolve_degrees
+from zeropp.schedule import build
+from zeropp.schedule.program import Action, Op, Program, Schedule, loop_placement, unordered
 from zeropp.tune.contender import Contender, Style
+from zeropp.tune.space import Point, Space, choices, one_member, zero_choices
+
+# The settings of DeepSpeed's 3D parallelism. Imports no torch.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedKnobs:
+    """Settings of DeepSpeed 3D. A knob that is ``auto`` is chosen by the tuner, or by a simple rule
+    where the cluster has no prices (CPUs)."""
+
+    name: Literal["deepspeed_3d"] = "deepspeed_3d"
+    tp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # tensor-parallel ranks
+    pp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # pipeline ranks
+    replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # data-parallel ranks
+    replicate_zero: Literal[0, 1] | Auto = "auto"  # ZeRO stage; a pipeline allows no higher one
+    recompute: Literal["none", "full"] | Auto = "auto"
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+
+# The plan of DeepSpeed 3D: plain 1F1B over stages that are balanced by cost. Imports no torch.
+#
+# A rank's program is the order of actions that DeepSpeed's own ``TrainSchedule`` gives; a test
+# compares the two, action by action.
+
+
+def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
+    """A plan of TP x PP x DP with ZeRO 0 or 1, with all sizes but without an order of actions.
+
+    Simple rules for what is ``auto``: TP over two ranks where the model's sizes allow it, and one
+    stage per node. Raises InfeasibleError, whose message is one line.
+    """
+    zero: ReplicateZero = if_auto(knobs.replicate_zero, 1)
+    if task.precision == "bf16" and zero == 0:
+        raise InfeasibleError(
+            "contender.replicate_zero=0: deepspeed_3d accumulates gradients of bf16 parameters in "
+            "fp32 with ZeRO-1 only (use 1)",
+            "bf16 needs ZeRO-1",
+        )
+    degrees = resolve_degrees(task, replace(knobs, tp=if_auto(knobs.tp, _simple_tp(task, knobs))))
+    layout = replace(degrees, replicate_zero=zero)
+    check_stages(task, layout)
+    check_tensor_parallel(task.shape, layout)
+    placement = loop_placement(layout.pp, 1)
+    microbatches = microbatches_per_step(task, layout, microbatch_size)
+    plan = SizedPlan(
+        contender="deepspeed_3d",
+        shape=task.shape,
+        layout=layout,
+        microbatch_size=microbatch_size,
+        schedule=unordered("1f1b", placement, microbatches),
+        cuts=(),
+        program="deepspeed_3d",
+        precision=task.precision,
+        recompute=if_auto(knobs.recompute, "none"),
+        reduce_every="step",
+    )
+    return replace(plan, cuts=cut_by_cost(plan, task.cluster))
+
+
+def order(plan: SizedPlan, knobs: DeepSpeedKnobs, price: PlanPrice) -> Iterator[Plan]:
+    """The plan with its programs: DeepSpeed has one order only, so this yields one plan."""
+    yield plan.ordered(_schedule(plan.layout.pp, plan.num_microbatches))
+
+
+@lru_cache(maxsize=128)
+def _schedule(num_ranks: int, num_microbatches: int) -> Schedule:
+    schedule = build("1f1b", num_ranks=num_ranks, chunks=1, num_microbatches=num_microbatches)
+    return with_deepspeed_exchanges(schedule)
+
+
+def _simple_tp(task: Task, knobs: DeepSpeedKnobs) -> int:
+    """Two if that divides the model's sizes and the ranks that the given degrees leave, else one.
+    The degrees that are given count as taken."""
+    shape = task.shape
+    taken = prod(degree for degree in asked_degrees(knobs).values() if degree != "auto")
+    sizes = (shape.heads, shape.kv_heads, shape.ffn, shape.vocab)
+    fits = task.num_gpus % (2 * taken) == 0 and not any(size % 2 for size in sizes)
+    return 2 if fits else 1
+
+
+def with_deepspeed_exchanges(schedule: Schedule) -> Schedule:
+    """Add sends, receives and the final gradient reduction to a compute-only 1F1B schedule, in the
+    order of DeepSpeed's ``TrainSchedule.steps``.
+
+    DeepSpeed counts in time slots of one forward or backward pass each. A pass's output is sent in
+    the slot after the pass. If that slot holds a backward pass, the gradient that this backward
+    needs is received before the send.
+    """
+    last = schedule.num_stages - 1
+    programs = (_exchanges(program, last) for program in schedule.programs)
+    return replace(schedule, programs=tuple(programs))
+
+
+def _exchanges(program: Program, last: int) -> Program:
+    out: list[Action] = []
+    unsent: list[Action] = []
+    slot = -1
+    for action in program:
+        previous, slot = slot, _slot(action, last)
+        received, sent = _transfers(action, last)
+        receive_first = action.op is Op.FULL_BACKWARD and slot == previous + 1
+        out += (*received, *unsent) if receive_first else (*unsent, *received)
+        out.append(action)
+        unsent = sent
+    return (*out, *unsent, Action(program[0].stage, Op.REDUCE_GRAD))
+
+
+def _slot(action: Action, last: int) -> int:
+    """The time slot of a forward or backward pass; each takes one slot."""
+    assert action.microbatch is not None
+    first = action.stage if action.op is Op.FORWARD else 2 * last + 1 - action.stage
+    return first + 2 * action.microbatch
+
+
+def _transfers(action: Action, last: int) -> tuple[list[Action], list[Action]]:
+    """(receives before a pass, sends after it): at most one of each, none at the pipeline's ends.
+    ``last`` is the index of the last stage."""
+    stage, microbatch = action.stage, action.microbatch
+    up = [] if stage == 0 else [Op.RECV_F, Op.SEND_B]
+    down = [] if stage == last else [Op.SEND_F, Op.RECV_B]
+    before = Op.RECV_F if action.op is Op.FORWARD else Op.RECV_B
+    after = Op.SEND_F if action.op is Op.FORWARD else Op.SEND_B
+    ops = up + down
+    return (
+        [Action(stage, before, microbatch)] if before in ops else [],
+        [Action(stage, after, microbatch)] if after in ops else [],
+    )
+
+
+# What the tuner tries for DeepSpeed's 3D parallelism. Imports no torch.
+
+
+_RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
+
+
+def families(point: Point[DeepSpeedKnobs]) -> Iterator[DeepSpeedKnobs]:
+    """All knobs to try at a point, none of them ``auto``. With bf16 DeepSpeed runs ZeRO-1 only."""
+    asked, degrees = point.asked, point.degrees
+    zeros: tuple[ReplicateZero, ...] = zero_choices(asked.replicate_zero, degrees)
+    if point.task.precision == "bf16" and asked.replicate_zero == "auto":
+        zeros = (1,)
+    for zero, recompute in product(zeros, choices(asked.recompute, _RECOMPUTE)):
+        yield replace(
+            asked,
+            tp=degrees.tp,
+            pp=degrees.pp,
+            replicate=degrees.replicate,
+            replicate_zero=zero,
+            recompute=recompute,
+        )
+
+
+SPACE = Space(families=families, members=one_member, tensor=True)
+
 
 DEEPSPEED_3D = Contender(
     name="deepspeed_3d",
@@ -23,5 +190,5 @@ DEEPSPEED_3D = Contender(
         "distutils.ccompiler",
     ),
     takes_fake_tensors=False,  # docs/simulator.md says why
-    filler="baselines.deepspeed_3d.messages:fill",
+    filler="baselines.deepspeed_3d.trainer:fill",
 )

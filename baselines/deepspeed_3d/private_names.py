@@ -17,7 +17,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import partition_uniform
 from torch import Tensor
 
-from zeropp.schedule.action import Op
+from zeropp.schedule.program import Op
 
 __all__ = [
     "DTYPE_CODES",

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeropp.model.blocks import Block, SwigluMlp
-from zeropp.model.pieces import Embedding, Head
+from zeropp.model import Block, Embedding, Head, SwigluMlp
 
 Group = dist.ProcessGroup
 

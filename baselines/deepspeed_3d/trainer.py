@@ -9,13 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from math import prod
 from types import MethodType
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param
@@ -23,16 +24,18 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from baselines.deepspeed_3d.layers import TIED_NAME, Factory, tie
 from baselines.deepspeed_3d.private_names import (
+    DTYPE_CODES,
     OPS,
     CutPipeline,
     forbid_shared_memory_collectives,
     is_tied_copy,
     observe_instructions,
+    partition_uniform,
     reduced_gradients,
 )
 from baselines.deepspeed_3d.tensor_parallel import (
+    cut_logits,
     cut_piece,
     vocabulary_cross_entropy,
     whole_parameter,
@@ -41,10 +44,95 @@ from zeropp.layout import Layout
 from zeropp.model import build_piece
 from zeropp.optimizer import build_optimizer, clip_factor, square_norm
 from zeropp.plan import Plan
-from zeropp.schedule.action import Action, Op
-from zeropp.schedule.event_result import LANES
+from zeropp.schedule.event_loop import LANES
+from zeropp.schedule.program import Action, Op
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
+
+# The layers of DeepSpeed's ``PipelineModule``, each built by a function of this suite.
+#
+# With tied embeddings the first and the last layer share the embedding's weight.
+
+
+_TIED = "embedding"  # the name under which DeepSpeed finds the layers that share a weight
+TIED_NAME = f"tied_modules.{_TIED}"
+
+
+class Factory(nn.Module):
+    """A layer type for DeepSpeed's ``LayerSpec``, which builds layers from a type and arguments:
+    making one calls ``make(index)`` and returns that module."""
+
+    def __new__(cls, make: Callable[[int], nn.Module], index: int) -> Any:
+        return make(index)
+
+
+def tie(
+    layers: list[LayerSpec], make: Callable[[int], nn.Module], group: dist.ProcessGroup
+) -> list[LayerSpec]:
+    """The layers for tied embeddings: the head computes its logits with the embedding's weight.
+
+    As always with DeepSpeed's tied layers, every stage that uses the embedding holds a copy, and
+    the copies' gradients are summed.
+    """
+
+    def make_norm(index: int) -> nn.Module:
+        head = make(index)
+        del head.output
+        head.forward = head.norm.forward  # type: ignore[union-attr]
+        return head
+
+    def logits(embedding: nn.Module, x: Tensor) -> Tensor:
+        return cut_logits(x, embedding.tokens.weight, group)  # type: ignore[union-attr, arg-type]
+
+    last = len(layers) - 1
+    tied = {"tied_weight_attr": ["tokens.weight"]}
+    return [
+        TiedLayerSpec(_TIED, Factory, make, 0, **tied),
+        *layers[1:-1],
+        LayerSpec(Factory, make_norm, last),
+        TiedLayerSpec(_TIED, Factory, make, 0, forward_fn=logits, **tied),
+    ]
+
+
+# The integers that DeepSpeed's pipeline stages send each other, for a rank traced without peers.
+#
+# A *boundary* is the activation that one stage sends to the next. Before the first one, its shape
+# is sent (``PipelineEngine._send_tensor_meta``). Under tensor parallelism a rank sends only its
+# part of each boundary, after integers that describe the part (``PartitionedTensor.to_meta``). A
+# traced rank has no peer that sends these integers, so they are computed here. All boundaries of a
+# plan have one shape.
+
+
+_TENSOR, _TUPLE = 0, 2  # DeepSpeed's codes for the kind of message
+
+
+def fill(plan: Plan, message: Tensor) -> None:
+    """Fill a received message of integers with what the neighbouring stage would have sent.
+
+    An int64 ``message`` describes this rank's part of a boundary; any other one gives its shape.
+    """
+    numbers = _partition(plan) if message.dtype == torch.int64 else _shapes(plan)
+    message[: len(numbers)] = torch.tensor(numbers, dtype=message.dtype)
+
+
+def _boundary(plan: Plan) -> list[int]:
+    return [plan.microbatch_size, plan.shape.seq, plan.shape.hidden]
+
+
+def _partition(plan: Plan) -> list[int]:
+    shape, tp = _boundary(plan), plan.layout.tp
+    rank = plan.layout.coordinates(dist.get_rank())["tp"]
+    return [len(shape), *shape, tp, rank, *partition_uniform(prod(shape), tp)]
+
+
+def _shapes(plan: Plan) -> list[int]:
+    codes, shape = DTYPE_CODES, _boundary(plan)
+    code = codes[torch.bfloat16 if plan.precision == "bf16" else torch.float32]
+    if plan.layout.tp == 1:
+        return [_TENSOR, code, len(shape), *shape]
+    place, part = len(_partition(plan)), prod(shape) // plan.layout.tp
+    return [_TUPLE, 2, codes[torch.int64], 1, place, code, 1, part]
+
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 

@@ -2,10 +2,148 @@
 
 from __future__ import annotations
 
-from baselines.fsdp.knobs import FSDPKnobs
-from baselines.fsdp.plan import order, size
-from baselines.fsdp.space import SPACE
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Annotated, Literal
+
+from zeropp.cost import PlanPrice
+from zeropp.literals import AT_LEAST_1, Auto, Recompute, ReduceEvery, if_auto
+from zeropp.plan import Plan, SizedPlan, Task
+from zeropp.planner import microbatches_per_step, resolve_degrees
+from zeropp.schedule import lower
+from zeropp.schedule.program import Action, Op, Schedule, unordered
 from zeropp.tune.contender import Contender, Style
+from zeropp.tune.space import Point, Space, choices, recompute_choices
+
+# The settings of FSDP2 without a pipeline. Imports no torch.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPKnobs:
+    """Settings of FSDP2. A knob that is ``auto`` is chosen by the tuner, or by a simple rule where
+    the cluster has no prices (CPUs)."""
+
+    name: Literal["fsdp"] = "fsdp"
+    shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of a ZeRO-3 group (dp_shard)
+    replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # number of such groups (dp_replicate)
+    recompute: Recompute | Auto = "auto"
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the model's first N
+    reduce_every: ReduceEvery | Auto = "auto"  # unit: per microbatch; step: per step
+    compile: bool = False  # torch.compile every block
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+
+# The plan of FSDP2 alone: gradient accumulation over microbatches. Imports no torch.
+#
+# Every piece of the model (embedding, block, head) is a stage of its own on the only pipeline rank,
+# because FSDP2 gathers piece by piece, for the forward and again for the backward of every
+# microbatch.
+
+
+def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
+    """A plan of ZeRO-3 over ``shard`` ranks, ``replicate`` times, with all sizes but without an
+    order of actions. By a simple rule ``shard: auto`` is the GPUs of a node. Raises
+    InfeasibleError."""
+    pieces = task.shape.num_pieces
+    layout = replace(resolve_degrees(task, knobs), chunks=pieces)
+    microbatches = microbatches_per_step(task, layout, microbatch_size)
+    return SizedPlan(
+        contender="fsdp",
+        shape=task.shape,
+        layout=layout,
+        microbatch_size=microbatch_size,
+        schedule=unordered("accumulation", (0,) * pieces, microbatches, 1),
+        cuts=tuple(range(pieces + 1)),
+        program="fsdp",
+        precision=task.precision,
+        recompute=if_auto(knobs.recompute, "none"),
+        recomputed=_recomputed(knobs.recompute_blocks, pieces),
+        reduce_every=if_auto(knobs.reduce_every, "unit"),
+        compile=knobs.compile,
+    )
+
+
+def _recomputed(asked: int | Auto, pieces: int) -> tuple[int, ...]:
+    """Recomputed blocks of every stage: 1 for the first ``asked`` blocks, else 0 (each stage is one
+    piece, and the first piece is the embedding). ``auto`` gives (), which means all blocks."""
+    return () if asked == "auto" else tuple(int(0 < i <= asked) for i in range(pieces))
+
+
+def order(plan: SizedPlan, knobs: FSDPKnobs, price: PlanPrice) -> Iterator[Plan]:
+    """The plan with its program: there is one order only, so this yields one plan."""
+    stages, microbatches = plan.schedule.num_stages, plan.num_microbatches
+    schedule = _schedule(stages, microbatches, plan.gathers, plan.reduce_every)
+    yield plan.ordered(schedule)
+
+
+@lru_cache(maxsize=128)
+def _schedule(
+    num_stages: int, num_microbatches: int, gathers: bool, reduce_every: ReduceEvery
+) -> Schedule:
+    order = accumulation(num_stages, num_microbatches)
+    return lower(order, gather=gathers, reduce_every=reduce_every)
+
+
+def accumulation(num_stages: int, num_microbatches: int) -> Schedule:
+    """The schedule of gradient accumulation on one rank: microbatch by microbatch, a forward
+    through all stages and then a backward. It has compute actions only."""
+    program: list[Action] = []
+    for microbatch in range(num_microbatches):
+        program += [Action(stage, Op.FORWARD, microbatch) for stage in range(num_stages)]
+        program += [
+            Action(stage, Op.FULL_BACKWARD, microbatch) for stage in reversed(range(num_stages))
+        ]
+    return Schedule(
+        name="accumulation",
+        num_microbatches=num_microbatches,
+        unit=1,
+        stage_rank=(0,) * num_stages,
+        programs=(tuple(program),),
+    )
+
+
+# What the tuner tries for FSDP2. Imports no torch.
+
+
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+_REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
+
+
+def families(point: Point[FSDPKnobs]) -> Iterator[FSDPKnobs]:
+    """All knobs to try at a point, except for when gradients are reduced: for a family that is the
+    choice with the shortest step, so that the lower bound on its step time holds for ``members``.
+    """
+    asked, degrees = point.asked, point.degrees
+    *_, fastest = _reductions(asked, point.num_microbatches)
+    for recompute, blocks in recompute_choices(
+        asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
+    ):
+        yield replace(
+            asked,
+            shard=degrees.shard,
+            replicate=degrees.replicate,
+            recompute=recompute,
+            recompute_blocks=blocks,
+            reduce_every=fastest,
+        )
+
+
+def members(asked: FSDPKnobs, family: FSDPKnobs, plan: SizedPlan) -> Iterator[FSDPKnobs]:
+    """A family's knobs with gradients reduced per microbatch, and with them reduced per step."""
+    for reduce_every in _reductions(asked, plan.num_microbatches):
+        yield replace(family, reduce_every=reduce_every)
+
+
+def _reductions(asked: FSDPKnobs, num_microbatches: int) -> tuple[ReduceEvery, ...]:
+    """When to reduce gradients: first the choice with the least memory, last the one with the
+    shortest step. A single microbatch has nothing to gain from gradients that are summed first."""
+    return choices(asked.reduce_every, _REDUCE if num_microbatches > 1 else _REDUCE[:1])
+
+
+SPACE = Space(families=families, members=members, pipelines=(1, 1), shards=(2, 0))
+
 
 FSDP = Contender(
     name="fsdp",

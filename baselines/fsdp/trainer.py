@@ -24,7 +24,7 @@ from baselines.fsdp2 import (
 from zeropp.model import build_piece, cross_entropy
 from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan
-from zeropp.schedule.action import Action, Op
+from zeropp.schedule.program import Action, Op
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
 

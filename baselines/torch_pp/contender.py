@@ -2,10 +2,343 @@
 
 from __future__ import annotations
 
-from baselines.torch_pp.knobs import TorchPPKnobs, TorchtitanKnobs
-from baselines.torch_pp.plan import check, order, size
-from baselines.torch_pp.space import SPACE
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Annotated, Literal
+
+from baselines.tensor_parallel import check_tensor_parallel
+from baselines.torch_pp.dualpipev import dualpipev
+from zeropp.cost import PlanPrice, cut_by_cost
+from zeropp.layout import InfeasibleError, Layout
+from zeropp.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
+from zeropp.plan import Plan, SizedPlan, Task
+from zeropp.planner import (
+    check_split_blocks,
+    check_stages,
+    default_chunks,
+    microbatches_per_step,
+    recomputed_blocks,
+    resolve_degrees,
+)
+from zeropp.schedule import build, lower, validate
+from zeropp.schedule.program import (
+    COMPUTE,
+    Action,
+    Op,
+    Program,
+    Schedule,
+    loop_placement,
+    unordered,
+    v_placement,
+)
 from zeropp.tune.contender import Contender, Style
+from zeropp.tune.space import (
+    Point,
+    Space,
+    choices,
+    chunk_choices,
+    one_member,
+    placement_choices,
+    sequence_choices,
+)
+
+# The settings of torch's pipelines with FSDP2 and tensor parallelism. Imports no torch.
+
+
+TorchSchedule = Literal[
+    "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchPPKnobs:
+    """Settings of torch's pipelines. A knob that is ``auto`` is chosen by the tuner, or by a simple
+    rule where the cluster has no prices (CPUs)."""
+
+    name: Literal["torch_pp"] = "torch_pp"
+    tp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # tensor-parallel ranks
+    pp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # pipeline ranks
+    shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of an FSDP2 group (dp_shard)
+    replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # number of such groups (dp_replicate)
+    chunks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # virtual stages per rank (V)
+    schedule: TorchSchedule | Auto = "auto"
+    sequence_parallel: bool | Auto = "auto"
+    recompute: Recompute | Auto = "auto"
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
+    placement: Placement | Auto = "auto"  # which ranks share a node
+    split_blocks: bool | Auto = "auto"  # a stage may end inside a block; auto: where it is searched
+    compile: bool = False  # torch.compile every block
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class TorchtitanKnobs(TorchPPKnobs):
+    """torchtitan has the same degrees and torch's own schedules. It cuts a model between blocks
+    (``torchtitan/distributed/pipeline_parallel.py``: stages are lists of whole layers), and it is
+    priced with ``torch.compile``, so that its schedules do not split the backward."""
+
+    name: Literal["torchtitan"] = "torchtitan"  # type: ignore[assignment]
+    split_blocks: Literal[False] = False
+    compile: Literal[True] = True
+
+
+# The plan of torch.distributed.pipelining: torch's own schedules. Imports no torch.
+#
+# Compute, gathers, releases and reductions come in the order of torch's schedule classes; a test
+# compares the two. Torch gathers parameters by a rule of its own (``_add_unshard_reshard``): a rank
+# keeps the next ``_ACTIVE_STAGES`` stages gathered that have something to compute.
+
+
+UNSPLIT: tuple[TorchSchedule, ...] = ("1f1b", "interleaved_1f1b", "looped_bfs")
+SPLIT_BACKWARD: tuple[TorchSchedule, ...] = ("interleaved_zb", "zbv", "dualpipev")
+SCHEDULES = (*UNSPLIT, *SPLIT_BACKWARD)
+_V_SHAPED = ("zbv", "dualpipev")
+_ACTIVE_STAGES = 3
+# The entry of ``zeropp.programs`` that prices each of the two contenders of this folder.
+_PROGRAMS = {"torch_pp": "torch_pp", "torchtitan": "torchtitan_3d"}
+
+
+def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
+    """A plan of TP x PP x FSDP (x replicas), with all sizes but without an order of actions.
+
+    Simple rules for what is ``auto``: no TP, one stage per node, interleaved 1F1B with two chunks
+    per rank where its conditions hold, and otherwise 1F1B. Raises InfeasibleError, whose message is
+    one line.
+    """
+    degrees = resolve_degrees(task, replace(knobs, tp=if_auto(knobs.tp, 1)))
+    schedule = if_auto(knobs.schedule, _simple_schedule(task, knobs, degrees, microbatch_size))
+    _refuse(knobs, schedule)
+    layout = replace(
+        degrees,
+        chunks=if_auto(knobs.chunks, _simple_chunks(task, degrees, schedule)),
+        sequence_parallel=if_auto(knobs.sequence_parallel, False),
+        placement=if_auto(knobs.placement, "dp_inner"),
+    )
+    split_blocks = if_auto(knobs.split_blocks, False)
+    check_split_blocks(task, knobs.split_blocks)
+    check_stages(task, layout, split_blocks=split_blocks)
+    check_tensor_parallel(task.shape, layout)
+    microbatches = microbatches_per_step(task, layout, microbatch_size)
+    _check_microbatches(schedule, layout.pp, microbatches)
+    place = v_placement(layout.pp) if schedule in _V_SHAPED else None
+    placement = place or loop_placement(layout.pp, layout.chunks)
+    plan = SizedPlan(
+        contender=knobs.name,
+        shape=task.shape,
+        layout=layout,
+        microbatch_size=microbatch_size,
+        schedule=unordered(schedule, placement, microbatches),
+        cuts=(),
+        program=_PROGRAMS[knobs.name],
+        precision=task.precision,
+        recompute=if_auto(knobs.recompute, "none"),
+        recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
+        reduce_every="step",
+        compile=knobs.compile,
+    )
+    return replace(plan, cuts=cut_by_cost(plan, task.cluster, split_blocks=split_blocks))
+
+
+def order(plan: SizedPlan, knobs: TorchPPKnobs, price: PlanPrice) -> Iterator[Plan]:
+    """The plan with the programs of torch's schedule class: one order, so this yields one plan."""
+    name, layout = plan.schedule.name, plan.layout
+    gathers = layout.shard > 1
+    schedule = _schedule(
+        name,
+        num_ranks=layout.pp,
+        chunks=layout.chunks,
+        num_microbatches=plan.num_microbatches,
+        gathers=gathers,
+    )
+    yield plan.ordered(schedule)
+
+
+@lru_cache(maxsize=128)
+def _schedule(
+    name: str, *, num_ranks: int, chunks: int, num_microbatches: int, gathers: bool
+) -> Schedule:
+    compute = _compute(name, num_ranks, chunks, num_microbatches)
+    schedule = lower(compute, gather=False, reduce_every="step")
+    if not gathers:
+        return schedule
+    programs = (
+        with_torch_gathers(program, order)
+        for program, order in zip(schedule.programs, compute.programs, strict=True)
+    )
+    return replace(schedule, programs=tuple(programs))
+
+
+def check(plan: Plan) -> None:
+    """Validate the plan's schedule; raises ScheduleError. Gathers and releases are left out, since
+    torch places them by a rule of its own, which this project's validation does not know."""
+    gathers = (Op.UNSHARD, Op.RESHARD)
+    programs = (
+        tuple(action for action in program if action.op not in gathers)
+        for program in plan.schedule.programs
+    )
+    validate(replace(plan.schedule, programs=tuple(programs)))
+
+
+def with_torch_gathers(program: Program, compute: Program) -> Program:
+    """Add gathers and releases to a program by torch's rule; ``compute`` are its compute actions.
+
+    Before each compute action, the stages that are not among the next to compute are released, and
+    those that are among them are gathered. At the end all stages that are left are released.
+    """
+    out: list[Action] = []
+    active: list[int] = []
+    upcoming = _next_stages(compute)
+    for action in program:
+        if action.op in COMPUTE:
+            needed = next(upcoming)
+            if needed != active:
+                out += [Action(stage, Op.RESHARD) for stage in active if stage not in needed]
+                out += [Action(stage, Op.UNSHARD) for stage in needed if stage not in active]
+                active = sorted(needed)
+        out.append(action)
+    return (*out, *(Action(stage, Op.RESHARD) for stage in active))
+
+
+def _next_stages(compute: Program) -> Iterator[list[int]]:
+    """For each compute action, the next stages that have something to compute, beginning with its
+    own. They are found from the end of the program backwards."""
+    nearest: list[int] = []
+    found = []
+    for stage, _, _ in reversed(compute):
+        if nearest[:1] != [stage]:
+            nearest = [stage, *(other for other in nearest if other != stage)]
+        found.append(nearest)
+    return (stages[:_ACTIVE_STAGES] for stages in reversed(found))
+
+
+def _compute(name: str, num_ranks: int, chunks: int, num_microbatches: int) -> Schedule:
+    if name == "dualpipev":
+        return Schedule(
+            name=name,
+            num_microbatches=num_microbatches,
+            unit=num_microbatches,
+            stage_rank=v_placement(num_ranks),
+            programs=dualpipev(num_ranks, num_microbatches),
+        )
+    group = num_microbatches // max(1, num_microbatches // num_ranks)
+    schedule = build(
+        name, num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches, group=group
+    )
+    if name == "looped_bfs":  # torch runs the backwards of a stage last in, first out
+        programs = (_reverse_backwards(program) for program in schedule.programs)
+        return replace(schedule, programs=tuple(programs))
+    return schedule
+
+
+def _reverse_backwards(program: Program) -> Program:
+    forwards = [action for action in program if action.op is Op.FORWARD]
+    backwards = [action for action in program if action.op is not Op.FORWARD]
+    return (*forwards, *sorted(backwards, reverse=True))
+
+
+def _simple_schedule(
+    task: Task, knobs: TorchPPKnobs, degrees: Layout, microbatch_size: int
+) -> TorchSchedule:
+    chunks = if_auto(knobs.chunks, default_chunks(task, degrees))
+    microbatches = task.global_batch // (degrees.dp * microbatch_size)
+    return "interleaved_1f1b" if chunks > 1 and microbatches % degrees.pp == 0 else "1f1b"
+
+
+def _simple_chunks(task: Task, degrees: Layout, schedule: TorchSchedule) -> int:
+    if schedule in _V_SHAPED:
+        return 2
+    return 1 if schedule == "1f1b" else default_chunks(task, degrees)
+
+
+def _refuse(knobs: TorchPPKnobs, schedule: TorchSchedule) -> None:
+    fixed = {"1f1b": 1, "zbv": 2, "dualpipev": 2}.get(schedule, knobs.chunks)
+    if knobs.chunks not in ("auto", fixed):
+        raise InfeasibleError(
+            f"contender.chunks={knobs.chunks}: {schedule} has {fixed} per rank (use {fixed})"
+        )
+    if schedule not in SPLIT_BACKWARD:
+        return
+    if knobs.compile:
+        raise InfeasibleError(
+            f"contender.compile={knobs.compile}: torch cannot split a compiled backward (use false)"
+        )
+    if knobs.recompute not in ("auto", "none"):
+        raise InfeasibleError(
+            f"contender.recompute={knobs.recompute}: torch cannot split a recomputed backward "
+            f"(use none, or contender.schedule in {', '.join(UNSPLIT)})"
+        )
+
+
+def _check_microbatches(name: str, pp: int, num_microbatches: int) -> None:
+    """Torch's own conditions on the number of microbatches (``pipelining/schedules.py``). The
+    interleaved schedules divide them into equal rounds of ``pp`` or more. Raises
+    InfeasibleError."""
+    least = {"1f1b": pp, "zbv": 2 * pp, "dualpipev": 2 * pp}.get(name, 1)
+    rounds = 1
+    if name in ("interleaved_1f1b", "interleaved_zb"):
+        rounds = max(1, num_microbatches // pp)
+    if num_microbatches < least or num_microbatches % rounds:
+        wanted = f"divide into {rounds} equal rounds" if rounds > 1 else f"be at least {least}"
+        raise InfeasibleError(
+            f"contender.schedule={name}: the {num_microbatches} microbatches per step and pipeline "
+            f"must {wanted} in torch (change global_batch)",
+            "number of microbatches that the schedule cannot have",
+        )
+
+
+# What the tuner tries for torch's pipelines. Imports no torch.
+
+
+_CHUNKS: dict[TorchSchedule, tuple[int, ...]] = {
+    "1f1b": (1,),
+    "interleaved_1f1b": (2, 3, 4, 6, 8, 12),
+    "looped_bfs": (2, 3, 4, 6, 8, 12),
+    "interleaved_zb": (2, 3, 4, 6, 8, 12),
+    "zbv": (2,),
+    "dualpipev": (2,),
+}
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+def families(point: Point[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
+    """All knobs to try at a point, none of them ``auto``."""
+    asked, degrees = point.asked, point.degrees
+    for sequence, placement, schedule in product(
+        sequence_choices(asked.sequence_parallel, degrees),
+        placement_choices(asked.placement, point),
+        choices(asked.schedule, _schedules(asked, degrees.pp)),
+    ):
+        recomputes = _RECOMPUTE[:1] if schedule in SPLIT_BACKWARD else _RECOMPUTE
+        for chunks, recompute, blocks in chunk_choices(point, _CHUNKS[schedule], recomputes):
+            yield replace(
+                asked,
+                tp=degrees.tp,
+                pp=degrees.pp,
+                shard=degrees.shard,
+                replicate=degrees.replicate,
+                chunks=chunks,
+                schedule=schedule,
+                sequence_parallel=sequence,
+                recompute=recompute,
+                recompute_blocks=blocks,
+                placement=placement,
+                split_blocks=if_auto(asked.split_blocks, not point.task.shape.dropout),
+            )
+
+
+def _schedules(asked: TorchPPKnobs, pp: int) -> tuple[TorchSchedule, ...]:
+    """The schedules to try. Torch refuses to split the backward of compiled blocks
+    (``pipelining/schedules.py``: ``_check_torch_compile_compatibility``)."""
+    if pp == 1:
+        return ("1f1b",)
+    return UNSPLIT if asked.compile else SCHEDULES
+
+
+SPACE = Space(families=families, members=one_member, tensor=True, shards=(1, 0))
+
 
 TORCH_PP = Contender(
     name="torch_pp",

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from zeropp.schedule.action import Action, Op
-from zeropp.schedule.program import Program
+from zeropp.schedule.program import Action, Op, Program
 
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> tuple[Program, ...]:

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as R
 from torch.distributed.pipelining.stage import _PipelineStageBase as StageBase
 
 from zeropp.schedule import build as build_schedule
-from zeropp.schedule.action import Op
+from zeropp.schedule.program import Op
 
 __all__ = [
     "ObservedStage",

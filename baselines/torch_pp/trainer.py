@@ -10,7 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import (
     ScheduleDualPipeV,
     ScheduleInterleaved1F1B,
@@ -18,7 +20,16 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from baselines.fsdp2 import (
     count_collectives,
@@ -31,15 +42,115 @@ from baselines.fsdp2 import (
     world_mesh,
 )
 from baselines.torch_pp.private_names import ObservedStage, OneForwardOneBackward, Runtime
-from baselines.torch_pp.tensor_parallel import cut_piece
-from baselines.torch_pp.tied_stages import TiedEnds
-from zeropp.model import build_half, build_piece, cross_entropy
+from zeropp.engine.collectives import new_group_in_each_pipeline
+from zeropp.model import Block, Embedding, HalfBlock, build_half, build_piece, cross_entropy
 from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan
-from zeropp.schedule.action import Action, Op
-from zeropp.schedule.event_result import LANES
+from zeropp.schedule.event_loop import LANES
+from zeropp.schedule.program import Action, Op
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
+
+# Tied embeddings in a pipeline, which torch's pipelining does not provide.
+#
+# The head's stage holds a copy of the embedding's weight. After every step's backward both get the
+# sum of their gradients, so that they stay equal.
+
+
+class TiedEnds:
+    """The tied weights that this rank holds: the embedding's, the head's, both or none. Both are
+    sharded in the same way. All ranks of the world must construct it."""
+
+    def __init__(self, plan: Plan, chunks: dict[int, nn.Module]) -> None:
+        schedule, layout = plan.schedule, plan.layout
+        last = schedule.num_stages - 1
+        ends = {schedule.stage_rank[0], schedule.stage_rank[last]}
+        group = new_group_in_each_pipeline(layout, ends) if len(ends) == 2 else None
+        self._group = group
+        self._weights: list[nn.Parameter] = []
+        self.copy: nn.Parameter | None = None
+        if 0 in chunks:
+            self._weights.append(chunks[0].get_parameter("pieces.0.tokens.weight"))
+        if last in chunks:
+            head = plan.shape.num_pieces - 1
+            self.copy = chunks[last].get_parameter(f"pieces.{head}.output.weight")
+            self._weights.append(self.copy)
+        source = layout.pipeline(dist.get_rank())[schedule.stage_rank[0]]
+        with torch.no_grad():
+            self._make_equal(source)
+
+    def sum_gradients(self) -> None:
+        """Replace the gradients of both weights by their sum. All ranks must call it."""
+        gradients: list[Tensor] = [local(w.grad) for w in self._weights if w.grad is not None]
+        if self._group is not None:
+            dist.all_reduce(gradients[0], group=self._group)
+        elif len(gradients) == 2:
+            gradients[0].add_(gradients[1])
+            gradients[1].copy_(gradients[0])
+
+    def _make_equal(self, source: int) -> None:
+        if self._group is not None:
+            dist.broadcast(local(self._weights[0].data), source, group=self._group)
+        elif len(self._weights) == 2:
+            original, copy = self._weights
+            local(copy.data).copy_(local(original.data))
+
+
+# Tensor parallelism of a model piece by DTensor, with or without sequence parallelism.
+#
+# As in Megatron-LM (arXiv 1909.08053), projections into attention heads and into the MLP are
+# column-parallel, those out of them are row-parallel, and embedding and logits are cut by the
+# vocabulary. With sequence parallelism (arXiv 2205.05198) the activations between these regions are
+# sharded over the sequence, and so are the activations that pipeline stages send each other.
+
+
+def cut_piece(piece: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Cut a piece of ``zeropp.model`` (embedding, block or head) in place over a 1-D mesh."""
+    between: Placement = Shard(1) if sequence_parallel else Replicate()
+    if isinstance(piece, Block | HalfBlock):
+        styles = _block_styles(between)
+    elif isinstance(piece, Embedding):
+        styles = _embedding_styles(between)
+    else:
+        # Logits stay cut by the vocabulary: ``loss_parallel`` computes the loss on the parts.
+        styles = {
+            "output": ColwiseParallel(
+                input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+            )
+        }
+    if sequence_parallel:
+        names = [name for name, _ in piece.named_children() if name.endswith("norm")]
+        styles |= {name: SequenceParallel() for name in names}
+    present = {name: style for name, style in styles.items() if _has(piece, name)}
+    parallelize_module(piece, mesh, present)
+
+
+def _block_styles(between: Placement) -> dict[str, ParallelStyle]:
+    # The input of a region (attention or MLP) is gathered once for all of its projections.
+    styles: dict[str, ParallelStyle] = {
+        region: PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
+        for region in ("attention", "mlp")
+    }
+    for name in ("attention.query", "attention.key", "attention.value", "mlp.up", "mlp.gate"):
+        styles[name] = ColwiseParallel()
+    for name in ("attention.output", "mlp.down"):
+        styles[name] = RowwiseParallel(output_layouts=between)
+    return styles
+
+
+def _embedding_styles(between: Placement) -> dict[str, ParallelStyle]:
+    styles: dict[str, ParallelStyle] = {
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+    }
+    if between == Shard(1):  # the position embedding has no batch dimension: dimension 0 is seq
+        styles["positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+    return styles
+
+
+def _has(piece: nn.Module, name: str) -> bool:
+    first, _, rest = name.partition(".")
+    child = getattr(piece, first, None)
+    return child is not None and (not rest or _has(child, rest))
 
 
 def build(

@@ -22,7 +22,7 @@ from benchmarks.records.record import write_atomically
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, SpecError, is_priced, knobs_from
 from zeropp.layout import InfeasibleError
-from zeropp.tune.describe import describe
+from zeropp.tune.contender import describe
 from zeropp.tune.search import search
 
 _TOLERANCE = 0.02  # the search may miss plans that are faster than its choice by up to this share

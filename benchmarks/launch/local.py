@@ -2,19 +2,282 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
-from benchmarks.launch.finish import Ending, close_for_another
+from benchmarks.launch.finish import Ending, close_for_another, finish_attempt, killed
 from benchmarks.launch.frozen import DamagedError
 from benchmarks.launch.options import LocalOptions
-from benchmarks.launch.owner import may_live
-from benchmarks.launch.points import Point, or_unwritten
-from benchmarks.launch.processes import is_here, run_attempt
-from benchmarks.launch.sweep_progress import SweepProgress
-from benchmarks.records.record import RunRecord
-from benchmarks.specification.run_spec import SpecError
+from benchmarks.launch.owner import beat, may_live, state_and_start
+from benchmarks.launch.points import Point, attempt_directory, freeze, or_unwritten
+from benchmarks.launch.sweep import SweepProgress, say
+from benchmarks.records.events import rank_file, read_events, step_line
+from benchmarks.records.record import RunRecord, read_spec
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.run_spec import RunSpec, SpecError
+from zeropp.cluster import Device
+
+# Starts ranks by forking a process that has already imported torch.
+#
+# Importing torch and DeepSpeed takes seconds of processor time per rank. The fork server of
+# ``multiprocessing`` imports them once per sweep. It must not use a device, because its forks could
+# not use it then. So DeepSpeed, whose import initialises CUDA, is imported in advance for CPU ranks
+# only.
+
+
+# A forked process imports the launcher's main module again; what that imports is listed here, too.
+_PRELOADED = ("torch.distributed", "benchmarks.specification.compose", "benchmarks.launch.sweep")
+# For CPU ranks only: what every contender needs. Optimizers import dynamo in their first step. The
+# fork server ignores names of modules that are not installed.
+PRELOADED_ON_CPU = (
+    "benchmarks.worker.__main__",
+    "torch._dynamo",
+    *(contender.trainer.partition(":")[0] for contender in CONTENDERS.values()),
+    *(name for contender in CONTENDERS.values() for name in contender.late_imports),
+)
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def start_rank(
+    arguments: Sequence[str], *, rank: int, variables: Mapping[str, str], log: Path, on_cpu: bool
+) -> BaseProcess:
+    """Start one rank: ``python -m benchmarks.worker`` with these arguments.
+
+    ``variables`` are added to its environment; its output goes to ``log``. The first call of a
+    process starts the fork server, from which all later ranks are forked, too.
+    """
+    _CONTEXT.set_forkserver_preload([*_PRELOADED, *(PRELOADED_ON_CPU if on_cpu else ())])
+    life, _ = _line_of_life()
+    process = _CONTEXT.Process(
+        target=_be_rank, args=(list(arguments), dict(variables), log, life), name=f"rank {rank}"
+    )
+    process.start()
+    return process
+
+
+@cache
+def _line_of_life() -> tuple[Connection, Connection]:
+    """A pipe whose writing end only this process has: ranks see it closed when the process ends."""
+    return _CONTEXT.Pipe(duplex=False)
+
+
+def _be_rank(arguments: list[str], variables: dict[str, str], log: Path, life: Connection) -> None:
+    """Run a rank in this forked process: with a session, variables and log of its own."""
+    os.setsid()
+    os.environ.update(variables)
+    threading.Thread(target=_leave_with_launcher, args=(life,), daemon=True).start()
+    with log.open("ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+    import torch
+
+    from benchmarks.worker.__main__ import main
+
+    if "OMP_NUM_THREADS" in os.environ:  # torch read it when the server imported it
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    sys.exit(main(arguments))
+
+
+def _leave_with_launcher(life: Connection) -> None:
+    """Wait until the process that started this rank has ended, then kill this rank's session."""
+    life.poll(None)  # nothing is ever sent, so it returns when the other end is closed
+    os.killpg(0, signal.SIGKILL)
+
+
+# Runs ranks as processes of this machine, and makes sure that none of them is left running.
+#
+# Ranks are started directly and not through torchrun, so that the record can name the rank that
+# ended first and the signal that killed it. Each rank has a process group of its own, which is
+# killed at the end in any case.
+
+
+_POLL_S = 0.2
+_GRACE_S = 5.0  # how long other ranks may go on writing events after one has failed
+
+Processes = Mapping[int, BaseProcess]  # by rank
+
+
+def is_here(device: Device) -> bool:
+    """Whether this machine has a device of that kind: a CPU or a GPU."""
+    return device.is_cpu or any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def run_attempt(
+    point: Point,
+    *,
+    launcher: str,
+    worlds: Sequence[Sequence[int]],
+    runs_dir: Path,
+    progress: SweepProgress,
+    variant: str = "",
+    arguments: Sequence[str] = (),
+    shows_steps: bool = False,
+) -> RunRecord:
+    """Make one attempt at a point and write its record, whatever happens.
+
+    ``worlds``: ranks that run at the same time, one such set after the other; ``variant``: see
+    ``RunRecord``; ``arguments`` are the worker's own; ``shows_steps``: print a line per step.
+    """
+    watched = _Watched(point, progress, shows_steps)
+    directory = attempt_directory(point.spec, runs_dir, launcher)
+    freeze(point, directory, launcher, variant)
+    num_ranks = sum(map(len, worlds))
+    try:
+        for ranks in worlds:
+            ending = _run_ranks(watched, directory, ranks, arguments)
+            if ending is not None:
+                break
+    except BaseException:
+        ending = Ending("failed", "interrupted by the user", interrupted=True)
+        finish_attempt(directory, ending=ending, num_ranks=num_ranks)
+        raise
+    return finish_attempt(directory, ending=ending, num_ranks=num_ranks)
+
+
+@dataclass
+class _Watched:
+    """A point while it runs, and what a person sees of it."""
+
+    point: Point
+    progress: SweepProgress
+    shows_steps: bool
+    shown: int = 0  # steps that have been printed
+
+    def tell(self, events: Sequence[dict[str, Any]]) -> None:
+        """Show where a rank is, and its steps that have not been shown."""
+        self.progress.update(self.point, _stage_of(events))
+        steps = [event for event in events if event["event"] in ("warmup", "step")]
+        if self.shows_steps:
+            recorded = read_spec(self.point.spec.to_dict())
+            for event in steps[self.shown :]:
+                say(step_line(recorded, event))
+            self.shown = len(steps)
+
+
+def _run_ranks(
+    watched: _Watched, directory: Path, ranks: Sequence[int], arguments: Sequence[str]
+) -> Ending | None:
+    """Run some ranks of a point's job at the same time, until they end or reach the time limit.
+
+    Returns how they ended, if the ranks could not write that themselves, or None if their events
+    say it.
+    """
+    processes = _start(watched.point.spec, directory, ranks, arguments)
+    starts = {p.pid: state_and_start(p.pid)[1] for p in processes.values() if p.pid is not None}
+    try:
+        return _wait(watched, processes, directory)
+    finally:
+        for process in processes.values():
+            process.kill()
+        for pid, started in starts.items():
+            kill_session(pid, started)
+        for process in processes.values():
+            process.join(timeout=30)
+
+
+def _start(
+    spec: RunSpec, directory: Path, ranks: Sequence[int], arguments: Sequence[str]
+) -> Processes:
+    common = {
+        **os.environ,
+        "WORLD_SIZE": str(spec.num_gpus),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
+    common.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(ranks))))
+    return {
+        rank: start_rank(
+            [str(directory / "spec.json"), "--out", str(directory), *arguments],
+            rank=rank,
+            variables=common | {"RANK": str(rank), "LOCAL_RANK": str(place)},
+            log=directory / f"rank_{rank:03d}.log",
+            on_cpu=spec.cluster.device.is_cpu,
+        )
+        for place, rank in enumerate(ranks)
+    }
+
+
+def _wait(watched: _Watched, processes: Processes, directory: Path) -> Ending | None:
+    """Wait for all ranks, for the first failure, or for the time limit."""
+    limit_s = watched.point.spec.measure.timeout_s
+    deadline = time.monotonic() + limit_s
+    while any(process.exitcode is None for process in processes.values()):
+        if any(process.exitcode for process in processes.values()):
+            _wait_all(processes, _GRACE_S)
+            break
+        if time.monotonic() > deadline:
+            return Ending("timeout", f"not finished after measure.timeout_s={limit_s:g}")
+        watched.tell(read_events(rank_file(directory, min(processes))))
+        beat(directory)
+        time.sleep(_POLL_S)
+    watched.tell(read_events(rank_file(directory, min(processes))))
+    for rank, process in processes.items():
+        exitcode = process.exitcode or 0
+        if exitcode < 0 and not _has_finished(directory, rank):
+            return killed(rank, -exitcode)
+    return None
+
+
+def _has_finished(directory: Path, rank: int) -> bool:
+    """Whether the rank measured everything; then it does not matter how its process ended."""
+    events = read_events(rank_file(directory, rank))
+    return bool(events) and events[-1]["event"] == "done"
+
+
+def _stage_of(events: Sequence[dict[str, Any]]) -> str:
+    """The last thing that a rank did, for the progress line."""
+    if not events:
+        return "starting ranks"
+    last = events[-1]
+    if "index" in last:
+        loss = f"loss {last['loss']:.4f}, " if "loss" in last else ""
+        return f"{last['event']} {last['index']}: {loss}{last['seconds']:.2f} s"
+    words = {
+        "environment": "checking against one process",
+        "gate": "building",
+        "counters": "recording a step",
+    }
+    return words.get(last["event"], str(last["event"]))
+
+
+def _wait_all(processes: Processes, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(p.exitcode is None for p in processes.values()) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def kill_session(pid: int, started: str) -> None:
+    """Kill what is left of the session that a rank led: the rank and its children.
+
+    ``started`` is the rank's start time (``owner.state_and_start``). If the rank has ended long
+    ago, another process may have got its number; that one is left alone. If no process has the
+    number, the group is the rank's: the kernel does not reuse a number while a group has it.
+    """
+    _, found = state_and_start(pid)
+    if found in ("", started):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
 
 _KILLED = Ending("failed", "the launcher was killed", interrupted=True)
 

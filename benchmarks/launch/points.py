@@ -31,7 +31,7 @@ from benchmarks.worker.data import check_data
 from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Plan
-from zeropp.sim.memory_curve import peak_memory
+from zeropp.sim.memory import peak_memory
 from zeropp.timeline import Provenance
 
 Rerun = Literal["missing", "failed", "all"]

@@ -21,8 +21,8 @@ from benchmarks.launch.points import (
     plan_summary,
     write_record,
 )
-from benchmarks.launch.sweep_progress import SweepProgress
-from benchmarks.launch.traced_compute import traced_record, traced_stages
+from benchmarks.launch.sweep import SweepProgress
+from benchmarks.launch.trace import traced_record, traced_stages
 from benchmarks.records.record import RunRecord, Status, now
 from benchmarks.specification.run_spec import RunSpec, check_priced
 from zeropp.cost import price_plan

@@ -16,12 +16,9 @@ from rich.table import Table
 
 from benchmarks.launch.local import close_abandoned
 from benchmarks.launch.owner import QUIET_S, may_live, silence_s
-from benchmarks.launch.slurm.client import QueuedJob
-from benchmarks.launch.slurm.jobs import close_ended, underway
-from benchmarks.launch.slurm.slurm_command import SlurmError
-from benchmarks.launch.slurm.submissions import Task
-from benchmarks.launch.slurm.view import View, look, read_view
-from benchmarks.records.rank_events import rank_file, read_events
+from benchmarks.launch.slurm.client import QueuedJob, SlurmError
+from benchmarks.launch.slurm.submissions import Task, View, close_ended, look, read_view, underway
+from benchmarks.records.events import rank_file, read_events
 from benchmarks.records.record import RecordError, RunRecord, find_records, read_record
 
 _COLOURS = {"ok": "green", "running": "cyan", "waiting": "blue", "infeasible": "yellow"}

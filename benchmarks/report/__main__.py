@@ -10,8 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.specification.command import CommandParser, check_writable, run_command
-from benchmarks.specification.spec_error import SpecError
+from benchmarks.specification.command import CommandParser, SpecError, check_writable, run_command
 
 _TABLES = ("paper", "ablation", "throughput", "memory", "speedup", "evidence", "published")
 
@@ -58,7 +57,7 @@ def _track(runs: list[Path], arguments: argparse.Namespace) -> int:
 
 def _report(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
     from benchmarks.report.ablation import AblationError
-    from benchmarks.report.pairs import BaseError
+    from benchmarks.report.headline import BaseError
     from benchmarks.report.write import Options, write_one_table, write_report
 
     options = Options(arguments.base, _knobs(arguments.against), arguments.timelines)

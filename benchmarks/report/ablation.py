@@ -15,11 +15,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.records.recorded_spec import default_knobs
-from benchmarks.report import style, words
+from benchmarks.records.record import default_knobs
+from benchmarks.report import style
+from benchmarks.report.charts import Picture
 from benchmarks.report.frame import CELL
-from benchmarks.report.pairs import speedup_of
-from benchmarks.report.picture import Picture
+from benchmarks.report.headline import speedup_of
 from benchmarks.report.table import MISSING, Column, Table, key_columns, table
 
 MAX_GROUPS = 6  # panels of a figure; the table has all
@@ -103,7 +103,7 @@ def _lines(members: list[dict[Any, Any]], base: dict[Any, Any]) -> Iterator[dict
                 "change": _change(member["knobs"], base["knobs"]) or "base",
                 "is_base": member is base,
                 "knobs_text": " ".join(f"{k}={v}" for k, v in member["knobs"].items()),
-                "shown_status": words.status_label(member["status"]),
+                "shown_status": style.status_label(member["status"]),
                 "memory_ratio": peaks if same_kind else math.nan,
             }
         )
@@ -123,16 +123,16 @@ def ablation_table(rows: pd.DataFrame, against: Mapping[str, str] | None = None)
     """The table of ablations: throughput, speed-up and memory of every configuration and its
     base."""
     found = ablations(rows, against)
-    worker = words.worker_word(rows)
+    worker = style.worker_word(rows)
     columns = (
         *(column for column in key_columns(rows) if column.name != "basis"),
         Column("change", "change"),
         Column("layout", "configuration"),
-        Column("step_s", "step [s]", form=words.seconds, interval=True, instead="shown_status"),
-        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=words.tokens, interval=True),
-        Column("speedup", "over the base", form=words.ratio, interval=True, unsure="unsure"),
-        Column("peak_gib", "peak [GiB]", form=words.gib),
-        Column("memory_ratio", "peak over the base's", form=words.ratio),
+        Column("step_s", "step [s]", form=style.seconds, interval=True, instead="shown_status"),
+        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=style.tokens, interval=True),
+        Column("speedup", "over the base", form=style.ratio, interval=True, unsure="unsure"),
+        Column("peak_gib", "peak [GiB]", form=style.gib),
+        Column("memory_ratio", "peak over the base's", form=style.ratio),
         Column("reason", "note"),
         Column("is_base", "is the base", hidden=True),
         Column("knobs_text", "knobs", hidden=True),
@@ -156,7 +156,7 @@ def ablation_figure(
             section="Ablations",
             name=f"ablation_{evidence}_{cluster}".replace(" ", "_"),
             caption="Throughput and peak memory of every configuration over those of its base, "
-            f"{evidence} on {words.cluster_label(str(cluster))}."
+            f"{evidence} on {style.cluster_label(str(cluster))}."
             + (f" The table has {more} more groups." if more else ""),
             figure=_panels(groups),
             shown=style.shown(mine),
@@ -169,12 +169,12 @@ def _panels(groups: list[pd.DataFrame]) -> Figure:
     figure, axes = style.panels(2 * len(groups), 2, width=5.6, height=mean, heights=heights)
     for number, group in enumerate(groups):
         left, right = axes[2 * number : 2 * number + 2]
-        _bars(left, group=group, ratio="speedup", value="tokens_per_s_per_gpu", form=words.tokens)
-        _bars(right, group=group, ratio="memory_ratio", value="peak_gib", form=words.gib)
+        _bars(left, group=group, ratio="speedup", value="tokens_per_s_per_gpu", form=style.tokens)
+        _bars(right, group=group, ratio="memory_ratio", value="peak_gib", form=style.gib)
         first = group.iloc[0]
         left.set_title(
-            f"{words.contender_label(first['contender'])}, {words.model_label(first['model'])}, "
-            f"{first['num_gpus']} {words.worker_word(group)}s, batch {first['global_batch']}",
+            f"{style.contender_label(first['contender'])}, {style.model_label(first['model'])}, "
+            f"{first['num_gpus']} {style.worker_word(group)}s, batch {first['global_batch']}",
             loc="left",
         )
         right.set_yticklabels([])
@@ -183,7 +183,7 @@ def _panels(groups: list[pd.DataFrame]) -> Figure:
     return figure
 
 
-def _bars(axis: Axes, *, group: pd.DataFrame, ratio: str, value: str, form: words.Form) -> None:
+def _bars(axis: Axes, *, group: pd.DataFrame, ratio: str, value: str, form: style.Form) -> None:
     places = range(len(group))
     ratios = group[ratio].to_numpy(dtype=float)
     colours = [
@@ -195,10 +195,10 @@ def _bars(axis: Axes, *, group: pd.DataFrame, ratio: str, value: str, form: word
         number = row[ratio]
         failed = row["status"] != "ok"
         text = row["shown_status"] if failed else MISSING
-        if not words.is_missing(number) and not failed:
-            text = f"{words.ratio(number)}  ({form(row[value])})"
+        if not style.is_missing(number) and not failed:
+            text = f"{style.ratio(number)}  ({form(row[value])})"
         axis.text(
-            0 if failed or words.is_missing(number) else number,
+            0 if failed or style.is_missing(number) else number,
             place,
             f" {text}",
             va="center",

@@ -2,17 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.report import style, words
-from benchmarks.report.bars import MAX_PANELS
+from benchmarks.report import style
+from benchmarks.report.charts import MAX_PANELS, PANEL, Picture, by_evidence, panel_title
 from benchmarks.report.frame import CELL, best_configuration
-from benchmarks.report.picture import PANEL, Picture, by_evidence, panel_title
+
+# What each contender's step time is spent on: the compute limit, and above it the losses by cause.
+#
+# There is one stacked bar per contender, in multiples of the step at the compute limit, so that a
+# contender at the limit would end at 1. The causes are those of ``zeropp.sim.lost_time``, which add
+# up to the step exactly.
+
+
+# Paul Tol's "muted" and similar colours, with hatches, unlike the colours of contenders.
+_LOOKS = {
+    "limit": ("compute limit", "#DDDDDD", ""),
+    "small_kernels": ("small kernels", "#999999", ""),
+    "recomputation": ("recomputation", "#882255", ""),
+    "imbalance": ("imbalance of stages", "#AA4499", "//"),
+    "bubble": ("bubble", "#CC6677", ""),
+    "slow_nodes": ("slow nodes", "#661100", ""),
+    "copies": ("copies", "#DDCC77", ".."),
+    "tensor": ("tensor parallelism", "#999933", "//"),
+    "transfers": ("transfers", "#117733", ""),
+    "reductions": ("exposed reductions", "#44AA99", "xx"),
+    "gathers": ("exposed gathers", "#88CCEE", "//"),
+    "optimizer": ("optimizer", "#332288", ""),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison: per contender, the seconds of its step by cause."""
+
+    title: str
+    losses_s: Mapping[str, Mapping[str, float]]
+
+
+def loss_split(cells: Sequence[Cell], name: str, caption: str) -> Picture:
+    """One panel per cell that has a contender, with one stacked bar per contender, the fastest
+    first. Raises ValueError if no cell has any."""
+    cells = [cell for cell in cells if cell.losses_s]
+    if not cells:
+        raise ValueError("loss_split: no cell has a contender")
+    lines = [len(cell.losses_s) + 1.0 for cell in cells]
+    height = 0.4 + 0.36 * sum(lines) / len(lines)
+    figure, axes = style.panels(len(cells), columns=1, width=9.0, height=height, heights=lines)
+    for axis, cell in zip(axes, cells, strict=True):
+        _bars(axis, cell)
+    axes[-1].set_xlabel("step, in multiples of the compute limit's (dashed)")
+    style.legend(figure, axes)
+    return Picture(
+        section="Compute limit", name=name, caption=caption, figure=figure, shown=caption
+    )
+
+
+def _bars(axis: Axes, cell: Cell) -> None:
+    steps = {name: sum(kinds.values()) / kinds["limit"] for name, kinds in cell.losses_s.items()}
+    contenders = sorted(steps, key=steps.__getitem__)
+    places = np.arange(len(contenders))
+    right, left = np.zeros(len(contenders)), np.zeros(len(contenders))
+    for kind, (label, colour, hatch) in _LOOKS.items():
+        losses = [cell.losses_s[name] for name in contenders]
+        sizes = np.array([kinds.get(kind, 0.0) / kinds["limit"] for kinds in losses])
+        if not sizes.any():
+            continue
+        start = np.where(sizes >= 0, right, left)
+        look: dict[str, Any] = {"label": label, "color": colour, "hatch": hatch}
+        axis.barh(places, sizes, 0.75, start, **look, edgecolor="white", linewidth=0.4)
+        right, left = right + np.maximum(sizes, 0), left + np.minimum(sizes, 0)
+    for place, end, name in zip(places, right, contenders, strict=True):
+        text = f"{100 / steps[name]:.0f} % of the limit"
+        axis.annotate(
+            text, (end, place), (4, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
+    axis.set_yticks(places, contenders, fontsize=8.5)
+    axis.set_xlim(min(0.0, left.min()), 1.2 * right.max())
+    axis.set_ylim(len(contenders) - 0.5, -0.5)
+    axis.grid(visible=False)
+    axis.set_title(cell.title)
+
 
 # Paul Tol's "muted", with hatches, so that the stack is not mistaken for contenders.
 _KINDS = {
@@ -59,7 +137,7 @@ def _panels(rows: pd.DataFrame) -> Figure:
         _stacks(axis, panel)
         axis.set_title(panel_title(panel))
         if number % 2 == 0:
-            axis.set_ylabel(f"tensors of the fullest {words.worker_word(rows)} [GiB]")
+            axis.set_ylabel(f"tensors of the fullest {style.worker_word(rows)} [GiB]")
     style.legend(figure, axes)
     return figure
 
@@ -83,18 +161,18 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
         axis.plot(places, peaks, "D", color="black", markersize=4, label="measured peak")
     highest = np.fmax(bottom, peaks)
     texts = [
-        f"measured {words.gib(peak)}\npredicted {words.gib(top)}"
+        f"measured {style.gib(peak)}\npredicted {style.gib(top)}"
         if np.isfinite(peak)
-        else words.gib(top)
+        else style.gib(top)
         for top, peak in zip(bottom, peaks, strict=True)
     ]
     _totals(axis, places, highest, texts)
     _limit(axis, float(panel["memory_limit_gib"].iloc[0]), highest.max())
-    names = [f"{words.contender_label(str(r.contender))}, {r.num_gpus}" for r in panel.itertuples()]
+    names = [f"{style.contender_label(str(r.contender))}, {r.num_gpus}" for r in panel.itertuples()]
     axis.set_xticks(places, names, fontsize=8, rotation=90 if len(names) > 4 else 0)
     for label, contender in zip(axis.get_xticklabels(), panel["contender"], strict=True):
         label.set_color(style.colour(contender))
-    axis.set_xlabel(f"contender, {words.worker_word(panel)}s")
+    axis.set_xlabel(f"contender, {style.worker_word(panel)}s")
     axis.margins(y=0.22)
     axis.set_ylim(bottom=0)
 

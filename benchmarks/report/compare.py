@@ -15,13 +15,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks.records.stats import Summary, ratio_of_medians
-from benchmarks.report import style, words
-from benchmarks.report.folder import report_folder
+from benchmarks.records.metrics import Summary, ratio_of_medians
+from benchmarks.report import style
+from benchmarks.report.charts import Picture, save
 from benchmarks.report.forms import write_table
 from benchmarks.report.frame import CELL, latest_ok, load_frame
 from benchmarks.report.headline import print_table
-from benchmarks.report.picture import Picture, save
+from benchmarks.report.page import report_folder
 from benchmarks.report.table import Column, Table, key_columns, table
 
 LEAST_CHANGE = 0.02  # a smaller change is not reported, however narrow its interval
@@ -140,8 +140,8 @@ def comparison_table(changes: pd.DataFrame) -> Table:
     columns = (
         *(column for column in key_columns(changes) if column.name in changes),
         Column("layout", "configuration"),
-        Column("ratio", "throughput after / before", form=words.ratio, interval=True),
-        Column("memory_ratio", "peak memory after / before", form=words.ratio),
+        Column("ratio", "throughput after / before", form=style.ratio, interval=True),
+        Column("memory_ratio", "peak memory after / before", form=style.ratio),
         Column("verdict", "verdict"),
     )
     return table(
@@ -160,7 +160,7 @@ def _intervals(timed: pd.DataFrame) -> Figure:
     axis.scatter(ratios, places, color=colours, zorder=3)
     for place, (_, row) in zip(places, shown.iterrows(), strict=True):
         axis.annotate(
-            f"{words.ratio(row['ratio'])} {row['verdict'].split(' (')[0]}",
+            f"{style.ratio(row['ratio'])} {row['verdict'].split(' (')[0]}",
             (row["high"], place),
             xytext=(6, 0),
             textcoords="offset points",
@@ -168,8 +168,8 @@ def _intervals(timed: pd.DataFrame) -> Figure:
             fontsize=8,
         )
     labels = [
-        f"{words.model_label(str(r.model))}, {r.num_gpus}, "
-        f"{words.contender_label(str(r.contender))} {r.layout}"
+        f"{style.model_label(str(r.model))}, {r.num_gpus}, "
+        f"{style.contender_label(str(r.contender))} {r.layout}"
         for r in shown.itertuples()
     ]
     axis.set_yticks(places, labels, fontsize=8)

@@ -2,16 +2,361 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import fields
+import csv
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from benchmarks.records.record import RecordError, find_records, read_record
-from benchmarks.report.plans_file import find_plans, read_plans
-from benchmarks.report.row import Row, row_of
+from benchmarks.records.metrics import (
+    mfu,
+    model_tflops_per_gpu,
+    peak_memory_gib,
+    summarise,
+    tokens_per_s_per_gpu,
+)
+from benchmarks.records.record import (
+    PLAIN_KNOBS,
+    RecordedCluster,
+    RecordedContender,
+    RecordedDevice,
+    RecordedModel,
+    RecordedSpec,
+    RecordError,
+    RunRecord,
+    default_knobs,
+    find_below,
+    find_records,
+    read_record,
+    recorded_spec,
+)
+from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.run_spec import SpecError
+from zeropp.cluster import Cluster
+from zeropp.cost import parameter_count
+from zeropp.shape import ModelShape
+
+# A record's configuration: as short text, as knobs, and with the source of its numbers.
+
+
+# Knobs that the text shows in a special form.
+_NAMED = {"name", "tp", "pp", "chunks", "shard", "replicate", "replicate_zero", "unit"}
+_NAMED |= {"schedule", "recompute", "sequence_parallel", "compile"}
+# Knobs that a tuner sets. If all of them are the contender's defaults, nobody has tuned it.
+_DEGREES: tuple[str, ...] = ("pp", "tp", "shard", "replicate", "replicate_zero", "chunks", "unit")
+_DEGREES += ("activation_cap", "activation_cap_gib", "schedule", "sequence_parallel", "recompute")
+
+
+def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
+    """Degrees above 1 and the knobs that were set, in short form, such as ``PP2 V2 ZeRO-3x2 U4``.
+
+    A unit that the planner cut also shows what was asked for, as in ``U8 (16 asked)``. An
+    infeasible record has no plan, so its text shows what was asked for: ``auto`` if all degrees
+    were left open.
+    """
+    name, plan = spec.contender.name, record.plan
+    knobs = PLAIN_KNOBS | spec.contender.knobs
+    degrees = plan.get("layout") or {k: v for k, v in knobs.items() if v != "auto"}
+    names = {"tp": "TP", "pp": "PP", "chunks": "V", "shard": "ZeRO-3x", "replicate": "DP"}
+    parts = [f"{short}{degrees[key]}" for key, short in names.items() if degrees.get(key, 1) > 1]
+    if degrees.get("replicate_zero"):
+        parts.append("ZeRO-1")
+    parts += _unit_text(plan, knobs["unit"])
+    if knobs["schedule"] not in ("auto", name):
+        parts.append(knobs["schedule"])
+    if spec.microbatch_size > 1:
+        parts.append(f"b{spec.microbatch_size}")
+    if knobs["recompute"] not in ("auto", "none"):
+        parts.append(f"recompute {knobs['recompute']}")
+    parts += [word for word in ("sequence_parallel", "compile") if knobs[word] is True]
+    other = {k: v for k, v in knobs.items() if k not in _NAMED and v != "auto"}
+    parts += [f"{k} {v}" for k, v in other.items() if v != PLAIN_KNOBS.get(k)]
+    return " ".join(parts) or ("1 rank" if spec.num_gpus == 1 else "auto")
+
+
+def _unit_text(plan: dict[str, Any], asked: object) -> list[str]:
+    """The unit that runs, unless it is the whole step, and the one that was asked for, if it is
+    another."""
+    unit = plan.get("unit", 0)
+    if isinstance(asked, int) and unit not in (0, asked):
+        return [f"U{unit} ({asked} asked)"]
+    return [f"U{unit}"] if unit not in (0, plan.get("num_microbatches")) else []
+
+
+def asked_knobs(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:
+    """Every knob and the microbatch size as they were asked for; ``unit`` also shows the unit that
+    the planner made of it."""
+    knobs = PLAIN_KNOBS | spec.contender.knobs
+    knobs = {k: v for k, v in knobs.items() if k != "name"}
+    run = record.plan.get("unit", 0)
+    if isinstance(knobs["unit"], int) and run not in (0, knobs["unit"]):
+        knobs["unit"] = f"{knobs['unit']} (run as {run})"
+    return knobs | {"microbatch_size": spec.microbatch_size}
+
+
+def has_default_degrees(spec: RecordedSpec) -> bool:
+    """Whether every degree is the contender's default, which means that nobody has tuned it."""
+    default = default_knobs(spec.contender.name)
+    if default is None:
+        return False
+    knobs = default | spec.contender.knobs
+    return all(knobs[name] in ("auto", default[name]) for name in _DEGREES)
+
+
+def evidence_of(record: RunRecord) -> str:
+    """A record's kind of evidence in words, such as ``simulated with traced compute``."""
+    return " with ".join(filter(None, (record.provenance, record.variant)))
+
+
+def source_of(record: RunRecord) -> dict[str, Any]:
+    """The source of a record's numbers: commit, machine, versions, specification and gate."""
+    first = record.ranks[0].environment if record.ranks else {}
+    return {
+        "record": record.record_id,
+        "evidence": evidence_of(record),
+        "status": f"{record.status} {record.reason}".strip(),
+        "started": record.started_at,
+        "ended": record.ended_at,
+        "commit": record.git_sha + (" with local changes" if record.git_dirty else ""),
+        "suite's files": record.code_digest,
+        "notes": record.notes,
+        "launcher": record.launcher,
+        "hosts": sorted({rank.environment.get("host", "?") for rank in record.ranks}),
+        "device": first.get("device", "none"),
+        "processor": first.get("cpu", ""),
+        "python": first.get("python", ""),
+        "versions": first.get("versions", {}),
+        "variables": first.get("variables", {}),
+        "correctness gate": None if record.gate is None else asdict(record.gate),
+        "raw steps [s]": record.step_s,
+        "plan": record.plan,
+        "slurm": record.slurm,
+        "spec": record.spec,
+    }
+
+
+# One record as one row of a report's frame: everything that a report knows of an attempt.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The quantities of one attempt; a number that is not known is NaN.
+
+    ``basis`` says how a study chose the degrees of all contenders of a cell (``best plans``,
+    ``equal degrees``). It is empty for records; their ``default_degrees`` says whether nobody has
+    tuned them.
+    """
+
+    model: str
+    parameters: float
+    cluster: str
+    on_cpu: bool
+    num_gpus: int
+    global_batch: int
+    seq: int
+    precision: str
+    evidence: str
+    contender: str  # its key, not its label
+    layout: str
+    status: str
+    reason: str
+    record_id: str
+    spec_id: str
+    memory_limit_gib: float
+    basis: str = ""
+    default_degrees: bool = False
+    knobs: dict[str, Any] = field(default_factory=dict)  # as asked for, and the microbatch size
+    gate: str = "-"
+    started_at: str = ""
+    git: str = ""
+    code: str = ""  # digest of the suite's files that ran; empty in older records
+    path: str = ""
+    samples_step_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    data_seed: str = ""
+    has_spans: bool = False
+    is_lone: bool = False
+    memory_by_kind: dict[str, int] = field(default_factory=dict)
+    predicted_gib: float = math.nan
+    source: dict[str, Any] = field(default_factory=dict)
+    step_s: float = math.nan
+    step_s_low: float = math.nan
+    step_s_high: float = math.nan
+    spread: float = math.nan
+    unstable: bool = False
+    tokens_per_s_per_gpu: float = math.nan
+    tokens_per_s_per_gpu_low: float = math.nan
+    tokens_per_s_per_gpu_high: float = math.nan
+    model_tflops_per_gpu: float = math.nan
+    model_tflops_per_gpu_low: float = math.nan
+    model_tflops_per_gpu_high: float = math.nan
+    mfu: float = math.nan
+    mfu_low: float = math.nan
+    mfu_high: float = math.nan
+    peak_gib: float = math.nan
+    memory_kind: str = ""
+
+
+def row_of(record: RunRecord, path: str = "") -> Row:
+    """The row of one record. Raises RecordError if its spec lacks a key that rows need."""
+    spec = recorded_spec(record)
+    peak, kind = peak_memory_gib(record) or (math.nan, "")
+    fine = record.status == "ok" and bool(record.step_s)
+    measured = record.provenance == "measured"
+    planned = record.plan.get("predicted_memory", [])
+    return Row(
+        **cell_of(spec),
+        evidence=evidence_of(record),
+        contender=spec.contender.name,
+        layout=configuration_text(record, spec),
+        default_degrees=has_default_degrees(spec),
+        knobs=asked_knobs(record, spec),
+        status=record.status,
+        reason=record.reason,
+        gate="-" if record.gate is None else ("passed" if record.gate.passed else "FAILED"),
+        started_at=record.started_at,
+        git=record.git_sha[:10] + ("+" if record.git_dirty else ""),
+        code=record.code_digest,
+        path=path,
+        spec_id=record.spec_id,
+        record_id=record.record_id,
+        samples_step_s=record.step_s,
+        losses=record.losses,
+        data_seed=f"{spec.data} {spec.seed}",
+        has_spans=bool(record.spans),
+        is_lone="lone_step_s" in record.predicted,
+        memory_by_kind=_fullest(record.predicted.get("memory", planned)),
+        predicted_gib=sum(_fullest(planned).values()) / 2**30 or math.nan,
+        source=source_of(record),
+        peak_gib=peak,
+        memory_kind=kind,
+        **(throughput_of(spec, record.step_s, measured=measured) if fine else {}),
+    )
+
+
+def cell_of(spec: RecordedSpec) -> dict[str, Any]:
+    """The fields of a row that describe its cell, which are the same for every contender."""
+    shape, device = spec.model.shape, spec.cluster.device
+    return {
+        "model": spec.model.name,
+        "parameters": math.nan if shape is None else float(parameter_count(shape)),
+        "cluster": spec.cluster.name,
+        "on_cpu": device.name == "cpu" or spec.cluster.name == "cpu_gloo",
+        "num_gpus": spec.num_gpus,
+        "global_batch": spec.global_batch,
+        "seq": spec.model.seq,
+        "precision": spec.precision,
+        "memory_limit_gib": _known(device.memory_gib),
+    }
+
+
+def throughput_of(spec: RecordedSpec, step_s: list[float], *, measured: bool) -> dict[str, Any]:
+    """The median step time and the rates that follow from it, with 95 % intervals if measured."""
+    time = summarise(step_s)
+    found: dict[str, Any] = {"spread": time.spread, "unstable": time.unstable and measured}
+    low, high = (time.low, time.high) if measured else (math.nan, math.nan)
+    for end, step, slow in (
+        ("", time.median, time.median),
+        ("_low", low, high),
+        ("_high", high, low),
+    ):
+        found[f"step_s{end}"] = step
+        found[f"tokens_per_s_per_gpu{end}"] = tokens_per_s_per_gpu(spec, slow)
+        found[f"model_tflops_per_gpu{end}"] = _known(model_tflops_per_gpu(spec, slow))
+        found[f"mfu{end}"] = _known(mfu(spec, slow))
+    return found
+
+
+def _known(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _fullest(ranks: list[dict[str, int]]) -> dict[str, int]:
+    """Bytes by kind of the rank with the largest total; empty if none is known."""
+    return max(ranks, key=lambda kinds: sum(kinds.values()), default={})
+
+
+# Reads a ``plans.csv``, the table of ``experiment=claim_33``, as rows of a report.
+#
+# A line is one contender in one cell, with the best plan that the simulator found. Cells with a
+# scaled network are left out, because only the maps of the verdict show them.
+
+
+_BASES = {"best": "best plans", "equal": "equal degrees", "paper": "the paper's setting"}
+_PRECISION = "bf16"  # of files without that column, as in conf/experiment/claim_33.yaml
+
+
+def find_plans(roots: Iterable[Path]) -> Iterator[Path]:
+    """The paths of all ``plans.csv`` below the roots; a root may be such a file itself."""
+    for root in roots:
+        if root.is_dir():
+            yield from find_below(root, "plans.csv")
+        elif root.suffix == ".csv":
+            yield root
+
+
+def read_plans(path: Path) -> list[Row]:
+    """The rows at the clusters' own bandwidth; raises RecordError, which names the file."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            lines = [line for line in csv.DictReader(file) if float(line["bandwidth"]) == 1.0]
+        return [_row(line) for line in lines]
+    except (OSError, ValueError, TypeError, KeyError, SpecError) as error:
+        raise RecordError(
+            f"{path}: not a table of plans ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _row(line: dict[str, str]) -> Row:
+    spec = _spec(line)
+    basis, name = _BASES[line["mode"]], line["contender"]
+    identity = "-".join((line["cluster"], line["mode"], line["global_batch"]))
+    fits = line["step_s"] != ""
+    steps = [float(line["step_s"])] if fits else []
+    return Row(
+        **cell_of(spec),
+        evidence=line["provenance"],
+        basis=basis,
+        contender=name,
+        layout=line["plan"],
+        status="ok" if fits else "oom",
+        reason="" if fits else line["plan"],
+        record_id=f"{line['model']}-{name}-{line['num_gpus']}gpu-{identity}",
+        spec_id=f"{line['model']}-{name}-{line['num_gpus']}gpu-{identity}",
+        git=line["commit"],
+        samples_step_s=steps,
+        source={"commit": line["commit"], "evidence": f"{line['provenance']}, {basis}"} | line,
+        **(_numbers(spec, steps, line) if fits else {}),
+    )
+
+
+def _numbers(spec: RecordedSpec, steps: list[float], line: dict[str, str]) -> dict[str, Any]:
+    found = throughput_of(spec, steps, measured=False)
+    return found | {"peak_gib": float(line["peak_gib"]), "memory_kind": "predicted"}
+
+
+def _spec(line: dict[str, str]) -> RecordedSpec:
+    shape = preset("model", line["model"], ModelShape)
+    cluster = preset("cluster", line["cluster"], Cluster)
+    device = cluster.device
+    return RecordedSpec(
+        model=RecordedModel(shape.name, shape.seq, asdict(shape)),
+        cluster=RecordedCluster(
+            cluster.name,
+            RecordedDevice(
+                device.name, device.memory_gib, device.peak_bf16_tflops, device.peak_fp32_tflops
+            ),
+        ),
+        num_gpus=int(line["num_gpus"]),
+        contender=RecordedContender(line["contender"], {}),
+        global_batch=int(line["global_batch"]),
+        precision=line.get("precision") or _PRECISION,
+    )
+
 
 # The columns of a cell: rows that agree in these differ in the contender only, so they compare.
 CELL = [

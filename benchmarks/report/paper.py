@@ -14,9 +14,9 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.report import words
+from benchmarks.report import style
 from benchmarks.report.frame import CELL, best_or_failed
-from benchmarks.report.pairs import BASE, SUBJECT, speedup_of
+from benchmarks.report.headline import BASE, SUBJECT, speedup_of
 from benchmarks.report.table import MISSING, Cell, Column, Grid, Table, table
 from benchmarks.specification.contenders import PRICED
 
@@ -33,29 +33,29 @@ class _Metric:
 
     name: str
     head: str
-    form: words.Form
+    form: style.Form
     best: Any = max
 
 
 _METRICS = (
-    _Metric("model_tflops_per_gpu", "TFLOP/s", words.tflops),
-    _Metric("mfu", "MFU", words.share),
-    _Metric("tokens_per_s_per_gpu", "tokens/s", words.tokens),
-    _Metric("peak_gib", "GiB", words.gib, min),
-    _Metric("speedup", "speed-up", words.ratio),
+    _Metric("model_tflops_per_gpu", "TFLOP/s", style.tflops),
+    _Metric("mfu", "MFU", style.share),
+    _Metric("tokens_per_s_per_gpu", "tokens/s", style.tokens),
+    _Metric("peak_gib", "GiB", style.gib, min),
+    _Metric("speedup", "speed-up", style.ratio),
 )
 _KEYS = {
     "model": Column("model", "model", is_key=True),
-    "num_gpus": Column("num_gpus", "GPUs", form=words.count, is_key=True),
+    "num_gpus": Column("num_gpus", "GPUs", form=style.count, is_key=True),
     "cluster": Column("cluster", "cluster", is_key=True),
-    "global_batch": Column("global_batch", "batch", form=words.count, is_key=True),
-    "seq": Column("seq", "sequence", form=words.count, is_key=True),
+    "global_batch": Column("global_batch", "batch", form=style.count, is_key=True),
+    "seq": Column("seq", "sequence", form=style.count, is_key=True),
     "precision": Column("precision", "precision", is_key=True),
 }
 _ALWAYS = ("model", "num_gpus")
 _COLUMNS = (
     *_KEYS.values(),
-    Column("parameters", "parameters", form=words.count),
+    Column("parameters", "parameters", form=style.count),
     Column("evidence", "evidence"),
     Column("basis", "basis"),
     Column("contender", "contender"),
@@ -84,7 +84,7 @@ def paper_table(rows: pd.DataFrame, base: str = BASE) -> Table:
     for row in chosen.to_dict("records"):
         reference = bases.get(tuple(row[key] for key in CELL))
         pair = {"speedup": math.nan} if reference is None else speedup_of(row, reference)
-        lines.append(row | pair | {"base": base, "label": words.contender_label(row["contender"])})
+        lines.append(row | pair | {"base": base, "label": style.contender_label(row["contender"])})
     data = pd.DataFrame(lines, columns=None if lines else [*chosen.columns])
     return table("paper", "Comparison", _COLUMNS, data.set_axis(data["record_id"].astype(str)))
 
@@ -107,8 +107,8 @@ def _grid(name: str, evidence: str, mine: pd.DataFrame) -> Grid:
     for row in mine.to_dict("records"):  # once, because pandas takes long for every call
         cells.setdefault(tuple(row[key] for key in CELL), {})[row["contender"]] = row
     lines = [_line(cell, keys, groups) for cell in cells.values()]
-    worker = words.worker_word(mine)
-    cluster = words.cluster_label(mine["cluster"].iloc[0])
+    worker = style.worker_word(mine)
+    cluster = style.cluster_label(mine["cluster"].iloc[0])
     heads = [f"{worker}s" if key == "num_gpus" else _KEYS[key].head for key in keys]
     metrics = [metric for group in groups.values() for metric in group]
     return Grid(
@@ -119,7 +119,7 @@ def _grid(name: str, evidence: str, mine: pd.DataFrame) -> Grid:
         numeric=(*(_KEYS[key].form is not None for key in keys), *(True for _ in metrics)),
         rows=tuple(cells for cells, _ in lines),
         records=tuple(records for _, records in lines),
-        groups=(("", len(keys)), *((words.contender_label(c), len(g)) for c, g in groups.items())),
+        groups=(("", len(keys)), *((style.contender_label(c), len(g)) for c, g in groups.items())),
         keys=len(keys),
         notes=_notes(mine),
     )
@@ -142,7 +142,7 @@ def _told(mine: pd.DataFrame, key: str) -> str:
     """The caption's words for a key without a column."""
     if key == "seq" and mine["seq"].nunique() > 1:
         pairs = mine.drop_duplicates("model")[["model", "seq"]].itertuples(index=False)
-        return "sequence " + ", ".join(f"{n} ({words.model_label(str(m))})" for m, n in pairs)
+        return "sequence " + ", ".join(f"{n} ({style.model_label(str(m))})" for m, n in pairs)
     return f"{_KEYS[key].head} {_key_cell(key, mine[key].iloc[0]).text}"
 
 
@@ -165,7 +165,7 @@ def _line(
         if row is None:
             cells += [Cell(MISSING) for _ in metrics]
         elif row["status"] != "ok":
-            cells += [Cell(words.status_label(row["status"]))] + [Cell(MISSING)] * (
+            cells += [Cell(style.status_label(row["status"]))] + [Cell(MISSING)] * (
                 len(metrics) - 1
             )
         else:
@@ -175,7 +175,7 @@ def _line(
 
 
 def _key_cell(key: str, value: Any) -> Cell:
-    labels = {"model": words.model_label, "cluster": words.cluster_label}
+    labels = {"model": style.model_label, "cluster": style.cluster_label}
     if key in labels:
         return Cell(labels[key](value))
     return Cell(str(value), sort=float(value) if _KEYS[key].form else None)
@@ -183,7 +183,7 @@ def _key_cell(key: str, value: Any) -> Cell:
 
 def _metric_cell(row: Mapping[Any, Any], metric: _Metric, best: str) -> Cell:
     value = row[metric.name]
-    if words.is_missing(value):
+    if style.is_missing(value):
         return Cell(MISSING)
     text = metric.form(value)
     mark = "~" if metric.name == "speedup" and row["unsure"] is True else ""
@@ -193,8 +193,8 @@ def _metric_cell(row: Mapping[Any, Any], metric: _Metric, best: str) -> Cell:
 def _best(metric: _Metric, rows: Iterable[Mapping[Any, Any]]) -> str:
     """The best value of a line, as text; empty if there is only one value, or if the peaks are of
     different kinds."""
-    fine = [row for row in rows if row["status"] == "ok" and not words.is_missing(row[metric.name])]
-    kinds = {row["memory_kind"] for row in fine if not words.is_missing(row["memory_kind"])}
+    fine = [row for row in rows if row["status"] == "ok" and not style.is_missing(row[metric.name])]
+    kinds = {row["memory_kind"] for row in fine if not style.is_missing(row["memory_kind"])}
     if len(fine) < 2 or (metric.name == "peak_gib" and len(kinds) > 1):
         return ""
     return metric.form(metric.best(row[metric.name] for row in fine))
@@ -218,7 +218,7 @@ def _caption(mine: pd.DataFrame, evidence: str, *, keys: list[str], worker: str,
     if kinds:
         parts.append(f"GiB: peak of the fullest {worker} ({' or '.join(kinds)})")
     if mine["speedup"].notna().any():
-        parts.append(f"speed-up over {words.contender_label(base)}; bold: best of the line")
+        parts.append(f"speed-up over {style.contender_label(base)}; bold: best of the line")
     if mine["unsure"].eq(True).any():
         parts.append("~: not settled by its samples")
     return "; ".join(parts) + "." + _untuned(mine)
@@ -226,7 +226,7 @@ def _caption(mine: pd.DataFrame, evidence: str, *, keys: list[str], worker: str,
 
 def _untuned(mine: pd.DataFrame) -> str:
     names = mine[mine["default_degrees"].eq(True)]["contender"]
-    labels = [words.contender_label(name) for name in dict.fromkeys(names)]
+    labels = [style.contender_label(name) for name in dict.fromkeys(names)]
     return f" Default degrees, not tuned: {', '.join(labels)}." if labels else ""
 
 
@@ -235,8 +235,8 @@ def _notes(mine: pd.DataFrame) -> tuple[str, ...]:
     failed = mine[mine["status"] != "ok"]
     reasons: dict[str, list[str]] = {}
     for row in failed.itertuples():
-        who = f"{words.model_label(str(row.model))} on {row.num_gpus}, {row.label}"
-        reasons.setdefault(f"{words.status_label(str(row.status))}: {row.reason}", []).append(who)
+        who = f"{style.model_label(str(row.model))} on {row.num_gpus}, {row.label}"
+        reasons.setdefault(f"{style.status_label(str(row.status))}: {row.reason}", []).append(who)
     return tuple(
         f"{reason} ({'; '.join(who[:4])}{f' and {len(who) - 4} more' if len(who) > 4 else ''})."
         for reason, who in reasons.items()

@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import CHECKOUT
-from benchmarks.report import style, words
-from benchmarks.report.picture import Picture
+from benchmarks.report import style
+from benchmarks.report.charts import Picture
 from benchmarks.report.table import Column, Table, table
 
 VALIDATION = CHECKOUT / "results" / "reference" / "validation" / "validation.csv"
@@ -35,7 +35,7 @@ _COLUMNS = (
     Column("source", "published by"),
     Column("role", "constants"),
     Column("quantity", "quantity"),
-    Column("numbers", "numbers", form=words.count),
+    Column("numbers", "numbers", form=style.count),
     Column("distance", "median distance [10th, 90th percentile]", form=_signed, interval=True),
 )
 

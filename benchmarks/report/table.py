@@ -13,14 +13,14 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.report import words
-from benchmarks.report.words import Form, is_missing
+from benchmarks.report import style
+from benchmarks.report.style import Form, is_missing
 
 MISSING = "–"
 _LABELS = {
-    "model": words.model_label,
-    "cluster": words.cluster_label,
-    "contender": words.contender_label,
+    "model": style.model_label,
+    "cluster": style.cluster_label,
+    "contender": style.contender_label,
 }
 
 
@@ -161,9 +161,9 @@ def key_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
     return (
         Column("model", "model", is_key=True),
         Column("cluster", "cluster", is_key=True),
-        Column("num_gpus", f"{words.worker_word(rows)}s", form=words.count, is_key=True),
-        Column("global_batch", "batch", form=words.count, is_key=True),
-        Column("seq", "sequence", form=words.count, is_key=True),
+        Column("num_gpus", f"{style.worker_word(rows)}s", form=style.count, is_key=True),
+        Column("global_batch", "batch", form=style.count, is_key=True),
+        Column("seq", "sequence", form=style.count, is_key=True),
         Column("precision", "precision", is_key=True),
         Column("evidence", "evidence", is_key=True),
         Column("basis", "basis", is_key=True),

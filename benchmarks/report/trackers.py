@@ -14,9 +14,14 @@ from pathlib import Path
 from types import ModuleType
 
 from benchmarks.records.metrics import mfu, model_tflops_per_gpu, tokens_per_s_per_gpu
-from benchmarks.records.record import RecordError, RunRecord, find_records, read_record
-from benchmarks.records.recorded_spec import recorded_spec
-from benchmarks.report.row import Row, row_of
+from benchmarks.records.record import (
+    RecordError,
+    RunRecord,
+    find_records,
+    read_record,
+    recorded_spec,
+)
+from benchmarks.report.frame import Row, row_of
 from benchmarks.specification.run_spec import SpecError
 
 _SUMMARY = ("step_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_gib")

@@ -2,25 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
 
-from benchmarks.report.ablation import ablation_table
-from benchmarks.report.drawing import draw
-from benchmarks.report.folder import report_folder
+from benchmarks.report.ablation import ablation_figure, ablation_table
+from benchmarks.report.breakdown import memory_breakdown
+from benchmarks.report.charts import (
+    Picture,
+    SavedPicture,
+    bars,
+    loss_curves,
+    save,
+    scaling_curves,
+    speedup_maps,
+)
 from benchmarks.report.forms import fits, rich_table, write_table
 from benchmarks.report.frame import latest_ok, load_frame, notes_of
-from benchmarks.report.headline import answers, headline_table, print_table
-from benchmarks.report.page import Page, table_page, write_page
-from benchmarks.report.pairs import BASE, base_of
+from benchmarks.report.headline import BASE, answers, base_of, headline_table, print_table
+from benchmarks.report.page import Page, report_folder, table_page, write_page
 from benchmarks.report.paper import paper_grids
-from benchmarks.report.step_timelines import write_traces
+from benchmarks.report.published import published_figure
 from benchmarks.report.table import Grid, Table
-from benchmarks.report.tables import comparison_table, comparison_tables
+from benchmarks.report.tables import comparison_table, comparison_tables, evidence_distance_figure
+from benchmarks.report.timelines import step_timelines, write_traces
+from benchmarks.specification.command import leave_interrupts_to_parent, told
+
+# Draws all figures of a report, with one process per core.
+
+
+Draw = Callable[[pd.DataFrame], Iterator[Picture]]
+
+
+def draw(
+    rows: pd.DataFrame,
+    base: str,
+    against: Mapping[str, str],
+    out: Path,
+    *,
+    every_timeline: bool = False,
+) -> list[SavedPicture]:
+    """Draw and write every figure, and return them in the order of the page."""
+    light = rows.drop(columns=["source"])  # it is large, and only the page reads it
+    each: list[Draw] = [
+        bars,
+        partial(speedup_maps, base=base),
+        scaling_curves,
+        partial(ablation_figure, against=against),
+        memory_breakdown,
+        partial(step_timelines, every=every_timeline),
+        loss_curves,
+    ]
+    groups = [g for _, g in light.groupby(["evidence", "basis", "cluster"], sort=True)]
+    tasks = [(function, group) for function in each for group in groups]
+    tasks += [(evidence_distance_figure, light), (published_figure, light)]
+    workers = min(os.cpu_count() or 1, len(tasks))
+    context = multiprocessing.get_context("fork")  # matplotlib is imported already
+    with ProcessPoolExecutor(workers, context, leave_interrupts_to_parent) as pool:
+        jobs = [pool.submit(_drawn, function, group, out) for function, group in tasks]
+        for _ in told(as_completed(jobs), len(jobs), "groups of figures"):
+            pass
+        return [picture for job in jobs for picture in job.result()]
+
+
+def _drawn(function: Draw, rows: pd.DataFrame, out: Path) -> list[SavedPicture]:
+    return [save(picture, out) for picture in function(rows)]
+
 
 MAX_PRINTED = 60  # rows in the terminal; the files have all
 

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from benchmarks import CHECKOUT
-from benchmarks.specification.spec_error import SpecError
+from benchmarks.specification.command import SpecError
 
 _CONF = CHECKOUT / "conf"
 # How words begin that may choose a file which says that a command is a sweep (hydra.mode).

@@ -10,12 +10,7 @@ from typing import Any
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from baselines.fsdp.contender import FSDP
-from baselines.public_3d.contender import (
-    BEST_3D,
-    MEGATRON_CORE,
-    MEGATRON_DEEPSPEED,
-    ZERO_BUBBLE,
-)
+from baselines.public_3d import BEST_3D, MEGATRON_CORE, MEGATRON_DEEPSPEED, ZERO_BUBBLE
 from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
 from zeropp.contender.contender import ZEROPP
 from zeropp.tune.contender import Contender

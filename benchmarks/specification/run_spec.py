@@ -16,12 +16,11 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import SkipValidation, TypeAdapter, ValidationError
 
+from benchmarks.specification.command import SpecError as SpecError  # for users of specs
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.specification.spec_error import SpecError as SpecError  # for users of specs
 from zeropp.cluster import Cluster
-from zeropp.literals import Auto, Precision
+from zeropp.literals import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, Auto, Precision
 from zeropp.plan import Candidate, Knobs, Plan, Task
-from zeropp.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0
 from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig
 

@@ -24,9 +24,13 @@ from scipy.optimize import least_squares
 
 from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.studies.validation.cases import Case, case_of
-from benchmarks.studies.validation.predict import predict_case
-from benchmarks.studies.validation.reader import read_rows, training_tables
-from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
+from benchmarks.studies.validation.errors import predict_case
+from benchmarks.studies.validation.rows import (
+    PublishedRow,
+    UnpredictableError,
+    read_rows,
+    training_tables,
+)
 
 
 @dataclass(frozen=True)

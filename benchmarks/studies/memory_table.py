@@ -29,12 +29,12 @@ from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import knobs_from
 from zeropp.cluster import Cluster
 from zeropp.cost import price_plan
-from zeropp.engine.traced_ranks import trace_ranks
+from zeropp.engine.tracing import trace_ranks
 from zeropp.literals import Precision
 from zeropp.plan import Candidate, Knobs, MemoryBytes, Plan, Task
-from zeropp.planner.degrees import asked_degrees
+from zeropp.planner import asked_degrees
 from zeropp.shape import ModelShape
-from zeropp.sim.memory_curve import peak_memory
+from zeropp.sim.memory import peak_memory
 from zeropp.training import OptimizerConfig
 
 OUT = Path("results/reference/memory/traced_vs_simulated.csv")

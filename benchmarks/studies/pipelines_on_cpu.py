@@ -35,8 +35,7 @@ from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.studies.quartiles import add_repeats, quartiles
-from benchmarks.worker.data import open_batches
-from benchmarks.worker.data.local_batch import local_batch
+from benchmarks.worker.data import local_batch, open_batches
 from zeropp.model import build_model, cross_entropy
 from zeropp.optimizer import build_optimizer
 

@@ -17,11 +17,7 @@ from itertools import islice
 from time import process_time
 from typing import Any
 
-from benchmarks.specification.command import (
-    CommandParser,
-    leave_interrupts_to_parent,
-    run_command,
-)
+from benchmarks.specification.command import CommandParser, leave_interrupts_to_parent, run_command
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import PRICED
 from zeropp.cluster import Cluster

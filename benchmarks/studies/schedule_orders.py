@@ -29,14 +29,12 @@ from benchmarks.specification.command import (
     CommandParser,
     leave_interrupts_to_parent,
     run_command,
+    told,
 )
 from benchmarks.specification.compose import compose, preset
-from benchmarks.specification.progress import told
-from benchmarks.studies.claim_33.cells import Cell
-from benchmarks.studies.claim_33.grid import cells_of, verdict_spec
+from benchmarks.studies.claim_33.cells import Cell, cells_of, verdict_spec
 from zeropp.cluster import Cluster
-from zeropp.contender.contender import ZEROPP
-from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, Task
@@ -45,8 +43,8 @@ from zeropp.schedule.event_loop import run
 from zeropp.schedule.program import StageCost
 from zeropp.shape import ModelShape
 from zeropp.sim.simulator import simulate
-from zeropp.tune.describe import describe
-from zeropp.tune.least_memory import least_bytes
+from zeropp.tune.bounds import least_bytes
+from zeropp.tune.contender import describe
 from zeropp.tune.space import points
 
 OUT = Path("results/reference/schedule_orders.json")

@@ -21,14 +21,12 @@ from typing import Any
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from baselines.torch_pp.private_names import PlannedStage
-from benchmarks.specification.command import CommandParser, run_command
-from benchmarks.specification.progress import told
+from benchmarks.specification.command import CommandParser, run_command, told
 from zeropp.schedule import build, lower
-from zeropp.schedule.action import Op, parse_action
 from zeropp.schedule.event_loop import run
-from zeropp.schedule.lean_order import least_over_ideal
 from zeropp.schedule.legality import live_activations, resident_chunks
-from zeropp.schedule.program import Schedule, StageCost
+from zeropp.schedule.program import Op, Schedule, StageCost, parse_action
+from zeropp.schedule.v_order import least_over_ideal
 
 RANKS = (4, 8, 16)
 MICROBATCHES_PER_RANK = (1, 2, 4, 8)

@@ -23,17 +23,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.records.environment import capture_environment
-from benchmarks.records.rank_events import EventWriter
-from benchmarks.records.recorded_spec import read_spec
-from benchmarks.records.step_line import step_line
+from benchmarks.records.events import EventWriter, step_line
+from benchmarks.records.record import read_spec
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, load_spec
-from benchmarks.worker.data import BatchSource, open_batches
-from benchmarks.worker.data.local_batch import local_batch
+from benchmarks.worker.data import BatchSource, local_batch, open_batches
 from benchmarks.worker.gate import run_gate
-from benchmarks.worker.loaded_code import LOADED
-from benchmarks.worker.lone_rank import measure_lone_rank, synchronise
-from benchmarks.worker.memory_meter import MemoryMeter
+from benchmarks.worker.meters import LOADED, MemoryMeter, measure_lone_rank, synchronise
 from zeropp.plan import Plan
 from zeropp.training import Trainer
 

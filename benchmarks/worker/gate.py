@@ -50,18 +50,375 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks.records.record import GateCheck, GateResult
 from benchmarks.specification.run_spec import RunSpec
-from benchmarks.worker.data import BatchSource
-from benchmarks.worker.expected import Expected, expect, gate_optimizers
-from benchmarks.worker.observed import Observed, observe
+from benchmarks.worker.data import BatchSource, local_batch
 from zeropp.cost import parameter_count
+from zeropp.engine.chunk import seed_piece
+from zeropp.layout import Layout
 from zeropp.literals import Precision
-from zeropp.model import initial_std
+from zeropp.model import build_model, cross_entropy, initial_std
+from zeropp.optimizer import build_optimizer
 from zeropp.shape import ModelShape
+from zeropp.training import OptimizerConfig, Trainer
 from zeropp.tune.contender import Contender
+
+# One process that trains the whole model, with which the gate compares every contender.
+#
+# Nothing here is distributed. The model is that of ``zeropp.model``, gradients come from one
+# backward per microbatch, and the optimizer is torch's.
+
+
+@dataclass(frozen=True)
+class Types:
+    """The number types of one training run: of the parameters that the optimizer updates
+    (``masters``), and of the copies with which the model computes. Gradients are summed in the type
+    of ``masters``."""
+
+    masters: torch.dtype
+    compute: torch.dtype
+
+
+# With the types of the run, one process makes rounding errors like those of any contender.
+ROUNDED: dict[Precision, Types] = {
+    "fp32": Types(torch.float32, torch.float32),
+    "bf16": Types(torch.float32, torch.bfloat16),
+}
+# With the next wider types, it makes almost none.
+EXACT: dict[Precision, Types] = {
+    "fp32": Types(torch.float64, torch.float64),
+    "bf16": Types(torch.float32, torch.float32),
+}
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Some steps of one process, with one entry per step: mean loss (nats per token), global L2
+    norm of the gradient before clipping, and the change of each parameter by name (fp32, on the
+    CPU)."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    updates: list[dict[str, Tensor]]
+
+
+class OneProcess:
+    """The whole model of a spec on one device, in the given types."""
+
+    def __init__(
+        self, spec: RunSpec, batches: BatchSource, device: torch.device, types: Types
+    ) -> None:
+        self._spec, self._batches, self._device = spec, batches, device
+        self._masters = build_model(spec.model, spec.seed, device).to(types.masters)
+        self._working = build_model(spec.model, spec.seed, device).to(types.compute)
+        if spec.model.dropout:
+            drawn_in = ROUNDED[spec.precision].compute
+            for block in list(self._working)[1:-1]:
+                block.dropout = _Dropout(spec.model.dropout, drawn_in)
+
+    def first_gradient(self) -> tuple[float, float, float]:
+        """(loss, gradient norm, norm of the parameters) in the first batch; no parameter is
+        changed."""
+        loss = self._accumulate(0)
+        norm = nn.utils.clip_grad_norm_(self._masters.parameters(), math.inf)
+        weights = nn.utils.get_total_norm(list(self._masters.parameters()))
+        return loss, float(norm), float(weights)
+
+    def train(self, config: OptimizerConfig, steps: int) -> Trajectory:
+        """Train for some steps, from the current parameters on."""
+        optimizer = build_optimizer(self._masters.parameters(), config)
+        trajectory = Trajectory([], [], [])
+        for step in range(steps):
+            before = {name: p.detach().clone() for name, p in self._masters.named_parameters()}
+            trajectory.losses.append(self._accumulate(step))
+            limit = config.clip_norm or math.inf
+            norm = nn.utils.clip_grad_norm_(self._masters.parameters(), limit)
+            trajectory.grad_norms.append(float(norm))
+            optimizer.step()
+            trajectory.updates.append(dict(self._changes(before)))
+        return trajectory
+
+    def _changes(self, before: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._masters.named_parameters():
+            yield name, (parameter.detach() - before[name]).float().cpu()
+
+    def _accumulate(self, step: int) -> float:
+        """Sum the gradients of all microbatches of a step into the masters; returns the loss. It
+        takes one microbatch at a time, so that memory does not grow with the batch."""
+        self._masters.zero_grad()
+        pairs = list(zip(self._masters.parameters(), self._working.parameters(), strict=True))
+        for master, working in pairs:
+            working.data.copy_(master.data)
+        inputs, targets = (torch.from_numpy(p).to(self._device) for p in self._batches.batch(step))
+        count = self._spec.global_batch // self._spec.candidate.microbatch_size
+        total = 0.0
+        for number, (x, y) in enumerate(
+            zip(inputs.chunk(count), targets.chunk(count), strict=True)
+        ):
+            loss = cross_entropy(self._forward(x, step, number), y) / count
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+            for master, working in pairs:
+                _add_gradient(master, working)
+        return total
+
+    def _forward(self, tokens: Tensor, step: int, microbatch: int) -> Tensor:
+        hidden = tokens
+        for index, piece in enumerate(self._working):
+            if self._spec.model.dropout:
+                seed_piece(self._spec.seed, step, microbatch, index)
+            hidden = piece(hidden)
+        return hidden
+
+
+def _add_gradient(master: nn.Parameter, working: nn.Parameter) -> None:
+    """Add a compute copy's gradient to that of its master parameter."""
+    if working.grad is None:
+        return
+    fresh = working.grad.to(master.dtype)
+    master.grad = fresh if master.grad is None else master.grad + fresh
+    working.grad = None
+
+
+class _Dropout(nn.Module):
+    """Dropout with the masks of ``nn.Dropout`` on an input of type ``drawn_in``.
+
+    From one seed, a GPU draws different masks for different types, but the run with wider types
+    must drop the same elements as the run itself.
+    """
+
+    def __init__(self, probability: float, drawn_in: torch.dtype) -> None:
+        super().__init__()
+        self._probability, self._drawn_in = probability, drawn_in
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Input and output have the same shape, which may be any."""
+        kept = F.dropout(torch.ones_like(x, dtype=self._drawn_in), self._probability) != 0
+        return x * kept / (1 - self._probability)
+
+
+# What the gate expects: the results of one process, and how much rounding changes them.
+
+
+STEPS = 3
+_FIRST_DECREASE = 0.1  # the share of the loss that the first SGD step removes, to first order
+_LEAST_UPDATE = 1e-5  # of a parameter; near 1, as norms' weights are, fp32 resolves 1e-7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What one process does with an optimizer. It is equal on all ranks except for ``updates``.
+
+    ``losses`` and ``grad_norms``: fp64 [steps]. ``update_norms``: fp64 [steps, parameters], in the
+    order of ``shapes``. ``loss_rounding``, ``grad_norm_rounding`` (numbers) and ``update_rounding``
+    (fp64 [parameters]): the largest relative change of them by rounding in any step.
+    ``total_rounding``: that of the update of all parameters together. ``updates``: the update of
+    every parameter by name, one mapping per step, on rank 0 only.
+    """
+
+    optimizer: OptimizerConfig
+    shapes: dict[str, torch.Size]
+    losses: Tensor
+    grad_norms: Tensor
+    update_norms: Tensor
+    loss_rounding: float
+    grad_norm_rounding: float
+    update_rounding: Tensor
+    total_rounding: float
+    updates: Sequence[dict[str, Tensor]]
+
+
+def gate_optimizers(
+    spec: RunSpec, batches: BatchSource, device: torch.device
+) -> tuple[OptimizerConfig, OptimizerConfig]:
+    """(plain SGD with a learning rate whose first step should lower the loss by a tenth, the run's
+    own optimizer with settings that all count). All ranks must call it."""
+    first = torch.zeros(3, dtype=torch.float64, device=device)
+    if dist.get_rank() == 0:
+        alone = OneProcess(spec, batches, device, ROUNDED[spec.precision])
+        first = torch.tensor(alone.first_gradient(), dtype=torch.float64, device=device)
+    dist.broadcast(first, 0)
+    loss, grad_norm, weight_norm = first.tolist()
+    sgd = OptimizerConfig(kind="sgd", lr=_FIRST_DECREASE * loss / grad_norm**2)
+    root = parameter_count(spec.model) ** 0.5
+    return sgd, in_effect(spec.optimizer, grad_norm / root, weight_norm / root, root)
+
+
+def in_effect(
+    asked: OptimizerConfig, gradient: float, weight: float, root: float
+) -> OptimizerConfig:
+    """The optimizer with settings that change three steps enough to be seen.
+
+    ``gradient`` and ``weight`` are the root mean squares of the first gradient and of the
+    parameters; ``root`` is the square root of the number of parameters. Where the run clips, the
+    limit is half of the first gradient's norm, so that every step is clipped. Adam's epsilon is the
+    size of the gradient that remains. So an update depends smoothly on its gradient, and rounding
+    changes no signs; nor does it stay the same if all gradients are scaled. Where the run has
+    weight decay, it moves the parameters half as far as their gradients do. A learning rate with
+    which fp32 parameters would hardly change, or not at all, is raised.
+    """
+    limit = gradient * root / 2 if asked.clip_norm else 0.0
+    left = gradient / 2 if limit else gradient
+    pull = left if asked.kind == "sgd" else 0.5  # Adam divides by the size of the gradient
+    decay = pull / (2 * weight) if asked.weight_decay else 0.0
+    rate = max(asked.lr, _LEAST_UPDATE / pull)
+    return replace(asked, lr=rate, eps=left, clip_norm=limit, weight_decay=decay)
+
+
+def expect(
+    spec: RunSpec, batches: BatchSource, device: torch.device, optimizer: OptimizerConfig
+) -> Expected:
+    """Let rank 0 train the whole model alone, with the types of the run and with wider ones, and
+    broadcast the results. All ranks must call it."""
+    named = build_model(spec.model, 0, "meta").named_parameters()
+    shapes = {name: parameter.shape for name, parameter in named}
+    table = torch.zeros(STEPS, 6 + 2 * len(shapes), dtype=torch.float64, device=device)
+    updates: Sequence[dict[str, Tensor]] = [{} for _ in range(STEPS)]
+    if dist.get_rank() == 0:
+        exact, rounded = (
+            OneProcess(spec, batches, device, types[spec.precision]).train(optimizer, STEPS)
+            for types in (EXACT, ROUNDED)
+        )
+        updates = exact.updates
+        table = _tabulate(exact, rounded, list(shapes)).to(device)
+    dist.broadcast(table, 0)
+    sizes, roundings = table.cpu().chunk(2, dim=1)
+    relative = (roundings / sizes).nan_to_num(nan=0.0).max(dim=0).values
+    return Expected(
+        optimizer=optimizer,
+        shapes=shapes,
+        losses=sizes[:, 0],
+        grad_norms=sizes[:, 1],
+        update_norms=sizes[:, 3:],
+        loss_rounding=float(relative[0]),
+        grad_norm_rounding=float(relative[1]),
+        update_rounding=relative[3:],
+        total_rounding=float(relative[2]),
+        updates=updates,
+    )
+
+
+def _tabulate(exact: Trajectory, rounded: Trajectory, names: Sequence[str]) -> Tensor:
+    """One row per step: loss, gradient norm, norm of the whole update and of each parameter's
+    update, and then the difference of the rounded run in each of these."""
+    rows = []
+    for step in range(STEPS):
+        wide, narrow = exact.updates[step], rounded.updates[step]
+        norms = [norm_of(wide[name]) for name in names]
+        differences = [norm_of(narrow[name].double() - wide[name]) for name in names]
+        loss, norm = exact.losses[step], exact.grad_norms[step]
+        sizes = [loss, norm, math.hypot(*norms), *norms]
+        off = [rounded.losses[step] - loss, rounded.grad_norms[step] - norm]
+        rows.append([*sizes, *map(abs, off), math.hypot(*differences), *differences])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def norm_of(values: Tensor) -> float:
+    """The L2 norm, summed in fp64."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+# How far a contender's steps in the gate differ from those of one process.
+
+
+_BROADCAST_ELEMENTS = 2**22  # 16 MiB in fp32
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The differences from one process, relative to its values and the largest of all ranks.
+
+    ``losses`` and ``grad_norms``: fp64 [steps]; ``updates``: fp64 [steps, parameters]. A value that
+    is missing or not a number is infinite.
+    """
+
+    losses: Tensor
+    grad_norms: Tensor
+    updates: Tensor
+
+
+def observe(
+    trainer: Trainer,
+    layout: Layout,
+    *,
+    batches: BatchSource,
+    device: torch.device,
+    expected: Expected,
+) -> Observed:
+    """Train as many steps as the reference and compare after each. All ranks must call it."""
+    before = _copies(trainer)
+    rows = []
+    for step, updates in enumerate(expected.updates):
+        result = trainer.step(*local_batch(batches, layout, step, device))
+        after = _copies(trainer)
+        loss, norm = float(expected.losses[step]), float(expected.grad_norms[step])
+        scalars = [abs(result.loss - loss) / loss, abs(result.grad_norm - norm) / norm]
+        distances = _distances(
+            before, after, updates=updates, shapes=expected.shapes, device=device
+        )
+        sizes = expected.update_norms[step].tolist()
+        rows.append([*scalars, *map(_ratio, distances, sizes)])
+        before = after
+    table = torch.tensor(rows, dtype=torch.float64).nan_to_num(nan=math.inf).to(device)
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    table = torch.where(table < 0, math.inf, table).cpu()  # a parameter that no rank gave
+    return Observed(table[:, 0], table[:, 1], table[:, 2:])
+
+
+def _copies(trainer: Trainer) -> dict[str, Tensor]:
+    """Copies of the parameters; on a CPU a trainer may yield the tensors that it updates."""
+    return {name: parameter.clone() for name, parameter in trainer.full_parameters()}
+
+
+def _distances(
+    before: dict[str, Tensor],
+    after: dict[str, Tensor],
+    *,
+    updates: dict[str, Tensor],
+    shapes: dict[str, torch.Size],
+    device: torch.device,
+) -> Iterator[float]:
+    """Per parameter, the L2 norm of the difference between this rank's update and that of rank 0's
+    one process; -1 for parameters that this rank does not hold."""
+    for names in _batches(shapes):
+        sizes = [shapes[name].numel() for name in names]
+        wanted = torch.empty(sum(sizes), device=device)
+        if updates:
+            wanted = torch.cat([updates[name].flatten() for name in names]).to(device)
+        dist.broadcast(wanted, 0)
+        for name, update in zip(names, torch.split(wanted.cpu(), sizes), strict=True):
+            if name in after:
+                seen = after[name].double() - before[name]
+                yield norm_of(seen.flatten() - update)
+            else:
+                yield -1.0
+
+
+def _batches(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
+    """The names of the parameters in their order, in groups that are broadcast together, so that
+    small parameters do not cost one broadcast each."""
+    names: list[str] = []
+    elements = 0
+    for name, shape in shapes.items():
+        names.append(name)
+        elements += shape.numel()
+        if elements >= _BROADCAST_ELEMENTS:
+            yield names
+            names, elements = [], 0
+    if names:
+        yield names
+
+
+def _ratio(distance: float, size: float) -> float:
+    """A distance relative to the expected update's norm; -1 stays -1."""
+    if distance <= 0:
+        return distance
+    return distance / size if size else math.inf
+
 
 _MAX_PARAMETERS = 100_000_000
 _ROUNDINGS = 8

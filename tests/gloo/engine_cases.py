@@ -13,12 +13,11 @@ from torch.nn import functional as F
 
 from tests.gloo.differences import largest
 from zeropp.cluster import Cluster, Device, Link
-from zeropp.contender.contender import ZEROPP
-from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.contender.trainer import pieces_of, recomputed_of
+from zeropp.engine.chunk import seed_piece
 from zeropp.engine.engine import Engine
 from zeropp.engine.options import EngineOptions
-from zeropp.engine.randomness import seed_piece
 from zeropp.engine.sharding import settle
 from zeropp.engine.values import TensorShape
 from zeropp.literals import Precision

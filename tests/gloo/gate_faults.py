@@ -22,15 +22,12 @@ from benchmarks.records.record import GateCheck
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import open_batches
-from benchmarks.worker.expected import expect, gate_optimizers
-from benchmarks.worker.gate import checks_of, gated_spec
-from benchmarks.worker.observed import observe
+from benchmarks.worker.gate import checks_of, expect, gate_optimizers, gated_spec, observe
 from tests.gloo.gate_place import Fault, Place, Prepare, building, gradients_of
 from tests.gloo.optimizer_faults import OPTIMIZER_FAULTS
 from tests.gloo.reduction_faults import dropped_reduction, tied_gradients
-from zeropp.engine import randomness
-from zeropp.model import initial_std
-from zeropp.model.blocks import Block
+from zeropp.engine import chunk
+from zeropp.model import Block, initial_std
 from zeropp.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
@@ -240,12 +237,12 @@ def _swapped_input_gradients(place: Place) -> Iterator[Prepare]:
 @contextmanager
 def _other_masks(place: Place) -> Iterator[Prepare]:
     """The first data-parallel rank draws the dropout masks of the next microbatch."""
-    original = randomness.seed_piece
+    original = chunk.seed_piece
 
     def shifted(seed: int, step: int, microbatch: int, piece: int) -> None:
         original(seed, step, microbatch + (place.dp_index == 0), piece)
 
-    with mock.patch.object(randomness, "seed_piece", shifted):
+    with mock.patch.object(chunk, "seed_piece", shifted):
         yield lambda trainer: trainer
 
 

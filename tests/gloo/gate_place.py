@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from zeropp.plan import Plan
 
 _BUILDERS = (
-    "zeropp.engine.updates",
+    "zeropp.engine.optimizer",
     "baselines.torch_pp.trainer",
     "baselines.fsdp.trainer",
     "baselines.deepspeed_3d.trainer",

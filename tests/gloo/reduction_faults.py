@@ -17,8 +17,8 @@ from baselines.deepspeed_3d.trainer import DeepSpeedTrainer
 from tests.gloo.gate_place import Fault, Place, Prepare
 
 _TIED = (
-    "zeropp.engine.tied.TiedWeights.sum_gradients",
-    "baselines.torch_pp.tied_stages.TiedEnds.sum_gradients",
+    "zeropp.engine.sharding.TiedWeights.sum_gradients",
+    "baselines.torch_pp.trainer.TiedEnds.sum_gradients",
 )
 
 

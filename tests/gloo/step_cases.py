@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import zeropp
 from tests.gloo.differences import largest
-from zeropp.engine.randomness import seed_piece
+from zeropp.engine.chunk import seed_piece
 from zeropp.engine.values import chosen, keywords_of, tensors_of
 from zeropp.parallel_model import ParallelModel
 

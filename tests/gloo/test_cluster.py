@@ -16,16 +16,14 @@ import zeropp
 from benchmarks import CHECKOUT
 from zeropp.arguments import Request, request_of
 from zeropp.choose import Job, choose
-from zeropp.contender.contender import ZEROPP
-from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.cluster import named_cluster
+from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.cost import price_plan
 from zeropp.cut import Stages, cut_as
-from zeropp.engine.fake_world import fake_world
-from zeropp.engine.saved import saved_bytes
-from zeropp.engine.trial import try_layers
+from zeropp.engine.tracing import fake_world
+from zeropp.engine.walk import saved_bytes, try_layers
 from zeropp.layer_costs import layer_costs, stage_costs
 from zeropp.model import build_piece
-from zeropp.named_cluster import named_cluster
 from zeropp.plan import Candidate, Task
 from zeropp.schedule import event_loop
 from zeropp.shape import ModelShape

@@ -23,7 +23,7 @@ from tests.gloo.engine_cases import (
     worst_error,
 )
 from tests.gloo.world import World
-from zeropp.engine.channels import Channels, neighbours
+from zeropp.engine.collectives import Channels, neighbours
 from zeropp.model import build_model
 from zeropp.training import OptimizerConfig
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import state_dict_saver
 
 from tests.gloo.engine_cases import ADAMW, Case, build_engine, local_microbatches
 from tests.gloo.world import World
-from zeropp.engine.checkpoint_directory import CheckpointError
+from zeropp.engine.checkpoint import CheckpointError
 
 CASES = [
     Case(pp=4, shard=2, batch=8, unit=4, chunks=1, tied=True, dropout=0.1),

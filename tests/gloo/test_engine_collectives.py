@@ -18,10 +18,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.gloo.engine_cases import Case, build_engine, local_microbatches
 from tests.gloo.world import World
-from zeropp.engine import flat, rank_lanes, reductions, sharding
+from zeropp.engine import flat, lanes, sharding
 from zeropp.engine.engine import Engine
 from zeropp.engine.lanes import Ticket, Work, inline_lanes, make_lane
-from zeropp.schedule.action import Op
+from zeropp.schedule.program import Op
 
 # The operators by which torch copies values from one place to another.
 COPIES = {
@@ -84,12 +84,12 @@ def operators_around(case: Case, injected: bool) -> tuple[list[str], int, int]:
         buffer._buffer.clone()
 
     gather = gather_and_copy if injected else original
-    scatter = marked(vars(reductions)["reduce_scatter_single"])
+    scatter = marked(vars(flat)["reduce_scatter_single"])
     with (
-        mock.patch.object(rank_lanes, "make_lane", WatchedLane),
+        mock.patch.object(lanes, "make_lane", WatchedLane),
         mock.patch.object(flat.FlatParameters, "_gather", gather),
         mock.patch.object(flat, "all_gather_single", marked(vars(flat)["all_gather_single"])),
-        mock.patch.object(reductions, "reduce_scatter_single", scatter),
+        mock.patch.object(flat, "reduce_scatter_single", scatter),
         mock.patch.object(dist, "all_reduce", marked(dist.all_reduce)),
     ):
         engine = build_engine(case, torch.float32)
@@ -143,10 +143,10 @@ def counting(engine: Engine, found: Counter[tuple[str, str]]) -> Iterator[None]:
         return call(*arguments, **keywords)
 
     gather = partial(counted, "gather", vars(flat)["all_gather_single"])
-    scatter = partial(counted, "reduce-scatter", vars(reductions)["reduce_scatter_single"])
+    scatter = partial(counted, "reduce-scatter", vars(flat)["reduce_scatter_single"])
     with (
         mock.patch.object(flat, "all_gather_single", gather),
-        mock.patch.object(reductions, "reduce_scatter_single", scatter),
+        mock.patch.object(flat, "reduce_scatter_single", scatter),
         mock.patch.object(dist, "all_reduce", partial(counted, "all-reduce", dist.all_reduce)),
         mock.patch.object(dist, "isend", partial(counted, "isend", dist.isend)),
         mock.patch.object(dist, "irecv", partial(counted, "irecv", dist.irecv)),

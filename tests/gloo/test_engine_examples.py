@@ -25,7 +25,7 @@ from tests.gloo.world import World
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "scripts" / "examples"
-TEXT = ROOT / "benchmarks" / "worker" / "data" / "kjv_genesis_psalms.txt"
+TEXT = ROOT / "benchmarks" / "worker" / "kjv_genesis_psalms.txt"
 STEPS = 3
 SIZES: dict[str, Any] = {
     "vocab_size": 256,

@@ -11,9 +11,9 @@ import torch
 
 from tests.gloo.engine_cases import Case, build_engine, local_microbatches
 from tests.gloo.world import World
-from zeropp.engine import sums
+from zeropp.engine import flat as sums
 from zeropp.engine.engine import Engine
-from zeropp.schedule.action import Op
+from zeropp.schedule.program import Op
 
 CASE = Case(pp=2, shard=2, chunks=5, layers=10, unit=2, batch=16)
 PREFETCH = 1  # the default of the settings

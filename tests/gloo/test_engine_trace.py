@@ -14,8 +14,8 @@ from zeropp.contender.trainer import build
 from zeropp.cost import price_plan
 from zeropp.cost.flops import piece_parameters
 from zeropp.engine.flat_layout import ALIGNMENT
-from zeropp.engine.traced_ranks import trace_ranks
-from zeropp.sim.memory_curve import peak_memory
+from zeropp.engine.tracing import trace_ranks
+from zeropp.sim.memory import peak_memory
 
 
 def test_resident_kinds_are_exact_and_activations_follow_the_cap() -> None:

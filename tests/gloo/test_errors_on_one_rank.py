@@ -18,9 +18,9 @@ import zeropp
 from tests.gloo.engine_cases import ADAMW, Case, build_engine, local_microbatches
 from tests.gloo.small_layers import BATCH, WIDTH, built, data, error_of, linear, seeded
 from tests.gloo.world import World
-from zeropp.engine import checkpoint_directory, flat, sums
-from zeropp.engine.checkpoint_directory import CheckpointError
-from zeropp.engine.together import PeerError, together
+from zeropp.engine import checkpoint, flat
+from zeropp.engine.checkpoint import CheckpointError
+from zeropp.engine.errors import PeerError, together
 from zeropp.layout import InfeasibleError
 from zeropp.parallel_model import ParallelModel
 
@@ -68,7 +68,7 @@ def failed_building(what: str) -> str:
     layers: list[Any] = seeded([linear] * 4)
     more: dict[str, Any] = {"pp": 2}
     out_of_memory = fail(torch.OutOfMemoryError("tried 2 GiB"))
-    patch: Any = mock.patch.object(sums, "zeros", sums.zeros)
+    patch: Any = mock.patch.object(flat, "zeros", flat.zeros)
     if what == "sample":
         more["sample"] = data()[0][:1] if dist.get_rank() != RANK else "rows"
     elif what == "layer":
@@ -240,8 +240,8 @@ def saves_that_fail(place: Path) -> dict[str, str]:
     engine.save(place)
     for what, name in SAVING.items():
         engine.step(*local_microbatches(SMALL, 0))
-        original = getattr(checkpoint_directory, name)
-        with mock.patch.object(checkpoint_directory, name, broken if first else original):
+        original = getattr(checkpoint, name)
+        with mock.patch.object(checkpoint, name, broken if first else original):
             said = error_of(lambda: engine.save(place))
         engine.load(place)
         found[what] = f"{said} | {engine.steps_done}"

@@ -19,8 +19,8 @@ import zeropp
 from tests.gloo.failing_layers import FailingLayer
 from tests.gloo.world import World
 from zeropp.engine import flat
+from zeropp.engine.errors import Meeting
 from zeropp.engine.lanes import Lane, make_lane
-from zeropp.engine.together import Meeting
 from zeropp.layout import InfeasibleError
 from zeropp.parallel_model import ParallelModel
 
@@ -228,7 +228,7 @@ def failed_constructions() -> dict[str, str]:
     threads = set(threading.enumerate())
     for name, where, wrong in (
         ("values", "zeropp.api.described", fails),
-        ("lanes", "zeropp.engine.rank_lanes.make_lane", second_lane_fails),
+        ("lanes", "zeropp.engine.lanes.make_lane", second_lane_fails),
     ):
         with mock.patch(where, wrong) if mine else nullcontext():
             found[name] = error_of(lambda: built("", {"pp": 3}))

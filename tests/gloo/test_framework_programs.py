@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import OVERLAP_F_B
 from baselines.deepspeed_3d.private_names import OPS
 from baselines.torch_pp.trainer import CLASSES
 from tests.gloo.contender_case import request
-from zeropp.schedule.action import Action, Op
+from zeropp.schedule.program import Action, Op
 
 DEEP = {"layers": 16}
 

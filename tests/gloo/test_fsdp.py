@@ -9,7 +9,7 @@ import pytest
 
 from tests.gloo.contender_case import check, request
 from tests.gloo.world import World
-from zeropp.schedule.action import Op
+from zeropp.schedule.program import Op
 from zeropp.training import OptimizerConfig
 
 BUILDER = "baselines.fsdp.trainer:build"

@@ -12,9 +12,7 @@ import yaml
 
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
-from benchmarks.worker.expected import Expected
-from benchmarks.worker.gate import checks_of
-from benchmarks.worker.observed import Observed
+from benchmarks.worker.gate import Expected, Observed, checks_of
 from tests.gloo.gate_faults import FAULTS, find
 from tests.gloo.world import World
 from tests.unit.toy_spec import mapping

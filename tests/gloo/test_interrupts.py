@@ -18,8 +18,8 @@ import torch.distributed as dist
 from tests.gloo.failing_layers import FailingLayer
 from tests.gloo.small_layers import built, data, error_of, linear, seeded
 from tests.gloo.world import World
-from zeropp.engine.evaluation import Evaluator
-from zeropp.engine.together import Meeting
+from zeropp.engine.errors import Meeting
+from zeropp.engine.interpreter import Evaluator
 from zeropp.parallel_model import ParallelModel
 
 RANK = 1  # the one that is interrupted

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.launch import simulate, trace
 from benchmarks.launch.options import SimulateOptions, TraceOptions
 from benchmarks.launch.points import plan_point
-from benchmarks.launch.sweep_progress import SweepProgress
+from benchmarks.launch.sweep import SweepProgress
 from benchmarks.specification.run_spec import SpecError, spec_from_mapping
 from tests.unit.toy_spec import changed
 

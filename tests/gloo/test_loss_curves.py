@@ -13,7 +13,7 @@ import torch
 from benchmarks.launch.local import launch
 from benchmarks.launch.options import LocalOptions
 from benchmarks.launch.points import plan_point
-from benchmarks.launch.sweep_progress import SweepProgress
+from benchmarks.launch.sweep import SweepProgress
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from benchmarks.worker.data import open_batches
 from tests.unit.toy_spec import mapping
@@ -21,7 +21,7 @@ from zeropp.model import build_model, cross_entropy
 from zeropp.optimizer import build_optimizer
 
 STEPS = 10
-TEXT = {"kind": "text", "path": "benchmarks/worker/data/kjv_genesis_psalms.txt"}
+TEXT = {"kind": "text", "path": "benchmarks/worker/kjv_genesis_psalms.txt"}
 MEASURE = {"warmup_steps": 2, "steps": STEPS - 2, "timeline": True}
 GATED_ELSEWHERE = "zeropp 4x2"  # at 2x2, which has the same axes; it takes long
 

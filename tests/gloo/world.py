@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
-from benchmarks.launch.rank_process import PRELOADED_ON_CPU
+from benchmarks.launch.local import PRELOADED_ON_CPU
 
 # What tasks need and what is slow to import: beside what real ranks need, the tests' own modules,
 # which every worker would import for itself.

@@ -24,7 +24,7 @@ _PRELOADED = (
     "benchmarks.run",
     "benchmarks.status",
     "benchmarks.launch.sweep",
-    "benchmarks.launch.slurm.launcher",
+    "benchmarks.launch.slurm.submit",
     "benchmarks.report.write",
 )
 _AT_ONCE = threading.BoundedSemaphore(3)  # tests in threads would start twenty at the same time

@@ -103,7 +103,7 @@ def test_bad_input_is_one_line_and_status_2(
         raise AssertionError("a process was started")
 
     # Private, and the one place where ranks are started.
-    monkeypatch.setattr("benchmarks.launch.processes._start", refuse)
+    monkeypatch.setattr("benchmarks.launch.local._start", refuse)
     monkeypatch.setattr(sys, "argv", ["benchmarks.run", f"runs_dir={tmp_path}", *arguments.split()])
     assert main() == 2
     printed = capsys.readouterr()
@@ -208,8 +208,8 @@ def test_an_interruption_is_one_line(
         raise KeyboardInterrupt
 
     # Private: Ctrl-C comes while the launcher waits for its ranks, of which none is started here.
-    monkeypatch.setattr("benchmarks.launch.processes._wait", interrupt)
-    monkeypatch.setattr("benchmarks.launch.processes._start", lambda *_: {})
+    monkeypatch.setattr("benchmarks.launch.local._wait", interrupt)
+    monkeypatch.setattr("benchmarks.launch.local._start", lambda *_: {})
     places = [f"runs_dir={tmp_path}/runs", f"report_dir={tmp_path}/report"]
     monkeypatch.setattr(sys, "argv", ["benchmarks.run", *places])
     assert main() == 130

@@ -23,13 +23,12 @@ from benchmarks.launch import points
 from benchmarks.launch.local import close_abandoned
 from benchmarks.launch.owner import OWNER_FILE
 from benchmarks.launch.slurm import client
-from benchmarks.launch.slurm.jobs import unreported
-from benchmarks.launch.slurm.launcher import launch
-from benchmarks.launch.slurm.view import look
+from benchmarks.launch.slurm.submissions import look, unreported
+from benchmarks.launch.slurm.submit import launch
 from benchmarks.launch.standing import standing
-from benchmarks.launch.sweep_progress import SweepProgress
+from benchmarks.launch.sweep import SweepProgress
 from benchmarks.records.environment import Code
-from benchmarks.records.rank_events import read_events
+from benchmarks.records.events import read_events
 from benchmarks.records.record import find_records, read_record
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.tables import comparison_tables

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.launch import processes
+from benchmarks.launch import local
 from benchmarks.launch.points import Point, attempt_directory, freeze, plan_point
 from benchmarks.launch.standing import standing
 from benchmarks.launch.sweep import launch_points
@@ -111,7 +111,7 @@ def wait_for_next(runs: Path, done: str) -> None:
 def test_second_run_completes_only_what_is_missing(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(processes, "start_rank", start_stand_in)
+    monkeypatch.setattr(local, "start_rank", start_stand_in)
     places = [f"runs_dir={runs}", f"report_dir={runs.parent / 'report'}"]
     monkeypatch.setattr(sys, "argv", ["benchmarks.run", *SWEEP, *places])
     assert main() == 0, capsys.readouterr().err
@@ -238,7 +238,7 @@ def test_a_sweep_killed_at_30_random_moments(
 ) -> None:
     """A moment is how often the launcher has touched the runs folder in one life. All lives
     together touch it less often than the sweep has to, so that none of them comes to its end."""
-    monkeypatch.setattr(processes, "start_rank", start_stand_in)
+    monkeypatch.setattr(local, "start_rank", start_stand_in)
     runs.mkdir()
     chance = random.Random(20)
     for _ in range(MOMENTS):

@@ -26,7 +26,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from benchmarks.records.record import find_records, read_record
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.step_timelines import write_traces
+from benchmarks.report.timelines import write_traces
 from tests.unit.synthetic_records import make_record, write_records
 
 DEMO = Path(__file__).resolve().parents[2] / "results" / "reference" / "demo"

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.records.environment import Code
-from benchmarks.studies.recheck import renew as module
+from benchmarks.studies.recheck import tables as module
 from benchmarks.studies.recheck.__main__ import REFERENCE, main
-from benchmarks.studies.recheck.committed_tables import TABLES, Table
-from benchmarks.studies.recheck.rounding import differences, moved, same
+from benchmarks.studies.recheck.tables import TABLES, Table, differences, moved, same
 
 
 def test_a_sample_of_every_committed_table_is_what_the_code_computes(

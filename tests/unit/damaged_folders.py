@@ -15,7 +15,7 @@ from benchmarks.launch.owner import OWNER_FILE, this_process
 from benchmarks.launch.points import Point, freeze, write_unstarted
 from benchmarks.launch.slurm.options import SlurmOptions
 from benchmarks.launch.slurm.submissions import Submission, SubmittedArray
-from benchmarks.records.rank_events import EventWriter
+from benchmarks.records.events import EventWriter
 from tests.unit.toy_spec import spec_of
 
 NUMBER = 500

@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from benchmarks.studies.validation.predict import Prediction, predict
-from benchmarks.studies.validation.reader import Line, read_rows
-from benchmarks.studies.validation.rows import COLUMNS, PublishedRow
+from benchmarks.studies.validation.errors import Prediction, predict
+from benchmarks.studies.validation.rows import COLUMNS, Line, PublishedRow, read_rows
 
 CELLS = dict.fromkeys(COLUMNS, "") | {
     "source": "a test", "url": "none", "table": "1", "verified": "yes", "role": "held_out",

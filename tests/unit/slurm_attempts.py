@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks.launch.points import Point, freeze
-from benchmarks.launch.slurm import attempt as slurm_attempt
-from benchmarks.launch.slurm.client import (
-    ClusterFacts,
-    QueuedJob,
-)
-from benchmarks.launch.slurm.submissions import Submission, SubmittedArray
-from benchmarks.launch.slurm.view import View, read_view
-from benchmarks.records.rank_events import EventWriter
+from benchmarks.launch.slurm import endings as slurm_attempt
+from benchmarks.launch.slurm.client import ClusterFacts, QueuedJob
+from benchmarks.launch.slurm.submissions import Submission, SubmittedArray, View, read_view
+from benchmarks.records.events import EventWriter
 from tests.unit.toy_spec import spec_of
 
 HERE = ClusterFacts("here@head")

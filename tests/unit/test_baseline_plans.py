@@ -11,7 +11,7 @@ import yaml
 from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
 from tests.unit.toy_spec import mapping
 from zeropp.layout import InfeasibleError
-from zeropp.schedule.action import Op
+from zeropp.schedule.program import Op
 
 
 def request(num_gpus: int, global_batch: int, **contender: Any) -> RunSpec:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulated_task import cluster
-from zeropp.cost.collectives import all_reduce_s, gather_s, group, transfer_s
+from zeropp.cost.communication import all_reduce_s, gather_s, group, transfer_s
 from zeropp.layout import Layout
 
 A100 = cluster("a100")

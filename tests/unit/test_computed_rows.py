@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from benchmarks.studies.validation.reader import PUBLISHED, read_rows
-from benchmarks.studies.validation.rows import PublishedRow
+from benchmarks.studies.validation.rows import PUBLISHED, PublishedRow, read_rows
 
 Key = tuple[int, ...]
 

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from tests.unit.simulated_task import cluster, preset
 from zeropp.cost import balanced_cuts, parameter_count, price_plan
-from zeropp.cost.blocks import Work, attention_backward_s, attention_s
-from zeropp.cost.kernels import matmul_s
-from zeropp.cost.stage_costs import stragglers
-from zeropp.cost.traffic import loss_bytes
+from zeropp.cost.kernels import Work, attention_backward_s, attention_s, loss_bytes, matmul_s
+from zeropp.cost.price import stragglers
 from zeropp.layout import Layout
 from zeropp.literals import Recompute
 from zeropp.plan import SizedPlan

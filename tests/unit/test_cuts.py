@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.simulated_task import task
-from zeropp.contender.contender import ZEROPP
-from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.cost import balanced_cuts, price_plan
-from zeropp.cost.cuts import largest_work, spread_blocks
-from zeropp.cost.data_parallel import collectives_of, stage_parameters
-from zeropp.cost.half_cuts import spread_halves
+from zeropp.cost.communication import collectives_of, stage_parameters
+from zeropp.cost.cuts import largest_work, spread_blocks, spread_halves
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, SizedPlan
 from zeropp.programs import program_named

@@ -13,7 +13,7 @@ from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapp
 from benchmarks.worker.data import check_data, open_batches
 from tests.unit.toy_spec import mapping
 
-KJV = "benchmarks/worker/data/kjv_genesis_psalms.txt"
+KJV = "benchmarks/worker/kjv_genesis_psalms.txt"
 
 
 def spec(**data: Any) -> RunSpec:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zeropp.schedule import build, lower
-from zeropp.schedule.action import parse_action
 from zeropp.schedule.event_loop import run
-from zeropp.schedule.program import Program, Schedule, StageCost
-from zeropp.schedule.sequence import DeadlockError
+from zeropp.schedule.program import DeadlockError, Program, Schedule, StageCost, parse_action
 
 
 def program(text: str) -> Program:

@@ -17,7 +17,7 @@ from benchmarks.launch.local import close_abandoned
 from benchmarks.launch.owner import OWNER_FILE, SILENT_S, claim, may_live, this_process
 from benchmarks.launch.points import Point, freeze, records_of, still_to_run, write_unstarted
 from benchmarks.records.environment import read_code
-from benchmarks.records.rank_events import EventWriter
+from benchmarks.records.events import EventWriter
 from benchmarks.records.record import RecordError, find_records, read_record
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.toy_spec import mapping

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.worker.kernel_profile import Kernel, kernels_of, read_trace, summarise_kernels
-from zeropp.schedule.action import parse_action
+from benchmarks.worker.meters import Kernel, kernels_of, read_trace, summarise_kernels
+from zeropp.schedule.program import parse_action
 
 COMPUTE, GATHER = 7, 20  # streams
 MICRO = 1e-6

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.unit.toy_spec import mapping
-from zeropp.contender.knobs import ZeroppKnobs
-from zeropp.contender.plan import size
+from zeropp.contender.contender import ZeroppKnobs, size
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.plan import SizedPlan
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
-from baselines.torch_pp.knobs import TorchPPKnobs, TorchtitanKnobs
-from baselines.torch_pp.plan import SCHEDULES, SPLIT_BACKWARD, UNSPLIT
+from baselines.torch_pp.contender import (
+    SCHEDULES,
+    SPLIT_BACKWARD,
+    TORCH_PP,
+    TORCHTITAN,
+    UNSPLIT,
+    TorchPPKnobs,
+    TorchtitanKnobs,
+)
 from benchmarks.specification.contenders import PRICED
 from benchmarks.studies.claim_33.cells import COMPARED
 from tests.unit.simulated_task import task

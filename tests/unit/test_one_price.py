@@ -9,17 +9,16 @@ import pytest
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from baselines.fsdp.contender import FSDP
-from baselines.public_3d.contender import BEST_3D
+from baselines.public_3d import BEST_3D
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import PRICED
 from benchmarks.studies.claim_33.cells import Cell, winners
 from benchmarks.studies.validation.cases import case_of
-from benchmarks.studies.validation.predict import predict, simulated
+from benchmarks.studies.validation.errors import predict, simulated
 from benchmarks.studies.validation.rows import PublishedRow
 from tests.unit.published_cells import CELLS
 from zeropp.cluster import Cluster
-from zeropp.contender.contender import ZEROPP
-from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.literals import Precision
 from zeropp.plan import Candidate, Plan, Task
 from zeropp.shape import ModelShape

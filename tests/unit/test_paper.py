@@ -14,9 +14,9 @@ from rich.console import Console
 from benchmarks import CHECKOUT
 from benchmarks.report import forms
 from benchmarks.report.frame import CELL, latest_ok, load_frame
-from benchmarks.report.pairs import BaseError
+from benchmarks.report.headline import BaseError
 from benchmarks.report.paper import paper_grids, paper_table
-from benchmarks.report.words import gib, model_label, tflops
+from benchmarks.report.style import gib, model_label, tflops
 from benchmarks.report.write import Options, write_one_table
 from tests.unit.synthetic_records import make_record, write_records
 

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from baselines.deepspeed_3d.contender import DEEPSPEED_3D
-from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
+from baselines.deepspeed_3d.contender import DEEPSPEED_3D, DeepSpeedKnobs
 from tests.unit.simulated_task import task
 from zeropp.cost import price_plan
 from zeropp.layout import Layout

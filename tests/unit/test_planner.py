@@ -10,15 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.simulated_task import cluster, task
-from zeropp.contender.contender import ZEROPP
-from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, Plan, Task
-from zeropp.planner.orders import fastest
+from zeropp.planner import fastest
 from zeropp.schedule import build, lower
-from zeropp.schedule.action import Op
-from zeropp.schedule.program import StageCost
+from zeropp.schedule.program import Op, StageCost
 from zeropp.schedule.zeropp_order import OrderSizes, planned_beginnings, planned_order
 from zeropp.sim.simulator import simulate
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.studies.validation.cases import check_plausible
 from benchmarks.studies.validation.errors import outcome_of
-from benchmarks.studies.validation.plausible import check_plausible
-from benchmarks.studies.validation.reader import read_rows, training_tables
+from benchmarks.studies.validation.rows import read_rows, training_tables
 from tests.unit.published_cells import line_of, predicted, row
 
 MFU = {"metric": "mfu", "attention_flops": "full"}

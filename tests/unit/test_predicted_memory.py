@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.launch.points import freeze, plan_point
-from benchmarks.report import words
+from benchmarks.report import style
 from benchmarks.report.breakdown import memory_breakdown
 from benchmarks.report.frame import load_frame
 from benchmarks.report.tables import memory_table
@@ -55,4 +55,4 @@ def test_it_stands_beside_the_measured_peak(tmp_path: Path) -> None:
     assert picture.caption.startswith("Predicted memory of the fullest rank by kind")
     assert "The diamond is the measured peak (resident)" in picture.caption
     texts = [text.get_text() for text in picture.figure.axes[0].texts]
-    assert f"measured {words.gib(frame['peak_gib'].iloc[0])}\npredicted 1.00" in texts
+    assert f"measured {style.gib(frame['peak_gib'].iloc[0])}\npredicted 1.00" in texts

@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import time
 
+from benchmarks.launch.local import kill_session
 from benchmarks.launch.owner import state_and_start
-from benchmarks.launch.processes import kill_session
 
 
 def test_a_stranger_with_a_ranks_number_is_left_alone() -> None:

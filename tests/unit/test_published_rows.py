@@ -12,14 +12,17 @@ from pydantic import ValidationError
 from benchmarks import CHECKOUT
 from benchmarks.specification.run_spec import SpecError
 from benchmarks.studies.validation.cases import Case, case_of, plan_of
-from benchmarks.studies.validation.predict import predict
-from benchmarks.studies.validation.quantities import METRICS
-from benchmarks.studies.validation.reader import OTHER_TABLES, Line, read_rows, training_tables
+from benchmarks.studies.validation.errors import predict
 from benchmarks.studies.validation.rows import (
     COLUMNS,
+    METRICS,
     OPTIONAL,
+    OTHER_TABLES,
+    Line,
     PublishedRow,
     UnpredictableError,
+    read_rows,
+    training_tables,
 )
 from benchmarks.validate import main
 from tests.unit.published_cells import CELLS, line_of, predicted, row, write_table

@@ -10,11 +10,10 @@ import pandas as pd
 import pytest
 
 from benchmarks.report.__main__ import main
-from benchmarks.report.evidence import evidence_distances
-from benchmarks.report.folder import report_folder
+from benchmarks.report.charts import speedup_maps
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame, notes_of
-from benchmarks.report.headline import headline_table
-from benchmarks.report.pairs import paired_speedups
+from benchmarks.report.headline import headline_table, paired_speedups
+from benchmarks.report.page import report_folder
 from benchmarks.report.paper import paper_grids
 from benchmarks.report.published import (
     VALIDATION,
@@ -22,8 +21,12 @@ from benchmarks.report.published import (
     published_figure,
     published_table,
 )
-from benchmarks.report.speedup_map import speedup_maps
-from benchmarks.report.tables import comparison_tables, speedup_table, throughput_table
+from benchmarks.report.tables import (
+    comparison_tables,
+    evidence_distances,
+    speedup_table,
+    throughput_table,
+)
 from benchmarks.report.write import Options, write_report
 from tests.unit.report_frames import QUIET, column, failed, frame_of
 from tests.unit.synthetic_records import make_record, write_records

@@ -9,10 +9,9 @@ from typing import Any
 
 from benchmarks.report import style
 from benchmarks.report.breakdown import memory_breakdown
+from benchmarks.report.charts import scaling_curves, speedup_maps
 from benchmarks.report.frame import latest_ok
-from benchmarks.report.scaling import scaling_curves
-from benchmarks.report.speedup_map import speedup_maps
-from benchmarks.report.step_timelines import step_timelines, write_traces
+from benchmarks.report.timelines import step_timelines, write_traces
 from tests.unit.report_frames import frame_of
 from tests.unit.synthetic_records import make_record
 

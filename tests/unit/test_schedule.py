@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from tests.unit.unbuffered_run import UnbufferedRun
 from zeropp.schedule import GENERATORS, ScheduleError, build, lower, validate
-from zeropp.schedule.action import Action, Op, parse_action
 from zeropp.schedule.event_loop import run
 from zeropp.schedule.legality import live_activations, resident_chunks
-from zeropp.schedule.program import Schedule, StageCost
+from zeropp.schedule.program import Action, Op, Schedule, StageCost, parse_action
 from zeropp.schedule.zeropp_order import smallest_cap
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from zeropp.schedule import build, lower, validate
-from zeropp.schedule.action import Op
 from zeropp.schedule.event_loop import run
-from zeropp.schedule.lean_order import least_over_ideal
 from zeropp.schedule.legality import live_activations, resident_chunks
-from zeropp.schedule.program import StageCost
+from zeropp.schedule.program import Op, StageCost
+from zeropp.schedule.v_order import least_over_ideal
 
 TABLE = Path(__file__).parents[2] / "results" / "reference" / "schedules.csv"
 EVERY_ROW = list(csv.DictReader(TABLE.open()))

@@ -7,17 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from baselines.deepspeed_3d.contender import DEEPSPEED_3D
-from baselines.deepspeed_3d.knobs import DeepSpeedKnobs
+from baselines.deepspeed_3d.contender import DEEPSPEED_3D, DeepSpeedKnobs
 from tests.unit.simulated_task import task
-from zeropp.contender.contender import ZEROPP
-from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.cost import PlanPrice, StageExtras, StageMemory, price_plan
 from zeropp.layout import Layout
 from zeropp.plan import Candidate, Plan
 from zeropp.schedule import build, lower
 from zeropp.schedule.program import StageCost
-from zeropp.sim.memory_curve import as_memory, walk
+from zeropp.sim.memory import as_memory, walk
 from zeropp.sim.simulator import simulate
 
 

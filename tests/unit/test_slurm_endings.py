@@ -9,15 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.launch.finish import Ending
-from benchmarks.launch.slurm import attempt as slurm_attempt
-from benchmarks.launch.slurm.attempt import ScriptEnd, close
-from benchmarks.launch.slurm.client import (
-    EndedJob,
-)
-from benchmarks.launch.slurm.jobs import close_ended
-from benchmarks.launch.slurm.reasons import ending_by_state
-from benchmarks.launch.slurm.view import read_view
-from benchmarks.records.rank_events import EventWriter
+from benchmarks.launch.slurm import endings as slurm_attempt
+from benchmarks.launch.slurm.client import EndedJob
+from benchmarks.launch.slurm.endings import ScriptEnd, close, ending_by_state
+from benchmarks.launch.slurm.submissions import close_ended, read_view
+from benchmarks.records.events import EventWriter
 from benchmarks.records.record import read_record
 from tests.unit.slurm_attempts import (
     silent_for,

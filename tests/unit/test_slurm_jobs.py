@@ -9,16 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.launch.slurm import jobs as slurm_jobs
-from benchmarks.launch.slurm.attempt import ScriptEnd, close
-from benchmarks.launch.slurm.client import (
-    UNSEEN,
-    EndedJob,
-    QueuedJob,
-    queued_jobs,
-)
-from benchmarks.launch.slurm.jobs import close_ended, underway, unreported
-from benchmarks.launch.slurm.slurm_command import SlurmError
+from benchmarks.launch.slurm import submissions as slurm_jobs
+from benchmarks.launch.slurm.client import UNSEEN, EndedJob, QueuedJob, SlurmError, queued_jobs
+from benchmarks.launch.slurm.endings import ScriptEnd, close
+from benchmarks.launch.slurm.submissions import close_ended, underway, unreported
 from tests.unit.slurm_attempts import (
     HERE,
     RUNNING,

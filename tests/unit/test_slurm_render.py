@@ -13,13 +13,11 @@ import pytest
 
 from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.slurm import script as slurm_script
-from benchmarks.launch.slurm.arrays import group, resources_of
-from benchmarks.launch.slurm.client import limit_s
-from benchmarks.launch.slurm.launcher import check, launch
+from benchmarks.launch.slurm.client import limit_s, site_defaults
 from benchmarks.launch.slurm.options import SlurmOptions, read_options, seconds_of
-from benchmarks.launch.slurm.script import render_array, render_report
-from benchmarks.launch.slurm.slurm_command import site_defaults
-from benchmarks.launch.sweep_progress import SweepProgress
+from benchmarks.launch.slurm.script import group, render_array, render_report, resources_of
+from benchmarks.launch.slurm.submit import check, launch
+from benchmarks.launch.sweep import SweepProgress
 from benchmarks.specification.run_spec import SpecError, spec_from_mapping
 from tests.unit.toy_spec import mapping, spec_of
 

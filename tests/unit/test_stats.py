@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.records.stats import paired_ratio, ratio_of_medians, summarise
+from benchmarks.records.metrics import paired_ratio, ratio_of_medians, summarise
 
 
 def test_summary_of_a_quiet_sample() -> None:

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import CHECKOUT
-from benchmarks.launch import folder_lock, processes
-from benchmarks.launch.folder_lock import LockedError, only_one
-from benchmarks.launch.owner import OWNER_FILE, SILENT_S, this_process
+from benchmarks.launch import local
+from benchmarks.launch import owner as folder_lock
+from benchmarks.launch.owner import OWNER_FILE, SILENT_S, LockedError, only_one, this_process
 from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.slurm.submit import copy_checkout
 from benchmarks.launch.standing import standing
 from benchmarks.launch.sweep import launch_points
-from benchmarks.records.rank_events import EventWriter
+from benchmarks.records.events import EventWriter
 from benchmarks.records.record import find_records, read_record
 from benchmarks.specification.run_spec import SpecError, spec_from_mapping
 from tests.unit.toy_spec import mapping
@@ -127,8 +127,9 @@ def test_a_lock_of_another_host_is_taken_over_when_it_is_silent(tmp_path: Path) 
 _HOLDER = """
 import sys
 from pathlib import Path
-from benchmarks.launch import folder_lock, processes
-from benchmarks.launch.folder_lock import only_one
+from benchmarks.launch import local as processes
+from benchmarks.launch import owner as folder_lock
+from benchmarks.launch.owner import only_one
 with only_one(Path(sys.argv[1]), "tests", print):
     print("held", flush=True)
     sys.stdin.read()
@@ -186,7 +187,7 @@ def start_stand_in(
 def test_two_local_sweeps_at_once_run_every_point_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(processes, "start_rank", start_stand_in)
+    monkeypatch.setattr(local, "start_rank", start_stand_in)
     spec = spec_from_mapping(mapping() | {"num_gpus": 2})
     points = [plan_point(replace(spec, seed=seed)) for seed in range(3)]
     places = {"runs_dir": str(tmp_path / "runs"), "report_dir": str(tmp_path), "rerun": "missing"}

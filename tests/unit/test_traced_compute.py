@@ -20,12 +20,12 @@ from benchmarks.launch.points import (
     still_to_run,
     write_unstarted,
 )
-from benchmarks.launch.sweep_progress import SweepProgress
-from benchmarks.launch.traced_compute import traced_stages
-from benchmarks.records.rank_events import EventWriter
+from benchmarks.launch.sweep import SweepProgress
+from benchmarks.launch.trace import traced_stages
+from benchmarks.records.events import EventWriter
 from benchmarks.records.record import RunRecord
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.lone import lone_table
+from benchmarks.report.tables import lone_table
 from benchmarks.specification.run_spec import SpecError, spec_from_mapping
 from tests.unit.toy_spec import changed
 from zeropp.cost import price_plan

@@ -16,16 +16,13 @@ from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import PRICED
 from benchmarks.studies import schedule_orders
 from tests.unit.simulated_task import task
-from zeropp.contender.contender import ZEROPP
-from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, SizedPlan, Task
 from zeropp.sim.simulator import SimResult, simulate
-from zeropp.tune.bound import least_compute_s, least_step_s
-from zeropp.tune.least_memory import least_bytes
-from zeropp.tune.outcome import OOM
-from zeropp.tune.search import search
+from zeropp.tune.bounds import least_bytes, least_compute_s, least_step_s
+from zeropp.tune.search import OOM, search
 from zeropp.tune.space import compute_knobs
 
 TINY_GIB = 7.4

@@ -12,24 +12,29 @@ from typing import Any
 
 import pytest
 
-from baselines.fsdp.knobs import FSDPKnobs
-from baselines.torch_pp.contender import TORCHTITAN
-from baselines.torch_pp.knobs import TorchtitanKnobs
+from baselines.fsdp.contender import FSDPKnobs
+from baselines.torch_pp.contender import TORCHTITAN, TorchtitanKnobs
 from benchmarks.specification.contenders import PRICED
 from tests.unit.simulated_task import preset, task
 from zeropp.cluster import Cluster
-from zeropp.contender.contender import ZEROPP
-from zeropp.contender.knobs import ZeroppKnobs
+from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.cost import PlanPrice, price_plan, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto, ReduceEvery, StageStyle
 from zeropp.plan import Candidate, SizedPlan, Task
-from zeropp.planner.orders import Draft
+from zeropp.planner import Draft
 from zeropp.shape import ModelShape
 from zeropp.sim.simulator import simulate
-from zeropp.tune.bound import least_compute_s, least_of_order_s, least_step_s
+from zeropp.tune.bounds import (
+    exceeds,
+    least_bytes,
+    least_compute_s,
+    least_of_alike,
+    least_of_family,
+    least_of_order_s,
+    least_step_s,
+)
 from zeropp.tune.contender import Contender
-from zeropp.tune.least_memory import exceeds, least_bytes, least_of_alike, least_of_family
 from zeropp.tune.search import search
 from zeropp.tune.space import Point, compute_knobs, points
 

@@ -11,18 +11,16 @@ import pytest
 
 from benchmarks import CHECKOUT
 from benchmarks.specification.contenders import PRICED
-from benchmarks.studies.validation.cases import case_of, even_cuts, module_cuts
-from benchmarks.studies.validation.clusters import cluster_of
+from benchmarks.studies.validation.cases import case_of, cluster_of, even_cuts, module_cuts
 from benchmarks.studies.validation.errors import (
     errors_of,
     first_of_runs,
     outcome_of,
+    pairs_of,
+    predict,
     predicted_rows,
 )
-from benchmarks.studies.validation.predict import predict
-from benchmarks.studies.validation.reader import read_rows, training_tables
-from benchmarks.studies.validation.rows import UnpredictableError
-from benchmarks.studies.validation.run_pairs import pairs_of
+from benchmarks.studies.validation.rows import UnpredictableError, read_rows, training_tables
 from benchmarks.validate import main
 from tests.unit.published_cells import CELLS, LARGE, line_of, predicted, row, write_table
 from tests.unit.simulated_task import task

@@ -11,10 +11,9 @@ import pytest
 
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.studies.claim_33 import study
-from benchmarks.studies.claim_33.cells import COMPARED, Cell
-from benchmarks.studies.claim_33.given_settings import GIVEN
+from benchmarks.studies.claim_33.cells import COMPARED, GIVEN, Cell
 from benchmarks.studies.claim_33.judge import BASELINES, CELL, CLAIM, PUBLIC_3D, judge, summary
-from benchmarks.studies.claim_33.page_tables import page_tables
+from benchmarks.studies.claim_33.pages import page_tables
 from tests.unit.simulated_task import task
 from zeropp.sim.lost_time import Losses
 from zeropp.sim.simulator import simulate

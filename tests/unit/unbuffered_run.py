@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 
-from zeropp.schedule.action import Action, Op
-from zeropp.schedule.program import Schedule
+from zeropp.schedule.program import Action, Op, Schedule
 
 
 class UnbufferedRun:

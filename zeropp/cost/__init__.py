@@ -22,16 +22,10 @@ Read in this order, from the smallest formula to the whole price:
 * ``stage_costs``: ``price_plan``, which puts them together; ``plan_price`` is its result's type.
 """
 
-from zeropp.cost.compute_limit import ComputeLimit, compute_limit
 from zeropp.cost.cuts import cut_by_cost
-from zeropp.cost.flops import (
-    balanced_cuts,
-    cut_by_weight,
-    model_flops_per_token,
-    parameter_count,
-)
+from zeropp.cost.flops import balanced_cuts, cut_by_weight, model_flops_per_token, parameter_count
 from zeropp.cost.plan_price import PlanPrice, StageExtras, StageMemory, StepBytes, StepTimes
-from zeropp.cost.stage_costs import plan_bytes, price_plan, time_plan
+from zeropp.cost.price import ComputeLimit, compute_limit, plan_bytes, price_plan, time_plan
 
 __all__ = [
     "ComputeLimit",

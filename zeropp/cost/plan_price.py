@@ -65,7 +65,7 @@ class StepTimes:
     ``extras`` says what the durations in ``stages`` include in addition to the model's own kernels.
     ``replica_s`` is the reduction over replicas, once per step after the last weight gradient (an
     all-reduce, or a reduce-scatter with ZeRO-1). ``limit_s`` is the step time at the compute limit
-    (``zeropp.cost.compute_limit``).
+    (``zeropp.cost.price``).
     """
 
     stages: tuple[StageCost, ...]

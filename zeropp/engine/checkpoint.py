@@ -2,7 +2,7 @@
 
 Everything is saved under the model's own names, ``{piece}.{parameter}``, and in the model's own
 shapes; names do not depend on pipeline rank, shard or replica. Each rank writes the boxes that it
-holds of every tensor (``zeropp.engine.part``). A process without parallelism can read the same
+holds of every tensor (``Part``). A process without parallelism can read the same
 checkpoint into a plain state dict.
 
 An optimizer keeps state of a parameter from the parameter's first gradient on. A checkpoint has
@@ -12,24 +12,230 @@ where no gradient has come yet. The number ``begun`` beside it is 1 if the state
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from zeropp.engine.checkpoint_directory import checked, write_whole
+from zeropp.engine.errors import together
 from zeropp.engine.flat import FlatParameters
-from zeropp.engine.flat_layout import Slot, Stretch
-from zeropp.engine.kept import BEGUN, Kept, kept_of, take_over
-from zeropp.engine.owned import Updater
-from zeropp.engine.part import Part, make_part
-from zeropp.engine.together import together
+from zeropp.engine.flat_layout import Name, Slot, Stretch, Updater
+from zeropp.engine.optimizer import BEGUN, Kept, kept_of, take_over
+
+# A tensor of the unsharded model of which this rank holds some boxes, for torch's checkpoints.
+#
+# A flat buffer is cut without regard to rows, so a rank's stretch of it is, in each parameter, a
+# few boxes: part of a row, whole rows, part of a row. No DTensor describes that. ``Part`` tells
+# ``torch.distributed.checkpoint`` where its boxes lie, through the three methods by which DTensor
+# does so (``torch/distributed/checkpoint/planner_helpers.py``); torch then writes and reads each
+# box as it lies in memory, so nothing is gathered and nothing is copied.
+
+
+Box = tuple[tuple[int, ...], Tensor]  # offsets in the whole tensor, values
+
+
+class Part(Tensor):
+    """Has the shape and type of the whole tensor, but the values of ``boxes`` alone."""
+
+    boxes: tuple[Box, ...]
+
+    def is_cut_as(self, other: Part) -> bool:
+        """Whether another part of the same tensor has the same boxes."""
+        return [offsets for offsets, _ in other.boxes] == [offsets for offsets, _ in self.boxes]
+
+    @torch.no_grad()
+    def load(self, value: Tensor) -> None:
+        """Copy this rank's boxes out of a whole tensor of this shape, or out of a part that is cut
+        in the same way."""
+        if not isinstance(value, Part):
+            for offsets, box in self.boxes:
+                ends = zip(offsets, box.shape, strict=True)
+                box.copy_(value[tuple(slice(begin, begin + size) for begin, size in ends)])
+            return
+        for (_, mine), (_, theirs) in zip(self.boxes, value.boxes, strict=True):
+            if mine.data_ptr() != theirs.data_ptr():
+                mine.copy_(theirs)
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        held = sum(box.numel() for _, box in self.boxes)
+        return f"Part(shape={tuple(self.shape)}, {held} of {self.numel()} elements)"
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk, TensorProperties.create_from_tensor(box), self.size()
+                ),
+            )
+            for chunk, (_, box) in zip(self.__create_chunk_list__(), self.boxes, strict=True)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(o), box.size()) for o, box in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(box for offset, box in self.boxes if offset == tuple(index.offset or ()))
+
+
+def make_part(shape: Sequence[int], boxes: Sequence[Box]) -> Part:
+    """A part of a tensor of this shape; the boxes share memory with what they describe."""
+    one = torch.empty((), dtype=boxes[0][1].dtype)
+    part = one.expand(tuple(shape)).as_subclass(Part)
+    part.boxes = tuple(boxes)
+    return part
+
+
+# The folder of a checkpoint: written beside the last one, moved to its place, checked on reading.
+#
+# If a rank is killed while it saves, the last complete checkpoint stays as it was: the new one is
+# written into ``NAME.partial``, and takes the other's place only when every rank has written and
+# every file has a digest. If the job is killed between the two renames, ``NAME.previous`` is the
+# complete checkpoint, and ``load`` reads it.
+
+
+_DIGESTS = "digests.json"  # file name -> SHA-256 of its bytes
+_SEEN_S = 10.0  # for a directory of rank 0 to be seen by the others
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, incomplete or damaged; the message is one line."""
+
+
+def write_whole(directory: Path | str, write: Callable[[Path], None]) -> None:
+    """Call ``write`` with an empty directory, then put that in the place of ``directory``.
+
+    Collective; the file system is one that all ranks see. The last checkpoint stays until the new
+    one is whole and on disk. Where anything raises on one rank, every rank raises, and the last
+    checkpoint is untouched. ``write`` sees to it that its files are on disk (torch's writer does).
+    """
+    partial = together(lambda: _beside(Path(directory), "partial"))
+    _on_first_rank(lambda: _make_empty(partial))
+    together(lambda: _check_seen(partial))
+    together(lambda: write(partial))
+    digests = _digests_over_ranks(partial)
+    _on_first_rank(lambda: _publish(partial, Path(directory), digests))
+
+
+def checked(directory: Path | str) -> Path:
+    """The directory to read from, once every file in it is what was written; collective.
+
+    What torch's own ``save`` has written has no digests, so nothing can be checked. Raises
+    CheckpointError on every rank where a file is missing or differs.
+    """
+    place, expected = together(lambda: _listed(Path(directory)))
+    found = _digests_over_ranks(place) if expected else {}
+    for name, digest in sorted(expected.items()):
+        if found.get(name) != digest:
+            state = "missing" if name not in found else "damaged (its digest differs)"
+            raise CheckpointError(f"{place / name}: {state}; load another checkpoint")
+    return place
+
+
+def _on_first_rank(work: Callable[[], None]) -> None:
+    """Let rank 0 do what one rank does for all; every rank waits for it, and raises if it does."""
+    together(lambda: work() if dist.get_rank() == 0 else None)
+
+
+def _make_empty(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _check_seen(partial: Path) -> None:
+    """Refuse a directory that is not the one that rank 0 has just made: what this rank would write
+    there would be missing from the checkpoint. A network file system may show it a little late."""
+    end = time.monotonic() + _SEEN_S
+    while not partial.is_dir() or any(partial.iterdir()):
+        if time.monotonic() > end:
+            raise CheckpointError(
+                f"{partial}: is not the empty directory that rank 0 has made (give all ranks the "
+                "same directory, on a file system that all of them see); nothing was written"
+            )
+        time.sleep(0.1)
+
+
+def _publish(partial: Path, directory: Path, digests: dict[str, str]) -> None:
+    """Make the new checkpoint the one that is found, all of it on disk before it is."""
+    with (partial / _DIGESTS).open("w") as file:
+        json.dump(digests, file, indent=1, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_directory(partial)
+    previous = _beside(directory, "previous")
+    if directory.exists():  # else what is beside it may be the only whole one
+        shutil.rmtree(previous, ignore_errors=True)
+        directory.rename(previous)
+    partial.rename(directory)
+    _sync_directory(directory.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Have the names in a directory written to disk, as ``os.fsync`` does with a file's bytes."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _listed(directory: Path) -> tuple[Path, dict[str, str]]:
+    """The directory that holds the whole checkpoint, and its files' digests by name; none where
+    torch's own ``save`` has written it."""
+    if not directory.exists() and _beside(directory, "previous").exists():
+        directory = _beside(directory, "previous")
+    listing = directory / _DIGESTS
+    if not listing.is_file() and (directory / ".metadata").is_file():
+        return directory, {}
+    if not listing.is_file():
+        raise CheckpointError(f"{directory}: no checkpoint (there is no {_DIGESTS})")
+    return directory, json.loads(listing.read_text())
+
+
+def _beside(directory: Path, suffix: str) -> Path:
+    return directory.with_name(f"{directory.name}.{suffix}")
+
+
+def _digests_over_ranks(directory: Path) -> dict[str, str]:
+    """Digests of all files, each read by one rank; collective."""
+    mine = together(lambda: _digests_of_mine(directory))
+    parts: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, mine)
+    return {name: digest for part in parts for name, digest in part.items()}
+
+
+def _digests_of_mine(directory: Path) -> dict[str, str]:
+    """Digests of the files that fall to this rank."""
+    files = sorted(path for path in directory.iterdir() if path.name != _DIGESTS)
+    mine = files[dist.get_rank() :: dist.get_world_size()]
+    return {path.name: _digest(path) for path in mine}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
 
 OPTIMIZER, SETTINGS, STEPS = "optimizer", "param_groups", "steps_done"
 Settings = tuple[tuple[str, Any], ...]  # of one optimizer group: names and values
@@ -256,3 +462,120 @@ def _boxes_of(slot: Slot, tensor: Tensor, held: Stretch) -> list[tuple[tuple[int
 def _keys(slot: Slot) -> Iterator[str]:
     for piece, name in slot.names:
         yield f"{piece}.{name}"
+
+
+# Takes over a state dict that is given by name, in the form that users of torch's
+# ``torch.distributed.checkpoint`` expect (``zeropp.engine.checkpoint.State.named``).
+
+
+def load_named(state: State, given: Mapping[str, Any]) -> None:
+    """Copy a dict like that of ``State.named``, or of whole tensors, into a state; collective.
+
+    Optimizer state may be missing from it, and then stays as it is. Raises ValueError, the same
+    on every rank and before anything is copied, for a name that is missing or that no rank has, and
+    for another shape.
+    """
+    offer = together(lambda: _Offer.of(given, state))
+    held = {**state.model, **_named_as(OPTIMIZER, state.optimizer)}
+    mine = _named_as(f"{OPTIMIZER}.{SETTINGS}", state.settings)
+    theirs = _named_as(f"{OPTIMIZER}.{SETTINGS}", offer.settings)
+    problem = together(lambda: _missing(state, offer) or _first_problem(held, offer.tensors))
+    _raise_together(problem, [*offer.tensors, *theirs], [*held, *mine])
+    together(lambda: _copy(held, offer.tensors))
+    known = {name: offer.settings[name] for name in state.settings if name in offer.settings}
+    state.settings.update(known)
+    state.steps_done.fill_(offer.steps)
+    _begin_where_unsaid(state)
+
+
+def _begin_where_unsaid(state: State) -> None:
+    """Let the optimizer's state of every parameter count that is not zeros everywhere; collective.
+
+    Where a parameter has not begun, its state is zeros. So other values without ``begun`` come from
+    a checkpoint of before that number, which ``torch.distributed.checkpoint`` has read in part.
+    """
+    slots = [(kept, slot) for _, kept in state.kept for slot in kept.numbers]
+    mine = together(lambda: {slot.names for kept, slot in slots if _has_values(kept, slot)})
+    of_ranks: list[set[tuple[Name, ...]]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    begun = set[tuple[Name, ...]]().union(*of_ranks)
+    for kept, slot in slots:
+        if slot.names in begun:
+            kept.numbers[slot][BEGUN].fill_(1)
+
+
+def _has_values(kept: Kept, slot: Slot) -> bool:
+    """Whether what this rank has of a parameter's optimizer state, with ``begun``, is not zeros."""
+    inside = slot.stretch.meet(kept.one.stretch).inside(kept.one.stretch)
+    elements = (value[inside] for value in kept.elements.values())
+    return any(bool(value.any()) for value in chain(kept.numbers[slot].values(), elements))
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a state dict has: tensors by name, settings of optimizer groups, steps done."""
+
+    tensors: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    steps: int
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], state: State) -> _Offer:
+        """The offer in a state dict; if the dict has no number of steps, ``state``'s is taken."""
+        kept = dict(given.get(OPTIMIZER, {}))
+        settings = kept.pop(SETTINGS, {})
+        for name in [*kept]:  # state that is given without ``begun`` counts
+            kept.setdefault(f"{name.rpartition('.')[0]}.{BEGUN}", torch.tensor(1))
+        tensors = {name: value for name, value in given.items() if name not in (OPTIMIZER, STEPS)}
+        steps = int(given.get(STEPS, state.steps_done))
+        return cls({**tensors, **_named_as(OPTIMIZER, kept)}, settings, steps)
+
+
+def _named_as(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}.{name}": value for name, value in values.items()}
+
+
+def _missing(state: State, offer: _Offer) -> str:
+    return next((f"{name}: is missing" for name in state.model if name not in offer.tensors), "")
+
+
+def _first_problem(held: Mapping[str, Tensor], offered: Mapping[str, Any]) -> str:
+    """The first thing that cannot be copied into what is held, or an empty text."""
+    for name, target in held.items():
+        why = _problem(target, offered[name]) if name in offered else ""
+        if why:
+            return f"{name}: {why}"
+    return ""
+
+
+def _problem(target: Tensor, value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"is of type {type(value).__name__}, which is no tensor"
+    if value.shape != target.shape:
+        return f"has shape {tuple(value.shape)}, the model {tuple(target.shape)}"
+    if isinstance(target, Part) and isinstance(value, Part) and not target.is_cut_as(value):
+        return "is cut as on another rank (load it with torch.distributed.checkpoint)"
+    return ""
+
+
+@torch.no_grad()
+def _copy(held: Mapping[str, Tensor], offered: Mapping[str, Tensor]) -> None:
+    for name, target in held.items():
+        if name not in offered:
+            continue
+        if isinstance(target, Part):
+            target.load(offered[name])
+        elif target is not offered[name]:
+            target.copy_(offered[name])
+
+
+def _raise_together(problem: str, names: list[str], known: list[str]) -> None:
+    everything: list[tuple[str, list[str], list[str]]] = [("", [], [])] * dist.get_world_size()
+    dist.all_gather_object(everything, (problem, names, known))
+    held = {name for _, _, theirs in everything for name in theirs}
+    for rank, (found, given, _) in enumerate(everything):
+        unknown = next((name for name in given if name not in held), None)
+        if unknown is not None:
+            found = found or f"{unknown}: the model has nothing of that name"
+        if found:
+            raise ValueError(f"load_state_dict: {found} (on rank {rank})")

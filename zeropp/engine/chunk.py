@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from zeropp.engine.deferred import WeightGradStore, backward_of_chunk
-from zeropp.engine.recompute import run_recomputed
 from zeropp.engine.sharding import ChunkShards
 from zeropp.engine.values import (
     TensorShape,
@@ -24,6 +29,83 @@ from zeropp.engine.values import (
     tensors_of,
 )
 from zeropp.literals import Recompute
+
+# Seeds dropout by step, microbatch and piece, so that its masks are the same in every topology.
+
+
+def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:
+    """Seed torch's generators, of the CPU and of the current CUDA device, for one piece and
+    microbatch of a step.
+
+    ``microbatch`` is an index in the whole global batch: with m microbatches per rank and step, the
+    data-parallel rank d has the indices d*m .. (d+1)*m-1. A single process that calls this before
+    every piece draws the same numbers as any pipeline.
+    """
+    mixed = seed
+    for part in (step, microbatch, piece):
+        mixed = (mixed * 1_000_003 + part) % 2**63
+    # Not ``torch.manual_seed``: before CUDA is in use it keeps a stack trace of every call, which
+    # takes longer than a small layer.
+    torch.default_generator.manual_seed(mixed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(mixed)
+
+
+@dataclass
+class StepSeeds:
+    """The seeds of one rank; ``step`` is the number of steps that are done."""
+
+    seed: int
+    first_microbatch: int
+    device: torch.device
+    step: int = 0
+
+    def set(self, piece: int, microbatch: int) -> None:
+        """Seed torch for one piece of the model and one of this rank's microbatches."""
+        seed_piece(self.seed, self.step, self.first_microbatch + microbatch, piece)
+
+    @contextmanager
+    def drawing(self, step: int) -> Iterator[None]:
+        """Inside this context a step draws its random numbers; afterwards torch's generators are as
+        before. So what else a rank draws (a batch, for example) does not depend on its stages."""
+        self.step = step
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            yield
+
+
+# Recomputation of one block (none, selective or full), the same for every contender.
+
+
+Result = TypeVar("Result")
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+    """Keep what matrix products and attention give (each backend of attention is an operator of
+    its own, with these words in its name), and recompute the rest."""
+    del context, arguments, keywords
+    if operator in _PRODUCTS or "scaled_dot_product" in operator.name():
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def run_recomputed(
+    function: Callable[..., Result], *inputs: Tensor, recompute: Recompute, random: bool
+) -> Result:
+    """``function(*inputs)``, whose backward computes again what ``recompute`` does not keep.
+
+    Full keeps the inputs only; selective also keeps the outputs of matrix products and of
+    attention. ``random``: the function may draw random numbers, and the second run must draw the
+    same ones.
+    """
+    if recompute == "none":
+        return function(*inputs)
+    options: dict[str, Any] = {"preserve_rng_state": random}
+    if recompute == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(function, *inputs, use_reentrant=False, **options)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,33 +5,139 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeropp.engine import checkpoint
-from zeropp.engine.channels import Channels, neighbours
-from zeropp.engine.chunk_maker import ChunkMaker
-from zeropp.engine.claim import Claim
-from zeropp.engine.evaluation import Evaluator
+from zeropp.engine.chunk import Chunk, StepSeeds
+from zeropp.engine.collectives import Channels, DataGroups, make_groups, make_meeting, neighbours
+from zeropp.engine.deferred import Uses, WeightGradStore, defer_weight_grads
+from zeropp.engine.errors import together
 from zeropp.engine.flat import FlatParameters
-from zeropp.engine.groups import make_groups, make_meeting
-from zeropp.engine.interpreter import Interpreter, Loss, LossFunction, Microbatches
+from zeropp.engine.interpreter import Evaluator, Interpreter, Loss, LossFunction, Microbatches
+from zeropp.engine.lanes import Lanes, make_lanes
+from zeropp.engine.optimizer import TORN, make_updater, square_norm_of
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
-from zeropp.engine.randomness import StepSeeds
-from zeropp.engine.rank_lanes import make_lanes
-from zeropp.engine.sharding import check_unwritten, settle
-from zeropp.engine.tied import TiedWeights
-from zeropp.engine.together import together
-from zeropp.engine.updates import TORN, make_updater, square_norm_of
-from zeropp.engine.uses import Uses
+from zeropp.engine.sharding import ChunkShards, ShardOptions, TiedWeights, check_unwritten, settle
+from zeropp.engine.values import TensorShape
 from zeropp.engine.watch import ParameterWatch
-from zeropp.layout import Layout
+from zeropp.layout import InfeasibleError, Layout
 from zeropp.schedule.program import Schedule
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig, StepResult
+
+# A parameter is trained by one model at a time.
+#
+# A model puts its flat buffers in the place of its layers' parameters. If a second model were made
+# from the same layers, the first would go on with the second one's buffers and never see its own
+# updates.
+
+
+_claimed: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by identity
+
+
+class Claim:
+    """Reserves parameters for one model, from ``take`` until ``end``."""
+
+    def __init__(self) -> None:
+        self._parameters: list[nn.Parameter] = []
+
+    def take(self, pieces: Sequence[Piece]) -> None:
+        """Reserve the parameters of some pieces; raises InfeasibleError, and reserves none, if
+        another model that was not closed has one of them."""
+        wanted: list[nn.Parameter] = []
+        for piece in pieces:
+            for name, parameter in piece.module.named_parameters():
+                if id(parameter) in _claimed:
+                    raise InfeasibleError(
+                        f"layers[{piece.index}]: {name!r} belongs to another model that "
+                        "parallelize has made (close that model first, or give each its own layers)"
+                    )
+                wanted.append(parameter)
+        self._parameters = wanted
+        _claimed.update({id(parameter): parameter for parameter in wanted})
+
+    def end(self) -> None:
+        """Let other models have the parameters."""
+        for parameter in self._parameters:
+            _claimed.pop(id(parameter), None)
+        self._parameters.clear()
+
+
+# Makes the chunks of one rank out of its pieces.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkMaker:
+    """What all chunks of one rank share.
+
+    ``pieces`` are in the order of the model. ``seeds``: what random numbers are drawn from; None
+    where nothing is seeded. ``uses`` collects which parameters a step has used.
+    """
+
+    pieces: Sequence[Piece]
+    layout: Layout
+    options: EngineOptions
+    groups: DataGroups
+    lanes: Lanes
+    seeds: StepSeeds | None
+    uses: Uses
+
+    def chunks(self, schedule: Schedule, boundary: Boundary) -> dict[int, Chunk]:
+        """The chunks of this rank by stage. ``boundary(stage)`` gives the shapes of the tensors
+        that one microbatch sends into a stage."""
+        stages = schedule.stages_of(self.layout.coordinates(dist.get_rank())["pp"])
+        between = {
+            stage: boundary(stage) if 0 < stage < schedule.num_stages else None
+            for each in stages
+            for stage in (each, each + 1)
+        }
+        return {s: self._chunk(s, between[s], between[s + 1]) for s in stages}
+
+    def _chunk(
+        self,
+        stage: int,
+        arriving: Sequence[TensorShape] | None,
+        leaving: Sequence[TensorShape] | None,
+    ) -> Chunk:
+        options = self.options
+        pieces = {piece.index: piece for piece in self.pieces if piece.stage == stage}
+        blocks = [piece for piece in pieces.values() if piece.deferrable]
+        # The first blocks may be recomputed. Half blocks never are, so they come last.
+        deferrable = [piece.module for piece in sorted(blocks, key=lambda piece: piece.half)]
+        others = [piece.module for piece in pieces.values() if not piece.deferrable]
+        store = WeightGradStore(self.uses)
+        deferred = defer_weight_grads(deferrable, store, warn=True)
+        # This store is never open, so it takes weight gradients at once, inside their product.
+        defer_weight_grads(others, WeightGradStore(self.uses))
+        shards = ChunkShards(
+            {index: piece.module for index, piece in pieces.items()},
+            groups=self.groups,
+            lanes=self.lanes,
+            options=self._shard_options(),
+            deferred=deferred,
+            tied=options.tied,
+        )
+        indices, seeds = list(pieces), self.seeds
+        seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)
+        how = options.of_chunk(stage, seed)
+        return Chunk(
+            shards, store, blocks=deferrable, arriving=arriving, leaving=leaving, options=how
+        )
+
+    def _shard_options(self) -> ShardOptions:
+        return ShardOptions(
+            precision=self.options.precision,
+            zero=self.layout.replicate_zero == 1,
+            reduce_dtype=self.options.reduce_dtype,
+            group_of=self.options.group_of,
+            keeps_sums=self.layout.world == 1 and len({one.stage for one in self.pieces}) == 1,
+        )
 
 
 class Engine:

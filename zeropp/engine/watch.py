@@ -21,14 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.engine.deferred import hooks_of
-from zeropp.engine.flat import FlatParameters
-from zeropp.engine.flat_layout import Name, Slot
-from zeropp.engine.held import Held
+from zeropp.engine.deferred import StageMicrobatch, Uses, hooks_of
+from zeropp.engine.errors import gathered_texts, largest_of_all, sum_of_all
+from zeropp.engine.flat import FlatParameters, Held
+from zeropp.engine.flat_layout import Name, Slot, Updater, runs
 from zeropp.engine.options import Piece
-from zeropp.engine.owned import Updater, runs
-from zeropp.engine.together import gathered_texts, largest_of_all, sum_of_all
-from zeropp.engine.uses import Cut, Uses
 from zeropp.layout import Layout
 
 # Places of a report's numbers; the parameters' own follow, each at ``_FIRST`` plus its number.
@@ -141,7 +138,7 @@ class ParameterWatch:
         for hook in self._hooks:
             hook.remove()
 
-    def _report(self, cuts: Collection[Cut]) -> Tensor:
+    def _report(self, cuts: Collection[StageMicrobatch]) -> Tensor:
         used = self._uses.found(cuts)
         found = torch.zeros(self.size, dtype=torch.float64)
         found[_CHANGED] = bool(self._changed())
@@ -156,7 +153,7 @@ class ParameterWatch:
     def _reports_without_cut_off(self) -> list[float]:
         """The sum of all ranks' reports, when all ranks know where later stages have cut the graph;
         collective."""
-        known: list[tuple[int, set[Cut]]] = [(0, set())] * dist.get_world_size()
+        known: list[tuple[int, set[StageMicrobatch]]] = [(0, set())] * dist.get_world_size()
         dist.all_gather_object(known, (self._dp_index, self._uses.cuts))
         mine = {cut for dp_index, cuts in known if dp_index == self._dp_index for cut in cuts}
         return sum_of_all(self._report(mine)).tolist()

@@ -7,7 +7,7 @@ from zeropp.programs.traits import Program, StateBytes
 
 _TORCH = "torch 2.13"
 _COLLECTIVES = "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py"
-_TRACED = "read off traces (zeropp/engine/traced_ranks.py), to which a test holds it"
+_TRACED = "read off traces (zeropp/engine/tracing.py), to which a test holds it"
 _ENGINE = "zeropp/engine"
 _FP32 = StateBytes(4, 4, 8)
 _FP32_MASTERS = StateBytes(4, 4, 8, casts_parameters=True)
@@ -34,7 +34,7 @@ ZEROPP = Entry(
         "fused_accumulation": f"{_ENGINE}/deferred.py: add_wide_product",
         "zero3": f"{_ENGINE}/sharding.py",
         "shard_copies": f"{_ENGINE}/flat.py: collectives write and read what compute uses",
-        "fused_rotary": "zeropp/model/blocks.py",
+        "fused_rotary": "zeropp/model.py",
         "loss_gradient": f"{_TORCH}, nn.functional.cross_entropy; {_TRACED}",
         "resident_gradients": _TRACED,
         "keeps_gathered_inputs": "no tensor parallelism, so the trait changes nothing",
@@ -103,7 +103,7 @@ DEEPSPEED_3D = Entry(
         "split_boundary": f"{_DEEPSPEED}, runtime/pipe/engine.py, pipe_partitioned",
         "blocking_transfers": f"{_DEEPSPEED}, runtime/pipe/p2p.py: in line with compute",
         "fused_accumulation": f"{_DEEPSPEED}, runtime/bf16_optimizer.py: a kernel adds",
-        "fused_rotary": "zeropp/model/blocks.py",
+        "fused_rotary": "zeropp/model.py",
         "loss_gradient": "baselines/deepspeed_3d/tensor_parallel.py; without TP torch's own",
         "keeps_gathered_inputs": "baselines/deepspeed_3d: no sequence parallelism, so the trait "
         "changes nothing",

@@ -13,7 +13,7 @@ from zeropp.literals import Precision
 
 # What selective recomputation runs again. "scores": the scores of unfused attention (arXiv
 # 2205.05198, section 5). "elementwise": everything but the outputs of matrix products and of
-# attention (``zeropp/engine/recompute.py``). "half": every second product or every second block
+# attention (``zeropp/engine/chunk.py``). "half": every second product or every second block
 # (``selective_ac_option`` of torchtitan, ``selective_checkpointing`` of fms-fsdp).
 Selective = Literal["scores", "elementwise", "half"]
 # How ranks get the parameters that the others have updated under ZeRO-1. "gather": one all-gather.

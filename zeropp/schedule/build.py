@@ -13,13 +13,13 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 
 from zeropp.literals import ReduceEvery, StageStyle
-from zeropp.schedule import event_loop, generators, zero_bubble
-from zeropp.schedule.action import collector_paused
+from zeropp.schedule import event_loop, generators
 from zeropp.schedule.passes import lower
 from zeropp.schedule.program import (
     Program,
     Schedule,
     StageCost,
+    collector_paused,
     loop_placement,
     v_placement,
 )
@@ -204,9 +204,9 @@ def _programs(name: str, num_ranks: int, chunks: int, *, m: int, group: int) -> 
     if name == "interleaved_1f1b":
         return generators.interleaved_1f1b(num_ranks, chunks, m, group)
     if name == "zb_h1":
-        return zero_bubble.zb_h1(num_ranks, m)
+        return generators.zb_h1(num_ranks, m)
     if name == "interleaved_zb":
-        return zero_bubble.interleaved_zb(num_ranks, chunks, m, group)
+        return generators.interleaved_zb(num_ranks, chunks, m, group)
     if name == "zbv":
-        return zero_bubble.zbv(num_ranks, m)
+        return generators.zbv(num_ranks, m)
     return generators.looped_bfs(num_ranks, chunks, m)

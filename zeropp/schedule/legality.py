@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
-from zeropp.schedule.action import (
+from zeropp.schedule.program import (
     COMPUTE,
     MAKES_GRADIENTS,
     NEEDS_PARAMETERS,
+    DeadlockError,
     Op,
+    Schedule,
     collector_paused,
+    sequence_of,
 )
-from zeropp.schedule.program import Schedule
-from zeropp.schedule.sequence import DeadlockError, sequence_of
 
 _COLUMNS = 12  # shown on each side of the bad cell
 

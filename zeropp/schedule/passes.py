@@ -18,15 +18,17 @@ from typing import NamedTuple
 
 from zeropp.literals import ReduceEvery
 from zeropp.schedule import event_loop
-from zeropp.schedule.action import (
+from zeropp.schedule.program import (
     COMPUTE,
     MAKES_GRADIENTS,
     NEEDS_PARAMETERS,
     Action,
     Op,
+    Program,
+    Schedule,
+    StageCost,
     collector_paused,
 )
-from zeropp.schedule.program import Program, Schedule, StageCost
 
 
 @collector_paused()

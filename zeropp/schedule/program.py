@@ -3,13 +3,229 @@
 from __future__ import annotations
 
 import csv
+import gc
 import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property, lru_cache
+from itertools import islice, pairwise
+from typing import NamedTuple
 
 from zeropp.literals import StageStyle
-from zeropp.schedule.action import COLLECTIVE, COMPLETES, Action
-from zeropp.schedule.sequence import ActionSequence, sequence_of
+
+# The vocabulary of a pipeline program: one frozen action, and its text form.
+#
+# The names and the text form are those of ``torch.distributed.pipelining`` (``0F3``, ``0I3``,
+# ``0W3``, ``0B3``, ``0UNSHARD``, ``0SEND_F3`` ...), so that a program written here can be run by
+# torch's own runtime and compared.
+
+
+class Op(StrEnum):
+    """What an action does to its stage. The value is the abbreviation that torch uses."""
+
+    FORWARD = "F"
+    BACKWARD_INPUT = "I"  # gradient of the stage's input only
+    BACKWARD_WEIGHT = "W"  # gradient of the stage's parameters, from tensors that "I" has kept
+    FULL_BACKWARD = "B"  # both at once
+    UNSHARD = "UNSHARD"  # gather the stage's parameters over its shard group
+    RESHARD = "RESHARD"  # release the gathered parameters
+    REDUCE_GRAD = "REDUCE_GRAD"  # reduce-scatter the stage's accumulated gradients
+    SEND_F = "SEND_F"  # activation to the next stage
+    RECV_F = "RECV_F"  # activation from the previous stage
+    SEND_B = "SEND_B"  # gradient to the previous stage
+    RECV_B = "RECV_B"  # gradient from the next stage
+
+    @property
+    def is_compute(self) -> bool:
+        """True for actions that occupy the compute stream."""
+        return self in COMPUTE
+
+    @property
+    def is_transfer(self) -> bool:
+        """True for point-to-point sends and receives."""
+        return self in TRANSFER
+
+    @property
+    def has_microbatch(self) -> bool:
+        """True for compute and transfers; the other actions concern all microbatches."""
+        return self in COMPUTE or self in TRANSFER
+
+
+COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
+TRANSFER = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+COLLECTIVE = frozenset({Op.UNSHARD, Op.REDUCE_GRAD})  # those that take time on the link
+
+NEEDS_PARAMETERS = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.FULL_BACKWARD})
+MAKES_GRADIENTS = frozenset({Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
+COMPLETES = MAKES_GRADIENTS | {Op.REDUCE_GRAD}  # after the last of them a gradient is complete
+
+_PATTERN = re.compile(rf"(\d+)({'|'.join(Op)})(\d*)")
+
+
+class Action(NamedTuple):
+    """One step of one rank's program.
+
+    ``stage`` is the global index of the stage, from 0 to P*V-1. ``microbatch`` is None for the
+    actions that concern a stage's parameters as a whole, and a number for all others. This is a
+    tuple and not a dataclass because a training step of 64 ranks has a million actions.
+    """
+
+    stage: int
+    op: Op
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{'' if self.microbatch is None else self.microbatch}"
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Switch the garbage collector off while very many actions are created.
+
+    Actions hold no reference cycles, so there is nothing for it to find; but it would walk through
+    all of them again and again, which takes most of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def parse_action(text: str) -> Action:
+    """Read one action in torch's text form. Raises ValueError if the text is no action."""
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"not an action: {text!r} (examples: 0F3, 2I1, 1UNSHARD, 0SEND_F3)")
+    stage, op, microbatch = match.groups()
+    if Op(op).has_microbatch != bool(microbatch):
+        need = "needs a" if Op(op).has_microbatch else "takes no"
+        raise ValueError(f"not an action: {text!r} ({op} {need} microbatch)")
+    return Action(int(stage), Op(op), int(microbatch) if microbatch else None)
+
+
+# The order in which the actions of all ranks can be timed: each after those that it waits for.
+#
+# Which action waits for which does not depend on durations. So this order is found once per
+# schedule, and the event loop then goes through it once for every set of durations.
+
+
+# States of an input: nothing has happened, its receive is posted, its message is sent, it is here.
+_NOTHING, _POSTED, _SENT, _HERE = range(4)
+_DONE = 4  # the input gradient that used it has been computed
+
+_FORWARD_SIDE = frozenset({Op.FORWARD, Op.RECV_F})
+_SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+_RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
+
+
+class DeadlockError(ValueError):
+    """The programs wait for each other. Rank r stopped at index ``stuck[r]`` of its program."""
+
+    def __init__(self, message: str, stuck: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.stuck = stuck
+
+
+@dataclass(frozen=True)
+class ActionSequence:
+    """The actions of all programs, in an order in which each one's inputs come before it; actions
+    of one rank keep the order of its program."""
+
+    actions: tuple[Action, ...]
+    num_microbatches: int  # one more than the largest number of a microbatch
+    has_transfers: bool  # False: compute actions alone, whose outputs reach the next stage anyway
+
+
+def sequence_of(programs: Sequence[Sequence[Action]], stage_rank: Sequence[int]) -> ActionSequence:
+    """The sequence of some programs. Raises DeadlockError if the programs cannot end."""
+    return _Search(programs, stage_rank).result()
+
+
+class _Search:
+    """Runs every rank as far as its inputs allow. The inputs of forwards are numbered ``stage *
+    microbatches + microbatch``, and those of backwards follow, after a spare row."""
+
+    def __init__(self, programs: Sequence[Sequence[Action]], stage_rank: Sequence[int]) -> None:
+        self._programs, self._last = programs, len(stage_rank) - 1
+        numbers = (action.microbatch or 0 for program in programs for action in program)
+        self._m = 1 + max(numbers, default=0)
+        self._back = (len(stage_rank) + 1) * self._m
+        self._inputs = bytearray(2 * self._back)
+        self._inputs[: self._m] = bytes([_HERE]) * self._m
+        self._lowered = any(a.op in TRANSFER for program in programs for a in program)
+        # Whether a stage's output reaches the next stage without a send, and the other way round.
+        self._direct = [not self._lowered or a == b for a, b in pairwise(stage_rank)]
+        self._waiting: dict[int, int] = {}  # input -> rank that waits for it
+        self._position = [0] * len(programs)
+        self._runnable = list(range(len(programs) - 1, -1, -1))
+        self._order: list[Action] = []
+
+    def result(self) -> ActionSequence:
+        while self._runnable:
+            self._advance(self._runnable.pop())
+        stuck = tuple(self._position)
+        where = [
+            f"rank {r} at {p[stuck[r]]}" for r, p in enumerate(self._programs) if stuck[r] < len(p)
+        ]
+        if where:
+            raise DeadlockError(f"deadlock: {', '.join(where)}", stuck)
+        return ActionSequence(tuple(self._order), self._m, self._lowered)
+
+    def _advance(self, rank: int) -> None:
+        """Run one rank until its program ends or it has to wait for another rank."""
+        inputs, m, begin = self._inputs, self._m, self._position[rank]
+        place = begin
+        for stage, op, microbatch in islice(self._programs[rank], begin, None):
+            if microbatch is not None:
+                key = stage * m + microbatch
+                if op in _SENDS:
+                    self._send(key + m if op is Op.SEND_F else self._back + key - m)
+                else:
+                    key += 0 if op in _FORWARD_SIDE else self._back
+                    if op is Op.BACKWARD_WEIGHT:
+                        if inputs[key] != _DONE:
+                            break  # its input gradient stands later in the same program
+                    elif op in _RECEIVES:
+                        inputs[key] = _HERE if inputs[key] == _SENT else _POSTED
+                    elif inputs[key] < _HERE:
+                        self._waiting[key] = rank
+                        break
+                    else:
+                        self._output(stage, op, key)
+            place += 1
+        self._order += self._programs[rank][begin:place]
+        self._position[rank] = place
+
+    def _output(self, stage: int, op: Op, key: int) -> None:
+        """Pass on the output of a forward or backward, unless a send does it."""
+        if op is not Op.FORWARD:
+            self._inputs[key] = _DONE
+            if stage > 0 and self._direct[stage - 1]:
+                self._arrive(key - self._m)
+        elif stage == self._last:
+            self._arrive(self._back + key)
+        elif self._direct[stage]:
+            self._arrive(key + self._m)
+
+    def _send(self, key: int) -> None:
+        """A message is an input if its receive is posted, otherwise it is kept."""
+        if self._inputs[key] == _POSTED:
+            self._arrive(key)
+        else:
+            self._inputs[key] = _SENT
+
+    def _arrive(self, key: int) -> None:
+        """Note that an input is here, and wake the rank that waits for it."""
+        self._inputs[key] = _HERE
+        if key in self._waiting:
+            self._runnable.append(self._waiting.pop(key))
+
 
 Program = tuple[Action, ...]
 

@@ -20,10 +20,16 @@ from itertools import product
 from operator import itemgetter
 
 from zeropp.literals import Auto, StageStyle, if_auto
-from zeropp.schedule.action import collector_paused
-from zeropp.schedule.greedy import Orders, Planned, Policy, Slot, beginning, list_schedule
-from zeropp.schedule.lean_order import lean_programs
-from zeropp.schedule.program import Program, Schedule, StageCost, loop_placement, place_stages
+from zeropp.schedule.list_scheduler import Orders, Planned, Policy, Slot, beginning, list_schedule
+from zeropp.schedule.program import (
+    Program,
+    Schedule,
+    StageCost,
+    collector_paused,
+    loop_placement,
+    place_stages,
+)
+from zeropp.schedule.v_order import lean_programs
 
 _EQUAL_COST_POLICIES = (Policy(), Policy(alternate=True))
 # More policies would gain almost nothing, and take time.

@@ -20,12 +20,10 @@ from zeropp.cluster import Cluster
 from zeropp.cost import price_plan
 from zeropp.cost.plan_price import PlanPrice, StageExtras
 from zeropp.plan import MemoryBytes, Plan
-from zeropp.schedule.action import COMPLETES, COMPUTE, Op
-from zeropp.schedule.event_loop import run, run_within
-from zeropp.schedule.event_result import EventResult
-from zeropp.schedule.program import StageCost
+from zeropp.schedule.event_loop import EventResult, run, run_within
+from zeropp.schedule.program import COMPLETES, COMPUTE, Op, StageCost
 from zeropp.sim.lost_time import Losses, losses_of
-from zeropp.sim.memory_curve import peak_memory
+from zeropp.sim.memory import peak_memory
 from zeropp.timeline import Span, Timeline
 
 
@@ -80,7 +78,7 @@ class SimResult:
 
     @property
     def limit_share(self) -> float:
-        """The throughput divided by the compute limit (``zeropp.cost.compute_limit``); at 1 a step
+        """The throughput divided by the compute limit (``zeropp.cost.price``); at 1 a step
         would consist of the model's own kernels only."""
         return self.price.limit_s / self.step_s
 

@@ -8,13 +8,13 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 from zeropp.cost import PlanPrice, price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, K, Knobs, Plan, SizedPlan, Task
-from zeropp.planner.orders import Draft, fastest
+from zeropp.planner import Draft, fastest
 from zeropp.schedule import validate
 from zeropp.schedule.program import Schedule
 from zeropp.sim.simulator import SimResult
@@ -24,6 +24,7 @@ from zeropp.tune.space import Space, points
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
 
 Dashes = str | tuple[float, tuple[float, ...]]  # as matplotlib takes them
 
@@ -91,7 +92,7 @@ class Contender(Generic[K]):
     takes_fake_tensors: bool = True  # whether launcher=trace can run its trainer without a GPU
     unrecorded: str = ""  # communication that its runtime starts itself, so no span shows it
     # Whether dropout masks depend only on step, microbatch and piece, so that one process can draw
-    # the same (zeropp/engine/randomness.py).
+    # the same (zeropp/engine/chunk.py).
     reproduces_dropout: bool = False
     filler: str = ""  # fills messages of integers to a rank without peers; empty: with ones
 
@@ -146,3 +147,46 @@ class Contender(Generic[K]):
 def _load(path: str) -> Callable[..., Any]:
     module, _, function = path.partition(":")
     return cast("Callable[..., Any]", getattr(importlib.import_module(module), function))
+
+
+# A plan's settings as one line of text, and as overrides for ``benchmarks.run``.
+
+
+def describe(plan: SizedPlan) -> str:
+    """The degrees and knobs of a plan as short text, such as
+    ``pp=4 shard=16 b=1 m=32 zeropp V=2 U=8 cap=16 reduce=unit``."""
+    layout, order = plan.layout, plan.schedule
+    degrees = [(k, getattr(layout, k)) for k in ("pp", "tp", "shard", "replicate")]
+    words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["one GPU"]
+    words += [f"b={plan.microbatch_size}", f"m={plan.num_microbatches}", order.name]
+    if 1 < layout.chunks < plan.shape.num_pieces:  # FSDP's stages are all pieces
+        words.append(f"V={layout.chunks}")
+    if plan.activation_cap:
+        words.append(f"U={order.unit} cap={plan.activation_cap} reduce={plan.reduce_every}")
+    words += ["stages on a V"] * (plan.stage_style == "v")
+    words += ["zero1"] * layout.replicate_zero + ["sp"] * layout.sequence_parallel
+    words += [f"keep={plan.keep}"] * (plan.keep > 0)
+    if layout.placement == "pp_inner":
+        words.append("pp inside the node")
+    if plan.recompute != "none":
+        words.append(f"{plan.recompute} recompute{_some(plan)}")
+    return " ".join(words)
+
+
+def _some(plan: SizedPlan) -> str:
+    if not plan.recomputed:
+        return ""
+    if plan.layout.chunks == plan.shape.num_pieces:  # every piece is a stage
+        return f" of {sum(plan.recomputed)} blocks"
+    return f" of {max(plan.recomputed)} blocks per stage"
+
+
+def overrides(candidate: Candidate[K]) -> list[str]:
+    """The words for the command line of ``benchmarks.run`` that set exactly this candidate."""
+    knobs = asdict(candidate.knobs)  # type: ignore[call-overload]
+    words = [f"contender={knobs.pop('name')}", f"microbatch_size={candidate.microbatch_size}"]
+    return words + [f"contender.{name}={_value(value)}" for name, value in knobs.items()]
+
+
+def _value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -24,26 +24,212 @@ and one whose beginning is too large is not planned to its end.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from time import process_time
-from typing import Generic
+from typing import Generic, NamedTuple
 
-from zeropp.cost import PlanPrice, StepBytes, plan_bytes, time_plan
+from zeropp.cost import PlanPrice, StepBytes, StepTimes, plan_bytes, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto
-from zeropp.plan import Candidate, K, SizedPlan, Task
-from zeropp.schedule.action import collector_paused
-from zeropp.tune.bound import least_compute_s, least_of_order_s, least_step_s
+from zeropp.plan import Candidate, K, Plan, SizedPlan, Task
+from zeropp.schedule.program import collector_paused
+from zeropp.sim.memory import fits
+from zeropp.sim.simulator import SimResult, simulate_within
+from zeropp.tune.bounds import (
+    exceeds,
+    least_bytes,
+    least_compute_s,
+    least_of_alike,
+    least_of_family,
+    least_of_order_s,
+    least_step_s,
+)
 from zeropp.tune.contender import Contender
-from zeropp.tune.entry import Entry, Member, adds_later
-from zeropp.tune.least_memory import exceeds, least_bytes, least_of_alike, least_of_family
-from zeropp.tune.outcome import OOM, SLOWER, Evaluated, Outcome, Progress
-from zeropp.tune.simulated import Order, try_orders
 from zeropp.tune.space import compute_knobs, points
+
+# The entries of a search's queue: families, and their members.
+
+
+def adds_later(plan: SizedPlan) -> tuple[bool, bool]:
+    """Whether reduced gradients are added to those of earlier units: over the shards, and over the
+    replicas. It is the one thing besides the family on which the price of a member depends."""
+    several = plan.num_units > 1
+    return several and plan.reduce_every == "unit", several and plan.replicate_every == "unit"
+
+
+class Member(NamedTuple, Generic[K]):
+    """A member of a family that may fit into memory."""
+
+    candidate: Candidate[K]
+    plan: SizedPlan
+    held: StepBytes
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Entry(Generic[K]):
+    """An entry of the queue: a family with the bound of its compute, a family with its durations,
+    or a member with its price."""
+
+    bound_s: float
+    number: int  # unique
+    candidate: Candidate[K]
+    alike: object  # the same for families that differ only in how data-parallel ranks are used
+    _: KW_ONLY
+    plan: SizedPlan | None = None  # None: not sized yet
+    times: StepTimes | None = None
+    members: Iterable[Member[K]] = ()  # of a family with its durations; read once
+    price: PlanPrice | None = None  # of a member
+
+    def __lt__(self, other: Entry[K]) -> bool:
+        """Whether this entry comes first: the one with the lower bound, or the older one."""
+        return (self.bound_s, self.number) < (other.bound_s, other.number)
+
+
+# The result of a search: the winner, the runner-up, and why other configurations were dropped.
+
+
+OOM = "out of memory"
+SLOWER = "slower by its lower bound"
+
+
+@dataclass(frozen=True)
+class Evaluated(Generic[K]):
+    """A candidate that was simulated, in the fastest order of its contender's planner."""
+
+    candidate: Candidate[K]
+    result: SimResult
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, with its programs."""
+        return self.result.plan
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step."""
+        return self.result.step_s
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the fullest rank in bytes."""
+        return self.result.peak_bytes
+
+    @property
+    def degrees(self) -> tuple[object, ...]:
+        """The degrees, in which winner and runner-up must differ."""
+        layout, order = self.plan.layout, self.plan.schedule
+        degrees = (layout.pp, layout.tp, layout.shard, layout.replicate)
+        return (*degrees, layout.chunks, order.name, self.plan.recompute)
+
+
+# Called with the number of configurations that are settled, the number known, and the best so far.
+Progress = Callable[[int, int, Evaluated[K] | None], None]
+
+
+@dataclass
+class Outcome(Generic[K]):
+    """The result of a search. ``fallen`` counts families and members by the reason why they were
+    dropped."""
+
+    task: Task
+    contender: Contender[K]
+    _: KW_ONLY
+    winner: Evaluated[K] | None = None
+    runner_up: Evaluated[K] | None = None
+    fallen: Counter[str] = field(default_factory=Counter)
+    simulated: int = 0
+    is_complete: bool = True  # False: the budget ended the search
+    # Plans without their activation caps, and the smallest cap with which they were out of memory;
+    # with larger caps they are, too.
+    too_large: dict[SizedPlan, int] = field(default_factory=dict)
+
+    def offer(self, new: Evaluated[K]) -> None:
+        """Keep a candidate if it is the best, or the best with other degrees than the winner's."""
+        if self.winner is None or new.step_s < self.winner.step_s:
+            if self.winner is not None and self.winner.degrees != new.degrees:
+                self.runner_up = self.winner
+            self.winner = new
+        elif new.degrees != self.winner.degrees and (
+            self.runner_up is None or new.step_s < self.runner_up.step_s
+        ):
+            self.runner_up = new
+
+    def to_beat(self, runner_up: bool) -> float:
+        """The step time above which a configuration need not be tried: the winner's, once there is
+        a runner-up if one is wanted."""
+        enough = self.winner and (self.runner_up or not runner_up)
+        return self.winner.step_s if self.winner and enough else float("inf")
+
+    def slowest(self, runner_up: bool) -> float:
+        """The step time from which on a configuration that was simulated changes nothing."""
+        last = self.runner_up if runner_up else self.winner
+        return last.step_s if last else float("inf")
+
+
+# Simulates a plan in each of its orders, and keeps the fastest that fits into memory.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """An order of a plan's actions, with lower bounds that take less time than to complete it."""
+
+    is_too_large: Callable[[], bool]  # whether it certainly does not fit into memory
+    least_s: Callable[[float], float]  # the seconds of a step; infinite if not below the argument
+    complete: Callable[[], Plan]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What was found about the orders of one plan."""
+
+    best: SimResult | None  # the fastest order that fits, if it is fast enough
+    simulated: bool  # at least one order was simulated
+    some_large: bool  # at least one order does not fit into memory
+    all_large: bool  # no order fits on the first and the last rank
+
+
+def try_orders(
+    orders: Iterable[Order], price: PlanPrice, *, limit_bytes: int, slowest_s: float
+) -> Tried:
+    """Simulate every order that may take less than ``slowest_s`` seconds and whose first and last
+    rank, as a rule the fullest, hold at most ``limit_bytes``."""
+    best: SimResult | None = None
+    simulated, large, tried = False, 0, 0
+    for order in orders:
+        tried += 1
+        if order.is_too_large():
+            large += 1
+            continue
+        if order.least_s(slowest_s) >= slowest_s:
+            continue
+        plan = order.complete()
+        ranks = range(plan.schedule.num_ranks)
+        if not _fits(plan, price, {0, ranks[-1]}, limit_bytes):
+            large += 1
+            continue
+        simulated = True
+        result = simulate_within(plan, price, slowest_s)
+        if result is None or result.step_s >= slowest_s:
+            continue
+        if _fits(plan, price, ranks, limit_bytes):
+            best, slowest_s = result, result.step_s
+        else:
+            large += 1
+    return Tried(
+        best=best,
+        simulated=simulated,
+        some_large=large > 0,
+        all_large=large == tried and not simulated,
+    )
+
+
+def _fits(plan: Plan, price: PlanPrice, ranks: Iterable[int], limit_bytes: int) -> bool:
+    return all(fits(plan, price, rank, limit_bytes) for rank in ranks)
 
 
 @collector_paused()

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from zeropp.layout import Layout, divisors
 from zeropp.literals import Auto, Placement, Recompute, ReplicateZero
 from zeropp.plan import K, Knobs, SizedPlan, Task
-from zeropp.planner.degrees import asked_degrees
+from zeropp.planner import asked_degrees
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from benchmarks.launch.slurm.slurm_command import OWNED
+from benchmarks.launch.slurm.client import OWNED
 from benchmarks.specification.run_spec import SpecError, validated
 
 Flag = str | int | float | bool | None

@@ -6,29 +6,76 @@ table, figure and sentence of the verdict is derived from it.
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
 
+from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.sweep import run_points, spec_of
 from benchmarks.records.environment import git_state
 from benchmarks.records.record import write_atomically
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.paper import paper_table
 from benchmarks.report.write import grids_of, write_table_forms
-from benchmarks.specification.command import check_writable, leave_interrupts_to_parent
-from benchmarks.specification.progress import progress_line
-from benchmarks.studies.claim_33.cells import COMPARED, Cell, Job, Row, jobs_of
-from benchmarks.studies.claim_33.given_settings import GIVEN
-from benchmarks.studies.claim_33.grid import VerdictSpec, cells_of, verdict_spec
+from benchmarks.specification.command import (
+    check_writable,
+    leave_interrupts_to_parent,
+    progress_line,
+)
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.run_spec import RunSpec
+from benchmarks.studies.claim_33.cells import (
+    COMPARED,
+    GIVEN,
+    Cell,
+    Job,
+    Row,
+    VerdictSpec,
+    cells_of,
+    jobs_of,
+    verdict_spec,
+    winners,
+)
 from benchmarks.studies.claim_33.judge import CELL, judge, summary
-from benchmarks.studies.claim_33.maps import draw, draw_losses
-from benchmarks.studies.claim_33.measure import points_of
+from benchmarks.studies.claim_33.pages import draw, draw_losses
+from zeropp.plan import Candidate, Knobs
+
+# Makes the comparison with a launcher that runs: the points of a sweep are the best plans, found by
+# the simulator, of every contender that can be run.
+#
+# "3D, all public parts" is no program and cannot be run. Torch's own pipelines replace it, with
+# their own best plan, because they are the public program that has most of its schedules.
+
+
+def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Point]:
+    """One point per cell and contender with its best plan; ``base`` gives data, optimizer and what
+    is timed."""
+    points = []
+    for cell in cells:
+        for winner in winners(cell, tolerance, CONTENDERS.values()).values():
+            if winner is not None:
+                points.append(plan_point(_spec(cell, winner.candidate, base)))
+    return points
+
+
+def _spec(cell: Cell, candidate: Candidate[Knobs], base: RunSpec) -> RunSpec:
+    return dataclasses.replace(
+        base,
+        model=cell.task.shape,
+        cluster=cell.task.cluster,
+        num_gpus=cell.task.num_gpus,
+        global_batch=cell.task.global_batch,
+        contender=candidate.knobs,
+        microbatch_size=candidate.microbatch_size,
+        precision=cell.task.precision,
+    )
 
 
 def run(config: dict[str, Any]) -> int:

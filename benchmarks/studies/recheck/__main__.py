@@ -24,10 +24,7 @@ from pathlib import Path
 from benchmarks import CHECKOUT
 from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.run_spec import SpecError
-from benchmarks.studies.recheck.again import Row
-from benchmarks.studies.recheck.committed_tables import TABLES, Table
-from benchmarks.studies.recheck.renew import renew
-from benchmarks.studies.recheck.rounding import differences
+from benchmarks.studies.recheck.tables import TABLES, Row, Table, differences, renew
 
 REFERENCE = CHECKOUT / "results" / "reference"
 

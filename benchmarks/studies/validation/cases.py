@@ -6,18 +6,19 @@ used. ZeRO-3 without a pipeline gathers every block for each forward and backwar
 
 from __future__ import annotations
 
+import csv
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
-from baselines.fsdp.plan import accumulation
+from baselines.fsdp.contender import accumulation
+from benchmarks import CHECKOUT
 from benchmarks.specification.compose import preset
-from benchmarks.studies.validation.clusters import cluster_of
-from benchmarks.studies.validation.plausible import check_plausible
-from benchmarks.studies.validation.rows import PublishedRow, UnpredictableError
-from zeropp.cluster import Cluster
-from zeropp.contender.contender import ZEROPP
-from zeropp.contender.knobs import ZeroppKnobs
-from zeropp.cost import balanced_cuts, cut_by_cost
+from benchmarks.studies.validation.rows import POWER_W, PublishedRow, UnpredictableError
+from zeropp.cluster import Cluster, Device
+from zeropp.contender.contender import ZEROPP, ZeroppKnobs
+from zeropp.cost import balanced_cuts, cut_by_cost, model_flops_per_token, parameter_count
+from zeropp.cost.flops import block_forward_flops
 from zeropp.layout import Layout
 from zeropp.literals import Precision, Recompute
 from zeropp.plan import Candidate, Plan, Task
@@ -25,6 +26,216 @@ from zeropp.programs import Program, StateBytes, program_named
 from zeropp.schedule import build, lower
 from zeropp.schedule.program import Schedule
 from zeropp.shape import ModelShape
+
+# The cluster of a row: its device's preset in ``conf/cluster``, with the numbers of the row.
+#
+# B200 and GB200 have no preset. They are made from an H100 whose peak, memory and links are
+# replaced by those of ``results/published/hardware.csv``; the share of them that is reached stays
+# the same. ``device=stated`` is an A100 that is scaled in the same way to the row's peak, memory
+# and memory bandwidth. ``power_w`` changes the clocks: the rate of products changes with the square
+# root of the power, because power grows with frequency and voltage.
+
+
+_HARDWARE = CHECKOUT / "results" / "published" / "hardware.csv"
+_FACTS = ("b200", "gb200")  # devices that have no preset, but are in hardware.csv
+_PCIE_GB_S = {
+    "v100": 15.5, "a100": 31.0, "a800": 31.0, "h100": 63.0, "h800": 63.0, "h200": 63.0,
+    "b200": 63.0, "gb200": 63.0, "stated": 31.0,
+}  # fmt: skip
+
+
+def cluster_of(row: PublishedRow) -> Cluster:
+    """The cluster that a row describes."""
+    cluster = _base(row.device)
+    device = cluster.device
+    if row.peak_bf16_tflops:
+        device = with_peak(device, row.peak_bf16_tflops)
+    if row.power_w:
+        device = at_rate(device, (row.power_w / POWER_W[row.device]) ** 0.5)
+    stated = {
+        "memory_gib": row.memory_gib,
+        "memory_bandwidth_gb_s": row.memory_bandwidth_gb_s,
+    }
+    device = replace(device, **_given(stated))
+    intra, inter = cluster.intra, cluster.inter
+    if row.intra_link == "pcie":
+        intra = replace(intra, bandwidth_gb_s=_PCIE_GB_S[row.device])
+    if row.intra_gb_s:
+        intra = replace(intra, bandwidth_gb_s=row.intra_gb_s)
+    if row.nic_gbit_s:
+        inter = replace(inter, bandwidth_gb_s=row.nic_gbit_s / 8)
+    gpus = row.gpus_per_node or cluster.gpus_per_node
+    nics = row.nics_per_node or min(cluster.nics_per_node, gpus)
+    return replace(
+        cluster, device=device, intra=intra, inter=inter, gpus_per_node=gpus, nics_per_node=nics
+    )
+
+
+def _given(values: dict[str, float | None]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def at_rate(device: Device, factor: float) -> Device:
+    """The device with products that run ``factor`` times as fast."""
+    return replace(
+        device,
+        matmul_bf16_tflops=device.matmul_bf16_tflops * factor,
+        matmul_fp32_tflops=device.matmul_fp32_tflops * factor,
+    )
+
+
+def with_peak(device: Device, tflops: float) -> Device:
+    """The device with another dense 16-bit peak in TFLOP/s, of which it reaches the same share.
+    Raises UnpredictableError where the device's own peak is not known."""
+    if device.peak_bf16_tflops is None:
+        raise UnpredictableError(f"peak_bf16_tflops={tflops:g}: {device.name}'s own is not known")
+    scaled = at_rate(device, tflops / device.peak_bf16_tflops)
+    return replace(scaled, peak_bf16_tflops=tflops)
+
+
+@lru_cache(maxsize=16)
+def _base(name: str) -> Cluster:
+    """A device's preset, or a cluster made from the most similar preset if it has none."""
+    if name in _FACTS:
+        return _from_facts(name)
+    cluster: Cluster = preset("cluster", "a100" if name == "stated" else name, Cluster)
+    if name == "stated":
+        cluster = replace(cluster, name=name, device=replace(cluster.device, name=name))
+    return cluster
+
+
+def _from_facts(name: str) -> Cluster:
+    """An H100 scaled to another device's numbers in hardware.csv; those that are missing are the
+    B200's."""
+    with _HARDWARE.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+
+    def fact(quantity: str) -> float:
+        found = [
+            float(row["value"])
+            for device in (name, "b200")
+            for row in rows
+            if row["device"].lower().split()[0] == device and row["quantity"] == quantity
+        ]
+        return found[0]
+
+    base: Cluster = preset("cluster", "h100", Cluster)
+    device = replace(
+        with_peak(base.device, fact("peak bf16 dense")),
+        name=name,
+        memory_gib=fact("HBM capacity"),
+        memory_bandwidth_gb_s=fact("HBM bandwidth") * 1e3,
+    )
+    link = fact("NVLink per GPU, one direction")
+    return replace(base, name=name, device=device, intra=replace(base.intra, bandwidth_gb_s=link))
+
+
+# FLOPs as the source of a row counts them, and the peak of which its utilisation is a share.
+#
+# The formulas are those of arXiv 2104.04473 (eq. 3) and 2205.05198 (appendix). Attention counts in
+# full, or half if the row's source counts only the causal half.
+
+
+def flops_per_token(row: PublishedRow) -> float:
+    """FLOPs per token of one step, with those of recomputation if the row's metric has them."""
+    shape = row.shape
+    attention = 4 * shape.seq * shape.hidden  # of one block's forward
+    left_out = attention / 2 if row.attention_flops == "causal" else 0.0
+    again = {"none": 0.0, "full": block_forward_flops(shape) - left_out, "selective": attention}
+    counted = model_flops_per_token(shape) - 3 * shape.layers * left_out
+    blocks = row.recompute_blocks or shape.layers
+    return counted + (blocks * again[row.recompute] if row.measure.hardware else 0.0)
+
+
+def peak_flops(row: PublishedRow, device: Device) -> float:
+    """The FLOP/s of one GPU of which the row's utilisation is a share: those that the row states,
+    or the dense peak of ``device``. Raises UnpredictableError if neither is known."""
+    known = device.peak_fp32_tflops if row.dtype == "fp32" else device.peak_bf16_tflops
+    peak = row.utilization_peak_tflops or known
+    if peak is None:
+        raise UnpredictableError(
+            f"utilization_peak_tflops='': no peak of device={row.device} is known"
+        )
+    return peak * 1e12
+
+
+# Refuses numbers that the row's own devices cannot have reached: they are in another unit, of all
+# GPUs instead of one, or of one GPU instead of all.
+
+
+# The slowest of the 2,900 committed rows reaches 0.8 % of its devices' peak.
+_LEAST_SHARE = 0.002
+_OVER_PRODUCTS = 1.25  # a peak that is not known, over the rate that products were seen to reach
+_OVER_MEMORY = {"peak": 1.1, "activation": 10.0, "state": 10.0}  # the latter are also of formulas
+_PASSES = {"layer_forward_time": 1, "layer_backward_time": 2, "layer_time": 3}
+
+
+def check_plausible(row: PublishedRow) -> None:
+    """Raise UnpredictableError, in one line, if the row's number cannot be right."""
+    device, kind = cluster_of(row).device, row.measure.kind
+    if kind == "limit":
+        return
+    wrong = _memory(row, device) if kind == "memory" else _speed(row, device)
+    if wrong:
+        raise UnpredictableError(
+            f"value={row.value}: {row.metric} in {row.unit} would be {wrong} (another unit, or of "
+            "one GPU instead of all?)"
+        )
+
+
+def _speed(row: PublishedRow, device: Device) -> str:
+    """What is wrong with a speed: the work that it needs at least, over the devices' peak."""
+    peak = max(
+        device.peak_bf16_tflops or _OVER_PRODUCTS * device.matmul_bf16_tflops,
+        device.peak_fp32_tflops or 0.0,
+    )
+    share = _least_flops(row) / _seconds(row, device) / (peak * 1e12)
+    if share > 1:
+        return f"{share:.3g} times the peak of {row.device}"
+    return f"{share:.2%} of the peak of {row.device}" if share < _LEAST_SHARE else ""
+
+
+def _least_flops(row: PublishedRow) -> float:
+    """FLOPs of one GPU in a step, or in a block's pass: attention counts its causal half, and
+    nothing is recomputed."""
+    half = 2 * row.seq * row.hidden  # per token, of one block's forward
+    if row.measure.kind == "layer":
+        tokens = row.micro_batch * row.seq / row.tp
+        return tokens * _PASSES[row.metric] * (block_forward_flops(row.shape) - half)
+    each = model_flops_per_token(row.shape) - 3 * row.layers * half
+    return row.global_batch * row.seq * each / row.num_gpus
+
+
+def _seconds(row: PublishedRow, device: Device) -> float:
+    """The time of a step, or of a block's pass, that the row's number says."""
+    kind, number = row.measure.kind, row.measured / row.measure.units[row.unit]
+    if kind in ("time", "layer"):
+        return number
+    each = row.num_gpus if row.measure.per_gpu else 1
+    if kind == "rate":
+        counted = {"steps": 1, "samples": row.global_batch, "tokens": row.global_batch * row.seq}
+        return counted[row.metric.partition("_")[0]] / (number * each)
+    if kind == "utilization":
+        number, each = number * peak_flops(row, device), row.num_gpus
+    return row.global_batch * row.seq * flops_per_token(row) / (number * each)
+
+
+def _memory(row: PublishedRow, device: Device) -> str:
+    """What is wrong with an amount of memory: it is less than 16-bit parameters or one boundary of
+    a stage take, or more than the device has."""
+    stated, least = row.measured / row.measure.units[row.unit], 2.0 * parameter_count(row.shape)
+    least /= row.num_gpus
+    what = "16-bit parameters, spread over all GPUs"
+    if row.metric == "activation_memory":
+        least = 2.0 * row.micro_batch * row.seq * row.hidden / row.tp
+        what = "the input of one block"
+    if stated < least:
+        return f"{stated / 2**30:.3g} GiB, less than the {least / 2**30:.3g} GiB of {what}"
+    most = _OVER_MEMORY[row.metric.partition("_")[0]] * device.memory_gib
+    if stated > most * 2**30:
+        return f"{stated / 2**30:.4g} GiB, and {row.device} has {device.memory_gib:g} GiB"
+    return ""
+
 
 _MOST_BLOCKS = 250_000  # blocks x microbatches; a wrong row could otherwise take for ever
 _UNPRICED_SCHEDULES = ("dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min", "seq1f1b")

@@ -7,33 +7,172 @@ There is one CSV file per table and one line per measured number; the columns ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import csv
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from omegaconf import OmegaConf
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
+    Field,
     TypeAdapter,
     ValidationError,
     model_validator,
 )
 
-from benchmarks.studies.validation.quantities import METRICS, Metric, Unit
-from benchmarks.studies.validation.spelling import (
-    Count,
-    Decimal,
-    OwnKnobs,
-    StageCuts,
-    Text,
-    Whole,
-    YesNo,
-)
-from benchmarks.studies.validation.stages import CHUNKED, TWO_CHUNKS, ScheduleName, are_cuts
+from benchmarks import CHECKOUT
+from benchmarks.specification.run_spec import SpecError, validated
+from zeropp.contender.contender import ZeroppKnobs
 from zeropp.cost import parameter_count
 from zeropp.literals import Recompute
 from zeropp.programs import entry_named
 from zeropp.shape import Family, ModelShape
+
+# The spelling of cells in published tables: one per type, and all others are refused.
+
+
+_WHOLE = re.compile(r"[0-9]{1,15}")
+# ZeroPP's knobs that no other column says.
+_OWN_KNOBS = (
+    "unit", "activation_cap", "replicate_zero", "reduce_every", "replicate_every", "prefetch",
+    "keep", "stage_style", "split_blocks", "split_backward", "placement",
+)  # fmt: skip
+_DECIMAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]+)?(?:e[-+]?[0-9]{1,2})?")
+
+
+def _whole(cell: Any) -> int:
+    if isinstance(cell, str) and _WHOLE.fullmatch(cell):
+        return int(cell)
+    raise ValueError("must be a whole number in digits only, for example 8192")
+
+
+def _decimal(cell: Any) -> float:
+    if isinstance(cell, str) and _DECIMAL.fullmatch(cell) and math.isfinite(float(cell)):
+        return float(cell)
+    raise ValueError("must be a number in digits with at most a point, for example 41.5")
+
+
+def _yes_or_no(cell: Any) -> bool:
+    if cell in ("yes", "no"):
+        return bool(cell == "yes")
+    raise ValueError("must be yes or no")
+
+
+def _not_blank(cell: Any) -> str:
+    if isinstance(cell, str) and cell.strip():
+        return cell
+    raise ValueError("must not be blank")
+
+
+def _stage_cuts(cell: Any) -> tuple[float, ...]:
+    """The places at which stages begin, and the end of the last one."""
+    words = str(cell).split(" ")
+    if all(re.fullmatch(r"[0-9]{1,6}(\.5)?", word) for word in words):
+        return tuple(map(float, words))
+    raise ValueError("must be numbers of pieces with one space between them, such as 0 13.5 26")
+
+
+def _own_knobs(cell: Any) -> ZeroppKnobs:
+    """The knobs that a cell states, all others at their defaults."""
+    stated = [word.partition("=")[::2] for word in str(cell).split()]
+    for name, value in stated:
+        if name not in _OWN_KNOBS or not value:
+            raise ValueError(f"{name!r} must be one of {', '.join(_OWN_KNOBS)}, with its value")
+    return validated(ZeroppKnobs, OmegaConf.to_container(OmegaConf.from_dotlist(cell.split())))
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Decimal = Annotated[float, BeforeValidator(_decimal), Field(gt=0)]
+YesNo = Annotated[bool, BeforeValidator(_yes_or_no)]
+Text = Annotated[str, BeforeValidator(_not_blank)]
+StageCuts = Annotated[tuple[float, ...], BeforeValidator(_stage_cuts)]
+OwnKnobs = Annotated[ZeroppKnobs, BeforeValidator(_own_knobs)]
+
+
+# The closed list of metrics that a published row may report, with units and definitions.
+#
+# A metric's name is its definition. ``model_`` and ``mfu`` count the model's FLOPs only;
+# ``hardware_`` and ``hfu`` also count recomputation (arXiv 2205.05198, appendix). ``allocated`` is
+# the memory of tensors, ``reserved`` what torch's allocator holds. The unit says the rest: GB is
+# 10^9 bytes, GiB is 2^30.
+
+
+Kind = Literal["time", "rate", "flops", "utilization", "layer", "memory", "limit"]
+Unit = Literal[
+    "us", "ms", "s", "min", "1/s", "samples/s", "samples/s/GPU", "tok/s", "tok/s/GPU",
+    "TFLOP/s/GPU", "PFLOP/s", "%", "fraction", "GB", "GiB", "MB", "MiB", "yes/no",
+]  # fmt: skip
+
+_TIMES = {"us": 1e6, "ms": 1e3, "s": 1.0, "min": 1 / 60}
+_BYTES = {"GB": 1e-9, "GiB": 2.0**-30, "MB": 1e-6, "MiB": 2.0**-20}
+_SHARES = {"%": 100.0, "fraction": 1.0}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric's kind and units. ``units`` gives the scale of each unit: a value in the unit is the
+    value in SI units (seconds, 1/second, FLOP/s, a fraction, bytes) times the scale. ``per_gpu``
+    means divided by the GPUs of the run."""
+
+    kind: Kind
+    units: Mapping[str, float]
+    hardware: bool = False  # counts the FLOPs that recomputation runs again
+    per_gpu: bool = False
+
+
+METRICS: Mapping[str, Metric] = {
+    "step_time": Metric("time", _TIMES),
+    "steps_per_s": Metric("rate", {"1/s": 1.0}),
+    "samples_per_s": Metric("rate", {"samples/s": 1.0}),
+    "samples_per_s_per_gpu": Metric("rate", {"samples/s/GPU": 1.0}, per_gpu=True),
+    "tokens_per_s": Metric("rate", {"tok/s": 1.0}),
+    "tokens_per_s_per_gpu": Metric("rate", {"tok/s/GPU": 1.0}, per_gpu=True),
+    "model_tflops_per_gpu": Metric("flops", {"TFLOP/s/GPU": 1e-12}, per_gpu=True),
+    "hardware_tflops_per_gpu": Metric("flops", {"TFLOP/s/GPU": 1e-12}, True, per_gpu=True),
+    "model_pflops": Metric("flops", {"PFLOP/s": 1e-15}),
+    "hardware_pflops": Metric("flops", {"PFLOP/s": 1e-15}, True),
+    "mfu": Metric("utilization", _SHARES),
+    "hfu": Metric("utilization", _SHARES, True),
+    "layer_forward_time": Metric("layer", _TIMES),
+    "layer_backward_time": Metric("layer", _TIMES),
+    "layer_time": Metric("layer", _TIMES),
+    "peak_memory_allocated": Metric("memory", _BYTES),
+    "peak_memory_reserved": Metric("memory", _BYTES),
+    "activation_memory": Metric("memory", _BYTES),  # of the first pipeline rank
+    "state_memory": Metric("memory", _BYTES),  # parameters, gradients and optimizer, same rank
+    "ran_out_of_memory": Metric("limit", {"yes/no": 1.0}),
+}
+
+
+# What a published row may say of its pipeline: schedules by name, and where stages begin.
+
+
+ScheduleName = Literal[
+    "none", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "zbv",
+    "interleaved_zb", "zeropp", "dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min",
+    "seq1f1b",
+]  # fmt: skip
+CHUNKED = ("interleaved_1f1b", "looped_bfs", "interleaved_zb", "zeropp", "hanayo", "seq1f1b")
+TWO_CHUNKS = ("zbv", "dualpipe", "dualpipev", "v_half", "v_min")
+
+
+def are_cuts(cuts: tuple[float, ...], stages: int, layers: int) -> bool:
+    """Whether the numbers are where ``stages`` stages begin and the last one ends. The pieces are
+    the embedding, ``layers`` blocks, and the head; a half is inside a block."""
+    rising = all(begin < end for begin, end in pairwise(cuts))
+    inside = all(1 <= cut < layers + 1 for cut in cuts if cut % 1)
+    return rising and inside and (len(cuts) - 1, cuts[0], cuts[-1]) == (stages, 0, layers + 2)
+
 
 # "fitted": constants of the cost model were fitted on the row's table. "adjusted": no constant was,
 # but a trait of its program, or a value that its source states, was chosen after the table's error
@@ -41,7 +180,7 @@ from zeropp.shape import Family, ModelShape
 # the source, and nobody measured it; such rows are priced, but no total of measurements counts
 # them.
 Role = Literal["fitted", "adjusted", "held_out", "computed"]
-Device = Literal["v100", "a100", "a800", "h100", "h800", "h200", "b200", "gb200", "stated"]
+DeviceName = Literal["v100", "a100", "a800", "h100", "h800", "h200", "b200", "gb200", "stated"]
 Precise = Literal[
     "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "int8", "fp4", "nvfp4", "mxfp4"
 ]  # of the products
@@ -91,7 +230,7 @@ class PublishedRow(BaseModel):
     seq: Count
     tied_embeddings: YesNo
     # Device and network; a blank cell means the value of the device's preset in ``conf/cluster``.
-    device: Device
+    device: DeviceName
     memory_gib: Decimal | None = None
     memory_bandwidth_gb_s: Decimal | None = None
     peak_bf16_tflops: Decimal | None = None
@@ -298,3 +437,83 @@ def _batch(row: PublishedRow) -> str:
 _CHECKS: tuple[Callable[[PublishedRow], str], ...] = (
     _metric, _shape, _degrees, _units, _device, _schedule, _batch,
 )  # fmt: skip
+
+
+# From CSV files to rows: a line becomes a row, or is refused with its column and value.
+
+
+PUBLISHED = CHECKOUT / "results" / "published"
+# Tables that are not of training runs and have other columns.
+OTHER_TABLES = (
+    "claims.csv", "gemm_efficiency.csv", "hardware.csv", "nccl_busbw.csv", "product_times.csv",
+)  # fmt: skip
+
+
+def training_tables() -> list[Path]:
+    """The tables of results/published that hold training runs."""
+    return [path for path in sorted(PUBLISHED.glob("*.csv")) if path.name not in OTHER_TABLES]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table: its ``cells``, and either the row or the reason why it was refused."""
+
+    place: str  # file and line
+    cells: dict[str, str]
+    row: PublishedRow | None
+    refusal: str = ""
+
+
+def read_rows(path: Path) -> list[Line]:
+    """All lines of a table. Raises SpecError, in one line, if the file cannot be read or if its
+    header does not have the columns of the schema."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            header, *rest = [*csv.reader(file, strict=True)] or [[]]
+    except OSError as error:
+        raise SpecError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SpecError(f"{path}: not a CSV file in UTF-8 ({error})") from None
+    _check_header(path, header)
+    return [_line(f"{path.name}:{n}", header, cells) for n, cells in enumerate(rest, 2) if cells]
+
+
+def _check_header(path: Path, header: list[str]) -> None:
+    for name in header:
+        if name not in COLUMNS:
+            near = difflib.get_close_matches(name, COLUMNS, 1)
+            meant = f"is {near[0]!r} meant?" if near else "docs/published_rows.md has the schema"
+            raise SpecError(f"{path}: column {name!r} is not known ({meant})")
+        if header.count(name) > 1:
+            raise SpecError(f"{path}: column {name!r} appears twice")
+    for name in COLUMNS:
+        if name not in header and name not in OPTIONAL:
+            raise SpecError(f"{path}: column {name!r} is missing (docs/published_rows.md)")
+
+
+def _line(place: str, header: list[str], cells: list[str]) -> Line:
+    named = dict(zip(header, cells, strict=False))
+    if len(cells) != len(header):
+        return Line(place, named, None, f"{len(cells)} cells, but {len(header)} columns")
+    try:
+        given = {name: cell for name, cell in named.items() if cell}
+        return Line(place, named, PublishedRow.model_validate(given))
+    except ValidationError as error:
+        return Line(place, named, None, _one_line(error))
+
+
+def _one_line(error: ValidationError) -> str:
+    """The mistake in one line: all columns that are blank but must not be; otherwise the first
+    column that is wrong, its value and what it must be."""
+    blank = [str(e["loc"][0]) for e in error.errors() if e["type"] == "missing"]
+    if blank:
+        return f"blank, but must be given: {', '.join(blank)}"
+    first = error.errors()[0]
+    what = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:
+        return what  # a check of several columns, which names them
+    column = first["loc"][0]
+    if first["type"] == "literal_error":
+        what = f"must be one of {first['ctx']['expected']}"
+    value = first["input"]
+    return what if what.startswith(f"{column}=") else f"{column}={value!r}: {what}"

@@ -6,8 +6,7 @@ import csv
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.studies.validation.errors import Errors, Predicted, errors_of
-from benchmarks.studies.validation.predict import Kind, Prediction
+from benchmarks.studies.validation.errors import Errors, Kind, Predicted, Prediction, errors_of
 from benchmarks.studies.validation.rows import COLUMNS, PublishedRow
 
 Cells = Mapping[str, str]

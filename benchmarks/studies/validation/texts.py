@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import csv
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
 
+import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from benchmarks.report import style
 from benchmarks.studies.validation.errors import (
     HEADER,
     Errors,
     Outcome,
+    first_of_runs,
     oom_line,
     predicted_rows,
     refusals,
 )
-from benchmarks.studies.validation.reader import Line
+from benchmarks.studies.validation.rows import COLUMNS, Line
 from zeropp.contender.contender import ZEROPP
 
 
@@ -52,3 +62,84 @@ def summary(outcomes: Sequence[Outcome], errors: Sequence[Errors]) -> str:
     for (table, reason), count in refusals(outcomes).most_common():
         text.append(f"refused: {count:4} of {table}: {reason}")
     return "\n".join([*text, oom_line(predicted), ZEROPP.caveat])
+
+
+# Writes the files of validation: all rows with predictions, the errors, and a picture.
+
+
+ANSWERS = ("place", "predicted", "relative_error", "fits", "first_of_run", "reason")
+
+
+def write(outcomes: Sequence[Outcome], errors: Sequence[Errors], out: Path) -> None:
+    """Write the three files of a validation into ``out``.
+
+    ``validation.csv`` has every input column, then the row's place, the prediction, the relative
+    error, whether the run is predicted to fit into memory, whether its run is counted by this row,
+    and the reason of a refusal. ``errors.csv`` has one line per kind and source.
+    ``validation.png`` shows predicted over published.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    first = {id(one.prediction) for one in first_of_runs(predicted_rows(outcomes))}
+    with (out / "validation.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*COLUMNS, *ANSWERS])
+        writer.writeheader()
+        for outcome in outcomes:
+            writer.writerow(outcome.line.cells | _answer(outcome, first))
+    with (out / "errors.csv").open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, [f.name for f in fields(Errors)])
+        table.writeheader()
+        table.writerows(error.cells() for error in errors)
+    _scatter(outcomes, out / "validation.png")
+
+
+def _answer(outcome: Outcome, first: set[int]) -> dict[str, str]:
+    prediction, place = outcome.prediction, {"place": outcome.line.place}
+    if prediction is None:
+        return place | {"reason": outcome.reason}
+    return place | {
+        "predicted": prediction.text,
+        "relative_error": f"{prediction.relative_error:.4f}",
+        "fits": "yes" if prediction.fits else "no",
+        "first_of_run": "yes" if id(prediction) in first else "no",
+    }
+
+
+def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Draw predicted / published over published: one panel per kind and unit, one colour and
+    marker per source, one dot per run. Numbers that nobody measured are marked as computed."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for one in first_of_runs(predicted_rows(outcomes)):
+        row, prediction = one.row, one.prediction
+        if prediction.kind != "oom":
+            quantity = {"time": "step time", "layer": "time of a block"}.get(
+                row.measure.kind, prediction.kind
+            )
+            name = f"{quantity}, published [{row.unit}]"
+            source = row.source + (" (computed)" if row.role == "computed" else "")
+            panels[name][source].append((row.measured, 1 + prediction.relative_error))
+    names = sorted(panels) or ["nothing predicted"]
+    sources = sorted({source for of_panel in panels.values() for source in of_panel})
+    looks = {  # colour and marker: matplotlib's cycle has ten colours
+        source: (f"C{number}", "o^sD"[number // 10 % 4]) for number, source in enumerate(sources)
+    }
+    figure, axes = style.panels(len(names))
+    highest = max([2.0] + [y for of in panels.values() for ps in of.values() for _, y in ps])
+    for axis, name in zip(axes, names, strict=True):
+        for source, points in panels[name].items():
+            x, y = zip(*points, strict=True)
+            colour, marker = looks[source]
+            axis.scatter(x, y, s=9, alpha=0.6, color=colour, marker=marker, label=source)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set(xscale="log", xlabel=name)
+        axis.set_ylim(0.4, 1.05 * highest)
+        low, high = axis.get_xlim()
+        wide = high > 100 * low  # more ticks than powers of ten would overlap
+        axis.xaxis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5)))
+        axis.xaxis.set_major_formatter("{x:,g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+    for axis in axes[:: style.COLUMNS]:
+        axis.set_ylabel("predicted / published")
+    entries = {s: Line2D([], [], linestyle="", color=c, marker=m) for s, (c, m) in looks.items()}
+    figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=2)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

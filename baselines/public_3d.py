@@ -1,0 +1,369 @@
+"""Public 3D programs that are priced but do not run here, and a bound that has all their parts.
+
+In: a ``Task`` and the program's knobs. Out: a ``Plan``. Read ``offers`` (what each program can be
+set to, by its released version), then the files that they share: ``knobs``, ``plan``, ``space``,
+``contender``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Annotated, Any, Literal, TypeVar
+
+from baselines.tensor_parallel import check_tensor_parallel
+from zeropp.cost import PlanPrice, cut_by_cost
+from zeropp.layout import InfeasibleError, Layout
+from zeropp.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
+from zeropp.plan import Plan, SizedPlan, Task
+from zeropp.planner import (
+    check_split_blocks,
+    check_stages,
+    microbatches_per_step,
+    recomputed_blocks,
+    resolve_degrees,
+)
+from zeropp.schedule import build, lower
+from zeropp.schedule.program import Schedule, loop_placement, unordered, v_placement
+from zeropp.tune.contender import Contender, Style
+from zeropp.tune.space import (
+    Point,
+    Space,
+    choices,
+    chunk_choices,
+    one_member,
+    placement_choices,
+    sequence_choices,
+    zero_choices,
+)
+
+# The settings of the public 3D programs. Imports no torch.
+
+
+Public3D = Literal["best_3d", "megatron_core", "megatron_deepspeed", "zero_bubble"]
+Public3DSchedule = Literal["1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Public3DKnobs:
+    """Settings of a public 3D program. A knob that is ``auto`` is chosen by the tuner, or by a
+    simple rule where the cluster has no prices (CPUs)."""
+
+    name: Public3D
+    tp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # tensor-parallel ranks
+    pp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # pipeline ranks
+    replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # data-parallel ranks
+    replicate_zero: Literal[0, 1] | Auto = "auto"  # 1: distributed optimizer
+    chunks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # virtual stages per rank (V)
+    schedule: Public3DSchedule | Auto = "auto"
+    sequence_parallel: bool | Auto = "auto"
+    recompute: Recompute | Auto = "auto"
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
+    placement: Placement | Auto = "auto"  # which ranks share a node
+    split_blocks: bool | Auto = "auto"  # a stage may end inside a block; auto: where it is searched
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class Best3DKnobs(Public3DKnobs):
+    """Settings of the bound that has the best of all public parts."""
+
+    name: Literal["best_3d"] = "best_3d"
+
+
+@dataclass(frozen=True)
+class MegatronCoreKnobs(Public3DKnobs):
+    """Settings of Megatron-Core."""
+
+    name: Literal["megatron_core"] = "megatron_core"
+
+
+@dataclass(frozen=True)
+class MegatronDeepSpeedKnobs(Public3DKnobs):
+    """Settings of Megatron-DeepSpeed of 2022."""
+
+    name: Literal["megatron_deepspeed"] = "megatron_deepspeed"
+
+
+@dataclass(frozen=True)
+class ZeroBubbleKnobs(Public3DKnobs):
+    """Settings of the zero-bubble fork of Megatron-LM."""
+
+    name: Literal["zero_bubble"] = "zero_bubble"
+
+
+# What each public 3D program can be set to, with the source. Imports no torch.
+
+
+_VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """One program's choices. ``program`` is its name in ``zeropp.programs``, whose traits set the
+    price; ``schedules`` gives the numbers of virtual stages per rank that each schedule may have.
+
+    ``recomputed`` are the schedules with which activations can be recomputed, in the ways of
+    ``recomputes``. ``interleaves_few``: interleaved schedules accept fewer microbatches than there
+    are pipeline ranks. ``split_blocks``: a stage may end inside a block.
+    """
+
+    program: str
+    schedules: Mapping[Public3DSchedule, tuple[int, ...]]
+    recomputed: frozenset[Public3DSchedule]
+    # Megatron's selective recomputation drops attention scores, which fused attention never keeps.
+    recomputes: tuple[Recompute, ...] = ("none", "full")
+    sequence_parallel: bool = True
+    interleaves_few: bool = False
+    split_blocks: bool = False
+    placements: tuple[Placement, ...] = ("dp_inner", "pp_inner")
+
+
+_MEGATRON_SCHEDULES: dict[Public3DSchedule, tuple[int, ...]] = {
+    "1f1b": (1,),
+    "interleaved_1f1b": _VIRTUAL_STAGES,
+}
+
+OFFERS: dict[Public3D, Offer] = {
+    # megatron/core/pipeline_parallel/schedules.py (core_v0.12): 1F1B and interleaved 1F1B, no
+    # split backward. Ranks are numbered tp-dp-pp, or tp-pp-dp with --use-tp-pp-dp-mapping.
+    "megatron_core": Offer(
+        program="megatron_core",
+        schedules=_MEGATRON_SCHEDULES,
+        recomputed=frozenset(_MEGATRON_SCHEDULES),
+    ),
+    # DeepSpeed's PipelineModule under Megatron's layers: plain 1F1B, no sequence parallelism.
+    "megatron_deepspeed": Offer(
+        program="megatron_deepspeed",
+        schedules={"1f1b": (1,)},
+        recomputed=frozenset({"1f1b"}),
+        sequence_parallel=False,
+        placements=("dp_inner",),
+    ),
+    # arXiv 2401.10241 and 2405.15362: ZB-H1 and ZB-V beside Megatron's own, all of them with
+    # recomputation (megatron/core/tensor_parallel/random.py: CheckpointFunction runs in B).
+    "zero_bubble": Offer(
+        program="controllable_memory",
+        schedules={**_MEGATRON_SCHEDULES, "zb_h1": (1,), "zbv": (2,)},
+        recomputed=frozenset({*_MEGATRON_SCHEDULES, "zb_h1", "zbv"}),
+        placements=("dp_inner",),
+    ),
+    # No existing program: the best of every public part at once.
+    "best_3d": Offer(
+        program="best_public_3d",
+        schedules={
+            **_MEGATRON_SCHEDULES,
+            "zb_h1": (1,),
+            "interleaved_zb": _VIRTUAL_STAGES,
+            "zbv": (2,),
+        },
+        recomputed=frozenset({*_MEGATRON_SCHEDULES, "zb_h1", "interleaved_zb", "zbv"}),
+        recomputes=("none", "selective", "full"),  # torch's selective checkpointing
+        interleaves_few=True,  # torch/distributed/pipelining/schedules.py: one round of them
+        split_blocks=True,  # torch's pipelining takes any module for a stage
+    ),
+}
+
+
+# The plan of a public 3D program: TP x PP x DP with one of its schedules. Imports no torch.
+
+
+_FIXED_CHUNKS = {"1f1b": 1, "zb_h1": 1, "zbv": 2}
+
+
+def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
+    """A plan of TP x PP x DP with ZeRO 0 or 1, with all sizes but without an order of actions.
+    Raises InfeasibleError, whose message is one line."""
+    schedule: Public3DSchedule = if_auto(knobs.schedule, "1f1b")
+    layout = replace(
+        resolve_degrees(task, replace(knobs, tp=if_auto(knobs.tp, 1))),
+        chunks=if_auto(knobs.chunks, _FIXED_CHUNKS.get(schedule, 2)),
+        replicate_zero=if_auto(knobs.replicate_zero, 0),
+        sequence_parallel=if_auto(knobs.sequence_parallel, False),
+        placement=if_auto(knobs.placement, "dp_inner"),
+    )
+    _check_offer(knobs, schedule)
+    split_blocks = if_auto(knobs.split_blocks, False)
+    check_split_blocks(task, knobs.split_blocks)
+    check_stages(task, layout, split_blocks=split_blocks)
+    check_tensor_parallel(task.shape, layout)
+    microbatches = microbatches_per_step(task, layout, microbatch_size)
+    _check_schedule(knobs, schedule, layout, microbatches)
+    pp, chunks = layout.pp, layout.chunks
+    placement = v_placement(pp) if schedule == "zbv" else loop_placement(pp, chunks)
+    plan = SizedPlan(
+        contender=knobs.name,
+        shape=task.shape,
+        layout=layout,
+        microbatch_size=microbatch_size,
+        schedule=unordered(schedule, placement, microbatches),
+        cuts=(),
+        program=OFFERS[knobs.name].program,
+        precision=task.precision,
+        recompute=if_auto(knobs.recompute, "none"),
+        recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
+        reduce_every="step",
+    )
+    return replace(plan, cuts=cut_by_cost(plan, task.cluster, split_blocks=split_blocks))
+
+
+def order(plan: SizedPlan, knobs: Public3DKnobs, price: PlanPrice) -> Iterator[Plan]:
+    """The plan with the programs of its schedule: one order, so this yields one plan."""
+    layout, m = plan.layout, plan.num_microbatches
+    group = _group(layout.pp, m)
+    schedule = _schedule(
+        plan.schedule.name,
+        num_ranks=layout.pp,
+        chunks=layout.chunks,
+        num_microbatches=m,
+        group=group,
+    )
+    yield plan.ordered(schedule)
+
+
+@lru_cache(maxsize=128)
+def _schedule(
+    name: str, *, num_ranks: int, chunks: int, num_microbatches: int, group: int
+) -> Schedule:
+    """A lowered schedule, cached, because many plans that differ in other degrees share it."""
+    order = build(
+        name, num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches, group=group
+    )
+    return lower(order, gather=False, reduce_every="step")
+
+
+def _check_offer(knobs: Public3DKnobs, schedule: Public3DSchedule) -> None:
+    offer = OFFERS[knobs.name]
+    if schedule not in offer.schedules:
+        known = ", ".join(offer.schedules)
+        raise InfeasibleError(
+            f"contender.schedule={schedule}: {knobs.name} does not have it (use one of {known})"
+        )
+    if knobs.recompute not in ("auto", *offer.recomputes):
+        known = ", ".join(offer.recomputes)
+        raise InfeasibleError(
+            f"contender.recompute={knobs.recompute}: {knobs.name} does not have it (use one of "
+            f"{known})"
+        )
+    if knobs.split_blocks is True and not offer.split_blocks:
+        raise InfeasibleError(
+            f"contender.split_blocks=true: {knobs.name} cuts between blocks (use false)"
+        )
+    if knobs.sequence_parallel is True and not offer.sequence_parallel:
+        raise InfeasibleError(
+            f"contender.sequence_parallel=true: {knobs.name} does not have it (use false)"
+        )
+
+
+def _check_schedule(
+    knobs: Public3DKnobs, name: Public3DSchedule, layout: Layout, num_microbatches: int
+) -> None:
+    pp, chunks = layout.pp, layout.chunks
+    fixed = _FIXED_CHUNKS.get(name, chunks)
+    if chunks != fixed:
+        raise InfeasibleError(
+            f"contender.chunks={chunks}: {name} has {fixed} per rank (use {fixed})"
+        )
+    if pp == 1 and name != "1f1b":
+        raise InfeasibleError(
+            f"contender.schedule={name}: one pipeline rank leaves nothing to schedule (use 1f1b)",
+            "no pipeline to schedule",
+        )
+    few = num_microbatches < pp and not OFFERS[knobs.name].interleaves_few
+    if name.startswith("interleaved") and few:
+        raise InfeasibleError(
+            f"contender.schedule={name}: {num_microbatches} microbatches per step and pipeline "
+            f"must be at least contender.pp={pp} (change global_batch)",
+            "fewer microbatches than pipeline ranks",
+        )
+
+
+def _group(pp: int, num_microbatches: int) -> int:
+    """The microbatches that interleaving sends through a chunk before the next chunk.
+
+    It is the smallest number that Megatron-Core allows (``microbatch_group_size_per_vp_stage``): at
+    least P, and the last group has none or at least P. Programs that interleave fewer than P
+    microbatches send all of them.
+    """
+    groups = range(min(pp, num_microbatches), num_microbatches + 1)
+    return next(size for size in groups if (left := num_microbatches % size) == 0 or left >= pp)
+
+
+# What the tuner tries for a public 3D program. Imports no torch.
+
+
+P = TypeVar("P", bound=Public3DKnobs)
+
+
+def families(point: Point[P]) -> Iterator[P]:
+    """All knobs to try at a point that the program can have, none of them ``auto``."""
+    asked, degrees = point.asked, point.degrees
+    offer = OFFERS[asked.name]
+    sequences = sequence_choices(asked.sequence_parallel, degrees)
+    placements = placement_choices(asked.placement, point)
+    for zero, sequence, placement, schedule in product(
+        zero_choices(asked.replicate_zero, degrees),
+        sequences if offer.sequence_parallel else (False,),
+        [placement for placement in placements if placement in offer.placements],
+        [s for s in choices(asked.schedule, offer.schedules) if s in offer.schedules],
+    ):
+        kinds = offer.recomputes if schedule in offer.recomputed else offer.recomputes[:1]
+        for chunks, recompute, blocks in chunk_choices(point, offer.schedules[schedule], kinds):
+            yield replace(
+                asked,
+                tp=degrees.tp,
+                pp=degrees.pp,
+                replicate=degrees.replicate,
+                replicate_zero=zero,
+                chunks=chunks,
+                schedule=schedule,
+                sequence_parallel=sequence,
+                recompute=recompute,
+                recompute_blocks=blocks,
+                placement=placement,
+                split_blocks=if_auto(
+                    asked.split_blocks, offer.split_blocks and not point.task.shape.dropout
+                ),
+            )
+
+
+SPACE: Space[Any] = Space(families=families, members=one_member, tensor=True)
+
+
+# The entries of the public 3D programs in the registry of contenders; none of them runs here.
+
+
+def _priced(name: Public3D, label: str, style: Style, knobs: type[P]) -> Contender[P]:
+    return Contender(
+        name=name, label=label, style=style, knobs=knobs, size=size, order=order, space=SPACE
+    )
+
+
+MEGATRON_CORE = _priced(
+    "megatron_core",
+    "Megatron-Core",
+    Style(colour="#56B4E9", hatch="++", dashes=(0, (3, 1)), marker="P"),
+    MegatronCoreKnobs,
+)
+MEGATRON_DEEPSPEED = _priced(
+    "megatron_deepspeed",
+    "Megatron-DeepSpeed 2022",
+    Style(colour="#999999", hatch="--", dashes=(0, (4, 2)), marker="X"),
+    MegatronDeepSpeedKnobs,
+)
+ZERO_BUBBLE = _priced(
+    "zero_bubble",
+    "zero-bubble fork",
+    Style(colour="#F0E442", hatch="xx", dashes=(0, (2, 1)), marker="*"),
+    ZeroBubbleKnobs,
+)
+_BEST_3D = _priced(
+    "best_3d",
+    "3D, all public parts",
+    Style(colour="#E69F00", hatch="\\\\", dashes="-", marker="v"),
+    Best3DKnobs,
+)
+BEST_3D = replace(_BEST_3D, search_effort=2)

@@ -1,0 +1,472 @@
+"""Maps of speed-ups over models and GPU counts, one map per contender."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from benchmarks.report import style
+from benchmarks.report.frame import CELL, best_configuration, best_or_failed
+from benchmarks.report.headline import BASE, paired_speedups
+
+# A figure with its caption, and how it is written to files.
+
+
+_SHOWN_PT, _LETTER_IN = 7.5, 0.06  # the line below a figure: size, and room per letter
+PANEL = ["evidence", "basis", "cluster", "precision", "model", "global_batch", "seq"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """One figure. ``section`` is its heading on the page, ``name`` its file name without suffix,
+    and ``shown`` a line below the panels that says what they show, so that the file can be passed
+    on without its caption."""
+
+    section: str
+    name: str
+    caption: str
+    figure: Figure
+    shown: str = ""
+
+
+@dataclass(frozen=True)
+class SavedPicture:
+    """A picture that is on disk; its figure was closed, because figures take much memory."""
+
+    section: str
+    name: str
+    caption: str
+    paths: tuple[Path, Path]  # PNG, SVG
+
+
+def say_what_it_shows(picture: Picture) -> None:
+    """Put the picture's own line below its figure, once, folded to the figure's width."""
+    if picture.shown:
+        letters = int((picture.figure.get_figwidth() - 0.2) / _LETTER_IN)
+        text = textwrap.fill(picture.shown, letters)
+        picture.figure.supxlabel(text, fontsize=_SHOWN_PT, color="#555555", x=0.01, ha="left")
+
+
+def save(picture: Picture, out: Path) -> SavedPicture:
+    """Write PNG (200 dots per inch) and SVG, and release the figure.
+
+    The panels are arranged once for both; by default matplotlib would do it twice per file.
+    """
+    say_what_it_shows(picture)
+    engine = picture.figure.get_layout_engine()
+    if engine is not None:
+        picture.figure.set_dpi(plt.rcParams["savefig.dpi"])  # the width of text depends on it
+        engine.execute(picture.figure)
+        picture.figure.set_layout_engine(None)
+    paths = (out / f"{picture.name}.png", out / f"{picture.name}.svg")
+    png, svg = paths
+    picture.figure.savefig(png, pil_kwargs={"compress_level": 1})  # 10 % larger, but much faster
+    picture.figure.savefig(svg, metadata={"Date": None})  # equal pictures give equal files
+    plt.close(picture.figure)
+    return SavedPicture(picture.section, picture.name, picture.caption, paths)
+
+
+def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """(suffix for file names, words for captions, rows) per kind of evidence and cluster.
+
+    No figure mixes kinds of evidence or clusters, except for those that compare them.
+    """
+    keys = ["evidence", "basis", "cluster"]
+    for (evidence, basis, cluster), mine in rows.groupby(keys, sort=True):
+        kind = [str(word) for word in (evidence, basis) if word]
+        suffix = "_".join([*kind, str(cluster)]).replace(" ", "_")
+        where = style.cluster_label(str(cluster))
+        yield suffix, f"{', '.join(kind)} on {where}", mine
+
+
+def panel_title(panel: pd.DataFrame) -> str:
+    """Model, batch and sequence length of the rows of one panel."""
+    row = panel.iloc[0]
+    name = style.model_label(row["model"])
+    return f"{name}, batch {row['global_batch']} x {row['seq']}, {row['precision']}"
+
+
+# Bar charts of throughput and of memory.
+#
+# There is one panel per model and batch, in it one group of bars per GPU count, and one bar per
+# contender in its fastest configuration. If none succeeded, a word says why.
+
+
+MAX_PANELS = 6  # nobody reads a figure with more
+
+_MEMORY = {
+    "allocated": "peak allocated, fullest {worker} [GiB]",
+    "resident": "peak resident above start,\nfullest {worker} [GiB]",
+    "predicted": "predicted peak, fullest {worker} [GiB]",
+}
+
+
+def bars(rows: pd.DataFrame) -> Iterator[Picture]:
+    """One figure of throughput and one of memory per kind of evidence and cluster."""
+    for suffix, said, mine in by_evidence(best_or_failed(rows)):
+        worker = style.worker_word(mine)
+        if mine["tokens_per_s_per_gpu"].notna().any():
+            yield Picture(
+                section="Throughput",
+                name=f"throughput_{suffix}",
+                caption=f"Tokens per second and {worker}, {said}{_intervals(mine)}."
+                f"{_left_out(mine)}",
+                figure=_panels(mine, "tokens_per_s_per_gpu", f"tokens/s/{worker}", style.tokens),
+                shown=style.shown(mine),
+            )
+        for kind, known in mine[mine["peak_gib"].notna()].groupby("memory_kind"):
+            yield Picture(
+                section="Memory",
+                name=f"memory_{suffix}_{kind}",
+                caption=f"Peak memory of the fullest {worker} ({kind}), {said}.{_left_out(known)}",
+                figure=_panels(
+                    known, "peak_gib", _MEMORY[str(kind)].format(worker=worker), style.gib
+                ),
+                shown=style.shown(known),
+            )
+
+
+def _intervals(rows: pd.DataFrame) -> str:
+    """The words that explain error bars, which only measured values have."""
+    measured = rows["evidence"].iloc[0] == "measured"
+    return ": medians with 95 % bootstrap intervals" if measured else ""
+
+
+def _left_out(rows: pd.DataFrame) -> str:
+    panels = rows.groupby(PANEL).ngroups
+    return f" The first {MAX_PANELS} of {panels} panels." if panels > MAX_PANELS else ""
+
+
+def _panels(rows: pd.DataFrame, column: str, label: str, form: style.Form) -> Figure:
+    """One panel per model and batch, each with a scale of its own."""
+    groups = [panel for _, panel in rows.groupby(PANEL, sort=False)][:MAX_PANELS]
+    figure, axes = style.panels(len(groups))
+    for number, (axis, panel) in enumerate(zip(axes, groups, strict=True)):
+        _bars(axis, panel, column, form)
+        axis.set_title(panel_title(panel))
+        axis.set_xlabel(f"{style.worker_word(panel)}s")
+        if number % style.COLUMNS == 0:
+            axis.set_ylabel(label)
+    style.legend(figure, axes)
+    return figure
+
+
+def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: style.Form) -> None:
+    counts = sorted(rows["num_gpus"].unique())
+    contenders = style.ordered(rows["contender"])
+    width = 0.84 / len(contenders)
+    turn = 90 if len(counts) * len(contenders) > 6 else 0
+    for number, contender in enumerate(contenders):
+        mine = rows[rows["contender"] == contender].set_index("num_gpus").reindex(counts)
+        places = np.arange(len(counts)) + (number - (len(contenders) - 1) / 2) * width
+        values = mine[column].to_numpy(dtype=float)
+        drawn = axis.bar(
+            places,
+            np.nan_to_num(values),
+            width * 0.92,
+            yerr=errors(mine, column),
+            label=style.contender_label(contender),
+            color=style.colour(contender),
+            hatch=style.hatch(contender),
+            edgecolor="white",
+            error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#333333"},
+        )
+        texts = [_text(v, s, form) for v, s in zip(values, mine["status"], strict=True)]
+        # The text lies inside the panel, so it must not change the arrangement of the figure.
+        axis.bar_label(drawn, texts, padding=3, fontsize=8, rotation=turn, in_layout=False)
+    axis.set_xticks(np.arange(len(counts)), [str(count) for count in counts])
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.margins(y=0.35 if turn else 0.22)
+    axis.set_ylim(bottom=0)
+
+
+def _text(value: float, status: object, form: style.Form) -> str:
+    """The number above a bar, or a word such as ``OOM`` if there is no bar."""
+    if not np.isnan(value):
+        over = status not in ("ok", None)  # the predicted peak is larger than the device's memory
+        return f"{form(value)} {style.status_label(str(status))}" if over else form(value)
+    return style.status_label(str(status)) if isinstance(status, str) and status != "ok" else ""
+
+
+def errors(rows: pd.DataFrame, column: str) -> np.ndarray | None:
+    """The distances of the intervals' ends from the values, [2, rows]; None if there are none."""
+    if f"{column}_low" not in rows or not rows[f"{column}_low"].notna().any():
+        return None
+    low, high = rows[f"{column}_low"], rows[f"{column}_high"]
+    ends = np.array([rows[column] - low, high - rows[column]], dtype=float)
+    distances: np.ndarray = np.nan_to_num(np.maximum(ends, 0.0))
+    return distances
+
+
+# Curves over GPU counts: throughput and PFLOP/s of the whole job, and scaling efficiency.
+
+
+_SERIES = ["parameters", "model", "seq", "precision"]
+_KINDS = {"strong": "global_batch", "weak": "batch_per_gpu"}
+
+
+def scaling_curves(rows: pd.DataFrame) -> Iterator[Picture]:
+    """Tokens per second, model PFLOP/s of all GPUs, and efficiency over the GPU count.
+
+    There are figures for strong scaling (the batch stays the same) and for weak scaling (the batch
+    grows with the GPUs), each where there are at least two GPU counts.
+    """
+    best = best_configuration(rows)
+    best = best.assign(batch_per_gpu=best["global_batch"] / best["num_gpus"])
+    for suffix, said, mine in by_evidence(best):
+        for kind, key in _KINDS.items():
+            groups = [
+                (_title(panel, key), panel)
+                for _, panel in mine.groupby([*_SERIES, key], sort=True, dropna=False)
+                if panel["num_gpus"].nunique() > 1
+            ]
+            if groups:
+                worker, kept = style.worker_word(mine), groups[: style.COLUMNS]
+                more = f" {len(groups) - len(kept)} more series are left out."
+                yield Picture(
+                    section="Scaling",
+                    name=f"scaling_{kind}_{suffix}",
+                    caption=f"{kind.capitalize()} scaling, {said}: tokens per second and model "
+                    f"PFLOP/s of the whole job, and throughput per {worker} over that at the "
+                    f"contender's smallest {worker} count." + more * (len(groups) > len(kept)),
+                    figure=_curves(kept),
+                    shown=style.shown(pd.concat([panel for _, panel in kept])),
+                )
+
+
+def _title(panel: pd.DataFrame, key: str) -> str:
+    worker = style.worker_word(panel)
+    unit = "batch" if key == "global_batch" else f"sequences per {worker}:"
+    return f"{style.model_label(panel['model'].iloc[0])}, {unit} {panel[key].iloc[0]:g}"
+
+
+def _curves(groups: list[tuple[str, pd.DataFrame]]) -> Figure:
+    """One column of panels per series: throughput, PFLOP/s if known, efficiency."""
+    known = any(panel["model_tflops_per_gpu"].notna().any() for _, panel in groups)
+    on_cpu = all(panel["on_cpu"].all() for _, panel in groups)
+    lines = ["tokens/s", *(["model PFLOP/s"] if known and not on_cpu else []), "efficiency [%]"]
+    figure, flat = style.panels(
+        len(lines) * len(groups), columns=len(groups), width=4.6, height=2.8
+    )
+    for column, (title, panel) in enumerate(groups):
+        axes = [flat[line * len(groups) + column] for line in range(len(lines))]
+        axes[0].set_title(title)
+        for axis, label in zip(axes, lines, strict=True):
+            _series(axis, label, panel)
+            if column == 0:
+                axis.set_ylabel(label)
+        axes[-1].set_xlabel(f"{style.worker_word(panel)}s")
+    return figure
+
+
+def _series(axis: Axes, label: str, panel: pd.DataFrame) -> None:
+    """Draw one quantity of every contender over the GPU counts, with names at the curves' ends."""
+    ends: list[tuple[float, float, str, str]] = []
+    for contender in style.ordered(panel["contender"]):
+        mine = panel[panel["contender"] == contender].sort_values("num_gpus")
+        gpus, per_gpu, tflops = (
+            mine[c].to_numpy(float)
+            for c in ("num_gpus", "tokens_per_s_per_gpu", "model_tflops_per_gpu")
+        )
+        values = {
+            "tokens/s": gpus * per_gpu,
+            "model PFLOP/s": gpus * tflops / 1000,
+            "efficiency [%]": 100 * per_gpu / per_gpu[0],
+        }[label]
+        bounds = errors(mine, "tokens_per_s_per_gpu") if label == "tokens/s" else None
+        scaled = None if bounds is None else gpus * bounds
+        axis.errorbar(gpus, values, scaled, capsize=2, **style.line(contender))
+        ends.append(
+            (gpus[-1], values[-1], style.contender_label(contender), style.colour(contender))
+        )
+    if label.startswith("efficiency"):
+        axis.axhline(100, color=style.NEUTRAL, linewidth=0.8)
+        axis.margins(y=0.08)
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    _gpu_axis(axis, sorted(panel["num_gpus"].unique()))
+    style.label_ends(axis, ends)
+
+
+def _gpu_axis(axis: Axes, counts: list[int]) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(counts, [str(count) for count in counts])
+    axis.minorticks_off()
+    axis.set_ylim(bottom=0)
+
+
+# Loss curves of contenders that trained on the same batches, and how far the curves differ.
+
+
+_SAME_BATCHES = [*PANEL, "data_seed"]
+
+
+def loss_curves(rows: pd.DataFrame) -> Iterator[Picture]:
+    """Losses over all steps, warm-up included, where two contenders or topologies trained on the
+    same batches from the same initial parameters."""
+    best = best_configuration(rows)
+    best = best[best["losses"].map(len) > 1]
+    for suffix, said, mine in by_evidence(best):
+        groups = [panel for _, panel in mine.groupby(_SAME_BATCHES, sort=False) if len(panel) > 1]
+        if groups:
+            yield Picture(
+                section="Loss",
+                name=f"loss_{suffix}",
+                caption=f"Training loss, {said}: every contender of a panel, at the smallest and "
+                "the largest rank count, saw the same batches. Below, the distance from the first "
+                "curve of the panel: rounding, if all is well.",
+                figure=_loss_curves(groups[: style.COLUMNS]),
+                shown=style.shown(pd.concat(groups[: style.COLUMNS])),
+            )
+
+
+def _loss_curves(groups: list[pd.DataFrame]) -> Figure:
+    figure, flat = style.panels(2 * len(groups), columns=len(groups), width=4.8)
+    top, bottom = flat[: len(groups)], flat[len(groups) :]
+    for upper, lower, panel in zip(top, bottom, groups, strict=True):
+        extremes = {panel["num_gpus"].min(), panel["num_gpus"].max()}  # more curves would overlap
+        panel = panel[panel["num_gpus"].isin(extremes)]
+        lines = [row for _, row in panel.sort_values(["num_gpus", "contender"]).iterrows()]
+        base = np.asarray(lines[0]["losses"])
+        for number, row in enumerate(lines):
+            losses = np.asarray(row["losses"])
+            look = style.line(row["contender"]) | {"markevery": (number % 4, 4), "markersize": 5}
+            look["linewidth"] = 1 + 1.5 * (len(lines) - number) / len(lines)  # the first is widest
+            steps = np.arange(1, len(losses) + 1)
+            upper.plot(steps, losses, alpha=0.8, **look)
+            shared = min(len(base), len(losses))
+            error = np.abs(losses[:shared] - base[:shared]) / base[:shared]
+            if number:
+                lower.plot(steps[:shared], error, **(look | {"markevery": 1, "markersize": 3}))
+        upper.set_title(panel_title(panel))
+        lower.set_ylim(bottom=0)
+        lower.set_xlabel("step")
+        for axis in (upper, lower):
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        style.label_ends(upper, _ends(lines))
+    top[0].set_ylabel("loss [nats/token]")
+    bottom[0].set_ylabel("relative distance\nfrom the first curve")
+    return figure
+
+
+def _ends(lines: list[pd.Series]) -> list[tuple[float, float, str, str]]:
+    """One name per contender, with its rank counts, at the end of the first of its curves."""
+    ends = []
+    for contender in style.ordered(row["contender"] for row in lines):
+        mine = [row for row in lines if row["contender"] == contender]
+        counts = " and ".join(dict.fromkeys(str(row["num_gpus"]) for row in mine))
+        losses, name = (
+            mine[0]["losses"],
+            f"{style.contender_label(contender)}, {counts} ranks",
+        )
+        ends.append((float(len(losses)), float(losses[-1]), name, style.colour(contender)))
+    return ends
+
+
+MAX_LINES = 16  # lines of a map; the table has all
+_DIVERGING = LinearSegmentedColormap.from_list("speedup", [style.WARM, "#f7f7f7", style.COOL])
+
+
+def speedup_maps(rows: pd.DataFrame, base: str = BASE) -> Iterator[Picture]:
+    """Throughput divided by the base's, for models and GPU counts: one map per contender other than
+    the base. Cells in which either of the two failed say so."""
+    pairs = paired_speedups(rows, base)
+    if pairs.empty:
+        return
+    failed = _failures(rows, base)
+    over = style.contender_label(base)
+    for suffix, said, mine in by_evidence(pairs):
+        reach = max(0.1, float(np.abs(np.log2(mine["speedup"].to_numpy(dtype=float))).max()))
+        for contender in style.ordered(mine["contender"]):
+            label = style.contender_label(contender)
+            kinds = ["evidence", "basis", "cluster", "contender"]
+            ours = mine[mine["contender"] == contender]
+            lost = failed.merge(ours[kinds].drop_duplicates(), on=kinds)
+            yield Picture(
+                section="Speed-up",
+                name=f"speedup_{contender}_{suffix}",
+                caption=f"Throughput of {label} over {over} in the same cell, {said}. Above 1 "
+                f"{label} is faster" + _doubts(mine),
+                figure=_map(pd.concat([ours, lost]), f"{label} over {over}, × throughput", reach),
+                shown=style.shown(ours),
+            )
+
+
+def _failures(rows: pd.DataFrame, base: str) -> pd.DataFrame:
+    """The cells in which the base or a contender failed; ``text`` says which one and how."""
+    best = best_or_failed(rows)
+    bases = best[best["contender"] == base]
+    both = best[best["contender"] != base].merge(bases, on=CELL, suffixes=("", "_base"))
+    both = both[(both["status"] != "ok") | (both["status_base"] != "ok")]
+    over = style.contender_label(base)
+    texts = [
+        style.status_label(row["status"])
+        if row["status"] != "ok"
+        else f"{over}\n{style.status_label(row['status_base'])}"
+        for row in both.to_dict("records")
+    ]
+    kept = both[[*CELL, "contender", "on_cpu", "parameters"]]
+    return kept.assign(text=texts, speedup=np.nan)
+
+
+def _doubts(rows: pd.DataFrame) -> str:
+    """The caption's words on intervals and doubts, for maps of measured ratios."""
+    if rows["evidence"].iloc[0] != "measured":
+        return "."
+    return (
+        "; in brackets the 95 % bootstrap interval. ~ marks a ratio whose interval includes 1 or "
+        "whose samples spread too far to say."
+    )
+
+
+def _cell_text(row: Mapping[Any, Any]) -> str:
+    if isinstance(row.get("text"), str):
+        return str(row["text"])
+    number = ("~" if row["unsure"] is True else "") + style.ratio(row["speedup"])
+    low, high = row["speedup_low"], row["speedup_high"]
+    return number if np.isnan(low) else f"{number}\n[{style.ratio(low)}, {style.ratio(high)}]"
+
+
+def _map(rows: pd.DataFrame, title: str, reach: float) -> Figure:
+    """Draw one map. ``reach`` is the logarithm (base 2) of the ratio at the ends of the colour
+    scale, which is the same for all contenders."""
+    table = rows.sort_values(["parameters", "model", "global_batch"], kind="stable")
+    names = table["model"].map(style.model_label)
+    table = table.assign(
+        line=names + ", batch " + table["global_batch"].astype(str),
+        shown=[_cell_text(row) for row in table.to_dict("records")],
+    ).drop_duplicates(["line", "num_gpus"], keep="last")
+    lines = table["line"].unique()[:MAX_LINES]
+    values, texts = (
+        table.pivot(index="line", columns="num_gpus", values=name).reindex(lines)
+        for name in ("speedup", "shown")
+    )
+    size = (2.6 + 0.95 * values.shape[1], 1.2 + 0.48 * values.shape[0])
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    norm = TwoSlopeNorm(0.0, -reach, reach)
+    logs = np.log2(values.to_numpy(dtype=float))
+    image = axis.imshow(logs, cmap=_DIVERGING, norm=norm, aspect="auto")
+    axis.set_facecolor("#e4e4e4")  # cells that failed
+    for (i, j), text in np.ndenumerate(texts.to_numpy()):
+        if isinstance(text, str):
+            ink = "white" if abs(logs[i, j]) > 0.6 * reach else "black"
+            drawn = axis.text(j, i, text, ha="center", va="center", fontsize=8.5, color=ink)
+            drawn.set_in_layout(False)
+    axis.set_xticks(range(values.shape[1]), [str(count) for count in values.columns])
+    axis.set_yticks(range(values.shape[0]), list(values.index))
+    axis.set_xlabel(f"{style.worker_word(rows)}s")
+    axis.set_title(title)
+    axis.grid(False)
+    bar = figure.colorbar(image, ax=axis, format=lambda x, _: f"{2**x:.2f}")
+    bar.set_label("speed-up")
+    return figure

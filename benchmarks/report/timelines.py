@@ -1,0 +1,288 @@
+"""Pictures of one step of each contender, and Perfetto traces, from the spans in records."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from benchmarks.records.record import read_record
+from benchmarks.report import style
+from benchmarks.report.charts import Picture, by_evidence
+from benchmarks.report.frame import CELL, best_configuration
+from benchmarks.specification.contenders import PRICED
+from zeropp.schedule.program import Action, Op, parse_action
+from zeropp.timeline import Span, Timeline, timeline_from_rows
+
+# The picture of a step: one row per pipeline rank, boxes for compute, strips for communication.
+#
+# It takes timelines, simulated or measured; several are drawn below each other on one time axis, so
+# that they can be compared. Later chunks of a rank are darker. A box shows its microbatch if there
+# is room. Spans must have the names of actions in text form (``3F1``); others (``optimizer``) are
+# grey.
+
+
+_COLOURS = {
+    Op.FORWARD: "#56B4E9",
+    Op.BACKWARD_INPUT: "#E69F00",
+    Op.BACKWARD_WEIGHT: "#009E73",
+    Op.FULL_BACKWARD: "#D55E00",
+}
+_WORDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD_INPUT: "backward, input",
+    Op.BACKWARD_WEIGHT: "backward, weight",
+    Op.FULL_BACKWARD: "full backward",
+}
+_STRIPS = {
+    "gather": ("#0072B2", 0.66, "gather"),
+    "reduce": ("#CC79A7", 0.76, "reduce"),
+    "transfer": ("#444444", 0.86, "transfer"),
+}
+_OTHER, _BUBBLE = "#999999", "#e9e9e9"
+_BOX_HEIGHT, _STRIP_HEIGHT = 0.64, 0.09
+_WIDTH_IN, _ROW_IN = 13.0, 0.36
+_Colour = tuple[float, float, float]
+_LETTER_IN = 0.085  # width of one digit of a box's number, in inches
+
+
+def timeline_figure(timelines: Sequence[Timeline], time_unit: str = "s") -> Figure:
+    """One panel per timeline on a common time axis; ``time_unit`` labels the axis."""
+    rows = [max(1, len(t.ranks)) for t in timelines]
+    figure = Figure(figsize=(_WIDTH_IN, _ROW_IN * sum(rows) + 0.75 * len(rows) + 0.7))
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots(
+        len(rows), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": rows}
+    )
+    end = max(timeline.step_s for timeline in timelines)
+    used: dict[str, str] = {}
+    for axis, timeline in zip(axes[:, 0], timelines, strict=True):
+        _draw(axis, timeline, end, used)
+    axes[-1, 0].set_xlabel(f"time [{time_unit}]")
+    others = [word for word, colour in used.items() if colour == _OTHER]
+    order = [*_WORDS.values(), *others, *(word for _, _, word in _STRIPS.values())]
+    shown = sorted(used, key=order.index)
+    patches = [Patch(facecolor=used[word], label=word) for word in shown]
+    patches.append(Patch(facecolor=_BUBBLE, edgecolor="#cccccc", label="idle (bubble)"))
+    figure.legend(handles=patches, loc="outside upper center", ncols=len(patches))
+    return figure
+
+
+def _draw(axis: Axes, timeline: Timeline, end: float, used: dict[str, str]) -> None:
+    row = {rank: number for number, rank in enumerate(timeline.ranks)}
+    shade_of = _shades(timeline)
+    boxes = _Boxes()
+    for number in row.values():
+        boxes.add(0, timeline.step_s, top=number, height=_BOX_HEIGHT, face=to_rgb(_BUBBLE))
+    for span in timeline.spans:
+        if span.lane == "compute":
+            _draw_compute(
+                axis, boxes, span, row=row[span.rank], end=end, shade_of=shade_of, used=used
+            )
+        elif span.lane in _STRIPS:
+            colour, offset, word = _STRIPS[span.lane]
+            used[word] = colour
+            place = row[span.rank] + offset
+            boxes.add(
+                span.start_s, span.end_s, top=place, height=_STRIP_HEIGHT, face=to_rgb(colour)
+            )
+    boxes.draw(axis)
+    axis.set_title(f"{timeline.title}  ({timeline.provenance})", loc="left")
+    axis.set_xlim(0, end)
+    axis.set_ylim(len(row), -0.15)
+    axis.set_yticks([n + _BOX_HEIGHT / 2 for n in row.values()], [f"rank {r}" for r in row])
+    axis.tick_params(axis="y", length=0)
+    axis.spines["left"].set_visible(False)
+    axis.grid(False)
+
+
+@dataclass
+class _Boxes:
+    """All boxes of a panel, drawn as one collection, since one artist per box would be much
+    slower."""
+
+    corners: list[list[tuple[float, float]]] = field(default_factory=list)
+    faces: list[_Colour] = field(default_factory=list)
+    edges: list[float] = field(default_factory=list)  # points
+
+    def add(
+        self,
+        start: float,
+        end: float,
+        *,
+        top: float,
+        height: float,
+        face: _Colour,
+        edge: float = 0.0,
+    ) -> None:
+        """Add a box from ``start`` to ``end`` seconds, with a white edge of ``edge`` points."""
+        low = top + height
+        self.corners.append([(start, top), (end, top), (end, low), (start, low)])
+        self.faces.append(face)
+        self.edges.append(edge)
+
+    def draw(self, axis: Axes) -> None:
+        """Draw all boxes on the axis; later ones cover earlier ones."""
+        axis.add_collection(
+            PolyCollection(
+                self.corners, facecolors=self.faces, edgecolors="white", linewidths=self.edges
+            )
+        )
+
+
+def _draw_compute(
+    axis: Axes,
+    boxes: _Boxes,
+    span: Span,
+    *,
+    row: int,
+    end: float,
+    shade_of: dict[tuple[int, int], float],
+    used: dict[str, str],
+) -> None:
+    action = _parse(span)
+    width = span.end_s - span.start_s
+    if action is None:
+        used[span.action] = _OTHER
+        face = to_rgb(_OTHER)
+    else:
+        used[_WORDS[action.op]] = _COLOURS[action.op]
+        face = _shaded(_COLOURS[action.op], shade_of[span.rank, action.stage])
+    inches = width / end * (_WIDTH_IN - 1)
+    edge = min(0.6, 7 * inches)  # a wider edge would hide a narrow box
+    boxes.add(span.start_s, span.end_s, top=row, height=_BOX_HEIGHT, face=face, edge=edge)
+    label = "" if action is None else str(action.microbatch)
+    if label and inches > _LETTER_IN * len(label):
+        middle = (span.start_s + width / 2, row + _BOX_HEIGHT / 2)
+        number = axis.annotate(label, middle, ha="center", va="center_baseline", fontsize=7)
+        number.set_in_layout(False)
+
+
+def _shades(timeline: Timeline) -> dict[tuple[int, int], float]:
+    """The shade of every (rank, stage) that computes: from 0 for a rank's first chunk to 1 for its
+    last."""
+    stages: dict[int, set[int]] = {}
+    for span in timeline.spans:
+        action = _parse(span) if span.lane == "compute" else None
+        if action is not None:
+            stages.setdefault(span.rank, set()).add(action.stage)
+    return {
+        (rank, stage): number / max(1, len(mine) - 1)
+        for rank, mine in stages.items()
+        for number, stage in enumerate(sorted(mine))
+    }
+
+
+def _parse(span: Span) -> Action | None:
+    try:
+        action = parse_action(span.action)
+    except ValueError:
+        return None
+    return action if action.op.is_compute else None
+
+
+def _shaded(colour: str, shade: float) -> _Colour:
+    """A colour between the lightened one (shade 0) and the plain one (shade 1)."""
+    white = 0.5 * (1 - shade)
+    red, green, blue = (part + (1 - part) * white for part in to_rgb(colour))
+    return red, green, blue
+
+
+MAX_RANKS = 8  # most pipeline ranks in a picture
+_RECORDED = " The recorded step is one after the timed ones, and recording slows it."
+
+
+def step_timelines(rows: pd.DataFrame, *, every: bool = False) -> Iterator[Picture]:
+    """One step of all contenders of a cell on one time axis.
+
+    Only the smallest of the cells with the most contenders is drawn, because drawing takes long;
+    ``every`` draws all cells.
+    """
+    for suffix, said, mine in by_evidence(_with_spans(rows)):
+        for cell in _cells(mine, every=every):
+            first = cell.iloc[0]
+            name = f"timeline_{first['model']}_{first['num_gpus']}_{first['global_batch']}_{suffix}"
+            yield _picture(name, said, cell)
+
+
+def _cells(rows: pd.DataFrame, *, every: bool) -> list[pd.DataFrame]:
+    """The cells to draw, those with most contenders first, then the smallest."""
+    cells = [cell for _, cell in rows.groupby(CELL, sort=False)]
+    ordered = sorted(cells, key=lambda cell: (-len(cell), cell["num_gpus"].iloc[0]))
+    return ordered if every else ordered[:1]
+
+
+def _picture(name: str, said: str, cell: pd.DataFrame) -> Picture:
+    first = cell.iloc[0]
+    by_name = {row["contender"]: row for row in cell.to_dict("records")}
+    timelines = [_shown(timeline_of(by_name[contender])) for contender in style.ordered(by_name)]
+    return Picture(
+        section="Timelines",
+        name=name,
+        caption=f"One step on one time axis: {style.model_label(first['model'])}, "
+        f"{first['num_gpus']} {style.worker_word(cell)}s, "
+        f"batch {first['global_batch']}, {said}. Boxes are compute (darker: later chunks; "
+        "numbers: microbatches), strips below them gathers, reductions and transfers; grey is idle."
+        + (_unrecorded(list(by_name)) if first["evidence"] == "measured" else ""),
+        figure=timeline_figure(timelines),
+        shown=style.shown(cell),
+    )
+
+
+def _unrecorded(contenders: list[str]) -> str:
+    """The caption's words on communication that torch's runtimes start themselves, so that recorded
+    steps do not show it."""
+    hidden = [
+        f"{known.unrecorded} of {known.label}"
+        for name, known in sorted(PRICED.items())
+        if name in contenders and known.unrecorded
+    ]
+    said = f" Not recorded, and so grey: {', '.join(hidden)}." if hidden else ""
+    return _RECORDED + said
+
+
+def write_traces(rows: pd.DataFrame, out: Path, *, every: bool = False) -> list[Path]:
+    """Write traces for ui.perfetto.dev of the configurations that ``step_timelines`` draws."""
+    paths = []
+    for _, _, mine in by_evidence(_with_spans(rows)):
+        for row in pd.concat(_cells(mine, every=every)).to_dict("records"):
+            evidence = str(row["evidence"]).replace(" ", "_")
+            path = out / "traces" / f"{row['spec_id']}_{evidence}.json"
+            path.parent.mkdir(exist_ok=True)
+            timeline_of(row).write_chrome(path)
+            paths.append(path)
+    return paths
+
+
+def timeline_of(row: Mapping[Hashable, Any]) -> Timeline:
+    """The timeline of a row's record, which is read again, since a frame holds no spans."""
+    record = read_record(Path(row["path"]))
+    return timeline_from_rows(
+        f"{style.contender_label(row['contender'])}, {row['layout']}",
+        record.provenance,
+        record.spans,
+    )
+
+
+def _with_spans(rows: pd.DataFrame) -> pd.DataFrame:
+    best = best_configuration(rows)
+    return best[best["has_spans"]]
+
+
+def _shown(timeline: Timeline) -> Timeline:
+    """The timeline of the first pipeline ranks, if there are more than a picture can show."""
+    ranks = timeline.ranks
+    if len(ranks) <= MAX_RANKS:
+        return timeline
+    kept = set(ranks[:MAX_RANKS])
+    spans = tuple(span for span in timeline.spans if span.rank in kept)
+    title = f"{timeline.title} (ranks 0 to {MAX_RANKS - 1} of {len(ranks)})"
+    return Timeline(title, timeline.provenance, spans)

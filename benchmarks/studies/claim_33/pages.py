@@ -1,0 +1,313 @@
+"""Maps of ZeroPP's speed-up over GPU count and batch, and over inter-node bandwidth and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import TwoSlopeNorm
+
+from benchmarks.report import breakdown, style
+from benchmarks.report.charts import Picture, save
+from benchmarks.studies.claim_33.cells import BandwidthSpec, VerdictSpec
+from benchmarks.studies.claim_33.judge import (
+    BASELINES,
+    CELL,
+    CLAIM,
+    COMPARABLE,
+    EQUAL,
+    JUDGED,
+    MODES,
+    TIE,
+    at_edge,
+    behind,
+    bound_note,
+    judge,
+    reached,
+    table,
+    unfit,
+    with_bound,
+)
+from zeropp.sim.lost_time import Losses
+
+# Makes the tables of docs/verdict.md from the judged cells.
+
+
+Key = tuple[str, str, int, int, float]  # model, cluster, GPUs, global batch, bandwidth
+
+_LABELS = {"zeropp": "ZeroPP", **BASELINES}
+
+_REPRODUCED = [
+    *("model", "cluster", "num_gpus", "global_batch"),
+    *(f"speedup_over_{name}" for name in JUDGED),
+    *("zeropp_peak_gib", "deepspeed_3d_peak_gib"),
+]
+
+
+def page_tables(plans: pd.DataFrame, configured: Collection[Key]) -> dict[str, str]:
+    """Markdown by name: ``answer`` (one sentence per baseline), ``bound`` (whose plans it takes),
+    ``missing`` (cells without rows), and the tables ``cells``, ``best``, ``limit``, ``behind``,
+    ``reproduced``, ``memory``, ``network``, ``equal``, ``paper``. ``plans`` are the rows, and
+    ``configured`` the keys of all cells that the study's configuration asks for."""
+    verdicts = judge(plans)
+    own = verdicts[verdicts.bandwidth == 1.0]
+    best, equal, paper = (own[own["mode"] == mode] for mode in MODES)
+    return {
+        "answer": _answer(best),
+        "bound": bound_note(plans),
+        "missing": _missing(plans, configured),
+        "cells": _cells(best),
+        "behind": behind(best, plans),
+        "best": _spread(best, list(BASELINES), "speedup_over_{}", "ZeroPP over"),
+        "limit": _spread(best, ["zeropp", *BASELINES], "{}_share_of_limit", "contender"),
+        "reproduced": _reproduced(best),
+        "memory": _memory({"best plans": best, "equal degrees": equal, "paper's setting": paper}),
+        "network": _network(verdicts[verdicts["mode"] == "best"]),
+        "equal": _given(equal),
+        "paper": _given(paper),
+    }
+
+
+def _answer(best: pd.DataFrame) -> str:
+    """What the cells say of the claim, with a few sentences per judged contender."""
+    told = (f"Over {BASELINES[n]}, ZeroPP at its best plan {_reached(best, n)}" for n in JUDGED)
+    return " ".join(told)
+
+
+def _reached(cells: pd.DataFrame, name: str) -> str:
+    """The rest of a sentence on how often ZeroPP reaches the claim over a contender, and with how
+    much memory."""
+    speedups = cells[f"speedup_over_{name}"].dropna()
+    fast, comparable = reached(cells, name)
+    memory = f", in {comparable} of them with at most {COMPARABLE} times the memory" if fast else ""
+    edge = at_edge(cells, name)
+    are = "1 cell is" if edge == 1 else f"{edge} cells are"
+    return (
+        f"reaches {CLAIM} times the speed in {fast} of {len(speedups)} cells{memory} (median "
+        f"{style.ratio(speedups.median())}, from {style.ratio(speedups.min())} to "
+        f"{style.ratio(speedups.max())})."
+        + (f" {are} at the claim's edge, within {TIE:.0%} of {CLAIM}." if edge else "")
+        + unfit(cells, name)
+    )
+
+
+def _given(cells: pd.DataFrame) -> str:
+    """Speed-ups in a given setting, and how often they come at comparable memory."""
+    spread = _spread(cells, list(EQUAL), "speedup_over_{}", "ZeroPP over")
+    if cells.empty:
+        return spread
+    told = (f"Over {BASELINES[name]}, ZeroPP {_reached(cells, name)}" for name in EQUAL)
+    held = (
+        f"Its peak is at most {COMPARABLE} times that of {BASELINES[name]} in "
+        f"{int((cells.zeropp_peak_gib <= COMPARABLE * cells[f'{name}_peak_gib']).sum())} of "
+        f"{len(cells)} cells."
+        for name in EQUAL
+    )
+    return "\n\n".join([spread, " ".join([*told, *held])])
+
+
+def _missing(plans: pd.DataFrame, configured: Collection[Key]) -> str:
+    """Which configured cells have no rows."""
+    missing = sorted(set(configured) - set(plans[CELL].itertuples(index=False, name=None)))
+    if not missing:
+        return "Every cell that the study's configuration asks for is among the rows."
+    told = [
+        f"{style.model_label(model)} on {gpus} {style.cluster_label(cluster)}, "
+        f"{batch / gpus:g} per GPU" + ("" if factor == 1.0 else f", {factor:g}× the bandwidth")
+        for model, cluster, gpus, batch, factor in missing
+    ]
+    return "Configured, but not among the rows: " + "; ".join(told) + "."
+
+
+def _cells(best: pd.DataFrame) -> str:
+    """Which batches were compared, per model, cluster and number of GPUs."""
+    rows = []
+    for (model, cluster, gpus), group in best.groupby(["model", "cluster", "num_gpus"]):
+        batches = ", ".join(f"{batch:g}" for batch in sorted(group.sequences_per_gpu))
+        names = [style.model_label(str(model)), style.cluster_label(str(cluster))]
+        rows.append([*names, str(gpus), batches])
+    return table(["model", "cluster", "GPUs", "sequences per GPU and step"], rows)
+
+
+def _spread(cells: pd.DataFrame, names: list[str], column: str, head: str) -> str:
+    """The median, lowest and highest value of a column per contender and sequences per GPU."""
+    if cells.empty:
+        return "No cell has been priced in this setting."
+    batches = dict(list(cells.groupby("sequences_per_gpu")))
+    rows = []
+    for name in names:
+        row = [_LABELS[name]]
+        for group in batches.values():
+            values = group[column.format(name)].dropna()
+            spread = f"{values.median():.2f} ({values.min():.2f} to {values.max():.2f})"
+            row.append(spread if len(values) else "nothing fits")
+        rows.append(row)
+    return table([head, *(f"{float(str(batch)):g} per GPU" for batch in batches)], rows)
+
+
+def _reproduced(cells: pd.DataFrame) -> str:
+    found = cells[cells.speedup_over_deepspeed_3d >= CLAIM].sort_values(_REPRODUCED[:4])
+    rows = [
+        [
+            *(style.model_label(row[0]), style.cluster_label(row[1]), *map(str, row[2:4])),
+            *(style.ratio(value) for value in row[4:7]),
+            *(f"{value:.0f}" for value in row[7:]),
+        ]
+        for row in found[_REPRODUCED].itertuples(index=False, name=None)
+    ]
+    heads = ["model", "cluster", "GPUs", "batch", *(f"over {_LABELS[name]}" for name in JUDGED)]
+    return table([*heads, "ZeroPP GiB", "DeepSpeed GiB"], rows)
+
+
+def _memory(bases: Mapping[str, pd.DataFrame]) -> str:
+    """ZeroPP's peak memory divided by that of each judged contender, per basis of comparison."""
+    rows = []
+    for label, cells in bases.items():
+        for name in JUDGED:
+            ratios = (cells["zeropp_peak_gib"] / cells[f"{name}_peak_gib"]).dropna()
+            if ratios.empty:  # not compared on this basis
+                continue
+            values = (ratios.min(), ratios.median(), ratios.max())
+            rows.append([label, BASELINES[name], *(f"{value:.2f}" for value in values)])
+    return table(["plans", "peak over that of", "lowest", "median", "highest"], rows)
+
+
+def _network(best: pd.DataFrame) -> str:
+    """The speed-up per inter-node bandwidth, for the cells in which that was varied."""
+    keys = ["model", "cluster", "num_gpus"]
+    varied = best[best.groupby([*keys, "global_batch"])["bandwidth"].transform("nunique") > 1]
+    factors = sorted(varied.bandwidth.unique())
+    rows = [
+        [BASELINES[name], f"{sequences:g}", *_by_factor(group, name, factors)]
+        for name in JUDGED
+        for sequences, group in varied.groupby("sequences_per_gpu")
+    ]
+    return table(["over", "sequences per GPU", *(f"{factor:g}×" for factor in factors)], rows)
+
+
+def _by_factor(group: pd.DataFrame, name: str, factors: list[float]) -> Iterator[str]:
+    speedups = group.set_index("bandwidth")[f"speedup_over_{name}"]
+    return (f"{speedups[factor]:.2f}" for factor in factors)
+
+
+def draw(verdicts: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
+    """Write the speed-ups over all contenders and both maps, as PNG and SVG."""
+    best = verdicts[verdicts["mode"] == "best"]
+    grid, band = spec.map, spec.bandwidth
+    own = best[(best.model == grid.model) & (best.cluster == grid.cluster) & (best.bandwidth == 1)]
+    own = own[own.num_gpus.isin(grid.num_gpus) & own.sequences_per_gpu.isin(grid.sequences_per_gpu)]
+    wires = best[(best.model == band.model) & (best.cluster == band.cluster)]
+    wires = wires[(wires.num_gpus == band.num_gpus) & wires.bandwidth.isin(band.factors)]
+    wires = wires[wires.sequences_per_gpu.isin(band.sequences_per_gpu)]
+    where = f"{style.model_label(grid.model)} on {style.cluster_label(grid.cluster)}"
+    pictures = [
+        _speedups(best[best.bandwidth == 1]),
+        _map(
+            own,
+            column="num_gpus",
+            label="GPUs",
+            title=f"{where}, best plans, simulated",
+            name="map_gpus_batch",
+        ),
+        _map(
+            wires,
+            column="bandwidth",
+            label="inter-node bandwidth, multiples of the cluster's own",
+            title=_place(band),
+            name="map_bandwidth_batch",
+        ),
+    ]
+    return [path for picture in pictures for path in save(picture, out).paths]
+
+
+def draw_losses(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]:
+    """Write a picture of what every contender's best plan loses against the compute limit.
+
+    It is drawn for the model, cluster and GPU count of the bandwidth's map, with one panel per
+    batch and one bar per contender. Older rows have no losses, and give no picture.
+    """
+    if "limit_s" not in plans:
+        return []
+    band = spec.bandwidth
+    plans = with_bound(plans)
+    own = plans[(plans.model == band.model) & (plans.cluster == band.cluster)]
+    own = own[(own["mode"] == "best") & (own.num_gpus == band.num_gpus) & (own.bandwidth == 1.0)]
+    cells = [
+        breakdown.Cell(f"{sequences} sequences per GPU", _losses(own, sequences * band.num_gpus))
+        for sequences in band.sequences_per_gpu
+    ]
+    where = _place(band)
+    return list(save(breakdown.loss_split(cells, "losses", where), out).paths)
+
+
+def _place(band: BandwidthSpec) -> str:
+    model, cluster = style.model_label(band.model), style.cluster_label(band.cluster)
+    return f"{model} on {band.num_gpus} {cluster}, best plans, simulated"
+
+
+def _losses(plans: pd.DataFrame, global_batch: int) -> dict[str, dict[str, float]]:
+    """Per contender, the seconds of its step by cause, for the plans at one batch."""
+    kinds = [kind.name for kind in fields(Losses)]
+    rows = plans[(plans.global_batch == global_batch) & plans.limit_s.notna()]
+    labels = {"zeropp": "ZeroPP", **BASELINES}
+    return {
+        labels.get(row["contender"], row["contender"]): {kind: row[f"{kind}_s"] for kind in kinds}
+        for _, row in rows.iterrows()
+    }
+
+
+def _speedups(cells: pd.DataFrame) -> Picture:
+    """Draw one dot per cell, with one line per contender other than ZeroPP and bars at medians."""
+    names = list(BASELINES)
+    batches = sorted(cells.sequences_per_gpu.unique())
+    figure, axis = plt.subplots(figsize=(9.0, 4.2), layout="constrained")
+    for place, name in enumerate(reversed(names)):
+        for shift, batch in enumerate(batches):
+            height = place + 0.25 * (1 - shift)
+            values = cells[cells.sequences_per_gpu == batch][f"speedup_over_{name}"].dropna()
+            plural = "" if batch == 1 else "s"
+            label = f"{batch:g} sequence{plural} per GPU and step" if place == 0 else None
+            axis.plot(values, [height] * len(values), "o", ms=4, alpha=0.5, color=f"C{shift}")
+            axis.plot([values.median()], [height], "|", ms=14, mew=2.5, color=f"C{shift}")
+            axis.plot([], [], "o", color=f"C{shift}", label=label)
+    axis.set_yticks(range(len(names)), [BASELINES[name] for name in reversed(names)])
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.axvline(CLAIM, color="black", linewidth=0.8, linestyle=":")
+    axis.set_xlabel("speed of ZeroPP over that of ... (dotted: the claim, 1.33)")
+    title = "ZeroPP at its best plan over every contender at its own: simulated, one dot per cell"
+    axis.set_title(title, fontsize=10)
+    axis.legend(loc="lower right", fontsize=8)
+    return Picture(section="Verdict", name="speedups", caption=title, figure=figure)
+
+
+def _map(rows: pd.DataFrame, *, column: str, label: str, title: str, name: str) -> Picture:
+    figure, axes = plt.subplots(1, len(JUDGED), figsize=(12.0, 3.2), layout="constrained")
+    for axis, over in zip(axes, JUDGED, strict=True):
+        table = rows.pivot(index="sequences_per_gpu", columns=column, values=f"speedup_over_{over}")
+        _panel(axis, table)
+        axis.set_title(f"ZeroPP over {BASELINES[over]}")
+        axis.set_xlabel(label)
+    axes[0].set_ylabel("sequences per GPU and step")
+    figure.suptitle(f"Speed-up of ZeroPP: {title}", fontsize=10)
+    return Picture(section="Verdict", name=name, caption=title, figure=figure)
+
+
+def _panel(axis: Axes, table: pd.DataFrame) -> None:
+    """Draw a heat map with its numbers: blue where ZeroPP is faster, grey where nothing fits."""
+    axis.grid(visible=False)
+    axis.set_facecolor("#cccccc")
+    norm = TwoSlopeNorm(1.0, vmin=0.67, vmax=1.33)
+    axis.imshow(table.to_numpy(), cmap="RdBu", norm=norm, aspect="auto", origin="lower")
+    axis.set_xticks(range(table.shape[1]), [f"{value:g}" for value in table.columns])
+    axis.set_yticks(range(table.shape[0]), [f"{value:g}" for value in table.index])
+    for y, values in enumerate(table.to_numpy()):
+        for x, value in enumerate(values):
+            text = "no fit" if pd.isna(value) else f"{value:.2f}"
+            dark = not pd.isna(value) and abs(value - 1.0) > 0.22
+            axis.text(
+                x, y, text, ha="center", va="center", color="white" if dark else "black", fontsize=8
+            )

@@ -1,0 +1,255 @@
+"""Point-to-point messages between pipeline ranks: sends never block, receives are posted early.
+
+In an NCCL process group all messages of a rank may share one stream (they do if the job was
+initialised with a device). So in each group a rank exchanges messages with only one other rank and
+in one direction: a message that waits for its receiver delays neither compute nor messages of other
+pairs. Pairs that have no rank in common use the same group, over all pipelines: two to six groups
+are enough for a job of any size. Messages of one pair are matched by their order; the schedule's
+passes put receives in the order of the sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeropp.engine.errors import Meeting
+from zeropp.layout import Layout
+from zeropp.literals import Axis
+from zeropp.schedule.program import Schedule
+
+# Process groups of a rank's shards and replicas, and the collectives that the engine runs there.
+#
+# Gathers and reductions have separate groups of the same ranks, because each runs in a lane of its
+# own (``zeropp.engine.lanes``), and the collectives of one group must come in the same order on all
+# ranks.
+
+
+# The names of these collectives since torch 2.13; older versions have only the other ones.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(kw_only=True)
+class DataGroups:
+    """The groups that contain this rank; None for a group that would have only this rank.
+
+    ``shard`` and ``replica`` are this rank's indices on the two axes, whose sizes are ``shards``
+    and ``replicas``.
+    """
+
+    shard: int
+    shards: int
+    replica: int
+    replicas: int
+    gather: dist.ProcessGroup | None
+    reduce: dist.ProcessGroup | None
+    replicate: dist.ProcessGroup | None
+
+    def close(self) -> None:
+        """Destroy the process groups; all their ranks must call it.
+
+        On gloo this also ends the waiting of peers, which raise, because a group without references
+        closes its connections.
+        """
+        groups = [self.gather, self.reduce, self.replicate]
+        self.gather = self.reduce = self.replicate = None
+        while groups:
+            if (group := groups.pop()) is not None:
+                dist.destroy_process_group(group)
+
+
+def make_meeting(
+    device: torch.device, timeout: timedelta | None, give_up: Callable[[], None]
+) -> Meeting:
+    """Make the meeting of all ranks; collective. On gloo it has groups of its own: one whose
+    collectives wait for their peers for ``timeout``, and, for what comes before a step, one with
+    torch's default timeout, because a rank may do other work between steps."""
+    if backend_of(device) != "gloo":
+        return Meeting(device)
+    group = dist.new_group(timeout=timeout, backend="gloo", group_desc="zeropp meetings")
+    before = dist.new_group(backend="gloo", group_desc="zeropp agreements")
+    return Meeting(device, group, give_up, before=before)
+
+
+def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None) -> DataGroups:
+    """Make the groups of all shards and replicas, whatever their numbering; collective over all
+    ranks, because torch names groups by how many a rank has made.
+
+    ``timeout``: how long a collective waits for its peers; None: torch's default.
+    """
+    place = layout.coordinates(dist.get_rank())
+    make = partial(_group, layout, backend=backend_of(device), timeout=timeout)
+    return DataGroups(
+        shard=place["shard"],
+        shards=layout.shard,
+        replica=place["replicate"],
+        replicas=layout.replicate,
+        gather=make("shard", name="zeropp gathers"),
+        reduce=make("shard", name="zeropp reductions"),
+        replicate=make("replicate", name="zeropp replicas"),
+    )
+
+
+def backend_of(device: torch.device) -> str:
+    """The backend that the default process group uses for tensors on a device."""
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    return backends[device.type]
+
+
+def _group(
+    layout: Layout, axis: Axis, *, backend: str, name: str, timeout: timedelta | None
+) -> dist.ProcessGroup | None:
+    lots = list(_lots(layout, axis))
+    if len(lots[0]) == 1:
+        return None
+    mine: dist.ProcessGroup | None = None
+    mine, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+        lots, timeout=timeout, backend=backend, group_desc=name
+    )
+    return mine
+
+
+def _lots(layout: Layout, axis: Axis) -> Iterator[list[int]]:
+    """Lists of ranks that differ only on one axis, one list per place on the other axes."""
+    sizes = dict(layout.axes)
+    lots: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.world):
+        place = layout.coordinates(rank)
+        key = tuple(place[other] for other in sizes if other != axis)
+        lots.setdefault(key, [0] * sizes[axis])[place[axis]] = rank
+    yield from lots.values()
+
+
+Pair = tuple[int, int]  # pipeline ranks: source, target
+
+
+@dataclass
+class _Pending:
+    tensor: Tensor
+    work: dist.Work
+
+
+class Channels:
+    """The messages between the ranks of this rank's pipeline. All ranks must construct it.
+
+    ``timeout`` is how long a message waits for its peer; None means torch's default.
+    """
+
+    def __init__(
+        self,
+        pairs: Iterable[Pair],
+        layout: Layout,
+        device: torch.device,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.device = device
+        self._rank = layout.coordinates(dist.get_rank())["pp"]
+        self._global_ranks = layout.pipeline(dist.get_rank())
+        self._groups: dict[Pair, dist.ProcessGroup] = {}
+        self._made: list[dist.ProcessGroup] = []  # by all ranks, in this order
+        self._sends: list[_Pending] = []
+        for apart in disjoint(pairs):
+            group = dist.new_group(timeout=timeout, backend=backend_of(device))
+            self._made.append(group)
+            self._groups |= {pair: group for pair in apart if self._rank in pair}
+        for source, target in self._groups:
+            self._connect(source, target, device)
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        """Start to send a tensor, which is kept alive until the message has left."""
+        group = self._groups[self._rank, target]
+        tensor = as_sent(tensor)
+        work = dist.isend(tensor, self._global_ranks[target], group=group)
+        assert work is not None
+        self._sends.append(_Pending(tensor, work))
+        self._forget_finished()
+
+    def receive(self, tensor: Tensor, source: int) -> dist.Work:
+        """Post a receive into ``tensor``, which is contiguous; wait for the result before reading
+        it."""
+        group = self._groups[source, self._rank]
+        work = dist.irecv(as_sent(tensor), self._global_ranks[source], group=group)
+        assert work is not None
+        return work
+
+    def drain(self) -> None:
+        """Wait until all messages have left."""
+        for pending in self._sends:
+            pending.work.wait()
+        self._sends.clear()
+
+    def close(self) -> None:
+        """Destroy the process groups, the last one first; all ranks must call it. On gloo this also
+        ends the waiting of peers, as in ``DataGroups.close``."""
+        self._sends.clear()
+        self._groups.clear()
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
+
+    def _forget_finished(self) -> None:
+        """Free tensors whose messages have left, oldest first: messages of a pair end in order."""
+        while self._sends and self._sends[0].work.is_completed():
+            self._sends.pop(0).work.wait()
+
+    def _connect(self, source: int, target: int, device: torch.device) -> None:
+        """Send one message through a pair. NCCL connects a pair on its first use, which would block
+        ranks that first use their pairs in different orders."""
+        group = self._groups[source, target]
+        probe = torch.zeros(1, device=device)
+        if self._rank == source:
+            dist.send(probe, self._global_ranks[target], group=group)
+        else:
+            dist.recv(probe, self._global_ranks[source], group=group)
+
+
+def as_sent(tensor: Tensor) -> Tensor:
+    """The values in the order of memory, as real numbers. torch may keep a conjugate or a negative
+    of numbers as a mere note, which no message would carry."""
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """Divide pairs into lists in which no rank appears twice; each pair, in order, goes into the
+    first list that allows it."""
+    lots: list[list[Pair]] = []
+    for pair in sorted(pairs):
+        free = (lot for lot in lots if not any(set(pair) & set(other) for other in lot))
+        lot = next(free, None)
+        if lot is None:
+            lots.append(lot := [])
+        lot.append(pair)
+    return lots
+
+
+def new_group_in_each_pipeline(
+    layout: Layout, members: Iterable[int], timeout: timedelta | None = None
+) -> dist.ProcessGroup | None:
+    """Make one group of these pipeline ranks per pipeline; returns the one with this rank, or None.
+
+    Every rank must make every group: torch names a group by how many groups the rank has made
+    before, so that ranks with other numbers of groups would not find each other.
+    """
+    mine = None
+    for pipeline in layout.pipelines():
+        ranks = sorted(pipeline[member] for member in members)
+        group = dist.new_group(ranks, timeout=timeout)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+def neighbours(schedule: Schedule) -> set[tuple[int, int]]:
+    """Ordered pairs of ranks between which messages go."""
+    pairs = set()
+    for source, target in zip(schedule.stage_rank, schedule.stage_rank[1:], strict=False):
+        if source != target:
+            pairs |= {(source, target), (target, source)}
+    return pairs
