@@ -11,11 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from zeropp.cluster import Cluster
 from zeropp.cost import StepBytes, StepTimes
-from zeropp.cost.communication import tensor_times
-from zeropp.cost.price import passes_s, work_of
 from zeropp.plan import SizedPlan
+from zeropp.programs import program_named
 from zeropp.schedule.event_loop import run_within
 from zeropp.schedule.program import Op, Schedule, ScheduleSizes
 from zeropp.sim.simulator import slowed_cost
@@ -298,11 +296,10 @@ def _moments(compute: Schedule, plan: SizedPlan, held: StepBytes, rank: int) -> 
 _ROUNDING = 1e-9  # the share by which sums of the same durations may differ
 
 
-def least_compute_s(plan: SizedPlan, cluster: Cluster) -> float:
-    """The cheapest bound, which needs no price: that of ``least_step_s`` for compute alone."""
-    work = work_of(plan, cluster)
-    passes = passes_s(plan, work, tensor_times(plan, cluster, work))
-    overlap = work.program.post_validation
+def least_compute_s(plan: SizedPlan, passes: Sequence[tuple[float, float, float]]) -> float:
+    """The cheapest bound, which needs no price: that of ``least_step_s`` for compute alone, of
+    which ``passes`` are the seconds per stage."""
+    overlap = program_named(plan.program).post_validation
     least = _least_compute_s(passes, plan.schedule, splits(plan), steps_overlap=overlap)
     return least * (1.0 - _ROUNDING)
 

@@ -11,7 +11,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Generic, cast
 
-from zeropp.cost import PlanPrice, price_plan
+from zeropp.cluster import Cluster
+from zeropp.cost import PlanPrice, StepBytes, StepTimes, plan_bytes, price_plan, time_plan
+from zeropp.cost.communication import tensor_times
+from zeropp.cost.price import passes_s, work_of
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, K, Knobs, Plan, SizedPlan, Task
 from zeropp.planner import Draft, fastest
@@ -24,6 +27,24 @@ from zeropp.tune.space import Space, points
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+Passes = tuple[tuple[float, float, float], ...]  # seconds: forward, input and weight gradient
+
+
+def _passes(plan: SizedPlan, cluster: Cluster) -> Passes:
+    work = work_of(plan, cluster)
+    return passes_s(plan, work, tensor_times(plan, cluster, work))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Where a search has the costs of a plan from; by default from the shape of its model.
+    ``passes`` are every stage's, in which transfers are left out."""
+
+    times: Callable[[SizedPlan, Cluster], StepTimes] = time_plan
+    held: Callable[[SizedPlan, Cluster], StepBytes] = plan_bytes
+    passes: Callable[[SizedPlan, Cluster], Passes] = _passes
 
 
 Dashes = str | tuple[float, tuple[float, ...]]  # as matplotlib takes them
@@ -71,8 +92,8 @@ class Contender(Generic[K]):
     """
 
     name: str
-    label: str  # its name in tables and figures
-    style: Style
+    label: str = ""  # its name in tables and figures
+    style: Style = Style(colour="black", hatch="", dashes="-", marker="o")
     knobs: type[K]
     size: Callable[[Task, K, int], SizedPlan]  # task, knobs, microbatch size
     order: Callable[[SizedPlan, K, PlanPrice], Iterator[Plan]]
@@ -81,6 +102,7 @@ class Contender(Generic[K]):
     drafts: (
         Callable[[SizedPlan, K, PlanPrice, Callable[[Schedule], bool]], Iterator[Draft]] | None
     ) = None
+    costs: Costs = Costs()
     check: Callable[[Plan], None] = check_schedule
     left_open: Callable[[K], bool] = any_auto
     search_effort: int = 0
