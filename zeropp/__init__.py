@@ -14,16 +14,15 @@ software there is), ``cost`` and ``sim`` (what a plan takes), ``planner``, ``tun
 ``contender`` (how a plan is chosen), and ``engine`` (what runs it). For the public API read
 ``api``, then ``arguments`` and ``keywords`` (what it takes), ``cut`` and ``layer_costs`` (layers
 become stages), ``choose`` (``auto``) and ``parallel_model`` (what it returns). Importing the
-package imports no torch; it sets environment variables that CUDA reads when it is initialised
-(``cuda_settings``).
+package imports no torch; it sets environment variables that CUDA reads when it is initialised.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
-
-from zeropp.engine import preflight
 
 if TYPE_CHECKING:
     from zeropp.api import parallelize
@@ -52,7 +51,11 @@ _HOMES = {
     "parallelize": "zeropp.api",
 }
 
-preflight.prepare()
+# CUDA reads these when it is initialised; what the caller has set stays.
+CUDA_SETTINGS = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+if "torch" not in sys.modules or not sys.modules["torch"].cuda.is_initialized():
+    for _name, _value in CUDA_SETTINGS.items():
+        os.environ.setdefault(_name, _value)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, get_args
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeropp import CUDA_SETTINGS
 from zeropp.engine.errors import gathered_texts, together
 from zeropp.engine.walk import Layer, ParameterKind, check_shapes
 from zeropp.layout import InfeasibleError, Layout
@@ -330,18 +330,6 @@ def check_same_rows(parts: Mapping[str, torch.Tensor]) -> None:
         raise ValueError(f"eval_step: numbers of rows differ ({counts})")
 
 
-SETTINGS = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-
-
-def prepare() -> None:
-    """Set the variables that the caller has not set, unless CUDA is initialised and would not read
-    them. ``import zeropp`` does this; it imports no torch."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        for name, value in SETTINGS.items():
-            os.environ.setdefault(name, value)
-
-
 def missing() -> list[str]:
     """The settings, as ``NAME=value``, that CUDA was initialised without."""
-    return [f"{name}={value}" for name, value in SETTINGS.items() if name not in os.environ]
+    return [f"{name}={value}" for name, value in CUDA_SETTINGS.items() if name not in os.environ]
