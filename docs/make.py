@@ -77,22 +77,6 @@ def _errors(kind: str) -> str:
     return "\n".join(lines)
 
 
-def _since(kind: str) -> str:
-    """Errors of the simulator on the same rows at an earlier commit and today."""
-    names = ("median_then", "p90_then", "median_now", "p90_now")
-    lines = [
-        "| source | role | rows | runs | median then | p90 then | median now | p90 now |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    with (_REFERENCE / "validation" / "since.csv").open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if row["kind"] == kind:
-                shares = [f"{float(row[name]):.1%}" for name in names]
-                counts = [row["source"], row["role"], row["rows"], row["runs"]]
-                lines.append("| " + " | ".join([*counts, *shares]) + " |")
-    return "\n".join(lines)
-
-
 def _products(device: str) -> str:
     """The cost model's matrix products against measured ones: the preset, then the best fits."""
     lines = [
@@ -164,7 +148,6 @@ TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
     "verdict": _verdict,
     "errors": _errors,
-    "since": _since,
     "products": _products,
     "fits": _fits,
     "traced": _traced,
