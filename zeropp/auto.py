@@ -24,7 +24,7 @@ from zeropp.plan import Plan, SizedPlan, Task
 from zeropp.planner import Draft, drafts
 from zeropp.settings import Settings
 from zeropp.stages import shape_of, size_layers
-from zeropp.tune.contender import Contender, Costs
+from zeropp.tune.contender import Contender, Prices, Style
 from zeropp.tune.search import OOM, search
 from zeropp.tune.space import Point, Space
 
@@ -103,6 +103,8 @@ class _Layers:
         prices = self._prices
         return Contender(
             name="zeropp",
+            label="",
+            style=Style(colour="", hatch="", dashes="-", marker=""),
             knobs=_Knobs,
             size=self._size,
             order=self._orders,
@@ -110,7 +112,7 @@ class _Layers:
             space=Space(
                 families=self._families, members=self._members, pipelines=(1, 0), shards=(1, 0)
             ),
-            costs=Costs(times=prices.times, held=prices.held, passes=prices.passes),
+            prices=Prices(times=prices.times, memory=prices.memory, passes=prices.passes),
         )
 
     def with_knobs(self, knobs: _Knobs) -> Settings:

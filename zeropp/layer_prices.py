@@ -79,7 +79,7 @@ class LayerPrices:
 
     def price(self, plan: SizedPlan, cluster: Cluster) -> PlanPrice:
         """Durations and bytes of a plan."""
-        return PlanPrice(**vars(self.times(plan, cluster)), **vars(self.held(plan, cluster)))
+        return PlanPrice(**vars(self.times(plan, cluster)), **vars(self.memory(plan, cluster)))
 
     def passes(self, plan: SizedPlan, cluster: Cluster) -> tuple[tuple[float, float, float], ...]:
         """Seconds of every stage's forward, input gradient and weight gradient."""
@@ -130,16 +130,16 @@ class LayerPrices:
             overlap_slowdown=cluster.device.overlap_slowdown,
         )
 
-    def held(self, plan: SizedPlan, cluster: Cluster) -> StepBytes:
+    def memory(self, plan: SizedPlan, cluster: Cluster) -> StepBytes:
         """Bytes of every stage."""
         del cluster
         return StepBytes(
-            memory=tuple(self._memory(plan, begin, end) for begin, end in _spans(plan)),
+            memory=tuple(self._of_stage(plan, begin, end) for begin, end in _spans(plan)),
             resident_gradients=program_named(plan.program).resident_gradients,
             flat_chunks=True,
         )
 
-    def _memory(self, plan: SizedPlan, begin: int, end: int) -> StageMemory:
+    def _of_stage(self, plan: SizedPlan, begin: int, end: int) -> StageMemory:
         layout, sizes, width = plan.layout, self.sizes, element_bytes(plan.precision)
         parameters = sum(one.parameters for one in sizes[begin:end])
         sums = sum(state.sums for state in self.states[begin:end])

@@ -345,7 +345,8 @@ class _Search(Generic[K]):
 
     def _families(self, microbatch_size: int | Auto) -> Iterator[Entry[K]]:
         """Every family for which the planner has a plan, with the cheapest bound."""
-        space, fallen = self._contender.space, self._outcome.fallen
+        space, prices = self._contender.space, self._contender.prices
+        fallen = self._outcome.fallen
         of_compute = compute_knobs(self._contender.knobs)
         bounds: dict[object, float] = {}
         number = 0
@@ -357,8 +358,7 @@ class _Search(Generic[K]):
                     plan = self._sized(candidate)
                     if plan is None:
                         continue
-                    passes = self._contender.costs.passes(plan, self._task.cluster)
-                    bounds[alike] = least_compute_s(plan, passes)
+                    bounds[alike] = least_compute_s(plan, prices.passes(plan, self._task.cluster))
                 number += 1
                 yield Entry(bounds[alike], number, candidate, alike, plan=plan)
 
@@ -382,7 +382,7 @@ class _Search(Generic[K]):
             members = self._that_may_fit(entry, family)
             first = next(members, None)  # the others are sized when the family comes up again
             if first:
-                times = self._contender.costs.times(family, cluster)
+                times = self._contender.prices.times(family, cluster)
                 opened = replace(entry, plan=family, times=times, members=chain((first,), members))
                 yield replace(opened, bound_s=least_step_s(family, times), number=number + 1)
             return
@@ -390,7 +390,7 @@ class _Search(Generic[K]):
         for candidate, plan, held in entry.members:
             later = adds_later(plan)
             if later not in durations:
-                durations[later] = self._contender.costs.times(plan, cluster)
+                durations[later] = self._contender.prices.times(plan, cluster)
             price = PlanPrice(**vars(durations[later]), **vars(held))
             number += 1
             bound = entry.bound_s if plan is family else least_step_s(plan, price)
@@ -405,7 +405,7 @@ class _Search(Generic[K]):
             later = adds_later(member)
             is_first = not of_sums
             if later not in of_sums:
-                of_sums[later] = self._contender.costs.held(member, self._task.cluster)
+                of_sums[later] = self._contender.prices.memory(member, self._task.cluster)
             if least_bytes(member, of_sums[later]) <= self._limit:
                 yield Member(candidate, member, of_sums[later])
                 continue

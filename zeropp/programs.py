@@ -1,13 +1,23 @@
-"""The traits of a training program that change the time or memory of a plan.
+"""Training programs as data: what a program overlaps, copies and keeps, with a source for each.
 
 A *program* is one version of a piece of training software (Megatron-LM of 2021, DeepSpeed 0.19,
-ZeroPP). Its traits are sizes and flags. The cost model reads these alone, and never the name.
+ZeroPP). Its traits are sizes and flags that change the time or memory of a step. Each program is a
+file in ``conf/program``, which the installed package has, too: its ``version``; the program that it
+is ``based_on``, if there is one, whose traits it takes over; and those of its ``traits`` that
+differ, each with its ``value`` and its ``source``: the file and version in which it was read, the
+table to which it was fitted, or the word "assumed" with the reason.
+
+In: the name that a plan gives (``Plan.program``). Out: the ``Program``, whose traits the cost model
+reads, and never its name. Plans, validation, tuner, verdict and contenders read the same files.
 """
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
 from zeropp.literals import Precision
 
@@ -86,8 +96,7 @@ class Program:
     shard_copies: bool = False  # ZeRO-3 copies between parameters and the collectives' buffers
     post_validation: bool = False  # a rank updates before it knows the others' gradient norms
 
-    # Memory. ``stage_memory.py``, ``state_memory.py`` and ``activations.py`` in ``zeropp/cost``
-    # say what each trait costs.
+    # Memory. ``zeropp/cost/memory.py`` says what each trait costs.
     resident_gradients: bool = True  # always held; False: only from a step's first reduction on
     keeps_gathered_inputs: bool = False  # sequence parallelism keeps products' gathered inputs
     # FSDP2's ``fully_shard`` is applied to every piece, even where the group is one rank.
@@ -127,3 +136,78 @@ class Program:
     def state(self, precision: Precision) -> StateBytes:
         """The bytes per parameter at a precision."""
         return self.bf16 if precision == "bf16" else self.fp32
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A program, its version, and a source per trait."""
+
+    program: Program
+    version: str
+    sources: Mapping[str, str]
+
+    @property
+    def stated(self) -> tuple[str, ...]:
+        """The names of the traits that differ from their default or that have none."""
+        return tuple(
+            trait.name
+            for trait in fields(Program)
+            if trait.name in ("bf16", "fp32")
+            or (trait.name != "name" and getattr(self.program, trait.name) != trait.default)
+        )
+
+
+_PACKAGE = Path(__file__).parent
+_FOLDERS = (_PACKAGE / "program_files", _PACKAGE.parent / "conf" / "program")
+
+
+@cache
+def program_names() -> tuple[str, ...]:
+    """The names of all programs."""
+    return tuple(sorted(path.stem for folder in _FOLDERS for path in folder.glob("*.yaml")))
+
+
+@cache
+def entry_named(name: str) -> Entry:
+    """The entry of a program; raises ValueError with the names that there are, or with the traits
+    that its file misspells or gives no source for."""
+    if name not in program_names():
+        raise ValueError(f"program={name!r}: not registered (known: {', '.join(program_names())})")
+    import yaml
+
+    path = next(path for folder in _FOLDERS if (path := folder / f"{name}.yaml").exists())
+    return entry_of(name, yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def entry_of(name: str, found: Mapping[str, Any]) -> Entry:
+    """The entry that the contents of a file describe; raises ValueError as ``entry_named`` does.
+
+    The source of a trait is never taken over with another value, because it speaks of the other
+    value: a trait that is given without one has none, which only a default may.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if base := found.get("based_on"):
+        parent = entry_named(base)
+        values |= vars(parent.program)
+        sources |= parent.sources
+    given = found.get("traits", {})
+    unknown = set(given) - {trait.name for trait in fields(Program)}
+    if unknown:
+        raise ValueError(f"program={name!r}: unknown trait {', '.join(sorted(unknown))}")
+    for trait, said in given.items():
+        is_state = trait in ("bf16", "fp32")
+        values[trait] = StateBytes(**said["value"]) if is_state else said["value"]
+        sources.pop(trait, None)
+        if "source" in said:
+            sources[trait] = said["source"]
+    entry = Entry(Program(**{**values, "name": name}), found["version"], sources)
+    unsourced = [trait for trait in entry.stated if trait not in entry.sources]
+    if unsourced:
+        raise ValueError(f"program={name!r}: no source for {', '.join(unsourced)}")
+    return entry
+
+
+def program_named(name: str) -> Program:
+    """A program; raises ValueError as ``entry_named`` does."""
+    return entry_named(name).program
