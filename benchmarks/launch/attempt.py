@@ -27,9 +27,9 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from benchmarks.records.environment import read_code
 from benchmarks.records.events import Events, measured, of_kind, rank_of, read_events
@@ -42,9 +42,12 @@ from benchmarks.records.record import (
     read_record,
     write_atomically,
 )
-from benchmarks.specification.run_spec import RunSpec
-from zeropp.plan import Plan
+from benchmarks.specification.reading import adapter
 from zeropp.timeline import Provenance
+
+if TYPE_CHECKING:  # planning takes long to import, and a job that ends does not plan
+    from benchmarks.specification.run_spec import RunSpec
+    from zeropp.plan import Plan
 
 PROVENANCE: dict[str, Provenance] = {
     "local": "measured",
@@ -154,7 +157,6 @@ class Header:
     plan: dict[str, Any] = field(default_factory=dict)
 
 
-_HEADER = TypeAdapter(Header)
 _launched_code = lru_cache(read_code)  # what this process has imported does not change
 
 
@@ -201,7 +203,7 @@ def frozen(directory: Path) -> tuple[dict[str, Any], Header]:
         raise DamagedError(f"{directory / 'spec.json'}: no spec (num_gpus is missing)")
     path = directory / "attempt.json"
     try:
-        return spec, _HEADER.validate_python(read_object(path))
+        return spec, adapter(Header).validate_python(read_object(path))
     except ValidationError as error:
         raise DamagedError(f"{path}: {error.errors(include_url=False)[0]['msg']}") from None
 
@@ -373,6 +375,25 @@ def close_attempt(
     except FileExistsError:
         return None
     return record
+
+
+def close_abandoned(runs_dir: Path) -> list[str]:
+    """Write the records of attempts whose launcher is dead, from their event files; returns one
+    line per attempt that cannot be recorded. Attempts that are alive are left alone."""
+    problems = []
+    for launcher in ("local", "trace"):
+        for directory in sorted(runs_dir.glob(f"*/{launcher}-*")):
+            if not directory.is_dir() or not any(directory.iterdir()):
+                continue
+            if (directory / "record.json").exists() or is_alive(directory):
+                continue
+            try:
+                close_attempt(
+                    directory, Ending("failed", "the launcher was killed", interrupted=True)
+                )
+            except (DamagedError, OSError) as error:
+                problems.append(str(error))
+    return problems
 
 
 def write_unstarted(

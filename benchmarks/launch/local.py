@@ -28,11 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launch.attempt import (
-    DamagedError,
     Ending,
-    close_attempt,
+    close_abandoned,
     finish_attempt,
-    is_alive,
     killed,
     new_header,
     or_unwritten,
@@ -41,7 +39,8 @@ from benchmarks.launch.attempt import (
 from benchmarks.launch.options import LocalOptions
 from benchmarks.launch.points import Point
 from benchmarks.launch.sweep import SweepProgress, say
-from benchmarks.records.events import of_kind, rank_file, read_events, step_line
+from benchmarks.records.events import of_kind, rank_file, read_events
+from benchmarks.records.metrics import step_line
 from benchmarks.records.record import RunRecord, read_spec
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, SpecError
@@ -265,9 +264,6 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-_KILLED = Ending("failed", "the launcher was killed", interrupted=True)
-
-
 def check(points: Sequence[Point], options: LocalOptions) -> None:
     """Raise SpecError, before any process is started, if this machine cannot run a point."""
     del options
@@ -303,20 +299,3 @@ def settle(runs_dir: Path) -> dict[str, str]:
     """Record attempts whose launcher is dead. No point is under way: the folder is locked."""
     close_abandoned(runs_dir)
     return {}
-
-
-def close_abandoned(runs_dir: Path) -> list[str]:
-    """Write the records of attempts whose launcher is dead, from their event files; returns one
-    line per attempt that cannot be recorded. Attempts that are alive are left alone."""
-    problems = []
-    for launcher in ("local", "trace"):
-        for directory in sorted(runs_dir.glob(f"*/{launcher}-*")):
-            if not directory.is_dir() or not any(directory.iterdir()):
-                continue
-            if (directory / "record.json").exists() or is_alive(directory):
-                continue
-            try:
-                close_attempt(directory, _KILLED)
-            except (DamagedError, OSError) as error:
-                problems.append(str(error))
-    return problems

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from benchmarks.specification.run_spec import SpecError, validated
+from benchmarks.specification.reading import SpecError, validated
 
 Flag = str | int | float | bool | None
 Flags = dict[str, Flag]

@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.launch.attempt import age_s, is_alive
-from benchmarks.launch.local import close_abandoned
+from benchmarks.launch.attempt import age_s, close_abandoned, is_alive
 from benchmarks.launch.slurm.client import QueuedJob, SlurmError
 from benchmarks.launch.slurm.submissions import (
     SubmittedPoint,

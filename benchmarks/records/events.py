@@ -19,51 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from benchmarks.records.metrics import mfu, model_tflops_per_gpu, tokens_per_s_per_gpu
-from benchmarks.records.record import GateResult, RankRecord, RecordedSpec
+from benchmarks.records.record import GateResult, RankRecord
+from benchmarks.specification.reading import adapter
 from zeropp.layout import Layout
 
 Events = list[dict[str, Any]]  # of one rank, in their order
-
-_GATE = TypeAdapter(GateResult)
-_RANK = TypeAdapter(RankRecord)
-
-
-def step_line(spec: RecordedSpec, event: Mapping[str, Any]) -> str:
-    """What a step did, in one line of a log: step (counted from 1, warm-up included), loss (nats
-    per token), gradient norm before clipping, tokens/s, model TFLOP/s and MFU per rank, and the
-    rank's peak memory so far in GiB and as a share of its device's. What the ``warmup`` or ``step``
-    event or the specification does not say is left out."""
-    warmup = " (warm-up)" if event["event"] == "warmup" else ""
-    parts = [f"step {event['index'] + 1:4}{warmup}"]
-    if "loss" in event:
-        parts.append(f"loss {event['loss']:8.4f}")
-    if "grad_norm" in event:
-        parts.append(f"grad norm {event['grad_norm']:8.4f}")
-    parts += [*_speed(spec, float(event["seconds"])), *_memory(spec, event.get("peak_bytes"))]
-    return "  ".join(parts)
-
-
-def _speed(spec: RecordedSpec, step_s: float) -> list[str]:
-    """Time and what follows from it, per rank."""
-    parts = [f"{step_s:.3f} s", f"{tokens_per_s_per_gpu(spec, step_s):,.0f} tokens/s"]
-    tflops, share = model_tflops_per_gpu(spec, step_s), mfu(spec, step_s)
-    if tflops is not None:
-        parts.append(f"{tflops:.4g} TFLOP/s")
-    if share is not None:
-        parts.append(f"MFU {share:.1%}")
-    return parts
-
-
-def _memory(spec: RecordedSpec, peak_bytes: int | None) -> list[str]:
-    if peak_bytes is None:
-        return []
-    gib, device = peak_bytes / 2**30, spec.cluster.device.memory_gib
-    share = "" if device is None else f" ({gib / device:.1%})"
-    return [f"memory {gib:.2f} GiB{share}"]
-
 
 # The field that a complete line of each kind has, and the types that its value may have.
 _NUMBER = (int, float)
@@ -185,7 +147,7 @@ def _gate(events: Events) -> GateResult | None:
     """The result of the gate; None if there is none, or if its line is damaged."""
     found = _last(events, "gate")
     try:
-        return _GATE.validate_python(found) if found else None
+        return adapter(GateResult).validate_python(found) if found else None
     except ValidationError:
         return None
 
@@ -227,6 +189,6 @@ def _rank_record(rank: int, events: Events, plan: Mapping[str, Any]) -> RankReco
         "counters": _last(events, "counters"),
     }
     try:
-        return _RANK.validate_python(seen | _last(events, "memory"))
+        return adapter(RankRecord).validate_python(seen | _last(events, "memory"))
     except ValidationError:  # a damaged event of memory or counters
-        return _RANK.validate_python(seen | {"counters": {}})
+        return adapter(RankRecord).validate_python(seen | {"counters": {}})

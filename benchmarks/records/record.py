@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from benchmarks.specification.run_spec import SpecError, validated
+from benchmarks.specification.reading import SpecError, adapter, validated
 from zeropp.shape import ModelShape
 from zeropp.timeline import Provenance
 
@@ -131,9 +131,6 @@ class RunRecord:
         create_atomically(path, json.dumps(vars(self), default=vars, indent=1))
 
 
-_ADAPTER = TypeAdapter(RunRecord)
-
-
 def now() -> str:
     """Time of day in UTC, ISO 8601, as records have it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
@@ -176,7 +173,7 @@ def read_record(path: Path) -> RunRecord:
     """Read one record; raises RecordError, which names the file, if it cannot be read."""
     try:
         text = path.read_bytes()
-        record = _ADAPTER.validate_json(text)
+        record = adapter(RunRecord).validate_json(text)
     except OSError as error:
         raise RecordError(f"{path}: not readable ({error})") from None
     except ValidationError as error:

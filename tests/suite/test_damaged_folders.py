@@ -161,8 +161,9 @@ def test_points_of_a_damaged_submission_are_not_submitted_again(
     whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (whole / "slurm" / "sweep" / "submission.json").write_text('{"arrays": [')
-    config = {"runs_dir": str(whole), "report_dir": str(whole.parent), "rerun": "missing"}
-    config |= {"launcher": {"kind": "slurm", "report_dir": "report"}}
+    launcher = {"kind": "slurm", "report_dir": "report", "dry_run": False}
+    places = {"runs_dir": str(whole), "report_dir": str(whole.parent)}
+    config = {**places, "rerun": "missing", "launcher": launcher}
     assert launch_points(POINTS[1:], [config] * 3) == []
     printed = capsys.readouterr()
     assert printed.err.count("left alone") == 3

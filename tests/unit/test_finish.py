@@ -18,6 +18,7 @@ from benchmarks.launch.attempt import (
     QUIET_S,
     DamagedError,
     Ending,
+    close_abandoned,
     finish_attempt,
     freeze,
     held,
@@ -26,7 +27,6 @@ from benchmarks.launch.attempt import (
     new_header,
     write_unstarted,
 )
-from benchmarks.launch.local import close_abandoned
 from benchmarks.launch.points import Point, records_of, still_to_run
 from benchmarks.records.environment import read_code
 from benchmarks.records.events import EventWriter

@@ -18,6 +18,7 @@ import jinja2
 from benchmarks import CHECKOUT
 from benchmarks.launch.options import Flag, Flags, SlurmOptions, normal, sbatch_words, words
 from benchmarks.launch.points import Point
+from benchmarks.launch.slurm.submissions import attempt_name, report_name
 from benchmarks.specification.run_spec import RunSpec, SpecError
 
 _START_S = 300.0  # for imports, process groups, the gate and the model, on a slow file system
@@ -210,17 +211,6 @@ def report_flags(submission: Path, sweep: str, options: SlurmOptions) -> Flags:
         "kill-on-invalid-dep": "yes",
     }
     return owned | {"time": 30} | inherited | normal(options.report_sbatch)
-
-
-def report_name(sweep: str) -> str:
-    """The name of a sweep's report job."""
-    return f"{sweep}-report"
-
-
-def attempt_name(submission: Path) -> str:
-    """The name of a submission's attempts at its points, without the number of the restart. A
-    job's number would not do: a controller that has lost its state gives it again."""
-    return f"slurm-{submission.name.removeprefix('zeropp-')}"
 
 
 def checkout_of(submission: Path, options: SlurmOptions) -> Path:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from benchmarks.launch.attempt import (
     DamagedError,
@@ -40,8 +40,8 @@ from benchmarks.launch.slurm.client import (
     queued_jobs,
 )
 from benchmarks.launch.slurm.endings import ending_by_state, killed_script, reason, slurm_of
-from benchmarks.launch.slurm.script import attempt_name
 from benchmarks.records.record import RecordError, RunRecord, read_record, write_atomically
+from benchmarks.specification.reading import adapter
 
 _LOST = Ending("lost", "the job is gone, and Slurm does not say why", interrupted=True)
 
@@ -65,9 +65,6 @@ class Submission:
     cluster: str = ""  # ClusterFacts.identity; empty if it was not known
     user: int = 0
     host: str = ""
-
-
-_SUBMISSION = TypeAdapter(Submission)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +91,17 @@ def _restart(numbered: tuple[str, Path]) -> int:
     return int(numbered[0]) if numbered[0].isdigit() else -1
 
 
+def report_name(sweep: str) -> str:
+    """The name of a sweep's report job."""
+    return f"{sweep}-report"
+
+
+def attempt_name(submission: Path) -> str:
+    """The name of a submission's attempts at its points, without the number of the restart. A
+    job's number would not do: a controller that has lost its state gives it again."""
+    return f"slurm-{submission.name.removeprefix('zeropp-')}"
+
+
 def write_submission(directory: Path, submission: Submission) -> None:
     """Write ``submission.json``; raises OSError if that is impossible."""
     write_atomically(directory / "submission.json", json.dumps(asdict(submission), indent=1))
@@ -108,7 +116,7 @@ def read_submissions(runs_dir: Path) -> tuple[dict[Path, Submission | None], lis
             continue
         path = directory / "submission.json"
         try:
-            found[directory] = _SUBMISSION.validate_json(path.read_bytes())
+            found[directory] = adapter(Submission).validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
             found[directory] = None
             why = getattr(error, "strerror", None) or "no submission"

@@ -39,7 +39,6 @@ from benchmarks.launch.slurm.script import (
     nodes_of,
     render_array,
     render_report,
-    report_name,
     resources_of,
 )
 from benchmarks.launch.slurm.submissions import (
@@ -47,6 +46,7 @@ from benchmarks.launch.slurm.submissions import (
     SubmittedArray,
     close_ended,
     query_slurm,
+    report_name,
     write_submission,
 )
 from benchmarks.launch.sweep import LaunchError, SweepProgress, refuse
