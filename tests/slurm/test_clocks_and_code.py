@@ -59,7 +59,7 @@ def test_the_clock_is_a_day_ahead_where_somebody_asks(suite: Suite) -> None:
     suite.environment = faked("+1d")
     told, _ = typed(suite, "benchmarks.status", str(suite.runs), "--json")
     assert [point["state"] for point in json.loads(told)] == ["running"]
-    said, _ = typed(suite, "benchmarks.run", *suite.words("seed=3"))
+    _, said = typed(suite, "benchmarks.run", *suite.words("seed=3"))
     assert "left alone" in said
     assert suite.records() == []
     suite.cluster.run("scancel", *suite.queue())

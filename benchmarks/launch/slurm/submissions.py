@@ -117,6 +117,8 @@ def read_submissions(runs_dir: Path) -> tuple[dict[Path, Submission | None], lis
         path = directory / "submission.json"
         try:
             found[directory] = adapter(Submission).validate_json(path.read_bytes())
+        except FileNotFoundError:  # killed before the first sbatch
+            continue
         except (OSError, ValidationError) as error:
             found[directory] = None
             why = getattr(error, "strerror", None) or "no submission"
