@@ -80,9 +80,9 @@ class SubmittedPoint:
     refused: bool = False  # sbatch refused it
 
     def attempts(self) -> list[Path]:
-        """Its attempts on disk, oldest first."""
+        """Its attempts on disk, oldest first, without emptied ones."""
         name = attempt_name(self.directory)
-        found = [p for p in self.point.glob(f"{name}-*") if p.is_dir()]
+        found = [p for p in self.point.glob(f"{name}-*") if p.is_dir() and any(p.iterdir())]
         numbered = [(p.name.rpartition("-")[2], p) for p in found]
         return [p for number, p in sorted(numbered, key=_restart) if number.isdigit()]
 
