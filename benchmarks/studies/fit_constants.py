@@ -1,10 +1,10 @@
 """Fits the cost model's constants to published measurements and prints them; it writes nothing.
 
 There is one set of constants per device, and a few constants belong to programs
-(``zeropp/programs``); none belongs to a single row. The fit is least squares on the logarithm of
+(``conf/program``); none belongs to a single row. The fit is least squares on the logarithm of
 predicted over measured throughput, with a soft L1 loss, on at most ``--rows`` rows, drawn with a
 fixed seed, of each table whose rows have ``role=fitted``. Weak priors hold constants that the data
-do not determine. The rounded results are copied into ``conf/cluster`` and ``zeropp/programs`` by
+do not determine. The rounded results are copied into ``conf/cluster`` and ``conf/program`` by
 hand. It takes some minutes.
 
     python -m benchmarks.studies.fit_constants [--rows 120]
@@ -66,7 +66,7 @@ CONSTANTS = (
 
 
 @dataclass(frozen=True)
-class Sample:
+class FittedRow:
     """One published row and the case that it describes."""
 
     row: PublishedRow
@@ -85,7 +85,7 @@ class Sample:
         return math.log1p(predict_case(self.row, case).relative_error)
 
 
-def samples(rows: int) -> list[Sample]:
+def samples(rows: int) -> list[FittedRow]:
     """Throughput rows of the sources that take part in the fit, at most ``rows`` per table."""
     found = []
     for table in training_tables():
@@ -94,7 +94,7 @@ def samples(rows: int) -> list[Sample]:
             if row is None or row.role != "fitted":
                 continue
             try:
-                sample = Sample(row, case_of(row))
+                sample = FittedRow(row, case_of(row))
                 if predict_case(row, sample.case).kind == "throughput":
                     understood.append(sample)
             except UnpredictableError:
@@ -104,7 +104,7 @@ def samples(rows: int) -> list[Sample]:
     return found
 
 
-def fit(chosen: Sequence[Sample]) -> Sequence[float]:
+def fit(chosen: Sequence[FittedRow]) -> Sequence[float]:
     """The fitted constants, in the order of ``CONSTANTS``."""
     priors = np.log([c.prior for c in CONSTANTS])
     widths = np.array([c.width for c in CONSTANTS])

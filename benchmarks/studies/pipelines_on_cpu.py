@@ -34,7 +34,6 @@ from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
-from benchmarks.studies.quartiles import add_repeats, quartiles
 from benchmarks.worker.data import local_batch, open_batches
 from zeropp.model import build_model, cross_entropy
 from zeropp.optimizer import build_optimizer
@@ -56,7 +55,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Sample:
+class StepSample:
     """One step on one rank: its duration, CPU seconds of the whole process and of its main
     thread."""
 
@@ -66,17 +65,17 @@ class Sample:
 
 
 # What one rank has found: samples per way to train, and the counters of every way but ``alone``.
-Found = tuple[dict[str, list[Sample]], dict[str, dict[str, int]]]
+Found = tuple[dict[str, list[StepSample]], dict[str, dict[str, int]]]
 
 
-def measured(step: Callable[[], object]) -> Sample:
+def measured(step: Callable[[], object]) -> StepSample:
     """One step, from a barrier of all ranks to the next."""
     dist.barrier()
     before, main, begin = _process_s(), time.thread_time(), time.perf_counter()
     step()
     main = time.thread_time() - main
     dist.barrier()
-    return Sample(time.perf_counter() - begin, _process_s() - before, main)
+    return StepSample(time.perf_counter() - begin, _process_s() - before, main)
 
 
 def _process_s() -> float:
@@ -116,7 +115,7 @@ def _rank(rank: int, specs: dict[str, RunSpec], repeats: int, place: Path) -> No
     built = {way: _stepper(spec) for way, spec in specs.items()}
     steps = {way: step for way, (step, _) in built.items()}
     steps["alone"] = _alone(specs["torch PP"])
-    samples: dict[str, list[Sample]] = {way: [] for way in steps}
+    samples: dict[str, list[StepSample]] = {way: [] for way in steps}
     for index in range(_WARMUP + repeats):
         for way, step in steps.items():
             samples[way].append(measured(lambda step=step, index=index: step(index)))  # type: ignore[misc]
@@ -156,7 +155,13 @@ def rows(found: Sequence[Found], steps: int) -> list[dict[str, Any]]:
     return made
 
 
-def _added(all_samples: list[list[Sample]], kind: str) -> float:
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """The median and the quartiles of at least two values, in their unit."""
+    low, median, high = statistics.quantiles(values, n=4)
+    return {"median": median, "q1": low, "q3": high}
+
+
+def _added(all_samples: list[list[StepSample]], kind: str) -> float:
     """The sum over ranks of the median of one kind of seconds."""
     medians = [statistics.median([vars(one)[kind] for one in mine]) for mine in all_samples]
     return float(sum(medians))
@@ -184,7 +189,14 @@ def _main() -> int:
         epilog="example: python -m benchmarks.studies.pipelines_on_cpu --out /tmp/pipelines.json",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON")
-    add_repeats(parser, "steps of each")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        choices=range(2, 1000),
+        metavar="N",
+        default=15,
+        help="steps of each (%(default)s)",
+    )
     arguments = parser.parse_args()
     result = {
         "torch": torch.__version__,
