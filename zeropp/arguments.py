@@ -26,7 +26,6 @@ from zeropp.literals import (
     Precision,
     Recompute,
     ReduceEvery,
-    StageStyle,
     WireType,
     if_auto,
 )
@@ -47,11 +46,8 @@ class Keywords(TypedDict, total=False):
     unit: int | Auto
     activation_cap: int
     reduce_every: ReduceEvery
-    replicate_every: ReduceEvery
     reduce_dtype: WireType
     prefetch: int
-    keep: int
-    stage_style: StageStyle
     split_backward: bool
     placement: Placement
     recompute: Recompute | Auto
@@ -189,7 +185,6 @@ class Request:
         return EngineOptions(
             precision=self.precision,
             recompute=if_auto(self.knobs.recompute, "none"),
-            replicate_every=self.knobs.replicate_every,
             reduce_dtype=self.knobs.reduce_dtype,
             tied=self.tied,
             lr_schedule=self.lr_schedule,

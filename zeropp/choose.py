@@ -30,7 +30,7 @@ from zeropp.engine.optimizer import state_bytes
 from zeropp.engine.walk import LayerSizes, ParameterKind
 from zeropp.layer_costs import Conditions, output_bytes, stage_costs
 from zeropp.layout import InfeasibleError, Layout, divisors
-from zeropp.literals import Auto, Recompute, if_auto
+from zeropp.literals import Auto, Recompute
 from zeropp.schedule import event_loop
 from zeropp.schedule.program import Op, Schedule, StageCost
 
@@ -250,7 +250,7 @@ def _rank_bytes(
     chunks = [sum(layers[a:b], _LayerBytes(0, 0, 0)) for a, b in spans]
     parameters = [chunk.masters / 4 for chunk in chunks]
     gathers = layout.shard > 1 or given.precision == "bf16"
-    ahead = sorted(parameters)[-1 - knobs.prefetch - if_auto(knobs.keep, 0) :]
+    ahead = sorted(parameters)[-1 - knobs.prefetch :]
     gathered = width * sum(ahead) if gathers else 0
     alive = stages.activation_cap * max(_kept_bytes(job, a, b, given) for a, b in spans)
     last = 2 * 4 * output_bytes(job.sizes[-1], given.precision) / width  # of the loss, in fp32

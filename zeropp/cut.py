@@ -18,11 +18,11 @@ from zeropp.engine.values import TensorShape
 from zeropp.engine.walk import Layer, LayerSizes, check_values
 from zeropp.layer_costs import layer_costs, stage_costs
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
-from zeropp.literals import Precision, StageStyle, if_auto
+from zeropp.literals import Precision, if_auto
 from zeropp.schedule import validate
 from zeropp.schedule.build import StepSizes, step_programs
 from zeropp.schedule.program import Schedule, StageCost
-from zeropp.schedule.zeropp_order import default_cap, unit_size
+from zeropp.schedule.zeropp_order import unit_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,22 +132,17 @@ def _weights(request: Request, sizes: Sequence[LayerSizes]) -> list[float]:
 
 def _step_sizes(request: Request, layout: Layout, microbatches: int) -> StepSizes:
     knobs, cluster = request.knobs, request.cluster
-    style: StageStyle = "loop" if knobs.stage_style == "auto" else knobs.stage_style
     hides = cluster is None or cluster.device.hides_collectives
-    unit = unit_size(knobs.unit, style, layout.pp, microbatches, hides_collectives=hides)
+    unit = unit_size(knobs.unit, layout.pp, microbatches, hides_collectives=hides)
     sizes = StepSizes(
         num_ranks=layout.pp,
         chunks=layout.chunks,
         num_microbatches=microbatches,
         unit=unit,
-        activation_cap=if_auto(
-            knobs.activation_cap, default_cap(style, layout.pp, layout.chunks, unit)
-        ),
-        stage_style=style,
+        activation_cap=if_auto(knobs.activation_cap, unit * layout.chunks),
         split_backward=knobs.split_backward,
         gather=layout.shard > 1 or request.precision == "bf16",
         prefetch=knobs.prefetch,
-        keep=if_auto(knobs.keep, 0),
         reduce_every=if_auto(knobs.reduce_every, "unit"),
     )
     try:
