@@ -47,9 +47,9 @@ from zeropp.tune.space import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroppKnobs:
-    """Settings of ZeroPP. A knob that is ``auto`` is chosen by the tuner, or by a simple rule where
-    the cluster has no prices (CPUs).
+class StepKnobs:
+    """What a person may set of a ZeroPP step: keywords of ``zeropp.parallelize``, and, with those
+    of ``ZeroppKnobs``, keys of the suite's command line and fields of its records.
 
     A *chunk* is what Megatron-LM calls a virtual stage: a rank holds V of them. A *unit* is a group
     of U microbatches that go through a chunk one after another, so that the chunk's parameters are
@@ -57,7 +57,6 @@ class ZeroppKnobs:
     for its backward.
     """
 
-    name: Literal["zeropp"] = "zeropp"
     pp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # pipeline ranks
     shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of a ZeRO-3 group (dp_shard)
     replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # number of such groups (dp_replicate)
@@ -66,14 +65,22 @@ class ZeroppKnobs:
     unit: Annotated[int | Auto, AT_LEAST_1] = "auto"  # microbatches per scheduling unit (U)
     activation_cap: Annotated[int | Auto, AT_LEAST_1] = "auto"  # live chunk-activations per rank
     recompute: Recompute | Auto = "auto"
-    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
     reduce_every: ReduceEvery | Auto = "auto"  # when gradients are reduced over the shards
     reduce_dtype: WireType = "fp32"  # type in which gradients are sent; sums are fp32
     prefetch: Annotated[int, AT_LEAST_0] = 1  # chunks that are gathered ahead of their use
-    split_blocks: bool | Auto = "auto"  # a stage may end inside a block; auto: where it is searched
     split_backward: bool = True  # delay weight gradients; False: full backwards
     placement: Placement | Auto = "auto"  # which ranks share a node
     compile: bool = False  # torch.compile every block
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroppKnobs(StepKnobs):
+    """Settings of ZeroPP in the suite. A knob that is ``auto`` is chosen by the tuner, or by a
+    simple rule where the cluster has no prices (CPUs)."""
+
+    name: Literal["zeropp"] = "zeropp"
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
+    split_blocks: bool | Auto = "auto"  # a stage may end inside a block; auto: where it is searched
 
     @property
     def is_open(self) -> bool:
