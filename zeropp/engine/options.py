@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeropp.engine.chunk import ChunkOptions
-from zeropp.engine.flat_layout import Name
+from zeropp.engine.flat import Name
 from zeropp.engine.sharding import GroupOf
 from zeropp.engine.values import TensorShape
 from zeropp.layout import InfeasibleError
