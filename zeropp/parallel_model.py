@@ -70,6 +70,7 @@ class ParallelModel:
         RuntimeError, and nothing has run. A rank on which a step raises while it runs is to end,
         and its launcher ends the others; on it every further call raises RuntimeError.
         """
+        self.engine.check_usable()
         parts = self.engine.barrier.run(
             "train_step", lambda: self._training_batch(inputs, targets, keyword_inputs)
         )
@@ -84,6 +85,7 @@ class ParallelModel:
         a training run with evaluations in it is the same as one without. Raises ValueError where
         ranks of one pipeline have different rows, and otherwise what ``train_step`` does.
         """
+        self.engine.check_usable()
         parts = self.engine.barrier.run(
             "eval_step", lambda: self._evaluation_batch(inputs, targets, keyword_inputs)
         )
@@ -165,7 +167,6 @@ class ParallelModel:
             self.close()
 
     def _check_ready(self) -> None:
-        self.engine.check_usable()
         device = self.engine.lanes.device
         if device.type == "cuda":  # each thread has a current device, whose streams a step uses
             torch.cuda.set_device(device)

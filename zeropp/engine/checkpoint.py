@@ -119,17 +119,18 @@ class CheckpointError(RuntimeError):
     """A checkpoint is missing, incomplete or damaged; the message is one line."""
 
 
-def write_whole(directory: Path | str, write: Callable[[Path], None]) -> None:
-    """Call ``write`` with an empty directory, then put that in the place of ``directory``.
+def save(state: State, directory: Path | str) -> None:
+    """Write a state, whole or not at all, under the names that torch's ``save({"model": ...})``
+    gives; collective. The file system is one that all ranks see.
 
-    Collective; the file system is one that all ranks see. The last checkpoint stays until the new
-    one is whole and on disk. Where anything raises on one rank, every rank raises, and the last
-    checkpoint is untouched. ``write`` sees to it that its files are on disk (torch's writer does).
+    The last checkpoint stays until the new one is whole and on disk. Where anything raises on one
+    rank, every rank raises, and the last checkpoint is untouched.
     """
     partial = together(lambda: _beside(Path(directory), "partial"))
     _on_first_rank(lambda: _make_empty(partial))
     together(lambda: _check_seen(partial))
-    together(lambda: write(partial))
+    asked = {"model": state.named()}
+    together(lambda: state_dict_saver.save(asked, checkpoint_id=str(partial)))
     digests = _digests_over_ranks(partial)
     _on_first_rank(lambda: _publish(partial, Path(directory), digests))
 
@@ -216,17 +217,16 @@ def _beside(directory: Path, suffix: str) -> Path:
 
 def _digests_over_ranks(directory: Path) -> dict[str, str]:
     """Digests of all files, each read by one rank; collective."""
-    mine = together(lambda: _digests_of_mine(directory))
+
+    def of_mine() -> dict[str, str]:
+        files = sorted(path for path in directory.iterdir() if path.name != _DIGESTS)
+        mine = files[dist.get_rank() :: dist.get_world_size()]
+        return {path.name: _digest(path) for path in mine}
+
+    mine = together(of_mine)
     parts: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, mine)
     return {name: digest for part in parts for name, digest in part.items()}
-
-
-def _digests_of_mine(directory: Path) -> dict[str, str]:
-    """Digests of the files that fall to this rank."""
-    files = sorted(path for path in directory.iterdir() if path.name != _DIGESTS)
-    mine = files[dist.get_rank() :: dist.get_world_size()]
-    return {path.name: _digest(path) for path in mine}
 
 
 def _digest(path: Path) -> str:
@@ -311,16 +311,6 @@ def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Ten
     }
 
 
-def save(state: State, directory: Path | str) -> None:
-    """Write a state, whole or not at all, under the names that torch's ``save({"model": ...})``
-    gives; collective."""
-
-    def write(place: Path) -> None:
-        state_dict_saver.save({"model": state.named()}, checkpoint_id=str(place))
-
-    write_whole(directory, write)
-
-
 def load(state: State, directory: Path | str) -> None:
     """Read into the tensors of a state; collective.
 
@@ -376,51 +366,37 @@ def _is_plain(value: object) -> bool:
 
 
 def boxes(
-    shape: Sequence[int], stretch: ElementRange
-) -> Iterator[tuple[tuple[int, ...], ElementRange]]:
-    """Cut a stretch of a tensor's elements, in the order of memory, into boxes: pairs of a box's
-    offsets in the tensor and its own stretch.
+    shape: Sequence[int], elements: ElementRange
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Cut a range of a tensor's elements, in the order of memory, into boxes: a box's offsets in
+    the tensor, its sizes, and its first element.
 
     These are parts of the first and of the last row, and one box of the rows between them. A part
     of a row is cut in the same way, so n dimensions give at most 2n - 1 boxes.
     """
-    if not len(stretch):
+    begin, end = elements.begin, elements.end
+    if begin == end:
         return
     if len(shape) < 2:
-        yield (stretch.begin,) * len(shape), stretch
+        yield (begin,) * len(shape), (end - begin,) * len(shape), begin
         return
     inner = prod(shape[1:])
-    first, last = -(-stretch.begin // inner), stretch.end // inner
-    if first <= last:
-        ends = ElementRange(stretch.begin, first * inner), ElementRange(last * inner, stretch.end)
-    else:  # within one row
-        ends = stretch, ElementRange(0, 0)
-    yield from _boxes_in_row(shape, ends[0])
-    if first < last:
-        yield (first,) + (0,) * (len(shape) - 1), ElementRange(first * inner, last * inner)
-    yield from _boxes_in_row(shape, ends[1])
+    first, last = -(-begin // inner), end // inner  # whole rows, if first <= last
 
+    def within_a_row(begin: int, end: int) -> Iterator[tuple[Any, Any, int]]:
+        row = begin // inner
+        inside = ElementRange(begin - row * inner, end - row * inner)
+        for offsets, sizes, start in boxes(shape[1:], inside):
+            yield (row, *offsets), (1, *sizes), start + row * inner
 
-def box_sizes(shape: Sequence[int], offsets: Sequence[int], count: int) -> tuple[int, ...]:
-    """The sizes of the box of ``count`` elements that ``boxes`` has cut at ``offsets``."""
-    sizes, full = [1] * len(shape), 1
-    for dim in reversed(range(len(shape))):
-        sizes[dim] = min(count // full, shape[dim])
-        full *= sizes[dim]
-        if sizes[dim] < shape[dim] or offsets[dim]:
-            break
-    return tuple(sizes)
-
-
-def _boxes_in_row(
-    shape: Sequence[int], stretch: ElementRange
-) -> Iterator[tuple[tuple[int, ...], ElementRange]]:
-    if not len(stretch):
+    if first > last:
+        yield from within_a_row(begin, end)
         return
-    row, inner = stretch.begin // prod(shape[1:]), prod(shape[1:])
-    local = ElementRange(stretch.begin - row * inner, stretch.end - row * inner)
-    for offsets, found in boxes(shape[1:], local):
-        yield (row, *offsets), ElementRange(found.begin + row * inner, found.end + row * inner)
+    yield from within_a_row(begin, first * inner)
+    if first < last:
+        rest = (0,) * (len(shape) - 1)
+        yield (first, *rest), (last - first, *shape[1:]), first * inner
+    yield from within_a_row(last * inner, end)
 
 
 def _described(
@@ -429,25 +405,18 @@ def _described(
     """The part of every parameter in ``tensor``, which holds the stretch ``held`` of the flat
     buffer, by name. ``name`` is a format that gets the parameter's name."""
     for slot in flat.layout.slots:
-        found = _boxes_of(slot, tensor, held)
+        mine = slot.elements.intersect(held)
+        found = [
+            (offsets, tensor[slot.begin + first - held.begin :][: prod(sizes)].view(sizes))
+            for offsets, sizes, first in boxes(
+                slot.shape, ElementRange(mine.begin - slot.begin, mine.end - slot.begin)
+            )
+        ]
+        if 0 in slot.shape:
+            found = [((0,) * len(slot.shape), tensor.new_empty(slot.shape))]
         if found:
             part = make_part(slot.shape, found)
             yield from ((name.format(key), part) for key in _keys(slot))
-
-
-def _boxes_of(
-    slot: Slot, tensor: Tensor, held: ElementRange
-) -> list[tuple[tuple[int, ...], Tensor]]:
-    if 0 in slot.shape:
-        return [(tuple(0 for _ in slot.shape), tensor.new_empty(slot.shape))]
-    mine = slot.elements.intersect(held)
-    inside = ElementRange(mine.begin - slot.begin, mine.end - slot.begin)
-    found = []
-    for offsets, stretch in boxes(slot.shape, inside):
-        begin = slot.begin + stretch.begin
-        values = tensor[ElementRange(begin, begin + len(stretch)).inside(held)]
-        found.append((offsets, values.view(box_sizes(slot.shape, offsets, len(stretch)))))
-    return found
 
 
 def _keys(slot: Slot) -> Iterator[str]:

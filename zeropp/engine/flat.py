@@ -400,11 +400,11 @@ class FlatParameters:
         else:
             buffer = self.master.new_empty(self.layout.size, dtype=self._types.compute)
         self._hides = buffer is not self.master or self._zero
-        nothing = buffer.new_full((), torch.nan)
+        slots = [(one.slot, parameter) for one in self.members for parameter in one.parameters]
+        nothing = buffer.new_full((len(slots),), torch.nan)  # parameters share no memory
         self._views = [
-            (parameter, member.slot.view(buffer), nothing.expand(member.slot.shape))
-            for member in self.members
-            for parameter in member.parameters
+            (parameter, slot.view(buffer), one.expand(slot.shape))
+            for (slot, parameter), one in zip(slots, nothing, strict=True)
         ]
         self.show()
         if self.trainable:
