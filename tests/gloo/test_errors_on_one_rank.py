@@ -299,7 +299,7 @@ CALLS = {
     "save to None": "TypeError: ",
     "save elsewhere": "CheckpointError: ",
     "load from None": "TypeError: ",
-    "no state dict": "AttributeError: ",
+    "no state dict": "TypeError: ",
 }
 
 

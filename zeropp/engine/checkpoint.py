@@ -431,6 +431,7 @@ def load_named(state: State, given: Mapping[str, Any]) -> bool:
     Raises ValueError, the same on every rank and before anything is copied, for a name that is
     missing or that no rank has, and for another shape.
     """
+    given = together(lambda: dict(given))
     optimizer = dict(given.get(OPTIMIZER, {}))
     settings = optimizer.pop(SETTINGS, {})
     held, offered = dict(state.model), {n: v for n, v in given.items() if n not in _BESIDE}
