@@ -122,12 +122,8 @@ def named_cluster(name: str) -> Cluster:
         raise InfeasibleError(
             f"cluster={name!r}: must be one of {', '.join(sorted(files))}, or a zeropp.Cluster"
         )
-    try:
-        import yaml
-    except ImportError:
-        raise InfeasibleError(
-            f"cluster={name!r}: reading it needs PyYAML (install it, or give a zeropp.Cluster)"
-        ) from None
+    import yaml
+
     return _cluster(yaml.safe_load(files[name].read_text()))
 
 

@@ -125,7 +125,7 @@ _PURPOSE = "runs points in this folder"
 _SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
 _MODULES = {
     "local": "local",
-    "slurm": "slurm.launcher",
+    "slurm": "slurm.submit",
     "trace": "trace",
     "simulate": "simulate",
 }

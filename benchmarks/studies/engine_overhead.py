@@ -25,7 +25,6 @@ from torch import Tensor, nn
 import zeropp
 from baselines.torch_pp.private_names import stage_backward_input, stage_backward_weight
 from benchmarks.specification.command import CommandParser, run_command
-from benchmarks.studies.quartiles import add_repeats, quartiles
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.model import build_piece, cross_entropy
 from zeropp.optimizer import build_optimizer
@@ -50,7 +49,8 @@ def seconds(run: Callable[[], object]) -> float:
 
 def summary(ratios: list[float]) -> dict[str, Any]:
     """The median and the quartiles of ratios."""
-    return quartiles(ratios) | {"samples": len(ratios)}
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return {"median": median, "q1": low, "q3": high, "samples": len(ratios)}
 
 
 def timed_backward(block: nn.Module, x: Tensor, backward: Backward) -> float:
@@ -167,7 +167,14 @@ def _main() -> int:
         epilog="example: python -m benchmarks.studies.engine_overhead --out /tmp/overhead.json",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON")
-    add_repeats(parser, "ratios")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        choices=range(2, 1000),
+        metavar="N",
+        default=15,
+        help="ratios (%(default)s)",
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

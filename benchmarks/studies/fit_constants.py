@@ -1,10 +1,10 @@
 """Fits the cost model's constants to published measurements and prints them; it writes nothing.
 
 There is one set of constants per device, and a few constants belong to programs
-(``zeropp/programs``); none belongs to a single row. The fit is least squares on the logarithm of
+(``conf/program``); none belongs to a single row. The fit is least squares on the logarithm of
 predicted over measured throughput, with a soft L1 loss, on at most ``--rows`` rows, drawn with a
 fixed seed, of each table whose rows have ``role=fitted``. Weak priors hold constants that the data
-do not determine. The rounded results are copied into ``conf/cluster`` and ``zeropp/programs`` by
+do not determine. The rounded results are copied into ``conf/cluster`` and ``conf/program`` by
 hand. It takes some minutes.
 
     python -m benchmarks.studies.fit_constants [--rows 120]

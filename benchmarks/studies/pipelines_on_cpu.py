@@ -34,7 +34,6 @@ from benchmarks.specification.command import CommandParser, run_command
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
-from benchmarks.studies.quartiles import add_repeats, quartiles
 from benchmarks.worker.data import local_batch, open_batches
 from zeropp.model import build_model, cross_entropy
 from zeropp.optimizer import build_optimizer
@@ -156,6 +155,12 @@ def rows(found: Sequence[Found], steps: int) -> list[dict[str, Any]]:
     return made
 
 
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """The median and the quartiles of at least two values, in their unit."""
+    low, median, high = statistics.quantiles(values, n=4)
+    return {"median": median, "q1": low, "q3": high}
+
+
 def _added(all_samples: list[list[Sample]], kind: str) -> float:
     """The sum over ranks of the median of one kind of seconds."""
     medians = [statistics.median([vars(one)[kind] for one in mine]) for mine in all_samples]
@@ -184,7 +189,14 @@ def _main() -> int:
         epilog="example: python -m benchmarks.studies.pipelines_on_cpu --out /tmp/pipelines.json",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON")
-    add_repeats(parser, "steps of each")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        choices=range(2, 1000),
+        metavar="N",
+        default=15,
+        help="steps of each (%(default)s)",
+    )
     arguments = parser.parse_args()
     result = {
         "torch": torch.__version__,

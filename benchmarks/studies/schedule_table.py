@@ -14,6 +14,7 @@ import csv
 import logging
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -90,13 +91,11 @@ def measure(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def rows() -> Iterator[dict[str, Any]]:
-    """All rows, size by size; torch's schedules without an order for a size are left out."""
-    for num_ranks, factor in product(RANKS, MICROBATCHES_PER_RANK):
-        m = num_ranks * factor
-        lean = lean_rows(num_ranks, m) if factor in LEAN_MICROBATCHES_PER_RANK else ()
-        for row in (*peer_rows(num_ranks, m), *unit_rows(num_ranks, m), *lean):
-            yield {"ranks": num_ranks, "microbatches": m, **row}
+def rows_of_size(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
+    """The rows of one size; torch's schedules without an order for it are left out."""
+    lean = lean_rows(num_ranks, m) if m // num_ranks in LEAN_MICROBATCHES_PER_RANK else ()
+    for row in (*peer_rows(num_ranks, m), *unit_rows(num_ranks, m), *lean):
+        yield {"ranks": num_ranks, "microbatches": m, **row}
 
 
 def peer_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
@@ -114,12 +113,18 @@ def unit_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
     for chunks in (2, 4):
         for unit in sorted({num_ranks, min(2 * num_ranks, m)}):
             for keep in (0, min(TORCH_KEEPS, chunks)):
-                schedule = zeropp_schedule(
-                    num_ranks=num_ranks, chunks=chunks, num_microbatches=m, unit=unit, keep=keep
+                # The cap is the default, U*V, and each gather starts one use ahead.
+                order = build(
+                    "zeropp", num_ranks=num_ranks, chunks=chunks, num_microbatches=m, unit=unit
                 )
                 bound = f"{1 + (num_ranks - 1) / (3 * m * chunks):.4f}"
                 named = {"schedule": "ZeroPP", "chunks": chunks, "unit": unit}
-                yield {**named, "keep": keep, "bound": bound, **measure(schedule)}
+                yield {
+                    **named,
+                    "keep": keep,
+                    "bound": bound,
+                    **measure(lower(order, gather=True, keep=keep)),
+                }
 
 
 def lean_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
@@ -130,44 +135,20 @@ def lean_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
             cap = int(share * num_ranks * chunks)
             bound = f"{least_over_ideal(num_ranks, chunks, m, cap):.4f}"
             named = {"chunks": chunks, "cap": cap, "bound": bound}
-            schedule = lean_schedule(num_ranks, chunks, m, cap)
-            yield {"schedule": "ZeroPP on a V", "unit": m, **named, **measure(schedule)}
-            unit = min(num_ranks, cap // chunks)
-            if unit < 2:
-                continue
-            compute = build(
+            order = partial(
+                build,
                 "zeropp",
                 num_ranks=num_ranks,
                 chunks=chunks,
                 num_microbatches=m,
-                unit=unit,
                 activation_cap=cap,
             )
-            lowered = lower(compute, gather=True)
-            yield {"schedule": "ZeroPP, small units", "unit": unit, **named, **measure(lowered)}
-
-
-def lean_schedule(num_ranks: int, chunks: int, num_microbatches: int, cap: int) -> Schedule:
-    """ZeroPP on a V, with at most ``cap`` chunk-activations per rank at a time."""
-    compute = build(
-        "zeropp",
-        num_ranks=num_ranks,
-        chunks=chunks,
-        num_microbatches=num_microbatches,
-        activation_cap=cap,
-        stage_style="v",
-    )
-    return lower(compute, gather=True)
-
-
-def zeropp_schedule(
-    *, num_ranks: int, chunks: int, num_microbatches: int, unit: int, keep: int
-) -> Schedule:
-    """ZeroPP with the default cap of U*V, where each gather starts one use ahead."""
-    compute = build(
-        "zeropp", num_ranks=num_ranks, chunks=chunks, num_microbatches=num_microbatches, unit=unit
-    )
-    return lower(compute, gather=True, keep=keep)
+            on_a_v = measure(lower(order(stage_style="v"), gather=True))
+            yield {"schedule": "ZeroPP on a V", "unit": m, **named, **on_a_v}
+            unit = min(num_ranks, cap // chunks)
+            if unit >= 2:
+                small = measure(lower(order(unit=unit), gather=True))
+                yield {"schedule": "ZeroPP, small units", "unit": unit, **named, **small}
 
 
 def main() -> int:
@@ -192,7 +173,9 @@ def _main() -> int:
     with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, header, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(told(rows(), None, "rows"))
+        sizes = product(RANKS, MICROBATCHES_PER_RANK)
+        rows = (row for ranks, factor in sizes for row in rows_of_size(ranks, ranks * factor))
+        writer.writerows(told(rows, None, "rows"))
     return 0
 
 

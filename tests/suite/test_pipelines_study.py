@@ -48,5 +48,5 @@ def test_too_few_repeats_are_refused_before_anything_runs(
     monkeypatch.setattr(sys, "argv", [study, "--out", str(out), f"--repeats={repeats}"])
     assert importlib.import_module(f"benchmarks.studies.{study}").main() == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: argument --repeats: {repeats!r} is not a whole number of at")
+    assert line.startswith("error: argument --repeats: invalid ")
     assert not out.exists()

@@ -17,8 +17,7 @@ from zeropp.cost.price import stragglers
 from zeropp.layout import Layout
 from zeropp.literals import Recompute
 from zeropp.plan import SizedPlan
-from zeropp.programs import Program, StateBytes
-from zeropp.programs.traits import Selective, Updated
+from zeropp.programs import Program, Selective, StateBytes, Updated
 from zeropp.schedule.program import loop_placement, unordered
 from zeropp.shape import ModelShape
 

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from benchmarks.specification.contenders import CONTENDERS, PRICED
 from tests.unit.simulated_task import task
-from zeropp.programs import ENTRIES, Entry, Program, entry_named, program_named
+from zeropp.programs import Entry, Program, entry_named, entry_of, program_named, program_names
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-ENTRY = pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+PROGRAMS = pytest.mark.parametrize("name", program_names())
 
 
-@ENTRY
-def test_every_trait_that_is_stated_has_a_source(entry: Entry) -> None:
+@PROGRAMS
+def test_every_value_has_the_type_of_its_trait(name: str) -> None:
+    """The library reads the files without pydantic, and so without a check of the values."""
+    program = program_named(name)
+    assert TypeAdapter(Program).validate_python(asdict(program)) == program
+
+
+@PROGRAMS
+def test_every_trait_that_is_stated_has_a_source(name: str) -> None:
+    entry = entry_named(name)
     assert entry.version
     assert {"bf16", "fp32"} <= set(entry.stated) <= set(entry.sources)
     assert all(len(source) > 10 for source in entry.sources.values())
@@ -28,7 +37,8 @@ def test_every_trait_that_is_stated_has_a_source(entry: Entry) -> None:
 def test_a_source_speaks_of_one_value_of_a_trait() -> None:
     """No entry has taken over the source of a value that it changed."""
     values: dict[tuple[str, str], list[tuple[str, object]]] = defaultdict(list)
-    for name, entry in ENTRIES.items():
+    for name in program_names():
+        entry = entry_named(name)
         for trait, source in entry.sources.items():
             values[trait, source].append((name, getattr(entry.program, trait)))
     assert any(len(found) > 1 for found in values.values())
@@ -38,13 +48,20 @@ def test_a_source_speaks_of_one_value_of_a_trait() -> None:
 
 def test_an_entry_takes_over_no_source_of_a_trait_that_it_changes() -> None:
     foundry = entry_named("llm_foundry")
-    default = foundry.but("other", "a version", {}, fused_loss=False)
+
+    def other(**traits: dict[str, object]) -> Entry:
+        file = {"version": "a version", "based_on": "llm_foundry", "traits": traits}
+        return entry_of("other", file)
+
     assert "fused_loss" in foundry.sources
+    default = other(fused_loss={"value": False})
     assert set(foundry.sources) - set(default.sources) == {"fused_loss"}
     with pytest.raises(ValueError, match="program='other': no source for attention_factor"):
-        foundry.but("other", "a version", {}, attention_factor=0.9)
-    stated = foundry.but("other", "1", {"attention_factor": "its paper"}, attention_factor=0.9)
+        other(attention_factor={"value": 0.9})
+    stated = other(attention_factor={"value": 0.9, "source": "its paper"})
     assert stated.sources["attention_factor"] == "its paper"
+    with pytest.raises(ValueError, match="program='other': unknown trait flush"):
+        other(flush={"value": True})
 
 
 def test_an_unknown_program_is_an_error_that_names_the_known_ones() -> None:
@@ -56,7 +73,7 @@ def test_an_unknown_program_is_an_error_that_names_the_known_ones() -> None:
 
 
 def test_no_price_and_no_simulation_depends_on_a_name() -> None:
-    names = {*ENTRIES, *PRICED, "megatron", "deepspeed", "published"}
+    names = {*program_names(), *PRICED, "megatron", "deepspeed", "published"}
     files = [*(CHECKOUT / "zeropp/cost").glob("*.py"), *(CHECKOUT / "zeropp/sim").glob("*.py")]
     assert len(files) > 8
     for path in files:
@@ -72,5 +89,5 @@ def test_no_price_and_no_simulation_depends_on_a_name() -> None:
 def test_tuner_and_contenders_price_registered_programs() -> None:
     for name, contender in PRICED.items():
         program = contender.size(task(), contender.knobs(), 1).program
-        assert program in ENTRIES
+        assert program in program_names()
         assert program == name or name not in CONTENDERS  # what runs is what is priced

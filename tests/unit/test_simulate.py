@@ -172,7 +172,6 @@ def calls_to_simulate(microbatches: int) -> tuple[int, int]:
 
 
 def test_work_of_a_simulated_step_grows_with_its_actions_alone() -> None:
-    """The seconds are for ``benchmarks.studies.pricing_speed`` to measure."""
     few_calls, few = calls_to_simulate(16)
     many_calls, many = calls_to_simulate(64)
     assert many > 3 * few > 3 * 8 * 4 * 3 * 16  # F, I and W of every chunk and microbatch at least
