@@ -207,15 +207,14 @@ def defer_weight_grads(
         for module in root.modules():
             own: Any = type(module)  # hashable, which mypy does not see
             kind = _delaying(own)
-            weight: Any = getattr(module, "weight", None)
-            trained = isinstance(weight, nn.Parameter) and weight.requires_grad
-            if kind is not None and trained and hooks_of(weight.register_hook):
-                continue  # autograd calls the hook
-            if kind is not None:
+            if kind is not None:  # else reading its weight may compute it
+                weight: Any = module.weight
+                own_weight = isinstance(weight, nn.Parameter)
+                if own_weight and weight.requires_grad and hooks_of(weight.register_hook):
+                    continue  # autograd calls the hook
                 module.__class__ = kind
                 setattr(module, "store", store)  # noqa: B010
-                if isinstance(weight, nn.Parameter):
-                    weights.append(weight)
+                weights += [weight] if own_weight else []
             elif warn and isinstance(module, nn.Linear) and not _computes_weight(own):
                 _warn_once(own)
     return weights
