@@ -262,15 +262,13 @@ class Chunk:
         for flat in self.flats:
             flat.reshard()
 
-    def reduce(self, *, over_replicas: bool, bound: bool) -> None:
+    def reduce(self, *, over_replicas: bool) -> None:
         """Start to sum the gradients over the shards, and then ``over_replicas``.
 
         Compute waits for the reductions over the shards before this one, which bounds the memory
-        that they keep to one chunk's gradients; ``bound``: for those over the replicas, too.
+        that they keep to one chunk's gradients.
         """
         self._lanes.join_shard_reductions()
-        if bound:
-            self._lanes.join_replica_reductions()
         for flat in self.flats:
             flat.reduce(over_replicas=over_replicas)
 

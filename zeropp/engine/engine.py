@@ -294,7 +294,6 @@ class Engine:
             self.chunks,
             channels=self._channels,
             loss=loss,
-            replicate_every=self._options.replicate_every,
             loss_count=everywhere if reduction == "mean" else 1,
         )
         self._evaluator = Evaluator(

@@ -446,14 +446,13 @@ class FlatParameters:
         group = self._groups.replicate
         assert source is not None
         assert group is not None
-        first, sent = self._over_replicas is None, self._sent(source)
-        if self._over_replicas is None:
-            self._over_replicas = source.new_empty(len(self.layout.owned)) if self._zero else source
+        sent = self._sent(source)
+        self._over_replicas = source.new_empty(len(self.layout.owned)) if self._zero else source
         total = self._over_replicas
-        work = partial(_all_reduce, source, sent, total, first, group)
+        work = partial(_all_reduce, source, sent, group)
         if self._zero:
             place = self.layout.owned.inside(self.layout.part)
-            work = partial(_reduce_scatter, source, sent, place, total, first, group)
+            work = partial(_reduce_scatter, source, sent, place, total, True, group)
         return self._lanes.replicate.run(work, after)
 
     def _sent(self, gradient: Tensor) -> Tensor:
@@ -495,19 +494,13 @@ def _reduce_scatter(
         total.copy_(mine)
 
 
-def _all_reduce(
-    source: Tensor, sent: Tensor, total: Tensor, first: bool, group: dist.ProcessGroup
-) -> None:
-    """All-reduce ``source`` in place, and add it to ``total`` unless it is the ``first`` (and so
-    the total itself)."""
-    cast = sent is not source
-    if cast:
+def _all_reduce(source: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+    """All-reduce ``source`` in place."""
+    if sent is not source:
         sent.copy_(source)
     dist.all_reduce(sent, group=group)
-    if not first:
-        total.add_(sent)
-    elif cast:
-        total.copy_(sent)
+    if sent is not source:
+        source.copy_(sent)
 
 
 class TiedWeights:

@@ -19,7 +19,7 @@ from zeropp.engine.collectives import Channels
 from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.values import TensorShape, chosen, keywords_of, tensors_of
 from zeropp.layout import Layout
-from zeropp.literals import LossReduction, ReduceEvery
+from zeropp.literals import LossReduction
 from zeropp.schedule.event_loop import LANES
 from zeropp.schedule.program import Action, Op, Schedule
 from zeropp.timeline import Span
@@ -78,9 +78,8 @@ class _Step:
 class Interpreter:
     """Runs one rank's program over its chunks.
 
-    ``chunks`` are by stage. ``replicate_every``: gradients are reduced over the replicas with every
-    reduction over the shards, or with the last one of a step. The loss of every microbatch is
-    divided by ``loss_count``, so that the sum over microbatches and ranks is the loss of the global
+    ``chunks`` are by stage. Gradients are reduced over the replicas with the last reduction over
+    the shards of a step. The loss of every microbatch is divided by ``loss_count``, so that the sum over microbatches and ranks is the loss of the global
     batch.
     """
 
@@ -91,7 +90,6 @@ class Interpreter:
         *,
         channels: Channels,
         loss: Loss,
-        replicate_every: ReduceEvery,
         loss_count: int,
     ) -> None:
         self._chunks = chunks
@@ -102,7 +100,6 @@ class Interpreter:
         self._last = schedule.num_stages - 1
         self._channels = channels
         self._loss = loss
-        self._replicate_every = replicate_every
         self._loss_count = loss_count
         self._unreduced = Counter(a.stage for a in self._program if a.op is Op.REDUCE_GRAD)
         self.counters: Counter[str] = Counter()
@@ -208,8 +205,7 @@ class Interpreter:
         del step
         self._reductions_left[action.stage] -= 1
         last = self._reductions_left[action.stage] == 0
-        every = self._replicate_every == "unit"
-        self._chunks[action.stage].reduce(over_replicas=last or every, bound=every)
+        self._chunks[action.stage].reduce(over_replicas=last)
 
     def _send(self, action: Action, step: _Step) -> None:
         stage, microbatch = _key(action)
