@@ -448,10 +448,9 @@ class FlatParameters:
         assert group is not None
         sent = self._sent(source)
         self._over_replicas = source.new_empty(len(self.layout.owned)) if self._zero else source
-        total = self._over_replicas
         work = partial(_all_reduce, source, sent, group)
         if self._zero:
-            place = self.layout.owned.inside(self.layout.part)
+            place, total = self.layout.owned.inside(self.layout.part), self._over_replicas
             work = partial(_reduce_scatter, source, sent, place, total, True, group)
         return self._lanes.replicate.run(work, after)
 

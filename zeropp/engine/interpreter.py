@@ -79,8 +79,8 @@ class Interpreter:
     """Runs one rank's program over its chunks.
 
     ``chunks`` are by stage. Gradients are reduced over the replicas with the last reduction over
-    the shards of a step. The loss of every microbatch is divided by ``loss_count``, so that the sum over microbatches and ranks is the loss of the global
-    batch.
+    the shards of a step. The loss of every microbatch is divided by ``loss_count``, so that the sum
+    over microbatches and ranks is the loss of the global batch.
     """
 
     def __init__(
