@@ -67,14 +67,26 @@ def _verdict_tables() -> dict[str, str]:
 
 def _errors(kind: str) -> str:
     """Errors of the simulator by source."""
-    lines = ["| source | role | rows | runs | median | p90 |", "|---|---|---|---|---|---|"]
+    last = "order right" if kind in ("ratio", "microbatch") else "bias"
+    lines = [
+        f"| source | role | rows | runs | median | p90 | {last} |",
+        "|---|---|---|---|---|---|---|",
+    ]
     with (_REFERENCE / "validation" / "errors.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             if row["kind"] == kind:
                 shares = [f"{float(row[name]):.1%}" for name in ("median", "p90")]
+                shares.append(_last(row))
                 counts = [row["source"], row["role"], row["rows"], row["runs"]]
                 lines.append("| " + " | ".join([*counts, *shares]) + " |")
     return "\n".join(lines)
+
+
+def _last(row: dict[str, str]) -> str:
+    """The bias, or of how many pairs the order is right."""
+    if row["bias"]:
+        return f"{float(row['bias']):+.1%}"
+    return f"{float(row['signs']):.0%} of {row['ordered']}" if row["signs"] else ""
 
 
 def _products(device: str) -> str:
