@@ -53,7 +53,7 @@ def summary(outcomes: Sequence[Outcome], errors: Sequence[Errors]) -> str:
     text = [
         "absolute relative error, simulated against published; ratio, microbatch: of pairs of runs",
         "that differ in schedule or parallelism alone, or in the microbatch alone; bias: + is more",
-        "time or memory than measured; signs: of pairs more than 2 % apart, those in the right order",
+        "time or memory than measured; signs: of pairs more than 2 % apart, those in their order",
         "",
         HEADER,
         *(error.line() for error in errors),
