@@ -206,7 +206,7 @@ KINDS = ("throughput", "memory", "ratio", "microbatch")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RowOutcome:
     """A line of a table with its prediction, or with the reason why there is none."""
 
     line: Line
@@ -222,17 +222,17 @@ class Predicted:
     prediction: Prediction
 
 
-def outcome_of(line: Line, cluster: str | None = None) -> Outcome:
+def outcome_of(line: Line, cluster: str | None = None) -> RowOutcome:
     """Predict a line, on the preset ``cluster`` if one is given, or say why that is impossible."""
     if line.row is None:
-        return Outcome(line, None, line.refusal)
+        return RowOutcome(line, None, line.refusal)
     try:
         case = case_of(line.row, cluster)
         prediction = predict_case(line.row, case)
     except UnpredictableError as error:
-        return Outcome(line, None, str(error))
+        return RowOutcome(line, None, str(error))
     wrong = _contradiction(line.row, case, prediction)
-    return Outcome(line, None, f"set apart: {wrong}") if wrong else Outcome(line, prediction)
+    return RowOutcome(line, None, f"set apart: {wrong}") if wrong else RowOutcome(line, prediction)
 
 
 # A number that is further from its price than this factor, or of a run that would need this many
@@ -258,7 +258,7 @@ def _contradiction(row: PublishedRow, case: Case, prediction: Prediction) -> str
     return ""
 
 
-def predicted_rows(outcomes: Iterable[Outcome]) -> list[Predicted]:
+def predicted_rows(outcomes: Iterable[RowOutcome]) -> list[Predicted]:
     """The rows that have a prediction."""
     return [
         Predicted(o.line.row, o.prediction)
@@ -386,7 +386,7 @@ def oom_line(predicted: Sequence[Predicted]) -> str:
     return f"out of memory: {first}; {wrong} of {len(ran)} rows that ran predicted not to fit"
 
 
-def refusals(outcomes: Iterable[Outcome]) -> Counter[tuple[str, str]]:
+def refusals(outcomes: Iterable[RowOutcome]) -> Counter[tuple[str, str]]:
     """The number of rows without a prediction per table and reason."""
     return Counter(
         (o.line.place.rpartition(":")[0], o.reason) for o in outcomes if o.prediction is None
