@@ -43,8 +43,8 @@ from zeropp.shape import Family, ModelShape
 _WHOLE = re.compile(r"[0-9]{1,15}")
 # ZeroPP's knobs that no other column says.
 _OWN_KNOBS = (
-    "unit", "activation_cap", "replicate_zero", "reduce_every", "replicate_every", "prefetch",
-    "keep", "stage_style", "split_blocks", "split_backward", "placement",
+    "unit", "activation_cap", "replicate_zero", "reduce_every", "prefetch", "split_blocks",
+    "split_backward", "placement",
 )  # fmt: skip
 _DECIMAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]+)?(?:e[-+]?[0-9]{1,2})?")
 
