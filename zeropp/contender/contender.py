@@ -266,8 +266,8 @@ ZEROPP = Contender(
     search_effort=4,
     caveat=(
         "No full configuration of PP x ZeRO-3 with gathers once per unit (ZeroPP) has been found "
-        "among published measurements: its simulated step is the sum of parts (kernels, pipeline, gathers) that are held against "
-        "measurements."
+        "among published measurements: its simulated step is the sum of parts (kernels, pipeline, "
+        "gathers) that are held against measurements."
     ),
     reproduces_dropout=True,
     trainer="zeropp.contender.trainer:build",
