@@ -265,9 +265,9 @@ ZEROPP = Contender(
     left_open=attrgetter("is_open"),
     search_effort=4,
     caveat=(
-        "No measurement of PP x ZeRO-3 with gathers per unit (ZeroPP) has been published: its "
-        "simulated step is the sum of parts (kernels, pipeline, gathers) that are held against "
-        "measurements."
+        "No full configuration of PP x ZeRO-3 with gathers once per unit (ZeroPP) has been found "
+        "among published measurements: its simulated step is the sum of parts (kernels, pipeline, "
+        "gathers) that are held against measurements."
     ),
     reproduces_dropout=True,
     trainer="zeropp.contender.trainer:build",
