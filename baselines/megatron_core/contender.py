@@ -1,0 +1,49 @@
+"""Megatron-Core's entries in the registry of contenders, which are two programs.
+
+``megatron_core`` is NVIDIA's: layers, fused loss, overlap of tensor-parallel traffic and fused
+accumulation of Transformer Engine and Apex, on GPUs. ``megatron_core_local`` has Megatron-Core's own
+layers with torch's fused attention, and runs everywhere. CPUs have no Transformer Engine, so that
+there both names run the second program. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from baselines.public_3d import SPACE, Public3DKnobs, order, size
+from zeropp.tune.contender import Contender, Style
+
+
+@dataclass(frozen=True)
+class MegatronCoreKnobs(Public3DKnobs):
+    """Settings of Megatron-Core."""
+
+    name: Literal["megatron_core"] = "megatron_core"
+
+
+@dataclass(frozen=True)
+class MegatronCoreLocalKnobs(Public3DKnobs):
+    """Settings of Megatron-Core with its own layers."""
+
+    name: Literal["megatron_core_local"] = "megatron_core_local"
+
+
+MEGATRON_CORE = Contender(
+    name="megatron_core",
+    label="Megatron-Core",
+    style=Style(colour="#56B4E9", hatch="++", dashes=(0, (3, 1)), marker="P"),
+    knobs=MegatronCoreKnobs,
+    size=size,
+    order=order,
+    space=SPACE,
+    trainer="baselines.megatron_core.trainer:build",
+    takes_fake_tensors=False,
+)
+MEGATRON_CORE_LOCAL = replace(
+    MEGATRON_CORE,
+    name="megatron_core_local",
+    label="Megatron-Core, own layers",
+    style=Style(colour="#332288", hatch="..", dashes=(0, (1, 1)), marker="h"),
+    knobs=MegatronCoreLocalKnobs,
+)
