@@ -1,9 +1,9 @@
 """Megatron-Core's entries in the registry of contenders, which are two programs.
 
 ``megatron_core`` is NVIDIA's: layers, fused loss, overlap of tensor-parallel traffic and fused
-accumulation of Transformer Engine and Apex, on GPUs. ``megatron_core_local`` has Megatron-Core's own
-layers with torch's fused attention, and runs everywhere. CPUs have no Transformer Engine, so that
-there both names run the second program. Imports no torch.
+accumulation of Transformer Engine and Apex, on GPUs. ``megatron_core_local`` has Megatron-Core's
+own layers with torch's fused attention, and runs everywhere. CPUs have no Transformer Engine, so
+that there both names run the second program. Imports no torch.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ MEGATRON_CORE = Contender(
     order=order,
     space=SPACE,
     trainer="baselines.megatron_core.trainer:build",
+    extra=("megatron", "megatron"),
+    # Its tensor-parallel collectives overlap products only in the order in which it starts both.
+    environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     takes_fake_tensors=False,
 )
 MEGATRON_CORE_LOCAL = replace(

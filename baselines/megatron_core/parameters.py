@@ -56,7 +56,7 @@ class Held:
             return [values[0]] * tp
         if self.cut == "columns":
             return list(values[0].chunk(tp, dim=1))
-        grouped = [value.unflatten(0, (self.groups, -1)) for value in values]
+        grouped = [value.view(self.groups, -1, *value.shape[1:]) for value in values]
         return list(torch.cat(grouped, dim=1).flatten(0, 1).chunk(tp))
 
     def values(self, parts: Sequence[Tensor], shapes: Sequence[Size]) -> list[Tensor]:
@@ -65,9 +65,10 @@ class Held:
             return [parts[0]]
         if self.cut == "columns":
             return [torch.cat(list(parts), dim=1)]
-        grouped = torch.cat(list(parts)).unflatten(0, (self.groups, -1))
+        whole = torch.cat(list(parts))
+        grouped = whole.view(self.groups, -1, *whole.shape[1:])
         rows = [shape[0] // self.groups for shape in shapes]
-        return [value.flatten(0, 1) for value in grouped.split(rows, dim=1)]
+        return [value.flatten(0, 1) for value in torch.split(grouped, rows, dim=1)]
 
 
 def held(shape: ModelShape, name: str, piece: int, tp: int) -> Held:

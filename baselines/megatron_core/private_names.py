@@ -1,7 +1,7 @@
 """Names of Megatron-Core that it does not document, and what lets it run on CPUs.
 
-A release of Megatron-Core may move or change them; for each one ``tests/gloo/test_private_names.py``
-says what no longer works without it.
+A release of Megatron-Core may move or change them; for each one
+``tests/gloo/test_private_names.py`` says what no longer works without it.
 
 Megatron-Core asks for CUDA devices by name. On a CPU, its modules get a ``torch`` whose CUDA device
 is the CPU (``run_on_cpu``): only the global name ``torch`` of modules ``megatron.core.*`` is
@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,12 +24,36 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.tensor_parallel import layers as parallel_layers
-from megatron.core.tensor_parallel import random
 from torch import Tensor, nn
 
 from zeropp.schedule.program import Op
+
+
+@contextmanager
+def _quick_import() -> Iterator[None]:
+    """Inside, what is imported does not say that Transformer Engine and Apex are missing, and where
+    there is no GPU does not import torch's compiler, with which Megatron-Core decorates fused
+    functions that CPUs do not call."""
+    compiler = torch.compile
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not torch.cuda.is_available():
+            torch.compile = _not_compiled  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.compile = compiler
+
+
+def _not_compiled(function: Any = None, **_: Any) -> Any:
+    return function if function is not None else _not_compiled
+
+
+with _quick_import():
+    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel import layers as parallel_layers
+    from megatron.core.tensor_parallel import random
 
 _CPU = torch.device("cpu")
 _PASSES = {Op.FORWARD: schedules.forward_step, Op.FULL_BACKWARD: schedules.backward_step}

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,28 +17,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import record_function
 
-with warnings.catch_warnings():  # a page of them where Transformer Engine and Apex are missing
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
-    )
-    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-    from megatron.core.optimizer import get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+# isort: off
+from baselines.megatron_core import private_names  # first, because it imports Megatron-Core quickly
+from baselines.megatron_core.private_names import known
 
-    from baselines.megatron_core import private_names
-    from baselines.megatron_core.private_names import known
+# isort: on
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from baselines.megatron_core.parameters import Held, held
 from baselines.public_3d import microbatch_group
@@ -100,7 +99,7 @@ class MegatronTrainer:
         self._counters: Counter[str] = Counter()
         self._spans: list[Span] | None = None
         self._begin = 0.0
-        self._passes: dict[int, tuple[int, int]] = {}  # (stage, microbatch) by its output's identity
+        self._passes: dict[int, tuple[int, int]] = {}  # (stage, microbatch) by the output's id
         if device.type == "cpu":
             private_names.run_on_cpu()
         _join_groups(plan)
@@ -121,7 +120,7 @@ class MegatronTrainer:
     def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
         """See ``Trainer.step``."""
         plan, size, several = self._plan, self._plan.microbatch_size, len(self._chunks) > 1
-        batches = list(zip(inputs.split(size), targets.split(size), strict=True))
+        batches = list(zip(torch.split(inputs, size), torch.split(targets, size), strict=True))
         iterators = [iter(batches) for _ in self._chunks]
         self._passes.clear()
         self._begin = time.perf_counter()
@@ -186,7 +185,7 @@ class MegatronTrainer:
             overlap_grad_reduce=True,
             overlap_param_gather=layout.replicate_zero == 1,
         )
-        # As Megatron-LM does it: the first chunk's gradients, which are last, are reduced in buckets.
+        # As in Megatron-LM: the gradients of the first chunk, which end a step, go in buckets.
         chunks = [
             DistributedDataParallel(self._config, settings, model, disable_bucketing=index > 0)
             for index, model in enumerate(models)

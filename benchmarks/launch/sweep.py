@@ -28,6 +28,7 @@ from benchmarks.records.metrics import peak_memory_gib
 from benchmarks.records.record import RunRecord
 from benchmarks.specification import command
 from benchmarks.specification.command import check_writable
+from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
 
 # What a person sees while a sweep runs: one line per point, and the point's state meanwhile.
@@ -181,6 +182,8 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
     groups = _by_launcher(points, configs)
     _say_equal_points(points, groups)
     for options, group in groups:
+        if options.kind in _STARTS_RANKS:
+            _check_installed(group)
         _launcher(options).check(group, options)
     dry_run = any(options.dry_run for options, _ in groups)  # then nothing is written
     if not dry_run:
@@ -197,6 +200,12 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
                     continue
             records += _launch_missing(group, options, runs_dir, rerun)
     return None if dry_run else records
+
+
+def _check_installed(group: list[Point]) -> None:
+    for contender in {point.spec.contender.name for point in group}:
+        if missing := CONTENDERS[contender].missing():
+            raise SpecError(missing)
 
 
 def _launch_missing(

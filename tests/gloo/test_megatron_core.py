@@ -1,0 +1,1 @@
+"""Megatron-Core on real processes: the numbers of one process, its program as planned."""
