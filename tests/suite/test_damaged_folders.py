@@ -30,8 +30,9 @@ from benchmarks.launch.sweep import SweepProgress
 from benchmarks.records.environment import Code
 from benchmarks.records.events import read_events
 from benchmarks.records.record import find_records, read_record
+from benchmarks.report import TABLES
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.tables import comparison_tables
+from benchmarks.report.write import make_table
 from tests.unit.damaged_folders import (
     DAMAGES,
     NUMBER,
@@ -118,7 +119,8 @@ def look_at_everything(runs: Path, *, tables: bool, submit: bool) -> list[str]:
     frame, _ = load_frame([runs])
     list(unreported(look(runs)))
     if tables:
-        comparison_tables(latest_ok(frame))
+        for name in TABLES:
+            make_table(name, latest_ok(frame))
     if submit:
         with SweepProgress(1) as progress:
             launch(POINTS, OPTIONS, runs, progress)

@@ -238,6 +238,40 @@ def test_no_deadlock_even_if_a_send_blocks_until_its_receive_is_posted(schedule:
     assert UnbufferedRun(lower(schedule, gather=True)).stuck() == []
 
 
+def _needed_before(compute: Schedule) -> dict[tuple[int, bool, int | None], list[int]]:
+    """How many compute actions of every rank must have run for an output: (stage, is it a forward,
+    microbatch)."""
+    done: dict[tuple[int, bool, int | None], list[int]] = {}
+    ranks = [[0] * compute.num_ranks for _ in range(compute.num_ranks)]
+    for stage, op, j in compute.sequence.actions:
+        mine = ranks[compute.stage_rank[stage]]
+        if op is Op.FORWARD:
+            source = (stage - 1, True, j)
+        else:
+            is_last = stage == compute.num_stages - 1
+            source = (stage, True, j) if is_last else (stage + 1, False, j)
+        mine[:] = map(max, mine, done.get(source, mine))
+        mine[compute.stage_rank[stage]] += 1
+        if op is not Op.BACKWARD_WEIGHT:
+            done[stage, op is Op.FORWARD, j] = list(mine)
+    return done
+
+
+@given(any_schedule())
+@settings(max_examples=80, deadline=None)
+def test_a_receive_is_posted_after_all_that_its_message_depends_on(schedule: Schedule) -> None:
+    """Otherwise a rank whose host waits for its device, at any place, may wait for ever."""
+    needed = _needed_before(schedule)
+    for rank, program in enumerate(lower(schedule, gather=True).programs):
+        issued = 0
+        for stage, op, j in program:
+            issued += op.is_compute
+            if op in (Op.RECV_F, Op.RECV_B):
+                is_forward = op is Op.RECV_F
+                source = stage - 1 if is_forward else stage + 1
+                assert issued >= needed[source, is_forward, j][rank]
+
+
 @pytest.mark.parametrize("name", GENERATORS)
 def test_golden(name: str) -> None:
     chunks = 2 if name in (*GROUPED, "looped_bfs", "zbv", "zeropp") else 1

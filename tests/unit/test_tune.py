@@ -17,7 +17,7 @@ from benchmarks.specification.contenders import PRICED
 from benchmarks.studies import schedule_orders
 from tests.unit.simulated_task import task
 from zeropp.contender.contender import ZEROPP, ZeroppKnobs
-from zeropp.cost import price_plan
+from zeropp.cost import pass_times, price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, SizedPlan, Task
 from zeropp.sim.simulator import SimResult, simulate
@@ -48,7 +48,7 @@ def everything(name: str, what: Task) -> list[tuple[Candidate[Any], SizedPlan]]:
 def check_bounds(what: Task, plan: SizedPlan, result: SimResult) -> None:
     assert least_bytes(plan, result.price) <= result.peak_bytes, result.plan
     least_s = least_step_s(plan, result.price)
-    assert least_compute_s(plan, what.cluster) <= least_s, result.plan
+    assert least_compute_s(plan, pass_times(plan, what.cluster)) <= least_s, result.plan
     assert least_s <= result.step_s * (1 + 1e-9), result.plan
 
 
@@ -197,7 +197,7 @@ def test_data_parallel_knobs_change_no_cut_and_no_compute(name: str) -> None:
     plans = 0
     for candidate, plan in everything(name, what):
         key = (candidate.microbatch_size, plan.num_microbatches, of_compute(candidate.knobs))
-        bound_s = least_compute_s(plan, what.cluster)
+        bound_s = least_compute_s(plan, pass_times(plan, what.cluster))
         found.setdefault(key, set()).add((plan.cuts, bound_s))
         plans += 1
     assert 0 < len(found) <= plans

@@ -18,7 +18,7 @@ from benchmarks.specification.contenders import PRICED
 from tests.unit.simulated_task import preset, task
 from zeropp.cluster import Cluster
 from zeropp.contender.contender import ZEROPP, ZeroppKnobs
-from zeropp.cost import PlanPrice, price_plan, time_plan
+from zeropp.cost import PlanPrice, pass_times, price_plan, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto, ReduceEvery, StageStyle
 from zeropp.plan import Candidate, SizedPlan, Task
@@ -108,7 +108,7 @@ def drawn_families(contender: Contender[Any]) -> Iterator[Family]:
         with suppress(InfeasibleError):
             plan = contender.size(what, knobs, size)
             bound_s = least_step_s(plan, time_plan(plan, what.cluster))
-            assert least_compute_s(plan, what.cluster) <= bound_s * SLACK
+            assert least_compute_s(plan, pass_times(plan, what.cluster)) <= bound_s * SLACK
             all_knobs = contender.space.members(point.asked, knobs, plan)
             found = members(contender, what, [Candidate(one, size) for one in all_knobs])
             yield Family(what, bound_s, tuple(found))

@@ -50,9 +50,9 @@ from zeropp.tune.space import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroppKnobs:
-    """Settings of ZeroPP. A knob that is ``auto`` is chosen by the tuner, or by a simple rule where
-    the cluster has no prices (CPUs).
+class StepKnobs:
+    """What a person may set of a ZeroPP step: keywords of ``zeropp.parallelize``, and, with those
+    of ``ZeroppKnobs``, keys of the suite's command line and fields of its records.
 
     A *chunk* is what Megatron-LM calls a virtual stage: a rank holds V of them. A *unit* is a group
     of U microbatches that go through a chunk one after another, so that the chunk's parameters are
@@ -60,7 +60,6 @@ class ZeroppKnobs:
     for its backward.
     """
 
-    name: Literal["zeropp"] = "zeropp"
     pp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # pipeline ranks
     shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of a ZeRO-3 group (dp_shard)
     replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # number of such groups (dp_replicate)
@@ -68,9 +67,7 @@ class ZeroppKnobs:
     chunks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # model chunks per rank (V)
     unit: Annotated[int | Auto, AT_LEAST_1] = "auto"  # microbatches per scheduling unit (U)
     activation_cap: Annotated[int | Auto, AT_LEAST_1] = "auto"  # live chunk-activations per rank
-    activation_cap_gib: Annotated[float | Auto, MORE_THAN_0] = "auto"  # the same cap in GiB
     recompute: Recompute | Auto = "auto"
-    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
     reduce_every: ReduceEvery | Auto = "auto"  # when gradients are reduced over the shards
     replicate_every: ReduceEvery = "step"  # when over the replicas; at most as often
     reduce_dtype: WireType = "fp32"  # type in which gradients are sent; sums are fp32
@@ -79,10 +76,20 @@ class ZeroppKnobs:
     # How stages are assigned to ranks. A V needs fewer activations, but it was the fastest in no
     # configuration that was tried, so the tuner tries it only where this knob is auto.
     stage_style: StageStyle | Auto = "loop"
-    split_blocks: bool | Auto = "auto"  # a stage may end inside a block; auto: where it is searched
     split_backward: bool = True  # delay weight gradients; False: full backwards
     placement: Placement | Auto = "auto"  # which ranks share a node
     compile: bool = False  # torch.compile every block
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroppKnobs(StepKnobs):
+    """Settings of ZeroPP in the suite. A knob that is ``auto`` is chosen by the tuner, or by a
+    simple rule where the cluster has no prices (CPUs)."""
+
+    name: Literal["zeropp"] = "zeropp"
+    activation_cap_gib: Annotated[float | Auto, MORE_THAN_0] = "auto"  # the same cap in GiB
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
+    split_blocks: bool | Auto = "auto"  # a stage may end inside a block; auto: where it is searched
 
     @property
     def is_open(self) -> bool:

@@ -25,7 +25,14 @@ Read in this order, from the smallest formula to the whole price:
 from zeropp.cost.cuts import cut_by_cost
 from zeropp.cost.flops import balanced_cuts, cut_by_weight, model_flops_per_token, parameter_count
 from zeropp.cost.plan_price import PlanPrice, StageExtras, StageMemory, StepBytes, StepTimes
-from zeropp.cost.price import ComputeLimit, compute_limit, plan_bytes, price_plan, time_plan
+from zeropp.cost.price import (
+    ComputeLimit,
+    compute_limit,
+    pass_times,
+    plan_bytes,
+    price_plan,
+    time_plan,
+)
 
 __all__ = [
     "ComputeLimit",
@@ -40,6 +47,7 @@ __all__ = [
     "cut_by_weight",
     "model_flops_per_token",
     "parameter_count",
+    "pass_times",
     "plan_bytes",
     "price_plan",
     "time_plan",

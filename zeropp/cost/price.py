@@ -332,6 +332,12 @@ def _stage_cost(job: _Job, stage: int) -> StageCost:
     )
 
 
+def pass_times(plan: SizedPlan, cluster: Cluster) -> tuple[tuple[float, float, float], ...]:
+    """As ``passes_s``, for a plan on a cluster."""
+    work = work_of(plan, cluster)
+    return passes_s(plan, work, tensor_times(plan, cluster, work))
+
+
 def passes_s(
     plan: SizedPlan, work: Work, tensor: TensorTimes
 ) -> tuple[tuple[float, float, float], ...]:

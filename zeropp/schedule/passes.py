@@ -147,14 +147,15 @@ def _add_reductions(program: Program, span: int) -> Program:
 
 
 def _add_transfers(programs: Sequence[Program], compute: Schedule) -> tuple[Program, ...]:
-    """Add sends right after the action that produces the message, and receives well before use.
+    """Add sends right after the action that produces the message, and receives before its use.
 
     On each channel (an ordered pair of ranks) receives are posted in the order of the sends. To
     place them, the schedule is run once with equal durations: a receive is placed before the action
-    that its rank is running when the message is sent, and at least one compute action before the
-    one that needs it. So there is an order of all actions in which every receive is posted before
-    its send. Therefore even a transport that blocks each send until its receive is posted cannot
-    deadlock, whatever the real durations are.
+    that its rank is running when the message is sent, or before the one that needs it if the rank
+    waits for it. So there is an order of all actions in which every receive is posted before its
+    send: even a transport that blocks each send until its receive is posted cannot deadlock,
+    whatever the real durations are. And all actions on which a message depends are issued before
+    its receive: a host that waits for its device after any action does not wait for ever.
     """
     end = event_loop.run(compute, [StageCost()] * compute.num_stages).end
     places = _use_places(compute)
@@ -171,7 +172,7 @@ def _add_transfers(programs: Sequence[Program], compute: Schedule) -> tuple[Prog
             running = bisect_left(end[route.rank], end[rank][index])
             needed = places[route.receive][route.stage][microbatch]
             receive = Action(route.stage, route.receive, microbatch)
-            channels[route.rank].append((min(running, max(needed - 1, 0)), receive))
+            channels[route.rank].append((min(running, needed), receive))
         for target, channel in channels.items():
             receives[target] += _in_order(channel)
     return tuple(map(_insert_transfers, programs, sends, receives))

@@ -11,13 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from zeropp.cluster import Cluster
 from zeropp.cost import StepBytes, StepTimes
-from zeropp.cost.communication import tensor_times
-from zeropp.cost.price import passes_s, work_of
 from zeropp.plan import SizedPlan
+from zeropp.programs import program_named
 from zeropp.schedule.event_loop import run_within
-from zeropp.schedule.program import Op, Schedule, ScheduleSizes
+from zeropp.schedule.program import Op, Schedule
 from zeropp.sim.simulator import slowed_cost
 
 # The time that a microbatch takes from stage to stage if it waits for nothing.
@@ -298,22 +296,11 @@ def _moments(compute: Schedule, plan: SizedPlan, held: StepBytes, rank: int) -> 
 _ROUNDING = 1e-9  # the share by which sums of the same durations may differ
 
 
-def least_compute_s(plan: SizedPlan, cluster: Cluster) -> float:
-    """The cheapest bound, which needs no price: that of ``least_step_s`` for compute alone."""
-    work = work_of(plan, cluster)
-    passes = passes_s(plan, work, tensor_times(plan, cluster, work))
-    overlap = work.program.post_validation
-    least = _least_compute_s(passes, plan.schedule, splits(plan), steps_overlap=overlap)
-    return least * (1.0 - _ROUNDING)
-
-
-def _least_compute_s(
-    passes: Sequence[tuple[float, float, float]],
-    schedule: ScheduleSizes,
-    split: bool,
-    *,
-    steps_overlap: bool,
-) -> float:
+def least_compute_s(plan: SizedPlan, passes: Sequence[tuple[float, float, float]]) -> float:
+    """The cheapest bound: that of ``least_step_s`` for compute alone, from the seconds of every
+    stage's forward, input gradient and weight gradient."""
+    schedule, split = plan.schedule, splits(plan)
+    steps_overlap = program_named(plan.program).post_validation
     m, arrive, back = schedule.num_microbatches, 0.0, 0.0
     # For every rank, the seconds of the stages before its first one: of forwards, of backwards.
     begin: dict[int, tuple[float, float]] = {}
@@ -328,7 +315,7 @@ def _least_compute_s(
     for rank, (to, fro) in begin.items():
         own = work[rank] if steps_overlap else to + work[rank]
         worst = max(worst, own, to + work[rank] - weights[rank] + fro)
-    return worst
+    return worst * (1.0 - _ROUNDING)
 
 
 def least_step_s(plan: SizedPlan, price: StepTimes) -> float:

@@ -7,12 +7,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, cast
 
-from zeropp.cost import PlanPrice, price_plan
+from zeropp.cluster import Cluster
+from zeropp.cost import PlanPrice, StepBytes, StepTimes, pass_times, plan_bytes, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, K, Knobs, Plan, SizedPlan, Task
 from zeropp.planner import Draft, fastest
@@ -56,6 +57,23 @@ def check_schedule(plan: Plan) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Where the durations and bytes of plans come from; by default, from the cost model.
+
+    ``passes`` gives the seconds of every stage's forward, input gradient and weight gradient, which
+    are cheaper to find than all ``times``; the search uses them for its first bound alone.
+    """
+
+    passes: Callable[[SizedPlan, Cluster], Sequence[tuple[float, float, float]]] = pass_times
+    times: Callable[[SizedPlan, Cluster], StepTimes] = time_plan
+    memory: Callable[[SizedPlan, Cluster], StepBytes] = plan_bytes
+
+    def of(self, plan: SizedPlan, cluster: Cluster) -> PlanPrice:
+        """The whole price of a plan."""
+        return PlanPrice(**vars(self.times(plan, cluster)), **vars(self.memory(plan, cluster)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Contender(Generic[K]):
     """One way to train. ``trainer`` and ``filler`` are given as ``module:function`` and imported on
     first use, so that nothing here imports torch.
@@ -84,6 +102,7 @@ class Contender(Generic[K]):
     ) = None
     check: Callable[[Plan], None] = check_schedule
     left_open: Callable[[K], bool] = any_auto
+    prices: Prices = Prices()
     search_effort: int = 0
     caveat: str = ""  # what readers of its simulated numbers must know, as one sentence
     trainer: str = ""  # empty: it can be priced, but not run
@@ -112,7 +131,7 @@ class Contender(Generic[K]):
         """The simulated step of a candidate, in its fastest order that fits the device's memory (in
         its fastest if none fits)."""
         sized = self.size(task, candidate.knobs, candidate.microbatch_size)
-        price = price_plan(sized, task.cluster)
+        price = self.prices.of(sized, task.cluster)
         return fastest(self.order(sized, candidate.knobs, price), task.cluster, price)
 
     def candidates(

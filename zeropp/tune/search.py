@@ -33,7 +33,7 @@ from itertools import chain
 from time import process_time
 from typing import Generic, NamedTuple
 
-from zeropp.cost import PlanPrice, StepBytes, StepTimes, plan_bytes, time_plan
+from zeropp.cost import PlanPrice, StepBytes, StepTimes
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto
 from zeropp.plan import Candidate, K, Plan, SizedPlan, Task
@@ -345,7 +345,8 @@ class _Search(Generic[K]):
 
     def _families(self, microbatch_size: int | Auto) -> Iterator[Entry[K]]:
         """Every family for which the planner has a plan, with the cheapest bound."""
-        space, fallen = self._contender.space, self._outcome.fallen
+        space, prices = self._contender.space, self._contender.prices
+        fallen = self._outcome.fallen
         of_compute = compute_knobs(self._contender.knobs)
         bounds: dict[object, float] = {}
         number = 0
@@ -357,7 +358,7 @@ class _Search(Generic[K]):
                     plan = self._sized(candidate)
                     if plan is None:
                         continue
-                    bounds[alike] = least_compute_s(plan, self._task.cluster)
+                    bounds[alike] = least_compute_s(plan, prices.passes(plan, self._task.cluster))
                 number += 1
                 yield Entry(bounds[alike], number, candidate, alike, plan=plan)
 
@@ -381,7 +382,7 @@ class _Search(Generic[K]):
             members = self._that_may_fit(entry, family)
             first = next(members, None)  # the others are sized when the family comes up again
             if first:
-                times = time_plan(family, cluster)
+                times = self._contender.prices.times(family, cluster)
                 opened = replace(entry, plan=family, times=times, members=chain((first,), members))
                 yield replace(opened, bound_s=least_step_s(family, times), number=number + 1)
             return
@@ -389,7 +390,7 @@ class _Search(Generic[K]):
         for candidate, plan, held in entry.members:
             later = adds_later(plan)
             if later not in durations:
-                durations[later] = time_plan(plan, cluster)
+                durations[later] = self._contender.prices.times(plan, cluster)
             price = PlanPrice(**vars(durations[later]), **vars(held))
             number += 1
             bound = entry.bound_s if plan is family else least_step_s(plan, price)
@@ -404,7 +405,7 @@ class _Search(Generic[K]):
             later = adds_later(member)
             is_first = not of_sums
             if later not in of_sums:
-                of_sums[later] = plan_bytes(member, self._task.cluster)
+                of_sums[later] = self._contender.prices.memory(member, self._task.cluster)
             if least_bytes(member, of_sums[later]) <= self._limit:
                 yield Member(candidate, member, of_sums[later])
                 continue
