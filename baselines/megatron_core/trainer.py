@@ -242,9 +242,7 @@ class MegatronTrainer:
         )
         self._inner = private_names.inner_optimizers(optimizer)
         for inner in self._inner:
-            shards = [p for group in inner.optimizer.param_groups for p in group["params"]]
-            inner.optimizer = build_optimizer([nn.Parameter(s.detach()) for s in shards], config)
-            inner.optimizer.param_groups[0]["params"] = shards  # views, as it sets them itself
+            _step_with(inner, config)
         return optimizer
 
     def _parameters(self, model: Any) -> Iterator[tuple[str, nn.Parameter, Held]]:
@@ -308,6 +306,14 @@ def _join_groups(plan: Plan) -> None:
         order="tp-cp-ep-dp-pp" if layout.placement == "dp_inner" else "tp-cp-ep-pp-dp",
         create_gloo_process_groups=False,
     )
+
+
+def _step_with(inner: Any, config: OptimizerConfig) -> None:
+    """Let one of Megatron-Core's optimizers step torch's instead of the Adam that it was made with,
+    over the same shards."""
+    shards = [p for group in inner.optimizer.param_groups for p in group["params"]]
+    inner.optimizer = build_optimizer([nn.Parameter(s.detach()) for s in shards], config)
+    inner.optimizer.param_groups[0]["params"] = shards  # views, as it sets them itself
 
 
 def _forward_step(batches: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Any]:

@@ -6,6 +6,7 @@ Each fault is one that a careless adapter of Megatron-Core has, and that raises 
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from baselines.megatron_core import trainer as megatron
 from benchmarks.records.record import GateCheck
@@ -25,7 +27,6 @@ from benchmarks.worker.data import local_batch, open_batches
 from benchmarks.worker.gate import ROUNDED, OneProcess, run_gate
 from tests.gloo.gate_faults import FAULTS, find
 from tests.gloo.gate_place import Fault, Place, Prepare
-from zeropp.training import OptimizerConfig
 
 CPU = torch.device("cpu")
 
@@ -49,12 +50,12 @@ def curve(spec: RunSpec, steps: int, *, gate: bool = True) -> Curve:
     result = run_gate(spec, contender, batches, CPU) if gate else {}
     plan = spec.plan()
     trainer = contender.build(plan, spec.optimizer, CPU, spec.seed)
-    losses, calls = [], Counter[str]()
-    for step in range(steps):
-        trainer.record_spans(step == steps - 1)
-        data = local_batch(batches, plan.layout, step, CPU)
-        with counted_calls() as calls:
-            losses.append(trainer.step(*data).loss)
+    losses = []
+    with counted_calls() as calls:
+        for step in range(steps):
+            trainer.record_spans(step == steps - 1)
+            calls.clear()
+            losses.append(trainer.step(*local_batch(batches, plan.layout, step, CPU)).loss)
     errors = tuple(result.get(f"{n}_error", 0.0) for n in ("loss", "grad_norm", "parameter"))
     actions = [span.action for span in trainer.spans()]
     return Curve(result.get("passed", False), errors, losses, actions, calls)  # type: ignore[arg-type]
@@ -76,23 +77,125 @@ _LIKE |= {"_all_gather_base": "all_gather_into_tensor"}
 
 @contextmanager
 def counted_calls() -> Iterator[Counter[str]]:
-    """Inside, calls of torch's collectives and messages are counted, by name and by the number of
-    ranks of their group: ``all_reduce 2``."""
+    """Inside, calls of torch's collectives and messages are counted by name."""
     calls = Counter[str]()
 
     def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            group = keywords.get("group") or next(
-                (a for a in arguments if isinstance(a, dist.ProcessGroup)), None
-            )
-            calls[f"{_LIKE.get(name, name)} {dist.get_world_size(group)}"] += 1
+            calls[_LIKE.get(name, name)] += 1
             return original(*arguments, **keywords)
 
         return call
 
     with ExitStack() as stack:
         for name in _COUNTED:
-            if hasattr(dist, name):
-                wrapped = counted(name, getattr(dist, name))
-                stack.enter_context(mock.patch.object(dist, name, wrapped))
+            wrapped = counted(name, getattr(dist, name))
+            for module in (dist, distributed_c10d):  # batched messages compare them by identity
+                stack.enter_context(mock.patch.object(module, name, wrapped))
+        for module, name in _of_megatron():
+            original = getattr(module, name)
+            wrapped = counted(original.__name__, original)
+            stack.enter_context(mock.patch.object(module, name, wrapped))
         yield calls
+
+
+def _of_megatron() -> Iterator[tuple[Any, str]]:
+    """Where Megatron-Core's modules have torch's collectives under names of their own."""
+    for module in [m for n, m in sys.modules.items() if n.startswith("megatron.core.")]:
+        for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+            if hasattr(module, name):
+                yield module, name
+
+
+def find_in_megatron(spec: RunSpec, names: list[str]) -> dict[str, list[GateCheck]]:
+    """On a rank: for each of these faults the gate's checks that fail."""
+    with mock.patch.dict(FAULTS, MEGATRON_FAULTS):
+        return find(spec, names)
+
+
+def _changing(change: Callable[[Any], None]) -> Fault:
+    """Something is changed in a trainer that was built."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        del place
+
+        def prepare(trainer: Any) -> Any:
+            change(trainer)
+            return trainer
+
+        yield prepare
+
+    return fault
+
+
+def _replacing(name: str, other: Any) -> Fault:
+    """Something in the trainer's module is replaced while trainers are built and run."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        del place
+        with mock.patch.object(megatron, name, other):
+            yield lambda trainer: trainer
+
+    return fault
+
+
+def _without_norm(trainer: Any) -> None:
+    step = trainer._optimizer.step
+    trainer._optimizer.config.clip_grad = 0.0
+    trainer._optimizer.step = lambda: (True, step()[1] or 0.0, None)
+
+
+def _with_stale_weights(trainer: Any) -> None:
+    for chunk in trainer._chunks:
+        chunk.start_param_sync = lambda *_, **__: None
+
+
+def _with_batched_messages(trainer: Any) -> None:
+    trainer._config.overlap_p2p_comm, trainer._config.batch_p2p_comm = False, True
+
+
+def _aliased_loss(batches: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    tokens, labels = next(batches)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+
+    def loss(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        mean = per_token.float().mean()
+        return mean, {"loss": mean.detach()}
+
+    return model(tokens, positions, None, labels=labels), loss
+
+
+def _uninitialised(*arguments: Any) -> Any:
+    return replace(_TRANSFORMER_CONFIG(*arguments), perform_initialization=False)
+
+
+def _unmarked_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:
+    del config
+    return nn.LayerNorm(hidden_size, eps=eps)
+
+
+_TRANSFORMER_CONFIG = megatron._transformer_config
+MEGATRON_FAULTS: dict[str, Fault] = {
+    "no clipping, and so no norm": _changing(_without_norm),
+    "weights read before they are gathered": _changing(_with_stale_weights),
+    "messages of interleaved stages batched": _changing(_with_batched_messages),
+    "the loss divided by the schedule": _replacing("_forward_step", _aliased_loss),
+    "parameters not initialised by Megatron-Core": _replacing(
+        "_transformer_config", _uninitialised
+    ),
+    "norms not marked for sequence parallelism": _replacing("Norm", _unmarked_norm),
+    "Megatron-Core's own Adam": _replacing("_step_with", lambda inner, config: None),
+}
+
+
+def actions_in_other_groups(spec: RunSpec, group: int) -> list[str]:
+    """The actions of a step whose interleaving sends so many microbatches through a chunk before
+    the next one, instead of the planner's number."""
+    batches, plan = open_batches(spec), spec.plan()
+    trainer = megatron.build(plan, spec.optimizer, CPU, spec.seed)
+    trainer._config.microbatch_group_size_per_vp_stage = group
+    trainer.record_spans(True)
+    trainer.step(*local_batch(batches, plan.layout, 0, CPU))
+    return [span.action for span in trainer.spans()]
