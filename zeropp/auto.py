@@ -138,7 +138,7 @@ class _Layers:
         price: Any,
         too_large: Callable[[Any], bool] | None = None,
     ) -> Iterator[Draft]:
-        return drafts(plan, plan.activation_cap, price, too_large)
+        return drafts(plan, price, too_large)
 
     def _families(self, point: Point[_Knobs]) -> Iterator[_Knobs]:
         degrees, m = point.degrees, point.num_microbatches

@@ -30,8 +30,8 @@ from benchmarks.studies.claim_33.cells import (
     COMPARED,
     GIVEN,
     Cell,
-    Job,
-    Row,
+    CellPart,
+    PlanRow,
     VerdictSpec,
     cells_of,
     jobs_of,
@@ -113,7 +113,7 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
     sha, dirty = git_state()
     commit = sha[:12] + ("+changes" if dirty else "")
     jobs = [job for missing in todo.values() for job in missing]
-    parts: dict[Cell, dict[str, list[Row]]] = defaultdict(dict)
+    parts: dict[Cell, dict[str, list[PlanRow]]] = defaultdict(dict)
     with workers(os.cpu_count() or 1) as pool, progress_line() as bar:
         line = bar.add_task("cells", total=len(todo))
         running = {pool.submit(job.rows): job for job in jobs}
@@ -132,7 +132,7 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
 
 def missing_jobs(
     rows: list[dict[str, Any]], cells: list[Cell], tolerance: float
-) -> dict[Cell, list[Job]]:
+) -> dict[Cell, list[CellPart]]:
     """The parts without rows, by cell. A given setting in which nothing fits leaves no rows, and is
     tried again."""
     have = {
