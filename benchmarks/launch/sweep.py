@@ -208,7 +208,7 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
     if repeated:
         say(f"{repeated} of {len(points)} points repeat others of the sweep, and run only once")
     for options, group in groups:
-        if options.kind in _STARTS_RANKS:
+        if options.kind in ("local", "trace"):  # those that start ranks in this environment
             _check_installed(group)
         _launcher(options).check(group, options)
     dry = [(options, group) for options, group in groups if options.dry_run]

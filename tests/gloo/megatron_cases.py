@@ -171,9 +171,10 @@ def _uninitialised(*arguments: Any) -> Any:
     return replace(_TRANSFORMER_CONFIG(*arguments), perform_initialization=False)
 
 
-def _unmarked_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:
-    del config
-    return nn.LayerNorm(hidden_size, eps=eps)
+class _UnmarkedNorm:
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        del config
+        return nn.LayerNorm(hidden_size, eps=eps)
 
 
 _TRANSFORMER_CONFIG = megatron._transformer_config
@@ -185,7 +186,7 @@ MEGATRON_FAULTS: dict[str, Fault] = {
     "parameters not initialised by Megatron-Core": _replacing(
         "_transformer_config", _uninitialised
     ),
-    "norms not marked for sequence parallelism": _replacing("Norm", _unmarked_norm),
+    "norms not marked for sequence parallelism": _replacing("Norm", _UnmarkedNorm),
     "Megatron-Core's own Adam": _replacing("_step_with", lambda inner, config: None),
 }
 
