@@ -58,7 +58,7 @@ def curve(spec: RunSpec, steps: int, *, gate: bool = True) -> Curve:
             losses.append(trainer.step(*local_batch(batches, plan.layout, step, CPU)).loss)
     errors = tuple(result.get(f"{n}_error", 0.0) for n in ("loss", "grad_norm", "parameter"))
     actions = [span.action for span in trainer.spans()]
-    return Curve(result.get("passed", False), errors, losses, actions, calls)  # type: ignore[arg-type]
+    return Curve(result.get("passed", False), errors, losses, actions, calls)
 
 
 def curve_of_one_process(spec: RunSpec, steps: int) -> list[float]:
