@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from baselines.public_3d import SPACE, Public3DKnobs, order, size
-from zeropp.tune.contender import Contender, Style
+from baselines.public_3d import SPACE, Public3DKnobs, programs, size
+from zeropp.planner import one_order
+from zeropp.tune.contender import Contender
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,9 @@ class MegatronCoreLocalKnobs(Public3DKnobs):
 MEGATRON_CORE = Contender(
     name="megatron_core",
     label="Megatron-Core",
-    style=Style(colour="#56B4E9", hatch="++", dashes=(0, (3, 1)), marker="P"),
     knobs=MegatronCoreKnobs,
     size=size,
-    order=order,
+    orders=one_order(programs),
     space=SPACE,
     trainer="baselines.megatron_core.trainer:build",
     extra=("megatron", "megatron"),
@@ -47,6 +47,5 @@ MEGATRON_CORE_LOCAL = replace(
     MEGATRON_CORE,
     name="megatron_core_local",
     label="Megatron-Core, own layers",
-    style=Style(colour="#332288", hatch="..", dashes=(0, (1, 1)), marker="h"),
     knobs=MegatronCoreLocalKnobs,
 )
