@@ -67,10 +67,16 @@ def _verdict_tables() -> dict[str, str]:
 def _errors(kind: str) -> str:
     """Errors of the simulator by source."""
     frame = pd.read_csv(_REFERENCE / "validation" / "errors.csv")
-    frame = frame[frame["kind"] == kind]
-    shares = frame[["median", "p90"]].map("{:.1%}".format)
-    lines = frame.assign(median=shares["median"], p90=shares["p90"]).astype(str).to_numpy()[:, 1:]
-    return markdown_table([*frame.columns[1:]], lines.tolist())
+    last = "order right" if kind in ("ratio", "microbatch") else "bias"
+    lines = []
+    for row in frame[frame["kind"] == kind].itertuples():
+        shares = [f"{row.median:.1%}", f"{row.p90:.1%}"]
+        if last == "bias":
+            shares.append(f"{row.bias:+.1%}")
+        else:
+            shares.append(f"{row.signs:.0%} of {row.ordered}" if row.ordered else "")
+        lines.append([row.source, row.role, str(row.rows), str(row.runs), *shares])
+    return markdown_table(["source", "role", "rows", "runs", "median", "p90", last], lines)
 
 
 def _products(device: str) -> str:

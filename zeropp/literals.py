@@ -32,7 +32,6 @@ ReduceEvery = Literal["unit", "step"]  # how often gradients are reduced
 LossReduction = Literal["mean", "sum"]  # what a loss function does over its batch
 WireType = Literal["fp32", "bf16"]  # the type in which gradients are sent
 ReplicateZero = Literal[0, 1]
-StageStyle = Literal["loop", "v"]  # how stages are assigned to ranks, in torch's words
 
 T = TypeVar("T")
 

@@ -16,12 +16,12 @@ from zeropp.engine.values import TensorShape
 from zeropp.engine.walk import Layer, LayerSizes, check_values
 from zeropp.layer_prices import LayerPrices, LayerState, layer_costs
 from zeropp.layout import InfeasibleError, Layout, most_microbatches
-from zeropp.literals import StageStyle, if_auto
+from zeropp.literals import if_auto
 from zeropp.plan import Plan, SizedPlan
 from zeropp.planner import drafts, fastest
 from zeropp.schedule import validate
-from zeropp.schedule.program import place_stages, unordered
-from zeropp.schedule.zeropp_order import cap_needs, default_cap, smallest_cap, unit_size
+from zeropp.schedule.program import loop_placement, unordered
+from zeropp.schedule.zeropp_order import cap_needs, smallest_cap, unit_size
 from zeropp.settings import Settings
 from zeropp.shape import ModelShape
 
@@ -89,11 +89,11 @@ def plan_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> Plan:
         )
     sized = size_layers(settings, sizes)
     if settings.hardware is None:
-        plan = next(drafts(sized, sized.activation_cap)).complete()
+        plan = next(drafts(sized)).complete()
     else:
         prices = LayerPrices(sizes, [LayerState()] * len(sizes))  # all orders have the same
         price = prices.price(sized, settings.hardware)
-        orders = (draft.complete() for draft in drafts(sized, sized.activation_cap, price))
+        orders = (draft.complete() for draft in drafts(sized, price))
         plan = fastest(orders, settings.hardware, price).plan
     validate(plan.schedule, activation_cap=plan.activation_cap)
     return plan
@@ -108,14 +108,13 @@ def size_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> SizedPlan:
             f"{len(sizes)} layers"
         )
     microbatches = _microbatches(settings, layout)
-    style: StageStyle = "loop" if settings.stage_style == "auto" else settings.stage_style
     hides = cluster is None or cluster.device.hides_collectives
-    unit = unit_size(settings.unit, style, layout.pp, microbatches, hides_collectives=hides)
-    cap = if_auto(settings.activation_cap, default_cap(style, layout.pp, layout.chunks, unit))
-    if cap < (least := smallest_cap(style, layout.chunks, microbatches, unit)):
-        needs = cap_needs(style, layout.chunks, unit, least)
+    unit = unit_size(settings.unit, layout.pp, microbatches, hides_collectives=hides)
+    cap = if_auto(settings.activation_cap, unit * layout.chunks)
+    if cap < (least := smallest_cap(layout.chunks, microbatches, unit)):
+        needs = cap_needs(layout.chunks, unit, least)
         raise InfeasibleError(f"activation_cap={cap}: {needs} (or a smaller unit)")
-    placement = place_stages(style, layout.pp, layout.chunks)
+    placement = loop_placement(layout.pp, layout.chunks)
     plan = SizedPlan(
         contender="zeropp",
         shape=shape_of(sizes),
@@ -127,11 +126,8 @@ def size_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> SizedPlan:
         precision=settings.precision,
         recompute=if_auto(settings.recompute, "none"),
         reduce_every=if_auto(settings.reduce_every, "unit"),
-        replicate_every=settings.replicate_every,
         reduce_dtype=settings.reduce_dtype,
         prefetch=settings.prefetch,
-        keep=if_auto(settings.keep, 0),
-        stage_style=style,
         split_backward=settings.split_backward,
         activation_cap=cap,
         compile=settings.compile,

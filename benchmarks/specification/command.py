@@ -1,4 +1,5 @@
-"""How every command ends: with one line after bad input or Ctrl-C, silently on a closed pipe."""
+"""How every command ends (with one line after bad input or Ctrl-C, silently on a closed pipe), and
+how it shows progress: as a bar on a terminal, as occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -27,16 +28,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
-# The error for a user's bad input. It is a module of its own, which imports nothing, so that every
-# command can answer ``--help`` at once.
-
-
-class SpecError(ValueError):
-    """Bad input. The message is one line with the field, its value and what would work."""
-
-
-# How every command shows its progress: as a bar on a terminal, as occasional lines in a log.
-
+from benchmarks.specification import SpecError as SpecError
 
 T = TypeVar("T")
 
@@ -92,7 +84,7 @@ class _Logged(Progress):
         self.console.print(line, markup=False, soft_wrap=True)
 
 
-def told(items: Iterable[T], total: int | None, of_what: str) -> Iterator[T]:
+def track(items: Iterable[T], total: int | None, of_what: str) -> Iterator[T]:
     """The items, with a progress line while they are consumed."""
     with progress_line() as bar:
         line = bar.add_task(of_what, total=total)

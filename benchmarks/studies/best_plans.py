@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.records.record import write_atomically
-from benchmarks.specification.command import check_writable, told, workers
+from benchmarks.specification.command import check_writable, track, workers
 from benchmarks.specification.contenders import CONTENDERS, PRICED
 from benchmarks.specification.run_spec import (
     SpecError,
@@ -74,7 +74,7 @@ def searched(spec: TuneSpec) -> list[Outcome[Any]]:
     slow_first = sorted(spec.contenders, key=lambda name: -PRICED[name].search_effort)
     with workers(min(os.cpu_count() or 1, len(spec.contenders))) as pool:
         waiting = {name: pool.submit(_search, spec, name) for name in slow_first}
-        for _ in told(as_completed(waiting.values()), len(waiting), "contenders"):
+        for _ in track(as_completed(waiting.values()), len(waiting), "contenders"):
             pass
         return [waiting[name].result() for name in spec.contenders]
 
@@ -167,7 +167,7 @@ def _lost(outcome: Outcome[Any]) -> str:
 def _counted(outcome: Outcome[Any]) -> str:
     """How many configurations were simulated, pruned because their bound showed that they are not
     the best, and impossible, by reason."""
-    reasons = dict(outcome.fallen.most_common())
+    reasons = dict(outcome.rejected.most_common())
     pruned = reasons.pop(SLOWER, 0)
     why = ", ".join(f"{reason} ({count:,})" for reason, count in reasons.items())
     words = f"{outcome.simulated:,} simulated, {pruned:,} pruned by their bounds"

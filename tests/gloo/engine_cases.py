@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -18,7 +18,6 @@ from zeropp.contender.trainer import pieces_of, recomputed_of
 from zeropp.engine.chunk import seed_piece
 from zeropp.engine.engine import Engine
 from zeropp.engine.options import EngineOptions
-from zeropp.engine.sharding import settle
 from zeropp.engine.values import TensorShape
 from zeropp.literals import Precision
 from zeropp.model import build_model
@@ -59,8 +58,6 @@ class Case:
     recompute: str = "none"
     recomputed: tuple[int, ...] = ()
     reduce_every: str = "unit"
-    replicate_every: str = "step"
-    keep: int = 0
     tied: bool = False
     family: Family = "gpt"
     dropout: float = 0.0
@@ -69,7 +66,6 @@ class Case:
     layers: int = 4
     cap: int | str = "auto"
     compile: bool = False
-    stage_style: str = "loop"
     split_backward: bool = True
     split_blocks: bool = False
 
@@ -117,12 +113,9 @@ def _plan(case: Case) -> Plan:
         unit=case.unit,
         recompute=case.recompute,  # type: ignore[arg-type]
         reduce_every=case.reduce_every,  # type: ignore[arg-type]
-        replicate_every=case.replicate_every,  # type: ignore[arg-type]
-        keep=case.keep,
         placement=case.placement,  # type: ignore[arg-type]
         activation_cap=case.cap,  # type: ignore[arg-type]
         compile=case.compile,
-        stage_style=case.stage_style,  # type: ignore[arg-type]
         split_backward=case.split_backward,
         split_blocks=case.split_blocks,
     )
@@ -172,7 +165,6 @@ def build_engine(
         options=EngineOptions(
             precision=plan.precision,
             recompute=plan.recompute,
-            replicate_every=plan.replicate_every,
             tied=((0, "tokens.weight"), (last, "output.weight")) if case.tied else None,
             reduce_dtype=plan.reduce_dtype,
             dropout_seed=SEED if case.dropout else None,
@@ -209,18 +201,9 @@ def train(case: Case, dtype: torch.dtype, steps: int, optimizer: OptimizerConfig
     return Outcome(
         [r.loss for r in results],
         [r.grad_norm for r in results],
-        dict(full_gradients(engine)),
+        dict(engine.full_gradients()),
         dict(engine.full_parameters()),
     )
-
-
-def full_gradients(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Unsharded CPU copies of the last step's gradients, named ``{piece}.{name}``."""
-    settle(engine.flats)
-    for flat in engine.flats:
-        if (mine := flat.gradient()) is not None:
-            # The engine's own way to a whole tensor, because users get parameters only.
-            yield from engine._whole(flat, mine, mine.dtype)
 
 
 def train_alone(case: Case, dtype: torch.dtype, steps: int, config: OptimizerConfig) -> Outcome:

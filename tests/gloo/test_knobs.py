@@ -44,9 +44,8 @@ def raised(knobs: dict[str, Any]) -> Exception:
 @pytest.mark.parametrize(
     ("field", "value", "way_out"),
     [
-        ("keep", -1, "at least 0"),
         ("prefetch", -3, "at least 0"),
-        ("replicate_every", "bogus", "must be one of 'unit', 'step'"),
+        ("reduce_every", "bogus", "must be one of 'unit', 'step'"),
         ("chunks", 0, "at least 1"),
         ("chunks", True, "must be a whole number"),
         ("pp", 1.5, "must be a whole number"),
@@ -64,7 +63,7 @@ def test_no_value_is_ignored(field: str, value: object, way_out: str) -> None:
     assert way_out in str(error)
 
 
-@pytest.mark.parametrize("field", ["tp", "sequence_parallel", "schedule", "activation_cap_gib"])
+@pytest.mark.parametrize("field", ["tp", "sequence_parallel", "schedule", "stage_style"])
 def test_an_argument_that_there_is_not_is_a_type_error(field: str) -> None:
     error = raised({field: 2})
     assert isinstance(error, TypeError)

@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from benchmarks.launch.points import plan_point, plan_summary
+from benchmarks.launch.attempt import plan_summary
+from benchmarks.launch.points import plan_point
 from benchmarks.report import Options
 from benchmarks.report.ablation import ablation_figure, ablation_table, ablations
 from benchmarks.report.frame import latest_ok, load_frame

@@ -20,7 +20,7 @@ from zeropp.cluster import Cluster
 from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.cost import PlanPrice, pass_times, price_plan, time_plan
 from zeropp.layout import InfeasibleError
-from zeropp.literals import Auto, ReduceEvery, StageStyle
+from zeropp.literals import Auto, ReduceEvery
 from zeropp.plan import Candidate, SizedPlan, Task
 from zeropp.planner import Draft
 from zeropp.shape import ModelShape
@@ -40,7 +40,6 @@ from zeropp.tune.space import Point, compute_knobs, points
 
 SEEDS = range(25)
 UNITS: tuple[int | Auto, ...] = ("auto", 1, 2, 4)
-STYLES: tuple[StageStyle | Auto, ...] = ("auto", "loop")
 REDUCTIONS: tuple[ReduceEvery | Auto, ...] = ("auto", "unit", "step")
 SLACK = 1 + 1e-9
 
@@ -88,8 +87,7 @@ def narrowed(point: Point[Any], draw: random.Random) -> Point[Any]:
     """The point with some knobs of ZeroPP or FSDP2 fixed."""
     reduce_every = draw.choice(REDUCTIONS)
     if isinstance(point.asked, ZeroppKnobs):
-        unit, style = draw.choice(UNITS), draw.choice(STYLES)
-        knobs = replace(point.asked, unit=unit, stage_style=style, reduce_every=reduce_every)
+        knobs = replace(point.asked, unit=draw.choice(UNITS), reduce_every=reduce_every)
         return replace(point, asked=knobs)
     if isinstance(point.asked, FSDPKnobs):
         return replace(point, asked=replace(point.asked, reduce_every=reduce_every))
@@ -101,7 +99,7 @@ def drawn_families(contender: Contender[Any]) -> Iterator[Family]:
     for seed in SEEDS:
         draw = random.Random(f"{contender.name} {seed}")
         what = drawn_task(draw)
-        known = [*points(what, contender.space, contender.knobs(), "auto", fallen=Counter())]
+        known = [*points(what, contender.space, contender.knobs(), "auto", rejected=Counter())]
         point, size = draw.choice(known)
         point = narrowed(point, draw)
         knobs = draw.choice([*contender.space.families(point)])
@@ -127,26 +125,23 @@ def check_orders(contender: Contender[Any], what: Task, member: Member) -> None:
     """No order of the member takes less time or memory than its bounds."""
     plan, price = member.plan, member.price
     least_s, least = least_step_s(plan, price), least_bytes(plan, price)
-    for order in contender.order(plan, member.candidate.knobs, price):
+    for order in contender.plans(plan, price):
         result = simulate(order, what.cluster, price=price)
         assert least_s <= result.step_s * SLACK, member.candidate
         assert least <= result.peak_bytes, member.candidate
-    if contender.drafts:
-        knobs = member.candidate.knobs
-        drafts = contender.drafts(plan, knobs, price, lambda _: False)
-        check_drafts(drafts, what, member)
+    check_drafts(contender.orders(plan, price, lambda _: False), what, member)
 
 
 def check_drafts(drafts: Iterator[Draft], what: Task, member: Member) -> None:
     """No draft, once it is complete, takes less time or memory than the bounds of its order."""
-    plan, price, checked = member.plan, member.price, 0
+    plan, price = member.plan, member.price
     for draft in drafts:
+        if draft.compute is None:
+            return  # a contender with one order
         result = simulate(draft.complete(), what.cluster, price=price)
         assert least_of_order_s(draft.compute, plan, price) <= result.step_s * SLACK, plan
         assert not exceeds(draft.compute, plan, price, result.peak_bytes), plan
         assert exceeds(draft.compute, plan, price, int(0.5 * result.peak_bytes)), plan
-        checked += 1
-    assert checked
 
 
 @pytest.mark.parametrize("name", PRICED)
@@ -168,7 +163,7 @@ def test_families_alike_need_at_least_the_same_activations(name: str) -> None:
     contender, what = PRICED[name], on_cluster("a800", 16, 32, layers=4)
     of_compute = compute_knobs(contender.knobs)
     found: dict[object, list[int]] = {}
-    for point, size in points(what, contender.space, contender.knobs(), 2, fallen=Counter()):
+    for point, size in points(what, contender.space, contender.knobs(), 2, rejected=Counter()):
         for knobs in contender.space.families(point):
             with suppress(InfeasibleError):
                 plan = contender.size(what, knobs, size)
@@ -207,7 +202,6 @@ def test_a_familys_least_memory_holds_for_large_units_under_a_fixed_cap() -> Non
         shard=2,
         replicate=1,
         chunks=2,
-        stage_style="loop",
         activation_cap=9,
         recompute="full",
         recompute_blocks=1,
@@ -255,15 +249,6 @@ def test_copies_of_the_last_reductions_hold_up_no_other_rank() -> None:
         check_orders(TORCHTITAN, what, member)
 
 
-def test_candidates_that_a_cap_in_gib_rules_out_do_not_end_the_search() -> None:
-    what = on_cluster("a800", 8, 16, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)
-    for gib in (1.0, 4.0):
-        outcome = search(what, ZEROPP, ZeroppKnobs(pp=4, shard=2, activation_cap_gib=gib))
-        assert outcome.fallen["refused by its planner"] > 0
-        assert outcome.winner is not None
-        assert outcome.winner.candidate.knobs.activation_cap_gib == gib
-
-
 def test_an_order_that_fits_is_found_behind_one_that_does_not() -> None:
     what = on_cluster("h100", 16, 64, layers=24)
     asked = ZeroppKnobs(
@@ -282,8 +267,7 @@ def test_an_order_that_fits_is_found_behind_one_that_does_not() -> None:
     plan = ZEROPP.size(what, asked, 1)
     price = price_plan(plan, what.cluster)
     peaks = [
-        simulate(order, what.cluster, price=price).peak_bytes
-        for order in ZEROPP.order(plan, asked, price)
+        simulate(order, what.cluster, price=price).peak_bytes for order in ZEROPP.plans(plan, price)
     ]
     assert peaks[0] > peaks[1]
     device = what.cluster.device

@@ -2,17 +2,17 @@
 
 ``build`` gives the compute actions of any generator by its name. For ZeroPP, ``step_drafts`` gives
 the orders to choose from, each with a function that adds gathers, reductions and transfers. The
-planner and the tuner let the simulator choose, which looks at memory, too. ``step_programs``, which
-the public API calls, and ``build`` choose by the step time in the event loop alone.
+planner and the tuner let the simulator choose, which looks at memory, too; ``build`` chooses by the
+step time in the event loop alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 
-from zeropp.literals import ReduceEvery, StageStyle
+from zeropp.literals import ReduceEvery
 from zeropp.schedule import event_loop, generators
 from zeropp.schedule.passes import lower
 from zeropp.schedule.program import (
@@ -26,7 +26,6 @@ from zeropp.schedule.program import (
 from zeropp.schedule.zeropp_order import (
     OrderSizes,
     candidates,
-    default_cap,
     equal_order,
     planned_beginnings,
     planned_order,
@@ -55,25 +54,12 @@ class StepSizes(OrderSizes):
 
     gather: bool
     prefetch: int = 1
-    keep: int = 0
     reduce_every: ReduceEvery = "unit"
 
     @property
     def order(self) -> OrderSizes:
         """The sizes of the order alone."""
         return OrderSizes(**{field.name: getattr(self, field.name) for field in fields(OrderSizes)})
-
-
-def step_programs(sizes: StepSizes, costs: tuple[StageCost, ...] | None = None) -> Schedule:
-    """The complete programs of a step: in the order for equal durations or, with ``costs`` (one per
-    stage), in whichever of the ``step_drafts`` takes less time in the event loop. Raises ValueError
-    if the activation cap is too small."""
-    if costs is None:
-        return _equal_step(sizes)
-    # Orders do not depend on gathers and reductions; without these, more steps share cached orders.
-    bare = tuple(replace(cost, unshard=0.0, reduce_grad=0.0) for cost in costs)
-    _, complete = _cheapest(step_drafts(sizes, bare), costs)
-    return complete()
 
 
 def step_drafts(
@@ -124,7 +110,6 @@ def _lowered(order: Schedule, sizes: StepSizes) -> Schedule:
         order,
         gather=sizes.gather,
         prefetch=sizes.prefetch,
-        keep=sizes.keep,
         reduce_every=sizes.reduce_every,
     )
 
@@ -139,7 +124,6 @@ def build(
     group: int | None = None,
     unit: int | None = None,
     activation_cap: int | None = None,
-    stage_style: StageStyle = "loop",
     split_backward: bool = True,
     costs: Sequence[StageCost] | None = None,
 ) -> Schedule:
@@ -147,22 +131,21 @@ def build(
 
     ``group`` (default: P) is how many microbatches the interleaved schedules send through a chunk
     before they go on to the next. The others concern ZeroPP alone: ``unit`` (default: P, at most
-    m), ``activation_cap`` (live chunk-activations per rank, default ``unit * chunks``; on a V half
-    of 1F1B's), ``stage_style``, ``split_backward`` and ``costs`` (durations, one per stage;
-    default: all equal). Raises ValueError where the generator has no order for these sizes.
+    m), ``activation_cap`` (live chunk-activations per rank, default ``unit * chunks``),
+    ``split_backward`` and ``costs`` (durations, one per stage; default: all equal). Raises
+    ValueError where the generator has no order for these sizes.
     """
     _check_chunks(name, chunks)
     m = num_microbatches
     if name != "zeropp":
         return _without_units(name, num_ranks, chunks, m=m, group=group or num_ranks)
-    unit = unit_size(unit or "auto", stage_style, num_ranks, m)
+    unit = unit_size(unit or "auto", num_ranks, m)
     sizes = StepSizes(
         num_ranks=num_ranks,
         chunks=chunks,
         num_microbatches=m,
         unit=unit,
-        activation_cap=activation_cap or default_cap(stage_style, num_ranks, chunks, unit),
-        stage_style=stage_style,
+        activation_cap=activation_cap or unit * chunks,
         split_backward=split_backward,
         gather=any(cost.unshard for cost in costs or ()),
     )

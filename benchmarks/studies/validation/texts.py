@@ -51,15 +51,22 @@ def summary(outcomes: Sequence[RowOutcome], errors: Sequence[Errors]) -> str:
     """The errors per source, how many rows were predicted, and why others were not."""
     predicted = predicted_rows(outcomes)
     text = [
-        "absolute relative error, simulated against published (ratio: of pairs of runs that differ "
-        "in schedule or parallelism alone)",
+        "absolute relative error, simulated against published; ratio, microbatch: of pairs of runs",
+        "that differ in schedule or parallelism alone, or in the microbatch alone; bias: + is more",
+        "time or memory than measured; signs: of pairs more than 2 % apart, those in their order",
         "",
         HEADER,
         *(error.line() for error in errors),
         "",
         f"{len(predicted)} of {len(outcomes)} rows predicted",
     ]
-    for (table, reason), count in refusals(outcomes).most_common():
+    refused = []
+    for outcome in outcomes:
+        if outcome.reason.startswith("set apart"):
+            text.append(f"{outcome.line.place}: {outcome.reason}")
+        else:
+            refused.append(outcome)
+    for (table, reason), count in refusals(refused).most_common():
         text.append(f"refused: {count:4} of {table}: {reason}")
     return "\n".join([*text, oom_line(predicted), ZEROPP.caveat])
 
