@@ -48,10 +48,11 @@ _REPRODUCED = [
 
 
 def page_tables(plans: pd.DataFrame, configured: Collection[Key]) -> dict[str, str]:
-    """Markdown by name: ``short`` (two sentences), ``answer`` (one sentence per baseline), ``bound`` (whose plans it takes),
-    ``missing`` (cells without rows), and the tables ``cells``, ``best``, ``limit``, ``behind``,
-    ``reproduced``, ``memory``, ``network``, ``equal``, ``paper``. ``plans`` are the rows, and
-    ``configured`` the keys of all cells that the study's configuration asks for."""
+    """Markdown by name: ``short`` (two sentences), ``answer`` (some per baseline), ``bound`` (whose
+    plans it takes), ``missing`` (cells without rows), and the tables ``cells``, ``best``,
+    ``limit``, ``behind``, ``reproduced``, ``memory``, ``network``, ``equal``, ``paper``. ``plans``
+    are the rows, and ``configured`` the keys of all cells that the study's configuration asks for.
+    """
     verdicts = judge(plans)
     own = verdicts[verdicts.bandwidth == 1.0]
     best, equal, paper = (own[own["mode"] == mode] for mode in MODES)
