@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from numbers import Real
 from typing import Any
 
 import torch
@@ -105,7 +106,9 @@ def check_layers(
                 f"layers[{index}]: must be a module, or a function that makes one, but is "
                 f"{type(layer).__name__}"
             )
-    if weights is not None and (len(weights) != len(layers) or not all(w > 0 for w in weights)):
+    if weights is not None and (
+        len(weights) != len(layers) or not all(isinstance(w, Real) and w > 0 for w in weights)
+    ):
         raise InfeasibleError(
             f"weights: {len(weights)} numbers for {len(layers)} layers; give one per layer, and "
             "every weight must be more than 0"
@@ -177,11 +180,10 @@ def check_keywords(given: Mapping[str, Tensor], rows: int, named: Iterable[froze
                 f"sample_keywords: {name!r} is named by no layer's forward and not by the loss "
                 "function (leave it out, or add a parameter of that name)"
             )
-        if not isinstance(value, Tensor) or not value.dim() or len(value) != rows:
-            shape = tuple(getattr(value, "shape", ())) or type(value).__name__
+        if not value.dim() or len(value) != rows:
             raise InfeasibleError(
-                f"sample_keywords: {name!r} has shape {shape}, but one row for each of the "
-                f"sample's {rows} is needed in dimension 0 (expand it)"
+                f"sample_keywords: {name!r} has shape {tuple(value.shape)}, but one row for each "
+                f"of the sample's {rows} is needed in dimension 0 (expand it)"
             )
 
 
