@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     losses = []
     for step in range(options.steps):
         inputs, targets = batch(step)
-        losses.append(model.train_step(inputs[model.rows], targets[model.rows]).loss)
+        losses.append(float(model.train_step(inputs[model.rows], targets[model.rows]).loss))
         if dist.get_rank() == 0:
             print(f"step {step}: loss {losses[-1]:.4f}", flush=True)
     inputs, targets = batch(options.steps)  # one more, which the model is not trained on

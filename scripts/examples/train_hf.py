@@ -67,7 +67,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
         tied=((0, "weight"), (len(layers) - 1, "1.weight")) if tied else None,
     ) as model:  # fmt: skip
         rows = model.rows
-        losses = [model.train_step(inputs[rows], targets[rows]).loss for _ in range(options.steps)]
+        losses = [
+            float(model.train_step(inputs[rows], targets[rows]).loss) for _ in range(options.steps)
+        ]
         trained = model.full_state_dict()
     if trained and options.save:
         fresh = AutoModelForCausalLM.from_pretrained(options.folder)

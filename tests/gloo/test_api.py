@@ -235,7 +235,7 @@ def train_on_a_numbered_cpu() -> list[float]:
     losses = []
     for device in ("cpu:0", "cpu"):
         with built(seeded([linear] * 4), pp=2, device=device) as model:
-            losses.append(model.train_step(*data()).loss)
+            losses.append(float(model.train_step(*data()).loss))
     return losses
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.gloo.engine_cases import ADAMW, Case, build_engine, local_microbatches
-from tests.gloo.small_layers import BATCH, WIDTH, built, data, error_of, linear, seeded
+from tests.gloo.small_layers import BATCH, WIDTH, built, data, error_of, linear, seeded, step
 from tests.gloo.world import World
 from zeropp.engine import checkpoint, flat
 from zeropp.engine.checkpoint import CheckpointError
@@ -129,11 +129,11 @@ def wrong_step(model: ParallelModel, what: str) -> str:
     call = model.eval_step if what == "evaluation" else model.train_step
     if dist.get_rank() != RANK:
         return error_of(partial(call, inputs, targets))
-    step = inputs[:5] if what in ("rows", "evaluation") else inputs
+    part = inputs[:5] if what in ("rows", "evaluation") else inputs
     given: Any = {"no tensor": None, "device": targets.to("meta")}.get(what, targets)
     more = {"mask": inputs} if what == "keyword" else {}
     with torch.set_grad_enabled(what != "no_grad"):
-        return error_of(partial(call, step, given, **more))
+        return error_of(partial(call, part, given, **more))
 
 
 def failed_steps() -> tuple[dict[str, str], list[list[float]]]:
@@ -147,8 +147,8 @@ def failed_steps() -> tuple[dict[str, str], list[list[float]]]:
             for what in wrong:
                 said[what] = wrong_step(model, what)
                 if what == "keyword":
-                    losses[-1].append(model.train_step(*data()).loss)
-            losses[-1] += [model.train_step(*data()).loss for _ in range(3 - len(losses[-1]))]
+                    losses[-1].append(step(model))
+            losses[-1] += [step(model) for _ in range(3 - len(losses[-1]))]
     return said, losses
 
 

@@ -219,7 +219,7 @@ def wrong_moments() -> tuple[dict[str, str], float]:
             said["loading in inference mode"] = error_of(lambda: model.load("nowhere"))
         scale = torch.ones((), dtype=torch.float64, requires_grad=True)
         said["graph"] = error_of(lambda: model.train_step(inputs * scale, targets))
-        return said, model.train_step(inputs, targets).loss
+        return said, float(model.train_step(inputs, targets).loss)
 
 
 def test_a_call_at_a_wrong_moment_is_an_error_and_no_more(world: World) -> None:

@@ -67,7 +67,7 @@ def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None)
     place = layout.coordinates(dist.get_rank())
     backend = backend_of(device)
     make = partial(_group, layout, backend=backend, timeout=timeout)
-    return DataGroups(
+    groups = DataGroups(
         shard=place["shard"],
         shards=layout.shard,
         replica=place["replicate"],
@@ -77,6 +77,10 @@ def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None)
         replicate=make("replicate", name="zeropp replicas"),
         world=dist.new_group(timeout=timeout, backend=backend, group_desc="zeropp sums"),
     )
+    for group in (groups.gather, groups.reduce, groups.replicate, groups.world):
+        if group is not None:  # NCCL connects a group in its first collective, and waits there
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return groups
 
 
 def backend_of(device: torch.device) -> str:

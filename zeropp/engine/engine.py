@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -18,7 +18,15 @@ from zeropp.engine.collectives import Channels, make_groups, neighbours
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.errors import ErrorBarrier, together
 from zeropp.engine.flat import FlatParameters, TiedWeights
-from zeropp.engine.interpreter import Evaluator, Interpreter, Loss, LossFunction, Microbatches
+from zeropp.engine.interpreter import (
+    Evaluator,
+    Interpreter,
+    Loss,
+    LossFunction,
+    Microbatches,
+    Passed,
+    RowsError,
+)
 from zeropp.engine.lanes import make_lanes
 from zeropp.engine.optimizer import Updater, square_norm_of
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
@@ -26,7 +34,7 @@ from zeropp.engine.sharding import ShardOptions, make_flats
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.schedule.program import Schedule
 from zeropp.timeline import Span
-from zeropp.training import OptimizerConfig, StepResult
+from zeropp.training import OptimizerConfig
 
 _claimed: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by identity
 
@@ -49,6 +57,15 @@ def _claim(pieces: Sequence[Piece], undo: ExitStack) -> None:
             wanted[id(parameter)] = parameter
     _claimed.update(wanted)
     undo.callback(lambda: [_claimed.pop(key, None) for key in wanted])
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """The result of one step, on the device, equal on all ranks: the loss of the global batch, and
+    the global L2 norm of the gradient before clipping. Reading them waits for the device."""
+
+    loss: Tensor
+    grad_norm: Tensor
 
 
 class Engine:
@@ -77,7 +94,10 @@ class Engine:
         self._options = options = options or EngineOptions()
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
         self.steps_done = 0
+        self.skipped_steps = torch.zeros((), dtype=torch.long, device=device)
         self._unusable = ""  # why this engine has no state to give, or nothing
+        self._seen: set[int] = set()  # digests of all ranks' batches
+        self._passed: dict[int, Passed] = {}  # by the digests of this rank's
         self._seeds: StepSeeds | None = None
         if options.dropout_seed is not None:
             first = layout.dp_index(dist.get_rank()) * schedule.num_microbatches
@@ -101,8 +121,9 @@ class Engine:
         inputs: Sequence[Tensor],
         targets: Sequence[Tensor],
         keywords: Sequence[Mapping[str, Tensor]] = (),
-    ) -> StepResult:
-        """One optimizer step on this rank's microbatches; every rank gives its own."""
+    ) -> StepTensors:
+        """One optimizer step on this rank's microbatches; every rank gives its own. A step whose
+        gradients are not finite updates nothing, and ``skipped_steps`` counts it."""
         with self._usable_unless_it_fails():
             self.updater.set_rates(self.steps_done)
             losses = self.accumulate(Microbatches(inputs, targets, keywords))
@@ -112,12 +133,38 @@ class Engine:
                 sums[0] = torch.stack(losses).sum()
             sums[1] = square_norm_of(flats, self._layout, self._device)
             dist.all_reduce(sums, group=self._groups.world)
-            loss, square = sums.tolist()
-            self.updater.clip(norm := math.sqrt(square))
-            self.optimizer.step()
+            result = StepTensors(sums[0], sums[1].sqrt())
+            self.skipped_steps += self.updater.update(result.grad_norm)
             self._gather_updated()
             self.steps_done += 1
-        return StepResult(loss, norm)
+        return result
+
+    def agree(self, call: str, make: Callable[[], Microbatches]) -> Microbatches:
+        """The batch that ``make`` gives, once every rank has given one to the same ``call``; what
+        it raises on one rank reaches all of them.
+
+        Where a training batch has shapes that no step has had, all ranks run one microbatch of it
+        forward, to learn what passes between their stages. Raises RowsError on every rank if ranks
+        of one pipeline were given different shapes.
+        """
+        self.check_usable()
+        batch, digests = self.barrier.run(call, make, Microbatches.digest)
+        if call != "train_step":
+            return batch
+        for ranks in self._layout.pipelines():
+            if len({digests[rank] for rank in ranks}) > 1:
+                raise RowsError(
+                    f"train_step: ranks {list(ranks)}, which are one pipeline, were given inputs "
+                    "of different shapes"
+                )
+        if not self._seen.issuperset(digests):
+            self._seen |= set(digests)
+            self._passed[batch.digest()] = self._evaluator.boundaries(batch)
+        passed = self._passed[batch.digest()]
+        for stage, chunk in self.chunks.items():
+            chunk.arriving = passed.get(stage)
+            chunk.leaving = passed.get(stage + 1)
+        return batch
 
     def evaluate(self, batch: Microbatches) -> float:
         """The loss of a batch without training on it; see ``Evaluator.run``."""

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
 from zeropp.engine.chunk import Chunk
@@ -27,7 +28,12 @@ from zeropp.timeline import Span
 LossFunction = Callable[..., Tensor]  # output of the last layer, targets, keyword inputs it names
 Key = tuple[int, int]  # stage, microbatch
 Tensors = Sequence[Tensor]
+Passed = dict[int, Sequence[TensorShape]]  # by stage, what one microbatch sends into it
 _Message = list[tuple[Tensor, dist.Work]]
+
+
+class RowsError(ValueError):
+    """Ranks were given rows that do not go together; every rank raises it before anything runs."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,12 @@ class Microbatches:
     def keywords_of(self, microbatch: int) -> Mapping[str, Tensor]:
         """The keyword inputs of one microbatch."""
         return self.keywords[microbatch] if self.keywords else {}
+
+    def digest(self) -> int:
+        """A number that tells shapes and types of a microbatch's inputs and keyword inputs."""
+        parts = {"": self.inputs[0], **self.keywords_of(0)} if self.inputs else {}
+        kinds = sorted((name, tuple(one.shape), str(one.dtype)) for name, one in parts.items())
+        return crc32(repr(kinds).encode())
 
 
 class Loss:
@@ -120,8 +132,8 @@ class Interpreter:
         }
 
     def run(self, batch: Microbatches) -> list[Tensor]:
-        """Run the program over one step's microbatches. Returns the losses, each divided by
-        ``loss_count``, on the rank with the last stage, and nothing on others."""
+        """Run the program over one step's microbatches. Returns the losses that this rank's stages
+        give (the main one is the last stage's), each divided by ``loss_count``."""
         step = _Step(batch)
         self._reductions_left = self._unreduced.copy()
         with shown(self._chunks.values()):
@@ -173,22 +185,25 @@ class Interpreter:
             inputs: Tensors = (step.batch.inputs[microbatch],)
         else:
             inputs = self._arrived(Op.RECV_F, (stage, microbatch), step.activations, step)
-        output = chunk.forward(inputs, microbatch, step.batch.keywords_of(microbatch))
+        output, loss = chunk.forward(inputs, microbatch, step.batch.keywords_of(microbatch))
         if stage == self._last:
-            loss = self._loss(output, step.batch, microbatch) / self._loss_count
+            main = self._loss(output, step.batch, microbatch)
+            loss = main if loss is None else main + loss
             if not loss.requires_grad:
                 raise RuntimeError(
                     "train_step: the loss depends on nothing that is trained (is it detached, or "
                     "computed under no_grad?)"
                 )
-            chunk.set_output(microbatch, loss)
-            step.losses.append(loss.detach())
         else:
             step.activations[stage + 1, microbatch] = [x.detach() for x in tensors_of(output)]
+        if loss is not None:
+            loss = loss / self._loss_count
+            chunk.set_loss(microbatch, loss, alone=stage == self._last)
+            step.losses.append(loss.detach())
 
     def _backward(self, action: Action, step: _Step) -> None:
         stage, microbatch = _key(action)
-        gradients = None
+        gradients: Tensors = ()
         if stage != self._last:
             gradients = self._arrived(Op.RECV_B, (stage, microbatch), step.gradients, step)
         split = action.op is Op.BACKWARD_INPUT
@@ -264,10 +279,6 @@ def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
 # may have different numbers of rows, and the last microbatch may have fewer rows than the others.
 
 
-class RowsError(ValueError):
-    """Ranks were given rows that do not go together; every rank raises it before anything runs."""
-
-
 class Evaluator:
     """Runs batches forward through this rank's chunks. All ranks must call its methods together."""
 
@@ -294,12 +305,10 @@ class Evaluator:
         and ``all_rows`` are what ``agree`` gives."""
         rows = [len(part) for part in batch.inputs]
         total = torch.zeros((), dtype=torch.float64, device=self._channels.device)
-        modules = [module for chunk in self._chunks.values() for module in chunk.modules]
-        seeds = torch.random.fork_rng([total.device] if total.device.type == "cuda" else [])
-        with torch.no_grad(), seeds, _evaluating(modules), shown(self._chunks.values()):
+        with self._evaluating():
             for first in range(0, rounds * self._schedule.unit, self._schedule.unit):
                 unit = range(first, min(first + self._schedule.unit, len(rows)))
-                for microbatch, loss in self._run_unit(batch, unit):
+                for microbatch, loss in self._run_unit(batch, unit, {}):
                     total += loss * (rows[microbatch] if self._reduction == "mean" else 1)
         dist.all_reduce(total, group=self._world)
         return float(total) / (all_rows if self._reduction == "mean" else 1)
@@ -326,18 +335,51 @@ class Evaluator:
             raise RowsError("eval_step: no rank was given any rows")
         return -(-max(all_microbatches) // self._schedule.unit), total
 
-    def _run_unit(self, batch: Microbatches, unit: range) -> Iterator[tuple[int, Tensor]]:
-        """The losses of a unit's microbatches, on the rank with the last stage."""
+    def boundaries(self, batch: Microbatches) -> Passed:
+        """The shapes of what passes into and out of this rank's stages, for microbatches like the
+        first one of a batch, which all ranks run forward without a loss."""
+        passed: Passed = {}
+        with self._evaluating():
+            for _ in self._run_unit(batch, range(1), passed, with_loss=False):
+                pass
+        return passed
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Inside this context chunks can run forward; afterwards random generators and the modes of
+        modules are as before."""
+        device = self._channels.device
+        roots = [module for chunk in self._chunks.values() for module in chunk.modules]
+        training = [module for root in roots for module in root.modules() if module.training]
+        seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with torch.no_grad(), seeds, shown(self._chunks.values()):
+            for module in training:
+                module.training = False
+            try:
+                yield
+            finally:
+                for module in training:
+                    module.training = True
+
+    def _run_unit(
+        self, batch: Microbatches, unit: range, passed: Passed, *, with_loss: bool = True
+    ) -> Iterator[tuple[int, Tensor]]:
+        """The losses of a unit's microbatches that this rank's stages give."""
         local: dict[tuple[int, int], Sequence[Tensor]] = {}
         for stage, chunk in self._chunks.items():
             chunk.unshard()
             for microbatch in unit:
                 inputs = self._inputs(stage, microbatch, batch, local)
-                output = chunk.infer(inputs, batch.keywords_of(microbatch))
-                if stage == self._last:
-                    yield microbatch, self._loss(output, batch, microbatch)
-                else:
+                output, loss = chunk.infer(inputs, batch.keywords_of(microbatch))
+                if loss is not None:
+                    yield microbatch, loss
+                if stage < self._last:
                     self._pass_on(stage + 1, microbatch, tensors_of(output), local)
+                    passed[stage + 1] = _shapes(tensors_of(output))
+                elif with_loss:
+                    yield microbatch, self._loss(output, batch, microbatch)
+                if stage > 0:
+                    passed[stage] = _shapes(inputs)
             chunk.reshard()
         self._channels.drain()
 
@@ -389,14 +431,5 @@ class Evaluator:
         return tensors
 
 
-@contextmanager
-def _evaluating(roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside this context all modules are in evaluation mode; afterwards each is as before."""
-    training = [module for root in roots for module in root.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def _shapes(tensors: Tensors) -> list[TensorShape]:
+    return [TensorShape(x.shape, x.dtype) for x in tensors]
