@@ -18,6 +18,7 @@ import zeropp
 from tests.gloo.differences import largest
 from tests.gloo.small_layers import BATCH, built, data, error_of, linear, seeded
 from tests.gloo.world import World
+from zeropp.engine.interpreter import Microbatches
 from zeropp.parallel_model import ParallelModel
 
 VOCAB, WIDTH = 11, 8
@@ -99,6 +100,8 @@ def train(
     has of parameters and gradients."""
     with parallel(degrees) as model:
         losses = []
+        x, y = (part[model.rows][:1] for part in tokens(0))
+        model.engine.interpreter.warm_up(Microbatches([x], [y]))
         for step in range(len(LENGTHS)):
             inputs, targets = tokens(step)
             evaluated = model.eval_step(inputs[model.rows], targets[model.rows])

@@ -166,7 +166,7 @@ REFUSALS = {
     "tied to another shape": "both must have the same shape and type, and both be trained",
     "tied to a frozen one": "trained=False); both must have the same shape and type",
     "16 bits": "'weight' is torch.bfloat16, but precision='fp32' computes in fp32",
-    "tied in the middle": "must name a parameter of the first layer (0)",
+    "tied in the middle": "must name parameters of two layers, which are numbered from 0 to 3",
     "other values": "layers[0]: 'weight' is not the same on ranks 0 and 1",
     "other rate": "ranks differ: rank 0 has",
     "other knob": "ranks differ: rank 0 has",

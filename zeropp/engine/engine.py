@@ -30,6 +30,7 @@ from zeropp.engine.interpreter import (
 from zeropp.engine.lanes import make_lanes
 from zeropp.engine.optimizer import Updater, square_norm_of
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
+from zeropp.engine.private_names import default_timeout
 from zeropp.engine.sharding import ShardOptions, make_flats
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.schedule.program import Schedule
@@ -102,7 +103,7 @@ class Engine:
         if options.dropout_seed is not None:
             first = layout.dp_index(dist.get_rank()) * schedule.num_microbatches
             self._seeds = StepSeeds(options.dropout_seed, first, device)
-        timeout = options.timeout
+        timeout = options.timeout or default_timeout(device)
         with ExitStack() as undo:
             self.barrier = ErrorBarrier(timeout)
             undo.callback(self.barrier.close)
@@ -164,6 +165,8 @@ class Engine:
         for stage, chunk in self.chunks.items():
             chunk.arriving = passed.get(stage)
             chunk.leaving = passed.get(stage + 1)
+        if self._device.type == "cuda" and not self.interpreter.counters:
+            self.interpreter.warm_up(batch)
         return batch
 
     def evaluate(self, batch: Microbatches) -> float:

@@ -153,6 +153,40 @@ class Interpreter:
             chunk.finish()
         return step.losses
 
+    def warm_up(self, batch: Microbatches) -> None:
+        """Run every chunk forward and backward once, with zeros for messages, and change no state.
+
+        The first use of a kernel, and of a library's workspace, may make the host wait for the
+        whole device. In a step that could be for ever, because receives are posted that depend on
+        what this rank is yet to send.
+        """
+        buffers = [b for c in self._chunks.values() for m in c.modules for b in m.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        device = self._channels.device
+        seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with seeds, shown(self._chunks.values()):
+            for stage, chunk in self._chunks.items():
+                chunk.unshard()
+                shapes = chunk.arriving or ()
+                inputs = [torch.zeros_like(shape.empty(device)) for shape in shapes]
+                inputs = [batch.inputs[0]] if stage == 0 else inputs
+                output, loss = chunk.forward(inputs, 0, batch.keywords_of(0))
+                if stage == self._last:
+                    loss = self._loss(output, batch, 0)
+                if loss is not None:
+                    chunk.set_loss(0, loss, alone=stage == self._last)
+                shapes = [shape for shape in chunk.leaving or () if shape.has_gradient]
+                gradients = [torch.zeros_like(shape.empty(device)) for shape in shapes]
+                for_split = any(action.op is Op.BACKWARD_INPUT for action in self._program)
+                chunk.backward(0, gradients, split=for_split)
+                chunk.backward_weight(0)
+                chunk.reshard()
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+        for flat in (flat for chunk in self._chunks.values() for flat in chunk.flats):
+            flat.clear_gradients()
+
     def reads(self, keywords: Iterable[str]) -> set[str]:
         """What this rank reads of a batch with these keyword inputs: ``inputs`` in the first stage,
         ``targets`` in the last, and the keyword inputs that its layers or, in the last stage, the
