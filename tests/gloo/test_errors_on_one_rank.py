@@ -319,7 +319,7 @@ def failed_constructions() -> dict[str, str]:
     found["no backend"] = error_of(lambda: built(seeded([linear] * 4), pp=3, device="meta"))
     threads = set(threading.enumerate())
     for name, where, wrong in (
-        ("values", "zeropp.api.described", broken),
+        ("buffers", "zeropp.engine.engine.make_flats", broken),
         ("lanes", "zeropp.engine.lanes.make_lane", second_lane_fails),
     ):
         with mock.patch(where, wrong) if mine else nullcontext():
@@ -345,6 +345,6 @@ def test_constructions_that_fail_on_one_rank(world: World) -> None:
         assert found["device"].removeprefix(own).startswith(no_cuda), found
         refused = f"{InfeasibleError.__name__}: device='meta': the process group has no backend"
         assert found["no backend"].startswith(refused)
-        for name in ("values", "lanes"):
+        for name in ("buffers", "lanes"):
             assert found[name].startswith(f"{own}ValueError: broken here"), name
         assert found["threads left"] == ""
