@@ -14,20 +14,21 @@ from itertools import product
 from typing import Annotated, Any, Literal, TypeVar
 
 from baselines.tensor_parallel import check_tensor_parallel
-from zeropp.cost import PlanPrice, cut_by_cost
+from zeropp.cost import cut_by_cost
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
-from zeropp.plan import Plan, SizedPlan, Task
+from zeropp.plan import SizedPlan, Task
 from zeropp.planner import (
     check_split_blocks,
     check_stages,
     microbatches_per_step,
+    one_order,
     recomputed_blocks,
     resolve_degrees,
 )
 from zeropp.schedule import build, lower
 from zeropp.schedule.program import Schedule, loop_placement, unordered, v_placement
-from zeropp.tune.contender import Contender, Style
+from zeropp.tune.contender import Contender
 from zeropp.tune.space import (
     Point,
     Space,
@@ -42,7 +43,9 @@ from zeropp.tune.space import (
 # The settings of the public 3D programs. Imports no torch.
 
 
-Public3D = Literal["best_3d", "megatron_core", "megatron_deepspeed", "zero_bubble"]
+Public3D = Literal[
+    "best_3d", "megatron_core", "megatron_core_local", "megatron_deepspeed", "zero_bubble"
+]
 Public3DSchedule = Literal["1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv"]
 
 
@@ -75,13 +78,6 @@ class Best3DKnobs(Public3DKnobs):
 
 
 @dataclass(frozen=True)
-class MegatronCoreKnobs(Public3DKnobs):
-    """Settings of Megatron-Core."""
-
-    name: Literal["megatron_core"] = "megatron_core"
-
-
-@dataclass(frozen=True)
 class MegatronDeepSpeedKnobs(Public3DKnobs):
     """Settings of Megatron-DeepSpeed of 2022."""
 
@@ -104,7 +100,8 @@ _VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12)
 @dataclass(frozen=True, kw_only=True)
 class Offer:
     """One program's choices. ``program`` is its name in ``zeropp.programs``, whose traits set the
-    price; ``schedules`` gives the numbers of virtual stages per rank that each schedule may have.
+    price, and ``program_on_cpus`` that of what runs on CPUs instead, if it is another one;
+    ``schedules`` gives the numbers of virtual stages per rank that each schedule may have.
 
     ``recomputed`` are the schedules with which activations can be recomputed, in the ways of
     ``recomputes``. ``interleaves_few``: interleaved schedules accept fewer microbatches than there
@@ -112,6 +109,7 @@ class Offer:
     """
 
     program: str
+    program_on_cpus: str = ""
     schedules: Mapping[Public3DSchedule, tuple[int, ...]]
     recomputed: frozenset[Public3DSchedule]
     # Megatron's selective recomputation drops attention scores, which fused attention never keeps.
@@ -132,6 +130,12 @@ OFFERS: dict[Public3D, Offer] = {
     # split backward. Ranks are numbered tp-dp-pp, or tp-pp-dp with --use-tp-pp-dp-mapping.
     "megatron_core": Offer(
         program="megatron_core",
+        program_on_cpus="megatron_core_local",  # Transformer Engine is for GPUs
+        schedules=_MEGATRON_SCHEDULES,
+        recomputed=frozenset(_MEGATRON_SCHEDULES),
+    ),
+    "megatron_core_local": Offer(
+        program="megatron_core_local",
         schedules=_MEGATRON_SCHEDULES,
         recomputed=frozenset(_MEGATRON_SCHEDULES),
     ),
@@ -186,7 +190,8 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
         placement=if_auto(knobs.placement, "dp_inner"),
     )
     _check_offer(knobs, schedule)
-    split_blocks = if_auto(knobs.split_blocks, False)
+    offer, split_blocks = OFFERS[knobs.name], if_auto(knobs.split_blocks, False)
+    on_cpus = task.cluster.device.is_cpu and offer.program_on_cpus
     check_split_blocks(task, knobs.split_blocks)
     check_stages(task, layout, split_blocks=split_blocks)
     check_tensor_parallel(task.shape, layout)
@@ -201,7 +206,7 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
         microbatch_size=microbatch_size,
         schedule=unordered(schedule, placement, microbatches),
         cuts=(),
-        program=OFFERS[knobs.name].program,
+        program=on_cpus or offer.program,
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
@@ -210,18 +215,17 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
     return replace(plan, cuts=cut_by_cost(plan, task.cluster, split_blocks=split_blocks))
 
 
-def order(plan: SizedPlan, knobs: Public3DKnobs, price: PlanPrice) -> Iterator[Plan]:
-    """The plan with the programs of its schedule: one order, so this yields one plan."""
+def programs(plan: SizedPlan) -> Schedule:
+    """The programs of a plan, in the one order of its schedule."""
     layout, m = plan.layout, plan.num_microbatches
-    group = _group(layout.pp, m)
-    schedule = _schedule(
+    group = microbatch_group(layout.pp, m)
+    return _schedule(
         plan.schedule.name,
         num_ranks=layout.pp,
         chunks=layout.chunks,
         num_microbatches=m,
         group=group,
     )
-    yield plan.ordered(schedule)
 
 
 @lru_cache(maxsize=128)
@@ -281,7 +285,7 @@ def _check_schedule(
         )
 
 
-def _group(pp: int, num_microbatches: int) -> int:
+def microbatch_group(pp: int, num_microbatches: int) -> int:
     """The microbatches that interleaving sends through a chunk before the next chunk.
 
     It is the smallest number that Megatron-Core allows (``microbatch_group_size_per_vp_stage``): at
@@ -333,37 +337,28 @@ def families(point: Point[P]) -> Iterator[P]:
 SPACE: Space[Any] = Space(families=families, members=one_member, tensor=True)
 
 
-# The entries of the public 3D programs in the registry of contenders; none of them runs here.
+# The entries of the public 3D programs that do not run here, in the registry of contenders.
 
 
-def _priced(name: Public3D, label: str, style: Style, knobs: type[P]) -> Contender[P]:
+def _priced(name: Public3D, label: str, knobs: type[P]) -> Contender[P]:
     return Contender(
-        name=name, label=label, style=style, knobs=knobs, size=size, order=order, space=SPACE
+        name=name, label=label, knobs=knobs, size=size, orders=one_order(programs), space=SPACE
     )
 
 
-MEGATRON_CORE = _priced(
-    "megatron_core",
-    "Megatron-Core",
-    Style(colour="#56B4E9", hatch="++", dashes=(0, (3, 1)), marker="P"),
-    MegatronCoreKnobs,
-)
 MEGATRON_DEEPSPEED = _priced(
     "megatron_deepspeed",
     "Megatron-DeepSpeed 2022",
-    Style(colour="#999999", hatch="--", dashes=(0, (4, 2)), marker="X"),
     MegatronDeepSpeedKnobs,
 )
 ZERO_BUBBLE = _priced(
     "zero_bubble",
     "zero-bubble fork",
-    Style(colour="#F0E442", hatch="xx", dashes=(0, (2, 1)), marker="*"),
     ZeroBubbleKnobs,
 )
 _BEST_3D = _priced(
     "best_3d",
     "3D, all public parts",
-    Style(colour="#E69F00", hatch="\\\\", dashes="-", marker="v"),
     Best3DKnobs,
 )
 BEST_3D = replace(_BEST_3D, search_effort=2)

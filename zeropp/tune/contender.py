@@ -5,19 +5,19 @@ train. Each contender's folder makes one; ``benchmarks.specification.contenders`
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 from zeropp.cluster import Cluster
 from zeropp.cost import PlanPrice, StepBytes, StepTimes, pass_times, plan_bytes, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, K, Knobs, Plan, SizedPlan, Task
-from zeropp.planner import Draft, fastest
+from zeropp.planner import Draft, TooLarge, fastest
 from zeropp.schedule import validate
-from zeropp.schedule.program import Schedule
 from zeropp.sim.simulator import SimResult
 from zeropp.training import OptimizerConfig, Trainer
 from zeropp.tune.space import Space, points
@@ -25,20 +25,6 @@ from zeropp.tune.space import Space, points
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-
-Dashes = str | tuple[float, tuple[float, ...]]  # as matplotlib takes them
-
-
-@dataclass(frozen=True)
-class Style:
-    """How figures draw a contender; hatch, dashes and marker repeat the distinction for print
-    without colour."""
-
-    colour: str
-    hatch: str
-    dashes: Dashes
-    marker: str
 
 
 def any_auto(knobs: Knobs) -> bool:
@@ -79,26 +65,20 @@ class Contender(Generic[K]):
 
     ``size`` makes a candidate's plan with all sizes, but without an order of actions; the cost
     model needs no more. It fills in knobs that are ``auto`` by simple rules, and raises
-    InfeasibleError with one line. ``order`` yields that plan with programs, once per order among
-    which the simulator chooses: the first is made without durations, and others are made only when
-    they are asked for. ``drafts`` yields the same orders before they are complete, so that the
-    tuner need not complete the slow ones; a contender whose orders are made quickly has none.
-    ``check`` raises ScheduleError for a schedule that cannot run. ``left_open`` says whether the
-    tuner has something to choose. ``search_effort`` tells how long a search takes in comparison
-    with the others, so that the longest can begin first.
+    InfeasibleError with one line. ``orders`` yields the orders of actions among which the simulator
+    chooses: the first is made without the durations of the plan's price, and others are made only
+    when they are asked for (``zeropp.planner``: ``one_order``, ``drafts``). ``check`` raises
+    ScheduleError for a schedule that cannot run. ``left_open`` says whether the tuner has something
+    to choose. ``search_effort`` tells how long a search takes in comparison with the others, so
+    that the longest can begin first.
     """
 
     name: str
     label: str  # its name in tables and figures
-    style: Style
     knobs: type[K]
     size: Callable[[Task, K, int], SizedPlan]  # task, knobs, microbatch size
-    order: Callable[[SizedPlan, K, PlanPrice], Iterator[Plan]]
+    orders: Callable[[SizedPlan, PlanPrice, TooLarge | None], Iterator[Draft]]
     space: Space[K]
-    # The last argument: whether compute actions, perhaps of an order's beginning, are too large.
-    drafts: (
-        Callable[[SizedPlan, K, PlanPrice, Callable[[Schedule], bool]], Iterator[Draft]] | None
-    ) = None
     check: Callable[[Plan], None] = check_schedule
     left_open: Callable[[K], bool] = any_auto
     prices: Prices = Prices()
@@ -108,6 +88,10 @@ class Contender(Generic[K]):
     # Modules that a step of the trainer imports late. Ranks on CPUs are forked from a process that
     # has imported them; names that the installed version does not have are ignored.
     late_imports: tuple[str, ...] = ()
+    # (module, this project's extra that installs it): what the trainer imports beside the suite's.
+    extra: tuple[str, str] | None = None
+    # Variables that its ranks set before CUDA starts, over those of ``zeropp.CUDA_SETTINGS``.
+    environment: Mapping[str, str] = field(default_factory=dict)
     takes_fake_tensors: bool = True  # whether launcher=trace can run its trainer without a GPU
     unrecorded: str = ""  # communication that its runtime starts itself, so no span shows it
     # Whether dropout masks depend only on step, microbatch and piece, so that one process can draw
@@ -127,7 +111,11 @@ class Contender(Generic[K]):
         its fastest if none fits)."""
         sized = self.size(task, candidate.knobs, candidate.microbatch_size)
         price = self.prices.of(sized, task.cluster)
-        return fastest(self.order(sized, candidate.knobs, price), task.cluster, price)
+        return fastest(self.plans(sized, price), task.cluster, price)
+
+    def plans(self, sized: SizedPlan, price: PlanPrice) -> Iterator[Plan]:
+        """The plan with each of its orders, completed."""
+        return (draft.complete() for draft in self.orders(sized, price, None))
 
     def candidates(
         self, task: Task, asked: K | None = None
@@ -135,7 +123,7 @@ class Contender(Generic[K]):
         """Everything that a search may try within ``asked`` (by default, all knobs are open), with
         its plan without an order of actions."""
         asked = asked or self.knobs()
-        for point, size in points(task, self.space, asked, "auto", fallen=Counter()):
+        for point, size in points(task, self.space, asked, "auto", rejected=Counter()):
             for family in self.space.families(point):
                 for plan in self._sized(task, family, size):
                     for knobs in self.space.members(asked, family, plan):
@@ -147,11 +135,22 @@ class Contender(Generic[K]):
         with suppress(InfeasibleError):
             yield self.size(task, knobs, microbatch_size)
 
+    def missing(self) -> str:
+        """One line if what the trainer imports is not installed here, otherwise empty."""
+        if self.extra is None or importlib.util.find_spec(self.extra[0]) is not None:
+            return ""
+        return (
+            f"contender={self.name}: {self.extra[0]} is not installed here "
+            f"(run pip install -e '.[{self.extra[1]}]')"
+        )
+
     def build(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
     ) -> Trainer:
         """Build this rank's trainer. All ranks must call it after torch.distributed is
-        initialised."""
+        initialised. Raises RuntimeError with one line if something is not installed."""
+        if missing := self.missing():
+            raise RuntimeError(missing)
         return cast("Trainer", _load(self.trainer)(plan, optimizer, device, seed))
 
     def fill_integers(self, plan: Plan, message: Tensor) -> None:
@@ -199,10 +198,13 @@ def _some(plan: SizedPlan) -> str:
 
 
 def overrides(candidate: Candidate[K]) -> list[str]:
-    """The words for the command line of ``benchmarks.run`` that set exactly this candidate."""
-    knobs = asdict(candidate.knobs)  # type: ignore[call-overload]
+    """The words for the command line of ``benchmarks.run`` that set exactly this candidate; knobs
+    at their defaults are left out."""
+    knobs: dict[str, Any] = asdict(candidate.knobs)  # type: ignore[call-overload]
+    default = vars(type(candidate.knobs)())
     words = [f"contender={knobs.pop('name')}", f"microbatch_size={candidate.microbatch_size}"]
-    return words + [f"contender.{name}={_value(value)}" for name, value in knobs.items()]
+    set_knobs = {name: value for name, value in knobs.items() if value != default[name]}
+    return words + [f"contender.{name}={_value(value)}" for name, value in set_knobs.items()]
 
 
 def _value(value: object) -> str:
