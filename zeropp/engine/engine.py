@@ -33,9 +33,13 @@ from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
 from zeropp.engine.private_names import default_timeout
 from zeropp.engine.sharding import ShardOptions, make_flats
 from zeropp.layout import InfeasibleError, Layout
-from zeropp.schedule.program import Schedule
+from zeropp.schedule.program import Op, Schedule
 from zeropp.timeline import Span
 from zeropp.training import OptimizerConfig
+
+# Elements of a weight. To add a smaller one's gradient inside its product saves less time than
+# Python takes for it.
+_LEAST_ADDED = 2**16
 
 _claimed: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by identity
 
@@ -160,7 +164,8 @@ class Engine:
                 )
         if not self._seen.issuperset(digests):
             self._seen |= set(digests)
-            self._passed[batch.digest()] = self._evaluator.boundaries(batch)
+            with self._usable_unless_it_fails():
+                self._passed[batch.digest()] = self._evaluator.boundaries(batch)
         passed = self._passed[batch.digest()]
         for stage, chunk in self.chunks.items():
             chunk.arriving = passed.get(stage)
@@ -292,25 +297,31 @@ class Engine:
         """Make what a rank makes without the others: lanes, chunks and the optimizer."""
         _claim(self._pieces, undo)
         self.lanes = make_lanes(self._device, undo)
-        mine = schedule.stages_of(self._layout.coordinates(dist.get_rank())["pp"])
-        self.chunks = {stage: self._chunk(stage, schedule.num_stages, boundary) for stage in mine}
+        pp = self._layout.coordinates(dist.get_rank())["pp"]
+        splits = any(action.op is Op.BACKWARD_INPUT for action in schedule.programs[pp])
+        self.chunks = {
+            stage: self._chunk(stage, schedule.num_stages, boundary, splits=splits)
+            for stage in schedule.stages_of(pp)
+        }
         self.flats: list[FlatParameters] = [f for c in self.chunks.values() for f in c.flats]
         self.updater = Updater.make(self.flats, optimizer, self._device, self._options.lr_schedule)
 
-    def _chunk(self, stage: int, num_stages: int, boundary: Boundary) -> Chunk:
+    def _chunk(self, stage: int, num_stages: int, boundary: Boundary, *, splits: bool) -> Chunk:
+        """The chunk of one stage; ``splits``: backwards delay weight gradients."""
         options, layout, seeds = self._options, self._layout, self._seeds
         pieces = {piece.index: piece for piece in self._pieces if piece.stage == stage}
         blocks = [piece for piece in pieces.values() if piece.deferrable]
         # The first blocks may be recomputed. Half blocks never are, so they come last.
         deferrable = [piece.module for piece in sorted(blocks, key=lambda piece: piece.half)]
         store = WeightGradStore()
-        deferred = defer_weight_grads(deferrable, store, warn=True)
-        # This store is never open, so it takes weight gradients at once, inside their product.
+        # A store that is never open takes weight gradients at once, inside their product.
+        least = 0 if splits else _LEAST_ADDED
+        deferred = defer_weight_grads(deferrable, store, least=least, warn=splits)
         others = (piece.module for piece in pieces.values() if not piece.deferrable)
-        defer_weight_grads(others, WeightGradStore())
+        defer_weight_grads(others, WeightGradStore(), least=_LEAST_ADDED)
         flats = make_flats(
             {index: piece.module for index, piece in pieces.items()},
-            deferred,
+            deferred if splits else (),
             groups=self._groups,
             lanes=self.lanes,
             options=ShardOptions(

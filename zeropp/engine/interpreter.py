@@ -17,8 +17,8 @@ from torch.profiler import record_function
 
 from zeropp.engine.chunk import Chunk
 from zeropp.engine.collectives import Channels
-from zeropp.engine.errors import ErrorBarrier
-from zeropp.engine.values import TensorShape, chosen, keywords_of, tensors_of
+from zeropp.engine.errors import ErrorBarrier, together
+from zeropp.engine.values import TensorShape, Value, chosen, keywords_of, tensors_of
 from zeropp.layout import Layout
 from zeropp.literals import LossReduction
 from zeropp.schedule.event_loop import LANES
@@ -371,11 +371,14 @@ class Evaluator:
 
     def boundaries(self, batch: Microbatches) -> Passed:
         """The shapes of what passes into and out of this rank's stages, for microbatches like the
-        first one of a batch, which all ranks run forward without a loss."""
+        first one of a batch, which all ranks run forward. What the loss function raises for it
+        reaches all ranks."""
         passed: Passed = {}
+        outputs: list[Value] = []
         with self._evaluating():
-            for _ in self._run_unit(batch, range(1), passed, with_loss=False):
+            for _ in self._run_unit(batch, range(1), passed, outputs):
                 pass
+            together(lambda: [self._loss(output, batch, 0) for output in outputs])
         return passed
 
     @contextmanager
@@ -396,9 +399,14 @@ class Evaluator:
                     module.training = True
 
     def _run_unit(
-        self, batch: Microbatches, unit: range, passed: Passed, *, with_loss: bool = True
+        self,
+        batch: Microbatches,
+        unit: range,
+        passed: Passed,
+        outputs: list[Value] | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
-        """The losses of a unit's microbatches that this rank's stages give."""
+        """The losses of a unit's microbatches that this rank's stages give. ``passed`` collects the
+        shapes between stages, and ``outputs``, instead of their losses, what the model gives."""
         local: dict[tuple[int, int], Sequence[Tensor]] = {}
         for stage, chunk in self._chunks.items():
             chunk.unshard()
@@ -410,8 +418,10 @@ class Evaluator:
                 if stage < self._last:
                     self._pass_on(stage + 1, microbatch, tensors_of(output), local)
                     passed[stage + 1] = _shapes(tensors_of(output))
-                elif with_loss:
+                elif outputs is None:
                     yield microbatch, self._loss(output, batch, microbatch)
+                else:
+                    outputs.append(output)
                 if stage > 0:
                     passed[stage] = _shapes(inputs)
             chunk.reshard()
