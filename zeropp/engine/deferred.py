@@ -192,7 +192,7 @@ def _on_rows(
     return output.view(*x.shape[:-1], output.shape[-1])  # type: ignore[no-any-return]
 
 
-_uncompiled: Any = torch.compiler.disable(_on_rows)
+_uncompiled: Any = torch.compiler.disable(_on_rows)  # type: ignore[no-untyped-call]
 
 
 def defer_weight_grads(
