@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 import time
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.nn import functional as F
 
 import zeropp
 from tests.gloo.differences import largest
-from tests.gloo.small_layers import BATCH, built, data, error_of, linear, seeded
+from tests.gloo.small_layers import BATCH, built, data, error_of, linear, seeded, step
 from tests.gloo.world import World
 from zeropp.engine.interpreter import Microbatches
 from zeropp.parallel_model import ParallelModel
@@ -54,10 +56,10 @@ def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def tokens(step: int) -> tuple[Tensor, Tensor]:
+def tokens(number: int) -> tuple[Tensor, Tensor]:
     """A global batch, with the length of its step."""
-    generator = torch.Generator().manual_seed(step)
-    both = torch.randint(VOCAB, (2, BATCH, LENGTHS[step]), generator=generator)
+    generator = torch.Generator().manual_seed(number)
+    both = torch.randint(VOCAB, (2, BATCH, LENGTHS[number]), generator=generator)
     return both[0], both[1]
 
 
@@ -65,10 +67,10 @@ def alone() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, parameters and the last step's gradients in one process."""
     model, losses = nn.ModuleList(copy.deepcopy(made())), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(len(LENGTHS)):
+    for number in range(len(LENGTHS)):
         optimizer.zero_grad()
         total = 0.0
-        for x, y in zip(*(part[:, None] for part in tokens(step)), strict=True):
+        for x, y in zip(*(part[:, None] for part in tokens(number)), strict=True):
             beside = torch.zeros((), dtype=torch.float64)
             for layer in model:
                 x = layer(x)
@@ -102,8 +104,8 @@ def train(
         losses = []
         x, y = (part[model.rows][:1] for part in tokens(0))
         model.engine.interpreter.warm_up(Microbatches([x], [y]))
-        for step in range(len(LENGTHS)):
-            inputs, targets = tokens(step)
+        for number in range(len(LENGTHS)):
+            inputs, targets = tokens(number)
             evaluated = model.eval_step(inputs[model.rows], targets[model.rows])
             losses.append(float(model.train_step(inputs[model.rows], targets[model.rows]).loss))
         return losses, evaluated, dict(model.full_parameters()), dict(model.gradients())
@@ -134,9 +136,9 @@ def skip(fused: bool) -> list[float]:
     models = [built(seeded(kinds), shard=2, optimizer=optimizer) for _ in range(2)]
     norms, states = [], []
     for model, steps in zip(models, ((0, 1, 2, 3), (0, 2, 3)), strict=True):
-        for step in steps:
-            inputs, targets = (part[model.rows].clone() for part in data(step))
-            if step == 1 and dist.get_rank() == 1:
+        for number in steps:
+            inputs, targets = (part[model.rows].clone() for part in data(number))
+            if number == 1 and dist.get_rank() == 1:
                 targets[0] = torch.inf
             norms.append(float(model.train_step(inputs, targets).grad_norm))
         states.append(dict(model.full_parameters()))
@@ -152,6 +154,32 @@ def test_a_step_without_finite_gradients_is_skipped_on_all_ranks(world: World, f
     assert not torch.isfinite(torch.tensor(lost))
     assert torch.isfinite(torch.tensor([norm, *norms])).all()
     assert (skipped, apart) == (1.0, 0.0)
+
+
+class Dropping(nn.Module):
+    """A linear layer with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.drop(self.linear(x))
+        return y.tanh()
+
+
+def dropped(compiles: bool) -> list[float]:
+    """Losses with dropout, of which each data-parallel rank and each step has masks of its own."""
+    in_python = partialmethod(nn.Module.compile, backend="aot_eager")
+    with mock.patch.object(nn.Module, "compile", in_python):
+        layers = seeded([linear, Dropping, Dropping, linear])
+        with built(layers, shard=2, compile=compiles) as model:
+            return [step(model, number) for number in range(3)]
+
+
+def test_compiled_dropout_draws_what_eager_dropout_does(world: World) -> None:
+    eager, compiled = (world.run(dropped, compiles, size=2)[0] for compiles in (False, True))
+    assert compiled == pytest.approx(eager, rel=1e-12)
 
 
 def apart() -> dict[str, str]:
