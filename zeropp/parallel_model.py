@@ -140,12 +140,13 @@ class ParallelModel:
         """
         self.engine.save(directory)
 
-    def load(self, directory: Path | str) -> None:
+    def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
         """Read a checkpoint of this topology or another, of ``save`` or of
-        ``torch.distributed.checkpoint.save({"model": model}, ...)``. Raises CheckpointError where a
-        file of ``save`` is missing or is not as it was written."""
+        ``torch.distributed.checkpoint.save({"model": model}, ...)``; with ``weights_only`` its
+        parameters and buffers alone, without optimizer and number of steps. Raises CheckpointError
+        where a file of ``save`` is missing or is not as it was written."""
         together(lambda: check_inference("load"))
-        self.engine.load(directory)
+        self.engine.load(directory, weights_only=weights_only)
 
     def close(self) -> None:
         """End this model's threads and process groups; it cannot be used afterwards."""

@@ -275,7 +275,7 @@ def test_a_checkpoint_that_one_rank_does_not_see(world: World, tmp_path: Path) -
     assert said == [("PeerError", True), ("CheckpointError", True)]
 
 
-def broken(*_: Any) -> Any:
+def broken(*_: Any, **__: Any) -> Any:
     """Raise."""
     raise ValueError("broken here")
 

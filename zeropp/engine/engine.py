@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -218,11 +218,16 @@ class Engine:
         """Write parameters, optimizer state and the number of steps; any topology can load it."""
         checkpoint.save(self.state(), directory)
 
-    def load(self, directory: Path | str) -> None:
-        """Read what ``save`` wrote, in this topology or another."""
+    def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
+        """Read what ``save`` wrote, in this topology or another; ``weights_only``: parameters and
+        buffers alone."""
         state = self.state()
+        if weights_only:
+            state = replace(state, optimizer={}, settings={}, states=[])
         checkpoint.load(state, directory)
-        self.take_over(state)
+        if weights_only:
+            state.steps_done.fill_(self.steps_done)
+        self.take_over(state, optimizer=not weights_only)
 
     def state(self) -> checkpoint.State:
         """Parameters, buffers and optimizer state of this rank; tensors share memory with the
