@@ -25,6 +25,8 @@ class Device:
     memory_bandwidth_gb_s: Annotated[float, MORE_THAN_0]
     matmul_bf16_tflops: Annotated[float, MORE_THAN_0]  # reached by the largest matrix products
     matmul_fp32_tflops: Annotated[float, MORE_THAN_0]
+    # The rate of 8-bit products over that of 16-bit ones; None: the device has none.
+    eight_bit_gain: Annotated[float | None, MORE_THAN_0] = None
     peak_bf16_tflops: Annotated[float | None, MORE_THAN_0] = None  # dense
     peak_fp32_tflops: Annotated[float | None, MORE_THAN_0] = None  # dense, without TF32
     # The share of memory_bandwidth_gb_s that element-wise kernels reach.

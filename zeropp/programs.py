@@ -72,6 +72,7 @@ class Program:
     vocab_parallel: bool = True
     # The vocabulary is padded to a multiple of 128 without tensor parallelism, too.
     pads_vocabulary: bool = False
+    eight_bit: bool = False  # the linear layers of blocks multiply in 8 bits
     fused_accumulation: bool = True  # the product that makes a weight gradient adds it to the sum
     fused_rotary: bool = True  # rotary embedding copies no heads and keeps no sines and cosines
     loss_gradient: LossGradient = "in_place"
@@ -82,6 +83,9 @@ class Program:
     step_host_s: float = 0.0  # fixed host time per step: data, logging, clipping
 
     # Communication.
+    # Ranks that share a sequence (context parallelism): each has a slice of its tokens, which is
+    # what the shape calls a sequence, and the keys and values of all slices go round a ring.
+    slices: int = 1
     split_boundary: bool = False  # a TP rank sends a slice of the stage output; arXiv 2104.04473
     blocking_transfers: bool = False  # sender and receiver compute nothing during a transfer
     # A gated MLP's two input products are two layers. Without sequence parallelism, each of them

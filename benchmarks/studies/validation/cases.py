@@ -29,18 +29,14 @@ from zeropp.shape import ModelShape
 
 # The cluster of a row: its device's preset in ``conf/cluster``, with the numbers of the row.
 #
-# B200 and GB200 have no preset. They are made from an H100 whose peak, memory and links are
-# replaced by those of ``results/published/hardware.csv``; the share of them that is reached stays
-# the same. ``device=stated`` is an A100 that is scaled in the same way to the row's peak, memory
-# and memory bandwidth. ``power_w`` changes the clocks: the rate of products changes with the square
-# root of the power, because power grows with frequency and voltage.
+# ``device=stated`` is an A100 that is scaled to the row's peak, memory and memory bandwidth.
+# ``power_w`` changes the clocks: the rate of products changes with the square root of the power,
+# because power grows with frequency and voltage.
 
 
-_HARDWARE = CHECKOUT / "results" / "published" / "hardware.csv"
-_FACTS = ("b200", "gb200")  # devices that have no preset, but are in hardware.csv
 _PCIE_GB_S = {
     "v100": 15.5, "a100": 31.0, "a800": 31.0, "h100": 63.0, "h800": 63.0, "h200": 63.0,
-    "b200": 63.0, "gb200": 63.0, "stated": 31.0,
+    "b200": 63.0, "gb200": 63.0, "gb300": 63.0, "stated": 31.0,
 }  # fmt: skip
 
 
@@ -95,39 +91,11 @@ def with_peak(device: Device, tflops: float) -> Device:
 
 @lru_cache(maxsize=16)
 def _base(name: str) -> Cluster:
-    """A device's preset, or a cluster made from the most similar preset if it has none."""
-    if name in _FACTS:
-        return _from_facts(name)
+    """A device's preset; of a stated device, the A100's."""
     cluster: Cluster = preset("cluster", "a100" if name == "stated" else name, Cluster)
     if name == "stated":
         cluster = replace(cluster, name=name, device=replace(cluster.device, name=name))
     return cluster
-
-
-def _from_facts(name: str) -> Cluster:
-    """An H100 scaled to another device's numbers in hardware.csv; those that are missing are the
-    B200's."""
-    with _HARDWARE.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-
-    def fact(quantity: str) -> float:
-        found = [
-            float(row["value"])
-            for device in (name, "b200")
-            for row in rows
-            if row["device"].lower().split()[0] == device and row["quantity"] == quantity
-        ]
-        return found[0]
-
-    base: Cluster = preset("cluster", "h100", Cluster)
-    device = replace(
-        with_peak(base.device, fact("peak bf16 dense")),
-        name=name,
-        memory_gib=fact("HBM capacity"),
-        memory_bandwidth_gb_s=fact("HBM bandwidth") * 1e3,
-    )
-    link = fact("NVLink per GPU, one direction")
-    return replace(base, name=name, device=device, intra=replace(base.intra, bandwidth_gb_s=link))
 
 
 # FLOPs as the source of a row counts them, and the peak of which its utilisation is a share.
@@ -275,6 +243,7 @@ def _memory(row: PublishedRow, device: Device) -> str:
 _MOST_BLOCKS = 250_000  # blocks x microbatches; a wrong row could otherwise take for ever
 _UNPRICED_SCHEDULES = ("dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min", "seq1f1b")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+_EIGHT_BIT = ("fp8", "mxfp8")  # of the products of blocks; all else has 16 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +280,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
     precision = _precision(row)  # peaks of other types are not known, so no share of them is either
     check_plausible(row)
     return Case(
-        shape=row.shape,
+        shape=replace(row.shape, seq=row.seq // row.cp),
         cluster=preset("cluster", cluster_name, Cluster) if cluster_name else cluster_of(row),
         program=program_of(row),
         layout=_layout(row),
@@ -328,9 +297,8 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
 
 
 def _refuse_what_has_no_price(row: PublishedRow) -> None:
-    for field in ("cp", "ep"):
-        if getattr(row, field) > 1:
-            raise UnpredictableError(f"{field}={getattr(row, field)}: no price for this kind")
+    if row.ep > 1:
+        raise UnpredictableError(f"ep={row.ep}: no price for this kind")
     if row.offload != "none":
         raise UnpredictableError(f"offload={row.offload}: no price for the host's memory")
     if row.schedule in _UNPRICED_SCHEDULES:
@@ -353,18 +321,20 @@ def _refuse_what_has_no_price(row: PublishedRow) -> None:
 def _precision(row: PublishedRow) -> Precision:
     if row.dtype == "fp32":
         return "fp32"
-    if row.dtype in ("fp16", "bf16"):
+    eight_bit = row.dtype in _EIGHT_BIT and _base(row.device).device.eight_bit_gain is not None
+    if row.dtype in ("fp16", "bf16") or eight_bit:
         return "bf16"
     raise UnpredictableError(f"dtype={row.dtype}: no rate for products of this type")
 
 
 def _layout(row: PublishedRow) -> Layout:
-    shard = (row.zero3_group or row.dp) if row.zero == 3 else 1
+    ranks = row.dp * row.cp  # gradients are summed over the slices of a sequence, too
+    shard = (row.zero3_group or ranks) if row.zero == 3 else 1
     return Layout(
         pp=row.pp,
         tp=row.tp,
         shard=shard,
-        replicate=row.dp // shard,
+        replicate=ranks // shard,
         chunks=row.chunks,
         replicate_zero=1 if row.zero in (1, 2) and row.zero1_group is None else 0,
         sequence_parallel=row.sequence_parallel,
@@ -384,6 +354,8 @@ def program_of(row: PublishedRow) -> Program:
         "overlap_tensor": row.overlap_tensor,
         "traffic_factor": 1.0 if row.compiled else None,  # element-wise chains are one kernel
         "zero1_group": row.zero1_group,
+        "eight_bit": row.dtype in _EIGHT_BIT or None,
+        "slices": row.cp,
     }
     changed = {name: value for name, value in stated.items() if value is not None}
     return replace(_with_state(program, state, _precision(row)), **changed)  # type: ignore[arg-type]

@@ -91,9 +91,9 @@ def _speed(row: PublishedRow, case: Case, result: SimResult) -> float:
         return step_s
     each = row.num_gpus if row.measure.per_gpu else 1
     if kind == "flops":
-        return row.global_batch * case.shape.seq * flops_per_token(row) / step_s / each
+        return row.global_batch * row.seq * flops_per_token(row) / step_s / each
     if kind == "utilization":
-        flops = row.global_batch * case.shape.seq * flops_per_token(row) / step_s
+        flops = row.global_batch * row.seq * flops_per_token(row) / step_s
         return flops / row.num_gpus / peak_flops(row, case.cluster.device)
     counted = {"steps": 1, "samples": row.global_batch, "tokens": row.global_batch * row.seq}
     return counted[row.metric.partition("_")[0]] / step_s / each
