@@ -6,13 +6,11 @@ used. ZeRO-3 without a pipeline gathers every block for each forward and backwar
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from baselines.fsdp.contender import accumulation
-from benchmarks import CHECKOUT
 from benchmarks.specification.compose import preset
 from benchmarks.studies.validation.rows import POWER_W, PublishedRow, UnpredictableError
 from zeropp.cluster import Cluster, Device
