@@ -28,7 +28,7 @@ from benchmarks.records.record import write_atomically
 from benchmarks.specification.command import (
     check_writable,
     run_command,
-    told,
+    track,
     workers,
 )
 from benchmarks.specification.compose import compose
@@ -120,7 +120,7 @@ def tune(spec: TuneSpec) -> list[Outcome[Any]]:
     slow_first = sorted(spec.contenders, key=_search_effort, reverse=True)
     with workers(min(os.cpu_count() or 1, len(spec.contenders))) as pool:
         waiting = {name: pool.submit(search_one, spec, name) for name in slow_first}
-        for _ in told(as_completed(waiting.values()), len(waiting), "contenders"):
+        for _ in track(as_completed(waiting.values()), len(waiting), "contenders"):
             pass
         return [waiting[name].result() for name in spec.contenders]
 
@@ -166,7 +166,7 @@ def show(outcomes: list[Outcome[Any]]) -> None:
         console.print(_lost(outcome))
     for outcome in outcomes:
         reasons = ", ".join(
-            f"{reason} ({count:,})" for reason, count in outcome.fallen.most_common()
+            f"{reason} ({count:,})" for reason, count in outcome.rejected.most_common()
         )
         console.print(
             f"{outcome.contender.label}: {outcome.simulated} simulated, others failed: {reasons}"

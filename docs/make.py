@@ -107,6 +107,22 @@ def _fits(column: str) -> str:
     return markdown_table(heads, lines)
 
 
+def _plan_ranks(column: str) -> str:
+    """How often the simulator's first choice is the measured best, by a column of the groups."""
+    frame = pd.read_csv(_REFERENCE / "plan_ranks.csv")
+    lines = []
+    for name, rows in {**dict([*frame.groupby(column)]), "all": frame}.items():
+        first, close = (rows["rank"] == 1).sum(), (rows["behind_percent"] <= 3).sum()
+        behind = [
+            f"{rows['behind_percent'].median():.1f} %",
+            f"{rows['behind_percent'].max():.1f} %",
+        ]
+        lines.append([str(name), str(len(rows)), str(rows["plans"].sum()), str(first), str(close)])
+        lines[-1] += behind
+    heads = ["groups of", "groups", "runs", "measured best is first", "first is within 3 % of it"]
+    return markdown_table([*heads, "behind, median", "worst"], lines)
+
+
 def _traced(column: str) -> str:
     """Simulated memory against traced, by a column of their table."""
     frame = pd.read_csv(_REFERENCE / "memory" / "traced_vs_simulated.csv")
@@ -146,6 +162,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "products": _products,
     "fits": _fits,
     "traced": _traced,
+    "plan_ranks": _plan_ranks,
     "pipelines": _side_by_side,
 }
 

@@ -61,6 +61,8 @@ if "torch" not in sys.modules or not sys.modules["torch"].cuda.is_initialized():
 
 
 def __getattr__(name: str) -> Any:
+    if name == "huggingface":  # needs transformers and safetensors
+        return importlib.import_module("zeropp.huggingface")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'zeropp' has no attribute {name!r}")

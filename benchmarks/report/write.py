@@ -19,7 +19,7 @@ from benchmarks.report.paper import paper_grids
 from benchmarks.report.speedup import answers, headline_table
 from benchmarks.report.table import Grid, Table, fits, print_table, rich_table, write_table
 from benchmarks.report.timelines import write_traces
-from benchmarks.specification.command import SpecError, told, workers
+from benchmarks.specification.command import SpecError, track, workers
 
 MAX_PRINTED = 60  # rows in the terminal; the files have all
 
@@ -80,7 +80,7 @@ def draw(rows: pd.DataFrame, options: Options, out: Path) -> list[SavedPicture]:
     count = min(os.cpu_count() or 1, len(FIGURES))
     with workers(count, "fork") as pool:  # matplotlib is imported already
         jobs = [pool.submit(_drawn, path, light, options, out) for path in FIGURES]
-        for _ in told(as_completed(jobs), len(jobs), "kinds of figures"):
+        for _ in track(as_completed(jobs), len(jobs), "kinds of figures"):
             pass
         return [picture for job in jobs for picture in job.result()]
 

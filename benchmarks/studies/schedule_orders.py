@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records.environment import git_state
-from benchmarks.specification.command import CommandParser, run_command, told, workers
+from benchmarks.specification.command import CommandParser, run_command, track, workers
 from benchmarks.specification.compose import compose, preset
 from benchmarks.studies.claim_33.cells import Cell, cells_of, verdict_spec
 from zeropp.cluster import Cluster
@@ -83,7 +83,7 @@ def gain(seed: int) -> float | None:
 def _gain_of(task: Task, candidate: Candidate[ZeroppKnobs]) -> float:
     sized = ZEROPP.size(task, candidate.knobs, candidate.microbatch_size)
     price = price_plan(sized, task.cluster)
-    plans = ZEROPP.order(sized, candidate.knobs, price)
+    plans = ZEROPP.plans(sized, price)
     equal, *others = (simulate(plan, task.cluster, price=price).step_s for plan in plans)
     return equal / min(equal, *others) - 1 if others else 0.0
 
@@ -95,7 +95,7 @@ def grid_gains(cell: Cell, count: int) -> list[tuple[float, str]]:
     draw, asked = random.Random(repr(cell.key)), ZeroppKnobs()
     families = [
         (family, size)
-        for point, size in points(task, ZEROPP.space, asked, "auto", fallen=Counter())
+        for point, size in points(task, ZEROPP.space, asked, "auto", rejected=Counter())
         for family in ZEROPP.space.families(point)
     ]
     draw.shuffle(families)
@@ -142,7 +142,7 @@ def _main() -> int:
 def _bound(pool: Executor, ranks: int) -> dict[str, Any]:
     all_sizes = list(sizes(ranks))
     ratios = pool.map(over_bound, all_sizes, chunksize=32)
-    over = list(told(ratios, len(all_sizes), "sizes held to the bound"))
+    over = list(track(ratios, len(all_sizes), "sizes held to the bound"))
     return {
         "largest_ranks": ranks,
         "sizes": len(over),
@@ -153,7 +153,7 @@ def _bound(pool: Executor, ranks: int) -> dict[str, Any]:
 
 def _durations(pool: Executor, plans: int) -> dict[str, Any]:
     seeds = range(2 * plans)
-    drawn = told(pool.map(gain, seeds, chunksize=4), len(seeds), "random plans")
+    drawn = track(pool.map(gain, seeds, chunksize=4), len(seeds), "random plans")
     gains = [found for found in drawn if found is not None][:plans]
     return {
         "plans": len(gains),
@@ -167,7 +167,7 @@ def _grid(pool: Executor, plans_per_cell: int) -> dict[str, Any]:
     (config,) = compose("config", ["experiment=claim_33"])
     cells = cells_of(verdict_spec(config["verdict"]), config["precision"])
     per_cell = pool.map(grid_gains, cells, repeat(plans_per_cell))
-    found = [pair for pairs in told(per_cell, len(cells), "cells") for pair in pairs]
+    found = [pair for pairs in track(per_cell, len(cells), "cells") for pair in pairs]
     return {
         "commit": git_state()[0],
         "cells": len(cells),
