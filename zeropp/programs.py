@@ -65,6 +65,7 @@ class Program:
     fp32: StateBytes
 
     # Kernels.
+    kernels: int = 0  # the year of its products and attention; 0: before any that a device names
     flash: bool = True  # attention is one kernel, and its scores are never in memory
     dropout_masks: bool = False  # dropout is on: masks are written, read and kept
     fused_loss: bool = False  # 16-bit logits only, without an fp32 copy (flash-attention's loss)

@@ -11,7 +11,13 @@ import pytest
 
 from benchmarks import CHECKOUT
 from benchmarks.specification.contenders import PRICED
-from benchmarks.studies.validation.cases import case_of, cluster_of, even_cuts, module_cuts
+from benchmarks.studies.validation.cases import (
+    case_of,
+    cluster_of,
+    even_cuts,
+    measured_s,
+    module_cuts,
+)
 from benchmarks.studies.validation.errors import (
     errors_of,
     first_of_runs,
@@ -24,6 +30,7 @@ from benchmarks.studies.validation.rows import UnpredictableError, read_rows, tr
 from benchmarks.validate import main
 from tests.unit.published_cells import CELLS, LARGE, line_of, predicted, row, write_table
 from tests.unit.simulated_task import task
+from zeropp.cost import compute_limit
 from zeropp.programs import Program, program_named
 
 
@@ -93,6 +100,24 @@ def test_products_in_8_bits_are_faster_by_less_than_their_gain() -> None:
     h100 = {"device": "h100", "num_gpus": "8", "pp": "1", "dp": "8", "schedule": "none"}
     wide, eight = (value(**h100, dtype=dtype) for dtype in ("bf16", "fp8"))
     assert 1.1 < wide / eight < 1.77  # casts, attention, the head and all else stay as they were
+
+
+def test_no_measured_run_is_faster_than_the_compute_limit() -> None:
+    """Those of every generation: the limit has the newest kernels of a device."""
+    over = {}
+    for line in (line for table in training_tables() for line in read_rows(table)):
+        one = line.row
+        if one is None or one.role == "computed" or one.dtype not in ("bf16", "fp16") or one.cp > 1:
+            continue
+        if one.measure.kind in ("layer", "memory", "limit"):
+            continue
+        cluster = cluster_of(one)
+        limit = compute_limit(one.shape, cluster, one.num_gpus, "bf16").tokens_per_s_per_gpu
+        seconds = measured_s(one, cluster.device)
+        reached = one.global_batch * one.seq / one.num_gpus / seconds
+        if reached > limit:
+            over[line.place] = reached / limit
+    assert over == {}
 
 
 def test_slices_of_a_sequence_wait_for_the_keys_and_values_of_the_others() -> None:

@@ -71,8 +71,12 @@ def _given(values: dict[str, float | None]) -> dict[str, Any]:
 
 def at_rate(device: Device, factor: float) -> Device:
     """The device with products that run ``factor`` times as fast."""
+    newer = device.newer
+    if newer is not None:
+        newer = replace(newer, matmul_bf16_tflops=newer.matmul_bf16_tflops * factor)
     return replace(
         device,
+        newer=newer,
         matmul_bf16_tflops=device.matmul_bf16_tflops * factor,
         matmul_fp32_tflops=device.matmul_fp32_tflops * factor,
     )
@@ -190,7 +194,7 @@ def _speed(row: PublishedRow, device: Device) -> str:
         device.peak_fp32_tflops or 0.0,
     )
     peak *= _OVER_16_BIT.get(row.dtype, 1)
-    share = _least_flops(row) / _seconds(row, device) / (peak * 1e12)
+    share = _least_flops(row) / measured_s(row, device) / (peak * 1e12)
     if share > 1:
         return f"{share:.3g} times the peak of {row.device}"
     return f"{share:.2%} of the peak of {row.device}" if share < _LEAST_SHARE else ""
@@ -207,7 +211,7 @@ def _least_flops(row: PublishedRow) -> float:
     return row.global_batch * row.seq * each / row.num_gpus
 
 
-def _seconds(row: PublishedRow, device: Device) -> float:
+def measured_s(row: PublishedRow, device: Device) -> float:
     """The time of a step, or of a block's pass, that the row's number says."""
     kind, number = row.measure.kind, row.measured / row.measure.units[row.unit]
     if kind in ("time", "layer"):
@@ -241,7 +245,7 @@ def _memory(row: PublishedRow, device: Device) -> str:
 _MOST_BLOCKS = 250_000  # blocks x microbatches; a wrong row could otherwise take for ever
 _UNPRICED_SCHEDULES = ("dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min", "seq1f1b")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-_EIGHT_BIT = ("fp8", "mxfp8")  # of the products of blocks; all else has 16 bits
+EIGHT_BIT = ("fp8", "mxfp8")  # of the products of blocks; all else has 16 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +323,7 @@ def _refuse_what_has_no_price(row: PublishedRow) -> None:
 def _precision(row: PublishedRow) -> Precision:
     if row.dtype == "fp32":
         return "fp32"
-    eight_bit = row.dtype in _EIGHT_BIT and _base(row.device).device.eight_bit_gain is not None
+    eight_bit = row.dtype in EIGHT_BIT and _base(row.device).device.eight_bit_gain is not None
     if row.dtype in ("fp16", "bf16") or eight_bit:
         return "bf16"
     raise UnpredictableError(f"dtype={row.dtype}: no rate for products of this type")
@@ -352,7 +356,7 @@ def program_of(row: PublishedRow) -> Program:
         "overlap_tensor": row.overlap_tensor,
         "traffic_factor": 1.0 if row.compiled else None,  # element-wise chains are one kernel
         "zero1_group": row.zero1_group,
-        "eight_bit": row.dtype in _EIGHT_BIT or None,
+        "eight_bit": row.dtype in EIGHT_BIT or None,
         "slices": row.cp,
     }
     changed = {name: value for name, value in stated.items() if value is not None}
