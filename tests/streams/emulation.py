@@ -1,0 +1,154 @@
+"""The engine on virtual streams: what a rank runs, and what was found of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+import zeropp
+from tests.streams.faults import CONTROLS, FAULTS
+from zeropp import verify
+from zeropp.engine import engine as engine_module
+from zeropp.engine import lanes
+from zeropp.engine.errors import Meeting
+from zeropp.model import build_model, cross_entropy
+from zeropp.shape import ModelShape
+from zeropp.verify.rendezvous import Issued
+from zeropp.verify.streams import Device
+
+SEQUENCE, WORDS, BATCH = 4, 13, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration: what ``parallelize`` is given, and what is done besides training."""
+
+    name: str
+    ranks: int
+    options: dict[str, Any] = field(default_factory=dict)
+    layers: int = 4
+    tied: bool = False
+    dropout: float = 0.0
+    steps: int = 2
+    then: tuple[str, ...] = ()  # names of functions below
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass
+class Found:
+    """What one rank has found: losses and other numbers, faults as text, and its log."""
+
+    numbers: list[float]
+    faults: list[str]
+    log: list[Issued]
+
+
+def run_case(case: Case, emulate: bool, fault: str | None, folder: str) -> Found:
+    """Train on this rank, on virtual streams if ``emulate``, with a fault or a control of
+    ``faults.py`` by its name; ``folder`` is for checkpoints."""
+    with ExitStack() as stack:
+        fused = partial(torch.optim.AdamW, fused=True)  # as on CUDA
+        stack.enter_context(mock.patch("torch.optim.AdamW", fused))
+        device = stack.enter_context(_as_on_a_gpu()) if emulate else None
+        if fault is not None:
+            make, _ = (FAULTS | CONTROLS)[fault]
+            stack.enter_context(make())
+        numbers = _train(case, folder)
+    if device is None:
+        return Found(numbers, [], [])
+    return Found(numbers, [str(one) for one in device.faults], device.log.issued)
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[Device]:
+    """Emulation, in which the engine takes the ways that it takes on CUDA: lanes are streams, and
+    ranks meet without groups of gloo."""
+    with (
+        verify.emulated() as device,
+        mock.patch.object(lanes, "make_lane", lambda where, name: lanes._StreamLane(where)),
+        mock.patch.object(engine_module, "make_meeting", lambda where, *_: Meeting(where)),
+    ):
+        yield device
+
+
+def _train(case: Case, folder: str) -> list[float]:
+    shape = ModelShape(
+        name="test", family="gpt", layers=case.layers, hidden=8, heads=2, kv_heads=2, ffn=16,
+        vocab=WORDS, seq=SEQUENCE, tied_embeddings=False, dropout=case.dropout,
+    )  # fmt: skip
+    built: list[Any] = list(build_model(shape, 3))
+    options = dict(case.options)
+    if case.dropout:
+        options["dropout_seed"] = 3
+    if case.tied:
+        options["tied"] = ((0, "tokens.weight"), (len(built) - 1, "output.weight"))
+        built[-1].output.weight.data.copy_(built[0].tokens.weight.data)
+    generator = torch.Generator().manual_seed(5)
+    batches = torch.randint(WORDS, (6, BATCH, SEQUENCE + 1), generator=generator)
+    optimizer = zeropp.OptimizerConfig(kind="adamw", lr=1e-2, weight_decay=0.1, clip_norm=0.05)
+    model = zeropp.parallelize(
+        built, cross_entropy, sample=batches[0][:1, :-1], global_batch=BATCH, optimizer=optimizer,
+        **options,
+    )  # fmt: skip
+    numbers: list[float] = []
+
+    def step(index: int) -> None:
+        batch = batches[index][model.rows]
+        result = model.train_step(batch[:, :-1], batch[:, 1:])
+        numbers.extend((result.loss, result.grad_norm))
+
+    for index in range(case.steps):
+        step(index)
+    for name in case.then:
+        numbers += BETWEEN_STEPS[name](model, batches[4], folder)
+        step(5)
+    model.close()
+    return numbers
+
+
+def _evaluate(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
+    del folder
+    mine = batch[model.data_parallel_rank :: model.data_parallel_size][:3]
+    return [model.eval_step(mine[:, :-1], mine[:, 1:])]
+
+
+def _save_and_load(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
+    del batch
+    model.save(folder)
+    model.load(folder)
+    return []
+
+
+def _state(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
+    del batch, folder
+    model.load_state_dict(model.state_dict())
+    whole = model.full_state_dict()
+    return [float(sum(value.double().sum() for value in whole.values()))]
+
+
+def _parameters(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
+    del batch, folder
+    return [float(sum(value.double().sum() for _, value in model.full_parameters()))]
+
+
+def _spans(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
+    del batch, folder
+    model.engine.record_spans(True)
+    return []
+
+
+BETWEEN_STEPS = {
+    "evaluate": _evaluate,
+    "parameters": _parameters,
+    "save and load": _save_and_load,
+    "spans": _spans,
+    "state": _state,
+}
