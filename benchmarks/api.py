@@ -16,29 +16,23 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from benchmarks.report.ablation import ablation_figure, ablation_table
-from benchmarks.report.charts import bars, loss_curves, scaling_curves, speedup_maps
-from benchmarks.report.forms import latex, markdown
+from benchmarks.report import DEFAULTS, FIGURES, SECTIONS, TABLES, Options, maker
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.headline import BASE
 from benchmarks.report.paper import paper_grids
-from benchmarks.report.paper import paper_table as _paper_table
-from benchmarks.report.tables import memory_table, speedup_table, throughput_table
-from benchmarks.report.timelines import step_timelines
+from benchmarks.report.table import latex, markdown
+from benchmarks.report.write import make_table
 from benchmarks.specification.compose import compose
 from benchmarks.specification.run_spec import SpecError
 
 if TYPE_CHECKING:
     from benchmarks.report.charts import Picture
-    from benchmarks.report.table import Table
 
 __all__ = [
     "SpecError",
-    "ablation_table",
     "figures",
     "load",
     "paper_latex",
@@ -92,50 +86,34 @@ def load(*roots: PathLike) -> pd.DataFrame:
     return latest_ok(frame)
 
 
-def paper_table(frame: pd.DataFrame, base: str = BASE) -> pd.DataFrame:
+def paper_table(frame: pd.DataFrame, base: str = DEFAULTS.base) -> pd.DataFrame:
     """The paper's table as numbers: one row per model, GPU count and contender, with speed-ups over
     ``base``."""
-    return _paper_table(frame, base).numbers
+    return make_table("paper", frame, Options(base)).numbers
 
 
-def paper_markdown(frame: pd.DataFrame, base: str = BASE) -> str:
+def paper_markdown(frame: pd.DataFrame, base: str = DEFAULTS.base) -> str:
     """The paper's table as Markdown, with one table per kind of evidence and cluster."""
-    return "\n\n".join(markdown(grid) for grid in paper_grids(_paper_table(frame, base)))
+    grids = paper_grids(make_table("paper", frame, Options(base)))
+    return "\n\n".join(map(markdown, grids))
 
 
-def paper_latex(frame: pd.DataFrame, base: str = BASE) -> str:
+def paper_latex(frame: pd.DataFrame, base: str = DEFAULTS.base) -> str:
     """The paper's table as LaTeX for ``\\input``; needs booktabs and graphicx."""
-    return latex(list(paper_grids(_paper_table(frame, base))))
+    return latex(list(paper_grids(make_table("paper", frame, Options(base)))))
 
 
-def tables(frame: pd.DataFrame, base: str = BASE) -> Mapping[str, pd.DataFrame]:
-    """The other tables of a report as numbers, by name: throughput, memory, speedup, ablation."""
-    made: list[Table] = [
-        throughput_table(frame),
-        memory_table(frame),
-        speedup_table(frame, base),
-        ablation_table(frame),
-    ]
-    return {table.name: table.numbers for table in made}
+def tables(frame: pd.DataFrame, base: str = DEFAULTS.base) -> Mapping[str, pd.DataFrame]:
+    """All tables of a report as numbers, by name (``benchmarks.report.TABLES``)."""
+    return {name: make_table(name, frame, Options(base)).numbers for name in TABLES}
 
 
-def figures(frame: pd.DataFrame, section: str = "", base: str = BASE) -> Iterator[Picture]:
+def figures(frame: pd.DataFrame, section: str = "", base: str = DEFAULTS.base) -> Iterator[Picture]:
     """The figures of a report, each with its ``caption`` and ``figure``. ``section`` selects those
-    of one section: Throughput, Memory, Speed-up, Scaling, Ablations, Loss or Timelines. Raises
-    SpecError for another name."""
-    drawings: dict[str, Any] = {
-        "Throughput": bars,
-        "Memory": bars,
-        "Speed-up": lambda rows: speedup_maps(rows, base),
-        "Scaling": scaling_curves,
-        "Ablations": ablation_figure,
-        "Loss": loss_curves,
-        "Timelines": step_timelines,
-    }
-    if section and section not in drawings:
-        raise SpecError(f"section={section!r}: must be one of {', '.join(drawings)}")
-    chosen = [drawings[section]] if section else dict.fromkeys(drawings.values())
-    for draw in chosen:
-        for picture in draw(frame):
+    of one section (``benchmarks.report.SECTIONS``). Raises SpecError for another name."""
+    if section and section not in SECTIONS:
+        raise SpecError(f"section={section!r}: must be one of {', '.join(SECTIONS)}")
+    for path in FIGURES:
+        for picture in maker(path)(frame, Options(base)):
             if not section or picture.section == section:
                 yield picture

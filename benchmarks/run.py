@@ -42,9 +42,9 @@ def _check_run_keys(config: dict[str, Any]) -> None:
         if field not in config:
             raise SpecError(f"{field}: missing; it has no default")
     if not isinstance(config["launcher"], dict) or "kind" not in config["launcher"]:
-        from benchmarks.launch.points import PROVENANCE
+        from benchmarks.launch.options import LAUNCHERS
 
-        raise SpecError(f"launcher={config['launcher']!r}: must be one of {', '.join(PROVENANCE)}")
+        raise SpecError(f"launcher={config['launcher']!r}: must be one of {', '.join(LAUNCHERS)}")
     for field in ("runs_dir", "report_dir"):
         if not isinstance(config[field], str) or not config[field]:
             raise SpecError(f"{field}={config[field]!r}: must be the path of a folder")

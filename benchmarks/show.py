@@ -3,7 +3,7 @@
     python -m benchmarks.show schedule name=zeropp ranks=4 chunks=2 microbatches=8
 
 Sizes: name (of the generator), ranks, chunks, microbatches, unit, cap, prefetch,
-keep, reduce_every. Durations, all in the same unit: forward, backward_input,
+reduce_every. Durations, all in the same unit: forward, backward_input,
 backward_weight, unshard, reduce_grad, transfer.
 """
 
@@ -50,7 +50,6 @@ class Request:
     unit: int = 0  # 0: the generator's default
     cap: int = 0  # 0: the generator's default
     prefetch: int = 1
-    keep: int = 0
     reduce_every: str = "unit"
     out: str = ""
 
@@ -84,7 +83,7 @@ def _check(request: Request, cost: StageCost) -> None:
     if request.reduce_every not in ("unit", "step"):
         raise ValueError(f"reduce_every={request.reduce_every}: use unit or step")
     least = {"ranks": 1, "chunks": 1, "microbatches": 1}
-    least |= {"unit": 0, "cap": 0, "prefetch": 0, "keep": 0}
+    least |= {"unit": 0, "cap": 0, "prefetch": 0}
     for name, low in least.items():
         if getattr(request, name) < low:
             raise ValueError(f"{name}={getattr(request, name)}: must be at least {low}")
@@ -131,7 +130,6 @@ def show(request: Request, cost: StageCost, console: Console) -> Timeline:
         compute,
         gather=True,
         prefetch=request.prefetch,
-        keep=request.keep,
         reduce_every="unit" if request.reduce_every == "unit" else "step",
     )
     validate(schedule)

@@ -34,15 +34,15 @@ def _status() -> int:
     runs_dir = arguments.runs_dir.resolve()
     if not runs_dir.is_dir():
         raise SpecError(f"{runs_dir}: no such folder; nothing was run yet")
-    from benchmarks.launch.standing import print_table, standing  # not for --help
+    from benchmarks.launch.sweep_status import print_table, sweep_status  # not for --help
 
-    found = standing(runs_dir)
+    found = sweep_status(runs_dir)
     if arguments.json:
-        print(json.dumps([asdict(row) for row in found.rows], indent=1))
-    elif not found.rows:
+        print(json.dumps([asdict(point) for point in found.points], indent=1))
+    elif not found.points:
         print(f"no points in {runs_dir}")
     else:
-        print_table(found.rows)
+        print_table(found.points)
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     if found.problem:

@@ -11,10 +11,9 @@ measurement to compare it with.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -28,9 +27,9 @@ from rich.table import Table
 from benchmarks.records.record import write_atomically
 from benchmarks.specification.command import (
     check_writable,
-    leave_interrupts_to_parent,
-    progress_line,
     run_command,
+    told,
+    workers,
 )
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import CONTENDERS, PRICED
@@ -119,14 +118,10 @@ def tune(spec: TuneSpec) -> list[Outcome[Any]]:
     if len(spec.contenders) == 1:
         return [search_one(spec, spec.contenders[0])]
     slow_first = sorted(spec.contenders, key=_search_effort, reverse=True)
-    processes = min(os.cpu_count() or 1, len(spec.contenders))
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, spawn, leave_interrupts_to_parent) as pool:
+    with workers(min(os.cpu_count() or 1, len(spec.contenders))) as pool:
         waiting = {name: pool.submit(search_one, spec, name) for name in slow_first}
-        with progress_line() as bar:
-            line = bar.add_task("contenders", total=len(waiting))
-            for _ in as_completed(waiting.values()):
-                bar.advance(line)
+        for _ in told(as_completed(waiting.values()), len(waiting), "contenders"):
+            pass
         return [waiting[name].result() for name in spec.contenders]
 
 

@@ -8,7 +8,6 @@ suite's own programs, priced by its event loop; no clock is involved.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import re
 from collections.abc import Callable
@@ -18,9 +17,9 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.report.charts import bars, say_what_it_shows
-from benchmarks.report.forms import markdown
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.headline import headline_table
+from benchmarks.report.speedup import headline_table
+from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.timelines import timeline_figure
 from benchmarks.specification.compose import compose
 from benchmarks.studies.claim_33.cells import cells_of, verdict_spec
@@ -67,28 +66,29 @@ def _verdict_tables() -> dict[str, str]:
 
 def _errors(kind: str) -> str:
     """Errors of the simulator by source."""
-    lines = ["| source | role | rows | runs | median | p90 |", "|---|---|---|---|---|---|"]
-    with (_REFERENCE / "validation" / "errors.csv").open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if row["kind"] == kind:
-                shares = [f"{float(row[name]):.1%}" for name in ("median", "p90")]
-                counts = [row["source"], row["role"], row["rows"], row["runs"]]
-                lines.append("| " + " | ".join([*counts, *shares]) + " |")
-    return "\n".join(lines)
+    frame = pd.read_csv(_REFERENCE / "validation" / "errors.csv")
+    last = "order right" if kind in ("ratio", "microbatch") else "bias"
+    lines = []
+    for row in frame[frame["kind"] == kind].itertuples():
+        shares = [f"{row.median:.1%}", f"{row.p90:.1%}"]
+        if last == "bias":
+            shares.append(f"{row.bias:+.1%}")
+        else:
+            shares.append(f"{row.signs:.0%} of {row.ordered}" if row.ordered else "")
+        lines.append([row.source, row.role, str(row.rows), str(row.runs), *shares])
+    return markdown_table(["source", "role", "rows", "runs", "median", "p90", last], lines)
 
 
 def _products(device: str) -> str:
     """The cost model's matrix products against measured ones: the preset, then the best fits."""
-    lines = [
-        "| exposed output | TFLOP/s | fixed time per kernel, µs | median | p90 |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for number, fit in enumerate(fits(device)):
         found = fit.device
         share = f"{found.exposed_output:g}{'' if number else ' (preset)'}"
-        rates = f"{found.matmul_bf16_tflops:g} | {found.kernel_us:g}"
-        lines.append(f"| {share} | {rates} | {fit.median:.1%} | {fit.p90:.1%} |")
-    return "\n".join(lines)
+        rates = [f"{found.matmul_bf16_tflops:g}", f"{found.kernel_us:g}"]
+        lines.append([share, *rates, f"{fit.median:.1%}", f"{fit.p90:.1%}"])
+    heads = ["exposed output", "TFLOP/s", "fixed time per kernel, µs", "median", "p90"]
+    return markdown_table(heads, lines)
 
 
 def _fits(column: str) -> str:
@@ -97,37 +97,32 @@ def _fits(column: str) -> str:
     frame = frame[frame["fits"].notna() & (frame["role"] != "computed")]
     too_large = frame["fits"] == "no"
     ran_out = (frame["metric"] == "ran_out_of_memory") & (frame["value"] == "yes")
-    lines = [
-        f"| {column} | ran out of memory | of these predicted to | ran | predicted not to fit |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     groups = {**frame.groupby(column).groups, f"all {column}s": frame.index}
     for name, rows in groups.items():
         out, large = ran_out.loc[rows], too_large.loc[rows]
         counts = (out.sum(), (out & large).sum(), (~out).sum(), (~out & large).sum())
-        lines.append(f"| {name} | {' | '.join(f'{count:,}' for count in counts)} |")
-    return "\n".join(lines)
+        lines.append([str(name), *(f"{count:,}" for count in counts)])
+    heads = [column, "ran out of memory", "of these predicted to", "ran", "predicted not to fit"]
+    return markdown_table(heads, lines)
 
 
 def _traced(column: str) -> str:
     """Simulated memory against traced, by a column of their table."""
     frame = pd.read_csv(_REFERENCE / "memory" / "traced_vs_simulated.csv")
     frame["error"] = frame["relative_error"].abs()
-    lines = [f"| {column} | plans | ranks | median | largest |", "|---|---|---|---|---|"]
+    lines = []
     for name, rows in frame.groupby(column, sort=False):
         plans = len(rows[["model", "plan"]].drop_duplicates())
-        shares = f"{rows['error'].median():.1%} | {rows['error'].max():.1%}"
-        lines.append(f"| {name} | {plans} | {len(rows)} | {shares} |")
-    return "\n".join(lines)
+        shares = [f"{rows['error'].median():.1%}", f"{rows['error'].max():.1%}"]
+        lines.append([str(name), str(plans), str(len(rows)), *shares])
+    return markdown_table([column, "plans", "ranks", "median", "largest"], lines)
 
 
 def _side_by_side(record: str) -> str:
     """Pipelines on CPU cores, from the record of their study."""
-    lines = [
-        "| model, ranks | | step, s | torch PP over it | CPU s | of main threads | gathers | "
-        "reductions |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    heads = ["model, ranks", "", "step, s", "torch PP over it", "CPU s", "of main threads"]
+    lines = []
     for cell in json.loads((_REFERENCE / record).read_text())["cells"]:
         for row in cell["rows"]:
             step, ratio = row["step_s"], row["torch_pp_over_it"]
@@ -140,8 +135,8 @@ def _side_by_side(record: str) -> str:
                 f"{row['reductions_per_step']:.0f}",
             )
             name = f"{cell['model']}, {cell['ranks']}"
-            lines.append(f"| {name} | {row['way']} | {' | '.join(numbers)} |")
-    return "\n".join(lines)
+            lines.append([name, row["way"], *numbers])
+    return markdown_table([*heads, "gathers", "reductions"], lines)
 
 
 TABLES: dict[str, Callable[[str], str]] = {

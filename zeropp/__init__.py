@@ -12,9 +12,8 @@ For the library itself read ``layout``, ``shape`` and ``cluster`` (degrees, mode
 ``schedule`` (which action when), ``plan`` (what every rank does), ``programs`` (what training
 software there is), ``cost`` and ``sim`` (what a plan takes), ``planner``, ``tune`` and
 ``contender`` (how a plan is chosen), and ``engine`` (what runs it). For the public API read
-``api``, then ``arguments`` and ``keywords`` (what it takes), ``cut`` and ``layer_costs`` (layers
-become stages), ``choose`` (``auto``) and ``parallel_model`` (what it returns). Importing the
-package imports no torch; it sets environment variables that CUDA reads when it is initialised.
+``api``, then ``settings`` (what it takes), ``stages`` (layers become stages, and ``auto``) and
+``parallel_model`` (what it returns). Importing the package imports no torch.
 """
 
 from __future__ import annotations
@@ -51,7 +50,10 @@ _HOMES = {
     "parallelize": "zeropp.api",
 }
 
-# CUDA reads these when it is initialised; what the caller has set stays.
+# CUDA reads these when it is initialised; without them steps may hang. A kernel that is loaded on
+# its first use would wait for receives that were posted early; and of the 8 hardware queues that
+# are the default, two streams could share one, in which a send would wait for a receive that waits
+# for its own sender.
 CUDA_SETTINGS = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 if "torch" not in sys.modules or not sys.modules["torch"].cuda.is_initialized():
     for _name, _value in CUDA_SETTINGS.items():

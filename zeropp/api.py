@@ -7,48 +7,67 @@ and the targets. ``torch.distributed`` must be initialised; all ranks call with 
 
 from __future__ import annotations
 
+import inspect
+import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Unpack
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp.arguments import Arguments, Request, request_of
-from zeropp.choose import Job, choose
-from zeropp.cut import Stages, cut_as
+from zeropp import CUDA_SETTINGS
+from zeropp.auto import choose
 from zeropp.engine import preflight
 from zeropp.engine.engine import Engine
 from zeropp.engine.errors import together
 from zeropp.engine.interpreter import LossFunction
-from zeropp.engine.options import Piece
-from zeropp.engine.preflight import (
-    agreed,
-    check_inference,
-    check_keywords,
-    check_layers,
-    check_loss,
-    check_parameters,
-    check_sizes,
-    described,
-)
 from zeropp.engine.values import keywords_of
-from zeropp.engine.walk import Layer, check_recompute, saved_bytes, try_layers
+from zeropp.engine.walk import Layer, LayerSizes, owners_of, walk
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Recompute, if_auto
 from zeropp.parallel_model import ParallelModel
+from zeropp.settings import Settings
+from zeropp.stages import Stages, plan_layers
+
+P = ParamSpec("P")
+_Build = Callable[[Sequence[Layer], LossFunction, Settings, frozenset[str]], ParallelModel]
 
 
+def _with_keywords(
+    settings: Callable[P, Settings],
+) -> Callable[[_Build], Callable[Concatenate[Sequence[Layer], LossFunction, P], ParallelModel]]:
+    """A decorator: the function takes the fields of ``Settings`` as keywords, and is given an
+    object of it, and the names of the keywords that are ``auto``."""
+
+    def decorate(
+        build: _Build,
+    ) -> Callable[Concatenate[Sequence[Layer], LossFunction, P], ParallelModel]:
+        @wraps(build)
+        def call(
+            layers: Sequence[Layer], loss_fn: LossFunction, /, *args: P.args, **keywords: P.kwargs
+        ) -> ParallelModel:
+            if not dist.is_initialized():
+                raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
+            _use(keywords.get("device"))
+            given = together(lambda: settings(*args, **keywords))
+            asked = frozenset(name for name, value in keywords.items() if value == "auto")
+            return build(layers, loss_fn, given, asked)
+
+        first = list(inspect.signature(build).parameters.values())[:2]
+        rest = inspect.signature(settings).parameters.values()
+        call.__signature__ = inspect.Signature([*first, *rest])  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+@_with_keywords(Settings)
 def parallelize(
-    layers: Sequence[Layer],
-    loss_fn: LossFunction,
-    *,
-    sample: Tensor,
-    global_batch: int,
-    **arguments: Unpack[Arguments],
+    layers: Sequence[Layer], loss_fn: LossFunction, settings: Settings, asked: frozenset[str]
 ) -> ParallelModel:
     """Cut layers into ``pp * chunks`` stages and build this rank's.
 
@@ -56,80 +75,72 @@ def parallelize(
     on the meta device to learn sizes, and for real only on the ranks that hold its layer.
     ``loss_fn`` takes the last layer's output and the targets, and gives the mean (or the sum) over
     a microbatch. ``sample`` is one microbatch of inputs, and ``global_batch`` the rows of a step
-    over all ranks. All other arguments are in ``Arguments``.
+    over all ranks. All other keywords are the fields of ``zeropp.settings.Settings``.
 
-    Raises RuntimeError without a process group, TypeError for an unknown argument, and
+    Raises RuntimeError without a process group, TypeError for an unknown keyword, and
     InfeasibleError with one line, the same on every rank, for arguments that do not fit or differ.
     """
-    if not dist.is_initialized():
-        raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
-    request = _checked(arguments, layers, sample, global_batch)
-    device = together(lambda: _device(request.device, request.mesh))
-    request, stages = together(
-        lambda: _cut(layers, loss_fn, request=request, sample=sample, global_batch=global_batch)
-    )
+    together(lambda: preflight.check_inference("parallelize"))
+    together(lambda: preflight.check_layers(layers, settings.weights, settings.tied))
+    preflight.compare(lambda: f"{settings.described()} {len(layers)} layers {sorted(asked)}")
+    device = together(lambda: _device(settings.device, settings.mesh))
+    settings, stages = together(lambda: _cut(layers, loss_fn, settings, asked))
+    preflight.compare(lambda: _functions(settings, stages.sizes))
     pieces = together(lambda: stages.pieces(layers, device))
-    _compare_values(pieces)
+    preflight.compare_values(pieces)
+    modules = {piece.index: piece.module for piece in pieces}
+    owners = owners_of([modules.get(index, layer) for index, layer in enumerate(layers)])
     engine = Engine(
-        pieces, stages.schedule, stages.layout, loss_function=loss_fn, boundary=stages.boundary,
-        optimizer=request.optimizer, device=device, options=request.engine_options(),
+        pieces, stages.plan.schedule, stages.plan.layout, boundary=stages.boundary,
+        loss_function=preflight.checked_loss(loss_fn, owners), optimizer=settings.optimizer,
+        device=device, options=settings.engine_options(),
     )  # fmt: skip
-    return ParallelModel(
-        engine,
-        sample=sample,
-        sample_keywords=request.sample_keywords,
-        rows=stages.rows(global_batch),
-        layout=stages.layout,
-        settings=stages.describe(request),
-    )
-
-
-def _checked(
-    arguments: Mapping[str, Any], layers: Sequence[Layer], sample: Tensor, global_batch: int
-) -> Request:
-    """The arguments as a request; raises the same error on every rank where one is wrong or ranks
-    differ."""
-    together(lambda: check_inference("parallelize"))
-    _use(arguments.get("device"))
-    request = together(lambda: request_of(arguments))
-    together(lambda: check_sizes(sample, global_batch))
-    agreed(
-        lambda: check_layers(layers, request.weights, request.tied),
-        lambda: (request.described(), global_batch, tuple(sample.shape), sample.dtype, len(layers)),
-    )
-    return request
+    model = ParallelModel(engine, settings, stages)
+    preflight.compare(lambda: _rates(engine.optimizer))
+    return model
 
 
 def _cut(
-    layers: Sequence[Layer],
-    loss_fn: LossFunction,
-    *,
-    request: Request,
-    sample: Tensor,
-    global_batch: int,
-) -> tuple[Request, Stages]:
-    """The request, in which every ``auto`` is replaced by a value, and the stages of the model."""
-    sizes = try_layers(layers, sample, request.sample_keywords)
+    layers: Sequence[Layer], loss_fn: LossFunction, settings: Settings, asked: frozenset[str]
+) -> tuple[Settings, Stages]:
+    """The settings, in which every ``auto`` is replaced by a value, and the stages of the model."""
+    preflight.checked_loss(loss_fn, {})
+    recompute: Recompute = "full" if "recompute" in asked else if_auto(settings.recompute, "none")
+    sizes = walk(
+        layers, settings.sample, settings.sample_keywords, recompute, measure_saved=bool(asked)
+    )
     named = [keywords_of(loss_fn), *(one.names for one in sizes)]
-    check_keywords(request.sample_keywords, len(sample), named)
-    check_loss(loss_fn)
-    check_parameters([one.kinds for one in sizes], request.tied, request.precision)
-    if request.open:
-        saved = saved_bytes(layers, sample, request.sample_keywords)
-        job = Job(
-            sizes=sizes,
-            saved=saved,
-            world=dist.get_world_size(),
-            global_batch=global_batch,
-            microbatch_size=len(sample),
-        )
-        request = choose(request, job)
-    recompute: Recompute = if_auto(request.knobs.recompute, "none")
-    check_recompute(layers, sample, request.sample_keywords, recompute)
-    return request, cut_as(request, sizes, global_batch, len(sample))
+    preflight.check_keywords(settings.sample_keywords, len(settings.sample), named)
+    kinds = [one.kinds for one in sizes]
+    preflight.check_parameters(kinds, settings.tied, settings.precision)
+    chosen = ""
+    if asked:
+        settings, chosen = choose(settings, asked, sizes)
+    return settings, Stages(plan=plan_layers(settings, sizes), sizes=sizes, chosen=chosen)
 
 
-def _use(asked: torch.device | str | None) -> None:
+def _functions(settings: Settings, sizes: Sequence[LayerSizes]) -> str:
+    """What the caller's functions give, which must be equal on all ranks."""
+    groups = {
+        (index, name): settings.group_of((index, name), kind.empty())
+        for index, one in enumerate(sizes)
+        for name, kind in one.kinds.items()
+        if kind.trained
+    }
+    schedule = settings.lr_schedule
+    return f"{groups} {None if schedule is None else [float(schedule(step)) for step in (0, 1)]}"
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> str:
+    """The kind and the numbers of an optimizer, which must be equal on all ranks."""
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} {groups}"
+
+
+def _use(asked: Any) -> None:
     """Make a CUDA device that was asked for by its number the current one of this process, because
     the collectives that compare the arguments may need it. Others are refused by ``_device``."""
     with suppress(Exception):
@@ -159,26 +170,10 @@ def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.
         index = torch.cuda.current_device() if device.index is None else device.index
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
-        if missing := preflight.missing():
+        missing = [f"{n}={value}" for n, value in CUDA_SETTINGS.items() if n not in os.environ]
+        if missing:
             warnings.warn(
                 f"set {' '.join(missing)}, or import zeropp, before CUDA is used: steps may hang",
                 stacklevel=5,
             )
     return device
-
-
-def _compare_values(pieces: Sequence[Piece]) -> None:
-    """Refuse ranks that hold the same layer with other values; collective."""
-    mine = together(lambda: {piece.index: described(piece.index, piece.module) for piece in pieces})
-    held: list[dict[int, dict[str, object]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(held, mine)
-    first: dict[int, tuple[int, dict[str, object]]] = {}
-    for rank, layers in enumerate(held):
-        for index, values in layers.items():
-            owner, expected = first.setdefault(index, (rank, values))
-            for name in expected | values:
-                if repr(expected.get(name)) != repr(values.get(name)):  # NaN equals itself here
-                    raise InfeasibleError(
-                        f"layers[{index}]: {name!r} is not the same on ranks {owner} and {rank} "
-                        "(seed all ranks alike before the layers are made, or load a checkpoint)"
-                    )

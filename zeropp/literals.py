@@ -5,9 +5,22 @@ nothing of this project.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 Auto = Literal["auto"]
 BlockHalf = Literal["attention", "mlp"]  # each with its norm and its residual add
@@ -19,7 +32,6 @@ ReduceEvery = Literal["unit", "step"]  # how often gradients are reduced
 LossReduction = Literal["mean", "sum"]  # what a loss function does over its batch
 WireType = Literal["fp32", "bf16"]  # the type in which gradients are sent
 ReplicateZero = Literal[0, 1]
-StageStyle = Literal["loop", "v"]  # how stages are assigned to ranks, in torch's words
 
 T = TypeVar("T")
 
@@ -65,3 +77,64 @@ AT_LEAST_0 = Range("at least 0", lambda value: value >= 0)
 AT_LEAST_1 = Range("at least 1", lambda value: value >= 1)
 MORE_THAN_0 = Range("more than 0", lambda value: value > 0)
 FROM_0_TO_1 = Range("from 0 to less than 1", lambda value: 0 <= value < 1)
+
+
+# What a field of a dataclass may be is read from its annotation, where pydantic does not do it.
+
+_WORDS = {int: "a whole number", float: "a number", bool: "True or False", NoneType: "None"}
+
+
+def check_fields(settings: Any) -> None:
+    """Raise ValueError, in one line, for the first field of a dataclass that has a value which its
+    annotation does not allow. What is inside of lists and mappings is not looked at."""
+    hints = _hints(cast("Hashable", type(settings)))
+    for name in (field.name for field in fields(settings)):
+        value, annotation = getattr(settings, name), hints[name]
+        ranged = get_origin(annotation) is Annotated
+        kind, *limits = get_args(annotation) if ranged else (annotation,)
+        kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        try:
+            if not any(_fits(value, each) for each in kinds):
+                raise ValueError(f"must be {_in_words(kinds)}")
+            for limit in limits:
+                limit.check(value)
+        except ValueError as error:
+            text = repr(value)
+            shown = text if "\n" not in text else f"a {type(value).__name__}"
+            raise ValueError(f"{name}={shown}: {error}") from None
+
+
+@lru_cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Whether a value is of a kind: a class, a Literal, a Callable or a generic alias."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return any(value == word and type(value) is type(word) for word in inside)
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if origin is Callable:
+        return callable(value) and not isinstance(value, type)
+    if origin is tuple and ... not in inside:
+        if not isinstance(value, tuple | list) or len(value) != len(inside):
+            return False
+        return all(map(_fits, value, inside))
+    expected = origin or kind
+    return not isinstance(expected, type) or isinstance(value, expected)
+
+
+def _in_words(kinds: tuple[Any, ...]) -> str:
+    words = [repr(word) for kind in kinds for word in get_args(kind) if get_origin(kind) is Literal]
+    listed = [f"one of {', '.join(words)}" if len(words) > 1 else f"{words[0]}"] if words else []
+    others = (kind for kind in kinds if get_origin(kind) is not Literal)
+    return " or ".join([*(_WORDS.get(kind) or _named(kind) for kind in others), *listed])
+
+
+def _named(kind: Any) -> str:
+    if get_origin(kind) is Callable:
+        given = ", ".join(getattr(one, "__name__", str(one)) for one in get_args(kind)[0])
+        return f"a function of ({given})"
+    return str(kind) if get_args(kind) else f"a {kind.__name__}"

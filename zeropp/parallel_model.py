@@ -15,17 +15,10 @@ from zeropp.engine.checkpoint import load_named
 from zeropp.engine.engine import Engine
 from zeropp.engine.errors import together
 from zeropp.engine.interpreter import Microbatches, RowsError
-from zeropp.engine.preflight import (
-    check_autocast,
-    check_batch,
-    check_inference,
-    check_names,
-    check_no_graph,
-    check_same_rows,
-    check_tensors,
-)
+from zeropp.engine.preflight import check_inference
 from zeropp.engine.values import split_rows
-from zeropp.layout import Layout
+from zeropp.settings import Settings
+from zeropp.stages import Stages
 from zeropp.training import StepResult
 
 
@@ -38,23 +31,15 @@ class ParallelModel:
     model, whether they were given, chosen or are defaults.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        sample: Tensor,
-        sample_keywords: Mapping[str, Tensor],
-        rows: slice,
-        layout: Layout,
-        settings: str,
-    ) -> None:
+    def __init__(self, engine: Engine, settings: Settings, stages: Stages) -> None:
+        layout = stages.plan.layout
         self.engine = engine
-        self.settings = settings
-        self.rows = rows
+        self.settings = stages.describe()
+        self.rows = stages.rows()
         self.data_parallel_rank = layout.dp_index(dist.get_rank())
         self.data_parallel_size = layout.dp
-        self._microbatch_size = len(sample)
-        self._keywords = frozenset(sample_keywords)
+        self._microbatch_size = len(settings.sample)
+        self._keywords = frozenset(settings.sample_keywords)
         self._failure = ""
 
     def train_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> StepResult:
@@ -70,8 +55,7 @@ class ParallelModel:
         RuntimeError under ``torch.no_grad`` and under ``torch.autocast``, whose copies of the
         weights would outlive an update. The other ranks then raise PeerError, which is a
         RuntimeError, and nothing has run. After a step that raised while it ran, the next one
-        raises RuntimeError: it is not known how far each rank came, so the model must be built
-        anew.
+        raises RuntimeError: it is not known how far each rank came, so a new model must be created.
         """
         parts = self.engine.meeting.agree(
             lambda: self._training_batch(inputs, targets, keyword_inputs)
@@ -171,13 +155,17 @@ class ParallelModel:
     def _check_ready(self) -> None:
         if self._failure:
             raise RuntimeError(
-                f"an earlier step raised {self._failure}; build the model anew and load a "
-                "checkpoint"
+                f"an earlier step raised {self._failure}; create a new model and load a checkpoint"
             )
         device = self.engine.lanes.device
         if device.type == "cuda":  # each thread has a current device, whose streams a step uses
             torch.cuda.set_device(device)
-        check_autocast(device)
+        if torch.is_autocast_enabled(device.type):
+            # It would compute in copies of the weights from before the last update.
+            raise RuntimeError(
+                "train_step, eval_step: torch.autocast is enabled (leave it, and ask parallelize "
+                "for precision='bf16', or enter it inside the layers' forward)"
+            )
         self.engine.check_unchanged()
 
     @contextmanager
@@ -198,33 +186,53 @@ class ParallelModel:
         self._check_ready()
         if not torch.is_grad_enabled():
             raise RuntimeError("train_step: gradients are disabled (leave torch.no_grad first)")
-        check_names(keyword_inputs, self._keywords)
-        batch = self._checked(inputs, targets, keyword_inputs)
-        check_no_graph(batch)
-        check_batch(batch, self.rows.stop - self.rows.start)
-        return self._microbatches(inputs, targets, keyword_inputs)
+        parts = self._microbatches(inputs, targets, keyword_inputs)
+        rows = self.rows.stop - self.rows.start
+        for name, part in {"inputs": inputs, "targets": targets, **keyword_inputs}.items():
+            if len(part) != rows:
+                raise ValueError(
+                    f"{name}: {len(part)} rows, but this rank trains on {rows} rows per step; give "
+                    "it its own part of the global batch (see `rows`, `data_parallel_rank`)"
+                )
+            if part.grad_fn is not None:
+                raise ValueError(
+                    f"{name}: was computed from something that needs gradients, which no rank "
+                    "would add up (put that into the first layer, or detach the batch)"
+                )
+        return parts
 
     def _evaluation_batch(
         self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]
     ) -> Microbatches:
         self._check_ready()
-        check_names(keyword_inputs, self._keywords)
-        check_same_rows(self._checked(inputs, targets, keyword_inputs))
-        return self._microbatches(inputs, targets, keyword_inputs)
-
-    def _checked(
-        self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """All parts of a batch by name, which are tensors on the devices that they should be on."""
+        parts = self._microbatches(inputs, targets, keyword_inputs)
         batch = {"inputs": inputs, "targets": targets, **keyword_inputs}
-        check_tensors(
-            batch, self.engine.interpreter.reads(keyword_inputs), self.engine.lanes.device
-        )
-        return batch
+        counts = {name: len(part) for name, part in batch.items()}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"eval_step: numbers of rows differ ({counts})")
+        return parts
 
     def _microbatches(
         self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]
     ) -> Microbatches:
+        """The parts of a batch, all of which are tensors on the devices that they should be on."""
+        if set(keyword_inputs) != self._keywords:
+            raise TypeError(
+                f"keyword inputs are {sorted(keyword_inputs)}, but parallelize got "
+                f"{sorted(self._keywords)} (sample_keywords)"
+            )
+        device, used = self.engine.lanes.device, self.engine.interpreter.reads(keyword_inputs)
+        for name, part in {"inputs": inputs, "targets": targets, **keyword_inputs}.items():
+            if not isinstance(part, Tensor) or not part.dim():
+                raise TypeError(
+                    f"{name}: must be a tensor with this rank's rows in dimension 0, but is "
+                    f"{type(part).__name__} (also on pipeline ranks whose layers do not read it)"
+                )
+            if name in used and part.device != device:
+                raise ValueError(
+                    f"{name}: is on {part.device}, but this rank trains on {device} (move the "
+                    f"batch there: .to({str(device)!r}))"
+                )
         if not len(inputs):
             return Microbatches((), ())
         size = self._microbatch_size

@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from zeropp.cluster import Cluster
 from zeropp.layout import Layout
-from zeropp.literals import BlockHalf, Precision, Recompute, ReduceEvery, StageStyle, WireType
+from zeropp.literals import BlockHalf, Precision, Recompute, ReduceEvery, WireType
 from zeropp.programs import program_named
 from zeropp.schedule.program import Schedule, ScheduleSizes
 from zeropp.shape import ModelShape
@@ -104,11 +104,8 @@ class SizedPlan:
     # Halves of blocks are never recomputed.
     recomputed: tuple[int, ...] = ()
     reduce_every: ReduceEvery = "unit"
-    replicate_every: ReduceEvery = "step"
     reduce_dtype: WireType = "fp32"
     prefetch: int = 1
-    keep: int = 0
-    stage_style: StageStyle = "loop"
     split_backward: bool = True
     activation_cap: int = 0  # most chunk-activations that a rank holds at a time; 0: no cap
     compile: bool = False

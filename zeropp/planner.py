@@ -194,26 +194,22 @@ class Draft:
 
 def drafts(
     plan: SizedPlan,
-    activation_cap: int,
     price: PlanPrice | None = None,
     too_large: Callable[[Schedule], bool] | None = None,
 ) -> Iterator[Draft]:
     """The orders of a ZeroPP plan to choose from, made one by one: that for equal durations and, if
-    a ``price`` is given, those planned with its durations. All keep ``activation_cap``, the largest
-    number of chunk-activations that a rank may hold. ``too_large`` says whether compute actions, of
-    a whole order or of its beginning, need more memory than there is; such orders need not be
-    planned to the end."""
+    a ``price`` is given, those planned with its durations. ``too_large`` says whether compute
+    actions, of a whole order or of its beginning, need more memory than there is; such orders need
+    not be planned to the end."""
     sizes = StepSizes(
         num_ranks=plan.layout.pp,
         chunks=plan.layout.chunks,
         num_microbatches=plan.num_microbatches,
         unit=plan.schedule.unit,
-        activation_cap=activation_cap,
-        stage_style=plan.stage_style,
+        activation_cap=plan.activation_cap,
         split_backward=plan.split_backward,
         gather=plan.gathers,
         prefetch=plan.prefetch,
-        keep=plan.keep,
         reduce_every=plan.reduce_every,
     )
     # Orders do not depend on gathers and reductions; without these, more plans share cached orders.

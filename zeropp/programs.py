@@ -14,7 +14,7 @@ reads, and never its name. Plans, validation, tuner, verdict and contenders read
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -170,7 +170,14 @@ def program_names() -> tuple[str, ...]:
 @cache
 def entry_named(name: str) -> Entry:
     """The entry of a program; raises ValueError with the names that there are, or with the traits
-    that its file misspells or gives no source for."""
+    that its file misspells or gives no source for.
+
+    ``megatron_core+overlap_tensor=false+bf16.gradients=2`` is a program with some traits switched
+    by whoever runs it, as its command line can.
+    """
+    name, *switched = name.split("+")
+    if switched:
+        return _switched(entry_named(name), switched)
     if name not in program_names():
         raise ValueError(f"program={name!r}: not registered (known: {', '.join(program_names())})")
     import yaml
@@ -206,6 +213,24 @@ def entry_of(name: str, found: Mapping[str, Any]) -> Entry:
     if unsourced:
         raise ValueError(f"program={name!r}: no source for {', '.join(unsourced)}")
     return entry
+
+
+def _switched(entry: Entry, changes: list[str]) -> Entry:
+    """The entry with traits, or single fields of a precision's state, that were switched."""
+    import yaml
+
+    program = entry.program
+    for change in changes:
+        path, _, value = change.partition("=")
+        trait, _, field = path.partition(".")
+        if trait not in {one.name for one in fields(Program)}:
+            raise ValueError(f"program={entry.program.name!r}: unknown trait {trait}")
+        new = yaml.safe_load(value)
+        if field:
+            new = replace(getattr(program, trait), **{field: new})
+        program = replace(program, **{trait: new})
+    program = replace(program, name="+".join([entry.program.name, *changes]))
+    return replace(entry, program=program)
 
 
 def program_named(name: str) -> Program:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
-from zeropp.literals import AT_LEAST_0, FROM_0_TO_1
+from zeropp.literals import AT_LEAST_0, FROM_0_TO_1, check_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer of a run, the same for every contender."""
+    """The optimizer of a run, the same for every contender. Raises ValueError, in one line, for a
+    value that a field cannot have."""
 
     kind: Literal["adamw", "sgd"] = "adamw"
     _: KW_ONLY
@@ -28,6 +29,10 @@ class OptimizerConfig:
     clip_norm: Annotated[float, AT_LEAST_0] = 0.0  # largest global gradient norm; 0: no clipping
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        check_fields(self)
 
 
 @dataclass(frozen=True)

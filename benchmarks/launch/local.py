@@ -1,4 +1,14 @@
-"""Runs points one after another on this machine, with one process per rank."""
+"""Runs points one after another on this machine, with one process per rank.
+
+Ranks are forked from a process that has already imported torch, because importing torch and
+DeepSpeed takes seconds of processor time per rank: the fork server of ``multiprocessing``, once per
+sweep. It must not use a device, because its forks could not use it then. So DeepSpeed, whose
+import initialises CUDA, is imported in advance for CPU ranks only. Ranks are started without
+torchrun, so that the record can name the rank that ended first and the signal that killed it.
+
+No rank outlives its attempt: it leads a session of its own, and ends it when the *parent pipe*
+closes, of which only the launcher has the writing end.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +19,32 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch.finish import Ending, close_for_another, finish_attempt, killed
-from benchmarks.launch.frozen import DamagedError
+from benchmarks.launch.attempt import (
+    Ending,
+    close_abandoned,
+    finish_attempt,
+    killed,
+    new_header,
+    or_unwritten,
+    started,
+)
 from benchmarks.launch.options import LocalOptions
-from benchmarks.launch.owner import beat, may_live, state_and_start
-from benchmarks.launch.points import Point, attempt_directory, freeze, or_unwritten
+from benchmarks.launch.points import Point
 from benchmarks.launch.sweep import SweepProgress, say
-from benchmarks.records.events import rank_file, read_events, step_line
+from benchmarks.records.events import of_kind, rank_file, read_events
+from benchmarks.records.metrics import step_line
 from benchmarks.records.record import RunRecord, read_spec
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, SpecError
 from zeropp.cluster import Device
-
-# Starts ranks by forking a process that has already imported torch.
-#
-# Importing torch and DeepSpeed takes seconds of processor time per rank. The fork server of
-# ``multiprocessing`` imports them once per sweep. It must not use a device, because its forks could
-# not use it then. So DeepSpeed, whose import initialises CUDA, is imported in advance for CPU ranks
-# only.
-
 
 # A forked process imports the launcher's main module again; what that imports is listed here, too.
 _PRELOADED = ("torch.distributed", "benchmarks.specification.compose", "benchmarks.launch.sweep")
@@ -49,36 +57,47 @@ PRELOADED_ON_CPU = (
     *(name for contender in CONTENDERS.values() for name in contender.late_imports),
 )
 _CONTEXT = multiprocessing.get_context("forkserver")
+_POLL_S = 0.2
+_GRACE_S = 5.0  # how long other ranks may go on writing events after one has failed
+
+Processes = Mapping[int, BaseProcess]  # by rank
 
 
 def start_rank(
-    arguments: Sequence[str], *, rank: int, variables: Mapping[str, str], log: Path, on_cpu: bool
+    arguments: Sequence[str],
+    *,
+    rank: int,
+    variables: Mapping[str, str],
+    log: Path,
+    on_cpu: bool,
+    parent: Connection,
 ) -> BaseProcess:
     """Start one rank: ``python -m benchmarks.worker`` with these arguments.
 
-    ``variables`` are added to its environment; its output goes to ``log``. The first call of a
-    process starts the fork server, from which all later ranks are forked, too.
+    ``variables`` are added to its environment; its output goes to ``log``; it ends when the pipe of
+    which ``parent`` is the reading end is closed. The first call of a process starts the fork
+    server, from which all later ranks are forked, too.
     """
     _CONTEXT.set_forkserver_preload([*_PRELOADED, *(PRELOADED_ON_CPU if on_cpu else ())])
-    life, _ = _line_of_life()
     process = _CONTEXT.Process(
-        target=_be_rank, args=(list(arguments), dict(variables), log, life), name=f"rank {rank}"
+        target=_be_rank, args=(list(arguments), dict(variables), log, parent), name=f"rank {rank}"
     )
     process.start()
     return process
 
 
-@cache
-def _line_of_life() -> tuple[Connection, Connection]:
-    """A pipe whose writing end only this process has: ranks see it closed when the process ends."""
-    return _CONTEXT.Pipe(duplex=False)
-
-
-def _be_rank(arguments: list[str], variables: dict[str, str], log: Path, life: Connection) -> None:
+def _be_rank(
+    arguments: list[str], variables: dict[str, str], log: Path, parent: Connection
+) -> None:
     """Run a rank in this forked process: with a session, variables and log of its own."""
     os.setsid()
     os.environ.update(variables)
-    threading.Thread(target=_leave_with_launcher, args=(life,), daemon=True).start()
+
+    def end_with_parent() -> None:
+        parent.poll(None)  # nothing is ever sent, so it returns when the other end is closed
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     with log.open("ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -90,25 +109,6 @@ def _be_rank(arguments: list[str], variables: dict[str, str], log: Path, life: C
     if "OMP_NUM_THREADS" in os.environ:  # torch read it when the server imported it
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.exit(main(arguments))
-
-
-def _leave_with_launcher(life: Connection) -> None:
-    """Wait until the process that started this rank has ended, then kill this rank's session."""
-    life.poll(None)  # nothing is ever sent, so it returns when the other end is closed
-    os.killpg(0, signal.SIGKILL)
-
-
-# Runs ranks as processes of this machine, and makes sure that none of them is left running.
-#
-# Ranks are started directly and not through torchrun, so that the record can name the rank that
-# ended first and the signal that killed it. Each rank has a process group of its own, which is
-# killed at the end in any case.
-
-
-_POLL_S = 0.2
-_GRACE_S = 5.0  # how long other ranks may go on writing events after one has failed
-
-Processes = Mapping[int, BaseProcess]  # by rank
 
 
 def is_here(device: Device) -> bool:
@@ -132,20 +132,19 @@ def run_attempt(
     ``worlds``: ranks that run at the same time, one such set after the other; ``variant``: see
     ``RunRecord``; ``arguments`` are the worker's own; ``shows_steps``: print a line per step.
     """
-    watched = _Watched(point, progress, shows_steps)
-    directory = attempt_directory(point.spec, runs_dir, launcher)
-    freeze(point, directory, launcher, variant)
-    num_ranks = sum(map(len, worlds))
-    try:
-        for ranks in worlds:
-            ending = _run_ranks(watched, directory, ranks, arguments)
-            if ending is not None:
-                break
-    except BaseException:
-        ending = Ending("failed", "interrupted by the user", interrupted=True)
-        finish_attempt(directory, ending=ending, num_ranks=num_ranks)
-        raise
-    return finish_attempt(directory, ending=ending, num_ranks=num_ranks)
+    watched, num_ranks = _Watched(point, progress, shows_steps), sum(map(len, worlds))
+    header = new_header(launcher, point.plan, variant)
+    with started(point.spec, header, runs_dir) as directory:
+        try:
+            for ranks in worlds:
+                ending = _run_ranks(watched, directory, ranks, arguments)
+                if ending is not None:
+                    break
+        except BaseException:
+            ending = Ending("failed", "interrupted by the user", interrupted=True)
+            finish_attempt(directory, ending, num_ranks=num_ranks)
+            raise
+        return finish_attempt(directory, ending, num_ranks=num_ranks)
 
 
 @dataclass
@@ -157,10 +156,10 @@ class _Watched:
     shows_steps: bool
     shown: int = 0  # steps that have been printed
 
-    def tell(self, events: Sequence[dict[str, Any]]) -> None:
+    def show(self, events: Sequence[dict[str, Any]]) -> None:
         """Show where a rank is, and its steps that have not been shown."""
         self.progress.update(self.point, _stage_of(events))
-        steps = [event for event in events if event["event"] in ("warmup", "step")]
+        steps = of_kind(list(events), "warmup", "step")
         if self.shows_steps:
             recorded = read_spec(self.point.spec.to_dict())
             for event in steps[self.shown :]:
@@ -176,21 +175,24 @@ def _run_ranks(
     Returns how they ended, if the ranks could not write that themselves, or None if their events
     say it.
     """
-    processes = _start(watched.point.spec, directory, ranks, arguments)
-    starts = {p.pid: state_and_start(p.pid)[1] for p in processes.values() if p.pid is not None}
+    reader, writer = _CONTEXT.Pipe(duplex=False)
+    processes = _start(watched.point.spec, directory, ranks, arguments, reader)
     try:
         return _wait(watched, processes, directory)
     finally:
+        writer.close()
+        _wait_all(processes, _POLL_S)
         for process in processes.values():
             process.kill()
-        for pid, started in starts.items():
-            kill_session(pid, started)
-        for process in processes.values():
             process.join(timeout=30)
 
 
 def _start(
-    spec: RunSpec, directory: Path, ranks: Sequence[int], arguments: Sequence[str]
+    spec: RunSpec,
+    directory: Path,
+    ranks: Sequence[int],
+    arguments: Sequence[str],
+    reader: Connection,
 ) -> Processes:
     common = {
         **os.environ,
@@ -206,6 +208,7 @@ def _start(
             variables=common | {"RANK": str(rank), "LOCAL_RANK": str(place)},
             log=directory / f"rank_{rank:03d}.log",
             on_cpu=spec.cluster.device.is_cpu,
+            parent=reader,
         )
         for place, rank in enumerate(ranks)
     }
@@ -215,27 +218,22 @@ def _wait(watched: _Watched, processes: Processes, directory: Path) -> Ending | 
     """Wait for all ranks, for the first failure, or for the time limit."""
     limit_s = watched.point.spec.measure.timeout_s
     deadline = time.monotonic() + limit_s
+    first = rank_file(directory, min(processes))
     while any(process.exitcode is None for process in processes.values()):
         if any(process.exitcode for process in processes.values()):
             _wait_all(processes, _GRACE_S)
             break
         if time.monotonic() > deadline:
             return Ending("timeout", f"not finished after measure.timeout_s={limit_s:g}")
-        watched.tell(read_events(rank_file(directory, min(processes))))
-        beat(directory)
+        watched.show(read_events(first))
         time.sleep(_POLL_S)
-    watched.tell(read_events(rank_file(directory, min(processes))))
+    watched.show(read_events(first))
     for rank, process in processes.items():
         exitcode = process.exitcode or 0
-        if exitcode < 0 and not _has_finished(directory, rank):
+        # How a process ended does not matter once its rank has measured everything.
+        if exitcode < 0 and not of_kind(read_events(rank_file(directory, rank)), "done"):
             return killed(rank, -exitcode)
     return None
-
-
-def _has_finished(directory: Path, rank: int) -> bool:
-    """Whether the rank measured everything; then it does not matter how its process ended."""
-    events = read_events(rank_file(directory, rank))
-    return bool(events) and events[-1]["event"] == "done"
 
 
 def _stage_of(events: Sequence[dict[str, Any]]) -> str:
@@ -260,26 +258,10 @@ def _wait_all(processes: Processes, seconds: float) -> None:
         time.sleep(_POLL_S)
 
 
-def kill_session(pid: int, started: str) -> None:
-    """Kill what is left of the session that a rank led: the rank and its children.
-
-    ``started`` is the rank's start time (``owner.state_and_start``). If the rank has ended long
-    ago, another process may have got its number; that one is left alone. If no process has the
-    number, the group is the rank's: the kernel does not reuse a number while a group has it.
-    """
-    _, found = state_and_start(pid)
-    if found in ("", started):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-_KILLED = Ending("failed", "the launcher was killed", interrupted=True)
 
 
 def check(points: Sequence[Point], options: LocalOptions) -> None:
@@ -297,43 +279,23 @@ def launch(
     points: Sequence[Point], options: LocalOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Run every point, also after one has failed; returns the records."""
-    close_abandoned(runs_dir)
     records = []
     for point in points:
-        everyone, shown = [range(point.spec.num_gpus)], options.steps
         run = partial(
             run_attempt,
             point,
             launcher="local",
-            worlds=everyone,
+            worlds=[range(point.spec.num_gpus)],
             runs_dir=runs_dir,
             progress=progress,
-            shows_steps=shown,
+            shows_steps=options.steps,
         )
-        records.append(or_unwritten(point, "local", run))
+        records.append(or_unwritten(point.spec, "local", run))
         progress.finished(records[-1])
     return records
 
 
-def close_abandoned(runs_dir: Path) -> list[str]:
-    """Write the records of attempts whose launcher is dead, from their event files.
-
-    Returns one line per attempt that cannot be recorded. Attempts whose launcher may still run,
-    here, on another host or in another container, are left alone.
-    """
-    problems = []
-    for directory in _open_attempts(runs_dir):
-        if may_live(directory):
-            continue
-        try:
-            close_for_another(directory, _KILLED)
-        except (DamagedError, OSError) as error:
-            problems.append(str(error))
-    return problems
-
-
-def _open_attempts(runs_dir: Path) -> Iterator[Path]:
-    for launcher in ("local", "trace"):
-        for directory in sorted(runs_dir.glob(f"*/{launcher}-*")):
-            if directory.is_dir() and not (directory / "record.json").exists():
-                yield directory
+def settle(runs_dir: Path) -> dict[str, str]:
+    """Record attempts whose launcher is dead. No point is under way: the folder is locked."""
+    close_abandoned(runs_dir)
+    return {}

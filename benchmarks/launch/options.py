@@ -1,59 +1,62 @@
-"""The options of the launchers, one type per file ``conf/launcher/<name>.yaml``."""
+"""The options of the launchers, one type per file ``conf/launcher/<name>.yaml``, which explains
+each option: read, checked, typed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
-from benchmarks.launch.points import PROVENANCE
-from benchmarks.launch.slurm.options import read_options as read_slurm_options
-from benchmarks.specification.run_spec import SpecError, validated
+from benchmarks.specification.reading import SpecError, validated
 
-_STRICT = {"extra": "forbid"}
+Flag = str | int | float | bool | None
+Flags = dict[str, Flag]
+GpuFlag = Literal["gpus-per-node", "gres", "gpus-per-task", "none"]
+
+# The flags of sbatch and srun that a point's resources and the suite's bookkeeping decide; neither
+# a flag map nor a variable may.
+OWNED = {
+    *("array", "dependency", "distribution", "kill-on-bad-exit", "parsable", "signal", "wait"),
+    *("nodes", "ntasks", "ntasks-per-node", "test-only", "clusters"),
+    *("chdir", "error", "job-name", "open-mode", "output"),
+}
+_GPU_FLAGS = {"gpus-per-node", "gpus-per-task", "gpus", "gres"}
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
-class LauncherOptions(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class LauncherOptions:
     """What the options of every launcher have."""
 
-    @property
-    def kind(self) -> str:
-        """The launcher's name."""
-        ...
+    kind: str
+    dry_run: ClassVar[bool] = False  # show only what would be done, without writing anything
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     @property
     def variant(self) -> str:
         """The variant of the records that these options give; see ``RunRecord.variant``."""
-        ...
-
-    @property
-    def dry_run(self) -> bool:
-        """Whether to show only what would be done, without writing anything."""
-        ...
+        return ""
 
 
-@dataclass(frozen=True)
-class LocalOptions:
-    """``conf/launcher/local.yaml``; each field is explained there."""
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions(LauncherOptions):
+    """``launcher=local``."""
 
     kind: Literal["local"] = "local"
     steps: bool = False
-    variant = ""
-    dry_run = False
-
-    __pydantic_config__ = _STRICT
 
 
-@dataclass(frozen=True)
-class SimulateOptions:
-    """The options of ``conf/launcher/simulate.yaml``, which explains each."""
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions(LauncherOptions):
+    """``launcher=simulate``."""
 
     kind: Literal["simulate"] = "simulate"
     compute: Literal["model", "traced"] = "model"
     traced_runs: str = ""
-    dry_run = False
-
-    __pydantic_config__ = _STRICT
 
     @property
     def variant(self) -> str:
@@ -61,16 +64,13 @@ class SimulateOptions:
         return "traced compute" if self.compute == "traced" else ""
 
 
-@dataclass(frozen=True)
-class TraceOptions:
-    """The options of ``conf/launcher/trace.yaml``, which explains each."""
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions(LauncherOptions):
+    """``launcher=trace``."""
 
     kind: Literal["trace"] = "trace"
     pipeline_ranks: tuple[int, ...] = (0, -1)
     tensors: Literal["fake", "real"] = "fake"
-    dry_run = False
-
-    __pydantic_config__ = _STRICT
 
     @property
     def variant(self) -> str:
@@ -78,17 +78,138 @@ class TraceOptions:
         return "real tensors" if self.tensors == "real" else ""
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any]], LauncherOptions]] = {
-    "local": lambda values: validated(LocalOptions, dict(values), "launcher"),
-    "simulate": lambda values: validated(SimulateOptions, dict(values), "launcher"),
-    "trace": lambda values: validated(TraceOptions, dict(values), "launcher"),
-    "slurm": read_slurm_options,
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions(LauncherOptions):
+    """``launcher=slurm``."""
+
+    kind: Literal["slurm"] = "slurm"
+    report_dir: str
+    dry_run: bool = False  # type: ignore[misc]  # an option of this launcher
+    python: str | None = None
+    worker_python: str | None = None
+    setup: list[str] = field(default_factory=list)
+    environment: dict[str, str | int | None] = field(default_factory=dict)
+    grace_s: int = 60
+    walltime_safety: float = 3.0
+    gpu_flag: GpuFlag = "gpus-per-node"
+    gpu_type: str | None = None
+    snapshot: bool = False
+    chain: bool = False
+    max_running: int | None = None
+    sbatch: Flags = field(default_factory=dict)
+    queues: dict[int, Flags] = field(default_factory=dict)
+    srun: Flags = field(default_factory=dict)
+    report_sbatch: Flags = field(default_factory=dict)
+
+    @property
+    def interpreter(self) -> str:
+        """The Python of the batch script."""
+        return shlex.quote(self.python or sys.executable)
+
+    @property
+    def worker_interpreter(self) -> str:
+        """The Python of the ranks."""
+        return shlex.quote(self.worker_python) if self.worker_python else self.interpreter
+
+    @property
+    def flag_maps(self) -> dict[str, Flags]:
+        """Every map of flags by its name."""
+        maps = {name: getattr(self, name) for name in ("sbatch", "srun", "report_sbatch")}
+        return maps | {f"queues.{size}": flags for size, flags in self.queues.items()}
+
+    def sbatch_of(self, num_gpus: int) -> Flags:
+        """The flags of sbatch for a point: the general ones, and over them those of its size's
+        ``queues``."""
+        sizes = [size for size in self.queues if size <= num_gpus]
+        return normal(self.sbatch) | normal(self.queues[max(sizes)] if sizes else {})
+
+
+_TYPES: dict[str, type[LauncherOptions]] = {
+    "local": LocalOptions,
+    "slurm": SlurmOptions,
+    "trace": TraceOptions,
+    "simulate": SimulateOptions,
 }
+LAUNCHERS = tuple(_TYPES)
 
 
 def read_launcher_options(values: Mapping[str, Any]) -> LauncherOptions:
     """The options of a configuration's launcher; raises SpecError with one line for a mistake."""
     kind = values.get("kind")
-    if kind not in _READERS:
-        raise SpecError(f"launcher.kind={kind!r}: must be one of {', '.join(PROVENANCE)}")
-    return _READERS[kind](values)
+    if kind not in _TYPES:
+        raise SpecError(f"launcher.kind={kind!r}: must be one of {', '.join(LAUNCHERS)}")
+    options = validated(_TYPES[kind], dict(values), "launcher")
+    if isinstance(options, SlurmOptions):
+        _check_slurm(options)
+    return options
+
+
+def _check_slurm(options: SlurmOptions) -> None:
+    for group, flags in options.flag_maps.items():
+        for name in flags:
+            if dashed(name) in OWNED:
+                raise SpecError(f"launcher.{group}.{name}: the suite sets this flag from the point")
+            if dashed(name) in _GPU_FLAGS:
+                raise SpecError(
+                    f"launcher.{group}.{name}: how GPUs are asked for is launcher.gpu_flag "
+                    "(and launcher.gpu_type); their number follows the point"
+                )
+        # A job whose limit is within the grace time would end when it begins.
+        limit_s = seconds_of(flags.get("time")) if group != "report_sbatch" else None
+        if limit_s is not None and limit_s <= options.grace_s:
+            raise SpecError(
+                f"launcher.{group}.time={flags['time']}: must be above "
+                f"launcher.grace_s={options.grace_s} s (minutes, HH:MM:SS or D-HH)"
+            )
+    for name, least in (("grace_s", 1), ("max_running", 1), ("walltime_safety", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise SpecError(f"launcher.{name}={value}: must be at least {least}")
+
+
+def seconds_of(limit: Flag) -> float | None:
+    """The seconds of a time limit in Slurm's notation; None if it is absent or not understood."""
+    found = None if isinstance(limit, bool) else _TIME.fullmatch(str(limit))
+    if found is None:
+        return None
+    days, *rest = found.groups()
+    numbers = [int(part) for part in rest if part is not None]
+    if days is not None:  # D-HH[:MM[:SS]]
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:  # MM[:SS]
+        hours, minutes, seconds = 0, *[*numbers, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
+def dashed(name: str) -> str:
+    """A flag's name as on a command line."""
+    return name.replace("_", "-")
+
+
+def normal(flags: Flags) -> Flags:
+    """Flags with names as on a command line, without those that are null."""
+    return {dashed(name): value for name, value in flags.items() if value is not None}
+
+
+def words(flags: Flags) -> list[str]:
+    """The flags as words ``--name=value``; true gives a bare flag, false leaves it out. But
+    ``requeue=false`` is ``--no-requeue``, because sites requeue by default."""
+    if flags.get("requeue") is False:
+        flags = flags | {"no-requeue": True}
+    kept = {name: value for name, value in normal(flags).items() if value is not False}
+    return [f"--{n}" if value is True else f"--{n}={value}" for n, value in kept.items()]
+
+
+def sbatch_words(flags: Flags) -> list[str]:
+    """The flags as words for ``#SBATCH`` lines, with quotes, because sbatch splits at spaces."""
+    return [_quoted(word) for word in words(flags)]
+
+
+def _quoted(word: str) -> str:
+    name, equals, value = word.partition("=")
+    if not re.search(r"[^\w@%+=:,./\[\]-]", value):
+        return word
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{name}{equals}"{escaped}"'

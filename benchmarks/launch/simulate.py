@@ -12,18 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch.options import SimulateOptions
-from benchmarks.launch.points import (
-    Point,
-    attempt_directory,
-    launcher_record,
+from benchmarks.launch.attempt import (
+    Ending,
+    new_header,
     or_unwritten,
     plan_summary,
-    write_record,
+    write_unstarted,
 )
+from benchmarks.launch.options import SimulateOptions
+from benchmarks.launch.points import Point
 from benchmarks.launch.sweep import SweepProgress
 from benchmarks.launch.trace import traced_record, traced_stages
-from benchmarks.records.record import RunRecord, Status, now
+from benchmarks.records.record import RunRecord
 from benchmarks.specification.run_spec import RunSpec, check_priced
 from zeropp.cost import price_plan
 from zeropp.plan import Plan
@@ -41,6 +41,11 @@ def check(points: Sequence[Point], options: SimulateOptions) -> None:
             traced_record(point.spec, point.plan, Path(options.traced_runs))
 
 
+def settle(runs_dir: Path) -> dict[str, str]:
+    """Nothing outlives this launcher."""
+    return {}
+
+
 def launch(
     points: Sequence[Point], options: SimulateOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
@@ -49,27 +54,30 @@ def launch(
     for point in points:
         progress.update(point, "simulating")
         run = partial(_price, point, options, runs_dir)
-        records.append(or_unwritten(point, "simulate", run))
+        records.append(or_unwritten(point.spec, "simulate", run))
         progress.finished(records[-1])
     return records
 
 
 def _price(point: Point, options: SimulateOptions, runs_dir: Path) -> RunRecord:
-    started = now()
     assert point.plan is not None  # infeasible points never reach a launcher
+    spec, header = point.spec, new_header("simulate", variant=options.variant)
     source = None
     if options.compute == "traced":
-        source = traced_record(point.spec, point.plan, Path(options.traced_runs))
-    result = _simulate(point.spec, point.plan, source)
-    directory = attempt_directory(point.spec, runs_dir, "simulate")
-    record = simulated_record(
-        point.spec, point.plan, attempt=directory.name, started_at=started, result=result
+        source = traced_record(spec, point.plan, Path(options.traced_runs))
+    result = _simulate(spec, point.plan, source)
+    plan = replace(point.plan, memory=result.memory)
+    predicted = prediction(result) | ({"compute_from": source.record_id} if source else {})
+    ending = _ending(spec, result)
+    return write_unstarted(
+        spec,
+        runs_dir,
+        replace(header, plan=plan_summary(plan)),
+        ending,
+        step_s=[result.step_s] if ending.status == "ok" else [],
+        spans=_spans(result),
+        predicted=predicted,
     )
-    if source is not None:
-        predicted = {**record.predicted, "compute_from": source.record_id}
-        record = replace(record, variant=options.variant, predicted=predicted)
-    write_record(record, directory)
-    return record
 
 
 def _simulate(spec: RunSpec, plan: Plan, traced: RunRecord | None) -> SimResult:
@@ -80,26 +88,13 @@ def _simulate(spec: RunSpec, plan: Plan, traced: RunRecord | None) -> SimResult:
     return simulate(plan, spec.cluster, price=price, costs=costs)
 
 
-def simulated_record(
-    spec: RunSpec, plan: Plan, *, attempt: str, started_at: str, result: SimResult
-) -> RunRecord:
-    """The record of a plan that was simulated."""
+def _ending(spec: RunSpec, result: SimResult) -> Ending:
     limit = spec.cluster.device.usable_bytes
-    status: Status = "ok" if result.peak_bytes <= limit else "oom"
-    peak, held = result.peak_bytes / 2**30, limit / 2**30
-    over = f"predicted peak {peak:.1f} GiB, the device has {held:.1f} for tensors"
-    reason = "" if status == "ok" else over
-    return launcher_record(
-        spec,
-        attempt,
-        launcher="simulate",
-        status=status,
-        reason=reason,
-        started_at=started_at,
-        plan=plan_summary(replace(plan, memory=result.memory)),
-        step_s=[result.step_s] if status == "ok" else [],
-        spans=_spans(result),
-        predicted=prediction(result),
+    if result.peak_bytes <= limit:
+        return Ending("ok")
+    peak, available = result.peak_bytes / 2**30, limit / 2**30
+    return Ending(
+        "oom", f"predicted peak {peak:.1f} GiB, the device has {available:.1f} for tensors"
     )
 
 

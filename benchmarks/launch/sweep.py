@@ -1,45 +1,77 @@
-"""Runs a sweep: gives points to their launchers, collects the records and makes the report."""
+"""Runs a sweep: gives points to their launchers, collects the records and makes the report.
+
+A launcher is a module with ``check(points, options)`` (raises SpecError, before anything starts),
+``settle(runs_dir)`` (records attempts that are over, and returns the points under way with a line
+on each) and ``launch(points, options, runs_dir, progress)`` (returns the records). What is still to
+run is decided after ``settle`` and under a lock, so that two sweeps at once run each point once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import statistics
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, get_args
 
+from filelock import FileLock, Timeout
+
+from benchmarks.launch.attempt import PROVENANCE, Ending, new_header, or_unwritten, write_unstarted
 from benchmarks.launch.options import LauncherOptions, read_launcher_options
-from benchmarks.launch.owner import only_one
-from benchmarks.launch.points import (
-    PROVENANCE,
-    Point,
-    Rerun,
-    or_unwritten,
-    records_of,
-    still_to_run,
-    unwritten_record,
-    write_unstarted,
-)
+from benchmarks.launch.points import Point, Rerun, records_of, still_to_run
 from benchmarks.records.metrics import peak_memory_gib
 from benchmarks.records.record import RunRecord
 from benchmarks.specification import command
 from benchmarks.specification.command import check_writable
 from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
 
-# What a person sees while a sweep runs: one line per point, and the point's state meanwhile.
-#
-# Outcomes are never folded here, so that a log has one line per point; a terminal may fold a long
-# reason by itself.
+_RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "verdict", "sequences_per_gpu"}
+_SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
+_MODULES = {"local": "local", "slurm": "slurm.submit", "trace": "trace", "simulate": "simulate"}
+# The lock of a launcher in the runs folder, and what its holder does. Ranks of two sweeps on one
+# machine would spoil each other's timings; two submissions would submit every point twice.
+_LOCKS = {
+    "local": (".lock", "runs points in this folder"),
+    "trace": (".lock", "runs points in this folder"),
+    "slurm": ("slurm/.lock", "submits into this folder"),
+}
 
 
-def announce(points: Sequence[Point], todo: Sequence[Point], launcher: str) -> None:
-    """Print how many points will run, and how many are skipped because they have a record."""
-    skipped = len(points) - len(todo)
-    done = f", {skipped} already recorded (rerun=all runs them again)" if skipped else ""
+class LaunchError(RuntimeError):
+    """Nothing could be started; the message is one line."""
+
+
+@contextmanager
+def only_one(lock: Path, purpose: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the file ``lock`` inside this context, also against other hosts that share it: it is
+    locked with flock, which NFS, Lustre and GPFS share between hosts, and which the kernel releases
+    when the holder ends. If another process holds it, this says so once and waits. Raises OSError
+    if the file cannot be written."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    file = FileLock(lock, mode=0o666)
+    try:
+        file.acquire(timeout=0)
+    except Timeout:
+        say(f"waiting for another process, which {purpose} ({lock})")
+        file.acquire()
+    try:
+        yield
+    finally:
+        file.release()
+
+
+def announce(
+    points: Sequence[Point], todo: Sequence[Point], launcher: str, under_way: int = 0
+) -> None:
+    """Print how many points will run, and how many are skipped because they have a record or are
+    under way."""
+    skipped = len(points) - len(todo) - under_way
+    done = f", {under_way} under way" if under_way else ""
+    done += f", {skipped} already recorded (rerun=all runs them again)" if skipped else ""
     line = f"{len(todo)} of {len(points)} points to run with launcher={launcher}{done}"
     for point in points:
         if point.note:
@@ -118,19 +150,6 @@ def _outcome(record: RunRecord) -> str:
     return ", ".join(words)
 
 
-_RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "verdict", "sequences_per_gpu"}
-# Ranks of two sweeps on one machine would spoil each other's timings, and run every point twice.
-_STARTS_RANKS = {"local", "trace"}
-_PURPOSE = "runs points in this folder"
-_SPEC_KEYS = {field.name for field in dataclasses.fields(RunSpec)}
-_MODULES = {
-    "local": "local",
-    "slurm": "slurm.submit",
-    "trace": "trace",
-    "simulate": "simulate",
-}
-
-
 def spec_of(config: dict[str, Any]) -> RunSpec:
     """The spec in a composed configuration; raises SpecError for keys that are unknown."""
     unknown = sorted(set(config) - _SPEC_KEYS - _RUN_KEYS)
@@ -158,7 +177,11 @@ def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
     If points wait in a queue and have no record yet, the last job of the sweep writes the report.
     """
     runs_dir, report_dir = (Path(configs[0][key]) for key in ("runs_dir", "report_dir"))
-    records = launch_points(points, configs)
+    try:
+        records = launch_points(points, configs)
+    except LaunchError as error:
+        say(f"error: {error}")
+        return 1
     if records is not None and all(any(records_of(p.spec, runs_dir)) for p in points):
         from benchmarks.report.write import write_report  # it imports pandas and matplotlib
 
@@ -174,49 +197,74 @@ def run_points(points: list[Point], configs: list[dict[str, Any]]) -> int:
 def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[RunRecord] | None:
     """Run the points that are missing, launcher by launcher, and record those that are infeasible.
     Returns the new records, or None for a dry run, which writes nothing. Raises SpecError, before
-    anything is written, if a launcher refuses a point or an option."""
+    anything is written, if a launcher refuses a point or an option, and LaunchError if it does not
+    know what is under way."""
     rerun, runs_dir = configs[0]["rerun"], Path(configs[0]["runs_dir"])
     if rerun not in get_args(Rerun):
         raise SpecError(f"rerun={rerun!r}: must be one of {', '.join(get_args(Rerun))}")
     groups = _by_launcher(points, configs)
-    _say_equal_points(points, groups)
+    repeated = len(points) - sum(len(group) for _, group in groups)
+    if repeated:
+        say(f"{repeated} of {len(points)} points repeat others of the sweep, and run only once")
     for options, group in groups:
         _launcher(options).check(group, options)
-    dry_run = any(options.dry_run for options, _ in groups)  # then nothing is written
-    if not dry_run:
-        check_writable("runs_dir", runs_dir)
-        check_writable("report_dir", Path(configs[0]["report_dir"]))
+    dry = [(options, group) for options, group in groups if options.dry_run]
+    for options, group in dry:
+        _launch_missing(group, options, runs_dir, rerun)
+    if dry:
+        return None
+    check_writable("runs_dir", runs_dir)
+    check_writable("report_dir", Path(configs[0]["report_dir"]))
     records: list[RunRecord] = []
     for options, group in groups:
-        with ExitStack() as held:
-            if options.kind in _STARTS_RANKS:
-                try:
-                    held.enter_context(only_one(runs_dir / ".lock", _PURPOSE, say))
-                except OSError as error:
-                    records += _unwritten(group, options, error)
-                    continue
-            records += _launch_missing(group, options, runs_dir, rerun)
-    return None if dry_run else records
+        name, purpose = _LOCKS.get(options.kind, ("", ""))
+        lock = only_one(runs_dir / name, purpose, say) if name else nullcontext()
+        try:
+            with lock:
+                records += _launch_missing(group, options, runs_dir, rerun)
+        except OSError as error:  # full or read-only: every point counts as missing
+            records += _unwritten(group, options, error)
+    return records
 
 
 def _launch_missing(
     group: list[Point], options: LauncherOptions, runs_dir: Path, rerun: Rerun
 ) -> list[RunRecord]:
     """Run what no record settles yet of points that share a launcher's options."""
+    launcher = _launcher(options)
+    under_way: dict[str, str] = {} if options.dry_run else launcher.settle(runs_dir)
+    free = [point for point in group if point.spec.spec_id not in under_way]
     todo = still_to_run(
-        group, runs_dir, provenance=PROVENANCE[options.kind], variant=options.variant, rerun=rerun
+        free, runs_dir, provenance=PROVENANCE[options.kind], variant=options.variant, rerun=rerun
     )
-    announce(group, todo, options.kind)
-    feasible = [point for point in todo if point.plan is not None]
+    announce(group, todo, options.kind, len(group) - len(free))
+    for spec_id in (point.spec.spec_id for point in group):
+        if spec_id in under_way:
+            say(f"  left alone  {spec_id}: {under_way[spec_id]}")
     if not options.dry_run:
-        _record_infeasible(todo, runs_dir, options)
+        for point in todo:
+            if point.plan is None:
+                refuse(point, options, runs_dir, point.reason)
+    feasible = [point for point in todo if point.plan is not None]
     with SweepProgress(len(feasible)) as progress:
-        return list(_launcher(options).launch(feasible, options, runs_dir, progress))
+        return list(launcher.launch(feasible, options, runs_dir, progress))
+
+
+def refuse(point: Point, options: LauncherOptions, runs_dir: Path, reason: str) -> RunRecord:
+    """Record a point that cannot run."""
+    header = new_header(options.kind, variant=options.variant)
+    ending = Ending("infeasible", reason)
+    write = partial(write_unstarted, point.spec, runs_dir, header, ending)
+    return or_unwritten(point.spec, options.kind, write)
 
 
 def _unwritten(group: list[Point], options: LauncherOptions, error: OSError) -> list[RunRecord]:
     """Say of every point that nothing could be written; it counts as missing."""
-    records = [unwritten_record(point, options.kind, error) for point in group]
+
+    def fail() -> RunRecord:
+        raise error
+
+    records = [or_unwritten(point.spec, options.kind, fail) for point in group]
     with SweepProgress(len(group)) as progress:
         for record in records:
             progress.finished(record)
@@ -239,21 +287,5 @@ def _by_launcher(
     return [(options, list(group.values())) for _, options, group in groups]
 
 
-def _say_equal_points(
-    points: list[Point], groups: list[tuple[LauncherOptions, list[Point]]]
-) -> None:
-    repeated = len(points) - sum(len(group) for _, group in groups)
-    if repeated:
-        say(f"{repeated} of {len(points)} points repeat others of the sweep, and run only once")
-
-
 def _launcher(options: LauncherOptions) -> ModuleType:
     return importlib.import_module(f"benchmarks.launch.{_MODULES[options.kind]}")
-
-
-def _record_infeasible(points: list[Point], runs_dir: Path, options: LauncherOptions) -> None:
-    kind = options.kind
-    refuse = partial(write_unstarted, launcher=kind, status="infeasible", variant=options.variant)
-    for point in points:
-        if point.plan is None:
-            or_unwritten(point, kind, partial(refuse, point, runs_dir, reason=point.reason))

@@ -16,27 +16,25 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.launch.local import close_abandoned, is_here, run_attempt
-from benchmarks.launch.options import TraceOptions
-from benchmarks.launch.points import (
-    Point,
-    attempt_directory,
-    launcher_record,
+from benchmarks.launch.attempt import (
+    OK,
+    Ending,
+    new_header,
     or_unwritten,
     plan_summary,
-    records_of,
-    write_record,
+    write_unstarted,
 )
+from benchmarks.launch.local import is_here, run_attempt
+from benchmarks.launch.local import settle as settle
+from benchmarks.launch.options import TraceOptions
+from benchmarks.launch.points import Point, records_of
 from benchmarks.launch.sweep import SweepProgress
-from benchmarks.records.record import RunRecord, Status, now
+from benchmarks.records.record import RunRecord
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, SpecError
 from zeropp.cost.plan_price import PlanPrice, StageExtras
 from zeropp.plan import Plan
 from zeropp.schedule.program import StageCost
-
-# Replaces the cost model's compute times by those that ranks without peers measured.
-
 
 Like = tuple[float, float, bool, bool]  # what makes stages alike: blocks, half, embedding, head
 
@@ -168,58 +166,39 @@ def launch(
 ) -> list[RunRecord]:
     """Trace every point: with fake tensors one rank per core at a time, with real ones one rank at
     a time."""
-    close_abandoned(runs_dir)
     records = []
     for point in points:
         assert point.plan is not None  # infeasible points never reach a launcher
         pipeline = point.plan.layout.pipeline(0)
-        ranks = [
-            pipeline[index] for index in sorted({r % len(pipeline) for r in options.pipeline_ranks})
-        ]
-        if variant := options.variant:
-            lone = [[rank] for rank in ranks]
+        chosen = sorted({rank % len(pipeline) for rank in options.pipeline_ranks})
+        ranks = [pipeline[index] for index in chosen]
+        if options.tensors == "real":
             run = partial(
                 run_attempt,
                 point,
                 launcher="trace",
-                worlds=lone,
+                worlds=[[rank] for rank in ranks],
                 runs_dir=runs_dir,
                 progress=progress,
-                variant=variant,
+                variant=options.variant,
                 arguments=["--lone"],
             )
         else:
-            run = partial(
-                _trace_fake, point, point.plan, ranks, runs_dir=runs_dir, progress=progress
-            )
-        records.append(or_unwritten(point, "trace", run))
+            run = partial(_trace_fake, point, point.plan, ranks, runs_dir, progress)
+        records.append(or_unwritten(point.spec, "trace", run))
         progress.finished(records[-1])
     return records
 
 
 def _trace_fake(
-    point: Point, plan: Plan, ranks: Sequence[int], *, runs_dir: Path, progress: SweepProgress
+    point: Point, plan: Plan, ranks: Sequence[int], runs_dir: Path, progress: SweepProgress
 ) -> RunRecord:
-    spec, started = point.spec, now()
-    directory = attempt_directory(spec, runs_dir, "trace")
-    status: Status = "ok"
-    reason, predicted = "", {}
+    header, ending, predicted = new_header("trace", plan), OK, {}
     try:
         predicted = _trace(point, plan, ranks, progress)
     except Exception as error:  # an error in the contender's code is the point's result
-        status, reason = "failed", f"{type(error).__name__}: {str(error).strip()[:500]}"
-    record = launcher_record(
-        spec,
-        directory.name,
-        launcher="trace",
-        status=status,
-        reason=reason,
-        started_at=started,
-        plan=plan_summary(plan),
-        predicted=predicted,
-    )
-    write_record(record, directory)
-    return record
+        ending = Ending("failed", f"{type(error).__name__}: {str(error).strip()[:500]}")
+    return write_unstarted(point.spec, runs_dir, header, ending, predicted=predicted)
 
 
 def _trace(

@@ -9,11 +9,8 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from benchmarks import CHECKOUT
 
@@ -26,6 +23,8 @@ _VARIABLES = ("CUDA_", "OMP_", "MKL_", "NCCL_", "TORCH_NCCL_", "PYTORCH_")
 def capture_environment() -> dict[str, Any]:
     """Host, processor, memory, devices, versions, and the environment variables that change
     performance."""
+    import psutil  # for ranks only, as is importlib.metadata
+
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -96,6 +95,8 @@ def _git(*arguments: str) -> str | None:
 
 
 def _versions() -> dict[str, str]:
+    from importlib import metadata
+
     found = {}
     for name in _PACKAGES:
         try:

@@ -6,7 +6,8 @@ and, at an early end, ``error``, ``oom`` or ``signal``. A rank that is traced wi
 writes ``lone_warmup``, ``lone_step``, ``compute`` and ``kernels``.
 
 A reader leaves out lines that a kill, a full disk or a broken file system has damaged, and uses
-every complete line before and after them.
+every complete line before and after them. ``measured`` is the one place where fields of a record
+are derived from events.
 """
 
 from __future__ import annotations
@@ -18,47 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records.metrics import mfu, model_tflops_per_gpu, tokens_per_s_per_gpu
-from benchmarks.records.record import RecordedSpec
+from pydantic import ValidationError
 
-# What one training step did, in one line, as torchtitan's metrics logger prints it.
-#
-# Fed by a rank's ``warmup`` or ``step`` event and by the run's specification. Every rank prints the
-# line into its log; ``launcher.steps=true`` shows those of rank 0 on the screen.
+from benchmarks.records.record import GateResult, RankRecord
+from benchmarks.specification.reading import adapter
+from zeropp.layout import Layout
 
-
-def step_line(spec: RecordedSpec, event: Mapping[str, Any]) -> str:
-    """Step (counted from 1, warm-up included), loss (nats per token), gradient norm before
-    clipping, tokens/s, model TFLOP/s and MFU per rank, and the rank's peak memory so far in GiB
-    and as a share of its device's. What the event or the specification does not say is left out."""
-    warmup = " (warm-up)" if event["event"] == "warmup" else ""
-    parts = [f"step {event['index'] + 1:4}{warmup}"]
-    if "loss" in event:
-        parts.append(f"loss {event['loss']:8.4f}")
-    if "grad_norm" in event:
-        parts.append(f"grad norm {event['grad_norm']:8.4f}")
-    parts += [*_speed(spec, float(event["seconds"])), *_memory(spec, event.get("peak_bytes"))]
-    return "  ".join(parts)
-
-
-def _speed(spec: RecordedSpec, step_s: float) -> list[str]:
-    """Time and what follows from it, per rank."""
-    parts = [f"{step_s:.3f} s", f"{tokens_per_s_per_gpu(spec, step_s):,.0f} tokens/s"]
-    tflops, share = model_tflops_per_gpu(spec, step_s), mfu(spec, step_s)
-    if tflops is not None:
-        parts.append(f"{tflops:.4g} TFLOP/s")
-    if share is not None:
-        parts.append(f"MFU {share:.1%}")
-    return parts
-
-
-def _memory(spec: RecordedSpec, peak_bytes: int | None) -> list[str]:
-    if peak_bytes is None:
-        return []
-    gib, device = peak_bytes / 2**30, spec.cluster.device.memory_gib
-    share = "" if device is None else f" ({gib / device:.1%})"
-    return [f"memory {gib:.2f} GiB{share}"]
-
+Events = list[dict[str, Any]]  # of one rank, in their order
 
 # The field that a complete line of each kind has, and the types that its value may have.
 _NUMBER = (int, float)
@@ -108,7 +75,7 @@ def rank_of(path: Path) -> int | None:
     return int(named[1]) if named else None
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Path) -> Events:
     """All complete events of a file, in order; none if the file is missing or unreadable."""
     try:
         lines = path.read_bytes().splitlines()
@@ -129,3 +96,99 @@ def _event(line: bytes) -> dict[str, Any] | None:
     required = {"time": _NUMBER} | _REQUIRED.get(event["event"], {})
     whole = all(isinstance(event.get(name), types) for name, types in required.items())
     return event if whole else None
+
+
+def of_kind(events: Events, *kinds: str) -> Events:
+    """The events of these kinds, in their order."""
+    return [event for event in events if event["event"] in kinds]
+
+
+def measured(
+    ranks: Mapping[int, Events], plan: Mapping[str, Any] | None = None, launched_digest: str = ""
+) -> dict[str, Any]:
+    """The fields of a record that come from the events of the ranks, by rank. ``plan`` is that of
+    the record, ``launched_digest`` that of the launcher's code."""
+    first = ranks.get(0, [])
+    steps = of_kind(first, "warmup", "step")
+    spans = [event for events in ranks.values() for event in of_kind(events, "spans")]
+    return {
+        "gate": _gate(first),
+        "losses": [event["loss"] for event in steps if "loss" in event],
+        "grad_norms": [event["grad_norm"] for event in steps if "grad_norm" in event],
+        "warmup_s": _slowest(ranks, "warmup"),
+        "step_s": _slowest(ranks, "step"),
+        "ranks": [_rank_record(rank, events, plan or {}) for rank, events in ranks.items()],
+        "spans": [row for event in spans for row in event["rows"]],
+        "span_clock": str(spans[0].get("clock", "")) if spans else "",
+        "predicted": _without_peers(ranks),
+        **_code_fields(ranks, launched_digest),
+    }
+
+
+def _code_fields(ranks: Mapping[int, Events], launched_digest: str) -> dict[str, Any]:
+    """Commit, dirty flag and digest of rank 0's code, and notes if the launcher or other ranks did
+    not run the same files. Nothing if rank 0 has not said what it runs."""
+    codes = {rank: _last(events, "environment").get("code") for rank, events in ranks.items()}
+    digests = {r: code.get("digest", "") for r, code in codes.items() if isinstance(code, dict)}
+    first, mine = digests.get(0, ""), codes.get(0)
+    if not first or not isinstance(mine, dict):
+        return {}
+    notes = []
+    if launched_digest and first != launched_digest:
+        notes.append("the suite's files changed between submission and start; the ranks' count")
+    others = [str(rank) for rank, digest in sorted(digests.items()) if digest not in ("", first)]
+    if others:
+        notes.append(f"other files of the suite than on rank 0 ran on ranks {', '.join(others)}")
+    sha, dirty = str(mine.get("sha", "unknown")), bool(mine.get("dirty", True))
+    return {"git_sha": sha, "git_dirty": dirty, "code_digest": str(first), "notes": notes}
+
+
+def _gate(events: Events) -> GateResult | None:
+    """The result of the gate; None if there is none, or if its line is damaged."""
+    found = _last(events, "gate")
+    try:
+        return adapter(GateResult).validate_python(found) if found else None
+    except ValidationError:
+        return None
+
+
+def _slowest(ranks: Mapping[int, Events], kind: str) -> list[float]:
+    """The time of each step on its slowest rank, for steps that all ranks finished."""
+    columns = [{e["index"]: e["seconds"] for e in of_kind(r, kind)} for r in ranks.values()]
+    whole = set(columns[0]).intersection(*columns[1:]) if columns else set()
+    return [max(column[index] for column in columns) for index in sorted(whole)]
+
+
+def _without_peers(ranks: Mapping[int, Events]) -> dict[str, Any]:
+    """The results of ranks that ran without peers: seconds of each stage's compute actions and of
+    whole steps, and sums over kernels. Empty if ranks had their peers."""
+    found = {rank: events for rank, events in ranks.items() if of_kind(events, "compute")}
+    if not found:
+        return {}
+    compute = [of_kind(events, "compute")[-1]["seconds"] for events in found.values()]
+    return {
+        "ranks": list(found),
+        "compute_s": {name: s for of_rank in compute for name, s in of_rank.items()},
+        "lone_step_s": [[e["seconds"] for e in of_kind(v, "lone_step")] for v in found.values()],
+        "kernels": [_last(events, "kernels") for events in found.values()],
+    }
+
+
+def _last(events: Events, kind: str) -> dict[str, Any]:
+    """The fields of the last event of a kind, without its kind and time."""
+    found = of_kind(events, kind)
+    return {k: v for k, v in found[-1].items() if k not in ("event", "time")} if found else {}
+
+
+def _rank_record(rank: int, events: Events, plan: Mapping[str, Any]) -> RankRecord:
+    seen = {
+        "rank": rank,
+        "pp_rank": Layout(**plan["layout"]).coordinates(rank)["pp"] if plan else 0,
+        "environment": _last(events, "environment"),
+        "step_s": [event["seconds"] for event in of_kind(events, "step")],
+        "counters": _last(events, "counters"),
+    }
+    try:
+        return adapter(RankRecord).validate_python(seen | _last(events, "memory"))
+    except ValidationError:  # a damaged event of memory or counters
+        return adapter(RankRecord).validate_python(seen | {"counters": {}})

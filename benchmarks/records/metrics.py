@@ -1,19 +1,18 @@
-"""Throughput, FLOP/s, MFU and peak memory of a record, each by one function."""
+"""Throughput, FLOP/s, MFU and peak memory of a record, each by one function; statistics of repeated
+timings; and a step as one line of a log."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.records.record import RecordedSpec, RunRecord
 from zeropp.cost import model_flops_per_token
-
-# Statistics of repeated timings: medians, bootstrap intervals, and whether they are stable.
-
 
 Values = NDArray[np.float64]
 
@@ -170,3 +169,37 @@ def peak_memory_gib(record: RunRecord) -> tuple[float, str] | None:
         if known:
             return max(known) / 2**30, kind
     return None
+
+
+def step_line(spec: RecordedSpec, event: Mapping[str, Any]) -> str:
+    """What a step did, in one line of a log: step (counted from 1, warm-up included), loss (nats
+    per token), gradient norm before clipping, tokens/s, model TFLOP/s and MFU per rank, and the
+    rank's peak memory so far in GiB and as a share of its device's. What the ``warmup`` or ``step``
+    event or the specification does not say is left out."""
+    warmup = " (warm-up)" if event["event"] == "warmup" else ""
+    parts = [f"step {event['index'] + 1:4}{warmup}"]
+    if "loss" in event:
+        parts.append(f"loss {event['loss']:8.4f}")
+    if "grad_norm" in event:
+        parts.append(f"grad norm {event['grad_norm']:8.4f}")
+    parts += [*_speed(spec, float(event["seconds"])), *_memory(spec, event.get("peak_bytes"))]
+    return "  ".join(parts)
+
+
+def _speed(spec: RecordedSpec, step_s: float) -> list[str]:
+    """Time and what follows from it, per rank."""
+    parts = [f"{step_s:.3f} s", f"{tokens_per_s_per_gpu(spec, step_s):,.0f} tokens/s"]
+    tflops, share = model_tflops_per_gpu(spec, step_s), mfu(spec, step_s)
+    if tflops is not None:
+        parts.append(f"{tflops:.4g} TFLOP/s")
+    if share is not None:
+        parts.append(f"MFU {share:.1%}")
+    return parts
+
+
+def _memory(spec: RecordedSpec, peak_bytes: int | None) -> list[str]:
+    if peak_bytes is None:
+        return []
+    gib, device = peak_bytes / 2**30, spec.cluster.device.memory_gib
+    share = "" if device is None else f" ({gib / device:.1%})"
+    return [f"memory {gib:.2f} GiB{share}"]

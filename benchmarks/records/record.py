@@ -12,16 +12,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from benchmarks.specification.run_spec import SpecError, validated
+from benchmarks.specification.reading import SpecError, adapter, validated
 from zeropp.shape import ModelShape
 from zeropp.timeline import Provenance
 
-# Every record that was ever written stays readable. A new field has a default and needs no new
-# version, nor does any change to a spec's other keys. Where a field of a record, or a key that
-# ``recorded_spec`` reads, is renamed or changes its unit or meaning: raise the version, and have
-# ``read_record`` bring mappings of the version before up to it.
+# Records of other schemas are refused. A new field has a default and needs no new number; one that
+# is renamed, or whose unit or meaning changes, does.
 SCHEMA_VERSION = 1
 
 Status = Literal["ok", "oom", "timeout", "failed", "infeasible", "preempted", "lost"]
@@ -66,9 +64,7 @@ class GateResult:
     """The relative differences between some steps and the same steps of one process.
 
     Loss and gradient norm are those of the steps with plain SGD. ``parameter_error`` is that of the
-    parameter whose update differs most, among those whose update is larger than rounding. In an
-    older record, which has no ``checks``, one step with the run's own optimizer was compared, and
-    ``parameter_error`` is that of all updates of a rank together.
+    parameter whose update differs most, among those whose update is larger than rounding.
     """
 
     passed: bool
@@ -81,9 +77,20 @@ class GateResult:
     not_compared: list[str] = field(default_factory=list)  # kinds of parameter, and why
 
     def failures(self) -> list[GateCheck]:
-        """The checks that failed, the worst first; none in records without ``checks``."""
+        """The checks that failed, the worst first."""
         beyond = [check for check in self.checks if check.error > check.limit]
         return sorted(beyond, key=lambda check: -check.error / check.limit)
+
+    def words(self) -> str:
+        """Why it failed, in one line: the worst check, and how many others failed."""
+        worst, *others = self.failures()
+        # "3.mlp.up.weight (adamw)": the optimizer is named in the kind
+        what = " ".join([worst.worst, *worst.kind.split()[1:]]) if worst.worst else worst.kind
+        more = f"; {len(others)} more of {len(self.checks)} checks failed" if others else ""
+        return (
+            f"gate: {what} differs from one process by {worst.error:.1e} in step {worst.step}, "
+            f"relative to its own; allowed {worst.limit:.1e}{more}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,18 +109,18 @@ class RunRecord:
     git_sha: str  # of the checkout, as rank 0 read it, or the launcher if no rank started
     git_dirty: bool
     launcher: str
-    code_digest: str = ""  # of the suite's files, see environment.Code; empty in older records
+    code_digest: str = ""  # of the suite's files, see environment.Code
     variant: str = ""  # traced with "real tensors", simulated with "traced compute"
     interrupted: bool = False  # ended from outside (signal, lost node), so it will run again
     plan: dict[str, Any] = field(default_factory=dict)  # layout, cuts, schedule, predicted memory
     gate: GateResult | None = None
     losses: list[float] = field(default_factory=list)  # every step, warm-up included
-    grad_norms: list[float] = field(default_factory=list)  # before clipping; empty in older records
+    grad_norms: list[float] = field(default_factory=list)  # before clipping
     warmup_s: list[float] = field(default_factory=list)  # slowest rank, each warm-up step
     step_s: list[float] = field(default_factory=list)  # slowest rank, each timed step
     ranks: list[RankRecord] = field(default_factory=list)
     spans: list[list[Any]] = field(default_factory=list)  # Timeline.to_rows of one step
-    span_clock: str = ""  # what spans wait for: "compute stream" or "host"; empty in older records
+    span_clock: str = ""  # what spans wait for: "compute stream" or "host"
     predicted: dict[str, Any] = field(default_factory=dict)  # results of a simulation or trace
     slurm: dict[str, Any] = field(default_factory=dict)  # job id, nodes, state; else empty
     notes: list[str] = field(default_factory=list)  # what else a reader must know, in lines
@@ -124,9 +131,6 @@ class RunRecord:
         create_atomically(path, json.dumps(vars(self), default=vars, indent=1))
 
 
-_ADAPTER = TypeAdapter(RunRecord)
-
-
 def now() -> str:
     """Time of day in UTC, ISO 8601, as records have it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
@@ -135,14 +139,14 @@ def now() -> str:
 def write_atomically(path: Path, text: str) -> None:
     """Write a file by way of a temporary file beside it, which is renamed. Raises OSError, and
     leaves nothing behind, if the disk is full or read-only."""
-    with _complete_neighbour(path, text) as temporary:
+    with _temporary_beside(path, text) as temporary:
         temporary.replace(path)
 
 
 def create_atomically(path: Path, text: str) -> None:
     """Like ``write_atomically``, but raises FileExistsError if the file exists: of two processes
     that create it at the same time, only one succeeds."""
-    with _complete_neighbour(path, text) as temporary:
+    with _temporary_beside(path, text) as temporary:
         try:
             path.hardlink_to(temporary)
         except FileExistsError:
@@ -154,7 +158,7 @@ def create_atomically(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _complete_neighbour(path: Path, text: str) -> Iterator[Path]:
+def _temporary_beside(path: Path, text: str) -> Iterator[Path]:
     """A temporary file beside ``path`` that holds the text; it is deleted afterwards."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -169,7 +173,7 @@ def read_record(path: Path) -> RunRecord:
     """Read one record; raises RecordError, which names the file, if it cannot be read."""
     try:
         text = path.read_bytes()
-        record = _ADAPTER.validate_json(text)
+        record = adapter(RunRecord).validate_json(text)
     except OSError as error:
         raise RecordError(f"{path}: not readable ({error})") from None
     except ValidationError as error:

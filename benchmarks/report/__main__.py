@@ -10,9 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from benchmarks.report import DEFAULTS, TABLES, Options
 from benchmarks.specification.command import CommandParser, SpecError, check_writable, run_command
-
-_TABLES = ("paper", "ablation", "throughput", "memory", "speedup", "evidence", "published")
 
 
 def main() -> int:
@@ -31,6 +30,7 @@ def _main() -> int:
         raise SpecError("--compare names both sets of runs: give neither RUNS nor --table with it")
     if arguments.tensorboard or arguments.wandb:
         return _track(runs, arguments)
+    options = Options(arguments.base, _knobs(arguments.against), arguments.timelines)
     out = arguments.out or Path("results/reports", arguments.table or "latest")
     check_writable("--out", out)
     if arguments.compare:
@@ -39,7 +39,13 @@ def _main() -> int:
         before, after = arguments.compare
         comparison = write_comparison([before], [after], out)
         return 1 if comparison.slower or not comparison.files else 0
-    return _report(runs, out, arguments)
+    from benchmarks.report.write import write_one_table, write_report
+
+    if arguments.table:
+        made = write_one_table(arguments.table, runs, out=out, options=options)
+    else:
+        made = write_report(runs, out, options=options)
+    return 0 if made.files else 1
 
 
 def _track(runs: list[Path], arguments: argparse.Namespace) -> int:
@@ -53,22 +59,6 @@ def _track(runs: list[Path], arguments: argparse.Namespace) -> int:
         sent = to_wandb(runs, arguments.wandb)
         print(f"{sent} records as runs of the project {arguments.wandb}")
     return 0 if sent else 1
-
-
-def _report(runs: list[Path], out: Path, arguments: argparse.Namespace) -> int:
-    from benchmarks.report.ablation import AblationError
-    from benchmarks.report.headline import BaseError
-    from benchmarks.report.write import Options, write_one_table, write_report
-
-    options = Options(arguments.base, _knobs(arguments.against), arguments.timelines)
-    try:
-        if arguments.table:
-            return (
-                0 if write_one_table(arguments.table, runs, out=out, options=options).files else 1
-            )
-        return 0 if write_report(runs, out, options=options).files else 1
-    except (AblationError, BaseError) as error:
-        raise SpecError(str(error)) from None
 
 
 def _knobs(words: str) -> dict[str, str]:
@@ -91,9 +81,9 @@ def _parser() -> CommandParser:
     add = parser.add_argument
     add("runs", nargs="*", type=Path, help="records or folders (default: results/runs)")
     table = "write this table only, as CSV, Parquet, Markdown, LaTeX, HTML"
-    add("--table", choices=_TABLES, help=table)
-    base = "speed-ups are over this contender (deepspeed_3d)"
-    add("--base", default="", metavar="CONTENDER", help=base)
+    add("--table", choices=list(TABLES), help=table)
+    base = "speed-ups are over this contender (%(default)s)"
+    add("--base", default=DEFAULTS.base, metavar="CONTENDER", help=base)
     against = "base configuration of ablations, as in 'unit=8 chunks=2' (the most default one)"
     add("--against", default="", metavar="KNOBS", help=against)
     timelines = "draw and trace the timelines of every cell (slow)"

@@ -15,47 +15,40 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.records.record import default_knobs
-from benchmarks.report import style
+from benchmarks.report import DEFAULTS, Options, style
 from benchmarks.report.charts import Picture
-from benchmarks.report.frame import CELL
-from benchmarks.report.headline import speedup_of
+from benchmarks.report.frame import CELL, default_knobs
+from benchmarks.report.speedup import speedup_of
 from benchmarks.report.table import MISSING, Column, Table, key_columns, table
+from benchmarks.specification.command import SpecError
 
 MAX_GROUPS = 6  # panels of a figure; the table has all
 _GROUP = [*CELL, "contender"]
-_NAMES = ["change", "is_base", "knobs_text", *_GROUP, "on_cpu", "layout"]
-_NAMES += ["status", "shown_status", "reason"]
+_NAMES = ["change", "is_base", "knobs_text", *_GROUP, "on_cpu", "layout", "status", "reason"]
 _NAMES += [
     f"{name}{end}" for name in ("step_s", "tokens_per_s_per_gpu") for end in ("", "_low", "_high")
 ]
 _NAMES += ["speedup", "speedup_low", "speedup_high", "unsure", "peak_gib", "memory_ratio"]
 
 
-class AblationError(ValueError):
-    """A base configuration was asked for that nobody ran; the message is one line."""
-
-
-def ablations(rows: pd.DataFrame, against: Mapping[str, str] | None = None) -> pd.DataFrame:
+def ablations(rows: pd.DataFrame, against: Mapping[str, str]) -> pd.DataFrame:
     """One row per configuration, for every contender and cell with several of them, the base first.
 
     Columns are ``change`` (in words), ``speedup`` over the base and ``memory_ratio``. ``against``
-    gives knobs of the base, such as ``{"unit": "8"}``; without it the base is the configuration
-    that differs least from the contender's defaults. Raises AblationError if no configuration has
+    gives knobs of the base, such as ``{"unit": "8"}``; if it is empty the base is the configuration
+    that differs least from the contender's defaults. Raises SpecError if no configuration has
     those knobs.
     """
     groups = [group for _, group in rows.groupby(_GROUP, sort=False) if len(group) > 1]
     lines: list[dict[Any, Any]] = []
     for group in groups:
         members: list[dict[Any, Any]] = group.to_dict("records")
-        base = _base(members, against or {})
+        base = _base(members, against)
         if base is not None and any(member["knobs"] for member in members):
             lines += _lines(members, base)
     if against and groups and not lines:
         asked = " ".join(f"{k}={v}" for k, v in against.items())
-        raise AblationError(
-            f"--against {asked}: no configuration has these knobs; {_varied(groups)}"
-        )
+        raise SpecError(f"--against {asked}: no configuration has these knobs; {_varied(groups)}")
     return pd.DataFrame(lines, columns=[*_NAMES, "record_id"])
 
 
@@ -75,7 +68,7 @@ def _base(members: list[dict[Any, Any]], against: Mapping[str, str]) -> dict[Any
     success rather than a failure, then the one that differs least from the contender's defaults.
     None if no member has the knobs."""
     fine = [m for m in members if all(_is(m["knobs"], k, v) for k, v in against.items())]
-    plain = default_knobs(members[0]["contender"]) or {}
+    plain = default_knobs(members[0]["contender"])
 
     def distance(member: dict[Any, Any]) -> tuple[bool, int]:
         knobs = member["knobs"]
@@ -103,7 +96,6 @@ def _lines(members: list[dict[Any, Any]], base: dict[Any, Any]) -> Iterator[dict
                 "change": _change(member["knobs"], base["knobs"]) or "base",
                 "is_base": member is base,
                 "knobs_text": " ".join(f"{k}={v}" for k, v in member["knobs"].items()),
-                "shown_status": style.status_label(member["status"]),
                 "memory_ratio": peaks if same_kind else math.nan,
             }
         )
@@ -119,16 +111,16 @@ def _change(knobs: Mapping[str, Any], base: Mapping[str, Any]) -> str:
     )
 
 
-def ablation_table(rows: pd.DataFrame, against: Mapping[str, str] | None = None) -> Table:
+def ablation_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """The table of ablations: throughput, speed-up and memory of every configuration and its
     base."""
-    found = ablations(rows, against)
+    found = ablations(rows, options.against)
     worker = style.worker_word(rows)
     columns = (
         *(column for column in key_columns(rows) if column.name != "basis"),
         Column("change", "change"),
         Column("layout", "configuration"),
-        Column("step_s", "step [s]", form=style.seconds, interval=True, instead="shown_status"),
+        Column("step_s", "step [s]", form=style.seconds, interval=True, instead="status"),
         Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=style.tokens, interval=True),
         Column("speedup", "over the base", form=style.ratio, interval=True, unsure="unsure"),
         Column("peak_gib", "peak [GiB]", form=style.gib),
@@ -139,16 +131,13 @@ def ablation_table(rows: pd.DataFrame, against: Mapping[str, str] | None = None)
         Column("status", "status", hidden=True),
     )
     caption = "Every configuration that was run, against the one called base in the same cell."
-    data = found.set_axis(found["record_id"].astype(str).to_list())
-    return table("ablation", "Ablations", columns, data, caption=caption)
+    return table("ablation", "Ablations", columns, found, caption=caption)
 
 
-def ablation_figure(
-    rows: pd.DataFrame, against: Mapping[str, str] | None = None
-) -> Iterator[Picture]:
+def ablation_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
     """Throughput and peak memory of every configuration, divided by the base's: one row of panels
     per contender and cell."""
-    found = ablations(rows, against)
+    found = ablations(rows, options.against)
     for (evidence, cluster), mine in found.groupby(["evidence", "cluster"], sort=True):
         groups = [group for _, group in mine.groupby(_GROUP, sort=False)][:MAX_GROUPS]
         more = mine.groupby(_GROUP).ngroups - len(groups)
@@ -194,7 +183,7 @@ def _bars(axis: Axes, *, group: pd.DataFrame, ratio: str, value: str, form: styl
     for place, row in zip(places, group.to_dict("records"), strict=True):
         number = row[ratio]
         failed = row["status"] != "ok"
-        text = row["shown_status"] if failed else MISSING
+        text = style.status_label(row["status"]) if failed else MISSING
         if not style.is_missing(number) and not failed:
             text = f"{style.ratio(number)}  ({form(row[value])})"
         axis.text(

@@ -1,9 +1,8 @@
-"""Stacked bars of memory by kind, with the device's limit and the measured peak."""
+"""Stacked bars: what the time of a step is spent on, and the memory of the fullest rank by kind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,19 +10,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.report import style
+from benchmarks.report import DEFAULTS, Options, style
 from benchmarks.report.charts import MAX_PANELS, PANEL, Picture, by_evidence, panel_title
 from benchmarks.report.frame import CELL, best_configuration
 
-# What each contender's step time is spent on: the compute limit, and above it the losses by cause.
-#
-# There is one stacked bar per contender, in multiples of the step at the compute limit, so that a
-# contender at the limit would end at 1. The causes are those of ``zeropp.sim.lost_time``, which add
-# up to the step exactly.
-
-
 # Paul Tol's "muted" and similar colours, with hatches, unlike the colours of contenders.
-_LOOKS = {
+_CAUSES = {
     "limit": ("compute limit", "#DDDDDD", ""),
     "small_kernels": ("small kernels", "#999999", ""),
     "recomputation": ("recomputation", "#882255", ""),
@@ -39,25 +31,23 @@ _LOOKS = {
 }
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One comparison: per contender, the seconds of its step by cause."""
-
-    title: str
-    losses_s: Mapping[str, Mapping[str, float]]
+# Per contender, the seconds of its step: the compute limit, and above it what is lost by cause
+# (``zeropp.sim.lost_time``).
+StepSeconds = Mapping[str, Mapping[str, float]]
 
 
-def loss_split(cells: Sequence[Cell], name: str, caption: str) -> Picture:
-    """One panel per cell that has a contender, with one stacked bar per contender, the fastest
-    first. Raises ValueError if no cell has any."""
-    cells = [cell for cell in cells if cell.losses_s]
-    if not cells:
-        raise ValueError("loss_split: no cell has a contender")
-    lines = [len(cell.losses_s) + 1.0 for cell in cells]
+def time_breakdown(panels: Mapping[str, StepSeconds], name: str, caption: str) -> Picture:
+    """One panel per title that has a contender, with one stacked bar per contender, the fastest
+    first, in multiples of the step at the compute limit. Raises ValueError if no panel has any."""
+    panels = {title: steps for title, steps in panels.items() if steps}
+    if not panels:
+        raise ValueError("time_breakdown: no panel has a contender")
+    lines = [len(steps) + 1.0 for steps in panels.values()]
     height = 0.4 + 0.36 * sum(lines) / len(lines)
-    figure, axes = style.panels(len(cells), columns=1, width=9.0, height=height, heights=lines)
-    for axis, cell in zip(axes, cells, strict=True):
-        _bars(axis, cell)
+    figure, axes = style.panels(len(panels), columns=1, width=9.0, height=height, heights=lines)
+    for axis, (title, seconds) in zip(axes, panels.items(), strict=True):
+        _bars(axis, seconds)
+        axis.set_title(title)
     axes[-1].set_xlabel("step, in multiples of the compute limit's (dashed)")
     style.legend(figure, axes)
     return Picture(
@@ -65,14 +55,14 @@ def loss_split(cells: Sequence[Cell], name: str, caption: str) -> Picture:
     )
 
 
-def _bars(axis: Axes, cell: Cell) -> None:
-    steps = {name: sum(kinds.values()) / kinds["limit"] for name, kinds in cell.losses_s.items()}
+def _bars(axis: Axes, seconds: StepSeconds) -> None:
+    steps = {name: sum(kinds.values()) / kinds["limit"] for name, kinds in seconds.items()}
     contenders = sorted(steps, key=steps.__getitem__)
     places = np.arange(len(contenders))
     right, left = np.zeros(len(contenders)), np.zeros(len(contenders))
-    for kind, (label, colour, hatch) in _LOOKS.items():
-        losses = [cell.losses_s[name] for name in contenders]
-        sizes = np.array([kinds.get(kind, 0.0) / kinds["limit"] for kinds in losses])
+    for kind, (label, colour, hatch) in _CAUSES.items():
+        mine = [seconds[name] for name in contenders]
+        sizes = np.array([kinds.get(kind, 0.0) / kinds["limit"] for kinds in mine])
         if not sizes.any():
             continue
         start = np.where(sizes >= 0, right, left)
@@ -89,11 +79,10 @@ def _bars(axis: Axes, cell: Cell) -> None:
     axis.set_xlim(min(0.0, left.min()), 1.2 * right.max())
     axis.set_ylim(len(contenders) - 0.5, -0.5)
     axis.grid(visible=False)
-    axis.set_title(cell.title)
 
 
 # Paul Tol's "muted", with hatches, so that the stack is not mistaken for contenders.
-_KINDS = {
+_MEMORY = {
     "parameters": ("#332288", ""),
     "unsharded": ("#88CCEE", "//"),
     "gradients": ("#117733", ""),
@@ -103,7 +92,7 @@ _KINDS = {
 }
 
 
-def memory_breakdown(rows: pd.DataFrame) -> Iterator[Picture]:
+def memory_breakdown(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
     """The fullest rank's bytes by kind, of configurations for which a plan predicts them or a trace
     counted them."""
     traced = rows[rows["evidence"].str.startswith("traced") & (rows["status"] == "ok")]
@@ -148,7 +137,7 @@ def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
     panel = panel.sort_values("num_gpus", kind="stable")
     groups = panel["num_gpus"].rank(method="dense").to_numpy()
     places, bottom = np.arange(len(panel)) + 0.6 * groups, np.zeros(len(panel))
-    for kind, (colour, hatch) in _KINDS.items():
+    for kind, (colour, hatch) in _MEMORY.items():
         gib = np.array([kinds.get(kind, 0) / 2**30 for kinds in panel["memory_by_kind"]])
         if not gib.any():
             continue
@@ -196,8 +185,8 @@ def _totals(axis: Axes, places: np.ndarray, heights: np.ndarray, texts: list[str
 
 
 def _limit(axis: Axes, limit: float, highest: float) -> None:
-    """Draw a line at the device's memory. It is left out if it is far above the ``highest`` bar,
-    which would flatten all bars, and if an older record does not give it (NaN)."""
+    """Draw a line at the device's memory, unless it is far above the ``highest`` bar, which would
+    flatten all bars, or not known (NaN)."""
     if np.isnan(limit):
         return
     if limit < 3 * highest:

@@ -1,27 +1,24 @@
-"""Maps of speed-ups over models and GPU counts, one map per contender."""
+"""Figures of records: bars of throughput and memory, curves of scaling and of the loss.
+
+``Picture`` is a figure with its caption, and ``save`` writes it to files.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from benchmarks.report import style
-from benchmarks.report.frame import CELL, best_configuration, best_or_failed
-from benchmarks.report.headline import BASE, paired_speedups
-
-# A figure with its caption, and how it is written to files.
-
+from benchmarks.report import DEFAULTS, Options, style
+from benchmarks.report.frame import best_configuration, best_or_failed
 
 _SHOWN_PT, _LETTER_IN = 7.5, 0.06  # the line below a figure: size, and room per letter
 PANEL = ["evidence", "basis", "cluster", "precision", "model", "global_batch", "seq"]
@@ -97,12 +94,6 @@ def panel_title(panel: pd.DataFrame) -> str:
     return f"{name}, batch {row['global_batch']} x {row['seq']}, {row['precision']}"
 
 
-# Bar charts of throughput and of memory.
-#
-# There is one panel per model and batch, in it one group of bars per GPU count, and one bar per
-# contender in its fastest configuration. If none succeeded, a word says why.
-
-
 MAX_PANELS = 6  # nobody reads a figure with more
 
 _MEMORY = {
@@ -112,16 +103,21 @@ _MEMORY = {
 }
 
 
-def bars(rows: pd.DataFrame) -> Iterator[Picture]:
-    """One figure of throughput and one of memory per kind of evidence and cluster."""
+def bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
+    """One figure of throughput and one of memory per kind of evidence and cluster.
+
+    There is one panel per model and batch, in it one group of bars per GPU count, and one bar per
+    contender in its fastest configuration. If none succeeded, a word says why.
+    """
     for suffix, said, mine in by_evidence(best_or_failed(rows)):
         worker = style.worker_word(mine)
         if mine["tokens_per_s_per_gpu"].notna().any():
             yield Picture(
                 section="Throughput",
                 name=f"throughput_{suffix}",
-                caption=f"Tokens per second and {worker}, {said}{_intervals(mine)}."
-                f"{_left_out(mine)}",
+                caption=f"Tokens per second and {worker}, {said}"
+                + ": medians with 95 % bootstrap intervals" * said.startswith("measured")
+                + f".{_left_out(mine)}",
                 figure=_panels(mine, "tokens_per_s_per_gpu", f"tokens/s/{worker}", style.tokens),
                 shown=style.shown(mine),
             )
@@ -135,12 +131,6 @@ def bars(rows: pd.DataFrame) -> Iterator[Picture]:
                 ),
                 shown=style.shown(known),
             )
-
-
-def _intervals(rows: pd.DataFrame) -> str:
-    """The words that explain error bars, which only measured values have."""
-    measured = rows["evidence"].iloc[0] == "measured"
-    return ": medians with 95 % bootstrap intervals" if measured else ""
 
 
 def _left_out(rows: pd.DataFrame) -> str:
@@ -209,14 +199,11 @@ def errors(rows: pd.DataFrame, column: str) -> np.ndarray | None:
     return distances
 
 
-# Curves over GPU counts: throughput and PFLOP/s of the whole job, and scaling efficiency.
-
-
 _SERIES = ["parameters", "model", "seq", "precision"]
 _KINDS = {"strong": "global_batch", "weak": "batch_per_gpu"}
 
 
-def scaling_curves(rows: pd.DataFrame) -> Iterator[Picture]:
+def scaling_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
     """Tokens per second, model PFLOP/s of all GPUs, and efficiency over the GPU count.
 
     There are figures for strong scaling (the batch stays the same) and for weak scaling (the batch
@@ -294,24 +281,18 @@ def _series(axis: Axes, label: str, panel: pd.DataFrame) -> None:
         axis.axhline(100, color=style.NEUTRAL, linewidth=0.8)
         axis.margins(y=0.08)
     axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    _gpu_axis(axis, sorted(panel["num_gpus"].unique()))
-    style.label_ends(axis, ends)
-
-
-def _gpu_axis(axis: Axes, counts: list[int]) -> None:
+    counts = sorted(panel["num_gpus"].unique())
     axis.set_xscale("log", base=2)
     axis.set_xticks(counts, [str(count) for count in counts])
     axis.minorticks_off()
     axis.set_ylim(bottom=0)
-
-
-# Loss curves of contenders that trained on the same batches, and how far the curves differ.
+    style.label_ends(axis, ends)
 
 
 _SAME_BATCHES = [*PANEL, "data_seed"]
 
 
-def loss_curves(rows: pd.DataFrame) -> Iterator[Picture]:
+def loss_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
     """Losses over all steps, warm-up included, where two contenders or topologies trained on the
     same batches from the same initial parameters."""
     best = best_configuration(rows)
@@ -371,102 +352,3 @@ def _ends(lines: list[pd.Series]) -> list[tuple[float, float, str, str]]:
         )
         ends.append((float(len(losses)), float(losses[-1]), name, style.colour(contender)))
     return ends
-
-
-MAX_LINES = 16  # lines of a map; the table has all
-_DIVERGING = LinearSegmentedColormap.from_list("speedup", [style.WARM, "#f7f7f7", style.COOL])
-
-
-def speedup_maps(rows: pd.DataFrame, base: str = BASE) -> Iterator[Picture]:
-    """Throughput divided by the base's, for models and GPU counts: one map per contender other than
-    the base. Cells in which either of the two failed say so."""
-    pairs = paired_speedups(rows, base)
-    if pairs.empty:
-        return
-    failed = _failures(rows, base)
-    over = style.contender_label(base)
-    for suffix, said, mine in by_evidence(pairs):
-        reach = max(0.1, float(np.abs(np.log2(mine["speedup"].to_numpy(dtype=float))).max()))
-        for contender in style.ordered(mine["contender"]):
-            label = style.contender_label(contender)
-            kinds = ["evidence", "basis", "cluster", "contender"]
-            ours = mine[mine["contender"] == contender]
-            lost = failed.merge(ours[kinds].drop_duplicates(), on=kinds)
-            yield Picture(
-                section="Speed-up",
-                name=f"speedup_{contender}_{suffix}",
-                caption=f"Throughput of {label} over {over} in the same cell, {said}. Above 1 "
-                f"{label} is faster" + _doubts(mine),
-                figure=_map(pd.concat([ours, lost]), f"{label} over {over}, × throughput", reach),
-                shown=style.shown(ours),
-            )
-
-
-def _failures(rows: pd.DataFrame, base: str) -> pd.DataFrame:
-    """The cells in which the base or a contender failed; ``text`` says which one and how."""
-    best = best_or_failed(rows)
-    bases = best[best["contender"] == base]
-    both = best[best["contender"] != base].merge(bases, on=CELL, suffixes=("", "_base"))
-    both = both[(both["status"] != "ok") | (both["status_base"] != "ok")]
-    over = style.contender_label(base)
-    texts = [
-        style.status_label(row["status"])
-        if row["status"] != "ok"
-        else f"{over}\n{style.status_label(row['status_base'])}"
-        for row in both.to_dict("records")
-    ]
-    kept = both[[*CELL, "contender", "on_cpu", "parameters"]]
-    return kept.assign(text=texts, speedup=np.nan)
-
-
-def _doubts(rows: pd.DataFrame) -> str:
-    """The caption's words on intervals and doubts, for maps of measured ratios."""
-    if rows["evidence"].iloc[0] != "measured":
-        return "."
-    return (
-        "; in brackets the 95 % bootstrap interval. ~ marks a ratio whose interval includes 1 or "
-        "whose samples spread too far to say."
-    )
-
-
-def _cell_text(row: Mapping[Any, Any]) -> str:
-    if isinstance(row.get("text"), str):
-        return str(row["text"])
-    number = ("~" if row["unsure"] is True else "") + style.ratio(row["speedup"])
-    low, high = row["speedup_low"], row["speedup_high"]
-    return number if np.isnan(low) else f"{number}\n[{style.ratio(low)}, {style.ratio(high)}]"
-
-
-def _map(rows: pd.DataFrame, title: str, reach: float) -> Figure:
-    """Draw one map. ``reach`` is the logarithm (base 2) of the ratio at the ends of the colour
-    scale, which is the same for all contenders."""
-    table = rows.sort_values(["parameters", "model", "global_batch"], kind="stable")
-    names = table["model"].map(style.model_label)
-    table = table.assign(
-        line=names + ", batch " + table["global_batch"].astype(str),
-        shown=[_cell_text(row) for row in table.to_dict("records")],
-    ).drop_duplicates(["line", "num_gpus"], keep="last")
-    lines = table["line"].unique()[:MAX_LINES]
-    values, texts = (
-        table.pivot(index="line", columns="num_gpus", values=name).reindex(lines)
-        for name in ("speedup", "shown")
-    )
-    size = (2.6 + 0.95 * values.shape[1], 1.2 + 0.48 * values.shape[0])
-    figure, axis = plt.subplots(figsize=size, layout="constrained")
-    norm = TwoSlopeNorm(0.0, -reach, reach)
-    logs = np.log2(values.to_numpy(dtype=float))
-    image = axis.imshow(logs, cmap=_DIVERGING, norm=norm, aspect="auto")
-    axis.set_facecolor("#e4e4e4")  # cells that failed
-    for (i, j), text in np.ndenumerate(texts.to_numpy()):
-        if isinstance(text, str):
-            ink = "white" if abs(logs[i, j]) > 0.6 * reach else "black"
-            drawn = axis.text(j, i, text, ha="center", va="center", fontsize=8.5, color=ink)
-            drawn.set_in_layout(False)
-    axis.set_xticks(range(values.shape[1]), [str(count) for count in values.columns])
-    axis.set_yticks(range(values.shape[0]), list(values.index))
-    axis.set_xlabel(f"{style.worker_word(rows)}s")
-    axis.set_title(title)
-    axis.grid(False)
-    bar = figure.colorbar(image, ax=axis, format=lambda x, _: f"{2**x:.2f}")
-    bar.set_label("speed-up")
-    return figure

@@ -18,11 +18,9 @@ from rich.console import Console
 from benchmarks.records.metrics import Summary, ratio_of_medians
 from benchmarks.report import style
 from benchmarks.report.charts import Picture, save
-from benchmarks.report.forms import write_table
 from benchmarks.report.frame import CELL, latest_ok, load_frame
-from benchmarks.report.headline import print_table
 from benchmarks.report.page import report_folder
-from benchmarks.report.table import Column, Table, key_columns, table
+from benchmarks.report.table import Column, Table, key_columns, print_table, table, write_table
 
 LEAST_CHANGE = 0.02  # a smaller change is not reported, however narrow its interval
 MAX_LINES = 40
@@ -144,9 +142,7 @@ def comparison_table(changes: pd.DataFrame) -> Table:
         Column("memory_ratio", "peak memory after / before", form=style.ratio),
         Column("verdict", "verdict"),
     )
-    return table(
-        "comparison", "After against before", columns, changes.set_axis([""] * len(changes))
-    )
+    return table("comparison", "After against before", columns, changes)
 
 
 def _intervals(timed: pd.DataFrame) -> Figure:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,13 @@ from benchmarks.records.metrics import (
     tokens_per_s_per_gpu,
 )
 from benchmarks.records.record import (
-    PLAIN_KNOBS,
-    RecordedCluster,
-    RecordedContender,
-    RecordedDevice,
-    RecordedModel,
     RecordedSpec,
     RecordError,
     RunRecord,
-    default_knobs,
     find_below,
     find_records,
     read_record,
+    read_spec,
     recorded_spec,
 )
 from benchmarks.specification.compose import preset
@@ -40,15 +35,18 @@ from zeropp.cluster import Cluster
 from zeropp.cost import parameter_count
 from zeropp.shape import ModelShape
 
-# A record's configuration: as short text, as knobs, and with the source of its numbers.
-
-
 # Knobs that the text shows in a special form.
 _NAMED = {"name", "tp", "pp", "chunks", "shard", "replicate", "replicate_zero", "unit"}
 _NAMED |= {"schedule", "recompute", "sequence_parallel", "compile"}
 # Knobs that a tuner sets. If all of them are the contender's defaults, nobody has tuned it.
 _DEGREES: tuple[str, ...] = ("pp", "tp", "shard", "replicate", "replicate_zero", "chunks", "unit")
 _DEGREES += ("activation_cap", "activation_cap_gib", "schedule", "sequence_parallel", "recompute")
+
+
+def default_knobs(contender: str) -> dict[str, Any]:
+    """The value of every knob that nobody has set; none for a contender that is not registered."""
+    known = PRICED.get(contender)
+    return vars(known.knobs()) if known else {}
 
 
 def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
@@ -58,23 +56,23 @@ def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
     infeasible record has no plan, so its text shows what was asked for: ``auto`` if all degrees
     were left open.
     """
-    name, plan = spec.contender.name, record.plan
-    knobs = PLAIN_KNOBS | spec.contender.knobs
+    name, plan, knobs = spec.contender.name, record.plan, spec.contender.knobs
+    default = default_knobs(name)
     degrees = plan.get("layout") or {k: v for k, v in knobs.items() if v != "auto"}
     names = {"tp": "TP", "pp": "PP", "chunks": "V", "shard": "ZeRO-3x", "replicate": "DP"}
     parts = [f"{short}{degrees[key]}" for key, short in names.items() if degrees.get(key, 1) > 1]
     if degrees.get("replicate_zero"):
         parts.append("ZeRO-1")
-    parts += _unit_text(plan, knobs["unit"])
-    if knobs["schedule"] not in ("auto", name):
+    parts += _unit_text(plan, knobs.get("unit"))
+    if knobs.get("schedule", "auto") not in ("auto", name):
         parts.append(knobs["schedule"])
     if spec.microbatch_size > 1:
         parts.append(f"b{spec.microbatch_size}")
-    if knobs["recompute"] not in ("auto", "none"):
+    if knobs.get("recompute", "auto") not in ("auto", "none"):
         parts.append(f"recompute {knobs['recompute']}")
-    parts += [word for word in ("sequence_parallel", "compile") if knobs[word] is True]
-    other = {k: v for k, v in knobs.items() if k not in _NAMED and v != "auto"}
-    parts += [f"{k} {v}" for k, v in other.items() if v != PLAIN_KNOBS.get(k)]
+    parts += [word for word in ("sequence_parallel", "compile") if knobs.get(word) is True]
+    other = {k: knobs[k] for k in default if k in knobs and k not in _NAMED}
+    parts += [f"{k} {v}" for k, v in other.items() if v not in ("auto", default[k])]
     return " ".join(parts) or ("1 rank" if spec.num_gpus == 1 else "auto")
 
 
@@ -90,21 +88,18 @@ def _unit_text(plan: dict[str, Any], asked: object) -> list[str]:
 def asked_knobs(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:
     """Every knob and the microbatch size as they were asked for; ``unit`` also shows the unit that
     the planner made of it."""
-    knobs = PLAIN_KNOBS | spec.contender.knobs
-    knobs = {k: v for k, v in knobs.items() if k != "name"}
+    knobs = {k: v for k, v in spec.contender.knobs.items() if k != "name"}
     run = record.plan.get("unit", 0)
-    if isinstance(knobs["unit"], int) and run not in (0, knobs["unit"]):
+    if isinstance(knobs.get("unit"), int) and run not in (0, knobs["unit"]):
         knobs["unit"] = f"{knobs['unit']} (run as {run})"
     return knobs | {"microbatch_size": spec.microbatch_size}
 
 
 def has_default_degrees(spec: RecordedSpec) -> bool:
     """Whether every degree is the contender's default, which means that nobody has tuned it."""
-    default = default_knobs(spec.contender.name)
-    if default is None:
-        return False
-    knobs = default | spec.contender.knobs
-    return all(knobs[name] in ("auto", default[name]) for name in _DEGREES)
+    default, knobs = default_knobs(spec.contender.name), spec.contender.knobs
+    named = [name for name in _DEGREES if name in default and name in knobs]
+    return bool(default) and all(knobs[name] in ("auto", default[name]) for name in named)
 
 
 def evidence_of(record: RunRecord) -> str:
@@ -139,12 +134,9 @@ def source_of(record: RunRecord) -> dict[str, Any]:
     }
 
 
-# One record as one row of a report's frame: everything that a report knows of an attempt.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The quantities of one attempt; a number that is not known is NaN.
+    """Everything that a report knows of one attempt; a number that is not known is NaN.
 
     ``basis`` says how a study chose the degrees of all contenders of a cell (``best plans``,
     ``equal degrees``). It is empty for records; their ``default_degrees`` says whether nobody has
@@ -173,7 +165,7 @@ class Row:
     gate: str = "-"
     started_at: str = ""
     git: str = ""
-    code: str = ""  # digest of the suite's files that ran; empty in older records
+    code: str = ""  # digest of the suite's files that ran
     path: str = ""
     samples_step_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -280,27 +272,13 @@ def _fullest(ranks: list[dict[str, int]]) -> dict[str, int]:
     return max(ranks, key=lambda kinds: sum(kinds.values()), default={})
 
 
-# Reads a ``plans.csv``, the table of ``experiment=claim_33``, as rows of a report.
-#
-# A line is one contender in one cell, with the best plan that the simulator found. Cells with a
-# scaled network are left out, because only the maps of the verdict show them.
-
-
 _BASES = {"best": "best plans", "equal": "equal degrees", "paper": "the paper's setting"}
-_PRECISION = "bf16"  # of files without that column, as in conf/experiment/claim_33.yaml
-
-
-def find_plans(roots: Iterable[Path]) -> Iterator[Path]:
-    """The paths of all ``plans.csv`` below the roots; a root may be such a file itself."""
-    for root in roots:
-        if root.is_dir():
-            yield from find_below(root, "plans.csv")
-        elif root.suffix == ".csv":
-            yield root
 
 
 def read_plans(path: Path) -> list[Row]:
-    """The rows at the clusters' own bandwidth; raises RecordError, which names the file."""
+    """The rows of a ``plans.csv``, the table of ``experiment=claim_33``: a line is one contender in
+    one cell, with the best plan that the simulator found. Cells with a scaled network are left out,
+    because only the maps of the verdict show them. Raises RecordError, which names the file."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             lines = [line for line in csv.DictReader(file) if float(line["bandwidth"]) == 1.0]
@@ -315,47 +293,39 @@ def _row(line: dict[str, str]) -> Row:
     spec = _spec(line)
     basis, name = _BASES[line["mode"]], line["contender"]
     identity = "-".join((line["cluster"], line["mode"], line["global_batch"]))
-    fits = line["step_s"] != ""
-    steps = [float(line["step_s"])] if fits else []
-    return Row(
+    row = Row(
         **cell_of(spec),
         evidence=line["provenance"],
         basis=basis,
         contender=name,
         layout=line["plan"],
-        status="ok" if fits else "oom",
-        reason="" if fits else line["plan"],
+        status="oom",
+        reason=line["plan"],
         record_id=f"{line['model']}-{name}-{line['num_gpus']}gpu-{identity}",
         spec_id=f"{line['model']}-{name}-{line['num_gpus']}gpu-{identity}",
         git=line["commit"],
-        samples_step_s=steps,
         source={"commit": line["commit"], "evidence": f"{line['provenance']}, {basis}"} | line,
-        **(_numbers(spec, steps, line) if fits else {}),
     )
-
-
-def _numbers(spec: RecordedSpec, steps: list[float], line: dict[str, str]) -> dict[str, Any]:
-    found = throughput_of(spec, steps, measured=False)
-    return found | {"peak_gib": float(line["peak_gib"]), "memory_kind": "predicted"}
+    if line["step_s"] == "":  # no plan fits
+        return row
+    steps, peak_gib = [float(line["step_s"])], float(line["peak_gib"])
+    found = throughput_of(spec, steps, measured=False) | {"peak_gib": peak_gib}
+    found |= {"status": "ok", "reason": "", "samples_step_s": steps, "memory_kind": "predicted"}
+    return replace(row, **found)
 
 
 def _spec(line: dict[str, str]) -> RecordedSpec:
     shape = preset("model", line["model"], ModelShape)
     cluster = preset("cluster", line["cluster"], Cluster)
-    device = cluster.device
-    return RecordedSpec(
-        model=RecordedModel(shape.name, shape.seq, asdict(shape)),
-        cluster=RecordedCluster(
-            cluster.name,
-            RecordedDevice(
-                device.name, device.memory_gib, device.peak_bf16_tflops, device.peak_fp32_tflops
-            ),
-        ),
-        num_gpus=int(line["num_gpus"]),
-        contender=RecordedContender(line["contender"], {}),
-        global_batch=int(line["global_batch"]),
-        precision=line.get("precision") or _PRECISION,
-    )
+    values = {
+        "model": asdict(shape),
+        "cluster": asdict(cluster),
+        "num_gpus": int(line["num_gpus"]),
+        "contender": {"name": line["contender"]},
+        "global_batch": int(line["global_batch"]),
+        "precision": "bf16",  # as in conf/experiment/claim_33.yaml
+    }
+    return read_spec(values)
 
 
 # The columns of a cell: rows that agree in these differ in the contender only, so they compare.
@@ -373,17 +343,13 @@ def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
     """
     rows: list[Row] = []
     skipped: list[str] = []
-    roots = list(roots)
-    for path in (p for p in find_records(roots) if p.suffix != ".csv"):
-        try:
-            rows.append(_row_at(path))
-        except RecordError as error:
-            skipped.append(str(error))
-    for path in find_plans(roots):
-        try:
-            rows += read_plans(path)
-        except RecordError as error:
-            skipped.append(str(error))
+    for root in roots:
+        plans = find_below(root, "plans.csv") if root.is_dir() else []
+        for path in [*find_records([root]), *plans]:
+            try:
+                rows += read_plans(path) if path.suffix == ".csv" else [_row_at(path)]
+            except RecordError as error:
+                skipped.append(str(error))
     frame = pd.DataFrame([vars(row) for row in rows], columns=_COLUMNS)
     return frame.sort_values("started_at", kind="stable", ignore_index=True), skipped
 

@@ -21,12 +21,10 @@ import jinja2
 import pandas as pd
 
 from benchmarks.records.environment import git_state
+from benchmarks.report import SECTIONS, TABLES
 from benchmarks.report.charts import SavedPicture
 from benchmarks.report.frame import notes_of
 from benchmarks.report.table import Grid
-
-# The folder of a report: written beside its place, and moved there when it is complete.
-
 
 _MANIFEST = ".report.json"  # names the files that the last report wrote
 
@@ -47,7 +45,9 @@ def report_folder(out: Path) -> Iterator[Path]:
         names = sorted(str(p.relative_to(fresh)) for p in fresh.rglob("*") if p.is_file())
         (fresh / _MANIFEST).write_text(json.dumps(names, indent=1))
         _remove_last(out, set(names))
-        _move(fresh, out, [*names, _MANIFEST])
+        for name in [*names, _MANIFEST]:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (fresh / name).replace(out / name)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -65,23 +65,7 @@ def _remove_last(out: Path, kept: set[str]) -> None:
             path.parent.rmdir()
 
 
-def _move(fresh: Path, out: Path, names: list[str]) -> None:
-    for name in names:
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (fresh / name).replace(out / name)
-
-
 _TEMPLATES = Path(__file__).parent / "templates"
-_SECTIONS = {  # the tables below each heading, after the paper's table
-    "Throughput": ("throughput",),
-    "Speed-up": ("speedup",),
-    "Ablations": ("ablation",),
-    "Scaling": (),
-    "Memory": ("memory", "lone_ranks"),
-    "Timelines": (),
-    "Loss": (),
-    "Evidence": ("evidence", "published"),
-}
 _LARGE = 300_000  # bytes of an SVG above which its PNG is shown instead, if that is smaller
 
 
@@ -101,19 +85,20 @@ def write_page(page: Page, out: Path) -> Path:
     """Write ``report.html`` and return its path."""
     path = out / "report.html"
     sha, dirty = git_state()
+    sources = dict(zip(page.rows["record_id"], page.rows["source"], strict=True))
     path.write_text(
         _environment()
         .get_template("report.html.j2")
         .render(
             paper=[grid for grid in page.grids["paper"] if grid.rows],
-            sections=[_section(name, page) for name in _SECTIONS],
+            sections=[_section(name, page) for name in SECTIONS],
             answers=page.answers,
             summary=_summary(page.rows),
             notes=notes_of(page.rows),
             skipped=page.skipped,
             commit=sha[:10] + (" with local changes" if dirty else ""),
             made=datetime.now(UTC).isoformat(timespec="seconds"),
-            sources=_sources(page.rows),
+            sources=json.dumps(sources, separators=(",", ":")).replace("<", "\\u003c"),
         )
     )
     return path
@@ -138,7 +123,7 @@ def _environment() -> jinja2.Environment:
 
 def _section(name: str, page: Page) -> dict[str, Any]:
     """What the template shows below one heading, without tables that have no rows."""
-    grids = [grid for table in _SECTIONS[name] for grid in page.grids[table]]
+    grids = [g for table, found in page.grids.items() if TABLES[table][0] == name for g in found]
     return {
         "name": name,
         "grids": [grid for grid in grids if grid.rows],
@@ -170,9 +155,3 @@ def _summary(rows: pd.DataFrame) -> list[tuple[str, str]]:
         ("status", counted("status")),
         ("clusters", counted("cluster")),
     ]
-
-
-def _sources(rows: pd.DataFrame) -> str:
-    """JSON of every row's provenance, safe inside a script element."""
-    sources: dict[str, Any] = dict(zip(rows["record_id"], rows["source"], strict=True))
-    return json.dumps(sources, separators=(",", ":")).replace("<", "\\u003c")

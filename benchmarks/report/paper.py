@@ -14,11 +14,10 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.report import style
+from benchmarks.report import DEFAULTS, Options, style
 from benchmarks.report.frame import CELL, best_or_failed
-from benchmarks.report.headline import BASE, SUBJECT, speedup_of
-from benchmarks.report.table import MISSING, Cell, Column, Grid, Table, table
-from benchmarks.specification.contenders import PRICED
+from benchmarks.report.speedup import SUBJECT, speedup_of
+from benchmarks.report.table import MISSING, Column, Grid, Table, TextCell, table
 
 _KINDS = {
     "allocated": "the allocator's peak",
@@ -72,10 +71,10 @@ _COLUMNS = (
 )
 
 
-def paper_table(rows: pd.DataFrame, base: str = BASE) -> Table:
+def paper_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     """The numbers of the paper's table, one line per cell and contender; ``paper_grids`` makes its
     text."""
-    chosen = best_or_failed(rows)
+    chosen, base = best_or_failed(rows), options.base
     bases = {
         tuple(row[key] for key in CELL): row
         for row in chosen[chosen["contender"] == base].to_dict("records")
@@ -86,7 +85,7 @@ def paper_table(rows: pd.DataFrame, base: str = BASE) -> Table:
         pair = {"speedup": math.nan} if reference is None else speedup_of(row, reference)
         lines.append(row | pair | {"base": base, "label": style.contender_label(row["contender"])})
     data = pd.DataFrame(lines, columns=None if lines else [*chosen.columns])
-    return table("paper", "Comparison", _COLUMNS, data.set_axis(data["record_id"].astype(str)))
+    return table("paper", "Comparison", _COLUMNS, data)
 
 
 def paper_grids(paper: Table) -> Iterator[Grid]:
@@ -98,8 +97,7 @@ def paper_grids(paper: Table) -> Iterator[Grid]:
 
 
 def _grid(name: str, evidence: str, mine: pd.DataFrame) -> Grid:
-    contenders = sorted(set(mine["contender"]), key=_place)
-    base = str(mine["base"].iloc[0])
+    contenders, base = style.ordered(mine["contender"]), str(mine["base"].iloc[0])
     contenders.sort(key=lambda name: (name != SUBJECT, name != base))
     keys = [key for key in _KEYS if key in _ALWAYS or _varies(mine, key)]
     groups = {name: _metrics(mine, name, base) for name in contenders}
@@ -125,12 +123,6 @@ def _grid(name: str, evidence: str, mine: pd.DataFrame) -> Grid:
     )
 
 
-def _place(contender: str) -> int:
-    """The place of a contender in the registry's order; contenders that it no longer has are
-    last."""
-    return list(PRICED).index(contender) if contender in PRICED else len(PRICED)
-
-
 def _varies(mine: pd.DataFrame, key: str) -> bool:
     """Whether rows need a column for this key. They do not if the key follows from the model, as a
     sequence length may; then it is in the caption."""
@@ -154,7 +146,7 @@ def _metrics(mine: pd.DataFrame, contender: str, base: str) -> list[_Metric]:
 
 def _line(
     cell: Mapping[str, Mapping[Any, Any]], keys: list[str], groups: dict[str, list[_Metric]]
-) -> tuple[tuple[Cell, ...], tuple[str, ...]]:
+) -> tuple[tuple[TextCell, ...], tuple[str, ...]]:
     """One line of the table from the rows of a cell by contender, and the records from which it was
     made."""
     best = {metric.name: _best(metric, cell.values()) for metric in _METRICS}
@@ -163,9 +155,9 @@ def _line(
     for contender, metrics in groups.items():
         row = cell.get(contender)
         if row is None:
-            cells += [Cell(MISSING) for _ in metrics]
+            cells += [TextCell(MISSING) for _ in metrics]
         elif row["status"] != "ok":
-            cells += [Cell(style.status_label(row["status"]))] + [Cell(MISSING)] * (
+            cells += [TextCell(style.status_label(row["status"]))] + [TextCell(MISSING)] * (
                 len(metrics) - 1
             )
         else:
@@ -174,20 +166,20 @@ def _line(
     return tuple(cells), tuple(map(str, order))
 
 
-def _key_cell(key: str, value: Any) -> Cell:
+def _key_cell(key: str, value: Any) -> TextCell:
     labels = {"model": style.model_label, "cluster": style.cluster_label}
     if key in labels:
-        return Cell(labels[key](value))
-    return Cell(str(value), sort=float(value) if _KEYS[key].form else None)
+        return TextCell(labels[key](value))
+    return TextCell(str(value), sort=float(value) if _KEYS[key].form else None)
 
 
-def _metric_cell(row: Mapping[Any, Any], metric: _Metric, best: str) -> Cell:
+def _metric_cell(row: Mapping[Any, Any], metric: _Metric, best: str) -> TextCell:
     value = row[metric.name]
     if style.is_missing(value):
-        return Cell(MISSING)
+        return TextCell(MISSING)
     text = metric.form(value)
     mark = "~" if metric.name == "speedup" and row["unsure"] is True else ""
-    return Cell(mark + text, bold=text == best, sort=float(value))
+    return TextCell(mark + text, bold=text == best, sort=float(value))
 
 
 def _best(metric: _Metric, rows: Iterable[Mapping[Any, Any]]) -> str:
@@ -221,13 +213,9 @@ def _caption(mine: pd.DataFrame, evidence: str, *, keys: list[str], worker: str,
         parts.append(f"speed-up over {style.contender_label(base)}; bold: best of the line")
     if mine["unsure"].eq(True).any():
         parts.append("~: not settled by its samples")
-    return "; ".join(parts) + "." + _untuned(mine)
-
-
-def _untuned(mine: pd.DataFrame) -> str:
-    names = mine[mine["default_degrees"].eq(True)]["contender"]
-    labels = [style.contender_label(name) for name in dict.fromkeys(names)]
-    return f" Default degrees, not tuned: {', '.join(labels)}." if labels else ""
+    names = dict.fromkeys(mine[mine["default_degrees"].eq(True)]["contender"])
+    labels = ", ".join(map(style.contender_label, names))
+    return "; ".join(parts) + "." + (f" Default degrees, not tuned: {labels}." if labels else "")
 
 
 def _notes(mine: pd.DataFrame) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from zeropp.tune.contender import Style
 Form = Callable[[float], str]
 
 _FAMILIES = {"gpt": "GPT", "llama": "Llama"}
-_STATUS = {"oom": "OOM"}
+_STATUS = {"oom": "OOM", "ok": "–"}
 
 
 def contender_label(name: str) -> str:
@@ -59,7 +59,8 @@ def cluster_label(name: str) -> str:
 
 
 def status_label(status: str) -> str:
-    """What a table shows instead of a number: ``OOM`` for ``oom``, otherwise the status itself."""
+    """What a table shows instead of a number: ``OOM`` for ``oom``, a dash for ``ok``, and any other
+    status itself."""
     return _STATUS.get(status, status)
 
 

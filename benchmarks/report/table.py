@@ -1,17 +1,24 @@
 """A table: its numbers for programs, and its text for people, made from the same numbers.
 
-``Table`` has the numbers; an interval is three columns (``name``, ``name_low``, ``name_high``).
-``Grid`` is its text for a terminal, Markdown, HTML or LaTeX (see ``forms``): columns that never
-vary are moved into the caption, and every number is rounded once (see ``words``).
+``Table`` has the numbers, for CSV and Parquet; an interval is three columns (``name``,
+``name_low``, ``name_high``). ``Grid`` is its text, for a terminal, Markdown and LaTeX below, and
+for HTML in ``templates/table.html.j2``: columns that never vary are moved into the caption, and
+every number is rounded once (see ``style``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from benchmarks.report import style
 from benchmarks.report.style import Form, is_missing
@@ -25,7 +32,7 @@ _LABELS = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class TextCell:
     """The text of one cell; ``sort`` is the number that it shows, or None."""
 
     text: str
@@ -47,7 +54,7 @@ class Grid:
     caption: str
     heads: tuple[str, ...]
     numeric: tuple[bool, ...]  # which columns are aligned to the right
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[TextCell, ...], ...]
     records: tuple[tuple[str, ...], ...]
     groups: tuple[tuple[str, int], ...] = ()
     keys: int = 1
@@ -63,7 +70,7 @@ class Column:
     _: KW_ONLY
     form: Form | None = None  # how a number becomes text; None: the column is text
     interval: bool = False  # show name_low and name_high if they are known
-    instead: str = ""  # name of a column of text that is shown if the number is missing
+    instead: str = ""  # name of a column of statuses, one of which is shown for a missing number
     unsure: str = ""  # name of a column of booleans; true puts a "~" before the number
     is_key: bool = False  # names the row, and moves into the caption if it never varies
     hidden: bool = False  # is in the files of numbers, but not in the text
@@ -74,24 +81,26 @@ class Column:
         ends = [f"{self.name}_low", f"{self.name}_high"] if self.interval else []
         return [self.name, *ends, *filter(None, (self.instead, self.unsure))]
 
-    def cell(self, row: dict[str, Any]) -> Cell:
+    def cell(self, row: dict[str, Any]) -> TextCell:
         """The cell of this column in one row."""
         value = row[self.name]
         if is_missing(value) or value == "":
-            return Cell(str(row[self.instead]) if self.instead else MISSING * (value != ""))
+            instead = style.status_label(row[self.instead]) if self.instead else MISSING
+            return TextCell(instead if value != "" else "")
         if self.form is None:
-            return Cell(_LABELS.get(self.name, str)(value))
+            return TextCell(_LABELS.get(self.name, str)(value))
         text = self.form(value)
         if self.interval and not is_missing(row[f"{self.name}_low"]):
             ends = (self.form(row[f"{self.name}_{end}"]) for end in ("low", "high"))
             text += f" [{', '.join(ends)}]"
         mark = "~" if self.unsure and row[self.unsure] is True else ""
-        return Cell(mark + text, sort=float(value))
+        return TextCell(mark + text, sort=float(value))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Numbers with title, caption and notes; the index of ``data`` names the records of a row."""
+    """Numbers with title, caption and notes. The records from which a row was made are named in the
+    column ``records`` of ``data``, with spaces between them, or else in ``record_id``."""
 
     name: str
     title: str
@@ -99,11 +108,6 @@ class Table:
     data: pd.DataFrame
     caption: str = ""
     notes: tuple[str, ...] = field(default=())
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is no row; files then have the header only."""
-        return self.data.empty
 
     @property
     def numbers(self) -> pd.DataFrame:
@@ -128,7 +132,9 @@ class Table:
             heads=tuple(c.head for c in shown),
             numeric=tuple(c.form is not None for c in shown),
             rows=tuple(tuple(c.cell(row) for c in shown) for row in rows),
-            records=tuple(tuple(str(records).split()) for records in self.data.index),
+            records=tuple(
+                tuple(row.get("records", row.get("record_id", "")).split()) for row in rows
+            ),
             keys=max(1, sum(c.is_key for c in shown)),
             notes=self.notes,
         )
@@ -169,3 +175,177 @@ def key_columns(rows: pd.DataFrame) -> tuple[Column, ...]:
         Column("basis", "basis", is_key=True),
         Column("contender", "contender", is_key=True),
     )
+
+
+_PREAMBLE = "% needs \\usepackage{booktabs,graphicx}\n"
+_SPECIAL: dict[str, str | int | None] = {
+    **{c: f"\\{c}" for c in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "\\": r"\textbackslash{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "–": "--",
+    "×": r"$\times$",
+    "→": r"$\rightarrow$",
+    "≥": r"$\geq$",
+}
+
+
+def write_table(table: Table, grids: Sequence[Grid], out: Path) -> list[Path]:
+    """Write the unformatted numbers as CSV and Parquet, with a header in any case, and ``NAME.tex``
+    and ``NAME.md`` with all of the grids."""
+    paths = [out / f"{table.name}.{suffix}" for suffix in ("csv", "parquet", "tex", "md")]
+    numbers = table.numbers
+    numbers.to_csv(paths[0], index=False)
+    numbers.to_parquet(paths[1], index=False)
+    paths[2].write_text(latex(grids))
+    paths[3].write_text("\n".join(f"## {grid.title}\n\n{markdown(grid)}\n" for grid in grids))
+    return paths
+
+
+def markdown(grid: Grid) -> str:
+    """A GitHub-flavoured Markdown table below its caption; column heads begin with their group."""
+    heads = [
+        " ".join(filter(None, pair)) for pair in zip(_group_names(grid), grid.heads, strict=True)
+    ]
+    rows = [
+        [f"**{cell.text}**" if cell.bold and cell.text else cell.text for cell in row]
+        for row in grid.rows
+    ]
+    text = markdown_table(heads, rows, grid.numeric) if rows else "(no rows)"
+    return "\n\n".join(filter(None, (grid.caption, text, *grid.notes)))
+
+
+def markdown_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool] | None = None
+) -> str:
+    """A Markdown table of texts. ``numeric`` says which columns are aligned to the right; without
+    it those are whose every cell begins with a digit or a sign."""
+    if numeric is None:
+        numeric = [
+            all(re.match(r"[~+-]?\d", row[i]) for row in rows) and bool(rows)
+            for i in range(len(heads))
+        ]
+    rules = ["---:" if right else "---" for right in numeric]
+    lines = [heads, rules, *([text.replace("|", "\\|") for text in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _group_names(grid: Grid) -> list[str]:
+    if not grid.groups:
+        return [""] * len(grid.heads)
+    return [name for name, span in grid.groups for _ in range(span)]
+
+
+def latex(grids: Sequence[Grid]) -> str:
+    """One float per grid, with the rules of booktabs, scaled to fit the width of the text."""
+    return _PREAMBLE + "\n".join(_latex_table(grid) for grid in grids)
+
+
+def _latex_table(grid: Grid) -> str:
+    heads = " & ".join(map(_escaped, grid.heads)) + r" \\"
+    rules = [r"\toprule", *_latex_groups(grid), heads, r"\midrule"]
+    body = [
+        " & ".join(rf"\textbf{{{_escaped(c.text)}}}" if c.bold else _escaped(c.text) for c in row)
+        + r" \\"
+        for row in grid.rows
+    ]
+    form = "".join("r" if right else "l" for right in grid.numeric)
+    told = " ".join((f"{grid.title}.", grid.caption, *grid.notes))
+    return "\n".join(
+        [
+            r"\begin{table*}[tbp]",
+            rf"\caption{{{_escaped(told.strip())}}}",
+            r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
+            r"\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%",
+            rf"\begin{{tabular}}{{@{{}}{form}@{{}}}}",
+            *rules,
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}}",
+            r"\end{table*}",
+            "",
+        ]
+    )
+
+
+def _latex_groups(grid: Grid) -> list[str]:
+    """The line of group headings, and the rules below it."""
+    if not grid.groups:
+        return []
+    cells, rules, first = [], [], 1
+    for name, span in grid.groups:
+        cells.append(
+            rf"\multicolumn{{{span}}}{{c}}{{{_escaped(name)}}}" if name else "&" * (span - 1)
+        )
+        if name:
+            rules.append(rf"\cmidrule(lr){{{first}-{first + span - 1}}}")
+        first += span
+    return [" & ".join(cells) + r" \\", " ".join(rules)]
+
+
+def _escaped(text: str) -> str:
+    """A text as LaTeX; characters without a glyph in pdflatex become question marks."""
+    known = text.translate(str.maketrans(_SPECIAL))
+    return "".join(c if " " <= c <= "ÿ" else "?" for c in known)
+
+
+def rich_table(grid: Grid) -> RichTable:
+    """The table for the terminal."""
+    table = RichTable(
+        title=Text(grid.title),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        caption=Text(" ".join((grid.caption, *grid.notes)).strip()) if grid.caption else None,
+        caption_justify="left",
+    )
+    names = _group_names(grid)
+    for index, (group, head) in enumerate(zip(names, grid.heads, strict=True)):
+        first = index == 0 or names[index - 1] != group
+        text = f"{group if first else ''}\n{head}" if grid.groups else head
+        table.add_column(
+            Text(text),
+            justify="right" if grid.numeric[index] else "left",
+            no_wrap=grid.numeric[index],
+        )
+    for row in grid.rows:
+        table.add_row(*(Text(cell.text, style="bold" if cell.bold else "") for cell in row))
+    return table
+
+
+def fits(grid: Grid, console: Console) -> bool:
+    """Whether the terminal is wide enough to show every cell in one line."""
+    widths = [
+        max(len(head), *(len(row[i].text) for row in grid.rows)) if grid.rows else len(head)
+        for i, head in enumerate(grid.heads)
+    ]
+    return sum(widths) + len(widths) - 1 <= console.width
+
+
+def print_table(made: Table, console: Console) -> None:
+    """Print a table with all of its text: if the terminal is too narrow, configurations and
+    intervals move to a second line."""
+    grid = made.grid()
+    console.print(rich_table(grid if fits(grid, console) else _narrowed(grid)))
+
+
+def _narrowed(grid: Grid) -> Grid:
+    """The grid with the configuration below its contender and every interval below its number."""
+    heads, rows = list(grid.heads), [list(row) for row in grid.rows]
+    numeric = list(grid.numeric)
+    if "configuration" in heads and "contender" in heads:
+        layout, contender = heads.index("configuration"), heads.index("contender")
+        for row in rows:
+            named, below = row[contender], row.pop(layout).text
+            row[contender] = replace(named, text=f"{named.text}\n {below}")
+        heads.pop(layout)
+        numeric.pop(layout)
+    lines = [
+        tuple(replace(cell, text=cell.text.replace(" [", "\n[")) for cell in row) for row in rows
+    ]
+    return replace(grid, heads=tuple(heads), numeric=tuple(numeric), rows=tuple(lines), groups=())

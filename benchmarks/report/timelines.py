@@ -15,20 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from benchmarks.records.record import read_record
-from benchmarks.report import style
+from benchmarks.report import DEFAULTS, Options, style
 from benchmarks.report.charts import Picture, by_evidence
 from benchmarks.report.frame import CELL, best_configuration
 from benchmarks.specification.contenders import PRICED
 from zeropp.schedule.program import Action, Op, parse_action
 from zeropp.timeline import Span, Timeline, timeline_from_rows
-
-# The picture of a step: one row per pipeline rank, boxes for compute, strips for communication.
-#
-# It takes timelines, simulated or measured; several are drawn below each other on one time axis, so
-# that they can be compared. Later chunks of a rank are darker. A box shows its microbatch if there
-# is room. Spans must have the names of actions in text form (``3F1``); others (``optimizer``) are
-# grey.
-
 
 _COLOURS = {
     Op.FORWARD: "#56B4E9",
@@ -55,7 +47,12 @@ _LETTER_IN = 0.085  # width of one digit of a box's number, in inches
 
 
 def timeline_figure(timelines: Sequence[Timeline], time_unit: str = "s") -> Figure:
-    """One panel per timeline on a common time axis; ``time_unit`` labels the axis."""
+    """One panel per timeline on a common time axis, which ``time_unit`` labels.
+
+    There is a row per pipeline rank, with boxes for compute and strips for communication. Later
+    chunks of a rank are darker, and a box shows its microbatch if there is room. Spans must have
+    the names of actions in text form (``3F1``); others (``optimizer``) are grey.
+    """
     rows = [max(1, len(t.ranks)) for t in timelines]
     figure = Figure(figsize=(_WIDTH_IN, _ROW_IN * sum(rows) + 0.75 * len(rows) + 0.7))
     figure.set_layout_engine("constrained")
@@ -200,14 +197,14 @@ MAX_RANKS = 8  # most pipeline ranks in a picture
 _RECORDED = " The recorded step is one after the timed ones, and recording slows it."
 
 
-def step_timelines(rows: pd.DataFrame, *, every: bool = False) -> Iterator[Picture]:
+def step_timelines(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
     """One step of all contenders of a cell on one time axis.
 
     Only the smallest of the cells with the most contenders is drawn, because drawing takes long;
-    ``every`` draws all cells.
+    ``options.timelines`` asks for all cells.
     """
     for suffix, said, mine in by_evidence(_with_spans(rows)):
-        for cell in _cells(mine, every=every):
+        for cell in _cells(mine, every=options.timelines):
             first = cell.iloc[0]
             name = f"timeline_{first['model']}_{first['num_gpus']}_{first['global_batch']}_{suffix}"
             yield _picture(name, said, cell)

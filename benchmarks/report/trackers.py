@@ -21,7 +21,7 @@ from benchmarks.records.record import (
     read_record,
     recorded_spec,
 )
-from benchmarks.report.frame import Row, row_of
+from benchmarks.report.frame import row_of
 from benchmarks.specification.run_spec import SpecError
 
 _SUMMARY = ("step_s", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu", "peak_gib")
@@ -105,5 +105,5 @@ def _steps(record: RunRecord) -> Iterator[tuple[int, dict[str, float]]]:
 
 def _summary(record: RunRecord) -> dict[str, float]:
     """Medians and the peak; without those that are not known (NaN)."""
-    row: Row = row_of(record)
+    row = row_of(record)
     return {name: value for name in _SUMMARY if (value := getattr(row, name)) == value}

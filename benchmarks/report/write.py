@@ -2,91 +2,26 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
+from concurrent.futures import as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
 
-from benchmarks.report.ablation import ablation_figure, ablation_table
-from benchmarks.report.breakdown import memory_breakdown
-from benchmarks.report.charts import (
-    Picture,
-    SavedPicture,
-    bars,
-    loss_curves,
-    save,
-    scaling_curves,
-    speedup_maps,
-)
-from benchmarks.report.forms import fits, rich_table, write_table
+from benchmarks.report import DEFAULTS, FIGURES, TABLES, Options, maker
+from benchmarks.report.charts import SavedPicture, save
 from benchmarks.report.frame import latest_ok, load_frame, notes_of
-from benchmarks.report.headline import BASE, answers, base_of, headline_table, print_table
 from benchmarks.report.page import Page, report_folder, table_page, write_page
 from benchmarks.report.paper import paper_grids
-from benchmarks.report.published import published_figure
-from benchmarks.report.table import Grid, Table
-from benchmarks.report.tables import comparison_table, comparison_tables, evidence_distance_figure
-from benchmarks.report.timelines import step_timelines, write_traces
-from benchmarks.specification.command import leave_interrupts_to_parent, told
-
-# Draws all figures of a report, with one process per core.
-
-
-Draw = Callable[[pd.DataFrame], Iterator[Picture]]
-
-
-def draw(
-    rows: pd.DataFrame,
-    base: str,
-    against: Mapping[str, str],
-    out: Path,
-    *,
-    every_timeline: bool = False,
-) -> list[SavedPicture]:
-    """Draw and write every figure, and return them in the order of the page."""
-    light = rows.drop(columns=["source"])  # it is large, and only the page reads it
-    each: list[Draw] = [
-        bars,
-        partial(speedup_maps, base=base),
-        scaling_curves,
-        partial(ablation_figure, against=against),
-        memory_breakdown,
-        partial(step_timelines, every=every_timeline),
-        loss_curves,
-    ]
-    groups = [g for _, g in light.groupby(["evidence", "basis", "cluster"], sort=True)]
-    tasks = [(function, group) for function in each for group in groups]
-    tasks += [(evidence_distance_figure, light), (published_figure, light)]
-    workers = min(os.cpu_count() or 1, len(tasks))
-    context = multiprocessing.get_context("fork")  # matplotlib is imported already
-    with ProcessPoolExecutor(workers, context, leave_interrupts_to_parent) as pool:
-        jobs = [pool.submit(_drawn, function, group, out) for function, group in tasks]
-        for _ in told(as_completed(jobs), len(jobs), "groups of figures"):
-            pass
-        return [picture for job in jobs for picture in job.result()]
-
-
-def _drawn(function: Draw, rows: pd.DataFrame, out: Path) -> list[SavedPicture]:
-    return [save(picture, out) for picture in function(rows)]
-
+from benchmarks.report.speedup import answers, headline_table
+from benchmarks.report.table import Grid, Table, fits, print_table, rich_table, write_table
+from benchmarks.report.timelines import write_traces
+from benchmarks.specification.command import SpecError, told, workers
 
 MAX_PRINTED = 60  # rows in the terminal; the files have all
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of a report: the ``base`` of speed-ups (empty: DeepSpeed 3D), the knobs of the
-    configuration that ablations are ``against``, and whether to draw every timeline."""
-
-    base: str = ""
-    against: Mapping[str, str] = field(default_factory=dict)
-    timelines: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,35 +33,34 @@ class ReportPaths:
 
 
 def write_report(
-    roots: Sequence[Path],
-    out: Path,
-    console: Console | None = None,
-    options: Options = Options(),
+    roots: Sequence[Path], out: Path, console: Console | None = None, options: Options = DEFAULTS
 ) -> ReportPaths:
     """Write all tables, figures and the page of the records below ``roots`` into ``out``.
 
     It prints the headline table and the paths. Files that cannot be read are named and skipped.
-    Raises BaseError or AblationError if no record fits the options.
+    Raises SpecError if no record fits the options.
     """
     console = console or Console()
-    rows, skipped = _rows(roots, console)
+    rows, skipped = _rows(roots, options, console)
     if rows.empty:
         return ReportPaths([], skipped)
-    base = base_of(rows, options.base) if options.base else BASE
-    tables = comparison_tables(rows, base)
-    tables["ablation"] = ablation_table(rows, options.against)
-    _print_headline(rows, base, console)
+    tables = {name: make_table(name, rows, options) for name in TABLES}
+    _print_headline(rows, options, console)
     with report_folder(out) as folder:
-        pictures = draw(rows, base, options.against, folder, every_timeline=options.timelines)
+        pictures = draw(rows, options, folder)
         grids = {name: grids_of(table) for name, table in tables.items()}
         page = Page(
             rows=rows,
             grids=grids,
             pictures=pictures,
             skipped=skipped,
-            answers=list(answers(rows, base)),
+            answers=list(answers(rows, options.base)),
         )
-        files = [write_page(page, folder), *_write_tables(tables, grids, folder)]
+        files = [write_page(page, folder), folder / "tables.md"]
+        files += [
+            path for name in tables for path in write_table(tables[name], grids[name], folder)
+        ]
+        files[1].write_text("\n".join((folder / f"{name}.md").read_text() for name in tables))
         files += [path for picture in pictures for path in picture.paths]
         files += write_traces(rows, folder, every=options.timelines)
         names = [path.relative_to(folder) for path in files]
@@ -134,85 +68,89 @@ def write_report(
     return ReportPaths([out / name for name in names], skipped)
 
 
+def make_table(name: str, rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
+    """The table of ``TABLES`` with this name, of the rows of ``latest_ok``."""
+    made: Table = maker(TABLES[name][1])(rows, options)
+    return made
+
+
+def draw(rows: pd.DataFrame, options: Options, out: Path) -> list[SavedPicture]:
+    """Draw and write every figure, with one process per core; returns them in the page's order."""
+    light = rows.drop(columns=["source"])  # it is large, and only the page reads it
+    count = min(os.cpu_count() or 1, len(FIGURES))
+    with workers(count, "fork") as pool:  # matplotlib is imported already
+        jobs = [pool.submit(_drawn, path, light, options, out) for path in FIGURES]
+        for _ in told(as_completed(jobs), len(jobs), "kinds of figures"):
+            pass
+        return [picture for job in jobs for picture in job.result()]
+
+
+def _drawn(path: str, rows: pd.DataFrame, options: Options, out: Path) -> list[SavedPicture]:
+    return [save(picture, out) for picture in maker(path)(rows, options)]
+
+
 def write_one_table(
     name: str, roots: Sequence[Path], *, out: Path, options: Options, console: Console | None = None
 ) -> ReportPaths:
-    """Print one table of ``comparison_tables`` and write it as CSV, Parquet, Markdown, LaTeX and
-    HTML."""
+    """Print one table of ``TABLES`` and write it as CSV, Parquet, Markdown, LaTeX and HTML."""
     console = console or Console()
-    rows, skipped = _rows(roots, console)
+    rows, skipped = _rows(roots, options, console)
     if rows.empty:
         return ReportPaths([], skipped)
-    base = base_of(rows, options.base) if options.base else BASE
-    if name == "ablation":
-        table = ablation_table(rows, options.against)
-    else:
-        table = comparison_table(name, rows, base)
-    grids = grids_of(table)
-    names = write_table_forms(table, grids, out)
-    _print_grids(table, grids, rows=rows, base=base, console=console)
+    table = make_table(name, rows, options)
+    names = write_table_forms(table, out)
+    for grid in grids_of(table):
+        if fits(grid, console):
+            console.print(rich_table(grid))
+        elif name == "paper":
+            console.print("The terminal is too narrow for a group of columns per contender:")
+            _print_headline(rows, options, console)
+            break
+        else:
+            print_table(table, console)
     for note in notes_of(rows):
         console.print(note)
     _print_paths(names, out, console)
     return ReportPaths([out / name for name in names], skipped)
 
 
-def write_table_forms(table: Table, grids: list[Grid], out: Path) -> list[Path]:
-    """Write one table, whose text is in ``grids``, in every form into a folder of its own; returns
-    the names of the files."""
+def write_table_forms(table: Table, out: Path) -> list[Path]:
+    """Write one table in every form into a folder of its own; returns the names of the files."""
+    grids = grids_of(table)
     with report_folder(out) as folder:
         files = [*write_table(table, grids, folder), table_page(table.name, grids, folder)]
         return [path.relative_to(folder) for path in files]
 
 
-def _rows(roots: Sequence[Path], console: Console) -> tuple[pd.DataFrame, list[str]]:
-    frame, skipped = load_frame(roots)
-    for line in skipped:
-        console.print(f"skipped {line}", markup=False)
-    if frame.empty:
-        console.print(f"no records below {', '.join(map(str, roots))}", markup=False)
-    return latest_ok(frame), skipped
-
-
 def grids_of(table: Table) -> list[Grid]:
     """The text of a table: one grid, or for the paper's table one per kind of evidence, basis and
     cluster."""
-    if table.name == "paper":
-        return list(paper_grids(table))
-    return [table.grid()]
+    return list(paper_grids(table)) if table.name == "paper" else [table.grid()]
 
 
-def _write_tables(
-    tables: Mapping[str, Table], grids: Mapping[str, list[Grid]], out: Path
-) -> list[Path]:
-    paths = [path for name, made in tables.items() for path in write_table(made, grids[name], out)]
-    together = out / "tables.md"
-    together.write_text("\n".join((out / f"{name}.md").read_text() for name in tables))
-    return [together, *paths]
+def _rows(
+    roots: Sequence[Path], options: Options, console: Console
+) -> tuple[pd.DataFrame, list[str]]:
+    frame, skipped = load_frame(roots)
+    for line in skipped:
+        console.print(f"skipped {line}", markup=False)
+    known = sorted(set(frame["contender"]))
+    if frame.empty:
+        console.print(f"no records below {', '.join(map(str, roots))}", markup=False)
+    elif options.base not in (*known, DEFAULTS.base):
+        raise SpecError(
+            f"--base={options.base}: no record of that contender (there are {', '.join(known)})"
+        )
+    return latest_ok(frame), skipped
 
 
-def _print_headline(rows: pd.DataFrame, base: str, console: Console) -> None:
-    made = headline_table(rows, base)
+def _print_headline(rows: pd.DataFrame, options: Options, console: Console) -> None:
+    made = headline_table(rows, options)
     print_table(replace(made, data=made.data[:MAX_PRINTED]), console)
     for note in notes_of(rows):
         console.print(note)
     if len(rows) > MAX_PRINTED:
         console.print(f"... {len(rows) - MAX_PRINTED} more rows are in the files")
-
-
-def _print_grids(
-    table: Table, grids: list[Grid], *, rows: pd.DataFrame, base: str, console: Console
-) -> None:
-    """Print the table if the terminal is wide enough, otherwise one line per contender."""
-    for grid in grids:
-        if fits(grid, console):
-            console.print(rich_table(grid))
-        elif table.name == "paper":
-            console.print("The terminal is too narrow for a group of columns per contender:")
-            _print_headline(rows, base, console)
-            break
-        else:
-            print_table(table, console)
 
 
 def _print_paths(names: Sequence[Path], out: Path, console: Console) -> None:

@@ -1,14 +1,18 @@
-"""How every command ends: with one line after bad input or Ctrl-C, silently on a closed pipe."""
+"""How every command ends (with one line after bad input or Ctrl-C, silently on a closed pipe), and
+how it shows progress: as a bar on a terminal, as occasional lines in a log."""
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -24,16 +28,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
-# The error for a user's bad input. It is a module of its own, which imports nothing, so that every
-# command can answer ``--help`` at once.
-
-
-class SpecError(ValueError):
-    """Bad input. The message is one line with the field, its value and what would work."""
-
-
-# How every command shows its progress: as a bar on a terminal, as occasional lines in a log.
-
+from benchmarks.specification import SpecError as SpecError
 
 T = TypeVar("T")
 
@@ -140,6 +135,23 @@ def check_writable(field: str, directory: Path) -> None:
     except OSError as error:
         why = (error.strerror or str(error)).lower()
         raise SpecError(f"{field}={directory}: cannot be written to: {why}") from None
+
+
+@contextmanager
+def workers(count: int, start: str = "spawn") -> Iterator[ProcessPoolExecutor]:
+    """A pool of so many processes, started as multiprocessing's ``start`` says. If the body is left
+    by an error or by Ctrl-C, they end at once."""
+    context = multiprocessing.get_context(start)
+    pool = ProcessPoolExecutor(count, context, leave_interrupts_to_parent)
+    try:
+        yield pool
+    except BaseException:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C cannot make it any faster
+        for child in multiprocessing.active_children():
+            child.kill()
+        pool.shutdown(cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def leave_interrupts_to_parent() -> None:

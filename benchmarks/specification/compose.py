@@ -71,7 +71,7 @@ def preset(group: str, name: str, kind: type) -> Any:
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
         raise SpecError(f"{group}={name!r}: no such preset (known: {known})")
-    from benchmarks.specification.run_spec import validated  # what follows --help only
+    from benchmarks.specification.reading import validated  # what follows --help only
 
     return validated(kind, OmegaConf.to_container(OmegaConf.load(path)), group)
 

@@ -10,14 +10,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import SkipValidation, TypeAdapter, ValidationError
+from pydantic import SkipValidation
 
-from benchmarks.specification.command import SpecError as SpecError  # for users of specs
 from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.reading import SpecError as SpecError  # for users of specs
+from benchmarks.specification.reading import validated as validated
 from zeropp.cluster import Cluster
 from zeropp.literals import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, Auto, Precision
 from zeropp.plan import Candidate, Knobs, Plan, Task
@@ -120,19 +121,6 @@ class RunSpec(TaskSpec):
         return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
 
 
-_adapter = lru_cache(TypeAdapter)  # making one takes milliseconds
-
-
-def validated(kind: type[T], values: Any, prefix: str = "") -> T:
-    """The values as a ``kind``. Raises SpecError with one line for the first mistake; ``prefix``
-    stands before the name of its field."""
-    try:
-        adapter = _adapter(kind)  # type: ignore[arg-type]  # mypy: types are hashable
-        return cast("T", adapter.validate_python(values))
-    except ValidationError as error:
-        raise SpecError(_one_line(error, values, prefix)) from None
-
-
 def spec_from_mapping(values: Mapping[str, Any]) -> RunSpec:
     """Build and check a spec; raises SpecError with one line for the first mistake."""
     values = dict(values)
@@ -186,30 +174,6 @@ def is_priced(cluster: Cluster, precision: Precision) -> bool:
 def load_spec(path: Path) -> RunSpec:
     """Read a spec from a JSON file."""
     return spec_from_mapping(json.loads(path.read_text()))
-
-
-def _one_line(error: ValidationError, values: Any, prefix: str) -> str:
-    problems = error.errors(include_url=False)
-    first, path = problems[0], _path(problems[0]["loc"], values)
-    field = ".".join([prefix] * bool(prefix) + path)
-    if first["type"] == "unexpected_keyword_argument":
-        return f"{field}={first['input']!r}: unknown key"
-    if first["type"] == "missing":
-        return f"{field}: missing; it has no default"
-    same = [p["msg"].removeprefix("Value error, ") for p in problems]
-    same = [m for m, p in zip(same, problems, strict=True) if _path(p["loc"], values) == path]
-    return f"{field}={first['input']!r}: {'; or '.join(dict.fromkeys(same)).lower()}"
-
-
-def _path(location: tuple[int | str, ...], values: Any) -> list[str]:
-    """The keys of a location of pydantic's, without the names of union members at its end."""
-    path = []
-    for part in location:
-        if not isinstance(values, Mapping):
-            break
-        path.append(str(part))
-        values = values.get(part)
-    return path
 
 
 def _check_names(spec: RunSpec) -> None:

@@ -66,7 +66,7 @@ CONSTANTS = (
 
 
 @dataclass(frozen=True)
-class Sample:
+class FittedRow:
     """One published row and the case that it describes."""
 
     row: PublishedRow
@@ -85,7 +85,7 @@ class Sample:
         return math.log1p(predict_case(self.row, case).relative_error)
 
 
-def samples(rows: int) -> list[Sample]:
+def samples(rows: int) -> list[FittedRow]:
     """Throughput rows of the sources that take part in the fit, at most ``rows`` per table."""
     found = []
     for table in training_tables():
@@ -94,7 +94,7 @@ def samples(rows: int) -> list[Sample]:
             if row is None or row.role != "fitted":
                 continue
             try:
-                sample = Sample(row, case_of(row))
+                sample = FittedRow(row, case_of(row))
                 if predict_case(row, sample.case).kind == "throughput":
                     understood.append(sample)
             except UnpredictableError:
@@ -104,7 +104,7 @@ def samples(rows: int) -> list[Sample]:
     return found
 
 
-def fit(chosen: Sequence[Sample]) -> Sequence[float]:
+def fit(chosen: Sequence[FittedRow]) -> Sequence[float]:
     """The fitted constants, in the order of ``CONSTANTS``."""
     priors = np.log([c.prior for c in CONSTANTS])
     widths = np.array([c.width for c in CONSTANTS])

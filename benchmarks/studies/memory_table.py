@@ -15,7 +15,7 @@ import csv
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,7 @@ from benchmarks.specification.run_spec import knobs_from
 from zeropp.cluster import Cluster
 from zeropp.cost import price_plan
 from zeropp.engine.tracing import trace_ranks
-from zeropp.literals import Precision
-from zeropp.plan import Candidate, Knobs, MemoryBytes, Plan, Task
+from zeropp.plan import Candidate, MemoryBytes, Plan, Task
 from zeropp.planner import asked_degrees
 from zeropp.shape import ModelShape
 from zeropp.sim.memory import peak_memory
@@ -42,127 +41,89 @@ REAL = ("deepspeed_3d",)  # traced with real tensors and small models, as it fai
 
 
 @dataclass(frozen=True)
-class Case:
-    """One plan to trace. ``options`` are a contender's knobs as on the command line; degrees and
-    chunks that are not given are 1."""
+class TracedPlan:
+    """One plan to trace; ``text`` identifies its rows in the file."""
 
     contender: str
     model: str
-    options: str
-    microbatch_size: int = 1
-    _: KW_ONLY
-    num_microbatches: int = 8
-    precision: Precision = "bf16"
-
-    @property
-    def knobs(self) -> Knobs:
-        """The contender's knobs with these options."""
-        chosen = OmegaConf.to_container(OmegaConf.from_dotlist(self.options.split()))
-        assert isinstance(chosen, dict)
-        known = CONTENDERS[self.contender].knobs.__dataclass_fields__
-        ones = {axis: 1 for axis in ("pp", "tp", "shard", "replicate", "chunks") if axis in known}
-        return knobs_from({"name": self.contender, **ones, **chosen})
-
-    @property
-    def text(self) -> str:
-        """The plan as text, which identifies its rows in the file."""
-        sizes = f"b={self.microbatch_size} m={self.num_microbatches} {self.precision}"
-        return f"{self.options} {sizes}"
+    text: str
 
     def plan(self) -> Plan:
         """The plan that the contender's planner makes."""
-        knobs = self.knobs
-        degrees = asked_degrees(knobs)
-        world = prod(int(degree) for degree in degrees.values())
-        dp = int(degrees.get("shard", 1)) * int(degrees.get("replicate", 1))
+        *options, size, number, precision = self.text.split()
+        chosen = OmegaConf.to_container(OmegaConf.from_dotlist(options))
+        assert isinstance(chosen, dict)
+        known = CONTENDERS[self.contender].knobs.__dataclass_fields__
+        ones = {axis: 1 for axis in ("pp", "tp", "shard", "replicate", "chunks") if axis in known}
+        knobs = knobs_from({"name": self.contender, **ones, **chosen})
+        degrees = {name: int(degree) for name, degree in asked_degrees(knobs).items()}
+        microbatch_size, count = int(size.removeprefix("b=")), int(number.removeprefix("m="))
+        dp = degrees.get("shard", 1) * degrees.get("replicate", 1)
         task = Task(
             shape=preset("model", self.model, ModelShape),
             cluster=preset("cluster", "a800", Cluster),
-            num_gpus=world,
-            global_batch=self.microbatch_size * self.num_microbatches * dp,
-            precision=self.precision,
+            num_gpus=prod(degrees.values()),
+            global_batch=microbatch_size * count * dp,
+            precision="fp32" if precision == "fp32" else "bf16",
         )
-        return CONTENDERS[self.contender].plan(task, Candidate(knobs, self.microbatch_size))
+        return CONTENDERS[self.contender].plan(task, Candidate(knobs, microbatch_size))
 
 
-CASES = (
-    Case("zeropp", "gpt_1_5b", "pp=1 shard=8", num_microbatches=4),
-    Case("zeropp", "gpt_1_5b", "pp=4 chunks=2", precision="fp32"),
-    Case("zeropp", "gpt_1_5b", "pp=2 shard=4 chunks=2", 4),
-    Case("zeropp", "gpt_1_5b", "pp=2 shard=2 replicate=2 chunks=4 unit=4"),
-    Case("zeropp", "gpt_6_2b", "pp=4 shard=8 chunks=2"),
-    Case("zeropp", "gpt_6_2b", "pp=4 shard=8 chunks=2 recompute=selective"),
-    Case("zeropp", "gpt_6_2b", "pp=4 shard=8 chunks=2 recompute=full"),
-    Case(
-        "zeropp",
-        "gpt_6_2b",
-        "pp=2 shard=16 chunks=2 recompute=full",
-        2,
-        num_microbatches=4,
-        precision="fp32",
-    ),
-    Case("zeropp", "gpt_6_2b", "pp=4 shard=4 chunks=2 reduce_every=step activation_cap=6"),
-    Case("zeropp", "gpt_6_2b", "pp=4 shard=4 replicate=2 replicate_zero=1 chunks=2"),
-    Case("zeropp", "gpt_28_3b", "pp=8 shard=8 chunks=2 recompute=full", 2, num_microbatches=16),
-    Case("zeropp", "gpt_175b", "pp=16 shard=32 chunks=2 recompute=full", 1, num_microbatches=16),
-    Case("zeropp", "llama_8b", "pp=4 shard=8 chunks=2 recompute=full"),
-    Case("zeropp", "llama_8b", "pp=8 chunks=2"),
-    Case("zeropp", "llama_70b", "pp=8 shard=8 chunks=2 recompute=full", 1, num_microbatches=16),
-    Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=1f1b"),
-    Case("torch_pp", "gpt_1_5b", "pp=4 schedule=1f1b", precision="fp32"),
-    Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=interleaved_1f1b chunks=4"),
-    Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=looped_bfs chunks=2"),
-    Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=interleaved_zb chunks=2"),
-    Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=zbv chunks=2"),
-    Case("torch_pp", "gpt_1_5b", "pp=4 shard=2 schedule=dualpipev chunks=2"),
-    Case("torch_pp", "gpt_6_2b", "pp=2 shard=8 schedule=interleaved_1f1b chunks=2", 4),
-    Case("torch_pp", "gpt_6_2b", "pp=2 shard=2 replicate=2 schedule=1f1b recompute=selective"),
-    Case("torch_pp", "gpt_6_2b", "pp=4 tp=2 shard=2 schedule=interleaved_1f1b chunks=2"),
-    Case("torch_pp", "gpt_6_2b", "pp=4 tp=4 schedule=1f1b sequence_parallel=true"),
-    Case("torch_pp", "gpt_6_2b", "pp=4 tp=8 schedule=1f1b recompute=full", 2),
-    Case(
-        "torch_pp",
-        "gpt_175b",
-        "pp=16 tp=8 shard=4 schedule=1f1b recompute=full",
-        1,
-        num_microbatches=16,
-    ),
-    Case("torch_pp", "llama_8b", "pp=4 shard=8 schedule=interleaved_1f1b chunks=2"),
-    Case("torch_pp", "llama_8b", "pp=4 tp=4 schedule=1f1b sequence_parallel=true"),
-    Case("torch_pp", "llama_70b", "pp=8 tp=8 schedule=1f1b recompute=full", 1, num_microbatches=8),
-    Case(
-        "torch_pp",
-        "llama_70b",
-        "pp=8 shard=8 schedule=interleaved_1f1b chunks=2",
-        1,
-        num_microbatches=8,
-    ),
-    Case("deepspeed_3d", "gpt_mini", "pp=2 replicate=2 replicate_zero=1", 8),
-    Case("deepspeed_3d", "gpt_mini", "pp=4 replicate=2 replicate_zero=1 recompute=full", 8),
-    Case("deepspeed_3d", "gpt_mini", "pp=2 tp=2 replicate=2 replicate_zero=1", 8),
-    Case("deepspeed_3d", "gpt_mini", "pp=4 tp=4 recompute=full", 8, precision="fp32"),
-    Case(
-        "deepspeed_3d",
-        "gpt_mini",
-        "tp=2 replicate=4 recompute=full",
-        8,
-        num_microbatches=4,
-        precision="fp32",
-    ),
-    Case("deepspeed_3d", "llama_tiny", "pp=2 tp=2 replicate_zero=1", 8),
-    Case("deepspeed_3d", "llama_tiny", "pp=4 replicate=2", 8, precision="fp32"),
-    Case("fsdp", "gpt_1_5b", "shard=8", 1, num_microbatches=2),
-    Case("fsdp", "gpt_1_5b", "shard=8 reduce_every=step", 1, num_microbatches=2),
-    Case("fsdp", "gpt_1_5b", "shard=8", 4, num_microbatches=2, precision="fp32"),
-    Case("fsdp", "gpt_6_2b", "shard=32 recompute=selective", 2, num_microbatches=2),
-    Case("fsdp", "gpt_6_2b", "shard=8 replicate=4 recompute=full", 4, num_microbatches=2),
-    Case("fsdp", "gpt_175b", "shard=64 recompute=full", 1, num_microbatches=1),
-    Case("fsdp", "llama_8b", "shard=16 recompute=full", 2, num_microbatches=2),
-    Case("fsdp", "llama_70b", "shard=64 recompute=selective", 1, num_microbatches=1),
-)
+# A line per plan: contender, model, the contender's knobs as on the command line (degrees and
+# chunks that are not given are 1), microbatch size (b), microbatches (m) and precision.
+PLANS = """
+zeropp gpt_1_5b pp=1 shard=8 b=1 m=4 bf16
+zeropp gpt_1_5b pp=4 chunks=2 b=1 m=8 fp32
+zeropp gpt_1_5b pp=2 shard=4 chunks=2 b=4 m=8 bf16
+zeropp gpt_1_5b pp=2 shard=2 replicate=2 chunks=4 unit=4 b=1 m=8 bf16
+zeropp gpt_6_2b pp=4 shard=8 chunks=2 b=1 m=8 bf16
+zeropp gpt_6_2b pp=4 shard=8 chunks=2 recompute=selective b=1 m=8 bf16
+zeropp gpt_6_2b pp=4 shard=8 chunks=2 recompute=full b=1 m=8 bf16
+zeropp gpt_6_2b pp=2 shard=16 chunks=2 recompute=full b=2 m=4 fp32
+zeropp gpt_6_2b pp=4 shard=4 chunks=2 reduce_every=step activation_cap=6 b=1 m=8 bf16
+zeropp gpt_6_2b pp=4 shard=4 replicate=2 replicate_zero=1 chunks=2 b=1 m=8 bf16
+zeropp gpt_28_3b pp=8 shard=8 chunks=2 recompute=full b=2 m=16 bf16
+zeropp gpt_175b pp=16 shard=32 chunks=2 recompute=full b=1 m=16 bf16
+zeropp llama_8b pp=4 shard=8 chunks=2 recompute=full b=1 m=8 bf16
+zeropp llama_8b pp=8 chunks=2 b=1 m=8 bf16
+zeropp llama_70b pp=8 shard=8 chunks=2 recompute=full b=1 m=16 bf16
+torch_pp gpt_1_5b pp=4 shard=2 schedule=1f1b b=1 m=8 bf16
+torch_pp gpt_1_5b pp=4 schedule=1f1b b=1 m=8 fp32
+torch_pp gpt_1_5b pp=4 shard=2 schedule=interleaved_1f1b chunks=4 b=1 m=8 bf16
+torch_pp gpt_1_5b pp=4 shard=2 schedule=looped_bfs chunks=2 b=1 m=8 bf16
+torch_pp gpt_1_5b pp=4 shard=2 schedule=interleaved_zb chunks=2 b=1 m=8 bf16
+torch_pp gpt_1_5b pp=4 shard=2 schedule=zbv chunks=2 b=1 m=8 bf16
+torch_pp gpt_1_5b pp=4 shard=2 schedule=dualpipev chunks=2 b=1 m=8 bf16
+torch_pp gpt_6_2b pp=2 shard=8 schedule=interleaved_1f1b chunks=2 b=4 m=8 bf16
+torch_pp gpt_6_2b pp=2 shard=2 replicate=2 schedule=1f1b recompute=selective b=1 m=8 bf16
+torch_pp gpt_6_2b pp=4 tp=2 shard=2 schedule=interleaved_1f1b chunks=2 b=1 m=8 bf16
+torch_pp gpt_6_2b pp=4 tp=4 schedule=1f1b sequence_parallel=true b=1 m=8 bf16
+torch_pp gpt_6_2b pp=4 tp=8 schedule=1f1b recompute=full b=2 m=8 bf16
+torch_pp gpt_175b pp=16 tp=8 shard=4 schedule=1f1b recompute=full b=1 m=16 bf16
+torch_pp llama_8b pp=4 shard=8 schedule=interleaved_1f1b chunks=2 b=1 m=8 bf16
+torch_pp llama_8b pp=4 tp=4 schedule=1f1b sequence_parallel=true b=1 m=8 bf16
+torch_pp llama_70b pp=8 tp=8 schedule=1f1b recompute=full b=1 m=8 bf16
+torch_pp llama_70b pp=8 shard=8 schedule=interleaved_1f1b chunks=2 b=1 m=8 bf16
+deepspeed_3d gpt_mini pp=2 replicate=2 replicate_zero=1 b=8 m=8 bf16
+deepspeed_3d gpt_mini pp=4 replicate=2 replicate_zero=1 recompute=full b=8 m=8 bf16
+deepspeed_3d gpt_mini pp=2 tp=2 replicate=2 replicate_zero=1 b=8 m=8 bf16
+deepspeed_3d gpt_mini pp=4 tp=4 recompute=full b=8 m=8 fp32
+deepspeed_3d gpt_mini tp=2 replicate=4 recompute=full b=8 m=4 fp32
+deepspeed_3d llama_tiny pp=2 tp=2 replicate_zero=1 b=8 m=8 bf16
+deepspeed_3d llama_tiny pp=4 replicate=2 b=8 m=8 fp32
+fsdp gpt_1_5b shard=8 b=1 m=2 bf16
+fsdp gpt_1_5b shard=8 reduce_every=step b=1 m=2 bf16
+fsdp gpt_1_5b shard=8 b=4 m=2 fp32
+fsdp gpt_6_2b shard=32 recompute=selective b=2 m=2 bf16
+fsdp gpt_6_2b shard=8 replicate=4 recompute=full b=4 m=2 bf16
+fsdp gpt_175b shard=64 recompute=full b=1 m=1 bf16
+fsdp llama_8b shard=16 recompute=full b=2 m=2 bf16
+fsdp llama_70b shard=64 recompute=selective b=1 m=1 bf16
+"""
+CASES = [TracedPlan(*line.split(maxsplit=2)) for line in PLANS.strip().splitlines()]
 
 
-def trace(case: Case) -> Iterator[dict[str, Any]]:
+def trace(case: TracedPlan) -> Iterator[dict[str, Any]]:
     """What was traced, one row per pipeline rank."""
     plan = case.plan()
     pp, pipeline = plan.layout.pp, plan.layout.pipeline(0)
@@ -190,7 +151,7 @@ def ranks_of(pp: int) -> list[int]:
     return sorted({0, pp // 2, pp - 1})
 
 
-def price(case: Case, row: dict[str, Any]) -> dict[str, Any]:
+def price(case: TracedPlan, row: dict[str, Any]) -> dict[str, Any]:
     """A traced row with the cost model's numbers added."""
     plan = case.plan()
     memory = peak_memory(plan, price_plan(plan, preset("cluster", "a800", Cluster)))

@@ -55,7 +55,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Sample:
+class StepSample:
     """One step on one rank: its duration, CPU seconds of the whole process and of its main
     thread."""
 
@@ -65,17 +65,17 @@ class Sample:
 
 
 # What one rank has found: samples per way to train, and the counters of every way but ``alone``.
-Found = tuple[dict[str, list[Sample]], dict[str, dict[str, int]]]
+Found = tuple[dict[str, list[StepSample]], dict[str, dict[str, int]]]
 
 
-def measured(step: Callable[[], object]) -> Sample:
+def measured(step: Callable[[], object]) -> StepSample:
     """One step, from a barrier of all ranks to the next."""
     dist.barrier()
     before, main, begin = _process_s(), time.thread_time(), time.perf_counter()
     step()
     main = time.thread_time() - main
     dist.barrier()
-    return Sample(time.perf_counter() - begin, _process_s() - before, main)
+    return StepSample(time.perf_counter() - begin, _process_s() - before, main)
 
 
 def _process_s() -> float:
@@ -115,7 +115,7 @@ def _rank(rank: int, specs: dict[str, RunSpec], repeats: int, place: Path) -> No
     built = {way: _stepper(spec) for way, spec in specs.items()}
     steps = {way: step for way, (step, _) in built.items()}
     steps["alone"] = _alone(specs["torch PP"])
-    samples: dict[str, list[Sample]] = {way: [] for way in steps}
+    samples: dict[str, list[StepSample]] = {way: [] for way in steps}
     for index in range(_WARMUP + repeats):
         for way, step in steps.items():
             samples[way].append(measured(lambda step=step, index=index: step(index)))  # type: ignore[misc]
@@ -161,7 +161,7 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
     return {"median": median, "q1": low, "q3": high}
 
 
-def _added(all_samples: list[list[Sample]], kind: str) -> float:
+def _added(all_samples: list[list[StepSample]], kind: str) -> float:
     """The sum over ranks of the median of one kind of seconds."""
     medians = [statistics.median([vars(one)[kind] for one in mine]) for mine in all_samples]
     return float(sum(medians))

@@ -13,24 +13,20 @@ of the verdict (``experiment=claim_33``) and that may fit into memory.
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 from benchmarks.records.environment import git_state
-from benchmarks.specification.command import (
-    CommandParser,
-    leave_interrupts_to_parent,
-    run_command,
-    told,
-)
+from benchmarks.specification.command import CommandParser, run_command, told, workers
 from benchmarks.specification.compose import compose, preset
 from benchmarks.studies.claim_33.cells import Cell, cells_of, verdict_spec
 from zeropp.cluster import Cluster
@@ -131,7 +127,7 @@ def _main() -> int:
     parser.add_argument("--plans", type=int, default=150, help="random plans (%(default)s)")
     parser.add_argument("--grid", type=int, default=4, help="plans per cell (%(default)s)")
     options = parser.parse_args()
-    with ProcessPoolExecutor(initializer=leave_interrupts_to_parent) as pool:
+    with workers(os.cpu_count() or 1) as pool:
         document = {
             "commit": git_state()[0],
             "bound": _bound(pool, options.ranks),

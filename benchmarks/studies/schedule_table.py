@@ -14,7 +14,6 @@ import csv
 import logging
 import sys
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,9 @@ from zeropp.schedule import build, lower
 from zeropp.schedule.event_loop import run
 from zeropp.schedule.legality import live_activations, resident_chunks
 from zeropp.schedule.program import Op, Schedule, StageCost, parse_action
-from zeropp.schedule.v_order import least_over_ideal
 
 RANKS = (4, 8, 16)
 MICROBATCHES_PER_RANK = (1, 2, 4, 8)
-# Share of 1F1B's activations -> chunks per rank, for ZeroPP's stages on a V and as a loop.
-LEAN = {0.5: (2, 4), 0.34: (4, 8, 12)}
-LEAN_MICROBATCHES_PER_RANK = (4, 8)
 PEERS = (
     ("ScheduleInterleaved1F1B", (2, 4)),
     ("ScheduleInterleavedZeroBubble", (2, 4)),
@@ -41,7 +36,6 @@ PEERS = (
     ("ScheduleZBVZeroBubble", (2,)),
     ("ScheduleDualPipeV", (2,)),
 )
-TORCH_KEEPS = 3  # chunks that torch's lowering keeps gathered at a time
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
@@ -93,8 +87,7 @@ def measure(schedule: Schedule) -> dict[str, Any]:
 
 def rows_of_size(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
     """The rows of one size; torch's schedules without an order for it are left out."""
-    lean = lean_rows(num_ranks, m) if m // num_ranks in LEAN_MICROBATCHES_PER_RANK else ()
-    for row in (*peer_rows(num_ranks, m), *unit_rows(num_ranks, m), *lean):
+    for row in (*peer_rows(num_ranks, m), *unit_rows(num_ranks, m)):
         yield {"ranks": num_ranks, "microbatches": m, **row}
 
 
@@ -112,43 +105,13 @@ def unit_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
     """The rows of ZeroPP with units, with a cap of the activations of one unit."""
     for chunks in (2, 4):
         for unit in sorted({num_ranks, min(2 * num_ranks, m)}):
-            for keep in (0, min(TORCH_KEEPS, chunks)):
-                # The cap is the default, U*V, and each gather starts one use ahead.
-                order = build(
-                    "zeropp", num_ranks=num_ranks, chunks=chunks, num_microbatches=m, unit=unit
-                )
-                bound = f"{1 + (num_ranks - 1) / (3 * m * chunks):.4f}"
-                named = {"schedule": "ZeroPP", "chunks": chunks, "unit": unit}
-                yield {
-                    **named,
-                    "keep": keep,
-                    "bound": bound,
-                    **measure(lower(order, gather=True, keep=keep)),
-                }
-
-
-def lean_rows(num_ranks: int, m: int) -> Iterator[dict[str, Any]]:
-    """The rows of ZeroPP within half and a third of 1F1B's activations: with stages on a V and,
-    where the cap allows units of at least two microbatches, with stages in a loop."""
-    for share, options in LEAN.items():
-        for chunks in options:
-            cap = int(share * num_ranks * chunks)
-            bound = f"{least_over_ideal(num_ranks, chunks, m, cap):.4f}"
-            named = {"chunks": chunks, "cap": cap, "bound": bound}
-            order = partial(
-                build,
-                "zeropp",
-                num_ranks=num_ranks,
-                chunks=chunks,
-                num_microbatches=m,
-                activation_cap=cap,
+            # The cap is the default, U*V, and each gather starts one use ahead.
+            order = build(
+                "zeropp", num_ranks=num_ranks, chunks=chunks, num_microbatches=m, unit=unit
             )
-            on_a_v = measure(lower(order(stage_style="v"), gather=True))
-            yield {"schedule": "ZeroPP on a V", "unit": m, **named, **on_a_v}
-            unit = min(num_ranks, cap // chunks)
-            if unit >= 2:
-                small = measure(lower(order(unit=unit), gather=True))
-                yield {"schedule": "ZeroPP, small units", "unit": unit, **named, **small}
+            bound = f"{1 + (num_ranks - 1) / (3 * m * chunks):.4f}"
+            named = {"schedule": "ZeroPP", "chunks": chunks, "unit": unit, "bound": bound}
+            yield {**named, **measure(lower(order, gather=True))}
 
 
 def main() -> int:
@@ -166,7 +129,7 @@ def _main() -> int:
     default = Path("results/reference/schedules.csv")
     parser.add_argument("out", nargs="?", type=Path, default=default, help="the CSV (%(default)s)")
     out = parser.parse_args().out
-    header = ["ranks", "microbatches", "schedule", "chunks", "unit", "keep", "cap"]
+    header = ["ranks", "microbatches", "schedule", "chunks", "unit"]
     header += ["step_over_ideal", "bound"]
     header += ["activations_over_1f1b", "gathers_per_step", "parameter_passes_per_step"]
     header += ["resident_chunks", "resident_share"]

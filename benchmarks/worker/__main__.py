@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.records.environment import capture_environment
-from benchmarks.records.events import EventWriter, step_line
+from benchmarks.records.events import EventWriter
+from benchmarks.records.metrics import step_line
 from benchmarks.records.record import read_spec
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, load_spec

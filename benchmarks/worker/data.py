@@ -1,7 +1,9 @@
 """Tokens for every contender: in every topology the same global batches.
 
-In: a RunSpec. Out: each rank's inputs and targets of a step. Read ``batches`` (global batches by
-step number), ``megatron`` (Megatron's files), ``local_batch`` (a rank's part, on its device).
+In: a RunSpec. Out: each rank's inputs and targets of a step, from text, Megatron files or a random
+generator. The batch of a step depends on ``(data.seed, step)`` only. Every rank draws the same
+global batch and keeps the rows of its data-parallel index, so that all topologies train on the same
+sequences. Launchers check the data with this module, so it imports torch only for tensors.
 """
 
 from __future__ import annotations
@@ -9,25 +11,25 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 
 from benchmarks import CHECKOUT
 from benchmarks.specification.run_spec import DataSpec, RunSpec, SpecError
 from zeropp.layout import Layout
 
-# Reads Megatron's indexed data set: ``PREFIX.idx`` (header) and ``PREFIX.bin`` (tokens).
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# Megatron's indexed data set: ``PREFIX.idx`` (header) and ``PREFIX.bin`` (tokens).
 #
 # Layout of the index (Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``): 9 magic bytes,
 # version as uint64 = 1, one byte for the type of the tokens, the number of sequences and of
 # documents as uint64, then the lengths (int32) and byte offsets (int64) of the sequences. The
 # ``.bin`` has the tokens of all sequences one after another, so it is read as one stream.
-
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES: dict[int, type[np.generic]] = {
@@ -51,12 +53,6 @@ def open_megatron(prefix: Path) -> NDArray[Any]:
     if version != 1 or code not in DTYPES:
         raise ValueError(f"{index}: version {version}, token type {code} (known: version 1)")
     return np.memmap(prefix.with_name(prefix.name + ".bin"), dtype=DTYPES[code], mode="r")
-
-
-# Global batches by step number, from text, Megatron files or a random generator.
-#
-# The batch of a step depends on ``(data.seed, step)`` only. Every rank draws the same global batch
-# and keeps the rows of its data-parallel index, so that all topologies train on the same sequences.
 
 
 _BYTES = 256  # vocabulary of byte-level text
@@ -96,9 +92,9 @@ class BatchSource:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(inputs, targets) of data-parallel rank ``index`` of ``count``, both int64
         [global_batch / count, seq]."""
-        rows = self.global_batch // count
+        rows = slice(*(i * self.global_batch // count for i in (index, index + 1)))
         inputs, targets = self.batch(step)
-        return inputs[index * rows : (index + 1) * rows], targets[index * rows : (index + 1) * rows]
+        return inputs[rows], targets[rows]
 
 
 def open_batches(spec: RunSpec) -> BatchSource:
@@ -160,16 +156,13 @@ def _resolve(path: str) -> Path:
     return CHECKOUT / given
 
 
-# This rank's part of a global batch, as tensors on its device.
-
-
 def local_batch(
     batches: BatchSource, layout: Layout, step: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """(inputs, targets) of this rank, both int64 [global_batch / dp, seq]."""
+    """(inputs, targets) of this rank as tensors, both int64 [global_batch / dp, seq]."""
+    import torch
+    import torch.distributed as dist
+
     rows = batches.shard(step, layout.dp_index(dist.get_rank()), layout.dp)
     inputs, targets = (torch.from_numpy(part).to(device) for part in rows)
     return inputs, targets
-
-
-__all__ = ["BatchSource", "check_data", "open_batches"]

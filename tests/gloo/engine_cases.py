@@ -59,8 +59,6 @@ class Case:
     recompute: str = "none"
     recomputed: tuple[int, ...] = ()
     reduce_every: str = "unit"
-    replicate_every: str = "step"
-    keep: int = 0
     tied: bool = False
     family: Family = "gpt"
     dropout: float = 0.0
@@ -69,7 +67,6 @@ class Case:
     layers: int = 4
     cap: int | str = "auto"
     compile: bool = False
-    stage_style: str = "loop"
     split_backward: bool = True
     split_blocks: bool = False
 
@@ -117,12 +114,9 @@ def _plan(case: Case) -> Plan:
         unit=case.unit,
         recompute=case.recompute,  # type: ignore[arg-type]
         reduce_every=case.reduce_every,  # type: ignore[arg-type]
-        replicate_every=case.replicate_every,  # type: ignore[arg-type]
-        keep=case.keep,
         placement=case.placement,  # type: ignore[arg-type]
         activation_cap=case.cap,  # type: ignore[arg-type]
         compile=case.compile,
-        stage_style=case.stage_style,  # type: ignore[arg-type]
         split_backward=case.split_backward,
         split_blocks=case.split_blocks,
     )
@@ -172,7 +166,6 @@ def build_engine(
         options=EngineOptions(
             precision=plan.precision,
             recompute=plan.recompute,
-            replicate_every=plan.replicate_every,
             tied=((0, "tokens.weight"), (last, "output.weight")) if case.tied else None,
             reduce_dtype=plan.reduce_dtype,
             dropout_seed=SEED if case.dropout else None,

@@ -58,7 +58,8 @@ def built(layers: list[Any], **more: Any) -> ParallelModel:
         "global_batch": BATCH,
         "optimizer": zeropp.OptimizerConfig("sgd", lr=0.1),
     }
-    return zeropp.parallelize(layers, loss_function, **{**arguments, **more})
+    arguments |= more
+    return zeropp.parallelize(layers, arguments.pop("loss_fn", loss_function), **arguments)
 
 
 def error_of(make: Callable[[], object]) -> str:

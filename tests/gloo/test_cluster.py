@@ -14,19 +14,19 @@ from torch import nn
 
 import zeropp
 from benchmarks import CHECKOUT
-from zeropp.arguments import Request, request_of
-from zeropp.choose import Job, choose
+from zeropp.auto import choose
 from zeropp.cluster import named_cluster
 from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.cost import price_plan
-from zeropp.cut import Stages, cut_as
 from zeropp.engine.tracing import fake_world
-from zeropp.engine.walk import saved_bytes, try_layers
-from zeropp.layer_costs import layer_costs, stage_costs
+from zeropp.engine.walk import walk
+from zeropp.layer_prices import LayerPrices, layer_costs
 from zeropp.model import build_piece
 from zeropp.plan import Candidate, Task
 from zeropp.schedule import event_loop
+from zeropp.settings import Settings
 from zeropp.shape import ModelShape
+from zeropp.stages import Stages, plan_layers
 
 GPT = ModelShape(
     name="gpt",
@@ -47,9 +47,10 @@ SMALL = replace(
 
 def cut_on(world: int, layers: list[Any], sample: torch.Tensor, batch: int, **more: Any) -> Stages:
     """What rank 0 of a job gets."""
-    request = request_of(more)
+    settings = Settings(sample=sample, global_batch=batch, **more)
+    sizes = walk(layers, sample, {})
     with fake_world(0, world):
-        return cut_as(request, try_layers(layers, sample, {}), batch, len(sample))
+        return Stages(plan=plan_layers(settings, sizes), sizes=sizes)
 
 
 def makers(shape: ModelShape) -> list[Any]:
@@ -69,9 +70,9 @@ def test_cut_and_order_are_as_good_as_the_planners() -> None:
     )
     tokens = torch.zeros(1, GPT.seq, dtype=torch.long)
     found = cut_on(8, makers(GPT), tokens, 32, **degrees, precision="bf16", cluster="a800")
-    assert found.cuts == planned.cuts
+    assert found.plan.cuts == planned.cuts
     price = price_plan(planned, cluster).stages
-    orders = found.schedule, planned.schedule
+    orders = found.plan.schedule, planned.schedule
     steps = [event_loop.run(order, price).step_s for order in orders]
     assert steps[0] <= 1.005 * steps[1]
 
@@ -79,7 +80,7 @@ def test_cut_and_order_are_as_good_as_the_planners() -> None:
 def test_settings_in_one_line() -> None:
     given = {"pp": 2, "chunks": 2, "weights": [1.0] * 12}
     stages = cut_on(2, uneven(), torch.zeros(4, 64), 64, **given)
-    assert stages.describe(request_of(given)) == (
+    assert stages.describe() == (
         "pp=2 shard=1 replicate=1 chunks=2 unit=2 activation_cap=4 recompute=none; "
         "16 microbatches, layers per stage: 3 3 3 3"
     )
@@ -93,31 +94,21 @@ def uneven() -> list[nn.Module]:
 
 def test_stages_take_about_as_long_as_each_other() -> None:
     sample = torch.zeros(4, 64)
-    request = request_of({"pp": 2, "chunks": 2, "cluster": "h100"})
-    conditions = request.conditions()
-    assert conditions is not None
     stages = cut_on(2, uneven(), sample, 64, pp=2, chunks=2, cluster="h100")
-    seconds = [cost.compute for cost in layer_costs(try_layers(uneven(), sample, {}), conditions)]
-    work = [sum(seconds[begin:end]) for begin, end in pairwise(stages.cuts)]
+    costs = layer_costs(stages.sizes, named_cluster("h100"), "fp32", "none")
+    seconds = [cost.compute for cost in costs]
+    work = [sum(seconds[int(begin) : int(end)]) for begin, end in pairwise(stages.plan.cuts)]
     assert max(work) < 2 * sum(work) / len(work)
 
 
 def test_the_order_is_no_slower_than_the_one_for_equal_durations() -> None:
     sample = torch.zeros(4, 64)
     given = {"pp": 2, "chunks": 2, "weights": [1.0] * 12}
-    conditions = request_of({**given, "cluster": "a800"}).conditions()
-    assert conditions is not None
     planned = cut_on(2, uneven(), sample, 64, **given, cluster="a800")
     equal = cut_on(2, uneven(), sample, 64, **given)
-    assert planned.cuts == equal.cuts
-    costs = stage_costs(
-        equal.sizes,
-        equal.cuts,
-        stage_rank=equal.schedule.stage_rank,
-        layout=equal.layout,
-        given=conditions,
-    )
-    steps = [event_loop.run(one.schedule, costs).step_s for one in (planned, equal)]
+    assert planned.plan.cuts == equal.plan.cuts
+    costs = LayerPrices(equal.sizes, []).times(equal.plan, named_cluster("a800")).stages
+    steps = [event_loop.run(one.plan.schedule, costs).step_s for one in (planned, equal)]
     assert steps[0] < steps[1]
 
 
@@ -130,24 +121,20 @@ def test_names_of_clusters() -> None:
     assert "\n" not in str(caught.value)
 
 
-def chosen(shape: ModelShape, world: int, **more: Any) -> ZeroppKnobs:
-    """The knobs of ``chosen_request``."""
-    return chosen_request(shape, world, **more).knobs
+def chosen(shape: ModelShape, world: int, **more: Any) -> Settings:
+    """The settings of ``chosen_in_words``."""
+    return chosen_in_words(shape, world, **more)[0]
 
 
-def chosen_request(shape: ModelShape, world: int, **more: Any) -> Request:
+def chosen_in_words(shape: ModelShape, world: int, **more: Any) -> tuple[Settings, str]:
     """What is chosen for a model of the suite on A800s, one sequence per microbatch."""
     tokens = torch.zeros(1, shape.seq, dtype=torch.long)
-    layers = makers(shape)
-    job = Job(
-        sizes=try_layers(layers, tokens, {}),
-        saved=saved_bytes(layers, tokens, {}),
-        world=world,
-        global_batch=4 * world,
-        microbatch_size=1,
-    )
+    given = {"precision": "bf16", "cluster": "a800", **more}
+    settings = Settings(sample=tokens, global_batch=4 * world, **given)
+    asked = frozenset(name for name, value in given.items() if value == "auto")
+    sizes = walk(makers(shape), tokens, {})
     with fake_world(0, world):
-        return choose(request_of({"precision": "bf16", "cluster": "a800", **more}), job)
+        return choose(settings, asked, sizes)
 
 
 EVERYTHING = dict.fromkeys(("pp", "shard", "replicate", "chunks", "unit", "recompute"), "auto")
@@ -158,8 +145,8 @@ def test_a_cpu_runs_a_step_in_one_unit() -> None:
     on_cpu: dict[str, Any] = {**degrees, "cluster": "cpu_gloo", "precision": "fp32"}
     assert chosen(SMALL, 4, unit="auto", **on_cpu).unit == 8
     tokens = torch.zeros(1, SMALL.seq, dtype=torch.long)
-    units = [cut_on(4, makers(SMALL), tokens, 16, **how).schedule.unit for how in (on_cpu, degrees)]
-    assert units == [8, 2]
+    found = [cut_on(4, makers(SMALL), tokens, 16, **how) for how in (on_cpu, degrees)]
+    assert [one.plan.schedule.unit for one in found] == [8, 2]
 
 
 def test_auto_takes_what_fits() -> None:
@@ -200,12 +187,12 @@ def test_auto_counts_what_the_given_optimizer_keeps() -> None:
     )
     given: dict[str, Any] = {"pp": 1, "shard": 1, "replicate": "auto", "recompute": "full"}
     given |= {"precision": "fp32", "unit": 2}
-    found = chosen_request(wide, 2, **given, optimizer=plain_sgd, activation_cap=2)
-    assert found.knobs.replicate == 2
-    assert found.chosen.startswith("replicate chosen: estimated ")
-    assert found.chosen.endswith("usable GiB")
+    found, words = chosen_in_words(wide, 2, **given, optimizer=plain_sgd, activation_cap=2)
+    assert found.replicate == 2
+    assert words.startswith("replicate chosen: estimated ")
+    assert words.endswith("usable GiB")
     with pytest.raises(zeropp.InfeasibleError, match="1 settings need more memory than a device"):
-        chosen_request(wide, 2, **given)  # Adam's two numbers per parameter
+        chosen(wide, 2, **given)  # Adam's two numbers per parameter
 
 
 def plain_sgd(groups: Any) -> torch.optim.Optimizer:

@@ -41,17 +41,17 @@ CASES = [
     Case(pp=4, chunks=2, unit=4, batch=8, layers=8, cap=7),
     Case(pp=2, shard=2, chunks=2, unit=2, batch=8, recompute="selective"),
     Case(pp=2, shard=4, chunks=2, unit=2, batch=16, reduce_every="step"),
-    Case(pp=4, shard=2, chunks=2, unit=4, batch=16, layers=8, placement="pp_inner", keep=2),
+    Case(pp=4, shard=2, chunks=2, unit=4, batch=16, layers=8, placement="pp_inner"),
     Case(pp=1, replicate=2, zero=True, chunks=2, unit=2, batch=8, tied=True),
-    Case(pp=2, shard=2, replicate=2, chunks=2, unit=2, batch=16, tied=True, keep=1),
-    Case(pp=2, shard=2, replicate=2, chunks=2, batch=16, replicate_every="unit"),
+    Case(pp=2, shard=2, replicate=2, chunks=2, unit=2, batch=16, tied=True),
+    Case(pp=2, shard=2, replicate=2, chunks=2, batch=16),
     Case(pp=2, shard=2, replicate=2, zero=True, chunks=2, unit=2, batch=16, recompute="full"),
-    Case(pp=2, shard=2, replicate=2, zero=True, batch=16, replicate_every="unit", keep=3),
+    Case(pp=2, shard=2, replicate=2, zero=True, batch=16),
     Case(pp=2, replicate=3, zero=True, tied=True, chunks=2, batch=12, placement="pp_inner"),
     Case(pp=2, shard=2, chunks=2, batch=8, dropout=0.2, recompute="full"),
-    Case(pp=2, replicate=2, zero=True, chunks=2, batch=8, dropout=0.2, replicate_every="unit"),
-    Case(pp=4, chunks=2, unit=8, batch=8, layers=8, stage_style="v", tied=True),
-    Case(pp=2, shard=2, chunks=3, batch=12, layers=6, stage_style="v", cap=3, reduce_every="step"),
+    Case(pp=2, replicate=2, zero=True, chunks=2, batch=8, dropout=0.2),
+    Case(pp=4, chunks=2, unit=8, batch=8, layers=8, tied=True),
+    Case(pp=2, shard=2, chunks=3, unit=1, batch=12, layers=6, cap=3, reduce_every="step"),
     Case(pp=2, shard=2, chunks=2, unit=3, batch=10, split_backward=False, recompute="full"),
     Case(
         pp=3,
@@ -59,17 +59,16 @@ CASES = [
         zero=True,
         batch=8,
         layers=6,
-        stage_style="v",
         split_backward=False,
         tied=True,
     ),
     Case(pp=4, chunks=2, unit=4, batch=8, layers=5, split_blocks=True, recompute="full"),
     Case(pp=2, shard=2, chunks=3, batch=8, layers=5, split_blocks=True, tied=True),
-    Case(pp=2, shard=2, chunks=2, batch=8, layers=3, split_blocks=True, stage_style="v"),
+    Case(pp=2, shard=2, chunks=2, batch=8, layers=3, split_blocks=True),
     # With those above: pp, shard and replicate in {1, 2, 3}, as far as eight ranks go. Units that
     # do not divide the microbatches, and fewer microbatches than pipeline ranks.
     Case(pp=1, shard=3, chunks=1, unit=2, batch=9),
-    Case(pp=1, replicate=3, chunks=3, unit=2, batch=9, replicate_every="unit"),
+    Case(pp=1, replicate=3, chunks=3, unit=2, batch=9),
     Case(pp=1, shard=2, replicate=3, zero=True, chunks=2, unit=3, batch=24),
     Case(pp=1, shard=3, replicate=2, chunks=3, unit=1, batch=12),
     Case(pp=2, shard=3, chunks=1, unit=2, batch=9, tied=True),
@@ -107,10 +106,10 @@ def test_fp64_gradients_and_two_steps(case: Case, world: World) -> None:
 
 LLAMA = [
     Case(pp=2, shard=2, chunks=2, unit=3, batch=10, recompute="full"),
-    Case(pp=2, shard=2, chunks=2, unit=2, batch=8, recompute="selective", keep=1, tied=True),
-    Case(pp=2, replicate=2, zero=True, chunks=2, batch=8, replicate_every="unit"),
+    Case(pp=2, shard=2, chunks=2, unit=2, batch=8, recompute="selective", tied=True),
+    Case(pp=2, replicate=2, zero=True, chunks=2, batch=8),
     Case(pp=2, replicate=2, zero=True, tied=True, unit=4, batch=12, placement="pp_inner"),
-    Case(pp=2, shard=2, chunks=2, batch=8, layers=3, split_blocks=True, stage_style="v"),
+    Case(pp=2, shard=2, chunks=2, batch=8, layers=3, split_blocks=True),
 ]
 
 
@@ -125,7 +124,7 @@ BF16 = [
     Case(2, shard=2, precision="bf16"),
     Case(2, shard=2, precision="bf16", recompute="full"),
     Case(2, shard=2, replicate=2, zero=True, precision="bf16", batch=16, tied=True),
-    Case(1, replicate=3, zero=True, precision="bf16", batch=12, replicate_every="unit"),
+    Case(1, replicate=3, zero=True, precision="bf16", batch=12),
 ]
 
 

@@ -32,7 +32,7 @@ WINDOW, COLLECTIVE = "work of a lane", "collective"
 AROUND = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
 CASES = [
     Case(pp=2, shard=2, chunks=2, batch=8),
-    Case(pp=1, shard=2, replicate=2, zero=True, chunks=2, batch=8, replicate_every="unit"),
+    Case(pp=1, shard=2, replicate=2, zero=True, chunks=2, batch=8),
     Case(pp=2, shard=2, replicate=2, zero=True, chunks=1, batch=8),
     Case(pp=1, shard=3, chunks=3, batch=6, reduce_every="step"),
     Case(pp=2, shard=2, chunks=2, batch=8, precision="bf16"),
@@ -167,7 +167,7 @@ def planned(case: Case, engine: Engine) -> Counter[tuple[str, str]]:
         return [action.stage for action in program if action.op is op]
 
     reduced = of(Op.REDUCE_GRAD)
-    crossed = reduced if plan.replicate_every == "unit" else list(dict.fromkeys(reduced))
+    crossed = list(dict.fromkeys(reduced))
     expected = Counter({("all-reduce", "world"): 2})  # after the backwards, and after the update
     expected["isend", "pair"] = len(of(Op.SEND_F)) + len(of(Op.SEND_B))
     expected["irecv", "pair"] = len(of(Op.RECV_F)) + len(of(Op.RECV_B))

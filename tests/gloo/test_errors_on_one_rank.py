@@ -96,11 +96,11 @@ def failed_building(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "own", "peers"),
     [
-        ("sample", "InfeasibleError: sample: must be", "InfeasibleError: sample: must be"),
+        ("sample", "InfeasibleError: sample='rows'", "InfeasibleError: sample='rows': must be"),
         ("layer", "MemoryError: no room", "PeerError: rank 1 raised MemoryError: no room"),
         ("buffers", "OutOfMemoryError: tried", "PeerError: rank 1 raised OutOfMemoryError: tried"),
         ("optimizer", "ValueError: Invalid", "PeerError: rank 1 raised ValueError: Invalid"),
-        ("keyword", "TypeError: parallelize()", "PeerError: rank 1 raised TypeError: paralleliz"),
+        ("keyword", "TypeError: Settings.", "PeerError: rank 1 raised TypeError: Settings."),
     ],
 )
 def test_a_failure_while_building(world: World, what: str, own: str, peers: str) -> None:

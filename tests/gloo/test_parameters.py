@@ -208,7 +208,6 @@ def tied_values() -> list[dict[str, Tensor]]:
         {},
         {"pp": 2},
         {"pp": 2, "chunks": 2},
-        {"pp": 2, "stage_style": "v", "chunks": 2},
     )
     for degrees in topologies:
         size = degrees.get("pp", 1)

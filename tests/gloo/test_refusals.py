@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
 import zeropp
 from tests.gloo.small_layers import (
@@ -25,6 +27,7 @@ from tests.gloo.world import World
 def wrong_calls() -> dict[str, dict[str, Any]]:
     """Arguments that ``parallelize`` refuses, on this rank; what they do not set is right."""
     layers, rank = seeded([linear] * 4), dist.get_rank()
+    lent: Any = layers[1]
     other = [*layers[:3], nn.Linear(WIDTH, WIDTH).double()]
     other[3].weight = layers[0].weight
     tuples = seeded([linear, lambda: nn.LSTM(WIDTH, WIDTH), linear, linear])
@@ -68,7 +71,7 @@ def wrong_calls() -> dict[str, dict[str, Any]]:
         "wrong width": {"sample": torch.zeros(1, WIDTH + 1, dtype=torch.float64)},
         "too many ranks": {"pp": 3},
         "small cap": {"pp": 2, "chunks": 2, "unit": 4, "activation_cap": 3},
-        "mesh and degree": {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), "pp": 2},
+        "mesh and degree": {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), "pp": 4},
         "mesh of another axis": {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))},
         "no values": {"layers": [layers[0], linear().double().to("meta"), *layers[2:]]},
         "in place": {"layers": in_the_middle(nn.ReLU(inplace=True)), "recompute": "full"},
@@ -76,11 +79,64 @@ def wrong_calls() -> dict[str, dict[str, Any]]:
             "layers": in_the_middle(nn.Sequential(linear(), nn.ReLU(inplace=True))),
             "recompute": "selective",
         },
+        "layer of another's parameter": {"layers": [*layers[:3], Borrowing(layers[0])]},
+        "layer of another's parameter in a closure": {
+            "layers": [*layers[:3], Calling(lambda x: x @ lent.weight)]
+        },
+        "no loss": {"loss_fn": None},
+        "numbers as layers": {"layers": [1, 2]},
+        "buffers twice": {
+            "layers": in_the_middle(Counting()),
+            "recompute": "full",
+        },
+        "other groups": {"group_of": (lambda name, one: "all") if rank else by_size},
+        "other schedule": {"lr_schedule": lambda step: 1.0 + rank},
+        "other optimizer": {"optimizer": lambda g: torch.optim.SGD(g["all"], lr=0.1 + rank)},
         "recurrent": {
             "layers": in_the_middle(nn.GRUCell(WIDTH, WIDTH)),
             "recompute": "selective",
         },
     }
+
+
+class Borrowing(nn.Module):
+    """Reads the weight of a layer that it keeps where torch does not see it."""
+
+    def __init__(self, lender: nn.Module) -> None:
+        super().__init__()
+        self.lenders = [lender]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.lenders[0].weight  # type: ignore[operator]
+
+
+class Counting(nn.Module):
+    """Counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        calls: Any = self.calls
+        calls += 1
+        return x.tanh()
+
+
+class Calling(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def by_size(name: tuple[int, str], parameter: nn.Parameter) -> str:
+    """Two groups of parameters."""
+    return "wide" if parameter.dim() > 1 else "narrow"
 
 
 def in_the_middle(layer: nn.Module) -> list[nn.Module]:
@@ -114,27 +170,35 @@ REFUSALS = {
     "other values": "layers[0]: 'weight' is not the same on ranks 0 and 1",
     "other rate": "ranks differ: rank 0 has",
     "other knob": "ranks differ: rank 0 has",
-    "unknown knob": "TypeError: parallelize() got an unexpected keyword argument 'tp'",
+    "unknown knob": "TypeError: Settings.__init__() got an unexpected keyword argument 'tp'",
     "tuple": "layers[1]: returns tuple",
     "no layers": "layers=[]",
     "one layer": "layers: must be a list of modules",
-    "no batch": "global_batch=0: must be a whole number",
+    "no batch": "global_batch=0: must be at least 1",
     "half a row": "global_batch=2.5: must be a whole number",
     "no sample": "sample: must be a tensor of one microbatch",
-    "optimizer class": "must be a zeropp.OptimizerConfig, or a function from the groups",
-    "optimizer instance": "optimizer=a AdamW: must be a zeropp.OptimizerConfig, or a function from",
+    "optimizer class": "must be a OptimizerConfig or a function of (Mapping)",
+    "optimizer instance": "optimizer=a AdamW: must be a OptimizerConfig or a function of (Mapping)",
     "no optimizer": "optimizer: gives NoneType, but one torch.optim.Optimizer is needed",
     "half a seed": "dropout_seed=0.5: must be a whole number",
-    "no schedule": "lr_schedule=0.1: must be a function",
-    "seconds": "timeout=5: must be a datetime.timedelta",
+    "no schedule": "lr_schedule=0.1: must be a function of (int)",
+    "seconds": "timeout=5: must be a timedelta",
     "wrong width": "layers[0]: cannot be called",
     "too many ranks": "must be the number of ranks, 2",
     "small cap": "activation_cap=3: a unit of 4 microbatches in 2 chunks needs at least 5",
-    "mesh and degree": "pp=2: the mesh has it, too",
+    "mesh and degree": "pp=4: the mesh has it, too",
     "mesh of another axis": "they must be named among",
     "no values": "layers[1]: 'weight' is on the meta device and has no values",
     "in place": "layers[2]: cannot be recomputed with recompute='full': one of the variables",
     "product in place": "layers[2]: cannot be recomputed with recompute='selective': Tensor cached",
+    "layer of another's parameter": "layers[3]: reads 'weight' of layers[0], which only that",
+    "layer of another's parameter in a closure": "layers[3]: reads 'weight' of layers[1], which",
+    "no loss": "loss_fn=None: must be a function of (output of the last layer, targets)",
+    "numbers as layers": "layers[0]: must be a module, or a function that makes one, but is int",
+    "buffers twice": "its forward changes the buffer 'calls', and would do so twice",
+    "other groups": "ranks differ: rank 0 has",
+    "other schedule": "ranks differ: rank 0 has",
+    "other optimizer": "ranks differ: rank 0 has",
     "recurrent": "layers[2]: GRUCell cannot be recomputed with recompute='selective'",
 }
 
@@ -171,6 +235,23 @@ def test_a_call_at_a_wrong_moment_is_an_error_and_no_more(world: World) -> None:
         assert said["graph"].startswith("ValueError: inputs: was computed from something that")
         assert len(said) == 6
         assert loss > 0
+
+
+def loss_that_reads_a_layer() -> str:
+    """What the first step says to a loss with a penalty on the weights of a layer."""
+    layers = seeded([linear] * 4)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        weight: Any = layers[1].weight
+        return F.mse_loss(output, target) + 0.1 * weight.square().sum()  # type: ignore[no-any-return]
+
+    with built(layers, pp=2, loss_fn=loss) as model:
+        return error_of(lambda: model.train_step(*data()))
+
+
+def test_a_loss_that_reads_a_layer_is_refused(world: World) -> None:
+    for said in world.run(loss_that_reads_a_layer, size=2):
+        assert said.startswith("InfeasibleError: loss_fn: reads 'weight' of layers[1], which only")
 
 
 @pytest.mark.parametrize("case", REFUSALS)

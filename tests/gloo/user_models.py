@@ -185,5 +185,5 @@ REFUSED: dict[str, tuple[list[Make], str]] = {
         between(Given, linear),
         "layers[1]: returns dict, but a layer must return a tensor or a tuple of tensors",
     ),
-    "lock": (between(Locked, linear), "layers[1]: cannot be copied, but its sizes are found with"),
+    "lock": (between(Locked, linear), "layers[1]: cannot be copied, but its sizes are found so"),
 }

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.launch.standing import Row
+from benchmarks.launch.sweep_status import PointStatus
 from benchmarks.records.record import RunRecord, find_records, read_record
 from tests.slurm.cluster import SlurmCluster, unavailable, wait_until
 from tests.slurm.commands import Command, call
@@ -96,11 +96,11 @@ class Suite:
         defaults = ("launcher=slurm", "launcher.sbatch.account=science", *shared)
         return ["-m", *places, *defaults, *overrides]
 
-    def status(self, expect: int = 0) -> dict[str, Row]:
+    def status(self, expect: int = 0) -> dict[str, PointStatus]:
         """Every point as ``benchmarks.status --json`` tells it, by spec id."""
         done = call("benchmarks.status", [str(self.runs), "--json"], self.variables)
         assert done.returncode == expect, done.printed
-        rows = [Row(**fields) for fields in json.loads(done.stdout)]
+        rows = [PointStatus(**fields) for fields in json.loads(done.stdout)]
         return {row.spec_id: row for row in rows}
 
     def states(self) -> list[str]:

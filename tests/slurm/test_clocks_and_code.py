@@ -58,8 +58,8 @@ def test_the_clock_is_a_day_ahead_where_somebody_asks(suite: Suite) -> None:
     suite.wait_for_steps(3)
     suite.environment = faked("+1d")
     told, _ = typed(suite, "benchmarks.status", str(suite.runs), "--json")
-    assert [row["state"] for row in json.loads(told)] == ["running"]
-    said, _ = typed(suite, "benchmarks.run", *suite.words("seed=3"))
+    assert [point["state"] for point in json.loads(told)] == ["running"]
+    _, said = typed(suite, "benchmarks.run", *suite.words("seed=3"))
     assert "left alone" in said
     assert suite.records() == []
     suite.cluster.run("scancel", *suite.queue())

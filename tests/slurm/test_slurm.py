@@ -131,7 +131,7 @@ def test_preempted_and_requeued(suite: Suite) -> None:
 
 
 def test_a_node_taken_down_then_the_rest_completed(suite: Suite) -> None:
-    once = ("seed=3,0", "launcher.sbatch.requeue=false", "+launcher.sbatch.no-requeue=true")
+    once = ("seed=3,0", "launcher.sbatch.requeue=false")
     suite.stand_in(*once, *suite.apart_on("zpnode8"))
     attempt = suite.wait_for_steps(5)
     assert "step" in next(r.detail for r in suite.status().values() if r.state == "running")

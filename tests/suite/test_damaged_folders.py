@@ -19,19 +19,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.launch import points
-from benchmarks.launch.local import close_abandoned
-from benchmarks.launch.owner import OWNER_FILE
+from benchmarks.launch import attempt as attempts
 from benchmarks.launch.slurm import client
-from benchmarks.launch.slurm.submissions import look, unreported
-from benchmarks.launch.slurm.submit import launch
-from benchmarks.launch.standing import standing
-from benchmarks.launch.sweep import SweepProgress
+from benchmarks.launch.slurm.submit import launch, settle
+from benchmarks.launch.sweep import SweepProgress, launch_points
+from benchmarks.launch.sweep_status import sweep_status
 from benchmarks.records.environment import Code
 from benchmarks.records.events import read_events
 from benchmarks.records.record import find_records, read_record
+from benchmarks.report import TABLES
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.tables import comparison_tables
+from benchmarks.report.write import make_table
 from tests.unit.damaged_folders import (
     DAMAGES,
     NUMBER,
@@ -68,7 +66,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(client, "call", fake_slurm)
-    monkeypatch.setattr(points, "read_code", lambda: Code("abc", False, "digest"))
+    monkeypatch.setattr(attempts, "_launched_code", lambda: Code("abc", False, "digest"))
     runs = folder / "whole"
     make_folder(runs)
     return runs
@@ -105,7 +103,7 @@ def steps_on_disk(runs: Path) -> int:
 def contents(runs: Path) -> dict[str, bytes]:
     """What must never change: everything but the suite's own bookkeeping."""
     kept = [path for path in runs.rglob("*") if path.is_file()]
-    kept = [path for path in kept if path.name not in (OWNER_FILE, "submission.json")]
+    kept = [path for path in kept if path.name not in (".lock", "submission.json")]
     return {str(path.relative_to(runs)): path.read_bytes() for path in kept}
 
 
@@ -113,12 +111,13 @@ def look_at_everything(runs: Path, *, tables: bool, submit: bool) -> list[str]:
     """Status, the records of a report, and all that a submission reads; what takes long only where
     asked for: the report's tables and the submission itself. Returns the lines that status notes.
     """
-    found = standing(runs)
-    assert {row.spec_id for row in found.rows} >= {p.name for p in runs.iterdir()} - {"slurm"}
+    found = sweep_status(runs)
+    assert {point.spec_id for point in found.points} >= {p.name for p in runs.iterdir()} - {"slurm"}
     frame, _ = load_frame([runs])
-    list(unreported(look(runs)))
+    settle(runs)
     if tables:
-        comparison_tables(latest_ok(frame))
+        for name in TABLES:
+            make_table(name, latest_ok(frame))
     if submit:
         with SweepProgress(1) as progress:
             launch(POINTS, OPTIONS, runs, progress)
@@ -155,39 +154,22 @@ def test_500_damaged_folders(whole: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_damaged_record_is_named_in_one_line(whole: Path) -> None:
     path = next(whole.glob(f"{POINTS[0].spec.spec_id}/local-1/record.json"))
     path.write_text('{"schema_version": 1, "record_id')
-    notes = standing(whole).notes
+    notes = sweep_status(whole).notes
     assert [note for note in notes if str(path) in note] == notes
     assert len(notes) == 1
 
 
-def test_what_was_measured_survives_the_loss_of_spec_and_header(whole: Path) -> None:
-    attempt = whole / POINTS[0].spec.spec_id / "local-2"
-    (attempt / "spec.json").unlink()
-    (attempt / "attempt.json").write_text("")
-    assert close_abandoned(whole) == []
-    record = read_record(attempt / "record.json")
-    assert record.step_s == [1.0, 2.0, 3.0]
-    assert record.spec["num_gpus"] == 2  # from the other attempt of the same point
-    assert record.git_sha == "unknown"
-    assert "attempt.json: not readable" in record.notes[0]
-
-
-def test_jobs_of_a_damaged_submission_are_not_submitted_again(
-    whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_points_of_a_damaged_submission_are_not_submitted_again(
+    whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (whole / "slurm" / "sweep" / "submission.json").write_text('{"arrays": [')
-
-    def still_running(*command: str, timeout_s: float = 0, more: object = None) -> str:
-        if command[0] == "squeue" and "--array" in command:
-            rows = (f"7_{index}|sweep-0_{index}|RUNNING|None|node7|9:00\n" for index in range(3))
-            return "".join(rows)
-        assert command[0] != "sbatch" or "report" in command[-1], command
-        return fake_slurm(*command)
-
-    monkeypatch.setattr(client, "call", still_running)
-    with SweepProgress(1) as progress:
-        assert launch(POINTS[1:], OPTIONS, whole, progress) == []
-    assert capsys.readouterr().out.count("left alone") == 3
+    launcher = {"kind": "slurm", "report_dir": "report", "dry_run": False}
+    places = {"runs_dir": str(whole), "report_dir": str(whole.parent)}
+    config = {**places, "rerun": "missing", "launcher": launcher}
+    assert launch_points(POINTS[1:], [config] * 3) == []
+    printed = capsys.readouterr()
+    assert printed.err.count("left alone") == 3
+    assert f"remove {whole / 'slurm' / 'sweep'} if its jobs are gone" in printed.out
 
 
 @contextmanager
@@ -208,17 +190,16 @@ def test_a_full_disk_is_said_and_everything_goes_on_afterwards(
     with full_disk():
         with pytest.raises(OSError) as probe:  # noqa: PT011
             (whole / "probe").write_text("x")
-        found = standing(whole)
-        with SweepProgress(1) as progress:
-            records = launch(POINTS, OPTIONS, whole, progress)
+        found = sweep_status(whole)
+        with SweepProgress(1) as progress, pytest.raises(OSError) as refused:  # noqa: PT011
+            launch(POINTS, OPTIONS, whole, progress)
     (whole / "probe").unlink()
     assert probe.value.errno == errno.EFBIG
     assert found.notes  # the attempts that could not be recorded
-    assert [(r.status, r.interrupted) for r in records] == [("failed", True)] * len(POINTS)
-    assert all("not recorded: " in record.reason for record in records)
+    assert refused.value.errno == errno.EFBIG  # the sweep says it of each of these points
     assert contents(whole) == before
     assert not [path for path in whole.rglob(".*") if path.is_file()]  # no half-written file
     capsys.readouterr()
-    found = standing(whole)
+    found = sweep_status(whole)
     assert found.notes == []
     assert sum(read_record(path).step_s == [1.0, 2.0, 3.0] for path in find_records([whole])) == 4

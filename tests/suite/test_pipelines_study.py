@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.studies.pipelines_on_cpu import Found, Sample, rows
+from benchmarks.studies.pipelines_on_cpu import Found, StepSample, rows
 
 
 def rank(scale: float) -> Found:
     """What a rank found in three steps per way to train; CPU seconds are multiples of a scale."""
     samples = {
-        "torch PP": [Sample(step_s, 4.0 * scale, 3.0 * scale) for step_s in (2.0, 6.0, 4.0)],
-        "ZeroPP": [Sample(2.0, cpu_s * scale, scale) for cpu_s in (2.0, 1.0, 9.0)],
-        "alone": [Sample(1.0, scale, scale / 2) for _ in range(3)],
+        "torch PP": [StepSample(step_s, 4.0 * scale, 3.0 * scale) for step_s in (2.0, 6.0, 4.0)],
+        "ZeroPP": [StepSample(2.0, cpu_s * scale, scale) for cpu_s in (2.0, 1.0, 9.0)],
+        "alone": [StepSample(1.0, scale, scale / 2) for _ in range(3)],
     }
     counts = {"torch PP": {"unshard": 8, "reduce_grad": 4}, "ZeroPP": {"unshard": 12}}
     return samples, counts

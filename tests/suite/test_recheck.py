@@ -74,7 +74,7 @@ def memory(row: Row) -> dict[str, Any]:
 
 def schedule(row: Row) -> dict[str, Any]:
     found = schedule_table.rows_of_size(int(row["ranks"]), int(row["microbatches"]))
-    keys = "schedule", "chunks", "unit", "keep", "cap"
+    keys = "schedule", "chunks", "unit"
     (same_keys,) = (r for r in found if all(str(r.get(k, "")) == row[k] for k in keys))
     return same_keys
 

@@ -19,8 +19,8 @@ CELLS = dict.fromkeys(COLUMNS, "") | {
     "metric": "step_time", "value": "1.5", "unit": "s",
 }  # fmt: skip
 LARGE = {
-    "params_b": "", "hidden": "12288", "layers": "96", "heads": "96", "kv_heads": "96",
-    "ffn": "49152",
+    "model": "GPT-3 175B", "params_b": "", "hidden": "12288", "layers": "96", "heads": "96",
+    "kv_heads": "96", "ffn": "49152",
 }  # fmt: skip
 
 

@@ -10,65 +10,65 @@ from typing import Any
 
 import pytest
 
-from benchmarks.launch.points import Point, freeze
-from benchmarks.launch.slurm import endings as slurm_attempt
+from benchmarks.launch.attempt import ALIVE, freeze, new_header
+from benchmarks.launch.slurm import endings as slurm_endings
 from benchmarks.launch.slurm.client import ClusterFacts, QueuedJob
-from benchmarks.launch.slurm.submissions import Submission, SubmittedArray, View, read_view
+from benchmarks.launch.slurm.submissions import (
+    Submission,
+    SubmittedArray,
+    View,
+    read_view,
+    write_submission,
+)
 from benchmarks.records.events import EventWriter
 from tests.unit.toy_spec import spec_of
 
 HERE = ClusterFacts("here@head")
-RUNNING = QueuedJob(
-    job="7_0", key="sweep-0_0", state="RUNNING", reason="None", nodes="node7", time_left="9:00"
-)
+RUNNING = QueuedJob(job="7_0", state="RUNNING", nodes="node7", time_left="9:00")
 
 
 def make_attempt(tmp_path: Path) -> Path:
     """An attempt of two ranks, of which each measured one step; nothing ended it yet."""
     spec = spec_of(num_gpus=2)
-    directory = tmp_path / spec.spec_id / "slurm-7_0-0"
+    directory = tmp_path / spec.spec_id / "slurm-sweep-0"
     directory.mkdir(parents=True)
-    freeze(Point(spec, None, ""), directory, "slurm")
-    slurm = {"job": "7_0", "job_id": 8, "restart": 0, "nodes": "node7", "key": "sweep-0_0"}
+    freeze(spec, new_header("slurm"), directory)
+    slurm = {"job": "7_0", "job_id": 8, "restart": 0, "nodes": "node7", "timeout_s": 600}
     slurm |= {"time_limit": "9:00", "grace_s": 60, "log": str(tmp_path / "a.log")}
     (directory / "slurm.json").write_text(json.dumps(slurm))
+    (directory / ALIVE).touch()
     for rank in range(2):
         EventWriter(directory, rank).write("step", index=0, seconds=1.0, loss=5.0)
     return directory
 
 
 def silent_for(attempt: Path, seconds: float) -> None:
-    """Nothing in the attempt was written for so long."""
+    """The script of the attempt has not beaten for so long."""
     then = time.time() - seconds
-    for path in (*attempt.glob("*"), attempt):
-        os.utime(path, (then, then))
+    os.utime(attempt / ALIVE, (then, then))
 
 
 def silence_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Slurm say nothing of a job's ending and time limit."""
-    monkeypatch.setattr(slurm_attempt, "last_ending", lambda job, timeout_s: None)
-    monkeypatch.setattr(slurm_attempt, "time_limit_s", lambda job, timeout_s: None)
+    monkeypatch.setattr(slurm_endings, "last_state", lambda job, timeout_s: None)
+    monkeypatch.setattr(slurm_endings, "time_limit_s", lambda job, timeout_s: None)
 
 
-def submitted(attempt: Path, job: str, **who: Any) -> Submission:
-    """The submission that the attempt came of."""
+def submitted(attempt: Path, job: str, **who: Any) -> Path:
+    """The folder of the submission that the attempt came of."""
     runs, spec_id = attempt.parents[1], attempt.parent.name
     directory = runs / "slurm" / "sweep"
     frozen = directory / "specs" / spec_id
     frozen.mkdir(parents=True)
     for name in ("spec.json", "attempt.json"):
         (frozen / name).write_text((attempt / name).read_text())
-    submission = Submission(
-        directory=directory,
-        arrays=[SubmittedArray(name="sweep-0", spec_ids=[spec_id], job=job)],
-        **who,
-    )
-    submission.write()
-    return submission
+    arrays = [SubmittedArray(name="sweep-0", spec_ids=[spec_id], job=job)]
+    write_submission(directory, Submission(arrays=arrays, **({"user": os.getuid()} | who)))
+    return directory
 
 
 def view_of(attempt: Path, *queued: QueuedJob) -> View:
     """What a look at the folder and a queue with these jobs gives."""
     view = read_view(attempt.parents[1])
-    view.queued, view.facts = {job.key: job for job in queued}, HERE
+    view.queued, view.facts = {job.job: job for job in queued}, HERE
     return view

@@ -8,10 +8,13 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from benchmarks.launch.points import plan_point, plan_summary
-from benchmarks.report.ablation import AblationError, ablation_figure, ablation_table, ablations
+from benchmarks.launch.attempt import plan_summary
+from benchmarks.launch.points import plan_point
+from benchmarks.report import Options
+from benchmarks.report.ablation import ablation_figure, ablation_table, ablations
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.write import Options, write_one_table
+from benchmarks.report.write import write_one_table
+from benchmarks.specification.command import SpecError
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.synthetic_records import make_record, spec_values, write_records
 
@@ -35,7 +38,7 @@ def sweep(root: Path) -> pd.DataFrame:
 
 def test_six_points_are_six_rows_and_one_figure(tmp_path: Path) -> None:
     rows = sweep(tmp_path / "runs")
-    table = ablation_table(rows, {"unit": "2", "recompute": "none"})
+    table = ablation_table(rows, Options(against={"unit": "2", "recompute": "none"}))
     assert len(table.data) == 6
     changes = dict(zip(table.data["change"], table.data["speedup"], strict=True))
     assert changes["base"] == 1.0
@@ -57,13 +60,13 @@ def test_a_unit_that_was_cut_says_so(tmp_path: Path) -> None:
 
 
 def test_a_base_that_nobody_ran_names_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(AblationError, match=r"there are unit .*16 \(run as 8\).*, recompute"):
-        ablation_table(sweep(tmp_path), {"unit": "3"})
+    with pytest.raises(SpecError, match=r"there are unit .*16 \(run as 8\).*, recompute"):
+        ablation_table(sweep(tmp_path), Options(against={"unit": "3"}))
 
 
 def test_no_sweep_is_a_header_alone(tmp_path: Path) -> None:
     write_records([make_record()], tmp_path)
     rows = latest_ok(load_frame([tmp_path])[0])
-    assert ablation_table(rows).empty
+    assert ablation_table(rows).data.empty
     assert list(ablation_figure(rows)) == []
     assert "change" in ablation_table(rows).numbers.columns

@@ -62,11 +62,11 @@ def test_what_was_chosen_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_fixed_is_kept_and_a_closed_spec_stays_as_it_is() -> None:
-    spec = spec_of("a800", "zeropp", pp=4, chunks=1, activation_cap_gib=8.0)
+    spec = spec_of("a800", "zeropp", pp=4, chunks=1, activation_cap=8)
     found, _ = auto.with_best_plan(spec)
     chosen: Any = found
     assert (chosen.contender.pp, chosen.contender.chunks) == (4, 1)
-    assert chosen.contender.activation_cap_gib == 8.0
+    assert chosen.contender.activation_cap == 8
     assert auto.with_best_plan(chosen) == (chosen, "")
 
 

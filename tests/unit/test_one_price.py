@@ -47,13 +47,13 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("torchtitan", {**STAGES, "schedule": "1f1b", "recompute": "selective"}),
     ("fsdp", {"shard": 4, "replicate": 2, "reduce_every": "unit"}),
     ("zeropp", {"pp": 2, "shard": 4, "chunks": 2}),
-    ("zeropp", {"pp": 4, "shard": 2, "chunks": 2, "unit": 8, "keep": 1, **PARTLY}),
+    ("zeropp", {"pp": 4, "shard": 2, "chunks": 2, "unit": 8, **PARTLY}),
     ("zeropp", {"pp": 4, "shard": 2, "chunks": 2, "split_blocks": True}),
     ("zeropp", {"pp": 2, "shard": 2, "replicate": 2, "replicate_zero": 1, "reduce_every": "step"}),
     ("zeropp", {"pp": 1, "shard": 8, "chunks": 4, "unit": 2}),
 )
 # The knobs of a ZeroPP plan that no other column of a published row says.
-OWN = ("activation_cap", "reduce_every", "replicate_every", "prefetch", "keep", "stage_style")
+OWN = ("activation_cap", "reduce_every", "prefetch")
 
 
 def task(precision: Precision = "bf16", *, tied: bool = True) -> Task:

@@ -12,12 +12,13 @@ import pytest
 from rich.console import Console
 
 from benchmarks import CHECKOUT
-from benchmarks.report import forms
+from benchmarks.report import Options
 from benchmarks.report.frame import CELL, latest_ok, load_frame
-from benchmarks.report.headline import BaseError
 from benchmarks.report.paper import paper_grids, paper_table
 from benchmarks.report.style import gib, model_label, tflops
-from benchmarks.report.write import Options, write_one_table
+from benchmarks.report.table import write_table
+from benchmarks.report.write import write_one_table
+from benchmarks.specification.command import SpecError
 from tests.unit.synthetic_records import make_record, write_records
 
 REFERENCE = CHECKOUT / "results" / "reference"
@@ -94,9 +95,9 @@ def test_the_base_can_be_chosen(tmp_path: Path) -> None:
     names = {"zeropp": 1.0, "deepspeed_3d": 2.0, "fsdp": 4.0}
     write_records([make_record(n, step_s=[s] * 6) for n, s in names.items()], tmp_path)
     rows = latest_ok(load_frame([tmp_path])[0])
-    table = paper_table(rows, "fsdp").numbers.set_index("contender")
+    table = paper_table(rows, Options("fsdp")).numbers.set_index("contender")
     assert table["speedup"].to_dict() == {"zeropp": 4.0, "deepspeed_3d": 2.0, "fsdp": 1.0}
-    with pytest.raises(BaseError, match="there are deepspeed_3d, fsdp, zeropp"):
+    with pytest.raises(SpecError, match="there are deepspeed_3d, fsdp, zeropp"):
         write_one_table(
             "paper", [tmp_path], out=tmp_path / "out", options=Options(base="magic"), console=QUIET
         )
@@ -136,8 +137,7 @@ def test_the_verdicts_table_says_what_its_plans_say() -> None:
 
 def test_an_empty_table_has_a_header(tmp_path: Path) -> None:
     table = paper_table(load_frame([tmp_path])[0])
-    paths = forms.write_numbers(table, tmp_path)
-    csv, parquet = paths
+    csv, parquet, *_ = write_table(table, [], tmp_path)
     assert [pd.read_csv(csv).columns[0], pd.read_parquet(parquet).columns[0]] == ["model"] * 2
 
 

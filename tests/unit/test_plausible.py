@@ -9,7 +9,7 @@ import pytest
 from benchmarks.studies.validation.cases import check_plausible
 from benchmarks.studies.validation.errors import outcome_of
 from benchmarks.studies.validation.rows import read_rows, training_tables
-from tests.unit.published_cells import line_of, predicted, row
+from tests.unit.published_cells import LARGE, line_of, predicted, row
 
 MFU = {"metric": "mfu", "attention_flops": "full"}
 MEMORY = {"metric": "peak_memory_allocated"}
@@ -69,6 +69,64 @@ def test_the_same_numbers_in_their_own_units_are_priced(
     changes: dict[str, str], tmp_path: Path
 ) -> None:
     assert reason(tmp_path, **changes) == ""
+
+
+V100 = {"device": "v100", "memory_gib": "32", "dtype": "fp16"}
+H100 = {"device": "h100", "num_gpus": "8", "tp": "8", "pp": "1", "dp": "1", "schedule": "none"}
+# Rows that were once priced without a word, as something else than what they say.
+WRONG = {
+    "tokens of one GPU called total": (
+        {
+            "metric": "tokens_per_s", "unit": "tok/s", "value": "11732", "num_gpus": "32",
+            "dp": "8", "global_batch": "256",
+        },
+        "set apart: value=11732: the price is",
+    ),
+    "a sixth of the step": ({"value": "0.25"}, "times the peak of a100"),
+    "a run of four steps": ({"value": "6"}, "set apart: value=6: the price is"),
+    "memory a tenth": (MEMORY | {"unit": "GiB", "value": "1.6"}, "set apart: value=1.6"),
+    "memory of half a stage's tensors": (
+        MEMORY | {"unit": "GiB", "value": "3.4"}, "set apart: value=3.4"
+    ),
+    "70 W": ({"power_w": "70"}, "power_w=70: a a100 has 400 (from 160 to 500)"),
+    "7 kW": ({"power_w": "4000"}, "power_w=4000: a a100 has 400"),
+    "an H100's 175B that nothing shards": (
+        H100 | LARGE | {"value": "45"}, "set apart: num_gpus=8: a GPU of 80 GiB would need"
+    ),
+    "a V100 with 80 GiB": (V100 | {"memory_gib": "80"}, "memory_gib=80: a v100 has 32"),
+    "a V100 with bf16": (V100 | {"dtype": "bf16"}, "dtype='bf16': device=v100 has no products"),
+    "an A100 with an H200's memory": ({"memory_bandwidth_gb_s": "4800"}, "a a100 has 2039"),
+    "head size 1": ({"heads": "2048", "kv_heads": "2048"}, "heads of 1 are not from 16 to 1024"),
+    "vocabulary 25": ({"vocab": "25", "params_b": ""}, "vocab=25: must be at least 256"),
+    "3 GPUs per node with TP 4": (
+        {"gpus_per_node": "3", "tp": "4", "pp": "1", "schedule": "none"}, "gpus_per_node=3: neither"
+    ),
+    "an FSDP program with TP": (
+        {"program": "fsdp", "tp": "2", "pp": "2"}, "program=fsdp: shards parameters alone, not tp=2"
+    ),
+    "an FSDP program with a pipeline": ({"program": "llm_foundry"}, "not tp=1 or pp=4"),
+    "5 chunks of 8 layers": (
+        {
+            "schedule": "interleaved_1f1b", "chunks": "5", "layers": "32", "pp": "4",
+            "params_b": "", "model": "GPT",
+        },
+        "chunks=5: pp=4 x chunks do not divide layers=32",
+    ),
+    "half the layers and no parameters": (
+        {"layers": "12", "params_b": ""}, "model='GPT 1.3B': the shape has 0.7134 billion"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_row_of_something_else_is_refused_or_set_apart(what: str, tmp_path: Path) -> None:
+    changes, words = WRONG[what]
+    assert words in reason(tmp_path, **changes)
+
+
+def test_a_model_of_fewer_layers_is_priced_if_its_name_says_so(tmp_path: Path) -> None:
+    half = {"layers": "12", "params_b": "", "value": "0.8"}
+    assert reason(tmp_path, **half, model="GPT 1.3B, 12 layers") == ""
 
 
 def test_faster_types_than_16_bits_are_refused_for_their_type(tmp_path: Path) -> None:

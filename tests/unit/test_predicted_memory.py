@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.launch.points import freeze, plan_point
+from benchmarks.launch.attempt import freeze, new_header
+from benchmarks.launch.points import plan_point
 from benchmarks.report import style
 from benchmarks.report.breakdown import memory_breakdown
 from benchmarks.report.frame import load_frame
@@ -37,7 +38,7 @@ def test_a_record_holds_what_the_simulator_says(contender: str, tmp_path: Path) 
     assert spec.cluster.device.peak_fp32_tflops is None
     point = plan_point(spec)
     assert point.plan is not None
-    freeze(point, tmp_path, "local")
+    freeze(spec, new_header("local", point.plan), tmp_path)
     kept = json.loads((tmp_path / "attempt.json").read_text())["plan"]["predicted_memory"]
     assert kept == [asdict(memory) for memory in simulate(point.plan, spec.cluster).memory]
     assert len(kept) == point.plan.layout.pp

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks.launch import local, sweep
-from benchmarks.launch.points import Point, write_unstarted
+from benchmarks.launch.attempt import Ending, new_header, write_unstarted
+from benchmarks.launch.points import Point
 from benchmarks.specification import command as bars
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.synthetic_records import make_record
@@ -29,9 +30,8 @@ def printed(monkeypatch: pytest.MonkeyPatch, runs_dir: Path, *, terminal: bool) 
     sweep.announce([POINT] * 3, [POINT], "simulate")
     with sweep.SweepProgress(1) as bar:
         bar.update(POINT, "warmup 0: loss 5.5880, 0.41 s, and much more than fits on the line")
-        record = write_unstarted(
-            POINT, runs_dir, launcher="local", status="failed", reason="no [such] luck " * 9
-        )
+        ending = Ending("failed", "no [such] luck " * 9)
+        record = write_unstarted(POINT.spec, runs_dir, new_header("local"), ending)
         bar.finished(record)
     return out.getvalue()
 
@@ -79,7 +79,7 @@ def test_every_step_is_shown_once_where_steps_are_asked_for(
     with sweep.SweepProgress(1) as bar:
         watched = local._Watched(POINT, bar, shows_steps)
         for known in (0, 2, 4, 4, 5):
-            watched.tell(events[:known])
+            watched.show(events[:known])
     lines = [line.split("  loss ")[0] for line in out.getvalue().splitlines()]
     expected = ["step    1 (warm-up)", "step    2", "step    3"] if shows_steps else []
     assert lines == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -53,12 +54,10 @@ PROSE = (
 def good_rows() -> list[dict[str, str]]:
     """Cells of rows of the committed tables, and of one more, that all have a price."""
     lines = [line for table in training_tables() for line in read_rows(table)]
-    understood = [line.cells for line in lines if line.row is not None and line.row.dtype != "fp8"]
+    understood = [line.cells for line in lines if line.row is not None]
+    drawn = random.Random(0).sample(understood, 80)
     blank = dict.fromkeys(OPTIONAL, "")
-    return [CELLS, *(blank | cells for cells in random.Random(0).sample(understood, 60))]
-
-
-GOOD = good_rows()
+    return [CELLS, *(blank | cells for cells in drawn if not isinstance(outcome(cells), str))]
 
 
 def outcome(cells: dict[str, str]) -> tuple[PublishedRow, Case] | str:
@@ -68,6 +67,9 @@ def outcome(cells: dict[str, str]) -> tuple[PublishedRow, Case] | str:
         return made, case_of(made)
     except (ValidationError, UnpredictableError) as error:
         return str(error)
+
+
+GOOD = good_rows()
 
 
 def assert_says(cells: dict[str, str], case: Case) -> None:
@@ -267,10 +269,14 @@ def test_types_of_gradients_do_not_change_the_type_of_products() -> None:
 def test_every_row_of_the_committed_tables_is_understood_or_says_why_not() -> None:
     lines = [line for table in training_tables() for line in read_rows(table)]
     refused = [line for line in lines if line.row is None]
-    assert len(lines) == 2914
-    # The fragments of the Ultra-Scale Playbook do not say which model they are of.
-    assert [line.place.split(":")[0] for line in refused] == ["nanotron_ultrascale.csv"] * 16
-    assert all("hidden" in line.refusal for line in refused)
+    assert len(lines) == 3809
+    # Sources that print no microbatch, no recomputation or, in fragments, not even the model.
+    assert Counter(line.place.split(":")[0] for line in refused) == {
+        "nanotron_ultrascale.csv": 16, "megascale.csv": 48, "nemo_2024_h100_fp8.csv": 24,
+        "primus_schedules_mi300.csv": 18, "torchtitan_fp8.csv": 12, "deepspeed_pipelines.csv": 8,
+        "megatron_bridge_sft_memory.csv": 6, "mlperf_llm.csv": 2,
+    }  # fmt: skip
+    assert all("must be given" in line.refusal for line in refused)
     assert set(OTHER_TABLES) < {path.name for path in training_tables()[0].parent.glob("*.csv")}
 
 

@@ -9,25 +9,26 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from benchmarks.report import TABLES, Options
 from benchmarks.report.__main__ import main
-from benchmarks.report.charts import speedup_maps
-from benchmarks.report.frame import best_configuration, latest_ok, load_frame, notes_of
-from benchmarks.report.headline import headline_table, paired_speedups
-from benchmarks.report.page import report_folder
-from benchmarks.report.paper import paper_grids
-from benchmarks.report.published import (
+from benchmarks.report.evidence import (
     VALIDATION,
+    evidence_distances,
     published_distances,
     published_figure,
     published_table,
 )
-from benchmarks.report.tables import (
-    comparison_tables,
-    evidence_distances,
+from benchmarks.report.frame import best_configuration, latest_ok, load_frame, notes_of
+from benchmarks.report.page import report_folder
+from benchmarks.report.paper import paper_grids
+from benchmarks.report.speedup import (
+    headline_table,
+    paired_speedups,
+    speedup_maps,
     speedup_table,
-    throughput_table,
 )
-from benchmarks.report.write import Options, write_report
+from benchmarks.report.tables import throughput_table
+from benchmarks.report.write import make_table, write_report
 from tests.unit.report_frames import QUIET, column, failed, frame_of
 from tests.unit.synthetic_records import make_record, write_records
 
@@ -85,14 +86,14 @@ def test_kinds_of_evidence_are_never_paired(tmp_path: Path) -> None:
     measured = make_record("zeropp")
     simulated = make_record("deepspeed_3d", provenance="simulated", attempt="simulate-1")
     rows = latest_ok(frame_of(measured, simulated, root=tmp_path))
-    assert paired_speedups(rows).empty
+    assert paired_speedups(rows, "deepspeed_3d").empty
     assert set(column(throughput_table(rows), "evidence")) == {"measured", "simulated"}
 
 
 def test_speedup_warns_of_what_the_samples_do_not_show(tmp_path: Path) -> None:
     noisy = make_record("zeropp", step_s=[1.0, 2.0, 0.5, 1.5, 3.0, 1.0])
     base = make_record("deepspeed_3d", step_s=[1.0, 1.1, 0.9, 1.0, 1.05, 1.0])
-    pair = paired_speedups(latest_ok(frame_of(noisy, base, root=tmp_path))).iloc[0]
+    pair = paired_speedups(latest_ok(frame_of(noisy, base, root=tmp_path)), "deepspeed_3d").iloc[0]
     assert pair["unsure"]
     assert "unstable" in pair["doubts"]
     assert "interval includes 1" in pair["doubts"]
@@ -127,13 +128,14 @@ def test_rows_of_tables_name_their_records(tmp_path: Path) -> None:
     predicted = {"predicted": {"peak_bytes": 2**20}}
     other = make_record(provenance="traced", attempt="trace-1", noise=0.0, fields=predicted)
     rows = latest_ok(frame_of(ours, base, other, root=tmp_path))
-    tables = comparison_tables(rows)
-    assert list(tables["speedup"].data.index) == [f"{ours.record_id} {base.record_id}"]
-    assert set(tables["evidence"].data.index) == {f"{other.record_id} {ours.record_id}"}
-    assert set(tables["throughput"].data.index) == {r.record_id for r in (ours, base, other)}
+    tables = {name: make_table(name, rows) for name in TABLES}
+    assert tables["speedup"].grid().records == ((ours.record_id, base.record_id),)
+    assert set(tables["evidence"].grid().records) == {(other.record_id, ours.record_id)}
+    named = {(r.record_id,) for r in (ours, base, other)}
+    assert set(tables["throughput"].grid().records) == named
     (measured, _) = paper_grids(tables["paper"])
     assert measured.records == ((ours.record_id, base.record_id),)
-    assert tables["published"].empty
+    assert tables["published"].data.empty
 
 
 def test_a_simulated_zeropp_says_that_nobody_measured_it(tmp_path: Path) -> None:
@@ -173,7 +175,7 @@ def test_speedup_takes_the_fastest_configuration_and_a_mean_over_cells(tmp_path:
         ]
     rows = latest_ok(frame_of(*records, root=tmp_path))
     assert len(rows) == 6
-    assert list(paired_speedups(rows)["speedup"]) == [2.0, 2.0]
+    assert list(paired_speedups(rows, "deepspeed_3d")["speedup"]) == [2.0, 2.0]
     table = speedup_table(rows)
     assert column(table, "speed-up") == ["2.00 [2.00, 2.00]"] * 3
     assert column(table, "model")[-1] == "mean of 2 cells"

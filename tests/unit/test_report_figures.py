@@ -7,10 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import style
+from benchmarks.report import Options, style
 from benchmarks.report.breakdown import memory_breakdown
-from benchmarks.report.charts import scaling_curves, speedup_maps
+from benchmarks.report.charts import scaling_curves
 from benchmarks.report.frame import latest_ok
+from benchmarks.report.speedup import speedup_maps
 from benchmarks.report.timelines import step_timelines, write_traces
 from tests.unit.report_frames import frame_of
 from tests.unit.synthetic_records import make_record
@@ -35,7 +36,7 @@ def test_every_kind_of_evidence_has_its_timelines(tmp_path: Path) -> None:
     records.append(make_record(provenance="simulated", attempt="simulate-1", step_s=[0.1]))
     rows = latest_ok(frame_of(*records, root=tmp_path))
     for every, measured in {False: 1, True: 5}.items():
-        names = [picture.name for picture in step_timelines(rows, every=every)]
+        names = [picture.name for picture in step_timelines(rows, Options(timelines=every))]
         assert sum("measured" in name for name in names) == measured
         assert sum("simulated" in name for name in names) == 1
 

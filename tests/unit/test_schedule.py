@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.unit.unbuffered_run import UnbufferedRun
 from zeropp.schedule import GENERATORS, ScheduleError, build, lower, validate
 from zeropp.schedule.event_loop import run
-from zeropp.schedule.legality import live_activations, resident_chunks
+from zeropp.schedule.legality import live_activations
 from zeropp.schedule.program import Action, Op, Schedule, StageCost, parse_action
 from zeropp.schedule.zeropp_order import smallest_cap
 
@@ -30,7 +30,7 @@ def zeropp_sizes(draw: st.DrawFn) -> dict[str, int]:
     ranks, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     m = draw(st.integers(1, 12))
     unit = draw(st.integers(1, m))
-    cap = draw(st.integers(smallest_cap("loop", chunks, m, unit), unit * chunks + 2))
+    cap = draw(st.integers(smallest_cap(chunks, m, unit), unit * chunks + 2))
     return {
         "num_ranks": ranks,
         "chunks": chunks,
@@ -42,11 +42,8 @@ def zeropp_sizes(draw: st.DrawFn) -> dict[str, int]:
 
 @st.composite
 def any_zeropp(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes of both placements, with and without a split backward."""
+    """Sizes with and without a split backward."""
     sizes: dict[str, Any] = draw(zeropp_sizes())
-    if draw(st.booleans()):
-        chunks, most = sizes["chunks"], sizes["num_ranks"] * sizes["chunks"]
-        sizes |= {"stage_style": "v", "activation_cap": draw(st.integers(chunks, most + 2))}
     return sizes | {"split_backward": draw(st.booleans())}
 
 
@@ -116,19 +113,6 @@ def test_the_backward_is_split_or_not(sizes: dict[str, Any]) -> None:
     assert ops == {Op.FORWARD} | (parts if sizes["split_backward"] else {Op.FULL_BACKWARD})
 
 
-@pytest.mark.parametrize(("ranks", "chunks"), [(4, 2), (4, 3), (8, 4)])
-def test_a_v_gathers_every_chunk_once_and_goes_down_and_up(ranks: int, chunks: int) -> None:
-    schedule = build(
-        "zeropp", num_ranks=ranks, chunks=chunks, num_microbatches=4 * ranks, stage_style="v"
-    )
-    assert schedule.stage_rank[: 2 * ranks] == (*range(ranks), *reversed(range(ranks)))
-    assert max(max(live_activations(schedule, r)) for r in range(ranks)) <= ranks * chunks // 2
-    lowered = lower(schedule, gather=True)
-    for rank, program in enumerate(lowered.programs):
-        assert sum(a.op is Op.UNSHARD for a in program) == chunks
-        assert max(resident_chunks(lowered, rank)) == chunks
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 @pytest.mark.parametrize("units", [1, 2, 5])
@@ -190,24 +174,6 @@ def test_lowered_programs_gather_and_reduce_once(
         assert counts[stage, Op.REDUCE_GRAD] == (units if reduce_every == "unit" else 1)
     compute = tuple(tuple(a for a in p if a.op.is_compute) for p in lowered.programs)
     assert compute == schedule.programs
-
-
-@given(zeropp_sizes(), st.integers(0, 2), st.integers(1, 4))
-@settings(max_examples=50, deadline=None)
-def test_kept_chunks_save_gathers_within_their_number(
-    sizes: dict[str, Any], prefetch: int, keep: int
-) -> None:
-    schedule = build("zeropp", **sizes)
-    plain = lower(schedule, gather=True, prefetch=prefetch)
-    kept = lower(schedule, gather=True, prefetch=prefetch, keep=keep)
-    validate(kept)
-    for rank in range(schedule.num_ranks):
-        gathers = [sum(a.op is Op.UNSHARD for a in s.programs[rank]) for s in (kept, plain)]
-        resident = [max(resident_chunks(s, rank)) for s in (kept, plain)]
-        assert gathers[0] <= gathers[1]
-        assert resident[0] <= max(keep, resident[1])
-        if keep >= sizes["chunks"]:
-            assert gathers[0] == sizes["chunks"]
 
 
 def test_text_and_csv_round_trip() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.launch.finish import Ending
-from benchmarks.launch.slurm import endings as slurm_attempt
+from benchmarks.launch.attempt import Ending
+from benchmarks.launch.slurm import endings as slurm_endings
 from benchmarks.launch.slurm.client import EndedJob
 from benchmarks.launch.slurm.endings import ScriptEnd, close, ending_by_state
 from benchmarks.launch.slurm.submissions import close_ended, read_view
@@ -29,6 +28,8 @@ from tests.unit.slurm_attempts import (
         ("NODE_FAIL", ("lost", True)),
         ("PREEMPTED", ("preempted", True)),
         ("CANCELLED by 1000", ("failed", True)),
+        ("REQUEUED", ("preempted", True)),
+        ("PENDING", ("lost", True)),  # back in the queue, and accounting does not say why
         ("FAILED", None),
         ("COMPLETED", None),
     ],
@@ -42,84 +43,72 @@ def test_what_slurms_states_mean(state: str, expected: tuple[str, bool] | None) 
 
 
 TIME_LIMIT = Ending("timeout", "stopped before the job's time limit (SIGUSR1)")
+BY_HAND = Ending(
+    "failed",
+    "the script was sent SIGTERM, sent by hand or by a tool of the site "
+    "(Slurm does not know the job)",
+    True,
+)
 
 
 @pytest.mark.usefixtures("silent_slurm")
 @pytest.mark.parametrize(
-    ("end", "log", "exits", "expected"),
+    ("end", "log", "expected"),
     [
-        (ScriptEnd(1, "USR1", elapsed_s=485), "", {}, TIME_LIMIT),
+        (ScriptEnd(1, "USR1", elapsed_s=485), "", TIME_LIMIT),
         (
             ScriptEnd(1, "USR1", elapsed_s=40),
             "",
-            {},
             Ending("preempted", "SIGUSR1 with 500 s left: preemption, or sent by hand", True),
         ),
-        *(
-            (
-                ScriptEnd(1, "TERM"),
-                log,
-                exits,
-                Ending(
-                    "failed",
-                    "the script was sent SIGTERM, sent by hand or by a tool of the site "
-                    "(Slurm does not answer)",
-                    True,
-                ),
-            )
-            # srun kills the ranks, at times before they have noticed the signal themselves
-            for log, exits in (("", {}), ("srun: error: n: task 0: Killed\n", {1: 137}))
+        (ScriptEnd(1, "TERM"), "", BY_HAND),
+        # srun kills the ranks, at times before they have noticed the signal themselves
+        (ScriptEnd(1, "TERM"), "srun: error: n: task 0: Killed\n", BY_HAND),
+        (
+            ScriptEnd(124, elapsed_s=603),
+            "srun: error: n: tasks 0-1: Exited with exit code 5\n",
+            Ending("timeout", "not finished after measure.timeout_s=600"),
         ),
         (
             ScriptEnd(1),
             "slurmstepd-n1: error: StepId=4.0 exceeded memory limit (9 > 3), being killed\n",
-            {},
             Ending("oom", "Slurm: StepId=4.0 exceeded memory limit (9 > 3), being killed"),
         ),
         (
             ScriptEnd(1),
-            "slurmstepd: error: Detected 1 oom_kill event in StepId=4.0.\n",
-            {0: 5, 1: 137},
-            Ending("oom", "Slurm: Detected 1 oom_kill event in StepId=4.0."),
+            "srun: error: n: task 1: Killed\nslurmstepd: error: Detected 1 oom_kill event.\n",
+            Ending("oom", "Slurm: Detected 1 oom_kill event."),
         ),
         (
             ScriptEnd(1),
-            "",
-            {1: 139, 0: 5},
-            Ending("failed", "rank 1 was killed by signal 11 (SIGSEGV)", interrupted=True),
-        ),
-        (
-            ScriptEnd(1),
-            "srun: error: node7: task 1: Killed\n",
-            {0: 5},
-            Ending("failed", "rank 1 was killed by signal 9 (SIGKILL)", interrupted=True),
+            "srun: error: n7: task 1: Segmentation fault\nsrun: error: n: task 0: Killed\n",
+            Ending("failed", "rank 1: Segmentation fault (srun)", interrupted=True),
         ),
     ],
 )
-def test_why_an_attempt_ended(
-    attempt: Path, end: ScriptEnd, log: str, exits: dict[int, int], expected: Ending
-) -> None:
+def test_why_an_attempt_ended(attempt: Path, end: ScriptEnd, log: str, expected: Ending) -> None:
     (attempt / "srun.log").write_text(log)
-    for order, (rank, code) in enumerate(exits.items()):
-        path = attempt / f"rank_{rank:03d}.exit"
-        path.write_text(str(code))
-        os.utime(path, (order, order))
     record = close(attempt, end)
     assert Ending(record.status, record.reason, record.interrupted) == expected
     assert record.step_s == [1.0]
     assert record.slurm["job"] == "7_0"
 
 
+@pytest.mark.parametrize(
+    ("now", "state", "status"),
+    [("COMPLETING", "CANCELLED by 0", "failed"), ("PENDING", "NODE_FAIL", "lost")],
+)
 def test_a_job_that_leaves_its_nodes_is_explained_by_accounting(
-    attempt: Path, monkeypatch: pytest.MonkeyPatch
+    attempt: Path, monkeypatch: pytest.MonkeyPatch, now: str, state: str, status: str
 ) -> None:
-    leaving, cancelled = EndedJob("COMPLETING", "0:0", "n"), EndedJob("CANCELLED by 0", "0:0", "n")
-    told: list[list[EndedJob]] = [[], [EndedJob("RUNNING", "0:0", "n")], [cancelled]]
-    monkeypatch.setattr(slurm_attempt, "last_ending", lambda job, timeout_s: leaving)
-    monkeypatch.setattr(slurm_attempt, "accounted", lambda job, timeout_s: told.pop(0))
+    leaving, ended = EndedJob(now, "0:0", "n"), EndedJob(state, "0:0", "n")
+    told: list[list[EndedJob]] = [[], [EndedJob("RUNNING", "0:0", "n")], [ended]]
+    monkeypatch.setattr(slurm_endings, "last_state", lambda job, timeout_s: leaving)
+    monkeypatch.setattr(slurm_endings, "accounted", lambda *_: {"7_0": told.pop(0)})
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     record = close(attempt, ScriptEnd(5, "TERM"))
-    assert record.reason == "Slurm: CANCELLED by 0 (exit code 0:0, nodes n)"
+    assert record.reason == f"Slurm: {state} (exit code 0:0, nodes n)"
+    assert record.status == status
 
 
 @pytest.mark.parametrize(
@@ -134,34 +123,53 @@ def test_a_job_that_leaves_its_nodes_is_explained_by_accounting(
 def test_term_has_the_meaning_that_slurm_gives_it(
     attempt: Path, monkeypatch: pytest.MonkeyPatch, ended: EndedJob, expected: tuple[str, bool]
 ) -> None:
-    monkeypatch.setattr(slurm_attempt, "last_ending", lambda job, timeout_s: ended)
+    monkeypatch.setattr(slurm_endings, "last_state", lambda job, timeout_s: ended)
     EventWriter(attempt, 0).write("signal", name="SIGTERM")
     record = close(attempt, ScriptEnd(5, "TERM"))
     assert (record.status, record.interrupted) == expected
     assert ended.state in record.reason or "preempted" in record.reason
 
 
+FULL = "No space left on device"
+EXITED = "srun: error: n: task 1: Exited with exit code 1\nsrun: error: n: task 0: Killed\n"
+
+
 @pytest.mark.usefixtures("silent_slurm")
 @pytest.mark.parametrize(
-    ("file", "line", "interrupted"),
+    ("end", "file", "line", "interrupted"),
     [
-        ("a.log", "module: command not found", False),
-        ("a.log", "cp: error writing 'spec.json': No space left on device", True),
-        ("a.log", "slurmstepd: error: write to /tmp: No space left on device", True),
-        ("srun.log", "srun: error: Unable to create step: More processors requested", False),
-        ("rank_000.log", "ModuleNotFoundError: No module named 'torch'", False),
+        (ScriptEnd(1, stage="setup"), "a.log", "module: command not found", False),
+        (ScriptEnd(1, stage="start"), "a.log", f"cp: error writing 'spec.json': {FULL}", True),
+        (ScriptEnd(1, stage="setup"), "a.log", f"slurmstepd: error: write to /tmp: {FULL}", True),
+        (ScriptEnd(143, stage="setup"), "a.log", "run: line 9: 42 Terminated: sleep 60", True),
+        (ScriptEnd(1), "srun.log", "srun: error: Unable to create step: no processors", False),
+        (ScriptEnd(1), "rank_001.log", "ModuleNotFoundError: No module named 'torch'", False),
+        (ScriptEnd(1), "rank_001.log", "RuntimeError: EADDRINUSE: address already in use", True),
     ],
 )
 def test_a_failure_before_the_ranks_start_says_its_line(
-    attempt: Path, file: str, line: str, interrupted: bool
+    attempt: Path, end: ScriptEnd, file: str, line: str, interrupted: bool
 ) -> None:
+    """By the first rank that failed, which need not be rank 0."""
     for path in attempt.glob("rank_*"):
         path.unlink()
+    if file.startswith("rank"):
+        (attempt / "srun.log").write_text(EXITED)
+        (attempt / "rank_000.log").write_text("loading\n")
     place = attempt.parents[1] if file == "a.log" else attempt
     (place / file).write_text(f"loading\n{line}\nslurmstepd: error: *** STEP 7.0 ON n CANCELLED\n")
-    record = close(attempt, ScriptEnd(1, stage="setup" if file == "a.log" else "ranks"))
-    assert line in record.reason
+    record = close(attempt, end)
+    words = {"setup": "in setup: ", "start": "before the ranks started: "}
+    first = "rank 1: " if file.startswith("rank") else "before the ranks started: "
+    assert record.reason == words.get(end.stage, first) + line
     assert (record.status, record.interrupted) == ("failed", interrupted)
+
+
+@pytest.mark.usefixtures("silent_slurm")
+def test_an_error_of_a_passing_kind_is_an_interruption(attempt: Path) -> None:
+    EventWriter(attempt, 0).write("error", type="OSError", message=f"[Errno 28] {FULL}")
+    record = close(attempt, ScriptEnd(1))
+    assert (record.status, record.interrupted) == ("failed", True)
 
 
 @pytest.mark.usefixtures("silent_slurm")
@@ -186,7 +194,7 @@ def test_a_signal_after_the_last_event_changes_nothing(attempt: Path) -> None:
 def test_a_closed_attempt_that_speaks_again_is_noted_and_overwrites_nothing(attempt: Path) -> None:
     submitted(attempt, "7")
     view = read_view(attempt.parents[1])
-    silent_for(attempt, 1000)
+    silent_for(attempt, 100)
     (lost,) = close_ended(view)
     for rank in range(2):
         EventWriter(attempt, rank).write("done")

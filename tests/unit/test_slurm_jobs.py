@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.launch.slurm import submissions as slurm_jobs
-from benchmarks.launch.slurm.client import UNSEEN, EndedJob, QueuedJob, SlurmError, queued_jobs
+from benchmarks.launch.slurm import client, submissions
+from benchmarks.launch.slurm.client import EndedJob, NoAnswerError, QueuedJob, SlurmError
 from benchmarks.launch.slurm.endings import ScriptEnd, close
-from benchmarks.launch.slurm.submissions import close_ended, underway, unreported
-from tests.unit.slurm_attempts import (
-    HERE,
-    RUNNING,
-    silent_for,
-    submitted,
-    view_of,
-)
+from benchmarks.launch.slurm.submissions import close_ended, query_slurm
+from tests.unit.slurm_attempts import HERE, RUNNING, silent_for, submitted, view_of
 
 
 @pytest.mark.parametrize(
@@ -45,13 +40,13 @@ def test_attempts_without_a_record_are_closed_once_their_job_is_gone(
 ) -> None:
     submitted(attempt, "7")
     silent_for(attempt, silent_s)
-    monkeypatch.setattr(slurm_jobs, "endings", lambda jobs: {"7_0": endings} if endings else {})
+    monkeypatch.setattr(submissions, "endings", lambda jobs: {"7_0": endings} if endings else {})
     closed = close_ended(view_of(attempt, *queued))
     assert [record.status for record in closed] == ([expected] if expected else [])
     assert all(record.interrupted and record.step_s == [1.0] for record in closed)
     assert close_ended(view_of(attempt, *queued)) == []
     alive = view_of(attempt, *queued)
-    assert bool(underway(alive)) == (bool(queued) or expected is None)
+    assert bool(alive.under_way()) == (bool(queued) or expected is None)
 
 
 @pytest.mark.parametrize("who", [{"cluster": "there@head"}, {"user": 12345}])
@@ -59,17 +54,19 @@ def test_what_cannot_be_seen_from_here_is_alive(
     attempt: Path, monkeypatch: pytest.MonkeyPatch, who: dict[str, Any]
 ) -> None:
     """Another cluster on the same file system, or another user whose jobs may be hidden."""
-    submitted(attempt, "7", **{"cluster": HERE.identity, "user": 0, "host": "login2"} | who)
+    submitted(attempt, "7", **{"cluster": HERE.identity, "user": 1000, "host": "login2"} | who)
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    told = {"7_0": [EndedJob("RUNNING", "0:0", "n")]}
-    monkeypatch.setattr(slurm_jobs, "endings", lambda jobs: told if jobs else {})
-    silent_for(attempt, 300)
+    monkeypatch.setattr(submissions, "endings", lambda jobs: {})
+    silent_for(attempt, 9999)
     assert close_ended(view_of(attempt)) == []
-    (job,) = underway(view_of(attempt)).values()
-    assert job.state == UNSEEN
-    assert "login2" in job.reason
-    silent_for(attempt, 2000)
-    assert [record.status for record in close_ended(view_of(attempt))] == ["lost"]
+    (line,) = view_of(attempt).under_way().values()
+    assert "from login2, unseen from here: ask there, or remove " in line
+
+
+def test_a_script_that_beats_without_a_job_is_not_said_to_be_unseen(attempt: Path) -> None:
+    submitted(attempt, "7", cluster=HERE.identity)
+    (line,) = view_of(attempt).under_way().values()
+    assert line == "job 7_0 has left the queue, and its script still beats"
 
 
 def test_job_numbers_of_another_cluster_are_not_asked_here(
@@ -78,7 +75,7 @@ def test_job_numbers_of_another_cluster_are_not_asked_here(
     submitted(attempt, "7", cluster="there@head", user=os.getuid())
     silent_for(attempt, 300)
     other = {"7_0": [EndedJob("COMPLETED", "0:0", "n")]}
-    monkeypatch.setattr(slurm_jobs, "endings", lambda jobs: other if jobs else {})
+    monkeypatch.setattr(submissions, "endings", lambda jobs: other if jobs else {})
     assert close_ended(view_of(attempt)) == []
 
 
@@ -91,23 +88,60 @@ def test_a_job_that_starts_and_ends_between_two_reads(
     view = view_of(attempt)  # the folder was read before the job began,
     hidden.rename(attempt)  # the queue after it had ended
     monkeypatch.setattr(
-        slurm_jobs, "endings", lambda jobs: {"7_0": [EndedJob("NODE_FAIL", "", "")]}
+        submissions, "endings", lambda jobs: {"7_0": [EndedJob("NODE_FAIL", "", "")]}
     )
     assert [record.status for record in close_ended(view)] == ["lost"]
     assert [path.name for path in attempt.parent.iterdir()] == [attempt.name]
 
 
-def test_a_job_without_an_id_is_found_by_its_name(attempt: Path) -> None:
+def test_a_job_without_an_id_is_found_by_its_name_and_a_renamed_one_by_its_id(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     submitted(attempt, "")
-    assert underway(view_of(attempt, RUNNING)) == {attempt.parent.name: RUNNING}
+
+    def call(*command: str, timeout_s: float = 0, more: object = None) -> str:
+        if "--name=sweep-0" in command:
+            return "7\n"
+        return "7_0|RUNNING|None|node7|9:00\n" if "--array" in command else "ClusterName = c\n"
+
+    monkeypatch.setattr(client, "call", call)
+    view = query_slurm(attempt.parents[1])
+    assert view.under_way() == {attempt.parent.name: "job 7_0 is running"}
+    assert view_of(attempt, RUNNING).under_way()  # the id was kept
+
+
+def test_a_job_that_never_began_says_why(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(attempt, "7")
+    shutil.rmtree(attempt)
+    for exit_code, words in (("0:53", "folder cannot be opened"), ("1:0", "before its script")):
+        ended = {"7_0": [EndedJob("FAILED", exit_code, "n")]}
+        monkeypatch.setattr(submissions, "endings", lambda jobs, told=ended: told)
+        (record,) = close_ended(view_of(attempt))
+        assert words in record.reason
+        assert record.interrupted
+        shutil.rmtree(attempt.parent)
+
+
+@pytest.mark.parametrize(
+    "answer", ["Welcome to the cluster!\nnews: 12\n17\n", "17;here\n", "17\nSee you\n"]
+)
+def test_a_banner_is_no_job_id(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    monkeypatch.setattr(client, "call", lambda *_, more: answer)
+    assert client.submit(Path("a.sbatch"), []) == "17"
+
+
+def test_an_answer_without_a_job_id_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "call", lambda *_, more: "Submitted, perhaps\n")
+    with pytest.raises(NoAnswerError, match="no job id in its answer 'Submitted, perhaps'"):
+        client.submit(Path("a.sbatch"), [])
 
 
 def test_a_submission_whose_report_job_is_missing(attempt: Path) -> None:
-    submission = submitted(attempt, "7")
-    assert [found.name for found in unreported(view_of(attempt, RUNNING))] == [submission.name]
-    report = replace(RUNNING, key="sweep-report_N/A", state="PENDING")
-    assert list(unreported(view_of(attempt, RUNNING, report))) == []
-    assert list(unreported(view_of(attempt))) == []
+    directory = submitted(attempt, "7", report_job="8")
+    assert view_of(attempt, RUNNING).unreported() == [directory]
+    report = QueuedJob(job="8", state="PENDING")
+    assert view_of(attempt, RUNNING, report).unreported() == []
+    assert view_of(attempt).unreported() == []
 
 
 @pytest.mark.usefixtures("silent_slurm")
@@ -117,11 +151,11 @@ def test_a_job_that_only_has_to_leave_the_queue(
 ) -> None:
     submitted(attempt, "7")
     close(attempt, ScriptEnd(5, "USR1", elapsed_s=elapsed_s))  # at its limit, or preempted
-    found = underway(view_of(attempt, RUNNING))
+    found = view_of(attempt, RUNNING).under_way()
     assert set(found) == ({attempt.parent.name} if is_underway else set())
 
 
 def test_a_missing_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(SlurmError, match="squeue: not found; is this a login node"):
-        queued_jobs(["sweep-0"])
+        client.queued_jobs([0])

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.launch.options import SlurmOptions, read_launcher_options, seconds_of
 from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.slurm import script as slurm_script
 from benchmarks.launch.slurm.client import limit_s, site_defaults
-from benchmarks.launch.slurm.options import SlurmOptions, read_options, seconds_of
 from benchmarks.launch.slurm.script import group, render_array, render_report, resources_of
 from benchmarks.launch.slurm.submit import check, launch
 from benchmarks.launch.sweep import SweepProgress
@@ -27,7 +27,9 @@ SUBMISSION = Path("/data/runs/slurm/zeropp-1")
 
 def options(**changes: Any) -> SlurmOptions:
     values = {"kind": "slurm", "report_dir": "/data/report", "python": "/env/bin/python"}
-    return read_options(values | changes)
+    read = read_launcher_options(values | changes)
+    assert isinstance(read, SlurmOptions)
+    return read
 
 
 def check_golden(name: str, text: str) -> None:
@@ -87,9 +89,12 @@ def test_walltime(step_s: float | None, minutes: int) -> None:
     assert resources_of(spec_of(), options(), step_s).minutes == minutes
 
 
-def test_ranks_must_fill_their_nodes() -> None:
+def test_what_cannot_be_submitted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SpecError, match="num_gpus=9: must be a multiple of the 2 nodes"):
-        check([Point(spec_of(num_gpus=9), None, "")], options())
+        check([Point(spec_of(num_gpus=9), None, "")], options(dry_run=True))
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(SpecError, match="launcher=slurm: there is no sbatch here"):
+        check([], options())
 
 
 @pytest.mark.parametrize(
@@ -104,6 +109,7 @@ def test_ranks_must_fill_their_nodes() -> None:
         ({"queues": {8: {"time": "0:30"}}}, "launcher.queues.8.time=0:30: must be above"),
         ({"queues": {8: {"nodes": 2}}}, "launcher.queues.8.nodes: the suite sets"),
         ({"sbatch": {"gpus-per-node": 4}}, "launcher.gpu_flag"),
+        ({"sbatch": {"gres": "gpu:8"}}, "launcher.gpu_flag"),
         ({"gpu_flag": "gpus"}, "launcher.gpu_flag='gpus'"),
         ({"max_running": 0}, "launcher.max_running=0: must be at least 1"),
     ],
@@ -122,6 +128,7 @@ def test_flags_say_what_the_map_says() -> None:
     assert "#SBATCH --exclusive" in lines
     assert '#SBATCH --comment="my \\"own\\" sweep"' in lines
     assert not any("--mem" in line for line in lines)
+    assert "#SBATCH --no-requeue" in script_of(options(sbatch={"requeue": False})).splitlines()
 
 
 def script_of(settings: SlurmOptions, **changes: Any) -> str:
@@ -140,8 +147,6 @@ def script_of(settings: SlurmOptions, **changes: Any) -> str:
         ({"gpu_flag": "gres", "gpu_type": "h100"}, "--gres=gpu:h100:4"),
         ({"gpu_flag": "gpus-per-task"}, "--gpus-per-task=1"),
         ({"gpu_flag": "none"}, ""),
-        ({"sbatch": {"gpus-per-node": False, "gres": "gpu:a100:8"}}, "--gres=gpu:a100:4"),
-        ({"sbatch": {"gpus_per_node": False}}, ""),
     ],
 )
 def test_gpus_follow_the_point_whichever_flag_the_site_uses(
@@ -150,7 +155,7 @@ def test_gpus_follow_the_point_whichever_flag_the_site_uses(
     text = script_of(options(**changes))
     asked = [line for line in text.splitlines() if "#SBATCH" in line and ("gpu" in line)]
     assert asked == ([f"#SBATCH {expected}"] if expected else [])
-    (srun,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    (srun,) = [line for line in text.splitlines() if line.startswith("    srun ")]
     assert ("--gpus-per-node=4" in srun) == (expected == "--gpus-per-task=1")
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.launch.points import Point, attempt_directory, write_unstarted
+from benchmarks.launch.attempt import Ending, new_header, started, write_unstarted
+from benchmarks.records.events import EventWriter
 from benchmarks.specification.run_spec import spec_from_mapping
 from benchmarks.status import main
 from tests.unit.toy_spec import mapping
@@ -26,12 +27,11 @@ def test_a_line_a_point_and_only_columns_with_something_in_them(
 ) -> None:
     spec = spec_from_mapping(mapping())
     reason = "contender.pp=3: " + "a long reason, " * 9
-    write_unstarted(
-        Point(spec, None), tmp_path, launcher="local", status="infeasible", reason=reason
-    )
+    write_unstarted(spec, tmp_path, new_header("local"), Ending("infeasible", reason))
     heading, row, counts = printed(tmp_path, monkeypatch, capsys)
-    assert heading.split() == ["point", "state", "detail"]
-    assert row.split()[:2] == [spec.spec_id, "infeasible"]
+    assert heading.split() == ["point", "state", "evidence", "ended", "detail"]
+    assert row.split()[:3] == [spec.spec_id, "infeasible", "measured"]
+    assert " 0 s ago " in row or " 1 s ago " in row
     assert row.strip().endswith(reason.strip())
     assert counts == "1 infeasible"
 
@@ -46,10 +46,22 @@ def test_an_attempt_that_is_under_way_counts_before_one_that_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = spec_from_mapping(mapping())
-    write_unstarted(
-        Point(spec, None), tmp_path, launcher="slurm", status="failed", reason="not submitted"
-    )
-    attempt_directory(spec, tmp_path, "local")
-    _, row, counts = printed(tmp_path, monkeypatch, capsys)
-    assert row.split()[:3] == [spec.spec_id, "running", "starting"]
+    write_unstarted(spec, tmp_path, new_header("slurm"), Ending("failed", "not submitted"))
+    with started(spec, new_header("local"), tmp_path) as attempt:
+        EventWriter(attempt, 0).write("step", index=7, seconds=1.0)
+        _, row, counts = printed(tmp_path, monkeypatch, capsys)
+    assert row.split()[:4] == [spec.spec_id, "running", "step", "7"]
+    assert "s ago" in row  # of a point that hangs, this is what shows it
     assert counts == "1 running"
+
+
+def test_a_point_without_a_plan_is_gone_once_a_search_has_found_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = spec_from_mapping(mapping() | {"contender": {"name": "zeropp", "pp": "auto"}})
+    header = new_header("simulate")
+    write_unstarted(asked, tmp_path, header, Ending("infeasible", "no choice fits"))
+    assert "infeasible" in printed(tmp_path, monkeypatch, capsys)[1]
+    write_unstarted(spec_from_mapping(mapping()), tmp_path, header, Ending("ok"))
+    _, row, counts = printed(tmp_path, monkeypatch, capsys)
+    assert (row.split()[1], counts) == ("ok", "1 ok")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.records.events import step_line
+from benchmarks.records.metrics import step_line
 from benchmarks.records.record import read_spec
 from tests.unit.synthetic_records import spec_values
 

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 from benchmarks.launch import simulate as launcher
-from benchmarks.launch.finish import finish_attempt
-from benchmarks.launch.options import SimulateOptions
-from benchmarks.launch.points import (
-    Point,
-    attempt_directory,
-    freeze,
-    plan_point,
-    still_to_run,
+from benchmarks.launch.attempt import (
+    Ending,
+    finish_attempt,
+    new_header,
+    started,
     write_unstarted,
 )
+from benchmarks.launch.options import SimulateOptions
+from benchmarks.launch.points import Point, plan_point, still_to_run
 from benchmarks.launch.sweep import SweepProgress
 from benchmarks.launch.trace import traced_stages
 from benchmarks.records.events import EventWriter
@@ -44,17 +43,17 @@ def point_of(contender: Mapping[str, Any]) -> Point:
 
 def write_trace(point: Point, runs_dir: Path, compute_s: Mapping[str, float]) -> RunRecord:
     """What launcher=trace with real tensors leaves of one rank."""
-    directory = attempt_directory(point.spec, runs_dir, "trace")
-    freeze(point, directory, "trace", "real tensors")
-    events = EventWriter(directory, 0)
-    events.write("environment", host="here")
-    events.write("lone_step", index=0, seconds=0.5)
-    events.write("memory", peak_allocated_bytes=2**30, peak_reserved_bytes=2**31)
-    events.write("counters", unshard=1)
-    events.write("compute", seconds=dict(compute_s))
-    events.write("kernels", **KERNELS)
-    events.write("done")
-    return finish_attempt(directory, num_ranks=1)
+    header = new_header("trace", point.plan, "real tensors")
+    with started(point.spec, header, runs_dir) as directory:
+        events = EventWriter(directory, 0)
+        events.write("environment", host="here")
+        events.write("lone_step", index=0, seconds=0.5)
+        events.write("memory", peak_allocated_bytes=2**30, peak_reserved_bytes=2**31)
+        events.write("counters", unshard=1)
+        events.write("compute", seconds=dict(compute_s))
+        events.write("kernels", **KERNELS)
+        events.write("done")
+        return finish_attempt(directory, num_ranks=1)
 
 
 ZEROPP = point_of({"name": "zeropp", "pp": 4, "chunks": 2, "unit": 2})
@@ -131,14 +130,8 @@ def test_an_infeasible_point_of_a_sweep_stops_nothing(tmp_path: Path) -> None:
     infeasible = Point(ZEROPP.spec, None, "no plan")
     launcher.check([infeasible], replace(OPTIONS, traced_runs=str(tmp_path)))
     variant = OPTIONS.variant
-    write_unstarted(
-        infeasible,
-        tmp_path,
-        launcher="simulate",
-        status="infeasible",
-        reason="no plan",
-        variant=variant,
-    )
+    header = new_header("simulate", variant=variant)
+    write_unstarted(infeasible.spec, tmp_path, header, Ending("infeasible", "no plan"))
     assert not still_to_run(
         [infeasible], tmp_path, provenance="simulated", variant=variant, rerun="missing"
     )

@@ -79,15 +79,6 @@ def test_bounds_hold_for_longer_pipelines(name: str) -> None:
         check_bounds(FEWER, plan, contender.simulated(FEWER, candidate))
 
 
-def test_stages_on_a_v_are_searched_where_asked_and_their_bounds_hold() -> None:
-    asked = ZeroppKnobs(pp=4, chunks=2, stage_style="auto", recompute="none")
-    found = list(ZEROPP.candidates(SMALL, asked))
-    on_a_v = [(c, plan) for c, plan in found if plan.stage_style == "v"]
-    assert 0 < len(on_a_v) < len(found)
-    for candidate, plan in on_a_v:
-        check_bounds(SMALL, plan, ZEROPP.simulated(SMALL, candidate))
-
-
 def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
     outcome = search(task(), DEEPSPEED_3D)
     assert outcome.winner is not None
@@ -127,12 +118,12 @@ def test_the_baseline_may_use_all_that_its_software_has() -> None:
 
 
 def test_what_was_asked_for_is_kept_and_the_rest_is_searched() -> None:
-    asked = ZeroppKnobs(pp=4, unit=3, activation_cap=7, recompute="selective", keep=1)
+    asked = ZeroppKnobs(pp=4, unit=3, activation_cap=7, recompute="selective")
     winner = search(SMALL, ZEROPP, asked, 2).winner
     assert winner is not None
     found = winner.candidate
     assert found.microbatch_size == 2
-    for knob in ("pp", "unit", "activation_cap", "recompute", "keep"):
+    for knob in ("pp", "unit", "activation_cap", "recompute"):
         assert getattr(found.knobs, knob) == getattr(asked, knob)
     assert "auto" not in (found.knobs.shard, found.knobs.chunks, found.knobs.reduce_every)
 
@@ -266,9 +257,7 @@ def test_a_cap_that_is_too_large_drops_no_smaller_one() -> None:
     what = replace(task(8, 64), shape=SHAPE)
     device = replace(what.cluster.device, memory_gib=10.0)
     what = replace(what, cluster=replace(what.cluster, device=device))
-    asked = ZeroppKnobs(
-        pp=2, shard=4, chunks=4, unit=2, stage_style="loop", recompute="none", reduce_every="step"
-    )
+    asked = ZeroppKnobs(pp=2, shard=4, chunks=4, unit=2, recompute="none", reduce_every="step")
     fitting = [
         (result.step_s, plan.activation_cap)
         for candidate, plan in ZEROPP.candidates(what, asked)

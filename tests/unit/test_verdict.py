@@ -46,6 +46,7 @@ def test_a_cell_is_judged_by_its_speed_up() -> None:
             "tokens_per_s_per_gpu": speed,
             "peak_gib": 10.0,
             "bubble": 0.1,
+            "share_of_limit": 0.5,
         }
         for name, speed in speeds.items()
     ]
@@ -62,7 +63,7 @@ def _rows(mode: str, plans: dict[str, tuple[float, float]]) -> pd.DataFrame:
     keys = {"model": "m", "cluster": "c", "num_gpus": 8, "global_batch": 8, "bandwidth": 1.0}
     return pd.DataFrame(
         keys
-        | {"mode": mode, "contender": name, "bubble": 0.1}
+        | {"mode": mode, "contender": name, "bubble": 0.1, "share_of_limit": 0.5}
         | {"tokens_per_s_per_gpu": speed, "peak_gib": peak}
         for name, (speed, peak) in plans.items()
     )
@@ -116,7 +117,7 @@ def test_configured_cells_without_rows_are_listed() -> None:
 def test_cells_in_which_zeropp_does_not_fit_are_told() -> None:
     def cell(batch: int, ours: float | None) -> list[dict[str, object]]:
         keys = {"model": "m", "cluster": "c", "num_gpus": 8, "global_batch": batch}
-        keys |= {"bandwidth": 1.0, "mode": "best", "bubble": 0.1}
+        keys |= {"bandwidth": 1.0, "mode": "best", "bubble": 0.1, "share_of_limit": 0.5}
         speeds = {"zeropp": ours} | dict.fromkeys(BASELINES, 100.0)
         return [
             keys | {"contender": name, "tokens_per_s_per_gpu": speed, "peak_gib": speed}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from decimal import ROUND_CEILING, Context
 from itertools import product
 from operator import attrgetter
 from typing import Annotated, Literal
@@ -14,12 +13,10 @@ from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import (
     AT_LEAST_0,
     AT_LEAST_1,
-    MORE_THAN_0,
     Auto,
     Placement,
     Recompute,
     ReduceEvery,
-    StageStyle,
     WireType,
     if_auto,
 )
@@ -34,8 +31,8 @@ from zeropp.planner import (
     recomputed_blocks,
     resolve_degrees,
 )
-from zeropp.schedule.program import Schedule, place_stages, unordered
-from zeropp.schedule.zeropp_order import cap_needs, default_cap, smallest_cap, unit_size
+from zeropp.schedule.program import Schedule, loop_placement, unordered
+from zeropp.schedule.zeropp_order import cap_needs, smallest_cap, unit_size
 from zeropp.tune.contender import Contender, Style
 from zeropp.tune.space import (
     Point,
@@ -50,9 +47,9 @@ from zeropp.tune.space import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroppKnobs:
-    """Settings of ZeroPP. A knob that is ``auto`` is chosen by the tuner, or by a simple rule where
-    the cluster has no prices (CPUs).
+class StepKnobs:
+    """What a person may set of a ZeroPP step: keywords of ``zeropp.parallelize``, and, with those
+    of ``ZeroppKnobs``, keys of the suite's command line and fields of its records.
 
     A *chunk* is what Megatron-LM calls a virtual stage: a rank holds V of them. A *unit* is a group
     of U microbatches that go through a chunk one after another, so that the chunk's parameters are
@@ -60,7 +57,6 @@ class ZeroppKnobs:
     for its backward.
     """
 
-    name: Literal["zeropp"] = "zeropp"
     pp: Annotated[int | Auto, AT_LEAST_1] = "auto"  # pipeline ranks
     shard: Annotated[int | Auto, AT_LEAST_1] = "auto"  # ranks of a ZeRO-3 group (dp_shard)
     replicate: Annotated[int | Auto, AT_LEAST_1] = "auto"  # number of such groups (dp_replicate)
@@ -68,32 +64,30 @@ class ZeroppKnobs:
     chunks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # model chunks per rank (V)
     unit: Annotated[int | Auto, AT_LEAST_1] = "auto"  # microbatches per scheduling unit (U)
     activation_cap: Annotated[int | Auto, AT_LEAST_1] = "auto"  # live chunk-activations per rank
-    activation_cap_gib: Annotated[float | Auto, MORE_THAN_0] = "auto"  # the same cap in GiB
     recompute: Recompute | Auto = "auto"
-    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
     reduce_every: ReduceEvery | Auto = "auto"  # when gradients are reduced over the shards
-    replicate_every: ReduceEvery = "step"  # when over the replicas; at most as often
     reduce_dtype: WireType = "fp32"  # type in which gradients are sent; sums are fp32
     prefetch: Annotated[int, AT_LEAST_0] = 1  # chunks that are gathered ahead of their use
-    keep: Annotated[int | Auto, AT_LEAST_0] = "auto"  # chunks that may stay gathered between uses
-    # How stages are assigned to ranks. A V needs fewer activations, but it was the fastest in no
-    # configuration that was tried, so the tuner tries it only where this knob is auto.
-    stage_style: StageStyle | Auto = "loop"
-    split_blocks: bool | Auto = "auto"  # a stage may end inside a block; auto: where it is searched
     split_backward: bool = True  # delay weight gradients; False: full backwards
     placement: Placement | Auto = "auto"  # which ranks share a node
     compile: bool = False  # torch.compile every block
 
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroppKnobs(StepKnobs):
+    """Settings of ZeroPP in the suite. A knob that is ``auto`` is chosen by the tuner, or by a
+    simple rule where the cluster has no prices (CPUs)."""
+
+    name: Literal["zeropp"] = "zeropp"
+    recompute_blocks: Annotated[int | Auto, AT_LEAST_1] = "auto"  # the first N of every stage
+    split_blocks: bool | Auto = "auto"  # a stage may end inside a block; auto: where it is searched
+
     @property
     def is_open(self) -> bool:
-        """Whether any knob is left for the tuner to choose. A cap that is given in GiB counts as
-        given in chunk-activations, and the other way round. ``split_blocks`` alone is no reason to
+        """Whether any knob is left for the tuner to choose. ``split_blocks`` alone is no reason to
         search."""
-        cap = {self.activation_cap, self.activation_cap_gib} == {"auto"}
-        settled = "recompute_blocks" if self.recompute == "none" else "split_blocks"
-        closed = ("activation_cap", "split_blocks", settled)
-        others = {k: v for k, v in vars(self).items() if not k.startswith(closed)}
-        return cap or "auto" in others.values()
+        settled = {"split_blocks", "recompute_blocks" if self.recompute == "none" else ""}
+        return any(v == "auto" for k, v in vars(self).items() if k not in settled)
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -111,11 +105,9 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
     _refuse(task, knobs)
     layout = _layout(task, knobs)
     microbatches = microbatches_per_step(task, layout, microbatch_size)
-    style: StageStyle = "loop" if knobs.stage_style == "auto" else knobs.stage_style
     hides = task.cluster.device.hides_collectives
-    unit = unit_size(knobs.unit, style, layout.pp, microbatches, hides_collectives=hides)
-    cap = _cap(knobs, default_cap(style, layout.pp, layout.chunks, unit))
-    placement = place_stages(style, layout.pp, layout.chunks)
+    unit = unit_size(knobs.unit, layout.pp, microbatches, hides_collectives=hides)
+    placement = loop_placement(layout.pp, layout.chunks)
     plan = SizedPlan(
         contender="zeropp",
         shape=task.shape,
@@ -128,13 +120,10 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
         reduce_every=if_auto(knobs.reduce_every, "unit"),
-        replicate_every=knobs.replicate_every,
         reduce_dtype=knobs.reduce_dtype,
         prefetch=knobs.prefetch,
-        keep=if_auto(knobs.keep, 0),
-        stage_style=style,
         split_backward=knobs.split_backward,
-        activation_cap=cap,
+        activation_cap=if_auto(knobs.activation_cap, unit * layout.chunks),
         compile=knobs.compile,
     )
     _check_cap(plan)
@@ -154,22 +143,12 @@ def order_drafts(
     too_large: Callable[[Schedule], bool] | None = None,
 ) -> Iterator[Draft]:
     """The plan in the order for equally long actions, then in those planned with the durations of
-    its ``price``; ``too_large`` is as in ``zeropp.planner.drafts``. A cap that is given in
-    GiB becomes a number of chunk-activations here, because the price says how large one is. Raises
-    InfeasibleError if that is too few."""
-    if knobs.activation_cap_gib != "auto":
-        plan = replace(plan, activation_cap=_cap_by_size(plan, price, knobs.activation_cap_gib))
-    yield from drafts(plan, plan.activation_cap, price, too_large)
+    its ``price``; ``too_large`` is as in ``zeropp.planner.drafts``."""
+    return drafts(plan, price, too_large)
 
 
 def _split_blocks(knobs: ZeroppKnobs) -> bool:
     return if_auto(knobs.split_blocks, False)
-
-
-def _cap(knobs: ZeroppKnobs, default: int) -> int:
-    """The activation cap in chunk-activations; 0 if it was given in GiB, because then it is not
-    known before the price (``order_drafts`` sets it)."""
-    return if_auto(knobs.activation_cap, default) if knobs.activation_cap_gib == "auto" else 0
 
 
 def _layout(task: Task, knobs: ZeroppKnobs) -> Layout:
@@ -185,38 +164,14 @@ def _layout(task: Task, knobs: ZeroppKnobs) -> Layout:
 
 
 def _check_cap(plan: SizedPlan) -> None:
-    smallest, needs = _smallest_cap(plan)
-    if 0 < plan.activation_cap < smallest:
+    unit, chunks = plan.schedule.unit, plan.layout.chunks
+    smallest = smallest_cap(chunks, plan.num_microbatches, unit)
+    if plan.activation_cap < smallest:
+        needs = cap_needs(chunks, unit, smallest)
         raise InfeasibleError(f"contender.activation_cap={plan.activation_cap}: {needs}")
 
 
-def _smallest_cap(plan: SizedPlan) -> tuple[int, str]:
-    """(the fewest chunk-activations with which a unit can run, a message that says so)."""
-    unit, chunks, style = plan.schedule.unit, plan.layout.chunks, plan.stage_style
-    smallest = smallest_cap(style, chunks, plan.num_microbatches, unit)
-    return smallest, cap_needs(style, chunks, unit, smallest)
-
-
-def _cap_by_size(plan: SizedPlan, price: PlanPrice, cap_gib: float) -> int:
-    """The cap as a number of chunk-activations: how many of the largest chunk's fit ``cap_gib``."""
-    gib = max(max(m.activations, m.deferred) for m in price.memory) / 2**30
-    cap = min(int(cap_gib // gib), plan.num_microbatches * plan.layout.chunks)
-    smallest, needs = _smallest_cap(plan)
-    if cap < smallest:
-        enough = Context(prec=2, rounding=ROUND_CEILING).create_decimal(smallest * gib)
-        raise InfeasibleError(
-            f"contender.activation_cap_gib={cap_gib}: {cap} chunk-activations fit, but {needs} "
-            f"(use {enough:f} or more)"
-        )
-    return cap
-
-
 def _refuse(task: Task, knobs: ZeroppKnobs) -> None:
-    if knobs.activation_cap_gib != "auto" and knobs.activation_cap != "auto":
-        raise InfeasibleError(
-            f"contender.activation_cap_gib={knobs.activation_cap_gib}: "
-            f"contender.activation_cap={knobs.activation_cap} sets it too (set one to auto)"
-        )
     check_split_blocks(task, knobs.split_blocks)
     if knobs.compile and task.shape.dropout > 0:
         raise InfeasibleError(
@@ -233,22 +188,22 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
 _UNITS = (0.5, 1, 2, 4)  # multiples of the pipeline ranks; one unit of the whole step is tried, too
 _CAPS = (0.0, 1.0, 1.5)  # multiples of U*V, raised to the smallest cap, lowered to the whole step
-_V_CHUNKS = (2, 4)  # with one chunk per rank a V is a loop; more than four gain little
-_V_CAPS = (0.375, 0.5)  # multiples of P*V, which is what the first rank holds under 1F1B
 
 
 def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
-    """All knobs to try at a point, except for unit, cap, ``keep`` and when gradients are reduced.
+    """All knobs to try at a point, except for unit, cap and when gradients are reduced.
 
     They are set to what takes the least time: the largest unit, a cap that holds all activations
     of a step, and gradients that are reduced once per step. So the lower bound on a family's step
     time holds for all that ``members`` yields.
     """
     asked, degrees, m = point.asked, point.degrees, point.num_microbatches
-    for zero, placement, (chunks, style) in product(
+    # Chunks of one block each have the smallest buffers.
+    most = max(1, point.task.shape.layers // degrees.pp)
+    for zero, placement, chunks in product(
         zero_choices(asked.replicate_zero, degrees),
         placement_choices(asked.placement, point),
-        _stages(asked, max(1, point.task.shape.layers // degrees.pp)),
+        choices(asked.chunks, sorted({*_CHUNKS, most})),
     ):
         largest = -(-point.task.shape.layers // (degrees.pp * chunks))
         for recompute, blocks in recompute_choices(
@@ -262,58 +217,32 @@ def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
                 replicate_zero=zero,
                 placement=placement,
                 chunks=chunks,
-                stage_style=style,
                 recompute=recompute,
                 recompute_blocks=blocks,
                 split_blocks=if_auto(asked.split_blocks, not point.task.shape.dropout),
                 unit=if_auto(asked.unit, m),
-                activation_cap=m * chunks if asked.activation_cap_gib == "auto" else "auto",
+                activation_cap=m * chunks,
                 reduce_every=if_auto(asked.reduce_every, "step"),
             )
-
-
-def _stages(asked: ZeroppKnobs, most: int) -> Iterator[tuple[int, StageStyle]]:
-    """(chunks per rank, how their stages are assigned to ranks) to try; ``most``: the chunks per
-    rank of one block each, which have the smallest buffers."""
-    for chunks in choices(asked.chunks, sorted({*_CHUNKS, most})):
-        styles: tuple[StageStyle, ...] = ("loop", "v") if chunks in _V_CHUNKS else ("loop",)
-        for style in choices(asked.stage_style, styles):
-            yield chunks, style
 
 
 def members(asked: ZeroppKnobs, family: ZeroppKnobs, plan: SizedPlan) -> Iterator[ZeroppKnobs]:
     """A family's knobs with every unit, activation cap and choice of when gradients are reduced,
     those with the least memory first."""
     m = plan.num_microbatches
-    # With stages in a V all chunks stay gathered during the step, so that units save nothing.
-    units = [m] if plan.stage_style == "v" else _units(plan.layout.pp, m)
-    for unit in choices(asked.unit, units):
+    units = {min(m, max(1, int(plan.layout.pp * factor))) for factor in _UNITS} | {m}
+    for unit in choices(asked.unit, sorted(units)):
         unit = min(unit, m)
         reductions = choices(asked.reduce_every, _REDUCE if unit < m else ("step",))
         for cap, reduce_every in product(_caps(asked, unit, plan), reductions):
-            yield replace(
-                family,
-                unit=unit,
-                activation_cap=cap,
-                reduce_every=reduce_every,
-                keep=0 if asked.keep == "auto" else asked.keep,
-            )
+            yield replace(family, unit=unit, activation_cap=cap, reduce_every=reduce_every)
 
 
-def _units(pp: int, m: int) -> list[int]:
-    return sorted({min(m, max(1, int(pp * factor))) for factor in _UNITS} | {m})
-
-
-def _caps(asked: ZeroppKnobs, unit: int, plan: SizedPlan) -> tuple[int | Auto, ...]:
+def _caps(asked: ZeroppKnobs, unit: int, plan: SizedPlan) -> tuple[int, ...]:
     """Activation caps to try, in chunk-activations, ascending."""
-    if asked.activation_cap_gib != "auto":
-        return ("auto",)
     chunks, m = plan.layout.chunks, plan.num_microbatches
-    smallest = smallest_cap(plan.stage_style, chunks, m, unit)
-    if plan.stage_style == "v":
-        wanted = {int(plan.layout.pp * chunks * factor) for factor in _V_CAPS}
-    else:
-        wanted = {round(unit * chunks * factor) for factor in _CAPS}
+    smallest = smallest_cap(chunks, m, unit)
+    wanted = {round(unit * chunks * factor) for factor in _CAPS}
     return choices(
         asked.activation_cap, sorted({min(max(cap, smallest), m * chunks) for cap in wanted})
     )
@@ -336,9 +265,9 @@ ZEROPP = Contender(
     left_open=attrgetter("is_open"),
     search_effort=4,
     caveat=(
-        "No measurement of PP x ZeRO-3 with gathers per unit (ZeroPP) has been published: its "
-        "simulated step is the sum of parts (kernels, pipeline, gathers) that are held against "
-        "measurements."
+        "No full configuration of PP x ZeRO-3 with gathers once per unit (ZeroPP) has been found "
+        "among published measurements: its simulated step is the sum of parts (kernels, pipeline, "
+        "gathers) that are held against measurements."
     ),
     reproduces_dropout=True,
     trainer="zeropp.contender.trainer:build",

@@ -51,7 +51,6 @@ def build_engine(
         options=EngineOptions(
             precision=plan.precision,
             recompute=plan.recompute,
-            replicate_every=plan.replicate_every,
             tied=((0, "tokens.weight"), (last, "output.weight")) if shape.tied_embeddings else None,
             reduce_dtype=plan.reduce_dtype,
             dropout_seed=seed if shape.dropout else None,

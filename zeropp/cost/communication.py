@@ -309,9 +309,8 @@ def replica_s(
     sent = sent_bytes(plan, program)
     seconds = sum(reduce(cluster, replicas, size * sent) for size in sizes)
     if program.flat_chunks:
-        several = plan.replicate_every == "unit" and plan.num_units > 1
         part = 1 / layout.replicate if scatters else 1.0
-        seconds += _summing_s(plan, work, sizes, part, several=several)
+        seconds += _summing_s(plan, work, sizes, part, several=False)
     if program.overlap_reduction:
         hidden = cost.backward_input + cost.backward_weight
         exposed = max(seconds - hidden, seconds / len(_pieces(plan, stage)))

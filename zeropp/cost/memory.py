@@ -237,8 +237,7 @@ def state_memory(plan: SizedPlan, work: Work, stage: int) -> dict[str, int]:
         "parameters": whole * _parameter_bytes(plan, program) / layout.shard
         + _kept_buffers(plan, program, whole),
         "optimizer": whole * state.optimizer / optimizer_shards(layout, program),
-        "gradients": whole * state.gradients / _gradient_shards(plan)
-        + whole * state.half_gradients,
+        "gradients": whole * state.gradients / layout.shard + whole * state.half_gradients,
         "unsharded": whole * _gathered_bytes(plan, work, stage) * separate,
         "unsharded_gradients": (whole + more) * summed,
         "early_gradients": (sum(ends) + more) * summed,
@@ -375,14 +374,6 @@ def _flattened(plan: SizedPlan, program: Program, parameters: float) -> float:
     if not program.flattens_gradients or plan.layout.replicate == 1:
         return 0.0
     return 2 * parameters if plan.precision == "bf16" else FP32 * min(parameters, 5e8)
-
-
-def _gradient_shards(plan: SizedPlan) -> int:
-    """The number of ranks over which the gradients of a step are sharded. With ZeRO-1, gradients
-    that are reduced over the replicas per unit are summed only where they are updated."""
-    layout = plan.layout
-    rows = layout.replicate_zero and plan.replicate_every == "unit"
-    return layout.shard * (layout.replicate if rows else 1)
 
 
 def optimizer_shards(layout: Layout, program: Program) -> int:

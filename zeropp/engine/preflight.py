@@ -1,96 +1,36 @@
-"""What ZeroPP needs of CUDA: two environment variables that CUDA reads when it is initialised.
+"""Checks the layers of ``parallelize``, and compares them over the ranks, before anything is built.
 
-Without them steps may hang. A kernel that is loaded on its first use would wait for receives that
-were posted early; and of the 8 hardware queues that are the default, two streams could share one,
-in which a send would wait for a receive that waits for its own sender.
+If only one rank raised for a wrong argument, the others would wait for it in a collective. So the
+caller runs these checks in ``errors.together``: every rank tells the others what it found, and all
+raise the same error.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from numbers import Integral
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from zeropp import CUDA_SETTINGS
 from zeropp.engine.errors import gathered_texts, together
-from zeropp.engine.walk import Layer, ParameterKind, check_shapes
-from zeropp.layout import InfeasibleError, Layout
-from zeropp.literals import Axis, Placement, Precision
-
-# Reads degrees of parallelism from a user's DeviceMesh.
-
-
-_AXES: tuple[Axis, ...] = ("pp", "shard", "replicate")
-
-
-def degrees_of(mesh: DeviceMesh, knobs: Mapping[str, object]) -> dict[str, Any]:
-    """The degrees of a mesh, and the placement that numbers ranks as the mesh does.
-
-    Raises InfeasibleError if the mesh has another axis, if a degree is given twice, or if no
-    placement numbers ranks as the mesh does.
-    """
-    names = mesh.mesh_dim_names or ()
-    if not names or not set(names) <= set(_AXES):
-        raise InfeasibleError(f"mesh: its axes are {names}; they must be named among {_AXES}")
-    for name in names:
-        if name in knobs:
-            raise InfeasibleError(
-                f"{name}={knobs[name]!r}: the mesh has it, too (leave one of them out)"
-            )
-    sizes = {name: mesh.size(names.index(name)) for name in names}
-    ranks = mesh.mesh.flatten().tolist()
-    for placement in get_args(Placement):
-        layout = Layout(
-            pp=sizes.get("pp", 1),
-            shard=sizes.get("shard", 1),
-            replicate=sizes.get("replicate", 1),
-            placement=placement,
-        )
-        if ranks == _numbered(layout, names):
-            return {**sizes, "placement": placement}
-    raise InfeasibleError(
-        f"mesh: ranks must be numbered as init_device_mesh numbers the axes (pp, replicate, shard) "
-        f"or (replicate, shard, pp); this mesh has {names} and ranks {ranks}"
-    )
-
-
-def _numbered(layout: Layout, names: tuple[str, ...]) -> list[int]:
-    """The ranks of a layout in the order of a mesh with these axes."""
-    places = [layout.coordinates(rank) for rank in range(layout.world)]
-    order = sorted(range(layout.world), key=lambda rank: [places[rank][n] for n in names])  # type: ignore[index]
-    return list(order)
-
-
-# Checks the arguments of ``parallelize`` before anything is cut, and compares them over the ranks.
-#
-# If only one rank raised for a wrong argument, the others would wait for it in a collective. So
-# every rank tells the others what it found, and all raise the same error.
-
+from zeropp.engine.options import Piece
+from zeropp.engine.walk import Layer, OperationWatch, Owners, ParameterKind, check_layer
+from zeropp.layout import InfeasibleError
+from zeropp.literals import Precision
 
 ParameterName = tuple[int, str]  # layer, and the parameter's name in it
 Tied = tuple[ParameterName, ParameterName]
 _SHOWN = 60  # characters of a value in a message
 
 
-def agreed(check: Callable[[], object], description: Callable[[], object]) -> None:
-    """Run a check, and compare a description over the ranks. All ranks must call it.
-
-    If ``check`` raises on any rank, every rank raises, as in ``together``. ``description`` returns
-    what must be equal on all ranks (its ``repr`` is compared); it is called only if the check
-    passed everywhere. If it differs, every rank raises the same InfeasibleError.
-    """
-    together(check)
-    _compare(together(lambda: repr(description())))
-
-
-def _compare(description: str) -> None:
-    texts = gathered_texts(description)
+def compare(describe: Callable[[], str]) -> None:
+    """Raise the same InfeasibleError on every rank if a description is not the same on all; all
+    ranks must call it."""
+    texts = gathered_texts(together(describe))
     for rank, text in enumerate(texts):
         if text != texts[0]:
             ours, theirs = _difference(texts[0], text)
@@ -108,10 +48,44 @@ def _difference(first: str, second: str) -> tuple[str, str]:
     return first[start : start + _SHOWN], second[start : start + _SHOWN]
 
 
+def compare_values(pieces: Sequence[Piece]) -> None:
+    """Refuse ranks that hold the same layer with other values; all ranks must call it."""
+    mine = together(lambda: {piece.index: _values(piece.index, piece.module) for piece in pieces})
+    held: list[dict[int, dict[str, object]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(held, mine)
+    first: dict[int, tuple[int, dict[str, object]]] = {}
+    for rank, layers in enumerate(held):
+        for index, values in layers.items():
+            owner, expected = first.setdefault(index, (rank, values))
+            for name in expected | values:
+                if repr(expected.get(name)) != repr(values.get(name)):  # NaN equals itself here
+                    raise InfeasibleError(
+                        f"layers[{index}]: {name!r} is not the same on ranks {owner} and {rank} "
+                        "(seed all ranks alike before the layers are made, or load a checkpoint)"
+                    )
+
+
+def _values(index: int, layer: nn.Module) -> dict[str, object]:
+    """What must be equal on all ranks that train a layer: shapes, types, and sums of the values.
+
+    Raises InfeasibleError for a parameter that is NaN throughout, as those are of which an earlier
+    model has kept only shards.
+    """
+    found: dict[str, object] = {}
+    for name, parameter in layer.named_parameters():
+        wide = parameter.detach().double()
+        sums = () if wide.is_meta else (float(wide.sum()), float(wide.square().sum()))
+        if any(math.isnan(one) for one in sums) and bool(wide.isnan().all()):
+            raise InfeasibleError(
+                f"layers[{index}]: {name!r} has no values, only NaN: the layer belongs to another "
+                "model that parallelize has made, or was copied from it (make a new layer)"
+            )
+        found[name] = (tuple(wide.shape), str(parameter.dtype), parameter.requires_grad, *sums)
+    return found
+
+
 def check_layers(
-    layers: Sequence[Layer],
-    weights: Sequence[float] | None,
-    tied: tuple[ParameterName, ParameterName] | None,
+    layers: Sequence[Layer], weights: Sequence[float] | None, tied: Tied | None
 ) -> None:
     """Raise InfeasibleError for layers that cannot be trained separately.
 
@@ -125,47 +99,32 @@ def check_layers(
         )
     if not layers:
         raise InfeasibleError("layers=[]: there is nothing to train")
-    if weights is not None and len(weights) != len(layers):
+    for index, layer in enumerate(layers):
+        if not callable(layer) or isinstance(layer, type):
+            raise InfeasibleError(
+                f"layers[{index}]: must be a module, or a function that makes one, but is "
+                f"{type(layer).__name__}"
+            )
+    if weights is not None and (len(weights) != len(layers) or not all(w > 0 for w in weights)):
         raise InfeasibleError(
-            f"weights: {len(weights)} numbers for {len(layers)} layers; give one per layer"
+            f"weights: {len(weights)} numbers for {len(layers)} layers; give one per layer, and "
+            "every weight must be more than 0"
         )
-    if weights is not None and not all(weight > 0 for weight in weights):
-        raise InfeasibleError(f"weights={list(weights)}: every weight must be more than 0")
-    _check_tied(layers, tied)
-    _check_not_shared(layers, tied)
-
-
-def check_sizes(sample: object, global_batch: object) -> None:
-    """Refuse a sample without rows and a batch that is no number of rows; raises
-    InfeasibleError."""
-    if not isinstance(sample, torch.Tensor) or not sample.dim() or not len(sample):
-        raise InfeasibleError(
-            "sample: must be a tensor of one microbatch, with at least one row in dimension 0"
-        )
-    if not isinstance(global_batch, Integral) or global_batch < 1:
-        raise InfeasibleError(f"global_batch={global_batch!r}: must be a whole number from 1 on")
-
-
-def _check_tied(layers: Sequence[Layer], tied: tuple[ParameterName, ParameterName] | None) -> None:
-    if tied is None:
-        return
-    (first, _), (second, _) = tied
-    if (first, second) != (0, len(layers) - 1):
+    if tied is not None and (tied[0][0], tied[1][0]) != (0, len(layers) - 1):
         raise InfeasibleError(
             f"tied={tied}: must name a parameter of the first layer (0) and then one of the last "
             f"({len(layers) - 1})"
         )
+    _check_not_shared(layers, tied)
 
 
-def _check_not_shared(
-    layers: Sequence[Layer], tied: tuple[ParameterName, ParameterName] | None
-) -> None:
+def _check_not_shared(layers: Sequence[Layer], tied: Tied | None) -> None:
     owners: dict[int, ParameterName] = {}
     places: dict[int, tuple[int, ParameterName]] = {}  # in memory
     for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             continue
-        check_shapes(layer, index)
+        check_layer(layer, index)
         for name, parameter in layer.named_parameters():
             before = owners.setdefault(id(parameter), (index, name))
             if before[0] != index and (before, (index, name)) != tied:
@@ -183,30 +142,6 @@ def _check_not_shared(
                     f"layers[{where[0]}], but is another parameter (make it the same object, or "
                     "clone its values)"
                 )
-
-
-def described(index: int, layer: nn.Module) -> dict[str, object]:
-    """What must be equal on all ranks that train a layer: shapes, types, and sums of the values.
-
-    Raises InfeasibleError for a parameter that is NaN throughout, as those are of which an earlier
-    model has kept only shards.
-    """
-    found: dict[str, object] = {}
-    for name, parameter in layer.named_parameters():
-        values = parameter.detach()
-        if values.is_meta:
-            sums: tuple[float, ...] = ()
-        else:
-            wide = values.double()
-            sums = float(wide.sum()), float(wide.square().sum())
-        if any(math.isnan(one) for one in sums) and bool(values.isnan().all()):
-            raise InfeasibleError(
-                f"layers[{index}]: {name!r} has no values, only NaN: the layer belongs to another "
-                "model that parallelize has made, or was copied from it (make the layer anew)"
-            )
-        kind = tuple(values.shape), str(values.dtype), parameter.requires_grad
-        found[name] = (*kind, *sums)
-    return found
 
 
 def check_parameters(
@@ -232,9 +167,7 @@ def check_parameters(
         )
 
 
-def check_keywords(
-    given: Mapping[str, torch.Tensor], rows: int, named: Iterable[frozenset[str]]
-) -> None:
+def check_keywords(given: Mapping[str, Tensor], rows: int, named: Iterable[frozenset[str]]) -> None:
     """Refuse keyword inputs that nothing takes, or that have another number of rows than the
     sample; raises InfeasibleError. ``named``: what every layer and the loss function take."""
     known = frozenset[str]().union(*named)
@@ -244,92 +177,46 @@ def check_keywords(
                 f"sample_keywords: {name!r} is named by no layer's forward and not by the loss "
                 "function (leave it out, or add a parameter of that name)"
             )
-        if not value.dim() or len(value) != rows:
+        if not isinstance(value, Tensor) or not value.dim() or len(value) != rows:
+            shape = tuple(getattr(value, "shape", ())) or type(value).__name__
             raise InfeasibleError(
-                f"sample_keywords: {name!r} has shape {tuple(value.shape)}, but one row for each "
-                f"of the sample's {rows} is needed in dimension 0 (expand it)"
+                f"sample_keywords: {name!r} has shape {shape}, but one row for each of the "
+                f"sample's {rows} is needed in dimension 0 (expand it)"
             )
 
 
-def check_loss(loss_function: object) -> None:
-    """Refuse a loss function with parameters of its own; raises InfeasibleError."""
-    if isinstance(loss_function, nn.Module):
-        for name, parameter in loss_function.named_parameters():
+def checked_loss(loss_fn: Any, owners: Owners) -> Callable[..., Tensor]:
+    """The loss function, which in its first call is refused if it reads a parameter of a layer:
+    no rank would add up that part of the gradient. Raises InfeasibleError for what is no function,
+    and for a module with parameters of its own."""
+    if not callable(loss_fn) or isinstance(loss_fn, type):
+        raise InfeasibleError(
+            f"loss_fn={loss_fn!r}: must be a function of (output of the last layer, targets)"
+        )
+    if isinstance(loss_fn, nn.Module):
+        for name, parameter in loss_fn.named_parameters():
             if parameter.requires_grad:
                 raise InfeasibleError(
                     f"loss_fn: has the parameter {name!r}, which nothing would train (put it into "
                     "the last layer, or freeze it)"
                 )
+    is_first = True
 
+    @wraps(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    def loss(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal is_first
+        if not is_first:
+            return loss_fn(*arguments, **keywords)
+        is_first = False
+        given = {id(one) for one in arguments}
+        read = {key: owner for key, owner in owners.items() if key not in given}
+        with OperationWatch(read, "loss_fn"):
+            return loss_fn(*arguments, **keywords)
 
-def check_tensors(parts: Mapping[str, object], used: Collection[str], device: torch.device) -> None:
-    """Refuse parts of a batch that are not tensors with rows (TypeError), and those that this rank
-    uses and that are on another device (ValueError)."""
-    for name, part in parts.items():
-        if not isinstance(part, torch.Tensor) or not part.dim():
-            raise TypeError(
-                f"{name}: must be a tensor with this rank's rows in dimension 0, but is "
-                f"{type(part).__name__} (also on pipeline ranks whose layers do not read it)"
-            )
-        if name in used and part.device != device:
-            raise ValueError(
-                f"{name}: is on {part.device}, but this rank trains on {device} (move the batch "
-                f"there: .to({str(device)!r}))"
-            )
-
-
-def check_no_graph(parts: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError for a part of a training batch that has a graph of its own."""
-    for name, part in parts.items():
-        if part.grad_fn is not None:
-            raise ValueError(
-                f"{name}: was computed from something that needs gradients, which no rank would "
-                "add up (put that into the first layer, or detach the batch)"
-            )
-
-
-def check_autocast(device: torch.device) -> None:
-    """Raise RuntimeError inside ``torch.autocast``: it would compute in copies of the weights from
-    before the last update, and in backwards, where torch advises against it."""
-    if torch.is_autocast_enabled(device.type):
-        raise RuntimeError(
-            "train_step, eval_step: torch.autocast is enabled (leave it, and ask parallelize for "
-            "precision='bf16', or enter it inside the layers' forward)"
-        )
+    return loss
 
 
 def check_inference(call: str) -> None:
     """Raise RuntimeError inside ``torch.inference_mode``, whose tensors nothing could train."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(f"{call}: torch.inference_mode is enabled (leave it first)")
-
-
-def check_batch(parts: Mapping[str, torch.Tensor], rows: int) -> None:
-    """Raise ValueError if a batch does not have this rank's number of rows."""
-    for name, part in parts.items():
-        if len(part) != rows:
-            raise ValueError(
-                f"{name}: {len(part)} rows, but this rank trains on {rows} rows per step; give it "
-                "its own part of the global batch (see `rows`, `data_parallel_rank`)"
-            )
-
-
-def check_names(given: Iterable[str], expected: Iterable[str]) -> None:
-    """Refuse keyword inputs other than those that ``parallelize`` got; raises TypeError."""
-    if set(given) != set(expected):
-        raise TypeError(
-            f"keyword inputs are {sorted(given)}, but parallelize got {sorted(expected)} "
-            "(sample_keywords)"
-        )
-
-
-def check_same_rows(parts: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a batch whose parts have different numbers of rows; raises ValueError."""
-    counts = {name: len(part) for name, part in parts.items()}
-    if len(set(counts.values())) > 1:
-        raise ValueError(f"eval_step: numbers of rows differ ({counts})")
-
-
-def missing() -> list[str]:
-    """The settings, as ``NAME=value``, that CUDA was initialised without."""
-    return [f"{name}={value}" for name, value in CUDA_SETTINGS.items() if name not in os.environ]

@@ -1,25 +1,31 @@
-"""Tries whether layers can be recomputed in their backward, before anything is trained.
+"""One walk over a model's layers before anything is trained: sizes, memory, and what is refused.
 
-torch's checkpointing refuses some layers, but only in their first backward, when other ranks wait
-already: those that change their inputs in place, those that change in place what selective
-recomputation keeps, and those that compute gradients in their forward. So each layer runs forward
-and backward once here, on torch's meta device, or with real tensors if it needs values.
+Each layer is called once with the output of the layer before, on torch's meta device, which has
+shapes and number types but no values, so that the calls take neither memory nor time. Where one
+fails there (a branch that depends on data needs values), all layers are called with real tensors.
+Copies of the layers are called, so that whatever a layer caches does not stay in the caller's.
+
+With recomputation, inner layers also run forward and backward once with it, because torch's
+checkpointing refuses some layers only in their first backward, when other ranks wait already.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from zeropp.engine.chunk import run_recomputed
 from zeropp.engine.errors import free_frames
@@ -34,16 +40,19 @@ from zeropp.engine.values import (
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Recompute
 
-# Finds the sizes of a model's layers by calling each once with the output of the layer before.
-#
-# The calls run on torch's meta device, which has shapes and number types but no values, so they
-# take neither memory nor time. If one fails there (a data-dependent branch needs values), all
-# layers are called with real tensors. Copies of the layers are called, so that whatever a layer
-# caches in the call does not stay in the caller's layers.
-
-
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
 Layer = nn.Module | Callable[[], nn.Module]
+
+
+class Owner(NamedTuple):
+    """A parameter that a layer has, and where; weak, because its number may be used again."""
+
+    parameter: Callable[[], Tensor | None]
+    layer: int
+    name: str
+
+
+Owners = Mapping[int, Owner]  # by the parameter's identity
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,10 @@ class ParameterKind:
     dtype: torch.dtype
     trained: bool
 
+    def empty(self) -> nn.Parameter:
+        """Such a parameter on the meta device."""
+        return nn.Parameter(torch.empty(self.shape, dtype=self.dtype, device="meta"), self.trained)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
@@ -62,7 +75,8 @@ class LayerSizes:
     ``kinds``: its parameters, each under all of its names. ``parameters``: the number of their
     elements. ``names``: the names of the inputs of its ``forward``. ``product_flops`` and
     ``attention_flops``: floating-point operations of its forward, in matrix products with weights
-    and in all others.
+    and in all others. ``saved_bytes``: what autograd keeps of its forward, parameters aside, in the
+    number types in which the layer was given.
     """
 
     outputs: tuple[TensorShape, ...]
@@ -71,84 +85,218 @@ class LayerSizes:
     names: frozenset[str]
     product_flops: int
     attention_flops: int
+    saved_bytes: int
 
 
-def try_layers(
-    layers: Sequence[Layer], sample: Tensor, keywords: Mapping[str, Tensor]
+class _NeedsValuesError(InfeasibleError):
+    """A layer failed in a way in which it may fail only without values."""
+
+
+def walk(
+    layers: Sequence[Layer],
+    sample: Tensor,
+    keywords: Mapping[str, Tensor],
+    recompute: Recompute = "none",
+    *,
+    measure_saved: bool = True,
 ) -> list[LayerSizes]:
-    """The sizes of all layers, in order; ``sample`` is one microbatch of inputs, and ``keywords``
-    are its keyword inputs.
+    """The sizes of all layers, in order. ``sample`` is one microbatch of inputs, ``keywords`` are
+    its keyword inputs, and ``recompute`` is what inner layers have to be able to. Layers that use
+    ``torch.func`` can run only without ``measure_saved``; ``saved_bytes`` is then 0.
 
-    Raises InfeasibleError with one line that names the first layer that fails, or that returns
-    something other than a tensor or a tuple of tensors, or that is a module without values.
+    Raises InfeasibleError with one line that names the first layer that fails, that returns
+    something other than a tensor or a tuple of tensors, that could not be trained rightly, or that
+    reads a parameter of another layer.
     """
     for index, layer in enumerate(layers):
         if isinstance(layer, nn.Module):
             check_values(layer, index)
+    walked = partial(
+        _walk,
+        layers,
+        recompute=recompute,
+        owners=owners_of(layers),
+        hooks=saved_tensors_hooks if measure_saved else _no_hooks,
+    )
     try:
-        return _run(layers, sample, keywords, for_real=False)
-    except InfeasibleError:
-        devices = [sample.device] if sample.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):  # training draws the same numbers as without a trial
-            return _run(layers, sample, keywords, for_real=True)
+        return walked(sample.to("meta"), {name: one.to("meta") for name, one in keywords.items()})
+    except _NeedsValuesError as error:
+        # Torch 2.11 applies the hooks of a failed checkpoint to others until its frame is gone.
+        free_frames(error)
+    devices = [sample.device] if sample.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):  # training draws the same numbers as without this
+        return walked(sample, {name: one.to(sample.device) for name, one in keywords.items()})
 
 
-def _run(
-    layers: Sequence[Layer], sample: Tensor, keywords: Mapping[str, Tensor], *, for_real: bool
+def owners_of(layers: Sequence[Layer]) -> dict[int, Owner]:
+    """The owner of every parameter of the layers that are modules."""
+    return {
+        id(parameter): Owner(ref(parameter), index, name)
+        for index, layer in enumerate(layers)
+        if isinstance(layer, nn.Module)
+        for name, parameter in layer.named_parameters()
+    }
+
+
+def _walk(
+    layers: Sequence[Layer],
+    sample: Tensor,
+    keywords: Mapping[str, Tensor],
+    *,
+    recompute: Recompute,
+    owners: Owners,
+    hooks: Callable[..., AbstractContextManager[object]],
 ) -> list[LayerSizes]:
+    value: Value = sample
     found = []
-    device = sample.device if for_real else torch.device("meta")
-    value: Value = sample.to(device)
-    keywords = {name: tensor.to(device) for name, tensor in keywords.items()}
     for index, layer in enumerate(layers):
-        counter = FlopCounterMode(display=False)
-        module = copied(layer, index, for_real=for_real)
-        try:
-            check_shapes(module, index)
-            names, kinds = keywords_of(module), _kinds(module)
-            _check_in_place(module, index)
-            # With parameters that need gradients the counter would add hooks to them.
-            module.to(device).requires_grad_(False)
-            value = _called(module, tensors_of(value), chosen(keywords, names), counter)
-        except InfeasibleError:
-            raise
-        except Exception as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise InfeasibleError(
-                f"layers[{index}]: cannot be called with the output of the layer before: {lines[0]}"
-            ) from error
-        product_flops, attention_flops = _flops(counter)
+        what = "copied" if isinstance(layer, nn.Module) else "made"
+        with _refusal(
+            index,
+            f"cannot be {what}, but its sizes are found so",
+            "give a function that makes the layer",
+        ):
+            module, elsewhere = _copied(layer, index, sample.device, owners)
+        check_layer(module, index)
+        module.to(sample.device)
+        names = keywords_of(module)
+        function = partial(module, **chosen(keywords, names))
+        with _refusal(index, "cannot be called with the output of the layer before"):
+            given, watch = value, OperationWatch(elsewhere, f"layers[{index}]")
+            value, saved_bytes = _forward(function, given, module, watch, hooks)
+        tensors = _outputs(value, index)
+        if recompute != "none" and 0 < index < len(layers) - 1:
+            _check_recurrent(module, index, recompute)
+            with _refusal(
+                index,
+                f"cannot be recomputed with recompute={recompute!r}",
+                "take another recompute, or change the layer: no operations in place, for example",
+            ):
+                _recomputed(function, given, module, recompute)
         sizes = LayerSizes(
-            outputs=tuple(TensorShape(x.shape, x.dtype) for x in _checked(value, index)),
-            kinds=kinds,
+            outputs=tuple(TensorShape(x.shape, x.dtype) for x in tensors),
+            kinds=_kinds(module),
             parameters=sum(parameter.numel() for parameter in module.parameters()),
             names=names,
-            product_flops=product_flops,
-            attention_flops=attention_flops,
+            product_flops=watch.product_flops,
+            attention_flops=watch.flops - watch.product_flops,
+            saved_bytes=saved_bytes,
         )
         found.append(sizes)
     return found
 
 
-def _called(
-    module: nn.Module, inputs: Sequence[Tensor], keywords: Mapping[str, Tensor], counter: Any
-) -> Value:
-    """What a layer returns, while ``counter`` counts its operations. A layer that calls
-    ``torch.autograd.grad`` in its forward cannot run with the counter, so it counts as 0."""
-    with torch.no_grad():
-        try:
-            with counter:
-                value: Value = module(*inputs, **keywords)
-                return value
-        except RuntimeError as error:
-            if "autograd.grad()" not in str(error):
-                raise
-        return module(*inputs, **keywords)  # type: ignore[no-any-return]
+@contextmanager
+def _refusal(index: int, what: str, way_out: str = "") -> Iterator[None]:
+    """Inside this context an error is an InfeasibleError of one line about a layer."""
+    try:
+        yield
+    except InfeasibleError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        more = f" ({way_out})" if way_out else ""
+        raise _NeedsValuesError(f"layers[{index}]: {what}: {lines[0]}{more}") from error
 
 
-def check_shapes(module: nn.Module, index: int) -> None:
-    """Raise InfeasibleError for a layer with a parameter that has no shape yet or is not plain, or
-    that something else trains in parallel."""
+class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations inside of it, and refuses those that read one of ``owners``, which are
+    parameters of other layers than ``reader``: no rank would add up their gradients."""
+
+    def __init__(self, owners: Owners, reader: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owners, self._reader = owners, reader
+        self.flops = self.product_flops = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operation."""
+        for one in args:
+            owner = self._owners.get(id(one))
+            if owner is not None and owner.parameter() is one:
+                raise InfeasibleError(
+                    f"{self._reader}: reads {owner.name!r} of layers[{owner.layer}], which only "
+                    "that layer may (pass it on as an output, or put the two into one layer)"
+                )
+        result = function(*args, **(kwargs or {}))
+        count = flop_registry.get(function.overloadpacket)
+        if count is not None:
+            flops = count(*args, **(kwargs or {}), out_val=result)
+            self.flops += flops
+            self.product_flops += flops * (function.overloadpacket in _PRODUCTS)
+        return result
+
+
+def _forward(
+    function: Callable[..., Value],
+    given: Value,
+    module: nn.Module,
+    watch: OperationWatch,
+    hooks: Callable[..., AbstractContextManager[object]],
+) -> tuple[Value, int]:
+    """What a layer returns, without its graph, and the bytes that its graph keeps."""
+    own = [parameter.untyped_storage() for parameter in module.parameters()]
+    kept: list[torch.UntypedStorage] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()  # the same object for all views of it
+        if not any(storage is other for other in (*own, *kept)):
+            kept.append(storage)
+        return tensor
+
+    with torch.enable_grad(), hooks(keep, lambda tensor: tensor):
+        inputs = _leaves(given)
+        with watch:
+            value = function(*inputs)
+    size = sum(storage.nbytes() for storage in kept)
+    if not isinstance(value, tuple):
+        return value.detach() if isinstance(value, Tensor) else value, size
+    return tuple(x.detach() if isinstance(x, Tensor) else x for x in value), size
+
+
+def _no_hooks(*_: object) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _leaves(given: Value) -> list[Tensor]:
+    """The inputs of a layer, as another layer would give them: a layer may change in place no leaf
+    of a graph, but these."""
+    leaves = [x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in tensors_of(given)]
+    return [x.clone() for x in leaves]
+
+
+def _recomputed(
+    function: Callable[..., Value], given: Value, module: nn.Module, recompute: Recompute
+) -> None:
+    """Run a layer with recomputation, forward and backward; raises what torch raises, and
+    RuntimeError if buffers change in both."""
+    with torch.enable_grad():
+        value = run_recomputed(function, *_leaves(given), recompute=recompute, random=True)
+    before = {name: (id(one), one._version) for name, one in module.named_buffers()}
+    outputs = [x for x in tensors_of(value) if x.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+    for name, one in module.named_buffers():
+        if before.get(name) != (id(one), one._version):
+            raise RuntimeError(f"its forward changes the buffer {name!r}, and would do so twice")
+
+
+def _check_recurrent(module: nn.Module, index: int, recompute: Recompute) -> None:
+    """Refuse layers with torch's recurrent modules: on CPUs these change the outputs of their
+    products in place where torch does not notice it, and gradients would be wrong."""
+    for part in module.modules():
+        if recompute == "selective" and isinstance(part, nn.RNNBase | nn.RNNCellBase):
+            raise InfeasibleError(
+                f"layers[{index}]: {type(part).__name__} cannot be recomputed with "
+                "recompute='selective', because it changes in place what that keeps (take 'full')"
+            )
+
+
+def check_layer(module: nn.Module, index: int) -> None:
+    """Raise InfeasibleError for a layer that could not be trained rightly: with a parameter that
+    has no shape yet or is not plain, that something else trains in parallel, or whose forward
+    changes its parameters, which are copies of the masters."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise InfeasibleError(
@@ -161,28 +309,17 @@ def check_shapes(module: nn.Module, index: int) -> None:
                 f"layers[{index}]: {name!r} is {kind}, but a plain parameter is needed (hand over "
                 "layers that nothing else has sharded, made outside of torch.inference_mode)"
             )
-    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
-        raise InfeasibleError(
-            f"layers[{index}]: is in a DistributedDataParallel, which would add gradients up a "
-            "second time (hand over the module inside it)"
-        )
-
-
-def _check_in_place(module: nn.Module, index: int) -> None:
-    """Refuse layers whose forward changes their own parameters, which are copies of the masters."""
     for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            raise InfeasibleError(
+                f"layers[{index}]: is in a DistributedDataParallel, which would add gradients up a "
+                "second time (hand over the module inside it)"
+            )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise InfeasibleError(
                 f"layers[{index}]: {name or 'it'} has max_norm={part.max_norm}, which changes the "
                 "weight during the forward; no rank would keep that (normalise what it gives)"
             )
-
-
-def _flops(counter: FlopCounterMode) -> tuple[int, int]:
-    """(operations in products with weights, all others)."""
-    flops = counter.get_flop_counts().get("Global", {})
-    products = sum(count for operator, count in flops.items() if operator in _PRODUCTS)
-    return products, sum(flops.values()) - products
 
 
 def _kinds(module: nn.Module) -> dict[str, ParameterKind]:
@@ -193,7 +330,7 @@ def _kinds(module: nn.Module) -> dict[str, ParameterKind]:
     }
 
 
-def _checked(value: object, index: int) -> tuple[Tensor, ...]:
+def _outputs(value: object, index: int) -> tuple[Tensor, ...]:
     """The tensors of a layer's output."""
     values = value if isinstance(value, tuple) else (value,)
     strange = next((x for x in values if not isinstance(x, Tensor)), None)
@@ -216,143 +353,36 @@ def check_values(module: nn.Module, index: int) -> None:
             )
 
 
-def copied(layer: Layer, index: int, *, for_real: bool) -> nn.Module:
-    """A copy of a layer, or a new one from its function; on the meta device unless ``for_real``."""
-    try:
-        if not for_real:
-            return on_meta(layer)
-        return copy.deepcopy(layer) if isinstance(layer, nn.Module) else layer()
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        what = "copied" if isinstance(layer, nn.Module) else "made"
-        raise InfeasibleError(
-            f"layers[{index}]: cannot be {what}, but its sizes are found with a copy: {lines[0]} "
-            "(give a function that makes the layer)"
-        ) from error
-
-
-def on_meta(layer: Layer) -> nn.Module:
-    """The layer on the meta device, which takes no memory: a copy of a module, or a new module if
-    ``layer`` is a function."""
+def _copied(
+    layer: Layer, index: int, device: torch.device, owners: Owners
+) -> tuple[nn.Module, dict[int, Owner]]:
+    """A copy of a layer, or a new one from its function, on the meta device or with values; and the
+    parameters of other layers, with the copies of those that the layer has reached."""
+    made = layer
     if not isinstance(layer, nn.Module):
-        with torch.device("meta"):
-            return layer()
-    empty: dict[int, object] = {}
-    for parameter in layer.parameters():
-        meta = torch.empty_like(parameter, device="meta")
-        empty[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
-    for buffer in layer.buffers():
-        empty[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(layer, empty)
-
-
-# What layers keep for their backward: bytes per microbatch, found on torch's meta device.
-
-
-def saved_bytes(
-    layers: Sequence[Layer], sample: Tensor, keywords: Mapping[str, Tensor]
-) -> list[int]:
-    """Bytes that autograd keeps of each layer for one microbatch, parameters aside, in the number
-    types in which the layers were given.
-
-    Raises InfeasibleError, in one line, for a layer that cannot run without values.
-    """
-    value: Value = sample.to("meta")
-    keywords = {name: tensor.to("meta") for name, tensor in keywords.items()}
-    found = []
-    for index, layer in enumerate(layers):
-        module = on_meta(layer)
-        own = [parameter.untyped_storage() for parameter in module.parameters()]
-        kept: list[torch.UntypedStorage] = []
-
-        def keep(
-            tensor: Tensor,
-            own: list[torch.UntypedStorage] = own,
-            kept: list[torch.UntypedStorage] = kept,
-        ) -> Tensor:
-            storage = tensor.untyped_storage()  # the same object for all views of it
-            if not any(storage is other for other in (*own, *kept)):
-                kept.append(storage)
-            return tensor
-
-        try:
-            with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
-                inputs = [x.detach() for x in tensors_of(value)]
-                value = module(*inputs, **chosen(keywords, keywords_of(module)))
-        except Exception as error:
-            raise InfeasibleError(
-                f"layers[{index}]: cannot run on the meta device, so its memory is not known and "
-                "nothing can be 'auto'"
-            ) from error
-        found.append(sum(storage.nbytes() for storage in kept))
-    return found
-
-
-def check_recompute(
-    layers: Sequence[Layer], sample: Tensor, keywords: Mapping[str, Tensor], recompute: Recompute
-) -> None:
-    """Raise InfeasibleError, in one line, for the first layer that cannot be recomputed in this
-    way. The first and the last layer are never recomputed. ``sample`` is one microbatch of inputs,
-    and ``keywords`` are its keyword inputs."""
-    if recompute == "none":
-        return
-    on_cpu = sample.device.type == "cpu"
-    try:
-        _rehearse(layers, sample.to("meta"), keywords, recompute, on_cpu=on_cpu)
-    except InfeasibleError as error:
-        # Torch 2.11 applies the hooks of a failed checkpoint to others until its frame is gone.
-        free_frames(error)
-        devices = [sample.device] if sample.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):  # training draws the same numbers as without this
-            _rehearse(layers, sample, keywords, recompute, on_cpu=on_cpu)
-
-
-def _rehearse(
-    layers: Sequence[Layer],
-    sample: Tensor,
-    keywords: Mapping[str, Tensor],
-    recompute: Recompute,
-    *,
-    on_cpu: bool,
-) -> None:
-    value: Value = sample
-    keywords = {name: tensor.to(sample.device) for name, tensor in keywords.items()}
-    for index, layer in enumerate(layers):
-        module = copied(layer, index, for_real=not sample.is_meta).to(sample.device)
-        how: Recompute = recompute if 0 < index < len(layers) - 1 else "none"
-        if how == "selective" and on_cpu:
-            _check_recurrent(module, index)
-        function = partial(module, **chosen(keywords, keywords_of(module)))
-        try:
-            value = _there_and_back(function, tensors_of(value), how)
-        except Exception as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise InfeasibleError(
-                f"layers[{index}]: cannot be recomputed with recompute={recompute!r}: {lines[0]} "
-                "(take another recompute, or change the layer: no operations in place, for example)"
-            ) from error
-
-
-def _check_recurrent(module: nn.Module, index: int) -> None:
-    """Refuse layers with torch's recurrent modules: on CPUs these change the outputs of their
-    products in place where torch does not notice it, and gradients would be wrong."""
-    for part in module.modules():
-        if isinstance(part, nn.RNNBase | nn.RNNCellBase):
-            raise InfeasibleError(
-                f"layers[{index}]: {type(part).__name__} cannot be recomputed with "
-                "recompute='selective', because it changes in place what that keeps (take 'full')"
-            )
-
-
-def _there_and_back(
-    function: partial[Value], inputs: Sequence[Tensor], recompute: Recompute
-) -> Value:
-    """What a layer returns for these inputs, without a graph, after a backward through it."""
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in inputs]
-        given = [x.clone() for x in leaves]  # a layer may change no leaf in place, but these
-        value = run_recomputed(function, *given, recompute=recompute, random=True)
-    outputs = [x for x in tensors_of(value) if x.requires_grad]
-    if outputs and recompute != "none":
-        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
-    return tuple(x.detach() for x in tensors_of(value))
+        with torch.device(device.type if device.type == "meta" else "cpu"):
+            made = layer()
+    if not isinstance(made, nn.Module):
+        raise InfeasibleError(
+            f"layers[{index}]: must be a module, or a function that makes one, but the function "
+            f"gives {type(made).__name__}"
+        )
+    if made is not layer and device.type != "meta":
+        return made, dict(owners)
+    copies: dict[int, Any] = {}
+    if device.type == "meta":
+        for parameter in made.parameters():
+            empty = torch.empty_like(parameter, device="meta")
+            copies[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for buffer in made.buffers():
+            copies[id(buffer)] = torch.empty_like(buffer, device="meta")
+    is_real = any(not parameter.is_meta for parameter in made.parameters())
+    module = copy.deepcopy(made, copies) if made is layer or is_real else made
+    own = {id(parameter) for parameter in made.parameters()}
+    others = {key: owner for key, owner in owners.items() if key not in own}
+    reached = {
+        id(copies[key]): owner._replace(parameter=ref(copies[key]))
+        for key, owner in others.items()
+        if key in copies
+    }
+    return module, others | reached

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 
-from zeropp.literals import ReduceEvery, StageStyle
+from zeropp.literals import ReduceEvery
 from zeropp.schedule import event_loop, generators
 from zeropp.schedule.passes import lower
 from zeropp.schedule.program import (
@@ -26,7 +26,6 @@ from zeropp.schedule.program import (
 from zeropp.schedule.zeropp_order import (
     OrderSizes,
     candidates,
-    default_cap,
     equal_order,
     planned_beginnings,
     planned_order,
@@ -55,7 +54,6 @@ class StepSizes(OrderSizes):
 
     gather: bool
     prefetch: int = 1
-    keep: int = 0
     reduce_every: ReduceEvery = "unit"
 
     @property
@@ -124,7 +122,6 @@ def _lowered(order: Schedule, sizes: StepSizes) -> Schedule:
         order,
         gather=sizes.gather,
         prefetch=sizes.prefetch,
-        keep=sizes.keep,
         reduce_every=sizes.reduce_every,
     )
 
@@ -139,7 +136,6 @@ def build(
     group: int | None = None,
     unit: int | None = None,
     activation_cap: int | None = None,
-    stage_style: StageStyle = "loop",
     split_backward: bool = True,
     costs: Sequence[StageCost] | None = None,
 ) -> Schedule:
@@ -147,22 +143,21 @@ def build(
 
     ``group`` (default: P) is how many microbatches the interleaved schedules send through a chunk
     before they go on to the next. The others concern ZeroPP alone: ``unit`` (default: P, at most
-    m), ``activation_cap`` (live chunk-activations per rank, default ``unit * chunks``; on a V half
-    of 1F1B's), ``stage_style``, ``split_backward`` and ``costs`` (durations, one per stage;
-    default: all equal). Raises ValueError where the generator has no order for these sizes.
+    m), ``activation_cap`` (live chunk-activations per rank, default ``unit * chunks``),
+    ``split_backward`` and ``costs`` (durations, one per stage; default: all equal). Raises
+    ValueError where the generator has no order for these sizes.
     """
     _check_chunks(name, chunks)
     m = num_microbatches
     if name != "zeropp":
         return _without_units(name, num_ranks, chunks, m=m, group=group or num_ranks)
-    unit = unit_size(unit or "auto", stage_style, num_ranks, m)
+    unit = unit_size(unit or "auto", num_ranks, m)
     sizes = StepSizes(
         num_ranks=num_ranks,
         chunks=chunks,
         num_microbatches=m,
         unit=unit,
-        activation_cap=activation_cap or default_cap(stage_style, num_ranks, chunks, unit),
-        stage_style=stage_style,
+        activation_cap=activation_cap or unit * chunks,
         split_backward=split_backward,
         gather=any(cost.unshard for cost in costs or ()),
     )

@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import NamedTuple
@@ -37,15 +36,12 @@ def lower(
     *,
     gather: bool,
     prefetch: int = 1,
-    keep: int = 0,
     reduce_every: ReduceEvery = "unit",
 ) -> Schedule:
     """The whole program of a schedule, ready to be run.
 
     ``gather``: parameters are sharded, so they are gathered ``prefetch`` windows ahead of their
-    use and released afterwards (see ``parameter_windows``). ``keep``: with 0, parameters are
-    released as soon as their window ends; with more, so many chunks may stay gathered at once,
-    which saves gathers, and the one whose next use is furthest away is released first.
+    use and released as soon as their window ends (see ``parameter_windows``).
     ``reduce_every``: gradients of a stage are reduced after its last weight gradient in a unit, or
     in the step. Raises ValueError on a schedule that is lowered already.
     """
@@ -54,7 +50,7 @@ def lower(
     span = schedule.unit if reduce_every == "unit" else schedule.num_microbatches
     programs = [_add_reductions(program, span) for program in schedule.programs]
     if gather:
-        programs = [_add_gathers(p, schedule.unit, prefetch, keep) for p in programs]
+        programs = [_add_gathers(p, schedule.unit, prefetch) for p in programs]
     return replace(schedule, programs=_add_transfers(programs, schedule))
 
 
@@ -98,40 +94,17 @@ def parameter_windows(program: Program, unit: int) -> list[Window]:
     return windows
 
 
-def _add_gathers(program: Program, unit: int, prefetch: int, keep: int) -> Program:
+def _add_gathers(program: Program, unit: int, prefetch: int) -> Program:
     windows = parameter_windows(program, unit)
-    uses: dict[int, list[int]] = defaultdict(list)  # stage -> its windows, by number
-    for number, window in enumerate(windows):
-        uses[window.stage].append(number)
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
     free_from: dict[int, int] = {}  # stage -> index from which it may be gathered again
-    held: dict[int, Window] = {}  # gathered stages, by the latest window that uses them
-
-    def release(stage: int) -> None:
-        last = held.pop(stage).last
-        after[last].append(Action(stage, Op.RESHARD))
-        free_from[stage] = last + 1
-
-    def next_use(stage: int, number: int) -> float:
-        later = bisect_left(uses[stage], number)
-        return uses[stage][later] if later < len(uses[stage]) else float("inf")
-
     for number, window in enumerate(windows):
-        if window.stage not in held:
-            place = windows[max(0, number - prefetch)].first
-            place = max(place, free_from.get(window.stage, 0))
-            if len(held) >= keep > 0:  # make room: give up what is needed last
-                place = min(max(place, min(w.last for w in held.values()) + 1), window.first)
-                idle = [stage for stage, w in held.items() if w.last < place]
-                if idle:
-                    release(max(idle, key=partial(next_use, number=number)))
-            before[place].append(Action(window.stage, Op.UNSHARD))
-        held[window.stage] = window
-        if keep == 0:
-            release(window.stage)
-    for stage in list(held):
-        release(stage)
+        ahead = windows[max(0, number - prefetch)].first
+        place = max(ahead, free_from.get(window.stage, 0))
+        before[place].append(Action(window.stage, Op.UNSHARD))
+        after[window.last].append(Action(window.stage, Op.RESHARD))
+        free_from[window.stage] = window.last + 1
     return _insert(program, before, after)
 
 

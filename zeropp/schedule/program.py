@@ -14,8 +14,6 @@ from functools import cached_property, lru_cache
 from itertools import islice, pairwise
 from typing import NamedTuple
 
-from zeropp.literals import StageStyle
-
 # The vocabulary of a pipeline program: one frozen action, and its text form.
 #
 # The names and the text form are those of ``torch.distributed.pipelining`` (``0F3``, ``0I3``,
@@ -367,8 +365,3 @@ def v_placement(num_ranks: int, chunks: int = 2) -> tuple[int, ...]:
     return tuple(
         rank for chunk in range(chunks) for rank in (down if chunk % 2 == 0 else down[::-1])
     )
-
-
-def place_stages(style: StageStyle, num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """The rank of every stage, by the name of a placement."""
-    return (v_placement if style == "v" else loop_placement)(num_ranks, chunks)

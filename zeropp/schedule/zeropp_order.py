@@ -6,9 +6,6 @@ the forward phase and once for the backward phase. Input gradients run as early 
 gradients fill what would be bubbles, also across units. With equal durations F = B = W, U >= P
 and the default cap of U*V live chunk-activations the step is at most 1 + (P-1)/(3*m*V) times its
 ideal, whether U divides m or not (a test holds it).
-
-Where memory is short, stages on a V instead of a loop need far fewer activations, but keep all
-chunks gathered: ``lean_order``.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from functools import lru_cache
 from itertools import product
 from operator import itemgetter
 
-from zeropp.literals import Auto, StageStyle, if_auto
+from zeropp.literals import Auto, if_auto
 from zeropp.schedule.list_scheduler import Orders, Planned, Policy, Slot, beginning, list_schedule
 from zeropp.schedule.program import (
     Program,
@@ -27,9 +24,7 @@ from zeropp.schedule.program import (
     StageCost,
     collector_paused,
     loop_placement,
-    place_stages,
 )
-from zeropp.schedule.v_order import lean_programs
 
 _EQUAL_COST_POLICIES = (Policy(), Policy(alternate=True))
 # More policies would gain almost nothing, and take time.
@@ -46,9 +41,8 @@ class OrderSizes:
 
     ``unit`` is the number of microbatches for which a chunk is gathered once, ``activation_cap``
     the most live chunk-activations per rank: one is live from its forward to the end of its weight
-    gradient. ``stage_style``: ``loop`` puts stage s on rank s mod P and runs units breadth first;
-    ``v`` goes down the ranks and up again and runs microbatches one after the other. Without
-    ``split_backward`` input and weight gradients are one action, and nothing is delayed.
+    gradient. Without ``split_backward`` input and weight gradients are one action, and nothing is
+    delayed.
     """
 
     num_ranks: int
@@ -56,58 +50,45 @@ class OrderSizes:
     num_microbatches: int
     unit: int
     activation_cap: int
-    stage_style: StageStyle = "loop"
     split_backward: bool = True
 
     @property
     def stage_rank(self) -> tuple[int, ...]:
         """The rank of every stage."""
-        return place_stages(self.stage_style, self.num_ranks, self.chunks)
+        return loop_placement(self.num_ranks, self.chunks)
 
     def check(self) -> None:
         """Raise ValueError if the cap is too small for any order to finish."""
-        least = smallest_cap(self.stage_style, self.chunks, self.num_microbatches, self.unit)
+        least = smallest_cap(self.chunks, self.num_microbatches, self.unit)
         if self.activation_cap < least:
             raise ValueError(
-                f"activation_cap={self.activation_cap}: "
-                f"{cap_needs(self.stage_style, self.chunks, self.unit, least)}"
+                f"activation_cap={self.activation_cap}: {cap_needs(self.chunks, self.unit, least)}"
             )
 
 
 def unit_size(
-    asked: int | Auto,
-    style: StageStyle,
-    num_ranks: int,
-    num_microbatches: int,
-    *,
-    hides_collectives: bool = True,
+    asked: int | Auto, num_ranks: int, num_microbatches: int, *, hides_collectives: bool = True
 ) -> int:
-    """The microbatches per unit: as many as ``asked`` for, at most all, and by default P. On a V
-    all of them by default, because all chunks stay gathered, and so where compute hides no
-    collectives (on CPUs), because one unit has the fewest of them."""
-    one_unit = style == "v" or not hides_collectives
-    return min(if_auto(asked, num_microbatches if one_unit else num_ranks), num_microbatches)
+    """The microbatches per unit: as many as ``asked`` for, at most all, and by default P; all of
+    them by default where compute hides no collectives (on CPUs), because one unit has the fewest
+    of them."""
+    return min(
+        if_auto(asked, num_ranks if hides_collectives else num_microbatches), num_microbatches
+    )
 
 
-def default_cap(style: StageStyle, num_ranks: int, chunks: int, unit: int) -> int:
-    """The default cap in chunk-activations: a whole unit's, U*V (with U = P as many as 1F1B's first
-    rank holds); on a V, whose purpose is to save memory, half of 1F1B's."""
-    return max(chunks, num_ranks * chunks // 2) if style == "v" else unit * chunks
+def smallest_cap(chunks: int, num_microbatches: int, unit: int) -> int:
+    """The fewest live chunk-activations per rank with which a step can be finished: a unit must
+    turn round, with every microbatch of it in all chunks but the last, and one in the last."""
+    return (chunks - 1) * min(unit, num_microbatches) + 1
 
 
-def smallest_cap(style: StageStyle, chunks: int, num_microbatches: int, unit: int) -> int:
-    """The fewest live chunk-activations per rank with which a step can be finished.
-
-    On a loop a unit must turn round: every microbatch of it in all chunks but the last, and one in
-    the last. On a V one microbatch in all chunks is enough.
-    """
-    return chunks if style == "v" else (chunks - 1) * min(unit, num_microbatches) + 1
-
-
-def cap_needs(style: StageStyle, chunks: int, unit: int, least: int) -> str:
+def cap_needs(chunks: int, unit: int, least: int) -> str:
     """The part of a message that says why an activation cap below ``least`` is too small."""
-    who = "one microbatch" if style == "v" else f"a unit of {unit} microbatches"
-    return f"{who} in {chunks} chunks needs at least {least} live chunk-activations"
+    return (
+        f"a unit of {unit} microbatches in {chunks} chunks needs at least {least} live "
+        "chunk-activations"
+    )
 
 
 def candidates(sizes: OrderSizes, costs: Sequence[StageCost] | None) -> tuple[Schedule, ...]:
@@ -129,8 +110,6 @@ def candidates(sizes: OrderSizes, costs: Sequence[StageCost] | None) -> tuple[Sc
 def equal_order(sizes: OrderSizes) -> Schedule:
     """The compute-only schedule for equal durations. Raises ValueError if the cap is too small."""
     sizes.check()
-    if sizes.stage_style == "v":
-        return _scheduled(sizes, _on_a_v(sizes, [StageCost()] * len(sizes.stage_rank)))
     return _scheduled(sizes, _equal_cost_plan(unit_orders(sizes), sizes.activation_cap).programs())
 
 
@@ -140,8 +119,6 @@ def planned_order(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Schedule:
     """The best of several compute-only schedules that are planned with ``costs``. Raises ValueError
     if the cap is too small."""
     sizes.check()
-    if sizes.stage_style == "v":
-        return _scheduled(sizes, _on_a_v(sizes, costs))
     return _scheduled(sizes, _real_cost_plan(sizes, unit_orders(sizes), costs).programs())
 
 
@@ -149,7 +126,7 @@ def planned_beginnings(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Itera
     """The beginnings of all orders of which ``planned_order`` takes one, made one by one, which is
     quicker than to make one order; none where they would be almost the whole step."""
     begun = _BEGUN_UNITS * sizes.unit + sizes.num_ranks  # microbatches
-    if sizes.stage_style == "v" or begun > _WORTH_BEGINNING * sizes.num_microbatches:
+    if begun > _WORTH_BEGINNING * sizes.num_microbatches:
         return
     sizes.check()
     until_s = begun * sum(cost.compute for cost in costs) / sizes.num_ranks
@@ -174,16 +151,6 @@ def _scheduled(sizes: OrderSizes, programs: tuple[Program, ...]) -> Schedule:
         unit=sizes.unit,
         stage_rank=sizes.stage_rank,
         programs=programs,
-    )
-
-
-def _on_a_v(sizes: OrderSizes, costs: Sequence[StageCost]) -> tuple[Program, ...]:
-    return lean_programs(
-        sizes.stage_rank,
-        sizes.num_microbatches,
-        sizes.activation_cap,
-        costs,
-        split_backward=sizes.split_backward,
     )
 
 

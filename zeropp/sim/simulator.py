@@ -183,12 +183,7 @@ def _crossings_beside_s(plan: Plan, price: PlanPrice, rank: int) -> float:
     if not any(price.replica_s):
         return 0.0
     first_ends, last = plan.schedule.gradient_stages[rank]
-    if plan.replicate_every == "unit":
-        reductions = (a for a in plan.schedule.collectives[rank] if a.op is Op.REDUCE_GRAD)
-        crossed = [action.stage for action in reductions]
-    else:
-        crossed = list(first_ends)
-    return sum(price.replica_s[stage] for stage in crossed) - price.replica_s[last]
+    return sum(price.replica_s[stage] for stage in first_ends) - price.replica_s[last]
 
 
 def _tail(done: Sequence[tuple[float, int]], rank: int, price: PlanPrice) -> Tail:
@@ -202,14 +197,13 @@ def _tail(done: Sequence[tuple[float, int]], rank: int, price: PlanPrice) -> Tai
 
 def _done(plan: Plan, events: EventResult) -> list[list[tuple[float, int]]]:
     """(time, stage) at which gradients can be reduced over the replicas, by rank: at a stage's last
-    reduction or weight gradient, or at every reduction."""
+    reduction or weight gradient."""
     done: list[list[tuple[float, int]]] = [[] for _ in events.programs]
-    each = plan.replicate_every == "unit"
     left = set(range(plan.schedule.num_stages))
     for (stage, op, _), end in zip(reversed(events.sequence), reversed(events.ends), strict=True):
-        if (op is Op.REDUCE_GRAD) if each else (stage in left and op in COMPLETES):
+        if stage in left and op in COMPLETES:
             done[events.stage_rank[stage]].append((end, stage))
             left.discard(stage)
-            if not left and not each:
+            if not left:
                 break
     return done

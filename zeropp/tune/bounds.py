@@ -95,7 +95,7 @@ def least_by_hold_time_s(plan: SizedPlan, latency: Latency, stages: tuple[int, .
     held = plan.num_microbatches * sum(map(latency.held, stages)) / plan.activation_cap
     least = latency.to[stages[0]] + held
     limited = plan.activation_cap < plan.num_microbatches * len(stages)
-    if limited and plan.stage_style == "loop" and len(stages) > 1:
+    if limited and len(stages) > 1:
         return max(least, _unit_by_unit_s(plan, latency, stages))
     return least
 
@@ -214,7 +214,7 @@ def _unreduced_beside(plan: SizedPlan) -> bool:
     than a unit beside these activations: then the units before have made weight gradients of all
     chunks."""
     schedule, unit = plan.schedule, plan.schedule.unit
-    if schedule.name != "zeropp" or plan.stage_style != "loop" or plan.reduce_every != "step":
+    if schedule.name != "zeropp" or plan.reduce_every != "step":
         return False
     needed = unit * (plan.layout.chunks - 1) + 1
     return 0 < plan.activation_cap < needed + unit and plan.num_microbatches >= 2 * unit
@@ -235,7 +235,7 @@ def _least_activations(plan: SizedPlan, rank: int, sizes: list[int]) -> int:
         return m * sum(sizes)
     if name in ("zbv", "dualpipev"):
         return min(m, 2 * pp - rank - 1) * sizes[0] + min(m, rank + 1) * sizes[1]
-    if name == "zeropp" and plan.stage_style == "loop":
+    if name == "zeropp":
         unit, cap = plan.schedule.unit, plan.activation_cap
         last = min(unit, way_round, cap - (len(sizes) - 1) * unit if cap else 1)
         return unit * sum(sizes[:-1]) + last * sizes[-1]
@@ -447,8 +447,9 @@ def _reductions(plan: SizedPlan) -> int:
 
 def _gathers(plan: SizedPlan, stages: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """(stage, how often it is gathered at least). Each stage of a rank between its first and its
-    last is gathered once per unit, unless it may stay gathered (``keep``); the first and the last
-    may always stay gathered from one phase to the next, and phases of two units may overlap."""
+    last is gathered once per unit; the first and the last may stay gathered from one phase to the
+    next, and phases of two units may overlap."""
     if plan.layout.shard > 1:
-        units = 1 if plan.keep else plan.num_units
-        yield from ((s, units if 0 < n < len(stages) - 1 else 1) for n, s in enumerate(stages))
+        yield from (
+            (s, plan.num_units if 0 < n < len(stages) - 1 else 1) for n, s in enumerate(stages)
+        )

@@ -182,9 +182,7 @@ def describe(plan: SizedPlan) -> str:
         words.append(f"V={layout.chunks}")
     if plan.activation_cap:
         words.append(f"U={order.unit} cap={plan.activation_cap} reduce={plan.reduce_every}")
-    words += ["stages on a V"] * (plan.stage_style == "v")
     words += ["zero1"] * layout.replicate_zero + ["sp"] * layout.sequence_parallel
-    words += [f"keep={plan.keep}"] * (plan.keep > 0)
     if layout.placement == "pp_inner":
         words.append("pp inside the node")
     if plan.recompute != "none":

@@ -55,11 +55,10 @@ from zeropp.tune.space import compute_knobs, points
 # The entries of a search's queue: families, and their members.
 
 
-def adds_later(plan: SizedPlan) -> tuple[bool, bool]:
-    """Whether reduced gradients are added to those of earlier units: over the shards, and over the
-    replicas. It is the one thing besides the family on which the price of a member depends."""
-    several = plan.num_units > 1
-    return several and plan.reduce_every == "unit", several and plan.replicate_every == "unit"
+def adds_later(plan: SizedPlan) -> bool:
+    """Whether gradients that are reduced over the shards are added to those of earlier units. It is
+    the one thing besides the family on which the price of a member depends."""
+    return plan.num_units > 1 and plan.reduce_every == "unit"
 
 
 class Member(NamedTuple, Generic[K]):
@@ -400,7 +399,7 @@ class _Search(Generic[K]):
         """The members of a family whose least bytes fit, each sized when it is asked for. Bytes are
         cheaper to find than durations, and where memory is scarce most families have no such
         member; where it is not, the first one fits as a rule."""
-        of_sums: dict[tuple[bool, bool], StepBytes] = {}
+        of_sums: dict[bool, StepBytes] = {}
         for candidate, member in self._members(entry.candidate, family):
             later = adds_later(member)
             is_first = not of_sums

@@ -2,7 +2,11 @@
 
 It needs Slurm 21.08 or newer on the PATH. Its answers never change what was measured; they explain
 why a measurement is missing. Accounting (sacct) is used if the cluster has it. Otherwise slurmctld
-is asked, which remembers only the last ending of a requeued job.
+is asked, which remembers only the last ending of a requeued job, for a few minutes.
+
+Commands run without environment variables that would change their meaning (``SQUEUE_STATES``,
+``SLURM_CLUSTERS``, those of a surrounding salloc). Variables of sbatch that set a flag which the
+script does not set are kept, because they are the site's defaults.
 """
 
 from __future__ import annotations
@@ -14,23 +18,11 @@ import re
 import signal
 import subprocess
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-# Runs Slurm's commands, with a time limit and errors of one line.
-#
-# Commands run without environment variables that would change their meaning (``SQUEUE_STATES``,
-# ``SLURM_CLUSTERS``, those of a surrounding salloc). Variables of sbatch that set a flag which the
-# script does not set are kept, because they are the site's defaults.
+from benchmarks.launch.options import OWNED
 
-
-# The flags of sbatch and srun that a point's resources and the suite's bookkeeping decide; neither
-# a flag map nor a variable may.
-OWNED = {
-    *("array", "dependency", "distribution", "kill-on-bad-exit", "parsable", "signal", "wait"),
-    *("nodes", "ntasks", "ntasks-per-node", "test-only", "clusters"),
-    *("chdir", "error", "job-name", "open-mode", "output"),
-}
 TIMEOUT_S = 60.0
 _NOISE = re.compile(r"^(sbatch|squeue|sacct|scontrol): (error: )?")
 _KEPT = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}  # where Slurm is and who asks
@@ -41,6 +33,13 @@ _ALIASES = {
     "mem-per-node": "mem",
     "no-requeue": "requeue",
 }
+_OVER = {
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "REQUEUED"),
+    *("OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL", "REVOKED"),
+}
+_WAITS = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_JOB_ID = re.compile(r"^(\d+)(;\S+)?\s*$", re.M)  # "17;cluster" on a federation
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 
 
@@ -49,71 +48,7 @@ class SlurmError(RuntimeError):
 
 
 class NoAnswerError(SlurmError):
-    """A command was stopped after its time limit, so that it may have had its effect or not."""
-
-
-def site_defaults(environment: Mapping[str, str], owned: Collection[str]) -> dict[str, str]:
-    """The ``SBATCH_*`` variables for flags that neither the suite nor the script sets."""
-    decided = OWNED | set(owned)
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith("SBATCH_") and not {_flag_of(name), _plain_flag_of(name)} & decided
-    }
-
-
-def _plain_flag_of(variable: str) -> str:
-    return variable.removeprefix("SBATCH_").lower().replace("_", "-")
-
-
-def _flag_of(variable: str) -> str:
-    plain = _plain_flag_of(variable)
-    return _ALIASES.get(plain, plain)
-
-
-def call(*command: str, timeout_s: float = TIMEOUT_S, more: Mapping[str, str] | None = None) -> str:
-    """The output of a command, within a time limit; ``more`` is added to its environment. Raises
-    SlurmError with one line, which is a NoAnswerError if the command may have had its effect."""
-    clean = {k: v for k, v in os.environ.items() if k in _KEPT or not k.startswith(_PREFIXES)}
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            preexec_fn=_end_with_the_launcher,
-            env=clean | dict(more or {}),
-        )
-    except FileNotFoundError:
-        raise SlurmError(f"{command[0]}: not found; is this a login node of a cluster?") from None
-    except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"{command[0]}: no answer within {timeout_s:g} s") from None
-    if done.returncode:
-        lines = [_NOISE.sub("", line) for line in done.stderr.splitlines() if line.strip()]
-        said = f"{command[0]}: {lines[-1] if lines else f'exit {done.returncode}'}"
-        raise (NoAnswerError if _may_be_done(said) else SlurmError)(said)
-    return done.stdout
-
-
-def _end_with_the_launcher() -> None:
-    """On Linux, end with the launcher: an sbatch that goes on after the launcher was killed would
-    submit a job while the next launcher already looks for it."""
-    if _PRCTL is not None:
-        _PRCTL(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def _may_be_done(said: str) -> bool:
-    """Whether an error may concern the answer only, so that the controller may have acted."""
-    return bool(re.search(r"timed out|timeout|receive|connection (reset|refused)", said, re.I))
-
-
-_OVER = {
-    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"),
-    *("OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL", "REVOKED"),
-}
-UNSEEN = "UNSEEN"  # the state of a job that cannot be seen from here
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+    """A command may have had its effect or not: no answer in time, or none that is understood."""
 
 
 @dataclass(frozen=True)
@@ -129,21 +64,15 @@ class QueuedJob:
     """A job, or one task of an array, that is in slurmctld's queue."""
 
     job: str  # "17", or "17_3" for a task of an array
-    key: str  # job name and array index: known before the job has an id
     state: str  # RUNNING, PENDING, ...
-    reason: str  # why it waits
-    nodes: str
-    time_left: str
-
-    @property
-    def is_seen(self) -> bool:
-        """Whether Slurm listed it; ``jobs.underway`` makes others for jobs that cannot be seen."""
-        return self.state != UNSEEN
+    reason: str = ""  # why it waits
+    nodes: str = ""
+    time_left: str = ""
 
     @property
     def has_started(self) -> bool:
         """Whether its processes may be alive."""
-        return self.state not in {"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+        return self.state not in _WAITS
 
 
 @dataclass(frozen=True)
@@ -174,12 +103,62 @@ class EndedJob:
         return int(code) - 128 if code.isdigit() and int(code) > 128 else 0
 
 
+def site_defaults(environment: Mapping[str, str], owned: Collection[str]) -> dict[str, str]:
+    """The ``SBATCH_*`` variables for flags that neither the suite nor the script sets."""
+    found = {}
+    for name, value in environment.items():
+        flag = name.removeprefix("SBATCH_").lower().replace("_", "-")
+        is_decided = {flag, _ALIASES.get(flag, flag)} & (OWNED | set(owned))
+        if name.startswith("SBATCH_") and not is_decided:
+            found[name] = value
+    return found
+
+
+def call(*command: str, timeout_s: float = TIMEOUT_S, more: Mapping[str, str] | None = None) -> str:
+    """The output of a command, within a time limit; ``more`` is added to its environment. Raises
+    SlurmError with one line, which is a NoAnswerError if the command may have had its effect."""
+    clean = {k: v for k, v in os.environ.items() if k in _KEPT or not k.startswith(_PREFIXES)}
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+            preexec_fn=_end_with_the_launcher,
+            env=clean | dict(more or {}),
+        )
+    except FileNotFoundError:
+        raise SlurmError(f"{command[0]}: not found; is this a login node of a cluster?") from None
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError(f"{command[0]}: no answer within {timeout_s:g} s") from None
+    if done.returncode:
+        lines = [_NOISE.sub("", line) for line in done.stderr.splitlines() if line.strip()]
+        said = f"{command[0]}: {lines[-1] if lines else f'exit {done.returncode}'}"
+        # These concern the answer only: the controller may have acted.
+        lost = re.search(r"timed out|timeout|receive|connection (reset|refused)", said, re.I)
+        raise (NoAnswerError if lost else SlurmError)(said)
+    return done.stdout
+
+
+def _end_with_the_launcher() -> None:
+    """On Linux, end with the launcher: an sbatch that goes on after the launcher was killed would
+    submit a job while the next launcher already looks for it."""
+    if _PRCTL is not None:
+        _PRCTL(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def submit(script: Path, owned: Collection[str], *flags: str) -> str:
-    """Submit a script and return the job's id. ``owned`` are flags that the script sets and that no
-    environment variable may change. Raises SlurmError; NoAnswerError if it may be submitted."""
+    """Submit a script and return the job's id, which is found by its form among what the site
+    prints beside it. ``owned`` are flags that the script sets and that no environment variable may
+    change. Raises SlurmError; NoAnswerError if it may be submitted."""
     kept = site_defaults(os.environ, owned)
     answer = call("sbatch", "--parsable", *flags, str(script), more=kept)
-    return answer.strip().partition(";")[0]  # "17;cluster" on a federation
+    ids = _JOB_ID.findall(answer)
+    if not ids:
+        raise NoAnswerError(f"sbatch: no job id in its answer {answer.strip()[:80]!r}")
+    return str(ids[-1][0])
 
 
 def cluster_facts() -> ClusterFacts:
@@ -192,18 +171,32 @@ def cluster_facts() -> ClusterFacts:
     return ClusterFacts(identity, int(size) if size.isdigit() else ClusterFacts.max_array_size)
 
 
-def queued_jobs(names: Iterable[str]) -> dict[str, QueuedJob]:
-    """Jobs with these names that wait or run, whoever submitted them, by key; raises SlurmError."""
-    asked = ",".join(sorted(set(names)))
-    if not asked:
-        return {}
-    columns = "--format=%i|%j_%K|%T|%r|%N|%L"  # in the order of QueuedJob's fields
-    everything = ("--array", "--noheader", "--states=all", f"--name={asked}", columns)
-    rows = [line.split("|") for line in call("squeue", *everything).splitlines()]
-    names_of = [field.name for field in fields(QueuedJob)]
-    whole = [dict(zip(names_of, row, strict=True)) for row in rows if len(row) == len(names_of)]
-    jobs = [QueuedJob(**row) for row in whole]
-    return {job.key: job for job in jobs if job.state not in _OVER}
+def queued_jobs(users: Iterable[int]) -> dict[str, QueuedJob]:
+    """The jobs and tasks of these users that wait or run, by id; raises SlurmError."""
+    asked = ",".join(map(str, sorted(set(users))))
+    columns = "--format=%i|%T|%r|%N|%L"
+    flags = ("--array", "--noheader", "--states=all", f"--user={asked}", columns)
+    rows = [line.split("|") for line in call("squeue", *flags).splitlines()]
+    jobs = [
+        QueuedJob(job=row[0], state=row[1], reason=row[2], nodes=row[3], time_left=row[4])
+        for row in rows
+        if len(row) == 5
+    ]
+    return {job.job: job for job in jobs if job.state not in _OVER or job.state in _WAITS}
+
+
+def find_job(name: str) -> str:
+    """The id of the job with a name, for jobs whose sbatch did not answer; empty if there is none.
+    Raises SlurmError if Slurm does not say."""
+    lines = call("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%F").split()
+    if lines:
+        return lines[0]
+    try:
+        flags = ("--allocations", "--noheader", "--parsable2", "--starttime=now-30days")
+        lines = call("sacct", *flags, f"--name={name}", "--format=JobID").split()
+    except SlurmError:  # no accounting: what slurmctld remembers is all that there is
+        return ""
+    return lines[0].partition("_")[0] if lines else ""
 
 
 def time_limit_s(job: str, timeout_s: float = TIMEOUT_S) -> float | None:
@@ -230,20 +223,6 @@ def limit_s(text: str) -> float | None:
     return float(seconds + int(days or 0) * 86400)
 
 
-def find_job(name: str) -> str:
-    """The id of the job with a name, for jobs whose sbatch did not answer; empty if there is none.
-    Raises SlurmError if Slurm does not say."""
-    lines = call("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%F").split()
-    if lines:
-        return lines[0]
-    try:
-        flags = ("--allocations", "--noheader", "--parsable2", "--starttime=now-30days")
-        lines = call("sacct", *flags, f"--name={name}", "--format=JobID").split()
-    except SlurmError:  # no accounting: what slurmctld remembers is all that there is
-        return ""
-    return lines[0].partition("_")[0] if lines else ""
-
-
 def requeue(job: str) -> None:
     """Put a job back into the queue; raises SlurmError."""
     call("scontrol", "requeue", job)
@@ -258,20 +237,18 @@ def running_on(nodes: str, timeout_s: float = TIMEOUT_S) -> list[str]:
         return []
 
 
-def endings(jobs: Collection[str]) -> dict[str, list[EndedJob]]:
-    """The endings of jobs, oldest first; jobs that Slurm does not know are left out."""
-    try:
-        found = _accounted(jobs)
-    except SlurmError:
-        found = {}
+def endings(jobs: Collection[str], timeout_s: float = TIMEOUT_S) -> dict[str, list[EndedJob]]:
+    """The endings of jobs, oldest first, and the present state of jobs that have not ended; by
+    accounting, or else by what slurmctld remembers. Jobs that nobody knows are left out."""
+    found = accounted(jobs, timeout_s) if jobs else {}
     for job in jobs:
-        if job not in found and (last := last_ending(job)):
+        if job not in found and (last := last_state(job, timeout_s)):
             found[job] = [last]
     return found
 
 
-def last_ending(job: str, timeout_s: float = TIMEOUT_S) -> EndedJob | None:
-    """The ending of a job that slurmctld remembers (for MinJobAge seconds), or None.
+def last_state(job: str, timeout_s: float = TIMEOUT_S) -> EndedJob | None:
+    """The state of a job that slurmctld remembers (for MinJobAge seconds), or None.
 
     Tasks of an array that was cancelled before any task began are listed under the array's id only.
     """
@@ -292,22 +269,17 @@ def last_ending(job: str, timeout_s: float = TIMEOUT_S) -> EndedJob | None:
     return None
 
 
-def accounted(job: str, timeout_s: float = TIMEOUT_S) -> list[EndedJob]:
-    """The endings of a job by accounting, oldest first; none without accounting."""
-    try:
-        return _accounted([job], timeout_s).get(job, [])
-    except SlurmError:
-        return []
-
-
-def _accounted(jobs: Collection[str], timeout_s: float = TIMEOUT_S) -> dict[str, list[EndedJob]]:
+def accounted(jobs: Collection[str], timeout_s: float = TIMEOUT_S) -> dict[str, list[EndedJob]]:
+    """The endings of jobs by accounting, oldest first; none without accounting."""
     columns = "--format=JobID,State,ExitCode,NodeList"
     flags = ("--allusers", "--allocations", "--duplicates", "--noheader", "--parsable2")
     asked = ",".join(sorted({job.partition("_")[0] for job in jobs}))
     found: dict[str, list[EndedJob]] = {}
-    listed = call("sacct", "--jobs", asked, *flags, columns, timeout_s=timeout_s)
-    for line in listed.splitlines():
-        row = line.split("|")
+    try:
+        listed = call("sacct", "--jobs", asked, *flags, columns, timeout_s=timeout_s)
+    except SlurmError:
+        return {}
+    for row in (line.split("|") for line in listed.splitlines()):
         for task in _tasks_of(row[0]) if len(row) == 4 else ():
             found.setdefault(task, []).append(EndedJob(row[1], row[2], row[3]))
     return found

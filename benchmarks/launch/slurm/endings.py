@@ -1,7 +1,10 @@
-"""Makes the record of an attempt from inside its job; an array's script calls it at its end.
+"""Why an attempt of a Slurm job ended, and its record from inside the job.
 
-The event files of the ranks say what was measured. If they do not say why the attempt stopped,
-Slurm is asked, because a signal alone may mean the time limit, preemption or somebody's scancel.
+The event files of the ranks say what was measured, and usually why it stopped. Otherwise the reason
+is, in this order: the memory limit, by the line of Slurm's step daemon; Slurm's state of the job;
+the signal that the script caught; the rank that failed first, by srun, with the last line of its
+log; the last line of srun's or the job's log. An array's script calls ``main`` at its end; if it
+could not, ``submissions.close_ended`` asks ``reason`` later.
 """
 
 from __future__ import annotations
@@ -10,18 +13,27 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch.finish import Ending, ending_by_events, finish_attempt, killed, read_ranks
-from benchmarks.launch.frozen import DamagedError, read_frozen_spec, read_object
+from benchmarks.launch.attempt import (
+    DamagedError,
+    Ending,
+    ending_by_events,
+    failed,
+    finish_attempt,
+    frozen,
+    is_complete,
+    last_words,
+    read_object,
+    read_ranks,
+)
 from benchmarks.launch.slurm.client import (
     EndedJob,
     SlurmError,
     accounted,
-    last_ending,
+    last_state,
     limit_s,
     requeue,
     running_on,
@@ -29,186 +41,22 @@ from benchmarks.launch.slurm.client import (
 )
 from benchmarks.records.record import RunRecord, Status
 
-# Why an attempt ended, if its ranks' events do not say it: by Slurm's state, logs, exit codes.
-#
-# The functions read the attempt's folder and Slurm's answers that they are given; they do not call
-# Slurm. They return None if they have no reason; then the events of the ranks decide.
-
-
-ATTEMPT = re.compile(r"slurm-(?P<job>.+)-(?P<restart>\d+)")
-_MEMORY_KILL = re.compile(r"slurmstepd\S*: error: (.*(?:exceeded memory limit|oom.kill).*)", re.I)
-# Errors of a file system or node that may not happen again, so that the point is run again.
-_PASSING = re.compile(
-    r"no space left|quota exceeded|read-only file system|stale file handle|input/output error|"
-    r"node failure|communication connection failure",
-    re.I,
-)
-_NO_CAUSE = re.compile(
-    r"^\s*$|lacks support for cpu binding|"
-    r"force terminated|terminated$|job step aborted|STEP .* ON .* CANCELLED|"
-    r"JOB .* ON .* CANCELLED|^slurm\S+: error: \*\*\*|task \d+.*: exited",
-    re.I,
-)
-_SIGNALS = {  # as srun names the end of a task
-    "Killed": 9,
-    "Segmentation fault": 11,
-    "Aborted": 6,
-    "Bus error": 7,
-    "Illegal instruction": 4,
-    "Floating point exception": 8,
-}
-_TASK_KILL = re.compile(rf"error: \S+: tasks? ([\d,-]+): ({'|'.join(_SIGNALS)})")
-_LOG_BYTES = 20_000  # bytes at the end of a log that are read
-
+_CLIENT_TIMEOUT_S = 5.0  # KillWait, 30 s by default, is all that a preempted job has
+_LATE_S = 120.0  # USR1 may come a minute early, and ranks need some time to exit
+_TIMED_OUT = (124, 137)  # exit codes of timeout(1), the second if it had to kill
+_MEMORY = re.compile(r"slurmstepd\S*: error: (.*(?:exceeded memory limit|oom.kill).*)", re.I)
+_TASK = re.compile(r"error: \S+: tasks? (\d+)[\d,-]*: (?!Terminated)(.+)")
 _STATES: dict[str, tuple[Status, bool]] = {  # Slurm's state: status, ended from outside
     "OUT_OF_MEMORY": ("oom", False),
     "TIMEOUT": ("timeout", False),
     "DEADLINE": ("timeout", False),
     "PREEMPTED": ("preempted", True),
     "REQUEUED": ("preempted", True),
-    "PENDING": ("preempted", True),  # asked from inside: the job is back in the queue already
-    "REQUEUE_HOLD": ("preempted", True),
     "CANCELLED": ("failed", True),
     "NODE_FAIL": ("lost", True),
     "BOOT_FAIL": ("lost", True),
 }
-
-
-def slurm_of(directory: Path) -> dict[str, Any]:
-    """What the script wrote about its job when the attempt began; if that is damaged, what the
-    folder's name says."""
-    named = ATTEMPT.fullmatch(directory.name)
-    job, restart = (named["job"], int(named["restart"])) if named else ("", 0)
-    told: dict[str, Any] = {"job": job, "job_id": job, "restart": restart}
-    try:
-        return told | read_object(directory / "slurm.json")
-    except DamagedError:
-        return told
-
-
-def is_complete(directory: Path) -> bool:
-    """Whether every rank measured everything; then it does not matter what happened later."""
-    try:
-        number = int(read_frozen_spec(directory)["num_gpus"])
-    except DamagedError:
-        return False
-    done = [any(e["event"] == "done" for e in events) for events in read_ranks(directory).values()]
-    return sum(done) == number
-
-
-def ending_by_state(ended: EndedJob) -> Ending | None:
-    """The ending that a Slurm state means for an attempt; None if it explains nothing."""
-    if ended.preempted and ended.word not in _STATES:
-        return Ending("preempted", f"Slurm: preempted on {ended.nodes}", interrupted=True)
-    if ended.word not in _STATES:
-        return None
-    status, interrupted = _STATES[ended.word]
-    details = f"exit code {ended.exit_code}, nodes {ended.nodes}"
-    return Ending(status, f"Slurm: {ended.state} ({details})", interrupted)
-
-
-def memory_kill(directory: Path) -> Ending | None:
-    """The ending by slurmstepd's line about a kill by the memory limit, if there is one."""
-    found = _MEMORY_KILL.search(_tail(directory / "srun.log"))
-    return Ending("oom", f"Slurm: {found[1]}") if found else None
-
-
-def first_kill(directory: Path) -> Ending | None:
-    """The ending by the rank that ended first, if a signal killed it; others ended because of
-    it."""
-    codes = []
-    for path in directory.glob("rank_*.exit"):
-        try:
-            number = int(path.stem.removeprefix("rank_"))
-            codes.append((path.stat().st_mtime, number, int(path.read_text())))
-        except (OSError, ValueError):
-            continue
-    bad = min((code for code in codes if code[2]), default=None)
-    return killed(bad[1], bad[2] - 128) if bad and bad[2] > 128 else None
-
-
-def killed_with_its_shell(directory: Path) -> Ending | None:
-    """The ending by srun's line on ranks that were killed together with the shell that would have
-    written it."""
-    found = _TASK_KILL.search(_tail(directory / "srun.log"))
-    if found is None:
-        return None
-    if found[1].isdigit():
-        return killed(int(found[1]), _SIGNALS[found[2]])
-    reason = f"ranks {found[1]} were killed by signal {_SIGNALS[found[2]]}"
-    return Ending("failed", reason, interrupted=True)
-
-
-def before_ranks(directory: Path, log: Path | None, stage: str = "") -> Ending | None:
-    """The ending of an attempt in which no rank wrote anything: the last line that gives a reason,
-    from srun's errors, a rank's output, or the job's log. None if ranks wrote, or if there is no
-    such line.
-
-    If a line of the setup failed, the shell or that command says why. Slurm's step daemon writes to
-    the same log at any time, for example when a process ends while it reads how much memory that
-    process uses, so its lines count only if they name a fault of the node, or if there are no
-    others.
-    """
-    if any(read_ranks(directory).values()):
-        return None
-    in_setup = stage == "setup"
-    ranks = sorted(directory.glob("rank_*.log"))
-    for path in (*ranks[:1], directory / "srun.log", *([log] if log else [])):
-        if line := (_cause(path, of_setup=True) if in_setup else "") or _cause(path):
-            where = "in setup" if in_setup else "before the ranks started"
-            return Ending("failed", f"{where}: {line}", bool(_PASSING.search(line)))
-    return None
-
-
-def killed_script(ended: EndedJob) -> Ending | None:
-    """The ending of an attempt whose batch script was killed, so that it wrote no record."""
-    if not ended.signal:
-        return None
-    reason = f"the batch script was killed by signal {ended.signal} (Slurm: {ended.state})"
-    return Ending("failed", reason, interrupted=True)
-
-
-def left_on_signal(directory: Path, ended: EndedJob | None, caught: str) -> Ending | None:
-    """The ending if ranks or the script got a signal for which Slurm has no reason: scancel with a
-    signal, or the site's tools."""
-    ranks = read_ranks(directory)
-    told = ending_by_events(len(ranks), ranks) if ranks else None
-    by_signal = told is not None and " left on SIG" in told.reason
-    if not caught and not by_signal:
-        return None
-    if told is not None and told.status != "ok" and not told.interrupted:
-        return None  # another error came first
-    who = told.reason if told is not None and by_signal else f"the script was sent SIG{caught}"
-    state = f"Slurm: {ended.state}" if ended else "Slurm does not answer"
-    return Ending("failed", f"{who}, sent by hand or by a tool of the site ({state})", True)
-
-
-def _cause(path: Path, of_setup: bool = False) -> str:
-    """The last line of a log that may be a cause; lines that only say that it ended are skipped,
-    and for a line of the setup also what the step daemon says of its own work."""
-    lines = [line.strip() for line in _tail(path).splitlines()]
-    causes = [line for line in lines if not _NO_CAUSE.search(line)]
-    if of_setup:
-        causes = [c for c in causes if not c.startswith("slurmstepd") or _PASSING.search(c)]
-    return causes[-1][:300] if causes else ""
-
-
-def _tail(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _LOG_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def with_state(slurm: Mapping[str, Any], ended: EndedJob | None) -> dict[str, Any]:
-    """The part of the job's data that a record keeps, with Slurm's last state."""
-    return dict(slurm) | {"state": ended.state if ended else ""}
-
-
-_CLIENT_TIMEOUT_S = 5.0  # KillWait, 30 s by default, is all that a preempted job has
-_LATE_S = 120.0  # USR1 may come a minute early, and ranks need some time to exit
+_BACK_IN_THE_QUEUE = {"PENDING", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING"}
 
 
 @dataclass(frozen=True)
@@ -217,103 +65,177 @@ class ScriptEnd:
 
     exit_code: int  # srun's, or that of the line that failed before it
     caught: str = ""  # USR1, TERM, or nothing
-    stage: str = "ranks"  # "setup" if it ended before it started the ranks
+    stage: str = "ranks"  # start, setup or ranks: what it did when it ended
     elapsed_s: float = 0.0  # since the script began
 
 
-def close(directory: Path, end: ScriptEnd) -> RunRecord:
+def slurm_of(attempt: Path) -> dict[str, Any]:
+    """What the script wrote about its job when the attempt began; empty if that is damaged."""
+    try:
+        return read_object(attempt / "slurm.json")
+    except DamagedError:
+        return {}
+
+
+def reason(
+    attempt: Path, ended: EndedJob | None, log: Path, end: ScriptEnd | None = None
+) -> Ending | None:
+    """Why an attempt ended; None if the events of its ranks say it, or if nothing does.
+
+    ``ended`` is what Slurm says of its job, ``log`` the job's; ``end`` is None if the script could
+    not write the record itself. Raises DamagedError.
+    """
+    number, ranks = int(frozen(attempt)[0]["num_gpus"]), read_ranks(attempt)
+    if is_complete(number, ranks):
+        return None
+    if found := _MEMORY.search(_text(attempt / "srun.log")):
+        return Ending("oom", f"Slurm: {found[1]}")
+    where = f", in {end.stage}" if end and end.stage != "ranks" else ""
+    if by_state := ended and ending_by_state(ended):
+        if by_state.status == "timeout" and not ranks and not where and (line := last_words(log)):
+            where = f", before the ranks started: {line}"
+        return replace(by_state, reason=by_state.reason + where)
+    if end and (by_clock := _time_limit(attempt, end, where)):
+        return by_clock
+    by_script = killed_script(ended) if ended and end is None else None
+    first = None if by_script or (end and end.caught) else _first_failure(attempt)
+    if first and first.interrupted:  # a kill, of which errors of the other ranks are consequences
+        return first
+    told = ending_by_events(number, ranks)
+    if told and not told.interrupted:
+        return told
+    if end and end.caught:
+        return _by_hand(f"the script was sent SIG{end.caught}", ended)
+    if by_script:
+        return by_script
+    if told and " left on SIG" in told.reason:
+        return _by_hand(told.reason, ended)
+    return told or first or _before_the_ranks(attempt, log, end)
+
+
+def ending_by_state(ended: EndedJob) -> Ending | None:
+    """The ending that a Slurm state means for an attempt; None if it explains nothing."""
+    if ended.word in _STATES:
+        status, interrupted = _STATES[ended.word]
+        details = f"exit code {ended.exit_code}, nodes {ended.nodes}"
+        return Ending(status, f"Slurm: {ended.state} ({details})", interrupted)
+    if ended.preempted:
+        return Ending("preempted", f"Slurm: preempted on {ended.nodes}", interrupted=True)
+    if ended.word in _BACK_IN_THE_QUEUE:
+        words = f"Slurm: {ended.state}, back in the queue without a reason, nodes {ended.nodes}"
+        return Ending("lost", words, interrupted=True)
+    return None
+
+
+def killed_script(ended: EndedJob) -> Ending | None:
+    """The ending of a job whose batch script was killed, or could not be started."""
+    if ended.exit_code == "0:53":
+        return Ending("failed", "Slurm: the job's output folder cannot be opened (0:53)", True)
+    words = f"the batch script was killed by signal {ended.signal} (Slurm: {ended.state})"
+    return Ending("failed", words, interrupted=True) if ended.signal else None
+
+
+def _by_hand(what: str, ended: EndedJob | None) -> Ending:
+    """A signal for which Slurm has no reason: scancel with a signal, or the site's tools."""
+    state = f"Slurm: {ended.state}" if ended else "Slurm does not know the job"
+    return Ending("failed", f"{what}, sent by hand or by a tool of the site ({state})", True)
+
+
+def _time_limit(attempt: Path, end: ScriptEnd, where: str) -> Ending | None:
+    """The ending by ``measure.timeout_s``, or after SIGUSR1: the job's time limit if little time is
+    left, otherwise something else. None if it was neither."""
+    slurm = slurm_of(attempt)
+    asked = slurm.get("timeout_s", 0)
+    if end.exit_code in _TIMED_OUT and not end.caught and 0 < asked <= end.elapsed_s:
+        return Ending("timeout", f"not finished after measure.timeout_s={asked}")
+    if end.caught != "USR1":
+        return None
+    limit = time_limit_s(str(slurm.get("job", "")), _CLIENT_TIMEOUT_S)
+    if limit is None:  # Slurm did not answer: the limit as it was at the start
+        limit = limit_s(str(slurm.get("time_limit", "")))
+    left = 0.0 if limit is None else limit - end.elapsed_s
+    if left <= slurm.get("grace_s", 60) + _LATE_S:
+        return Ending("timeout", f"stopped before the job's time limit (SIGUSR1){where}")
+    words = f"SIGUSR1 with {left:.0f} s left: preemption, or sent by hand"
+    return Ending("preempted", words, interrupted=True)
+
+
+def _first_failure(attempt: Path) -> Ending | None:
+    """The ending by the rank that srun says failed first: how it ended, or, if it ended by itself,
+    the last line of its log. Its own event says it better, if there is one."""
+    found = _TASK.search(_text(attempt / "srun.log"))
+    if found is None:
+        return None
+    rank, how = int(found[1]), found[2]
+    if how.startswith("Exited with exit code"):
+        wrote = any(read_ranks(attempt).get(rank, []))
+        line = "" if wrote else last_words(attempt / f"rank_{rank:03d}.log")
+        return failed(f"rank {rank}: {line}") if line else None
+    return Ending("failed", f"rank {rank}: {how} (srun)", interrupted=True)
+
+
+def _before_the_ranks(attempt: Path, log: Path, end: ScriptEnd | None) -> Ending | None:
+    """The ending of an attempt in which no rank wrote anything: the last line of srun's or the
+    job's log that may be a cause. Slurm's step daemon writes to the job's log at any time, so its
+    lines count only if there are no others, or if they name a fault of the node."""
+    if any(read_ranks(attempt).values()):
+        return None
+    in_setup = end is not None and end.stage == "setup"
+    where = "in setup" if in_setup else "before the ranks started"
+    for path in (attempt / "srun.log", log):
+        if line := last_words(path, _is_no_noise) or last_words(path):
+            ending = failed(f"{where}: {line}")
+            # 128 + a signal: a command that was killed, as when the controller forgot the job
+            was_killed = end is not None and end.exit_code > 128 and end.stage != "ranks"
+            return replace(ending, interrupted=ending.interrupted or was_killed)
+    if end and in_setup:
+        return failed(f"in setup: a line of launcher.setup failed (exit {end.exit_code})")
+    return None
+
+
+def _is_no_noise(line: str) -> bool:
+    return not line.startswith("slurmstepd") or failed(line).interrupted
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+# Inside the job.
+
+
+def close(attempt: Path, end: ScriptEnd) -> RunRecord:
     """Write the record of an attempt whose script ends."""
-    slurm = slurm_of(directory)
-    ending = None if is_complete(directory) else _ending(directory, end)
+    slurm = slurm_of(attempt)
+    ended = _state_now(slurm)
+    ending = reason(attempt, ended, Path(str(slurm.get("log", "/nonexistent"))), end)
     slurm |= {"exit_code": end.exit_code, "caught": end.caught}
-    if neighbours := _neighbours(directory):
-        slurm["neighbours"] = neighbours
-    return finish_attempt(directory, ending=ending, slurm=slurm)
+    noted = attempt / "neighbours.txt"  # written where nodes may be shared
+    if noted.exists():
+        beside = running_on(str(slurm.get("nodes", "")), _CLIENT_TIMEOUT_S)
+        others = {*_text(noted).split(), *beside} - {str(slurm.get("job_id"))}
+        slurm["neighbours"] = sorted(others)
+    return finish_attempt(attempt, ending, slurm=slurm)
 
 
-def _ending(directory: Path, end: ScriptEnd) -> Ending | None:
-    """Why the attempt ended; None if the events of the ranks say it."""
-    slurm = slurm_of(directory)
-    job, ended = str(slurm["job"]), _word_of(slurm)
-    return (
-        memory_kill(directory)
-        or (_by_state(ended, end.stage) if ended else None)
-        or _time_limit(directory, job, end)
-        or (None if end.caught else _killed(directory))
-        or left_on_signal(directory, ended, end.caught)
-        or before_ranks(directory, None, end.stage)
-        or _failed_setup(directory, end, ended)
-    )
-
-
-def _killed(directory: Path) -> Ending | None:
-    """The ending by a signal that killed a rank. If the script got one itself, this says nothing:
-    the script passes it on to srun, which then kills the ranks, at times before they have noticed
-    that signal."""
-    return first_kill(directory) or killed_with_its_shell(directory)
-
-
-def _by_state(ended: EndedJob, stage: str) -> Ending | None:
-    ending = ending_by_state(ended)
-    if ending is None or stage != "setup":
-        return ending
-    return replace(ending, reason=f"{ending.reason}, in setup")
-
-
-def _word_of(slurm: Mapping[str, Any]) -> EndedJob | None:
-    """The job's ending as Slurm knows it now. While a job leaves its nodes, slurmctld does not say
-    why; accounting does, a moment later."""
-    now = last_ending(str(slurm["job"]), _CLIENT_TIMEOUT_S)
-    restart = slurm.get("restart")
-    if now is None or now.word != "COMPLETING" or not isinstance(restart, int):
+def _state_now(slurm: dict[str, Any]) -> EndedJob | None:
+    """What Slurm says of the job now. While a job leaves its nodes, and when it is back in the
+    queue, slurmctld does not say why; accounting does, a moment later."""
+    job, restart = str(slurm.get("job", "")), slurm.get("restart")
+    now = last_state(job, _CLIENT_TIMEOUT_S) if job else None
+    unclear = {"COMPLETING"} | _BACK_IN_THE_QUEUE
+    if now is None or now.word not in unclear or now.preempted or not isinstance(restart, int):
         return now
     for wait_s in (0.0, 1.0, 2.0):
         time.sleep(wait_s)
-        told = [e for e in accounted(str(slurm["job"]), _CLIENT_TIMEOUT_S) if e.is_over]
-        if len(told) > restart:
-            return told[restart]
+        known = accounted([job], _CLIENT_TIMEOUT_S).get(job, [])
+        over = [ended for ended in known if ended.is_over]
+        if len(over) > restart:
+            return over[restart]
     return now
-
-
-def _time_limit(directory: Path, job: str, end: ScriptEnd) -> Ending | None:
-    """The ending after SIGUSR1: the time limit if little time is left, otherwise something else."""
-    if end.caught != "USR1":
-        return None
-    limit = time_limit_s(job, _CLIENT_TIMEOUT_S)
-    if limit is None:  # Slurm did not answer: the limit as it was at the start
-        limit = limit_s(str(slurm_of(directory).get("time_limit", "")))
-    left = 0.0 if limit is None else limit - end.elapsed_s
-    if left <= _grace_s(directory) + _LATE_S:
-        stage = ", in setup" if end.stage == "setup" else ""
-        return Ending("timeout", f"stopped before the job's time limit (SIGUSR1){stage}")
-    reason = f"SIGUSR1 with {left:.0f} s left: preemption, or sent by hand"
-    return Ending("preempted", reason, interrupted=True)
-
-
-def _grace_s(directory: Path) -> float:
-    noted = slurm_of(directory).get("grace_s")
-    return float(noted) if isinstance(noted, int | float) else 60.0
-
-
-def _failed_setup(directory: Path, end: ScriptEnd, ended: EndedJob | None) -> Ending | None:
-    """The ending if a line before srun failed; the job's log says which."""
-    if end.stage != "setup":
-        return None
-    log = slurm_of(directory).get("log")
-    state = f"exit {end.exit_code}" + (f", Slurm: {ended.state}" if ended else "")
-    found = before_ranks(directory, Path(log), end.stage) if isinstance(log, str) else None
-    return found or Ending("failed", f"in setup: a line of launcher.setup failed ({state})")
-
-
-def _neighbours(directory: Path) -> list[str]:
-    """Jobs that were on the same nodes when the attempt began or ended; none on whole nodes."""
-    noted = directory / "neighbours.txt"
-    if not noted.exists():
-        return []
-    slurm = slurm_of(directory)
-    now = running_on(str(slurm.get("nodes", "")), _CLIENT_TIMEOUT_S)
-    others = {*noted.read_text(errors="replace").split(), *now} - {str(slurm["job_id"])}
-    return sorted(others)
 
 
 def main() -> int:
@@ -327,7 +249,7 @@ def main() -> int:
     parser.add_argument("directory", type=Path, help="the attempt's folder in results/runs")
     parser.add_argument("--exit-code", type=int, required=True, help="srun's")
     parser.add_argument("--caught", default="", help="the signal that the script caught")
-    parser.add_argument("--stage", default="ranks", help="setup or ranks (%(default)s)")
+    parser.add_argument("--stage", default="ranks", help="start, setup or ranks (%(default)s)")
     elapsed = "seconds since the script began"
     parser.add_argument("--elapsed-s", type=float, default=0.0, help=elapsed)
     parser.add_argument(
@@ -342,16 +264,11 @@ def main() -> int:
         return 1
     print(f"{record.record_id}: {record.status} {record.reason}".rstrip(), flush=True)
     if arguments.requeue and end.caught == "USR1" and record.status == "preempted":
-        _requeue(arguments.directory)
+        try:  # a job that ends by itself counts as done
+            requeue(str(slurm_of(arguments.directory).get("job", "")))
+        except SlurmError as error:
+            print(f"not requeued: {error}; the next submission runs it again", file=sys.stderr)
     return 0 if record.status == "ok" else 1
-
-
-def _requeue(directory: Path) -> None:
-    """Put a preempted job back into the queue, since a job that ends by itself counts as done."""
-    try:
-        requeue(str(slurm_of(directory)["job"]))
-    except SlurmError as error:
-        print(f"not requeued: {error}; the next submission runs it again", file=sys.stderr)
 
 
 if __name__ == "__main__":

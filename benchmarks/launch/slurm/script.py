@@ -1,4 +1,4 @@
-"""Renders job scripts for arrays of points, with Jinja2 templates.
+"""The resources of each point, which points share a job array, and the scripts of the arrays.
 
 Nothing here calls Slurm. A script is complete and readable, so that it shows exactly what ran.
 """
@@ -16,12 +16,10 @@ from typing import Any
 import jinja2
 
 from benchmarks import CHECKOUT
+from benchmarks.launch.options import Flag, Flags, SlurmOptions, normal, sbatch_words, words
 from benchmarks.launch.points import Point
-from benchmarks.launch.slurm.options import Flag, Flags, SlurmOptions, normal, sbatch_words, words
+from benchmarks.launch.slurm.submissions import attempt_name, report_name
 from benchmarks.specification.run_spec import RunSpec, SpecError
-
-# The resources of each point, and which points share a job array. It does not call Slurm.
-
 
 _START_S = 300.0  # for imports, process groups, the gate and the model, on a slow file system
 _TIME_STEP_MIN = 10  # points whose estimates differ by less share an array
@@ -39,12 +37,8 @@ class Resources:
     ranks_per_node: int
     has_gpus: bool  # one per rank
     minutes: int
+    timeout_s: float  # measure.timeout_s: how long the ranks may take
     sbatch: tuple[tuple[str, Flag], ...] = ()  # the site's flags for a point of this size
-
-    @property
-    def flags(self) -> Flags:
-        """The site's flags as a mapping."""
-        return dict(self.sbatch)
 
 
 @dataclass(frozen=True)
@@ -100,6 +94,7 @@ def resources_of(spec: RunSpec, options: SlurmOptions, step_s: float | None) -> 
         ranks_per_node=spec.num_gpus // nodes,
         has_gpus=not spec.cluster.device.is_cpu,
         minutes=steps_of_time * _TIME_STEP_MIN,
+        timeout_s=spec.measure.timeout_s,
         sbatch=tuple(sorted(options.sbatch_of(spec.num_gpus).items())),
     )
 
@@ -115,9 +110,7 @@ def group(
     by_resources: dict[Resources, list[Point]] = {}
     for point, resources in points:
         by_resources.setdefault(resources, []).append(point)
-    ordered = sorted(
-        by_resources, key=lambda r: (r.nodes * r.ranks_per_node, r.minutes, str(r.sbatch))
-    )
+    ordered = sorted(by_resources, key=lambda r: (r.nodes * r.ranks_per_node, r.minutes, str(r)))
     size = max(1, max_array_size - 1)
     parts = [
         (resources, by_resources[resources][first : first + size])
@@ -141,6 +134,8 @@ def render_array(array: Array, options: SlurmOptions, runs_dir: Path) -> str:
         nodes=array.resources.nodes,
         ranks_per_node=array.resources.ranks_per_node,
         submission=str(array.submission),
+        attempt=attempt_name(array.submission),
+        timeout_s=math.ceil(array.resources.timeout_s),
         array=array.name,
         sbatch=sbatch_words(sbatch),
         srun=[shlex.quote(word) for word in words(_srun_flags(array.resources, options))],
@@ -167,7 +162,7 @@ def array_flags(array: Array, options: SlurmOptions) -> Flags:
         "signal": f"B:USR1@{options.grace_s}",
     }
     defaults: Flags = {"time": resources.minutes, **_gpu_flags(resources, options)}
-    return owned | defaults | resources.flags
+    return owned | defaults | dict(resources.sbatch)
 
 
 def _gpu_flags(resources: Resources, options: SlurmOptions) -> Flags:
@@ -218,27 +213,15 @@ def report_flags(submission: Path, sweep: str, options: SlurmOptions) -> Flags:
     return owned | {"time": 30} | inherited | normal(options.report_sbatch)
 
 
-def report_name(sweep: str) -> str:
-    """The name of a sweep's report job."""
-    return f"{sweep}-report"
-
-
 def checkout_of(submission: Path, options: SlurmOptions) -> Path:
     """The checkout from which ranks run: this one, or the copy that ``snapshot`` makes."""
     return submission / ".checkout" if options.snapshot else CHECKOUT
 
 
 def _render(name: str, options: SlurmOptions, runs_dir: Path, **values: Any) -> str:
-    return (
-        _templates()
-        .get_template(name)
-        .render(
-            python=options.interpreter,
-            setup=options.setup,
-            runs_dir=str(runs_dir),
-            **values,
-        )
-    )
+    template = _templates().get_template(name)
+    common = {"python": options.interpreter, "setup": options.setup, "runs_dir": str(runs_dir)}
+    return template.render(**common, **values)
 
 
 @lru_cache

@@ -1,4 +1,5 @@
-"""Submits a sweep: freezes its points, writes scripts, submits the arrays and the report job."""
+"""``launcher=slurm``: freezes points, writes scripts, submits one array per set of resources, and a
+report job after them. Frozen specs and scripts stay on disk beside each other."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -17,8 +19,9 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import CHECKOUT
-from benchmarks.launch.owner import LockedError, only_one
-from benchmarks.launch.points import Point, freeze, or_unwritten, unwritten_record, write_unstarted
+from benchmarks.launch.attempt import Ending, freeze, new_header, or_unwritten, write_unstarted
+from benchmarks.launch.options import Flags, SlurmOptions, words
+from benchmarks.launch.points import Point
 from benchmarks.launch.slurm.client import (
     ClusterFacts,
     NoAnswerError,
@@ -28,9 +31,7 @@ from benchmarks.launch.slurm.client import (
     site_defaults,
     submit,
 )
-from benchmarks.launch.slurm.options import Flags, SlurmOptions, words
 from benchmarks.launch.slurm.script import (
-    MAX_ARRAY_SIZE,
     Array,
     array_flags,
     checkout_of,
@@ -38,34 +39,38 @@ from benchmarks.launch.slurm.script import (
     nodes_of,
     render_array,
     render_report,
-    report_flags,
     resources_of,
 )
 from benchmarks.launch.slurm.submissions import (
     Submission,
     SubmittedArray,
-    View,
     close_ended,
-    look,
-    underway,
-    unreported,
+    query_slurm,
+    report_name,
+    write_submission,
 )
-from benchmarks.launch.sweep import SweepProgress
+from benchmarks.launch.sweep import LaunchError, SweepProgress, refuse
 from benchmarks.records.record import RunRecord
 from benchmarks.specification.run_spec import SpecError
 from zeropp.sim.simulator import simulate
 
+_GIB = 2**30
 _FLAG = re.compile(r"^#SBATCH --([\w-]+)", re.M)
 _OUT = Console(soft_wrap=True, markup=False, highlight=False)
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SlurmSweep:
     """One call of the launcher: its folders and options."""
 
     directory: Path  # RUNS_DIR/slurm/<sweep>
     runs_dir: Path
     options: SlurmOptions
+
+    @property
+    def report_script(self) -> Path:
+        """The path of the report job's script."""
+        return _report_script(self.directory)
 
     def arrays(self, points: Sequence[Point], max_array_size: int) -> list[Array]:
         """The points grouped by their resources."""
@@ -74,12 +79,65 @@ class Sweep:
 
     def scripts(self, arrays: Sequence[Array]) -> dict[Path, str]:
         """The text of every script by its path, the report's last; none without arrays."""
-        if not arrays:
-            return {}
-        name, directory = self.directory.name, self.directory
-        report = render_report(directory, name, self.options, self.runs_dir)
         scripts = {a.script: render_array(a, self.options, self.runs_dir) for a in arrays}
-        return scripts | {Submission(directory=directory, arrays=[]).report_script: report}
+        report = render_report(self.directory, self.directory.name, self.options, self.runs_dir)
+        return scripts | {self.report_script: report} if arrays else {}
+
+
+def check(points: Sequence[Point], options: SlurmOptions) -> None:
+    """Raise SpecError if there is no Slurm here, or if the ranks of a point do not divide among its
+    nodes."""
+    if not options.dry_run and shutil.which("sbatch") is None:
+        raise SpecError(
+            "launcher=slurm: there is no sbatch here (use a login node of the cluster, "
+            "launcher.dry_run=true to see the scripts, or launcher=local)"
+        )
+    for point in points:
+        nodes_of(point.spec)
+
+
+def settle(runs_dir: Path) -> dict[str, str]:
+    """Record the attempts that are over, submit report jobs that are missing, and return the points
+    under way. Raises LaunchError if Slurm does not answer."""
+    try:
+        view = query_slurm(runs_dir.resolve())
+        close_ended(view)
+        under_way = view.under_way()
+    except SlurmError as error:
+        raise LaunchError(f"{error}; nothing was submitted") from None
+    for problem in view.problems:
+        say(f"  note        {problem}")
+    for directory in view.unreported():
+        submission = view.submissions[directory]
+        if submission is not None:
+            _submit_report(directory, submission)
+    return under_way
+
+
+def launch(
+    points: Sequence[Point], options: SlurmOptions, runs_dir: Path, progress: SweepProgress
+) -> list[RunRecord]:
+    """Submit the points. The records that it returns are of points that end here, because they
+    cannot fit or were refused. Raises LaunchError if Slurm does not answer."""
+    runs_dir = runs_dir.resolve()
+    name = f"zeropp-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
+    sweep = SlurmSweep(runs_dir / "slurm" / name, runs_dir, options)
+    reasons = {point.spec.spec_id: too_large(point) for point in points}
+    todo = [point for point in points if not reasons[point.spec.spec_id]]
+    refused = [point for point in points if reasons[point.spec.spec_id]]
+    if options.dry_run:
+        for point in refused:
+            say(f"  infeasible  {point.spec.spec_id}: {reasons[point.spec.spec_id]}")
+        _show(todo, sweep)
+        return []
+    records = [refuse(p, options, runs_dir, reasons[p.spec.spec_id]) for p in refused]
+    try:
+        records += _submit_points(todo, sweep) if todo else []
+    except SlurmError as error:
+        raise LaunchError(f"{error}; nothing was submitted") from None
+    for record in records:
+        progress.finished(record)
+    return records
 
 
 def say(line: str) -> None:
@@ -95,61 +153,64 @@ def _predicted_step_s(point: Point) -> float | None:
     return simulate(point.plan, point.spec.cluster).step_s
 
 
-def show(points: Sequence[Point], sweep: Sweep) -> None:
+def _show(points: Sequence[Point], sweep: SlurmSweep) -> None:
     """Print each point's resources and every script, without writing or submitting anything."""
     try:
-        size = cluster_facts().max_array_size
+        facts = cluster_facts()
     except SlurmError:
-        size = MAX_ARRAY_SIZE
-    arrays = sweep.arrays(points, size)
+        facts = ClusterFacts()
+    arrays = sweep.arrays(points, facts.max_array_size)
+    hidden = ("job-name", "array", "output", "open-mode", "signal")
     for array in arrays:
-        asks = " ".join(_asks(array_flags(array, sweep.options)))
+        flags = array_flags(array, sweep.options)
+        asks = " ".join(words({k: v for k, v in flags.items() if k not in hidden}))
         for index, spec_id in enumerate(array.spec_ids):
             say(f"  {spec_id}: task {index} of {array.name}: {asks}")
     for array in arrays[:1]:
-        _say_site_defaults(array, sweep.options)
+        _say_site_defaults(array_flags(array, sweep.options))
     for path, script in sweep.scripts(arrays).items():
         say(f"# --- {path}\n{script}")
 
 
-def _asks(flags: Flags) -> list[str]:
-    """The flags that ask for resources, without names, logs and bookkeeping."""
-    hidden = ("job-name", "array", "output", "open-mode", "signal", "requeue")
-    return words({name: value for name, value in flags.items() if name not in hidden})
+def _say_site_defaults(flags: Flags) -> None:
+    for name, value in site_defaults(os.environ, flags).items():
+        say(f"  environment {name}={value} applies: launcher.sbatch does not set this flag")
 
 
-def submit_points(points: Sequence[Point], sweep: Sweep, facts: ClusterFacts) -> list[RunRecord]:
+def _submit_points(points: Sequence[Point], sweep: SlurmSweep) -> list[RunRecord]:
     """Submit the arrays and the report job; returns records of points that Slurm refused.
 
-    Raises OSError if files cannot be written.
+    Raises SlurmError, and OSError if files cannot be written.
     """
-    if not points:
-        return []
-    facts = facts if facts.identity else cluster_facts()
+    facts = cluster_facts()
     arrays = _prepare(sweep.arrays(points, facts.max_array_size), sweep)
     submission = Submission(
-        directory=sweep.directory,
         arrays=[SubmittedArray(name=array.name, spec_ids=array.spec_ids) for array in arrays],
         cluster=facts.identity,
         user=os.getuid(),
         host=socket.gethostname(),
     )
-    submission.write()
-    _say_site_defaults(arrays[0], sweep.options)
+    write_submission(sweep.directory, submission)
+    _say_site_defaults(array_flags(arrays[0], sweep.options))
     records: list[RunRecord] = []
     for number, array in enumerate(arrays):
         before = submission.arrays[number - 1].job if number and sweep.options.chain else ""
         submission.arrays[number] = _submit_array(array, sweep.options, before)
-        submission.write()
-        records += _say_submitted(array, submission.arrays[number], sweep.runs_dir)
+        write_submission(sweep.directory, submission)
+        if why := submission.arrays[number].error:
+            ending = Ending("failed", f"not submitted: {why}", interrupted=True)
+            for point in array.points:
+                header = new_header("slurm", point.plan)
+                write = partial(write_unstarted, point.spec, sweep.runs_dir, header, ending)
+                records.append(or_unwritten(point.spec, "slurm", write))
     if any(array.job for array in submission.arrays):
-        _submit_report(submission, sweep.options)
-        say(f"  scripts     {submission.directory}")
+        _submit_report(sweep.directory, submission)
+        say(f"  scripts     {sweep.directory}")
         say(f"  watch with  python -m benchmarks.status {sweep.runs_dir}")
     return records
 
 
-def _prepare(arrays: list[Array], sweep: Sweep) -> list[Array]:
+def _prepare(arrays: list[Array], sweep: SlurmSweep) -> list[Array]:
     """Freeze every point and write every script; if that fails, the submission's folder is
     deleted."""
     try:
@@ -157,7 +218,7 @@ def _prepare(arrays: list[Array], sweep: Sweep) -> list[Array]:
         for point in (point for array in arrays for point in array.points):
             frozen = sweep.directory / "specs" / point.spec.spec_id
             frozen.mkdir(parents=True)
-            freeze(point, frozen, "slurm")
+            freeze(point.spec, new_header("slurm", point.plan), frozen)
         for path, script in scripts.items():
             path.write_text(script)
         if sweep.options.snapshot:
@@ -198,164 +259,45 @@ def _git(*arguments: str) -> str:
 
 
 def _submit_array(array: Array, options: SlurmOptions, before: str) -> SubmittedArray:
-    """Submit one array, which begins after the job ``before`` has ended, if that is given."""
+    """Submit one array, which begins after the job ``before`` has ended, if that is given, and say
+    what became of it."""
     flags = [f"--dependency=afterany:{before}"] if before else []
-    told = partial(SubmittedArray, name=array.name, spec_ids=array.spec_ids)
+    submitted = SubmittedArray(name=array.name, spec_ids=array.spec_ids)
     try:
-        return told(job=submit(array.script, array_flags(array, options), *flags))
+        submitted = replace(
+            submitted, job=submit(array.script, array_flags(array, options), *flags)
+        )
     except NoAnswerError as error:
-        job = _found(array.name)
-        return told(job=job) if job else told(error=str(error), lost=True)
+        with suppress(SlurmError):
+            submitted = replace(submitted, job=find_job(array.name))
+        if not submitted.job:
+            say(f"  unanswered  {array.name}: {error}; the same command looks for it again")
     except SlurmError as error:
-        return told(error=str(error))
-
-
-def _found(name: str) -> str:
-    """The id of the job whose sbatch did not answer; empty if there is none, or Slurm does not
-    say."""
-    try:
-        return find_job(name)
-    except SlurmError:
-        return ""
-
-
-def _say_submitted(array: Array, told: SubmittedArray, runs_dir: Path) -> list[RunRecord]:
-    """Print what became of an array; if Slurm refused it, its points get records that say so."""
-    size, count = array.resources, len(array.points)
-    if told.job:
+        submitted = replace(submitted, error=str(error))
+    if submitted.job:
+        size, count = array.resources, len(array.points)
         unit = "GPUs" if size.has_gpus else "ranks"
         each = f"{size.nodes} x {size.ranks_per_node} {unit} each"
-        say(f"  submitted   job {told.job}: {count} point{'s' * (count > 1)}, {each}")
-        return []
-    if told.lost:
-        say(f"  unanswered  {array.name}: {told.error}; the same command looks for it again")
-        return []
-    return [not_submitted(point, runs_dir, told.error) for point in array.points]
+        say(f"  submitted   job {submitted.job}: {count} point{'s' * (count > 1)}, {each}")
+    return submitted
 
 
-def not_submitted(point: Point, runs_dir: Path, why: str) -> RunRecord:
-    """Write a record of a point that could not be submitted; the point counts as missing."""
-    reason = f"not submitted: {why}"
-    refuse = partial(
-        write_unstarted, point, runs_dir, launcher="slurm", status="failed", reason=reason
-    )
-    return or_unwritten(point, "slurm", lambda: refuse(interrupted=True))
+def _report_script(directory: Path) -> Path:
+    return directory / f"{report_name(directory.name)}.sbatch"
 
 
-def _say_site_defaults(array: Array, options: SlurmOptions) -> None:
-    for name, value in site_defaults(os.environ, array_flags(array, options)).items():
-        say(f"  environment {name}={value} applies: launcher.sbatch does not set this flag")
-
-
-def _submit_report(submission: Submission, options: SlurmOptions) -> None:
-    flags = report_flags(submission.directory, submission.name, options)
-    _submit_report_script(submission, list(flags))
-
-
-def report_again(submission: Submission) -> None:
-    """Submit the report job of a submission that has none while its points are under way."""
-    try:
-        flags = _FLAG.findall(submission.report_script.read_text(errors="replace"))
-    except OSError:
-        return
-    _submit_report_script(submission, flags)
-
-
-def _submit_report_script(submission: Submission, owned: Sequence[str]) -> None:
+def _submit_report(directory: Path, submission: Submission) -> None:
+    """Submit the report job of a submission, after all of its arrays, and note its id."""
     jobs = ":".join(array.job for array in submission.arrays if array.job)
+    script = _report_script(directory)
     try:
-        job = submit(submission.report_script, owned, f"--dependency=afterany:{jobs}")
-    except SlurmError as error:
+        owned = _FLAG.findall(script.read_text(errors="replace"))
+        job = submit(script, owned, f"--dependency=afterany:{jobs}")
+        write_submission(directory, replace(submission, report_job=job))
+    except (SlurmError, OSError) as error:
         say(f"  report      {error}")
         return
-    if not submission.is_damaged:
-        replace(submission, report_job=job).write()
     say(f"  report      job {job}, after all of them")
-
-
-# Submits points to Slurm: one array per set of resources, then a report job.
-#
-# Frozen specs and scripts stay on disk beside each other. A point whose job waits or runs, or may
-# do so, is never submitted again. Only one process at a time submits into a runs folder.
-
-
-_GIB = 2**30
-_PURPOSE = "submits into this folder"
-_WAIT_S = 1800.0  # a submission of many arrays with a slow sbatch, each call bounded
-
-
-def check(points: Sequence[Point], options: SlurmOptions) -> None:
-    """Raise SpecError if the ranks of a point do not divide among its nodes."""
-    del options
-    for point in points:
-        nodes_of(point.spec)
-
-
-def launch(
-    points: Sequence[Point], options: SlurmOptions, runs_dir: Path, progress: SweepProgress
-) -> list[RunRecord]:
-    """Submit the points that are not in the queue. The records that it returns are of points that
-    end here, because they cannot fit or were refused."""
-    runs_dir = runs_dir.resolve()
-    name = f"zeropp-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}"
-    sweep = Sweep(runs_dir / "slurm" / name, runs_dir, options)
-    reasons = {point.spec.spec_id: too_large(point) for point in points}
-    todo = [point for point in points if not reasons[point.spec.spec_id]]
-    refused = [point for point in points if reasons[point.spec.spec_id]]
-    if options.dry_run:
-        for point in refused:
-            say(f"  infeasible  {point.spec.spec_id}: {reasons[point.spec.spec_id]}")
-        show(todo, sweep)
-        return []
-    records = [_refuse(point, reasons[point.spec.spec_id], runs_dir) for point in refused]
-    records += _submit_missing(todo, sweep)
-    for record in records:
-        progress.finished(record)
-    return records
-
-
-def _refuse(point: Point, why: str, runs_dir: Path) -> RunRecord:
-    return or_unwritten(
-        point,
-        "slurm",
-        lambda: write_unstarted(point, runs_dir, launcher="slurm", status="infeasible", reason=why),
-    )
-
-
-def _submit_missing(points: list[Point], sweep: Sweep) -> list[RunRecord]:
-    """Submit the points for which no job waits or runs, while this process holds the lock."""
-    if not points and not (sweep.runs_dir / "slurm").exists():
-        return []
-    try:
-        with only_one(sweep.runs_dir / "slurm" / ".lock", _PURPOSE, _say_waiting, _WAIT_S):
-            view = look(sweep.runs_dir)
-            todo = _not_underway(points, view)
-            for submission in unreported(view):
-                report_again(submission)
-            return submit_points(todo, sweep, view.facts)
-    except (SlurmError, LockedError) as error:  # what is in the queue must not be doubled
-        return [not_submitted(point, sweep.runs_dir, str(error)) for point in points]
-    except OSError as error:
-        return [unwritten_record(point, "slurm", error) for point in points]
-
-
-def _say_waiting(line: str) -> None:
-    say(f"  {line}")
-
-
-def _not_underway(points: Sequence[Point], view: View) -> list[Point]:
-    """The points for which no job waits or runs, and which have not just been found to be over."""
-    closed = close_ended(view)
-    settled = {record.spec_id for record in closed if not record.interrupted}
-    jobs = underway(view)
-    for problem in view.problems:
-        say(f"  note        {problem}")
-    for point in points:
-        job = jobs.get(point.spec.spec_id)
-        if job:
-            state = f"job {job.job}, left alone" if job.is_seen else f"left alone: {job.reason}"
-            say(f"  {job.state.lower():<10}  {point.spec.spec_id}: {state}")
-    return [p for p in points if p.spec.spec_id not in settled | set(jobs)]
 
 
 def too_large(point: Point) -> str:

@@ -208,7 +208,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PlanRow:
     """One contender in one cell; numbers are None if no plan fits."""
 
     model: str
@@ -237,7 +237,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Job:
+class CellPart:
     """The part of a cell that one process computes: the best plan of the contender named ``part``,
     or the plans of the given setting named ``part``."""
 
@@ -245,7 +245,7 @@ class Job:
     part: str
     tolerance: float
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[PlanRow]:
         """The rows of this part."""
         cell, name = self.cell, self.part
         if name in GIVEN:
@@ -257,12 +257,12 @@ class Job:
         return [_row(cell, winner.candidate, winner.result, "best")]
 
 
-def jobs_of(cell: Cell, tolerance: float) -> list[Job]:
+def jobs_of(cell: Cell, tolerance: float) -> list[CellPart]:
     """All parts of a cell."""
-    return [Job(cell, name, tolerance) for name in (*(c.name for c in COMPARED), *GIVEN)]
+    return [CellPart(cell, name, tolerance) for name in (*(c.name for c in COMPARED), *GIVEN)]
 
 
-def priced_again(cell: Cell, setting: str) -> Row:
+def priced_again(cell: Cell, setting: str) -> PlanRow:
     """The row of a ``setting`` as today's code computes it. Raises SpecError if its contender no
     longer has these knobs."""
     values = json.loads(setting)
@@ -282,11 +282,11 @@ def winners(
     }
 
 
-def _of_cell(cell: Cell) -> partial[Row]:
+def _of_cell(cell: Cell) -> partial[PlanRow]:
     """Makes rows of this cell from the columns of one contender."""
     model, cluster, num_gpus, global_batch, bandwidth = cell.key
     return partial(
-        Row,
+        PlanRow,
         model=model,
         cluster=cluster,
         num_gpus=num_gpus,
@@ -296,7 +296,7 @@ def _of_cell(cell: Cell) -> partial[Row]:
     )
 
 
-def _row(cell: Cell, candidate: Candidate[Any], result: SimResult, mode: str) -> Row:
+def _row(cell: Cell, candidate: Candidate[Any], result: SimResult, mode: str) -> PlanRow:
     return _of_cell(cell)(
         contender=result.plan.contender,
         mode=mode,

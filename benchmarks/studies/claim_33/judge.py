@@ -18,23 +18,10 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.report import style
+from benchmarks.report.table import markdown_table
 from benchmarks.studies.claim_33.cells import COMPARED
 from zeropp.contender.contender import ZEROPP
 from zeropp.sim.lost_time import Losses
-
-# Markdown tables for the verdict's page.
-
-
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table in which columns of numbers are aligned to the right."""
-    rules = ["---:" if _is_numeric([row[i] for row in rows]) else "---" for i in range(len(heads))]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "|".join(rules) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
-def _is_numeric(texts: list[str]) -> bool:
-    return bool(texts) and all(text.replace(".", "", 1).isdigit() for text in texts)
-
 
 CLAIM = 1.33
 TIE = 0.06  # the simulator's median error of ratios
@@ -67,8 +54,7 @@ def judge(plans: pd.DataFrame) -> pd.DataFrame:
         for name in ("zeropp", *BASELINES):
             out[f"{name}_tokens_per_s_per_gpu"] = speed.get(name)
             out[f"{name}_peak_gib"] = memory.get(name)
-            if "share_of_limit" in row:  # older rows do not have it
-                out[f"{name}_share_of_limit"] = row["share_of_limit"].get(name)
+            out[f"{name}_share_of_limit"] = row["share_of_limit"].get(name)
         for name in BASELINES:
             out[f"speedup_over_{name}"] = speed["zeropp"] / speed.get(name, float("nan"))
         for name in JUDGED:
@@ -117,7 +103,7 @@ def summary(verdicts: pd.DataFrame) -> str:
         lines += [f"## Every contender at {setting}"]
         for name in BASELINES if mode == "best" else EQUAL:
             lines += ["", _counts(mine, name) + unfit(mine, name)]
-        lines += ["", *_table(mine, JUDGED if mode == "best" else EQUAL), ""]
+        lines += ["", _table(mine, JUDGED if mode == "best" else EQUAL), ""]
     return "\n".join(lines)
 
 
@@ -145,31 +131,30 @@ def _counts(cells: pd.DataFrame, name: str) -> str:
     )
 
 
-def _table(rows: pd.DataFrame, judged: Sequence[str]) -> list[str]:
+def _table(rows: pd.DataFrame, judged: Sequence[str]) -> str:
     """One row per cell: speeds and memory, then speed-up and verdict over each judged contender."""
     names = ["zeropp", *judged]
     labels = {"zeropp": "ZeroPP", **BASELINES}
     head = ["model", "cluster", "GPUs", "batch"]
     head += [f"{labels[n]} tokens/s/GPU (GiB)" for n in names]
     head += [f"over {labels[name]}" for name in judged] + ["regime"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines = []
     for _, row in rows.iterrows():
         cells = [row["model"], row["cluster"], str(row["num_gpus"]), str(row["global_batch"])]
         cells += [_speed(row, name) for name in names]
         for name in judged:
             ratio = _ratio(row[f"speedup_over_{name}"])
             cells.append(f"{ratio}: {row[f'verdict_over_{name}']}")
-        lines.append("| " + " | ".join([*cells, row["regime"]]) + " |")
-    return lines
+        lines.append([*cells, row["regime"]])
+    return markdown_table(head, lines)
 
 
 def _speed(row: pd.Series, name: str) -> str:
     speed = row[f"{name}_tokens_per_s_per_gpu"]
     if pd.isna(speed):
         return "does not fit"
-    share = row.get(f"{name}_share_of_limit")
-    limit = "" if share is None else f"; {100 * share:.0f} % of the limit"
-    return f"{speed:,.0f} ({row[f'{name}_peak_gib']:.0f}{limit})"
+    share = row[f"{name}_share_of_limit"]
+    return f"{speed:,.0f} ({row[f'{name}_peak_gib']:.0f}; {100 * share:.0f} % of the limit)"
 
 
 def _ratio(value: float) -> str:
@@ -201,9 +186,6 @@ def _regime(row: pd.Series) -> str:
     if pd.isna(bubble):
         return batch
     return f"{batch}, idle {100 * bubble:.0f} % in 3D"
-
-
-# Tells where ZeroPP is behind the bound of all public 3D parts, and by which losses.
 
 
 _KINDS = [kind.name for kind in fields(Losses) if kind.name != "limit"]
@@ -254,7 +236,7 @@ def behind(best: pd.DataFrame, plans: pd.DataFrame) -> str:
     if not found:
         return f"ZeroPP is behind the bound by more than {TIE:.0%} in no cell."
     heads = [*_HEADS, "ZeroPP's plan", "the bound's plan"]
-    return table(heads, [cell.cells() for cell in found]) + "\n\n" + _in_common(found)
+    return markdown_table(heads, [cell.cells() for cell in found]) + "\n\n" + _in_common(found)
 
 
 def bound_note(plans: pd.DataFrame) -> str:

@@ -1,4 +1,4 @@
-"""Maps of ZeroPP's speed-up over GPU count and batch, and over inter-node bandwidth and batch."""
+"""The tables and pictures of docs/verdict.md, from the judged cells."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 
-from benchmarks.report import breakdown, style
+from benchmarks.report import style
+from benchmarks.report.breakdown import time_breakdown
 from benchmarks.report.charts import Picture, save
+from benchmarks.report.table import markdown_table
 from benchmarks.studies.claim_33.cells import BandwidthSpec, VerdictSpec
 from benchmarks.studies.claim_33.judge import (
     BASELINES,
@@ -28,14 +30,10 @@ from benchmarks.studies.claim_33.judge import (
     bound_note,
     judge,
     reached,
-    table,
     unfit,
     with_bound,
 )
 from zeropp.sim.lost_time import Losses
-
-# Makes the tables of docs/verdict.md from the judged cells.
-
 
 Key = tuple[str, str, int, int, float]  # model, cluster, GPUs, global batch, bandwidth
 
@@ -130,7 +128,7 @@ def _cells(best: pd.DataFrame) -> str:
         batches = ", ".join(f"{batch:g}" for batch in sorted(group.sequences_per_gpu))
         names = [style.model_label(str(model)), style.cluster_label(str(cluster))]
         rows.append([*names, str(gpus), batches])
-    return table(["model", "cluster", "GPUs", "sequences per GPU and step"], rows)
+    return markdown_table(["model", "cluster", "GPUs", "sequences per GPU and step"], rows)
 
 
 def _spread(cells: pd.DataFrame, names: list[str], column: str, head: str) -> str:
@@ -146,7 +144,7 @@ def _spread(cells: pd.DataFrame, names: list[str], column: str, head: str) -> st
             spread = f"{values.median():.2f} ({values.min():.2f} to {values.max():.2f})"
             row.append(spread if len(values) else "nothing fits")
         rows.append(row)
-    return table([head, *(f"{float(str(batch)):g} per GPU" for batch in batches)], rows)
+    return markdown_table([head, *(f"{float(str(batch)):g} per GPU" for batch in batches)], rows)
 
 
 def _reproduced(cells: pd.DataFrame) -> str:
@@ -160,7 +158,7 @@ def _reproduced(cells: pd.DataFrame) -> str:
         for row in found[_REPRODUCED].itertuples(index=False, name=None)
     ]
     heads = ["model", "cluster", "GPUs", "batch", *(f"over {_LABELS[name]}" for name in JUDGED)]
-    return table([*heads, "ZeroPP GiB", "DeepSpeed GiB"], rows)
+    return markdown_table([*heads, "ZeroPP GiB", "DeepSpeed GiB"], rows)
 
 
 def _memory(bases: Mapping[str, pd.DataFrame]) -> str:
@@ -173,7 +171,7 @@ def _memory(bases: Mapping[str, pd.DataFrame]) -> str:
                 continue
             values = (ratios.min(), ratios.median(), ratios.max())
             rows.append([label, BASELINES[name], *(f"{value:.2f}" for value in values)])
-    return table(["plans", "peak over that of", "lowest", "median", "highest"], rows)
+    return markdown_table(["plans", "peak over that of", "lowest", "median", "highest"], rows)
 
 
 def _network(best: pd.DataFrame) -> str:
@@ -186,7 +184,9 @@ def _network(best: pd.DataFrame) -> str:
         for name in JUDGED
         for sequences, group in varied.groupby("sequences_per_gpu")
     ]
-    return table(["over", "sequences per GPU", *(f"{factor:g}×" for factor in factors)], rows)
+    return markdown_table(
+        ["over", "sequences per GPU", *(f"{factor:g}×" for factor in factors)], rows
+    )
 
 
 def _by_factor(group: pd.DataFrame, name: str, factors: list[float]) -> Iterator[str]:
@@ -228,20 +228,17 @@ def draw_losses(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> list[Path]
     """Write a picture of what every contender's best plan loses against the compute limit.
 
     It is drawn for the model, cluster and GPU count of the bandwidth's map, with one panel per
-    batch and one bar per contender. Older rows have no losses, and give no picture.
+    batch and one bar per contender.
     """
-    if "limit_s" not in plans:
-        return []
     band = spec.bandwidth
     plans = with_bound(plans)
     own = plans[(plans.model == band.model) & (plans.cluster == band.cluster)]
     own = own[(own["mode"] == "best") & (own.num_gpus == band.num_gpus) & (own.bandwidth == 1.0)]
-    cells = [
-        breakdown.Cell(f"{sequences} sequences per GPU", _losses(own, sequences * band.num_gpus))
+    panels = {
+        f"{sequences} sequences per GPU": _seconds(own, sequences * band.num_gpus)
         for sequences in band.sequences_per_gpu
-    ]
-    where = _place(band)
-    return list(save(breakdown.loss_split(cells, "losses", where), out).paths)
+    }
+    return list(save(time_breakdown(panels, "losses", _place(band)), out).paths)
 
 
 def _place(band: BandwidthSpec) -> str:
@@ -249,13 +246,12 @@ def _place(band: BandwidthSpec) -> str:
     return f"{model} on {band.num_gpus} {cluster}, best plans, simulated"
 
 
-def _losses(plans: pd.DataFrame, global_batch: int) -> dict[str, dict[str, float]]:
+def _seconds(plans: pd.DataFrame, global_batch: int) -> dict[str, dict[str, float]]:
     """Per contender, the seconds of its step by cause, for the plans at one batch."""
     kinds = [kind.name for kind in fields(Losses)]
     rows = plans[(plans.global_batch == global_batch) & plans.limit_s.notna()]
-    labels = {"zeropp": "ZeroPP", **BASELINES}
     return {
-        labels.get(row["contender"], row["contender"]): {kind: row[f"{kind}_s"] for kind in kinds}
+        _LABELS[row["contender"]]: {kind: row[f"{kind}_s"] for kind in kinds}
         for _, row in rows.iterrows()
     }
 

@@ -7,10 +7,10 @@ table, figure and sentence of the verdict is derived from it.
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 from collections import defaultdict
 from collections.abc import Iterable
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,16 @@ from benchmarks.launch.sweep import run_points, spec_of
 from benchmarks.records.environment import git_state
 from benchmarks.records.record import write_atomically
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.paper import paper_table
-from benchmarks.report.write import grids_of, write_table_forms
-from benchmarks.specification.command import (
-    check_writable,
-    leave_interrupts_to_parent,
-    progress_line,
-)
+from benchmarks.report.write import make_table, write_table_forms
+from benchmarks.specification.command import check_writable, progress_line, workers
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.studies.claim_33.cells import (
     COMPARED,
     GIVEN,
     Cell,
-    Job,
-    Row,
+    CellPart,
+    PlanRow,
     VerdictSpec,
     cells_of,
     jobs_of,
@@ -45,37 +40,27 @@ from benchmarks.studies.claim_33.cells import (
 )
 from benchmarks.studies.claim_33.judge import CELL, judge, summary
 from benchmarks.studies.claim_33.pages import draw, draw_losses
-from zeropp.plan import Candidate, Knobs
-
-# Makes the comparison with a launcher that runs: the points of a sweep are the best plans, found by
-# the simulator, of every contender that can be run.
-#
-# "3D, all public parts" is no program and cannot be run. Torch's own pipelines replace it, with
-# their own best plan, because they are the public program that has most of its schedules.
 
 
 def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Point]:
-    """One point per cell and contender with its best plan; ``base`` gives data, optimizer and what
-    is timed."""
+    """One point per cell and contender that can be run, with the best plan that the simulator
+    finds; ``base`` gives data, optimizer and what is timed."""
     points = []
     for cell in cells:
         for winner in winners(cell, tolerance, CONTENDERS.values()).values():
             if winner is not None:
-                points.append(plan_point(_spec(cell, winner.candidate, base)))
+                spec = dataclasses.replace(
+                    base,
+                    model=cell.task.shape,
+                    cluster=cell.task.cluster,
+                    num_gpus=cell.task.num_gpus,
+                    global_batch=cell.task.global_batch,
+                    contender=winner.candidate.knobs,
+                    microbatch_size=winner.candidate.microbatch_size,
+                    precision=cell.task.precision,
+                )
+                points.append(plan_point(spec))
     return points
-
-
-def _spec(cell: Cell, candidate: Candidate[Knobs], base: RunSpec) -> RunSpec:
-    return dataclasses.replace(
-        base,
-        model=cell.task.shape,
-        cluster=cell.task.cluster,
-        num_gpus=cell.task.num_gpus,
-        global_batch=cell.task.global_batch,
-        contender=candidate.knobs,
-        microbatch_size=candidate.microbatch_size,
-        precision=cell.task.precision,
-    )
 
 
 def run(config: dict[str, Any]) -> int:
@@ -112,8 +97,7 @@ def write_verdict(plans: pd.DataFrame, spec: VerdictSpec, out: Path) -> None:
     console = Console()
     console.print(text, markup=False)
     rows = latest_ok(load_frame([out / "plans.csv"])[0])
-    table = paper_table(rows)
-    paper = write_table_forms(table, grids_of(table), out / "paper")
+    paper = write_table_forms(make_table("paper", rows), out / "paper")
     names = ["plans.csv", "verdict.csv", "verdict.md", *(path.name for path in paths)]
     names += [f"paper/{path}" for path in paper]
     console.print(f"Written to {out}: " + ", ".join(names))
@@ -129,17 +113,14 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
     sha, dirty = git_state()
     commit = sha[:12] + ("+changes" if dirty else "")
     jobs = [job for missing in todo.values() for job in missing]
-    parts: dict[Cell, dict[str, list[Row]]] = defaultdict(dict)
-    with (
-        multiprocessing.get_context("spawn").Pool(
-            os.cpu_count(), leave_interrupts_to_parent
-        ) as pool,
-        progress_line() as bar,
-    ):
+    parts: dict[Cell, dict[str, list[PlanRow]]] = defaultdict(dict)
+    with workers(os.cpu_count() or 1) as pool, progress_line() as bar:
         line = bar.add_task("cells", total=len(todo))
-        for job, found in pool.imap_unordered(_done, jobs):
+        running = {pool.submit(job.rows): job for job in jobs}
+        for done in as_completed(running):
+            job = running[done]
             mine = parts[job.cell]
-            mine[job.part] = found
+            mine[job.part] = done.result()
             if len(mine) < len(todo[job.cell]):
                 continue
             rows += [row.columns() | {"commit": commit} for part in mine.values() for row in part]
@@ -151,7 +132,7 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
 
 def missing_jobs(
     rows: list[dict[str, Any]], cells: list[Cell], tolerance: float
-) -> dict[Cell, list[Job]]:
+) -> dict[Cell, list[CellPart]]:
     """The parts without rows, by cell. A given setting in which nothing fits leaves no rows, and is
     tried again."""
     have = {
@@ -168,9 +149,4 @@ def missing_jobs(
 def _order(row: dict[str, Any]) -> tuple[object, ...]:
     """The place of a row in the file: by cell and mode, contenders in the order of the tables."""
     places = {contender.name: place for place, contender in enumerate(COMPARED)}
-    place = places.get(row["contender"], len(places))  # older rows may have other contenders
-    return (*(row[name] for name in CELL), row["mode"], place)
-
-
-def _done(job: Job) -> tuple[Job, list[Row]]:
-    return job, job.rows()
+    return (*(row[name] for name in CELL), row["mode"], places[row["contender"]])

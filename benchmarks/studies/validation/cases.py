@@ -167,11 +167,23 @@ def peak_flops(row: PublishedRow, device: Device) -> float:
 _LEAST_SHARE = 0.002
 _OVER_PRODUCTS = 1.25  # a peak that is not known, over the rate that products were seen to reach
 _OVER_MEMORY = {"peak": 1.1, "activation": 10.0, "state": 10.0}  # the latter are also of formulas
+# Dense peaks of narrower types over that of 16 bits: 8 bits on H100 and B200, 4 bits on B300.
+_OVER_16_BIT = {"fp8": 2, "mxfp8": 2, "int8": 2, "fp4": 6, "nvfp4": 6, "mxfp4": 6}
 _PASSES = {"layer_forward_time": 1, "layer_backward_time": 2, "layer_time": 3}
 
 
+# A board of a device may differ by these factors from the preset: A100 of 40 GB, H100 on PCIe.
+_OF_PRESET = (0.4, 1.25)
+# Programs that shard parameters and divide nothing else.
+_SHARD_ALONE = ("fsdp", "fms_fsdp", "fms_fsdp_eager", "llm_foundry")
+
+
 def check_plausible(row: PublishedRow) -> None:
-    """Raise UnpredictableError, in one line, if the row's number cannot be right."""
+    """Raise UnpredictableError, in one line, if the row's machine, its program's degrees or its
+    number cannot be right."""
+    impossible = _machine(row)
+    if impossible:
+        raise UnpredictableError(impossible)
     device, kind = cluster_of(row).device, row.measure.kind
     if kind == "limit":
         return
@@ -183,12 +195,35 @@ def check_plausible(row: PublishedRow) -> None:
         )
 
 
+def _machine(row: PublishedRow) -> str:
+    """What is wrong with the devices, the nodes, or the degrees for this program."""
+    cluster = _base(row.device)
+    nominal = {name: getattr(cluster.device, name) for name in _OF_THE_BOARD}
+    nominal |= {"power_w": POWER_W.get(row.device)}
+    for name, whole in nominal.items():
+        stated = getattr(row, name)
+        if stated and whole and row.device != "stated":
+            low, high = (whole * factor for factor in _OF_PRESET)
+            if not low <= stated <= high:
+                return f"{name}={stated:g}: a {row.device} has {whole:g} (from {low:g} to {high:g})"
+    gpus = row.gpus_per_node or cluster.gpus_per_node
+    if gpus % row.tp and row.tp % gpus:
+        return f"gpus_per_node={gpus}: neither divides tp={row.tp} nor is divided by it"
+    if row.program in _SHARD_ALONE and row.tp * row.pp > 1:
+        return f"program={row.program}: shards parameters alone, not tp={row.tp} or pp={row.pp}"
+    return ""
+
+
+_OF_THE_BOARD = ("memory_gib", "memory_bandwidth_gb_s", "peak_bf16_tflops")
+
+
 def _speed(row: PublishedRow, device: Device) -> str:
     """What is wrong with a speed: the work that it needs at least, over the devices' peak."""
     peak = max(
         device.peak_bf16_tflops or _OVER_PRODUCTS * device.matmul_bf16_tflops,
         device.peak_fp32_tflops or 0.0,
     )
+    peak *= _OVER_16_BIT.get(row.dtype, 1)
     share = _least_flops(row) / _seconds(row, device) / (peak * 1e12)
     if share > 1:
         return f"{share:.3g} times the peak of {row.device}"

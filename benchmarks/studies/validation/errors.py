@@ -135,14 +135,13 @@ _LAYER: dict[str, Callable[[float, float], float]] = {
 }
 
 
-# Pairs of published runs that differ only in schedule or parallelism.
+# Pairs of published runs that differ only in schedule or parallelism, or only in the microbatch.
 #
 # The error of a pair is that of the ratio of its two values: predicted ratio over measured ratio -
 # 1.
 
 
-# The columns that may differ, and at least one of them must. The microbatch is not among them,
-# because it changes the sizes of kernels.
+# The columns of schedule and parallelism.
 DIFFER = (
     "tp", "pp", "chunks", "dp", "zero", "zero1_group", "zero3_group", "schedule",
     "sequence_parallel", "cuts",
@@ -151,11 +150,12 @@ DIFFER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two rows, by index, and the ratio of the first one's value to the second one's."""
+    """Two rows, by index, and the ratio of the first one's value to the second one's. ``kind`` is
+    microbatch where the microbatch alone differs, and ratio where it does not."""
 
     first: int
     second: int
-    source: str
+    kind: Literal["ratio", "microbatch"]
     measured: float
     predicted: float
 
@@ -164,38 +164,49 @@ class Pair:
         """The predicted ratio over the measured ratio, minus 1."""
         return self.predicted / self.measured - 1.0
 
+    @property
+    def ordered(self) -> bool | None:
+        """Whether the predicted order is the measured one; None where the two runs differ by 2 % or
+        less, and no order is known."""
+        if abs(np.log(self.measured)) <= np.log(1.02):
+            return None
+        return (self.measured > 1) is (self.predicted > 1)
+
 
 def pairs_of(rows: Sequence[PublishedRow], predictions: Sequence[Prediction]) -> list[Pair]:
     """All pairs of predicted throughput rows with the same metric and unit."""
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, (row, prediction) in enumerate(zip(rows, predictions, strict=True)):
         if prediction.kind == "throughput":
-            equal = tuple(pair for pair in row.run if pair[0] not in (*DIFFER, "table"))
+            free = (*DIFFER, "micro_batch", "table")
+            equal = tuple(pair for pair in row.run if pair[0] not in free)
             groups[row.metric, row.unit, equal].append(index)
     return [
-        _pair(rows, predictions, i, j)
+        Pair(
+            first=i,
+            second=j,
+            kind=kind,
+            measured=rows[i].measured / rows[j].measured,
+            predicted=predictions[i].value / predictions[j].value,
+        )
         for members in groups.values()
         for i, j in combinations(members, 2)
-        if any(getattr(rows[i], field) != getattr(rows[j], field) for field in DIFFER)
+        if (kind := _kind(rows[i], rows[j]))
     ]
 
 
-def _pair(rows: Sequence[PublishedRow], predictions: Sequence[Prediction], i: int, j: int) -> Pair:
-    predicted = predictions[i].value / predictions[j].value
-    return Pair(
-        first=i,
-        second=j,
-        source=rows[i].source,
-        measured=rows[i].measured / rows[j].measured,
-        predicted=predicted,
-    )
+def _kind(first: PublishedRow, second: PublishedRow) -> Literal["ratio", "microbatch"] | None:
+    other = any(getattr(first, field) != getattr(second, field) for field in DIFFER)
+    if first.micro_batch == second.micro_batch:
+        return "ratio" if other else None
+    return None if other else "microbatch"
 
 
-KINDS = ("throughput", "memory", "ratio")
+KINDS = ("throughput", "memory", "ratio", "microbatch")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RowOutcome:
     """A line of a table with its prediction, or with the reason why there is none."""
 
     line: Line
@@ -211,17 +222,43 @@ class Predicted:
     prediction: Prediction
 
 
-def outcome_of(line: Line, cluster: str | None = None) -> Outcome:
+def outcome_of(line: Line, cluster: str | None = None) -> RowOutcome:
     """Predict a line, on the preset ``cluster`` if one is given, or say why that is impossible."""
     if line.row is None:
-        return Outcome(line, None, line.refusal)
+        return RowOutcome(line, None, line.refusal)
     try:
-        return Outcome(line, predict(line.row, cluster))
+        case = case_of(line.row, cluster)
+        prediction = predict_case(line.row, case)
     except UnpredictableError as error:
-        return Outcome(line, None, str(error))
+        return RowOutcome(line, None, str(error))
+    wrong = _contradiction(line.row, case, prediction)
+    return RowOutcome(line, None, f"set apart: {wrong}") if wrong else RowOutcome(line, prediction)
 
 
-def predicted_rows(outcomes: Iterable[Outcome]) -> list[Predicted]:
+# A number that is further from its price than this factor, or of a run that would need this many
+# times the device's memory, is of something else than its row says.
+_SET_APART = 3.0
+_MUST_FIT = 1.5
+
+
+def _contradiction(row: PublishedRow, case: Case, prediction: Prediction) -> str:
+    """Why a row's number and its price cannot be of the same run; empty where they can."""
+    if row.unit == "yes/no":
+        return ""
+    factor = prediction.value / row.measured
+    if max(factor, 1 / factor) > _SET_APART:
+        return (
+            f"value={row.value}: the price is {prediction.text} {row.unit}, {factor:.3g} times as "
+            "much (another unit, of one GPU, or of another run?)"
+        )
+    memory = case.cluster.device.memory_gib
+    needed = 0.0 if prediction.fits else simulated(case).peak_bytes / 2**30
+    if needed > _MUST_FIT * memory:
+        return f"num_gpus={row.num_gpus}: a GPU of {memory:g} GiB would need {needed:.4g} GiB"
+    return ""
+
+
+def predicted_rows(outcomes: Iterable[RowOutcome]) -> list[Predicted]:
     """The rows that have a prediction."""
     return [
         Predicted(o.line.row, o.prediction)
@@ -250,7 +287,7 @@ def first_of_runs(predicted: Iterable[Predicted]) -> list[Predicted]:
 @dataclass(frozen=True, kw_only=True)
 class Errors:
     """The absolute relative errors of one source and kind (throughput, memory, or the ratio of two
-    runs). ``rows`` counts printed numbers; ``median`` and ``p90`` are over ``runs``."""
+    runs). ``rows`` counts printed numbers; all else is over ``runs``."""
 
     kind: str
     source: str
@@ -259,47 +296,71 @@ class Errors:
     runs: int
     median: float
     p90: float
+    bias: float | None = None  # median of time, or memory, over the measured one, minus 1
+    signs: float | None = None  # of pairs: the share whose order is right
+    ordered: int = 0  # the pairs that differ enough for that
 
     def cells(self) -> dict[str, Any]:
         """The line of ``errors.csv``."""
-        return asdict(self) | {"median": f"{self.median:.4f}", "p90": f"{self.p90:.4f}"}
+        shares = {name: getattr(self, name) for name in ("median", "p90", "bias", "signs")}
+        written = {name: "" if of is None else f"{of:.4f}" for name, of in shares.items()}
+        return asdict(self) | written
 
     def line(self) -> str:
-        """The line that is printed under ``HEADER``, in 80 columns."""
+        """The line that is printed under ``HEADER``, in 100 columns."""
         source = self.source if len(self.source) <= 30 else f"{self.source[:29]}…"
+        bias = "" if self.bias is None else f"{self.bias:+.1%}"
+        signs = "" if self.signs is None else f"{self.signs:.0%} of {self.ordered}"
         return (
             f"{self.kind:10}  {source:30}  {self.role:8}  {self.rows:4}  {self.runs:4}  "
-            f"{self.median:6.1%}  {self.p90:6.1%}"
-        )
+            f"{self.median:6.1%}  {self.p90:6.1%}  {bias:>6}  {signs}"
+        ).rstrip()
 
 
-HEADER = f"{'kind':10}  {'source':30}  {'role':8}  rows  runs  median     p90"
+HEADER = f"{'kind':10}  {'source':30}  {'role':8}  rows  runs  median     p90    bias  signs"
 
 
 def errors_of(predicted: Sequence[Predicted]) -> list[Errors]:
-    """Median and 90th percentile per kind and source, and over all sources; ratios come last."""
+    """Errors per kind and source, per software generation and device, and over all sources; ratios
+    come last."""
     rows: Counter[tuple[str, str, str]] = Counter()
-    errors: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    absolute: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    signed: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for one in predicted:
         rows.update(_groups(one.prediction.kind, one.row))
     runs = first_of_runs(predicted)
     for one in runs:
         for group in _groups(one.prediction.kind, one.row):
-            errors[group].append(abs(one.prediction.relative_error))
+            absolute[group].append(abs(one.prediction.relative_error))
+            signed[group].append(_slower(one))
+    found = [
+        _errors(group, rows[group], absolute[group], bias=float(np.median(of)))
+        for group, of in signed.items()
+        if group[0] in KINDS
+    ]
+    pairs: dict[tuple[str, str, str], list[Pair]] = defaultdict(list)
     for pair in pairs_of([one.row for one in runs], [one.prediction for one in runs]):
-        groups = _groups("ratio", runs[pair.first].row)
-        rows.update(groups)
-        for group in groups:
-            errors[group].append(abs(pair.relative_error))
-    found = [_errors(group, rows[group], of) for group, of in errors.items() if group[0] in KINDS]
+        for group in _groups(pair.kind, runs[pair.first].row):
+            pairs[group].append(pair)
+    for group, of in pairs.items():
+        right = [pair.ordered for pair in of if pair.ordered is not None]
+        signs = sum(right) / len(right) if right else None
+        errors = [abs(pair.relative_error) for pair in of]
+        found.append(_errors(group, len(of), errors, signs=signs, ordered=len(right)))
     return sorted(found, key=lambda e: (KINDS.index(e.kind), e.source.startswith("all"), e.source))
 
 
-def _errors(group: tuple[str, str, str], rows: int, of: Sequence[float]) -> Errors:
+def _slower(one: Predicted) -> float:
+    """By which share the predicted time, or memory, is more than the measured one."""
+    error, kind = one.prediction.relative_error, one.row.measure.kind
+    return error if kind in ("time", "layer", "memory", "limit") else 1 / (1 + error) - 1
+
+
+def _errors(group: tuple[str, str, str], rows: int, of: Sequence[float], **more: Any) -> Errors:
     kind, source, role = group
     median, p90 = (float(percentile) for percentile in np.percentile(of, (50, 90)))
     return Errors(
-        kind=kind, source=source, role=role, rows=rows, runs=len(of), median=median, p90=p90
+        kind=kind, source=source, role=role, rows=rows, runs=len(of), median=median, p90=p90, **more
     )
 
 
@@ -325,7 +386,7 @@ def oom_line(predicted: Sequence[Predicted]) -> str:
     return f"out of memory: {first}; {wrong} of {len(ran)} rows that ran predicted not to fit"
 
 
-def refusals(outcomes: Iterable[Outcome]) -> Counter[tuple[str, str]]:
+def refusals(outcomes: Iterable[RowOutcome]) -> Counter[tuple[str, str]]:
     """The number of rows without a prediction per table and reason."""
     return Counter(
         (o.line.place.rpartition(":")[0], o.reason) for o in outcomes if o.prediction is None

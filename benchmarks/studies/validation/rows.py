@@ -43,8 +43,8 @@ from zeropp.shape import Family, ModelShape
 _WHOLE = re.compile(r"[0-9]{1,15}")
 # ZeroPP's knobs that no other column says.
 _OWN_KNOBS = (
-    "unit", "activation_cap", "replicate_zero", "reduce_every", "replicate_every", "prefetch",
-    "keep", "stage_style", "split_blocks", "split_backward", "placement",
+    "unit", "activation_cap", "replicate_zero", "reduce_every", "prefetch", "split_blocks",
+    "split_backward", "placement",
 )  # fmt: skip
 _DECIMAL = re.compile(r"[0-9]{1,15}(?:\.[0-9]+)?(?:e[-+]?[0-9]{1,2})?")
 
@@ -193,6 +193,10 @@ PLAUSIBLE = {
     "power_w": (20, 5000), "intra_gb_s": (1, 5000), "nic_gbit_s": (0.1, 10000),
 }  # fmt: skip
 SLACK = 0.03  # parameters may differ by this share from those of the shape
+NAME_SLACK = 1.5  # the factor by which they may differ from the size in the model's name
+HEAD_SIZES = (16, 1024)
+LEAST_VOCAB = 256
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([BMTbmt])\b")
 
 
 class UnpredictableError(ValueError):
@@ -347,12 +351,31 @@ def _shape(row: PublishedRow) -> str:
         return f"heads={row.heads}: must divide hidden={row.hidden}"
     if row.heads % row.kv_heads:
         return f"kv_heads={row.kv_heads}: must divide heads={row.heads}"
-    if row.params_b is None:
-        return ""
+    if not HEAD_SIZES[0] <= row.hidden // row.heads <= HEAD_SIZES[1]:
+        return f"heads={row.heads}: heads of {row.hidden // row.heads} are not from 16 to 1024 wide"
+    if row.vocab < LEAST_VOCAB:
+        return f"vocab={row.vocab}: must be at least {LEAST_VOCAB}, the bytes of a text"
     whole = parameter_count(row.shape) / 1e9
+    if row.params_b is None:
+        return _named_size(row, whole)
     if abs(row.params_b / whole - 1) > SLACK:
         return f"params_b={row.params_b:g}: the shape has {whole:.4g} billion parameters"
     return ""
+
+
+def _named_size(row: PublishedRow, whole: float) -> str:
+    """What is wrong with a shape of ``whole`` billion parameters whose model's name says a size,
+    unless the name also says how many layers of that model were run."""
+    named = _SIZE.search(row.model)
+    if named is None or row.measure.kind == "layer" or f"{row.layers} layer" in row.model:
+        return ""
+    size = float(named[1]) * {"B": 1.0, "M": 1e-3, "T": 1e3}[named[2].upper()]
+    if max(size / whole, whole / size) < NAME_SLACK:
+        return ""
+    return (
+        f"model={row.model!r}: the shape has {whole:.4g} billion parameters (state params_b, or "
+        f'end the name with ", {row.layers} layers")'
+    )
 
 
 def _degrees(row: PublishedRow) -> str:
@@ -391,6 +414,8 @@ def _device(row: PublishedRow) -> str:
         return "device=stated: needs memory_gib, memory_bandwidth_gb_s and peak_bf16_tflops"
     if row.intra_link and row.intra_gb_s:
         return f"intra_gb_s={row.intra_gb_s:g}: leave intra_link={row.intra_link} or it blank"
+    if row.device == "v100" and row.dtype == "bf16":
+        return "dtype='bf16': device=v100 has no products of this type (fp16 or fp32)"
     if row.power_w and row.device not in POWER_W:
         return f"power_w={row.power_w:g}: no nominal power of device={row.device} is known"
     for name in ("heads", "ffn"):
@@ -416,9 +441,19 @@ def _schedule(row: PublishedRow) -> str:
             f"zeropp, and where pp={row.pp} x chunks={row.chunks} stages begin and end, from 0 to "
             f"layers + 2 = {row.layers + 2}"
         )
+    if row.schedule == "interleaved_1f1b" and not row.cuts and not _divides(row):
+        return f"chunks={row.chunks}: pp={row.pp} x chunks do not divide layers={row.layers}"
     if row.pp * row.chunks > row.layers + 2:
         return f"chunks={row.chunks}: pp={row.pp} x chunks are more stages than layers={row.layers}"
     return ""
+
+
+def _divides(row: PublishedRow) -> bool:
+    """Whether the blocks divide over interleaved stages, with embedding and head as a block each
+    or without, where the program wants that."""
+    stages = row.pp * row.chunks
+    evenly = entry_named(row.program).program.spread in ("pieces", "blocks")
+    return not evenly or row.layers % stages == 0 or (row.layers + 2) % stages == 0
 
 
 def _batch(row: PublishedRow) -> str:
@@ -445,7 +480,8 @@ _CHECKS: tuple[Callable[[PublishedRow], str], ...] = (
 PUBLISHED = CHECKOUT / "results" / "published"
 # Tables that are not of training runs and have other columns.
 OTHER_TABLES = (
-    "claims.csv", "gemm_efficiency.csv", "hardware.csv", "nccl_busbw.csv", "product_times.csv",
+    "claims.csv", "gemm_efficiency.csv", "hardware.csv", "mlperf_step_times.csv", "nccl_busbw.csv",
+    "product_times.csv",
 )  # fmt: skip
 
 

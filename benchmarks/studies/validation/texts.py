@@ -16,7 +16,7 @@ from benchmarks.report import style
 from benchmarks.studies.validation.errors import (
     HEADER,
     Errors,
-    Outcome,
+    RowOutcome,
     first_of_runs,
     oom_line,
     predicted_rows,
@@ -26,7 +26,7 @@ from benchmarks.studies.validation.rows import COLUMNS, Line
 from zeropp.contender.contender import ZEROPP
 
 
-def row_line(outcome: Outcome) -> str:
+def row_line(outcome: RowOutcome) -> str:
     """A row's place, configuration, metric, measured and predicted number and error, or the reason
     why nothing was predicted."""
     line = outcome.line
@@ -47,19 +47,26 @@ def _configuration(line: Line) -> str:
     )
 
 
-def summary(outcomes: Sequence[Outcome], errors: Sequence[Errors]) -> str:
+def summary(outcomes: Sequence[RowOutcome], errors: Sequence[Errors]) -> str:
     """The errors per source, how many rows were predicted, and why others were not."""
     predicted = predicted_rows(outcomes)
     text = [
-        "absolute relative error, simulated against published (ratio: of pairs of runs that differ "
-        "in schedule or parallelism alone)",
+        "absolute relative error, simulated against published; ratio, microbatch: of pairs of runs",
+        "that differ in schedule or parallelism alone, or in the microbatch alone; bias: + is more",
+        "time or memory than measured; signs: of pairs more than 2 % apart, those in their order",
         "",
         HEADER,
         *(error.line() for error in errors),
         "",
         f"{len(predicted)} of {len(outcomes)} rows predicted",
     ]
-    for (table, reason), count in refusals(outcomes).most_common():
+    refused = []
+    for outcome in outcomes:
+        if outcome.reason.startswith("set apart"):
+            text.append(f"{outcome.line.place}: {outcome.reason}")
+        else:
+            refused.append(outcome)
+    for (table, reason), count in refusals(refused).most_common():
         text.append(f"refused: {count:4} of {table}: {reason}")
     return "\n".join([*text, oom_line(predicted), ZEROPP.caveat])
 
@@ -70,7 +77,7 @@ def summary(outcomes: Sequence[Outcome], errors: Sequence[Errors]) -> str:
 ANSWERS = ("place", "predicted", "relative_error", "fits", "first_of_run", "reason")
 
 
-def write(outcomes: Sequence[Outcome], errors: Sequence[Errors], out: Path) -> None:
+def write(outcomes: Sequence[RowOutcome], errors: Sequence[Errors], out: Path) -> None:
     """Write the three files of a validation into ``out``.
 
     ``validation.csv`` has every input column, then the row's place, the prediction, the relative
@@ -92,7 +99,7 @@ def write(outcomes: Sequence[Outcome], errors: Sequence[Errors], out: Path) -> N
     _scatter(outcomes, out / "validation.png")
 
 
-def _answer(outcome: Outcome, first: set[int]) -> dict[str, str]:
+def _answer(outcome: RowOutcome, first: set[int]) -> dict[str, str]:
     prediction, place = outcome.prediction, {"place": outcome.line.place}
     if prediction is None:
         return place | {"reason": outcome.reason}
@@ -104,7 +111,7 @@ def _answer(outcome: Outcome, first: set[int]) -> dict[str, str]:
     }
 
 
-def _scatter(outcomes: Sequence[Outcome], path: Path) -> None:
+def _scatter(outcomes: Sequence[RowOutcome], path: Path) -> None:
     """Draw predicted / published over published: one panel per kind and unit, one colour and
     marker per source, one dot per run. Numbers that nobody measured are marked as computed."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))

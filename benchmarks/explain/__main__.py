@@ -1,0 +1,65 @@
+"""Answers for a configuration of torchtitan, Megatron-LM, NeMo or Hugging Face: will it fit, why is
+it slow, and what would be better. Every number is simulated.
+
+    python -m benchmarks.explain llama3_70b.toml num_gpus=64 cluster=h100
+    python -m benchmarks.explain train_gpt3_175b.sh num_gpus=1536 cluster=h100 --as overrides
+    python -m benchmarks.explain config.json model.seq=8192 cluster=h100 num_gpus=64 \\
+        global_batch=512 contender=megatron_core contender.tp=4
+    python -m benchmarks.explain num_gpus=64 cluster=a100 model.vocab=51200 -- \\
+        --num-layers 40 --hidden-size 6144 --num-attention-heads 48 --seq-length 2048 \\
+        --micro-batch-size 1 --global-batch-size 512 --tensor-model-parallel-size 8 --bf16
+
+A file is a torchtitan TOML, a shell script or a log of Megatron-LM, the YAML of Megatron-LM's tests
+or of NeMo, or a config.json. Words are key=value: num_gpus, cluster, global_batch, microbatch_size,
+precision, contender, model.KEY, contender.KNOB; they replace what the file says. What has no price
+is named. The exit status is 0 if the plan fits, 1 if it does not, 2 on bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from benchmarks.specification.command import CommandParser, run_command
+
+_DIALECTS = ("torchtitan", "megatron", "overrides")
+
+
+def main() -> int:
+    """Run the command line; returns its exit status."""
+    return run_command(_explain)
+
+
+def _explain() -> int:
+    words = sys.argv[1:]
+    split = words.index("--") if "--" in words else len(words)
+    parser = CommandParser(
+        prog="python -m benchmarks.explain",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("words", nargs="*", metavar="FILE or key=value")
+    parser.add_argument("-v", "--verbose", action="store_true", help="list keys without effect")
+    parser.add_argument(
+        "--as", dest="dialect", choices=_DIALECTS, help="write the plan's arguments"
+    )
+    given = parser.parse_args(words[:split])
+    from rich.console import Console
+
+    from benchmarks.explain.answer import answer
+    from benchmarks.explain.arguments import written_as
+    from benchmarks.explain.question import ask
+    from benchmarks.explain.screen import show
+
+    files = [word for word in given.words if "=" not in word]
+    question = ask(files, [w for w in given.words if "=" in w], words[split + 1 :])
+    found = answer(question)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    show(found, console, verbose=given.verbose)
+    if given.dialect:
+        print(written_as(given.dialect, found.result.plan, found.candidate))
+    return 0 if found.fits else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

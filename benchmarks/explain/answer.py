@@ -1,0 +1,167 @@
+"""The simulator's answers to a question: the plan itself, changes of one knob, and best plans.
+
+Every search here is the tuner's, under the same memory limit and global batch.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from statistics import median, quantiles
+from typing import Any
+
+from benchmarks import CHECKOUT
+from benchmarks.explain.question import Question
+from benchmarks.specification.command import SpecError
+from benchmarks.specification.contenders import PRICED
+from zeropp.cost import model_flops_per_token
+from zeropp.layout import InfeasibleError
+from zeropp.plan import Candidate
+from zeropp.sim.simulator import SimResult
+from zeropp.tune.contender import Contender, describe
+from zeropp.tune.search import Outcome, search
+
+_TOLERANCE = 0.01  # plans that are faster than the winner by less than this may be missed
+_SEARCH_S = 15.0  # CPU time of a search over all knobs; over one knob, a fifth of it
+# Degrees that must change together, since their product is the number of GPUs.
+_FOLLOWS = ("replicate", "shard")
+_DEGREES = ("tp", "pp", "shard", "replicate")
+_FIXED = ("name", "placement", "compile", "split_blocks", "split_backward")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of one knob (or of one degree and the data parallelism that follows from it)."""
+
+    knob: str
+    candidate: Candidate[Any]
+    result: SimResult
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Everything that the screen shows."""
+
+    question: Question
+    candidate: Candidate[Any]
+    result: SimResult
+    changes: list[Change]
+    best: list[Outcome[Any]]  # of this program, and of ZeroPP
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's peak is within the device's memory for tensors."""
+        return self.result.peak_bytes <= self.question.task.cluster.device.usable_bytes
+
+
+def answer(question: Question, search_s: float = _SEARCH_S) -> Answer:
+    """Price a question; raises SpecError in one line where no plan exists. ``search_s``: seconds of
+    CPU time after which a search over all knobs takes the best plan so far."""
+    task, contender = question.task, question.contender
+    candidate = _settled(question, search_s)
+    try:
+        result = contender.simulated(task, candidate)
+    except InfeasibleError as error:
+        raise SpecError(str(error)) from None
+    contenders = [contender, *([PRICED["zeropp"]] if contender.name != "zeropp" else [])]
+    best = [
+        search(task, one, tolerance=_TOLERANCE, runner_up=False, budget_s=search_s)
+        for one in contenders
+    ]
+    return Answer(
+        question, candidate, result, _changes(question, candidate, result, search_s), best
+    )
+
+
+def _settled(question: Question, search_s: float) -> Candidate[Any]:
+    """The candidate that the file describes; what it leaves open is chosen by the tuner."""
+    size = question.microbatch_size
+    opened = [name for name, value in vars(question.knobs).items() if value == "auto"]
+    if size != "auto" and set(opened) <= {"recompute_blocks", "split_blocks", "placement"}:
+        return Candidate(question.knobs, size)
+    found = search(
+        question.task,
+        question.contender,
+        question.knobs,
+        size,
+        tolerance=_TOLERANCE,
+        runner_up=False,
+        budget_s=search_s,
+    )
+    if found.winner is None:
+        raise SpecError(
+            f"num_gpus={question.task.num_gpus}: no plan with these settings fits the memory (use "
+            "more GPUs, or set every degree to see what each rank would need)"
+        )
+    return found.winner.candidate
+
+
+def _changes(
+    question: Question, candidate: Candidate[Any], now: SimResult, search_s: float
+) -> list[Change]:
+    """The best change of each knob that fits and is faster, the fastest first. If the plan itself
+    does not fit, every plan that does is an improvement."""
+    limit = question.task.cluster.device.usable_bytes
+    slowest = now.step_s if now.peak_bytes <= limit else float("inf")
+    found: dict[str, Change] = {}
+    for knob, asked, size in _opened(candidate):
+        outcome = search(
+            question.task,
+            question.contender,
+            asked,
+            size,
+            tolerance=_TOLERANCE,
+            runner_up=False,
+            budget_s=search_s / 5,
+        )
+        winner = outcome.winner
+        if winner is not None and winner.step_s < 0.999 * slowest:
+            change = Change(knob, winner.candidate, winner.result)
+            found.setdefault(describe(winner.result.plan), change)
+    return sorted(found.values(), key=lambda change: change.result.step_s)
+
+
+def _opened(candidate: Candidate[Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(name, knobs with that one open, microbatch size), for each knob that can be searched."""
+    knobs = candidate.knobs
+    yield "microbatch_size", knobs, "auto"
+    for field in fields(knobs):
+        if field.name in _FIXED or "Auto" not in str(field.type):
+            continue
+        opened = {field.name: "auto"}
+        if field.name in _DEGREES:
+            opened |= {name: "auto" for name in _FOLLOWS if hasattr(knobs, name)}
+        if field.name in ("pp", "chunks", "schedule"):  # chunks belong to a schedule
+            opened |= {name: "auto" for name in ("chunks", "schedule") if hasattr(knobs, name)}
+        if field.name == "tp":
+            opened |= {"sequence_parallel": "auto"}
+        if field.name == "recompute":
+            opened |= {"recompute_blocks": "auto"}
+        yield field.name, replace(knobs, **opened), candidate.microbatch_size
+
+
+def mfu(result: SimResult, question: Question) -> float | None:
+    """Model FLOP/s divided by the device's dense peak (arXiv 2204.02311, appendix B)."""
+    device, precision = question.task.cluster.device, question.task.precision
+    peak = device.peak_bf16_tflops if precision == "bf16" else device.peak_fp32_tflops
+    flops = model_flops_per_token(question.task.shape) * result.tokens_per_s_per_gpu
+    return None if peak is None else flops / (peak * 1e12)
+
+
+def measured_errors(contender: Contender[Any]) -> str:
+    """How far the simulator was from published runs of this program in any version, as words."""
+    path = CHECKOUT / "results" / "reference" / "validation" / "validation.csv"
+    found = []
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            own = row["program"].startswith(contender.name) and row["first_of_run"] == "yes"
+            if own and row["relative_error"]:
+                found.append(abs(float(row["relative_error"])))
+    if len(found) < 2:
+        return f"no published run of {contender.label} to compare with"
+    high = quantiles(found, n=10)[-1]
+    return (
+        f"error on {len(found)} published runs of {contender.label}: median "
+        f"{100 * median(found):.1f} %, 90th percentile {100 * high:.1f} %"
+    )

@@ -1,0 +1,325 @@
+"""Reads Megatron-LM's arguments (``megatron/training/arguments.py``, core_v0.15.0) and NeMo's YAML.
+
+Defaults are Megatron's own: tied embeddings, learned positions, dropout of 0.1, no overlap, no
+ZeRO-1. Overlaps and fusions are traits of the priced program, which the arguments switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from benchmarks.explain.reading import Keys, Reading, share_of_ranks
+from benchmarks.explain.shell import (
+    Arguments,
+    arguments_of,
+    arguments_of_log,
+    arguments_of_script,
+)
+from benchmarks.specification.command import SpecError
+
+_TOKENIZERS = {"GPT2BPETokenizer": 50257}
+_NEUTRAL: dict[str, tuple[Any, str]] = {
+    "--fp8-format": (None, "no price for 8-bit products; priced in bf16"),
+    "--fp4-format": (None, "no price for 4-bit products; priced in bf16"),
+    "--transformer-impl": ("transformer_engine", "priced with Transformer Engine's layers"),
+    "--kv-channels": (None, "heads are priced as hidden / heads wide"),
+    "--window-size": (None, "attention is priced over the whole sequence"),
+    "--rampup-batch-size": (None, "priced with the last batch"),
+    "--step-batch-size-schedule": (None, "priced with the last batch"),
+    "--distribute-saved-activations": (None, "saved activations are split over tensor parallelism"),
+    "--deterministic-mode": (None, "slower kernels"),
+    "--recompute-modules": ("core_attn", "recomputation of single modules"),
+    "--optimizer-cpu-offload": (None, "no price for the host's memory"),
+    "--use-legacy-models": (None, "kernels of an older program"),
+    "--fp32-residual-connection": (None, "residuals in fp32"),
+    "--no-rope-fusion": (None, "rotary embedding is priced as one kernel"),
+    "--no-bias-swiglu-fusion": (None, "SwiGLU is priced as one kernel"),
+    "--no-bias-dropout-fusion": (None, "dropout is priced as one kernel"),
+    "--decoder-first-pipeline-num-layers": (None, "priced with equal stages"),
+    "--decoder-last-pipeline-num-layers": (None, "priced with equal stages"),
+    "--pipeline-model-parallel-layout": (None, "priced with equal stages"),
+    "--account-for-embedding-in-pipeline-split": (None, "priced with stages of equal cost"),
+    "--account-for-loss-in-pipeline-split": (None, "priced with stages of equal cost"),
+    "--defer-embedding-wgrad-compute": (None, "the head's weight gradient is not deferred"),
+    "--delay-wgrad-compute": (None, "weight gradients are not delayed"),
+    "--use-precision-aware-optimizer": (None, "other bytes per parameter"),
+    "--qk-layernorm": (None, "the norms of queries and keys are not priced"),
+    "--add-qkv-bias": (None, "the biases of QKV products are not priced"),
+    "--fp8-param-gather": (None, "parameters are gathered in bf16"),
+    "--cuda-graph-impl": ("none", "launches are priced without CUDA graphs"),
+    "--enable-cuda-graph": (None, "launches are priced without CUDA graphs"),
+}
+_REFUSED = {
+    "--num-experts": "no price for mixtures of experts",
+    "--multi-latent-attention": "no price for latent attention",
+    "--use-megatron-fsdp": "no price for Megatron-FSDP under Megatron's pipeline (contender fsdp "
+    "has one)",
+    "--use-torch-fsdp2": "no price for FSDP2 under Megatron's pipeline (contender fsdp has one)",
+    "--is-hybrid-model": "no price for state-space layers",
+}
+_HARMLESS = (
+    *("--save", "--load", "--log", "--lr", "--min-lr", "--eval", "--tensorboard", "--wandb"),
+    *("--data", "--split", "--train-", "--exit-", "--adam-", "--weight-decay", "--init-method-std"),
+    *("--tokenizer", "--vocab-file", "--merge-file", "--distributed-", "--ckpt", "--dist-ckpt"),
+    *("--async-save", "--seed", "--num-workers", "--mock-data", "--decoupled-", "--clip-grad"),
+    *("--rotary-", "--norm-epsilon", "--layernorm-epsilon", "--no-save", "--no-load", "--profile"),
+    *("--manual-gc", "--no-create-attention-mask", "--no-mmap", "--use-mcore-models", "--start-"),
+    *("--use-checkpoint", "--override-opt", "--finetune", "--initial-loss-scale", "--loss-scale"),
+    *("--timing-log", "--tiktoken", "--apply-layernorm-1p", "--no-position-embedding", "--legacy"),
+    *("--calculate-per-token-loss", "--max-position-embeddings", "--attention-softmax-in-fp32"),
+    *("--no-masked-softmax-fusion", "--use-persistent", "--disable-bias-linear", "--hysteresis"),
+    *("--empty-unused-memory", "--fp8-amax", "--fp8-margin", "--fp8-interval", "--use-flash-attn"),
+    *("--auto-detect-ckpt", "--position-embedding", "--bias-", "--reset-", "--eod-mask"),
+)
+
+
+def read(text: str, num_gpus: int | None) -> Reading:
+    """What a script, a command line, a log or the YAML of a test says; raises SpecError, in one
+    line, for what has no price."""
+    world = None
+    values = arguments_of_log(text)
+    if not values and "MODEL_ARGS:" in text:
+        values = _arguments_of_yaml(text)
+    elif not values:
+        values, world = arguments_of_script(text)
+    return read_arguments(values, num_gpus or world, stated=num_gpus is not None)
+
+
+def read_words(words: list[str], num_gpus: int | None) -> Reading:
+    """What arguments on this command's own line say."""
+    return read_arguments(arguments_of(words), num_gpus, stated=True)
+
+
+def read_arguments(values: Arguments, num_gpus: int | None, *, stated: bool) -> Reading:
+    """What Megatron's flags say; ``stated``: the user has given the number of GPUs."""
+    for flag, why in _REFUSED.items():
+        if values.get(flag):
+            raise SpecError(f"{flag}={values[flag]}: {why}")
+    keys = Keys(values)
+    reading = Reading(dialect="megatron", contender="megatron_core")
+    _degrees(keys, reading, num_gpus, stated=stated)
+    reading.model = _model(keys, reading)
+    _recompute(keys, reading)
+    _traits(keys, reading)
+    half = bool(keys.take("--bf16")) | bool(keys.take("--fp16"))
+    reading.settings["precision"] = "bf16" if half else "fp32"
+    keys.sort_rest(reading, _NEUTRAL, _HARMLESS)
+    return reading
+
+
+def _arguments_of_yaml(text: str) -> Arguments:
+    """The flags below ``MODEL_ARGS`` in the YAML of Megatron-LM's functional tests."""
+    try:
+        given: Mapping[str, Any] = yaml.safe_load(text)["MODEL_ARGS"]
+    except (yaml.YAMLError, TypeError, KeyError) as error:
+        raise SpecError(f"not a YAML file with MODEL_ARGS: {error}") from None
+    return {flag: value for flag, value in given.items() if value is not False}
+
+
+def _degrees(keys: Keys, reading: Reading, num_gpus: int | None, *, stated: bool) -> None:
+    tp = keys.number("--tensor-model-parallel-size", 1) or 1
+    pp = keys.number("--pipeline-model-parallel-size", 1) or 1
+    cp = keys.number("--context-parallel-size", 1) or 1
+    if cp > 1:
+        raise SpecError(f"--context-parallel-size={cp}: no price for context parallelism (use 1)")
+    if num_gpus is None:
+        raise SpecError("num_gpus: these arguments do not say it (give num_gpus=N)")
+    if not stated:
+        reading.derived.append(f"num_gpus={num_gpus}, from the script's own launcher")
+    replicate = share_of_ranks(num_gpus, {"tp": tp, "pp": pp})
+    size = keys.needed("--micro-batch-size")
+    batch = keys.number("--global-batch-size", size * replicate)
+    layers = keys.needed("--num-layers")
+    per_chunk = keys.number("--num-layers-per-virtual-pipeline-stage")
+    chunks = keys.number("--num-virtual-stages-per-pipeline-rank")
+    chunks = chunks or (layers // pp // per_chunk if per_chunk else 1)
+    reading.model = {"layers": layers}
+    reading.settings |= {"num_gpus": num_gpus, "global_batch": batch, "microbatch_size": size}
+    reading.knobs |= {"tp": tp, "pp": pp, "replicate": replicate, "chunks": chunks}
+    reading.knobs["schedule"] = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    reading.knobs["sequence_parallel"] = bool(keys.take("--sequence-parallel")) and tp > 1
+    reading.knobs["replicate_zero"] = int(bool(keys.take("--use-distributed-optimizer")))
+    inner = keys.take("--use-tp-pp-dp-mapping")
+    reading.knobs |= {"placement": "pp_inner" if inner else "dp_inner", "split_blocks": False}
+
+
+def _model(keys: Keys, reading: Reading) -> dict[str, Any]:
+    hidden, heads = keys.needed("--hidden-size"), keys.needed("--num-attention-heads")
+    groups = keys.number("--num-query-groups", heads)
+    grouped = keys.take("--group-query-attention")
+    rope = keys.take("--position-embedding-type") == "rope"
+    rope |= bool(keys.take("--use-rotary-position-embeddings"))
+    norm = keys.take("--normalization", "LayerNorm")
+    if rope != (norm == "RMSNorm"):
+        reading.named.append(
+            f"--normalization={norm} with {'rotary' if rope else 'learned'} positions: priced as "
+            + ("Llama's layers" if rope else "GPT's layers")
+        )
+    gated = any([keys.take("--swiglu"), keys.take("--quick-geglu")])
+    keys.take("--squared-relu"), keys.take("--openai-gelu")
+    ffn = keys.number("--ffn-hidden-size")
+    ffn = ffn or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
+    channels = keys.number("--kv-channels", hidden // heads)
+    if channels != hidden // heads:
+        raise SpecError(
+            f"--kv-channels={channels}: this suite's heads are hidden / heads = {hidden // heads} "
+            "wide, so this model has no price"
+        )
+    family = "llama" if rope else "gpt"
+    return reading.model | {
+        "name": f"{family}_{reading.model['layers']}x{hidden}",
+        "family": family,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": groups if grouped else heads,
+        "ffn": ffn,
+        "gated_mlp": gated,
+        "vocab": _vocabulary(keys, reading),
+        "seq": keys.number("--seq-length") or keys.needed("--encoder-seq-length"),
+        "tied_embeddings": not keys.take("--untie-embeddings-and-output-weights", False),
+        "dropout": max(_rate(keys, "--attention-dropout"), _rate(keys, "--hidden-dropout")),
+    }
+
+
+def _rate(keys: Keys, flag: str) -> float:
+    return float(keys.take(flag, 0.1))
+
+
+def _vocabulary(keys: Keys, reading: Reading) -> int | None:
+    """The vocabulary, padded to a multiple of 128 x TP (``training/tokenizer``); None if only the
+    tokenizer's file has it. NullTokenizer adds one token."""
+    padded = keys.number("--padded-vocab-size")
+    kind, size = keys.take("--tokenizer-type", ""), keys.number("--vocab-size")
+    multiple = keys.number("--make-vocab-size-divisible-by", 128) or 1
+    multiple *= int(reading.knobs["tp"])
+    if padded is not None:
+        return padded
+    size = size or _TOKENIZERS.get(str(kind))
+    size = size + 1 if size and kind == "NullTokenizer" else size
+    if size is None:
+        return None
+    whole = -(-size // multiple) * multiple
+    if whole != size:
+        reading.derived.append(f"model.vocab={whole}: {size} padded to a multiple of {multiple}")
+    return whole
+
+
+def _recompute(keys: Keys, reading: Reading) -> None:
+    kind = keys.take("--recompute-granularity") or "none"
+    if keys.take("--recompute-activations"):
+        kind = "selective"
+    method, count = keys.take("--recompute-method"), keys.number("--recompute-num-layers")
+    if method == "uniform" and count not in (None, 1):
+        reading.named.append(f"--recompute-num-layers={count}, uniform: priced with 1")
+    if kind == "selective":
+        reading.derived.append(
+            "selective recomputation drops attention scores, which fused attention never keeps"
+        )
+    reading.knobs["recompute"] = "full" if kind == "full" else "none"
+    some = count if kind == "full" and method == "block" else None
+    reading.knobs["recompute_blocks"] = some or reading.model["layers"]
+
+
+def _traits(keys: Keys, reading: Reading) -> None:
+    """Overlaps, fusions and the bytes of gradients."""
+    fused = keys.take("--cross-entropy-fusion-impl", "native") == "te"
+    backend = keys.take("--attention-backend", "auto")
+    reading.traits |= {
+        "overlap_reduction": bool(keys.take("--overlap-grad-reduce")),
+        "overlap_updated": bool(keys.take("--overlap-param-gather")),
+        "overlap_tensor": bool(keys.take("--tp-comm-overlap")),
+        "fused_loss": bool(keys.take("--cross-entropy-loss-fusion")) and fused,
+        "fused_accumulation": not keys.take("--no-gradient-accumulation-fusion", False),
+        "flash": str(backend).removeprefix("AttnBackend.") not in ("unfused", "local"),
+        "dropout_masks": reading.model["dropout"] > 0,
+    }
+    keys.take("--accumulate-allreduce-grads-in-fp32")
+    if keys.take("--grad-reduce-in-bf16"):
+        reading.traits |= {"bf16.gradients": 2, "bf16.reduced": 2}
+
+
+_NEMO = {  # NeMo's keys below ``model``, and Megatron's flags of the same meaning
+    "micro_batch_size": "--micro-batch-size",
+    "global_batch_size": "--global-batch-size",
+    "tensor_model_parallel_size": "--tensor-model-parallel-size",
+    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+    "context_parallel_size": "--context-parallel-size",
+    "encoder_seq_length": "--seq-length",
+    "num_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "ffn_hidden_size": "--ffn-hidden-size",
+    "num_attention_heads": "--num-attention-heads",
+    "num_query_groups": "--num-query-groups",
+    "hidden_dropout": "--hidden-dropout",
+    "attention_dropout": "--attention-dropout",
+    "kv_channels": "--kv-channels",
+    "make_vocab_size_divisible_by": "--make-vocab-size-divisible-by",
+    "sequence_parallel": "--sequence-parallel",
+    "position_embedding_type": "--position-embedding-type",
+    "activations_checkpoint_granularity": "--recompute-granularity",
+    "activations_checkpoint_method": "--recompute-method",
+    "activations_checkpoint_num_layers": "--recompute-num-layers",
+    "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion",
+    "ub_tp_comm_overlap": "--tp-comm-overlap",
+    "num_moe_experts": "--num-experts",
+    "fp8": "--fp8-format",
+}
+_NEMO_ACTIVATIONS = {
+    "fast-swiglu": "--swiglu",
+    "swiglu": "--swiglu",
+    "squared-relu": "--squared-relu",
+}
+_NEMO_PRICED = {  # keys that change a price, unless they are off
+    "fsdp": "FSDP under Megatron's pipeline",
+    "defer_embedding_wgrad_compute": "the head's weight gradient is not deferred",
+    "fp32_residual_connection": "residuals in fp32",
+    "account_for_embedding_in_pipeline_split": "priced with stages of equal cost",
+    "account_for_loss_in_pipeline_split": "priced with stages of equal cost",
+    "cpu_offloading": "no price for the host's memory",
+    "rampup_batch_size": "priced with the last batch",
+}
+
+
+def read_nemo(text: str, num_gpus: int | None) -> Reading:
+    """What a NeMo YAML with ``model`` and ``trainer`` says (NeMo 1, as in NVIDIA's recipes)."""
+    try:
+        tree = yaml.safe_load(text)
+        model, trainer = tree["model"], tree["trainer"]
+    except (yaml.YAMLError, TypeError, KeyError) as error:
+        raise SpecError(f"not a YAML file with model and trainer: {error}") from None
+    values: Arguments = {flag: model[key] for key, flag in _NEMO.items() if model.get(key)}
+    values |= {"--hidden-dropout": model.get("hidden_dropout", 0)}
+    values |= {"--attention-dropout": model.get("attention_dropout", 0)}
+    values[_NEMO_ACTIVATIONS.get(model.get("activation", ""), "--openai-gelu")] = True
+    values["--normalization"] = (
+        "RMSNorm" if model.get("normalization") == "rmsnorm" else "LayerNorm"
+    )
+    if model.get("num_query_groups"):
+        values["--group-query-attention"] = True
+    if not model.get("share_embeddings_and_output_weights", True):
+        values["--untie-embeddings-and-output-weights"] = True
+    if not model.get("gradient_accumulation_fusion", True):
+        values["--no-gradient-accumulation-fusion"] = True
+    optimizer = model.get("optim", {})
+    if optimizer.get("name") == "distributed_fused_adam":
+        values["--use-distributed-optimizer"] = True
+        values |= {"--overlap-grad-reduce": optimizer.get("overlap_grad_sync", False)}
+        values |= {"--overlap-param-gather": optimizer.get("overlap_param_sync", False)}
+        if optimizer.get("grad_sync_dtype") in ("bf16", "bfloat16"):
+            values["--grad-reduce-in-bf16"] = True
+    if model.get("cross_entropy_loss_fusion"):
+        values["--cross-entropy-fusion-impl"] = "te"
+    values["--bf16"] = str(trainer.get("precision", "")).startswith("bf16")
+    own = int(trainer.get("num_nodes", 1)) * int(trainer.get("devices", 1))
+    values = {flag: value for flag, value in values.items() if value is not False}
+    reading = read_arguments(values, num_gpus or own, stated=num_gpus is not None)
+    reading.dialect = "nemo"
+    read_keys = {*_NEMO, "activation", "normalization", "optim"}
+    left = {key: value for key, value in model.items() if key not in read_keys}
+    reading.named += [f"model.{k}={left[k]}: {w}" for k, w in _NEMO_PRICED.items() if left.get(k)]
+    reading.harmless += [f"model.{key}" for key in left if key not in _NEMO_PRICED]
+    return reading

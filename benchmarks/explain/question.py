@@ -1,0 +1,137 @@
+"""What is asked: a file of another program joined with this command's own words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from benchmarks.explain import huggingface, megatron, torchtitan
+from benchmarks.explain.reading import Reading
+from benchmarks.specification.command import SpecError
+from benchmarks.specification.compose import preset
+from benchmarks.specification.contenders import PRICED
+from benchmarks.specification.run_spec import TaskSpec, check_heads, check_priced, validated
+from zeropp.cluster import Cluster
+from zeropp.plan import Knobs, SizedPlan, Task
+from zeropp.programs import program_named
+from zeropp.tune.contender import Contender
+
+_KEYS = ("num_gpus", "cluster", "global_batch", "microbatch_size", "precision", "contender")
+
+
+@dataclass(frozen=True)
+class Question:
+    """One configuration to price: ``microbatch_size`` and knobs may be ``auto``."""
+
+    reading: Reading
+    task: Task
+    contender: Contender[Any]
+    knobs: Knobs
+    microbatch_size: Any
+
+
+def ask(files: Sequence[str], words: Sequence[str], arguments: Sequence[str]) -> Question:
+    """The question of a command line: at most one file, ``key=value`` words, and Megatron's
+    arguments. Raises SpecError with one line for what cannot be asked."""
+    given = _given(words)
+    num_gpus = given.get("num_gpus")
+    if num_gpus is not None and (not isinstance(num_gpus, int) or num_gpus < 1):
+        raise SpecError(f"num_gpus={num_gpus!r}: must be a whole number of at least 1")
+    if len(files) + bool(arguments) != 1:
+        raise SpecError("give one file, or Megatron-LM's arguments after -- (see --help)")
+    reading = (
+        megatron.read_words(list(arguments), num_gpus)
+        if arguments
+        else _read(Path(files[0]), num_gpus)
+    )
+    return _question(reading, given)
+
+
+def _given(words: Sequence[str]) -> dict[str, Any]:
+    """The values of ``key=value`` words."""
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or (key not in _KEYS and not key.startswith(("model.", "contender."))):
+            raise SpecError(
+                f"{word}: must be key=value with a key among {', '.join(_KEYS)}, model.KEY and "
+                "contender.KNOB"
+            )
+        found[key] = yaml.safe_load(value)
+    return found
+
+
+def _read(path: Path, num_gpus: int | None) -> Reading:
+    """The reading of a file, by its ending and content."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from None
+    if path.suffix == ".toml":
+        return torchtitan.read(text, num_gpus)
+    if path.suffix == ".json":
+        return huggingface.read(text, num_gpus)
+    if path.suffix in (".yaml", ".yml") and "MODEL_ARGS:" not in text:
+        return megatron.read_nemo(text, num_gpus)
+    return megatron.read(text, num_gpus)
+
+
+def _question(reading: Reading, given: Mapping[str, Any]) -> Question:
+    settings = reading.settings | {key: given[key] for key in _KEYS if key in given}
+    model = reading.model | _below("model.", given)
+    for key in ("vocab", "seq"):
+        if model.get(key) is None:
+            raise SpecError(f"model.{key}: the file does not say it (give model.{key}=N)")
+    for key, example in (("cluster", "h100"), ("num_gpus", "64"), ("global_batch", "512")):
+        if settings.get(key) is None:
+            raise SpecError(f"{key}: the file does not say it (give {key}={example})")
+    name = settings.get("contender", reading.contender)
+    if name not in PRICED:
+        raise SpecError(f"contender={name!r}: must be among {', '.join(PRICED)}")
+    values = {key: settings[key] for key in ("num_gpus", "global_batch", "precision")}
+    cluster = preset("cluster", settings["cluster"], Cluster)
+    spec = validated(TaskSpec, {**values, "model": model, "cluster": cluster})
+    check_heads(spec.model)
+    check_priced(spec.cluster, spec.precision)
+    own = name == reading.contender
+    chosen = (reading.knobs if own else {}) | _below("contender.", given)
+    knobs = cast("Knobs", validated(PRICED[name].knobs, chosen, "contender"))
+    contender = _switched(PRICED[name], reading) if own else PRICED[name]
+    return Question(reading, spec.task, contender, knobs, settings.get("microbatch_size", "auto"))
+
+
+def _below(prefix: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix(prefix): v for key, v in given.items() if key.startswith(prefix)}
+
+
+def _switched(contender: Contender[Any], reading: Reading) -> Contender[Any]:
+    """The contender with its program as the file switches it."""
+    traits = tuple(sorted(reading.traits.items()))
+    if not traits and not reading.program:
+        return contender
+
+    def size(task: Task, knobs: Any, microbatch_size: int) -> SizedPlan:
+        plan = contender.size(task, knobs, microbatch_size)
+        return replace(plan, program=_program(reading.program or plan.program, traits))
+
+    return replace(contender, size=size)
+
+
+@lru_cache
+def _program(name: str, traits: tuple[tuple[str, Any], ...]) -> str:
+    """The name of a program with the traits that differ from its own."""
+    program = program_named(name)
+    differing = []
+    for trait, value in traits:
+        own: Any = program
+        for part in trait.split("."):
+            own = getattr(own, part)
+        if own != value:
+            differing.append(f"{trait}={json.dumps(value)}")
+    return "+".join([name, *differing])

@@ -1,0 +1,94 @@
+"""What a configuration of another program says, in this suite's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.specification.command import SpecError
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """What one file says. ``model``, ``knobs`` and ``settings`` have the keys of ``conf/``;
+    ``traits`` are those of the contender's program (``zeropp.programs``) that the file switches.
+
+    ``named`` are lines about what may change time or memory and has no price here, ``harmless`` are
+    keys that change neither, and ``derived`` are lines about values that follow from others.
+    """
+
+    dialect: str
+    contender: str
+    model: dict[str, Any] = field(default_factory=dict)
+    knobs: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    traits: dict[str, Any] = field(default_factory=dict)
+    program: str = ""  # another entry of ``zeropp.programs`` than the contender's own
+    named: list[str] = field(default_factory=list)
+    harmless: list[str] = field(default_factory=list)
+    derived: list[str] = field(default_factory=list)
+
+
+class Keys:
+    """The keys of one file, which are taken one after the other; what is left was not understood.
+
+    ``spelled`` makes the spelling of a key in messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], spelled: Callable[[str], str] = str) -> None:
+        self._left = dict(values)
+        self._spelled = spelled
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value of a key that this reader understands."""
+        return self._left.pop(key, default)
+
+    def number(self, key: str, default: int | None = None) -> int | None:
+        """The same as a whole number; raises SpecError for another value."""
+        value = self.take(key, default)
+        try:
+            return None if value is None else int(value)
+        except (TypeError, ValueError):
+            raise SpecError(f"{self._spelled(key)}={value!r}: must be a whole number") from None
+
+    def needed(self, key: str) -> int:
+        """A whole number that must be there; raises SpecError where it is not."""
+        number = self.number(key)
+        if number is None:
+            raise SpecError(f"{self._spelled(key)}: missing; it has no default")
+        return number
+
+    def sort_rest(
+        self, reading: Reading, neutral: Mapping[str, tuple[Any, str]], harmless: Iterable[str]
+    ) -> None:
+        """Say of every key that is left whether it changes a price.
+
+        ``neutral`` has the value with which a key changes nothing, and what it changes otherwise;
+        ``harmless`` are beginnings of keys that change nothing with any value. All others are named
+        as unknown.
+        """
+        beginnings = tuple(harmless)
+        for key, value in self._left.items():
+            nothing, why = neutral.get(key, (None, ""))
+            said = self._spelled(key) if value is True else f"{self._spelled(key)}={value}"
+            if (why and value == nothing) or (not why and key.startswith(beginnings)):
+                reading.harmless.append(said)
+            else:
+                reading.named.append(f"{said}: {why or 'not known here, left out of the price'}")
+        self._left.clear()
+
+
+def share_of_ranks(num_gpus: int, degrees: Mapping[str, int]) -> int:
+    """The data-parallel degree that is left; raises SpecError if the others do not divide the
+    GPUs."""
+    product = 1
+    for degree in degrees.values():
+        product *= degree
+    if num_gpus % product:
+        words = " x ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1)
+        raise SpecError(
+            f"num_gpus={num_gpus}: one replica of {words} takes {product} GPUs (give a multiple "
+            f"of {product} as num_gpus)"
+        )
+    return num_gpus // product

@@ -1,0 +1,135 @@
+"""Prints an answer on one screen."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from operator import itemgetter
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.explain.answer import Answer, measured_errors, mfu
+from zeropp.sim.simulator import SimResult
+from zeropp.tune.contender import describe
+
+_MOST_RANKS = 16  # rows of the table of memory; of more ranks only the fullest and the emptiest
+
+
+def show(answer: Answer, console: Console, *, verbose: bool) -> None:
+    """Print what was understood, and the answers to: will it fit, why is it slow, what is
+    better."""
+    question, result = answer.question, answer.result
+    task, reading = question.task, question.reading
+    console.print(
+        f"{question.contender.label}: {task.shape.name} on {task.num_gpus} x {task.cluster.name}, "
+        f"global batch {task.global_batch}, sequence {task.shape.seq}, {task.precision}",
+        style="bold",
+    )
+    console.print(f"Plan as understood: {describe(result.plan)}")
+    for line in reading.named:
+        console.print(f"  not priced: {line}", style="yellow")
+    for line in reading.derived:
+        console.print(f"  derived: {line}", style="dim")
+    if verbose:
+        console.print(f"  changes nothing: {', '.join(reading.harmless)}", style="dim")
+    console.print(_speed(answer))
+    console.print(f"  simulated; {measured_errors(question.contender)}")
+    console.print(_memory(answer))
+    console.print(_lost(result))
+    _print_changes(answer, console)
+    _print_best(answer, console)
+
+
+def _speed(answer: Answer) -> str:
+    result = answer.result
+    share = mfu(result, answer.question)
+    words = f"Step {result.step_s:.3f} s, {result.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
+    words += "" if share is None else f", MFU {100 * share:.1f} %"
+    if answer.fits:
+        return f"It fits. {words}."
+    rank, memory = max(enumerate(result.memory), key=lambda one: one[1].total)
+    device = answer.question.task.cluster.device
+    return (
+        f"It does not fit: pipeline rank {rank} needs {memory.total / 2**30:.1f} GiB, the device "
+        f"has {device.usable_bytes / 2**30:.1f} for tensors. If it did: {words}."
+    )
+
+
+def _memory(answer: Answer) -> Table:
+    """Bytes by kind of every pipeline rank at its peak, and what is left."""
+    limit = answer.question.task.cluster.device.usable_bytes
+    table = Table(
+        title="GiB of each pipeline rank at its peak",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        pad_edge=False,
+    )
+    ranks = list(enumerate(answer.result.memory))
+    if len(ranks) > _MOST_RANKS:
+        by_total = sorted(ranks, key=lambda one: one[1].total)
+        ranks = sorted({*by_total[:2], *by_total[-6:]}, key=itemgetter(0))
+        table.title = f"{table.title} (the fullest six and the emptiest two)"
+    kinds = list(asdict(ranks[0][1]))
+    for heading in ("rank", *kinds, "total", "left"):
+        table.add_column(heading, justify="right")
+    for rank, memory in ranks:
+        values = [*asdict(memory).values(), memory.total, limit - memory.total]
+        style = "red" if memory.total > limit else ""
+        table.add_row(str(rank), *(f"{value / 2**30:.1f}" for value in values), style=style)
+    return table
+
+
+def _lost(result: SimResult) -> str:
+    """The shares of the step by cause, the largest first."""
+    kinds = result.losses.by_kind()
+    limit = kinds.pop("limit")
+    words = [
+        f"{kind.replace('_', ' ')} {100 * seconds / result.step_s:.1f} %"
+        for kind, seconds in sorted(kinds.items(), key=itemgetter(1), reverse=True)
+        if abs(seconds) >= 0.005 * result.step_s
+    ]
+    share = 100 * limit / result.step_s
+    return f"Time: the model's kernels alone {share:.1f} %; lost to {', '.join(words)}."
+
+
+def _print_changes(answer: Answer, console: Console) -> None:
+    changes = answer.changes[:3]
+    if not changes:
+        console.print("No change of a single knob is faster and fits.")
+        return
+    table = Table(
+        title="Changes of one knob that gain most",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        pad_edge=False,
+    )
+    for heading in ("knob", "plan", "step s", "times as fast", "peak GiB"):
+        table.add_column(heading, justify="left" if heading in ("knob", "plan") else "right")
+    for change in changes:
+        table.add_row(change.knob, describe(change.result.plan), *_numbers(change.result, answer))
+    console.print(table)
+
+
+def _print_best(answer: Answer, console: Console) -> None:
+    table = Table(
+        title="Best plans on the same GPUs",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        pad_edge=False,
+    )
+    for heading in ("program", "plan", "step s", "times as fast", "peak GiB"):
+        table.add_column(heading, justify="left" if heading in ("program", "plan") else "right")
+    for outcome in answer.best:
+        label = outcome.contender.label + ("" if outcome.is_complete else " (search cut short)")
+        if outcome.winner is None:
+            table.add_row(label, "no plan fits", "-", "-", "-")
+        else:
+            result = outcome.winner.result
+            table.add_row(label, describe(result.plan), *_numbers(result, answer))
+    console.print(table)
+
+
+def _numbers(result: SimResult, answer: Answer) -> tuple[str, str, str]:
+    gain = f"{answer.result.step_s / result.step_s:.2f}" if answer.fits else "-"
+    return f"{result.step_s:.3f}", gain, f"{result.peak_bytes / 2**30:.1f}"

@@ -1,0 +1,187 @@
+"""Reads a torchtitan TOML (``torchtitan/config/job_config.py`` up to v0.2.2).
+
+Sizes of flavors are those of ``torchtitan/models/{llama3,qwen3}/__init__.py``; the width of an MLP
+follows ``FeedForward`` in ``models/llama3/model``. Data parallelism that is -1 takes the ranks that
+are left (``distributed/parallel_dims.py``).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.explain.reading import Keys, Reading, share_of_ranks
+from benchmarks.specification.command import SpecError
+
+# name: hidden, layers, heads, key/value heads, ffn, vocabulary, tied embeddings
+_LLAMA3 = {
+    "debugmodel": (256, 6, 16, 16, 768, 2048, False),
+    "1B": (2048, 16, 32, 8, 8192, 128256, True),
+    "3B": (3072, 28, 24, 8, 8192, 128256, True),
+    "8B": (4096, 32, 32, 8, 14336, 128256, False),
+    "70B": (8192, 80, 64, 8, 28672, 128256, False),
+    "405B": (16384, 126, 128, 8, 53248, 128256, False),
+}
+_QWEN3 = {  # those whose heads are hidden / heads wide
+    "1.7B": (2048, 28, 16, 8, 6144, 151936, True),
+    "8B": (4096, 36, 32, 8, 12288, 151936, False),
+    "14B": (5120, 40, 40, 8, 17408, 151936, False),
+}
+_HEADS_OF_128 = {"0.6B": 64, "4B": 80, "32B": 80}  # hidden / heads of the other Qwen3 models
+SCHEDULES = {
+    "1F1B": "1f1b",
+    "Interleaved1F1B": "interleaved_1f1b",
+    "LoopedBFS": "looped_bfs",
+    "InterleavedZeroBubble": "interleaved_zb",
+    "ZBVZeroBubble": "zbv",
+    "DualPipeV": "dualpipev",
+}
+_NEUTRAL: dict[str, tuple[Any, str]] = {
+    "model.converters": ([], "no price for 8-bit products; priced in bf16"),
+    "optimizer.implementation": ("fused", "temporaries of the optimizer's step"),
+    "optimizer.early_step_in_backward": (False, "no gradients are kept"),
+    "training.enable_cpu_offload": (False, "no price for the host's memory"),
+    "training.dtype": ("float32", "other bytes per parameter"),
+    "training.mixed_precision_reduce": ("float32", "gradients are sent in another type"),
+    "parallelism.fsdp_reshard_after_forward": ("default", "gathers of another number"),
+    "parallelism.disable_loss_parallel": (False, "every rank gathers all logits"),
+    "parallelism.module_fqns_per_model_part": (None, "stages by hand; priced with equal stages"),
+    "parallelism.pipeline_parallel_schedule_csv": ("", "a schedule of one's own"),
+    "parallelism.pipeline_parallel_split_points": ([], "stages by hand; priced with equal stages"),
+    "parallelism.expert_parallel_degree": (1, "experts"),
+    "parallelism.expert_tensor_parallel_degree": (1, "experts"),
+    "activation_checkpoint.memory_budget": (0.5, "recomputation by a memory budget"),
+    "fault_tolerance.enable": (False, "another data parallelism"),
+    "experimental.custom_import": ("", "another model"),
+    "debug.deterministic": (False, "slower kernels"),
+}
+_HARMLESS = (
+    *("job.", "profiling.", "metrics.", "lr_scheduler.", "checkpoint.", "comm.", "optimizer."),
+    *("validation.", "debug.", "memory_estimation.", "experimental.", "training.max_norm"),
+    *("training.steps", "training.dataset", "training.gc_freq", "training.seed", "quantize."),
+    *("float8.", "compile.backend", "compile.components", "model.hf_assets_path", "training.warm"),
+    *("model.tokenizer_path", "model.print_after_conversion", "fault_tolerance."),
+    *("parallelism.context_parallel_", "activation_checkpoint.", "training.debug_moe"),
+    *("parallelism.pipeline_parallel_first_", "parallelism.pipeline_parallel_last_"),
+)
+
+
+def read(text: str, num_gpus: int | None) -> Reading:
+    """What a TOML says; raises SpecError, in one line, for a model that has no price here."""
+    try:
+        keys = Keys(flat(tomllib.loads(text)))
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"not a TOML file: {error}") from None
+    reading = Reading(dialect="torchtitan", contender="torchtitan")
+    reading.model = {"seq": keys.number("training.seq_len", 2048), **_model(keys)}
+    gpus = _num_gpus(text, num_gpus, reading)
+    _degrees(keys, reading, gpus)
+    _recompute(keys, reading)
+    compiled = keys.take("compile.enable", keys.take("training.compile", False))
+    asynchronous = keys.take("parallelism.enable_async_tensor_parallel", False)
+    if not compiled:
+        reading.traits |= {"traffic_factor": 2.11, "fused_loss": False}
+        reading.derived.append("compile.enable=false: priced with torch's own element-wise kernels")
+    reading.traits["overlap_tensor"] = bool(asynchronous and compiled)
+    wanted = keys.take("training.mixed_precision_param", "bfloat16")
+    reading.settings["precision"] = "bf16" if wanted == "bfloat16" else "fp32"
+    keys.sort_rest(reading, _NEUTRAL, _HARMLESS)
+    return reading
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def _model(keys: Keys) -> dict[str, Any]:
+    name, flavor = keys.take("model.name", "llama3"), keys.take("model.flavor", "debugmodel")
+    plain = re.sub(r"_(flex|varlen)(_attn)?$", "", flavor)
+    if name == "qwen3" and plain in _HEADS_OF_128:
+        raise SpecError(
+            f"model.flavor={flavor!r}: its heads are 128 wide, and this suite's are hidden / heads "
+            f"= {_HEADS_OF_128[plain]} (no price; the flavors {', '.join(_QWEN3)} have one)"
+        )
+    known = {"llama3": _LLAMA3, "qwen3": _QWEN3}.get(name, {})
+    if plain not in known:
+        raise SpecError(
+            f"model.name={name!r}, model.flavor={flavor!r}: no price (there is one for llama3 with "
+            f"{', '.join(_LLAMA3)} and for qwen3 with {', '.join(_QWEN3)})"
+        )
+    hidden, layers, heads, kv_heads, ffn, vocab, tied = known[plain]
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
+    named = {"name": f"{name}_{plain}".lower(), "family": "llama"}
+    return {**named, **sizes, "vocab": vocab, "tied_embeddings": tied}
+
+
+def _num_gpus(text: str, given: int | None, reading: Reading) -> int:
+    if given is not None:
+        return given
+    if told := re.search(r"preset for (\d+) (\w+) GPUs", text):
+        reading.derived.append(f"num_gpus={told[1]}, from the comment {told[0]!r}")
+        return int(told[1])
+    raise SpecError("num_gpus: a torchtitan TOML does not say it (give num_gpus=N)")
+
+
+def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
+    """Degrees, microbatches and the schedule."""
+    tp = keys.number("parallelism.tensor_parallel_degree", 1) or 1
+    pp = keys.number("parallelism.pipeline_parallel_degree", 1) or 1
+    cp = keys.number("parallelism.context_parallel_degree", 1) or 1
+    replicate = keys.number("parallelism.data_parallel_replicate_degree", 1) or 1
+    shard = keys.number("parallelism.data_parallel_shard_degree", -1) or -1
+    if cp > 1:
+        raise SpecError(f"context_parallel_degree={cp}: no price for context parallelism (use 1)")
+    left = share_of_ranks(num_gpus, {"pp": pp, "tp": tp, "replicate": replicate})
+    shard = left if shard == -1 else shard
+    if shard != left:
+        raise SpecError(
+            f"data_parallel_shard_degree={shard}: {num_gpus} GPUs leave {left} ranks for it "
+            f"(change num_gpus to {pp * tp * replicate * shard})"
+        )
+    local = keys.number("training.local_batch_size", keys.number("training.batch_size", 8)) or 8
+    batch = keys.number("training.global_batch_size", -1)
+    batch = local * replicate * shard if batch in (None, -1) else batch
+    microbatch = keys.number("parallelism.pipeline_parallel_microbatch_size", 1)
+    asked = keys.take("parallelism.pipeline_parallel_schedule", "1F1B")
+    per_stage = keys.number("parallelism.pipeline_parallel_layers_per_stage")
+    schedule, chunks = "1f1b", 1
+    if pp > 1:
+        if asked not in SCHEDULES:
+            raise SpecError(
+                f"pipeline_parallel_schedule={asked!r}: no price (known: {', '.join(SCHEDULES)})"
+            )
+        schedule = SCHEDULES[asked]
+        chunks = 1 if schedule == "1f1b" else 2
+        if per_stage:
+            chunks = math.ceil((reading.model["layers"] + 2) / per_stage) // pp
+        if batch != local * replicate * shard:
+            reading.named.append(
+                "training.global_batch_size: the pipeline drains between accumulation steps; "
+                "priced as one pass"
+            )
+    reading.knobs |= {"tp": tp, "pp": pp, "shard": shard, "replicate": replicate}
+    reading.knobs |= {"chunks": chunks, "schedule": schedule, "sequence_parallel": tp > 1}
+    reading.knobs["placement"] = "dp_inner"
+    size = microbatch if pp > 1 else local
+    reading.settings |= {"num_gpus": num_gpus, "global_batch": batch, "microbatch_size": size}
+
+
+def _recompute(keys: Keys, reading: Reading) -> None:
+    mode = keys.take("activation_checkpoint.mode", "selective")
+    option = str(keys.take("activation_checkpoint.selective_ac_option", "2"))
+    if mode not in ("none", "selective", "full"):
+        raise SpecError(f"activation_checkpoint.mode={mode!r}: no price (none, selective, full)")
+    if mode == "selective" and option not in ("op", "1", "2"):
+        reading.named.append(f"selective_ac_option={option}: priced as every second block")
+    reading.knobs["recompute"] = "full" if (mode, option) == ("selective", "1") else mode
+    reading.knobs["recompute_blocks"] = reading.model["layers"]  # all of every stage

@@ -1,0 +1,444 @@
+"""One attempt at a point: its folder, whether it is alive, how it ended, and its record.
+
+An attempt is a folder ``RUNS_DIR/<point>/<launcher>-...``. It holds what it was started with
+(``spec.json``, and ``attempt.json``, the ``Header``), the event files and logs of its ranks, a file
+``alive``, and at its end ``record.json``, which is written once and never changed.
+
+**Alive.** Whoever works on an attempt holds a lock on its file ``alive`` and touches it every
+``BEAT_S`` seconds. On the machine that wrote the file, the lock decides: the kernel drops it when
+the process ends, however it ends, and also containers share it. Elsewhere, and for Slurm's scripts,
+which only touch the file, a heartbeat of the last ``QUIET_S`` seconds decides. An age is the
+difference of two times of the same file system, so that the clocks of hosts do not matter.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from benchmarks.records.environment import read_code
+from benchmarks.records.events import Events, measured, of_kind, rank_of, read_events
+from benchmarks.records.record import (
+    SCHEMA_VERSION,
+    RecordError,
+    RunRecord,
+    Status,
+    now,
+    read_record,
+    write_atomically,
+)
+from benchmarks.specification.reading import adapter
+from zeropp.timeline import Provenance
+
+if TYPE_CHECKING:  # planning takes long to import, and a job that ends does not plan
+    from benchmarks.specification.run_spec import RunSpec
+    from zeropp.plan import Plan
+
+PROVENANCE: dict[str, Provenance] = {
+    "local": "measured",
+    "slurm": "measured",
+    "trace": "traced",
+    "simulate": "simulated",
+}
+ALIVE = "alive"
+BEAT_S = 20.0
+QUIET_S = 90.0
+# Errors of a file system, node or network that may not happen again, so that the point runs again.
+_PASSING = re.compile(
+    r"no space left|quota exceeded|read-only file system|stale file handle|input/output error|"
+    r"node failure|communication connection failure|address already in use|EADDRINUSE",
+    re.I,
+)
+_NO_CAUSE = re.compile(  # lines of logs that only say that something ended
+    r"^\s*$|lacks support for cpu binding|force terminated|terminated$|job step aborted|"
+    r"(STEP|JOB) .* ON .* CANCELLED|^slurm\S+: error: \*\*\*|task \d+.*: exited",
+    re.I,
+)
+_LOG_BYTES = 20_000  # bytes at the end of a log that are read
+
+
+class DamagedError(ValueError):
+    """No record of an attempt can be made; the message is one line that names the file."""
+
+
+# Alive or not.
+
+
+@contextmanager
+def held(file: Path) -> Iterator[None]:
+    """Hold ``alive`` and keep it fresh inside this context, for a folder that may be renamed."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    over = Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT_S):
+            with suppress(OSError):
+                os.utime(descriptor)
+
+    thread = Thread(target=beat, daemon=True)
+    try:
+        with suppress(OSError):  # a file system without locks: the heartbeat alone will do
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(descriptor, _boot().encode())
+        thread.start()
+        yield
+    finally:
+        over.set()
+        os.close(descriptor)
+
+
+def is_alive(attempt: Path) -> bool:
+    """Whether the process behind an attempt may be at work, by the rule above."""
+    try:
+        with (attempt / ALIVE).open("rb") as file:
+            if _boot() and file.read().decode(errors="replace") == _boot():
+                return _is_locked(file.fileno())
+        return age_s(attempt / ALIVE) < QUIET_S
+    except OSError:
+        return False
+
+
+def age_s(path: Path) -> float:
+    """Seconds since a file was written, by the clock of its file system (by the host's if it is
+    read-only); raises OSError."""
+    written = path.stat().st_mtime
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as probe:
+            return os.fstat(probe.fileno()).st_mtime - written
+    except OSError:
+        return time.time() - written
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _boot() -> str:
+    """The id of this start of this machine's kernel; empty where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+# What an attempt was started with.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """The content of ``attempt.json``; its fields are also those of the record."""
+
+    launcher: str
+    provenance: Provenance
+    started_at: str  # ISO 8601, UTC
+    git_sha: str  # the launcher's code; a record has that of rank 0 instead, if it says it
+    git_dirty: bool
+    code_digest: str
+    variant: str = ""
+    plan: dict[str, Any] = field(default_factory=dict)
+
+
+_launched_code = lru_cache(read_code)  # what this process has imported does not change
+
+
+def new_header(launcher: str, plan: Plan | None = None, variant: str = "") -> Header:
+    """The header of an attempt that starts now."""
+    code = _launched_code()
+    return Header(
+        launcher=launcher,
+        provenance=PROVENANCE[launcher],
+        started_at=now(),
+        git_sha=code.sha,
+        git_dirty=code.dirty,
+        code_digest=code.digest,
+        variant=variant,
+        plan=plan_summary(plan) if plan else {},
+    )
+
+
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """The part of a plan that a record keeps."""
+    return {
+        "layout": asdict(plan.layout),
+        "cuts": list(plan.cuts),
+        "schedule": plan.schedule.name,
+        "num_microbatches": plan.num_microbatches,
+        "unit": plan.schedule.unit,
+        "recompute": plan.recompute,
+        "recomputed": list(plan.recomputed),
+        "reduce_every": plan.reduce_every,
+        "predicted_memory": [asdict(memory) for memory in plan.memory],
+    }
+
+
+def freeze(spec: RunSpec, header: Header, directory: Path) -> None:
+    """Write the files that ranks and the end of the attempt read: the spec, and the header."""
+    write_atomically(directory / "spec.json", json.dumps(spec.to_dict(), indent=1))
+    write_atomically(directory / "attempt.json", json.dumps(asdict(header), indent=1))
+
+
+def frozen(directory: Path) -> tuple[dict[str, Any], Header]:
+    """(spec as a plain mapping, header) of a folder; raises DamagedError if they cannot be read."""
+    spec = read_object(directory / "spec.json")
+    if not isinstance(spec.get("num_gpus"), int):
+        raise DamagedError(f"{directory / 'spec.json'}: no spec (num_gpus is missing)")
+    path = directory / "attempt.json"
+    try:
+        return spec, adapter(Header).validate_python(read_object(path))
+    except ValidationError as error:
+        raise DamagedError(f"{path}: {error.errors(include_url=False)[0]['msg']}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises DamagedError, which names the file and the mistake."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DamagedError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path}: not readable as JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise DamagedError(f"{path}: no JSON object")
+    return found
+
+
+@contextmanager
+def started(spec: RunSpec, header: Header, runs_dir: Path) -> Iterator[Path]:
+    """The folder of an attempt that this process keeps alive inside this context.
+
+    It gets its name only after it is held, so that no other process takes it for abandoned.
+    """
+    point = runs_dir / spec.spec_id
+    point.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=point))
+    fresh.chmod(0o755)  # mkdtemp closes folders to others, but others may ask for the status
+    with held(fresh / ALIVE):
+        freeze(spec, header, fresh)
+        yield fresh.rename(point / _new_name(header.launcher))
+
+
+def _new_name(launcher: str) -> str:
+    return f"{launcher}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%S-%f')}"
+
+
+# How an attempt ended.
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended. ``interrupted`` means from outside, so that it is worth running
+    again."""
+
+    status: Status
+    reason: str = ""  # one line; empty if the status is ok
+    interrupted: bool = False
+
+
+OK = Ending("ok")
+
+
+def failed(reason: str) -> Ending:
+    """A failure for this reason, which is an interruption if it may not happen again."""
+    return Ending("failed", reason, interrupted=bool(_PASSING.search(reason)))
+
+
+def killed(rank: int, number: int) -> Ending:
+    """The ending of an attempt in which a signal killed one rank."""
+    name = signal.Signals(number).name
+    return Ending("failed", f"rank {rank} was killed by signal {number} ({name})", interrupted=True)
+
+
+def read_ranks(directory: Path) -> dict[int, Events]:
+    """The complete events of every rank that wrote a file, by rank."""
+    numbered = ((rank_of(path), path) for path in sorted(directory.glob("rank_*.jsonl")))
+    return {rank: read_events(path) for rank, path in numbered if rank is not None}
+
+
+def ending_by_events(num_ranks: int, ranks: Mapping[int, Events]) -> Ending | None:
+    """How the attempt ended, by the events of its ranks; None if they do not say it."""
+    gate = measured(ranks)["gate"]
+    if gate is not None and not gate.passed:
+        return Ending("failed", gate.words())
+    ends = [
+        (event["event"] != "oom", event["time"], rank, event)
+        for rank, events in ranks.items()
+        for event in of_kind(events, "oom", "error", "signal")
+    ]
+    if ends:
+        _, _, rank, event = min(ends, key=lambda end: end[:3])
+        if event["event"] == "signal":
+            return Ending("failed", f"rank {rank} left on {event['name']}", interrupted=True)
+        # An exception may have no message (``assert``, ``MemoryError``).
+        lines = [line for line in event["message"].splitlines() if line.strip()]
+        reason = ": ".join([f"rank {rank}", event["type"], *lines[:1]])
+        return Ending("oom", reason) if event["event"] == "oom" else failed(reason)
+    return OK if is_complete(num_ranks, ranks) else None
+
+
+def is_complete(num_ranks: int, ranks: Mapping[int, Events]) -> bool:
+    """Whether every rank measured everything; then it does not matter what happened later."""
+    return sum(bool(of_kind(events, "done")) for events in ranks.values()) == num_ranks
+
+
+def last_words(log: Path, use: Callable[[str], object] = bool) -> str:
+    """The last line of a log that may be a cause, among those that ``use`` accepts; empty if there
+    is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    causes = [x.strip() for x in lines if not _NO_CAUSE.search(x.strip()) and use(x.strip())]
+    return causes[-1][:300] if causes else ""
+
+
+# The record.
+
+
+def make_record(
+    spec_id: str,
+    attempt: str,
+    spec: Mapping[str, Any],
+    header: Header,
+    ending: Ending,
+    ranks: Mapping[int, Events] | None = None,
+    **more: Any,
+) -> RunRecord:
+    """The record of an attempt that has ended, from the events of its ranks if there were any;
+    ``more`` are other fields of RunRecord."""
+    fields = asdict(header) | measured(ranks or {}, header.plan, header.code_digest) | more
+    return RunRecord(
+        schema_version=SCHEMA_VERSION,
+        record_id=f"{spec_id}/{attempt}",
+        spec_id=spec_id,
+        spec=dict(spec),
+        ended_at=now(),
+        **asdict(ending),
+        **fields,
+    )
+
+
+def finish_attempt(
+    directory: Path,
+    ending: Ending | None = None,
+    *,
+    slurm: Mapping[str, Any] | None = None,
+    num_ranks: int | None = None,
+) -> RunRecord:
+    """Write ``record.json`` and return the record.
+
+    ``ending`` is what the launcher saw and the ranks could not write (a signal, a time limit); if
+    it is None, the events say how the attempt ended. ``num_ranks`` is the number of ranks that were
+    started, if these were not all. If somebody closed the attempt before its end, that record
+    stays, and this one is written beside it as ``record-late.json``. Raises DamagedError if the
+    spec or the header cannot be read, and OSError if nothing can be written.
+    """
+    record = _assembled(directory, ending, slurm, num_ranks)
+    try:
+        record.write(directory / "record.json")
+    except FileExistsError:
+        note = f"closed before its end as {_closed_as(directory)}"
+        late = f"{record.record_id}/late"
+        record = replace(record, record_id=late, notes=[*record.notes, note])
+        record.write(directory / "record-late.json")
+    return record
+
+
+def close_attempt(
+    directory: Path, ending: Ending | None, slurm: Mapping[str, Any] | None = None
+) -> RunRecord | None:
+    """Write the record of an attempt whose own process can no longer do it; returns None if it has
+    got a record meanwhile. Raises as ``finish_attempt`` does."""
+    record = _assembled(directory, ending, slurm, None)
+    try:
+        record.write(directory / "record.json")
+    except FileExistsError:
+        return None
+    return record
+
+
+def close_abandoned(runs_dir: Path) -> list[str]:
+    """Write the records of attempts whose launcher is dead, from their event files; returns one
+    line per attempt that cannot be recorded. Attempts that are alive are left alone."""
+    problems = []
+    for launcher in ("local", "trace"):
+        for directory in sorted(runs_dir.glob(f"*/{launcher}-*")):
+            if not directory.is_dir() or not any(directory.iterdir()):
+                continue
+            if (directory / "record.json").exists() or is_alive(directory):
+                continue
+            try:
+                close_attempt(
+                    directory, Ending("failed", "the launcher was killed", interrupted=True)
+                )
+            except (DamagedError, OSError) as error:
+                problems.append(str(error))
+    return problems
+
+
+def write_unstarted(
+    spec: RunSpec, runs_dir: Path, header: Header, ending: Ending, **more: Any
+) -> RunRecord:
+    """Write the record of an attempt for which no rank was started, and return it. Raises
+    OSError."""
+    name = _new_name(header.launcher)
+    record = make_record(spec.spec_id, name, spec.to_dict(), header, ending, **more)
+    record.write(runs_dir / spec.spec_id / name / "record.json")
+    return record
+
+
+def or_unwritten(spec: RunSpec, launcher: str, run: Callable[[], RunRecord]) -> RunRecord:
+    """The record that ``run`` returns. If files cannot be written (full disk, read-only folder),
+    one that says so and is nowhere: the sweep goes on, and the point counts as missing."""
+    try:
+        return run()
+    except OSError as error:
+        reason = f"not recorded: {error.filename or 'a file'}: {error.strerror or error}"
+        ending = Ending("failed", reason, interrupted=True)
+        name = f"{launcher}-unwritten"
+        return make_record(spec.spec_id, name, spec.to_dict(), new_header(launcher), ending)
+
+
+def _assembled(
+    directory: Path,
+    ending: Ending | None,
+    slurm: Mapping[str, Any] | None,
+    num_ranks: int | None,
+) -> RunRecord:
+    spec, header = frozen(directory)
+    ranks, expected = read_ranks(directory), num_ranks or spec["num_gpus"]
+    ending = ending or ending_by_events(expected, ranks)
+    if ending is None:
+        done = sum(bool(of_kind(events, "done")) for events in ranks.values())
+        silent = f"{expected - done} of {expected} ranks ended without saying why"
+        ending = Ending("failed", silent, interrupted=True)
+    point, name = directory.resolve().parts[-2:]
+    return make_record(point, name, spec, header, ending, ranks, slurm=dict(slurm or {}))
+
+
+def _closed_as(directory: Path) -> str:
+    try:
+        closed = read_record(directory / "record.json")
+    except RecordError as error:
+        return f"what cannot be read ({error})"
+    return f"{closed.status}: {closed.reason}"

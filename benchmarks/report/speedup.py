@@ -1,0 +1,286 @@
+"""Speed-ups: of two contenders in one cell, as numbers, a table, maps and sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+from matplotlib.figure import Figure
+
+from benchmarks.records.metrics import Summary, paired_ratio, ratio_of_medians
+from benchmarks.report import DEFAULTS, Options, style
+from benchmarks.report.charts import Picture, by_evidence
+from benchmarks.report.frame import CELL, best_configuration, best_or_failed
+from benchmarks.report.table import Column, Table, key_columns, table
+
+SUBJECT = "zeropp"  # the contender that the suite is about: its columns come first
+MAX_LINES = 16  # lines of a map; the table has all
+_DIVERGING = LinearSegmentedColormap.from_list("speedup", [style.WARM, "#f7f7f7", style.COOL])
+
+
+def doubts(ratio: Summary) -> list[str]:
+    """The reasons why samples do not settle a measured ratio; empty if they do."""
+    reasons = []
+    if ratio.unstable:
+        reasons.append(f"unstable: spread {ratio.spread:.0%}, n={ratio.count}")
+    if ratio.low <= 1.0 <= ratio.high:
+        reasons.append("interval includes 1: no difference shown")
+    return reasons
+
+
+def speedup_of(row: Mapping[Any, Any], base: Mapping[Any, Any]) -> dict[str, Any]:
+    """The ``speedup`` of a row over its base, with ``speedup_low`` and ``speedup_high`` if both
+    were measured; ``unsure`` says whether there are doubts, which ``doubts`` has as text. The base
+    itself has none."""
+    missing: dict[str, Any] = {"unsure": False, "doubts": ""}
+    missing |= dict.fromkeys(("speedup", "speedup_low", "speedup_high"), math.nan)
+    if not row["samples_step_s"] or not base["samples_step_s"]:
+        return missing
+    if row["record_id"] == base["record_id"]:
+        return missing | {"speedup": 1.0}
+    found = ratio_of_medians(base["samples_step_s"], row["samples_step_s"])
+    if row["evidence"] != "measured":
+        return missing | {"speedup": found.median}
+    why = doubts(found)
+    return {
+        "speedup": found.median,
+        "speedup_low": found.low,
+        "speedup_high": found.high,
+        "unsure": bool(why),
+        "doubts": "; ".join(why),
+    }
+
+
+def paired_speedups(rows: pd.DataFrame, base: str) -> pd.DataFrame:
+    """One row per cell and contender except for the base, each in its fastest configuration.
+
+    A row has the fields of ``speedup_of``, ``memory_ratio`` (only where both peaks are of the same
+    kind), and ``records``, of which the base's is the last.
+    """
+    best = best_configuration(rows)
+    bases = best[best["contender"] == base]
+    others = best[best["contender"] != base]
+    both = others.merge(bases, on=CELL, suffixes=("", "_base"))
+    kept = [*CELL, "on_cpu", "contender", "default_degrees", "parameters"]
+    lines = [{key: row[key] for key in kept} | _pair(row) for row in both.to_dict("records")]
+    names = ["speedup", "speedup_low", "speedup_high", "unsure", "doubts", "memory_ratio"]
+    return pd.DataFrame(lines, columns=[*kept, *names, "records"])
+
+
+def _pair(row: dict[Any, Any]) -> dict[str, Any]:
+    """One merged row, in which the base's columns end in ``_base``."""
+    base: dict[Any, Any] = {key: row[f"{key}_base"] for key in ("samples_step_s", "record_id")}
+    same_kind = row["memory_kind"] and row["memory_kind"] == row["memory_kind_base"]
+    return {
+        **speedup_of(row, base),
+        "memory_ratio": row["peak_gib"] / row["peak_gib_base"] if same_kind else math.nan,
+        "records": f"{row['record_id']} {row['record_id_base']}",
+    }
+
+
+def speedup_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
+    """The table of speed-ups of each contender's fastest configuration over the base's in the same
+    cell, with the geometric mean over cells per kind of evidence and cluster."""
+    pairs = paired_speedups(rows, options.base)
+    columns = (
+        *key_columns(pairs),
+        Column("speedup", "speed-up", form=style.ratio, interval=True, unsure="unsure"),
+        Column("memory_ratio", "peak memory ratio", form=style.ratio),
+        Column("doubts", "note"),
+    )
+    over = style.contender_label(options.base)
+    caption = f"Each contender's fastest configuration over the fastest of {over} in the same cell."
+    grouped = pairs.groupby(["evidence", "basis", "cluster", "contender"], sort=True)
+    means = [_mean_of(group) for _, group in grouped if len(group) > 1]
+    data = pd.concat([pairs, pd.DataFrame(means)]) if means else pairs
+    return table("speedup", f"Speed-up over {over}", columns, data, caption=caption)
+
+
+def _mean_of(group: pd.DataFrame) -> dict[str, object]:
+    mean, unsure = paired_ratio(list(group["speedup"])), int(group["unsure"].sum())
+    measured = group["evidence"].iloc[0] == "measured"
+    same = {key: group[key].iloc[0] for key in ("evidence", "basis", "cluster", "contender")}
+    return same | {
+        "records": "",
+        "model": f"mean of {len(group)} cells",
+        "speedup": mean.median,
+        "speedup_low": mean.low if measured else None,
+        "speedup_high": mean.high if measured else None,
+        "unsure": 2 * unsure > len(group),
+        "doubts": "geometric mean of the pairs, interval over the pairs"
+        + (f"; {unsure} of them unsure" if unsure else ""),
+    }
+
+
+def speedup_maps(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
+    """Throughput divided by the base's, for models and GPU counts: one map per contender other than
+    the base. Cells in which either of the two failed say so."""
+    base = options.base
+    pairs = paired_speedups(rows, base)
+    failed = _failures(rows, base)
+    over = style.contender_label(base)
+    for suffix, said, mine in by_evidence(pairs):
+        reach = max(0.1, float(np.abs(np.log2(mine["speedup"].to_numpy(dtype=float))).max()))
+        for contender in style.ordered(mine["contender"]):
+            label = style.contender_label(contender)
+            kinds = ["evidence", "basis", "cluster", "contender"]
+            ours = mine[mine["contender"] == contender]
+            lost = failed.merge(ours[kinds].drop_duplicates(), on=kinds)
+            yield Picture(
+                section="Speed-up",
+                name=f"speedup_{contender}_{suffix}",
+                caption=f"Throughput of {label} over {over} in the same cell, {said}. Above 1 "
+                f"{label} is faster" + _doubts(mine),
+                figure=_map(pd.concat([ours, lost]), f"{label} over {over}, × throughput", reach),
+                shown=style.shown(ours),
+            )
+
+
+def _failures(rows: pd.DataFrame, base: str) -> pd.DataFrame:
+    """The cells in which the base or a contender failed; ``text`` says which one and how."""
+    best = best_or_failed(rows)
+    bases = best[best["contender"] == base]
+    both = best[best["contender"] != base].merge(bases, on=CELL, suffixes=("", "_base"))
+    both = both[(both["status"] != "ok") | (both["status_base"] != "ok")]
+    over = style.contender_label(base)
+    texts = [
+        style.status_label(row["status"])
+        if row["status"] != "ok"
+        else f"{over}\n{style.status_label(row['status_base'])}"
+        for row in both.to_dict("records")
+    ]
+    kept = both[[*CELL, "contender", "on_cpu", "parameters"]]
+    return kept.assign(text=texts, speedup=np.nan)
+
+
+def _doubts(rows: pd.DataFrame) -> str:
+    """The caption's words on intervals and doubts, for maps of measured ratios."""
+    if rows["evidence"].iloc[0] != "measured":
+        return "."
+    return (
+        "; in brackets the 95 % bootstrap interval. ~ marks a ratio whose interval includes 1 or "
+        "whose samples spread too far to say."
+    )
+
+
+def _cell_text(row: Mapping[Any, Any]) -> str:
+    if isinstance(row.get("text"), str):
+        return str(row["text"])
+    number = ("~" if row["unsure"] is True else "") + style.ratio(row["speedup"])
+    low, high = row["speedup_low"], row["speedup_high"]
+    return number if np.isnan(low) else f"{number}\n[{style.ratio(low)}, {style.ratio(high)}]"
+
+
+def _map(rows: pd.DataFrame, title: str, reach: float) -> Figure:
+    """Draw one map. ``reach`` is the logarithm (base 2) of the ratio at the ends of the colour
+    scale, which is the same for all contenders."""
+    table = rows.sort_values(["parameters", "model", "global_batch"], kind="stable")
+    names = table["model"].map(style.model_label)
+    table = table.assign(
+        line=names + ", batch " + table["global_batch"].astype(str),
+        shown=[_cell_text(row) for row in table.to_dict("records")],
+    ).drop_duplicates(["line", "num_gpus"], keep="last")
+    lines = table["line"].unique()[:MAX_LINES]
+    values, texts = (
+        table.pivot(index="line", columns="num_gpus", values=name).reindex(lines)
+        for name in ("speedup", "shown")
+    )
+    size = (2.6 + 0.95 * values.shape[1], 1.2 + 0.48 * values.shape[0])
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    norm = TwoSlopeNorm(0.0, -reach, reach)
+    logs = np.log2(values.to_numpy(dtype=float))
+    image = axis.imshow(logs, cmap=_DIVERGING, norm=norm, aspect="auto")
+    axis.set_facecolor("#e4e4e4")  # cells that failed
+    for (i, j), text in np.ndenumerate(texts.to_numpy()):
+        if isinstance(text, str):
+            ink = "white" if abs(logs[i, j]) > 0.6 * reach else "black"
+            drawn = axis.text(j, i, text, ha="center", va="center", fontsize=8.5, color=ink)
+            drawn.set_in_layout(False)
+    axis.set_xticks(range(values.shape[1]), [str(count) for count in values.columns])
+    axis.set_yticks(range(values.shape[0]), list(values.index))
+    axis.set_xlabel(f"{style.worker_word(rows)}s")
+    axis.set_title(title)
+    axis.grid(False)
+    bar = figure.colorbar(image, ax=axis, format=lambda x, _: f"{2**x:.2f}")
+    bar.set_label("speed-up")
+    return figure
+
+
+_HEADLINE = ("model", "num_gpus", "cluster", "global_batch", "precision", "evidence", "basis")
+
+
+def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
+    """One row per cell and configuration: throughput, MFU, peak, speed-up over the base's fastest.
+
+    ``rows`` are those of ``latest_ok``. Ranges are 95 % bootstrap intervals of medians; ``~``
+    marks a speed-up that its samples do not settle (``doubts``).
+    """
+    base = options.base
+    bases = {
+        tuple(row[key] for key in CELL): row
+        for row in best_configuration(rows[rows["contender"] == base]).to_dict("records")
+    }
+    lines = []
+    for row in rows.to_dict("records"):
+        base_row = bases.get(tuple(row[key] for key in CELL))
+        lines.append(row | ({} if base_row is None else speedup_of(row, base_row)))
+    worker = style.worker_word(rows)
+    keys = {column.name: column for column in key_columns(rows)}
+    columns = (
+        *(keys[name] for name in _HEADLINE),
+        Column("contender", "contender"),
+        Column("layout", "configuration"),
+        Column("tokens_per_s_per_gpu", f"tokens/s/{worker}", form=style.tokens, instead="status"),
+        Column("mfu", "MFU", form=style.share),
+        Column("peak_gib", "GiB", form=style.gib),
+        Column("speedup", "speed-up", form=style.ratio, interval=True, unsure="unsure"),
+    )
+    data = pd.DataFrame(lines, columns=None if lines else [*rows.columns])
+    over = f"Speed-up over {style.contender_label(base)}. " if bases else ""
+    caption = f"{over}GiB is the peak of the fullest {worker}."
+    untuned = dict.fromkeys(rows[rows["default_degrees"].eq(True)]["contender"])
+    if untuned:
+        caption += f" Default degrees: {', '.join(map(style.contender_label, untuned))}."
+    return table("headline", "Comparison", columns, data, caption=caption)
+
+
+def answers(rows: pd.DataFrame, base: str, contender: str = SUBJECT) -> Iterator[str]:
+    """What these records show for a contender against the base: one sentence per kind of evidence,
+    basis of comparison and cluster."""
+    pairs = paired_speedups(rows, base)
+    pairs = pairs[pairs["contender"] == contender]
+    who, over = style.contender_label(contender), style.contender_label(base)
+    if pairs.empty:
+        yield f"No cell of these records has both {who} and {over}, so there is no speed-up."
+    for (evidence, basis, cluster), mine in pairs.groupby(["evidence", "basis", "cluster"]):
+        said = ", ".join(filter(None, (str(evidence).capitalize(), str(basis))))
+        where = style.cluster_label(str(cluster))
+        untuned = ", default degrees" if mine["default_degrees"].eq(True).any() else ""
+        yield f"{said} on {where}{untuned}: {who} {_factor(mine)} {over}{_memory(mine)}."
+
+
+def _factor(pairs: pd.DataFrame) -> str:
+    """Words such as ``trains 1.87 to 3.13 times as fast (geometric mean 2.26 over 4 cells) as``."""
+    low, high = pairs["speedup"].min(), pairs["speedup"].max()
+    unsure = int(pairs["unsure"].eq(True).sum())
+    doubt = f", {unsure} of them unsettled" if unsure else ""
+    if len(pairs) == 1:
+        return f"trains {style.ratio(low)} times as fast{' (unsettled)' if unsure else ''} as"
+    mean = paired_ratio(list(pairs["speedup"]))
+    return (
+        f"trains {style.ratio(low)} to {style.ratio(high)} times as fast (geometric mean "
+        f"{style.ratio(mean.median)} over {len(pairs)} cells{doubt}) as"
+    )
+
+
+def _memory(pairs: pd.DataFrame) -> str:
+    ratios = pairs["memory_ratio"].dropna()
+    if ratios.empty:
+        return ""
+    low, high = style.ratio(ratios.min()), style.ratio(ratios.max())
+    return f", at {low if low == high else f'{low} to {high}'} times its peak memory"

@@ -1,0 +1,53 @@
+"""Turns plain values into types; every mistake of a user is a SpecError of one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from benchmarks.specification import SpecError as SpecError
+
+T = TypeVar("T")
+
+_made = lru_cache(TypeAdapter)  # making one takes milliseconds
+
+
+def adapter(kind: type[T]) -> TypeAdapter[T]:
+    """pydantic's reader of a type."""
+    return _made(kind)  # type: ignore[arg-type]  # types are hashable
+
+
+def validated(kind: type[T], values: Any, prefix: str = "") -> T:
+    """The values as a ``kind``. Raises SpecError with one line for the first mistake; ``prefix``
+    stands before the name of its field."""
+    try:
+        return adapter(kind).validate_python(values)
+    except ValidationError as error:
+        raise SpecError(_one_line(error, values, prefix)) from None
+
+
+def _one_line(error: ValidationError, values: Any, prefix: str) -> str:
+    problems = error.errors(include_url=False)
+    first, path = problems[0], _path(problems[0]["loc"], values)
+    field = ".".join([prefix] * bool(prefix) + path)
+    if first["type"] == "unexpected_keyword_argument":
+        return f"{field}={first['input']!r}: unknown key"
+    if first["type"] == "missing":
+        return f"{field}: missing; it has no default"
+    same = [p["msg"].removeprefix("Value error, ") for p in problems]
+    same = [m for m, p in zip(same, problems, strict=True) if _path(p["loc"], values) == path]
+    return f"{field}={first['input']!r}: {'; or '.join(dict.fromkeys(same)).lower()}"
+
+
+def _path(location: tuple[int | str, ...], values: Any) -> list[str]:
+    """The keys of a location of pydantic's, without the names of union members at its end."""
+    path = []
+    for part in location:
+        if not isinstance(values, Mapping):
+            break
+        path.append(str(part))
+        values = values.get(part)
+    return path

@@ -1,0 +1,181 @@
+"""What a person may set of ``zeropp.parallelize``: one dataclass, whose fields are its keywords."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from functools import cached_property
+from typing import Annotated, Any, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeropp.cluster import Cluster, named_cluster
+from zeropp.contender.contender import StepKnobs
+from zeropp.engine.options import EngineOptions, MakeOptimizer, one_group
+from zeropp.engine.sharding import GroupOf
+from zeropp.layout import InfeasibleError, Layout
+from zeropp.literals import (
+    AT_LEAST_1,
+    Auto,
+    Axis,
+    LossReduction,
+    Placement,
+    Precision,
+    Recompute,
+    check_fields,
+    if_auto,
+)
+from zeropp.training import OptimizerConfig
+
+ParameterName = tuple[int, str]  # layer, and the parameter's name in it
+_AXES: tuple[Axis, ...] = ("pp", "shard", "replicate")
+_OF_THIS_RANK = ("mesh", "device", "timeout")  # what may differ between ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(StepKnobs):
+    """The keywords of ``parallelize``. Degrees and chunks are 1 by default; with ``auto`` they, and
+    ``unit`` and ``recompute``, are chosen from what the layers take on the ``cluster``.
+
+    Raises InfeasibleError, in one line, for a value that a keyword cannot have.
+    """
+
+    sample: Tensor
+    """One microbatch of inputs [rows, ...], for its shape and type."""
+    global_batch: Annotated[int, AT_LEAST_1]
+    """Rows per step, over all ranks."""
+    pp: Annotated[int | Auto, AT_LEAST_1] = 1
+    shard: Annotated[int | Auto, AT_LEAST_1] = 1
+    replicate: Annotated[int | Auto, AT_LEAST_1] = 1
+    chunks: Annotated[int | Auto, AT_LEAST_1] = 1
+    recompute: Recompute | Auto = "none"
+    mesh: DeviceMesh | None = None
+    """A mesh with axes among ``pp``, ``shard`` and ``replicate``, instead of these degrees."""
+    optimizer: OptimizerConfig | MakeOptimizer = field(default_factory=OptimizerConfig)
+    """A configuration, or a function that makes any optimizer of ``torch.optim`` which works
+    element by element, from flat fp32 tensors by group: ``lambda groups:
+    torch.optim.AdamW([{"params": groups["all"]}], lr=1e-3)``. Clipping needs a configuration."""
+    group_of: GroupOf = one_group
+    """The optimizer group of a parameter, given its (layer, name) and itself."""
+    precision: Precision = "fp32"
+    """``bf16``: layers compute in bf16 (their floating-point inputs are cast to it, as FSDP2 casts
+    them); masters, gradient sums and the optimizer stay fp32."""
+    loss_reduction: LossReduction = "mean"
+    """What the loss function does over a microbatch's rows. ``mean``: the loss of a batch is the
+    mean over its rows; ``sum``: their sum."""
+    sample_keywords: Mapping[str, Tensor] = field(default_factory=dict)
+    """The keyword inputs of one microbatch, by name, for their shapes; [rows, ...] each."""
+    weights: Sequence[float] | None = None
+    """The layers' relative costs; by default their durations on ``cluster``, or, without one,
+    their numbers of parameters."""
+    cluster: str | Cluster | None = None
+    """What the job runs on: a name among ``conf/cluster`` (``"a800"``, ``"h100"``) or a
+    ``zeropp.Cluster``. Layers are then cut by their durations there, and the order of a step is
+    the better of the one for equal durations and the one planned with them."""
+    tied: tuple[ParameterName, ParameterName] | None = None
+    """Two parameters that are one in the model, as (layer, name), one of the first layer and one
+    of the last, in either order. Both begin with the first layer's values."""
+    device: torch.device | str | None = None
+    """By default the mesh's, or this process's CUDA device where the process group has NCCL, else
+    the CPU. A CUDA device becomes the current one of this process (``torch.cuda.set_device``)."""
+    lr_schedule: Callable[[int], float] | None = None
+    """The factor on the learning rate, given the number of steps done."""
+    dropout_seed: int | None = None
+    """What the model draws is a function of this number (0 if it is None), the step and the
+    microbatch."""
+    timeout: timedelta | None = None
+    """How long this model's collectives and messages wait for their peers; by default as long as
+    those of torch's new groups (30 minutes on gloo, 10 on NCCL)."""
+
+    def __post_init__(self) -> None:
+        """Check every field alone, and what ``mesh`` says beside degrees."""
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise InfeasibleError(str(error)) from None
+        if not self.sample.dim() or not len(self.sample):
+            raise InfeasibleError(
+                "sample: must be a tensor of one microbatch, with at least one row in dimension 0"
+            )
+        if self.tied is not None:
+            first, second = sorted(self.tied)
+            object.__setattr__(self, "tied", (first, second))
+        _ = self.layout, self.hardware  # which raise where there is none
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The degrees that were asked for, of the mesh if there is one; 1 for those that are still
+        ``auto``."""
+        degrees: dict[str, Any] = {axis: if_auto(getattr(self, axis), 1) for axis in _AXES}
+        degrees["placement"] = if_auto(self.placement, "dp_inner")
+        if self.mesh is not None:
+            degrees |= _degrees_of(self.mesh, degrees)
+        return Layout(
+            **degrees,
+            chunks=if_auto(self.chunks, 1),
+            replicate_zero=if_auto(self.replicate_zero, 0),
+        )
+
+    @cached_property
+    def hardware(self) -> Cluster | None:
+        """The cluster, if one was named or given."""
+        return named_cluster(self.cluster) if isinstance(self.cluster, str) else self.cluster
+
+    def described(self) -> str:
+        """What must be equal on all ranks. Functions are compared by what they give."""
+        return repr(
+            {
+                one.name: _described(getattr(self, one.name))
+                for one in fields(self)
+                if one.name not in _OF_THIS_RANK
+            }
+        )
+
+    def engine_options(self) -> EngineOptions:
+        """The options of the engine, which have the same names."""
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        own["recompute"] = if_auto(self.recompute, "none")
+        if self.dropout_seed is None and not self.compile:
+            own["dropout_seed"] = 0
+        return EngineOptions(
+            **{one.name: own[one.name] for one in fields(EngineOptions) if one.name in own}
+        )
+
+
+def _described(value: Any) -> object:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, Mapping):
+        return {name: _described(one) for name, one in value.items()}
+    return "a function" if callable(value) else value
+
+
+def _degrees_of(mesh: DeviceMesh, asked: Mapping[str, object]) -> dict[str, Any]:
+    """The degrees of a mesh, and the placement that numbers ranks as the mesh does.
+
+    Raises InfeasibleError if the mesh has another axis, if a degree is given twice, or if no
+    placement numbers ranks as the mesh does.
+    """
+    names = mesh.mesh_dim_names or ()
+    if not names or not set(names) <= set(_AXES):
+        raise InfeasibleError(f"mesh: its axes are {names}; they must be named among {_AXES}")
+    sizes = {name: mesh.size(names.index(name)) for name in names}
+    for name in names:
+        if asked[name] not in (1, sizes[name]):
+            raise InfeasibleError(
+                f"{name}={asked[name]!r}: the mesh has it, too (leave one of them out)"
+            )
+    ranks = mesh.mesh.flatten().tolist()
+    for placement in get_args(Placement):
+        layout = Layout(**sizes, placement=placement)  # type: ignore[arg-type]
+        places = [layout.coordinates(rank) for rank in range(layout.world)]
+        numbered = sorted(range(layout.world), key=lambda r: [places[r][n] for n in names])  # type: ignore[index]
+        if ranks == numbered:
+            return {**sizes, "placement": placement}
+    raise InfeasibleError(
+        f"mesh: ranks must be numbered as init_device_mesh numbers the axes (pp, replicate, shard) "
+        f"or (replicate, shard, pp); this mesh has {names} and ranks {ranks}"
+    )
