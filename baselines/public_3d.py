@@ -14,20 +14,21 @@ from itertools import product
 from typing import Annotated, Any, Literal, TypeVar
 
 from baselines.tensor_parallel import check_tensor_parallel
-from zeropp.cost import PlanPrice, cut_by_cost
+from zeropp.cost import cut_by_cost
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
-from zeropp.plan import Plan, SizedPlan, Task
+from zeropp.plan import SizedPlan, Task
 from zeropp.planner import (
     check_split_blocks,
     check_stages,
     microbatches_per_step,
+    one_order,
     recomputed_blocks,
     resolve_degrees,
 )
 from zeropp.schedule import build, lower
 from zeropp.schedule.program import Schedule, loop_placement, unordered, v_placement
-from zeropp.tune.contender import Contender, Style
+from zeropp.tune.contender import Contender
 from zeropp.tune.space import (
     Point,
     Space,
@@ -210,18 +211,17 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
     return replace(plan, cuts=cut_by_cost(plan, task.cluster, split_blocks=split_blocks))
 
 
-def order(plan: SizedPlan, knobs: Public3DKnobs, price: PlanPrice) -> Iterator[Plan]:
-    """The plan with the programs of its schedule: one order, so this yields one plan."""
+def programs(plan: SizedPlan) -> Schedule:
+    """The programs of a plan, in the one order of its schedule."""
     layout, m = plan.layout, plan.num_microbatches
     group = _group(layout.pp, m)
-    schedule = _schedule(
+    return _schedule(
         plan.schedule.name,
         num_ranks=layout.pp,
         chunks=layout.chunks,
         num_microbatches=m,
         group=group,
     )
-    yield plan.ordered(schedule)
 
 
 @lru_cache(maxsize=128)
@@ -336,34 +336,30 @@ SPACE: Space[Any] = Space(families=families, members=one_member, tensor=True)
 # The entries of the public 3D programs in the registry of contenders; none of them runs here.
 
 
-def _priced(name: Public3D, label: str, style: Style, knobs: type[P]) -> Contender[P]:
+def _priced(name: Public3D, label: str, knobs: type[P]) -> Contender[P]:
     return Contender(
-        name=name, label=label, style=style, knobs=knobs, size=size, order=order, space=SPACE
+        name=name, label=label, knobs=knobs, size=size, orders=one_order(programs), space=SPACE
     )
 
 
 MEGATRON_CORE = _priced(
     "megatron_core",
     "Megatron-Core",
-    Style(colour="#56B4E9", hatch="++", dashes=(0, (3, 1)), marker="P"),
     MegatronCoreKnobs,
 )
 MEGATRON_DEEPSPEED = _priced(
     "megatron_deepspeed",
     "Megatron-DeepSpeed 2022",
-    Style(colour="#999999", hatch="--", dashes=(0, (4, 2)), marker="X"),
     MegatronDeepSpeedKnobs,
 )
 ZERO_BUBBLE = _priced(
     "zero_bubble",
     "zero-bubble fork",
-    Style(colour="#F0E442", hatch="xx", dashes=(0, (2, 1)), marker="*"),
     ZeroBubbleKnobs,
 )
 _BEST_3D = _priced(
     "best_3d",
     "3D, all public parts",
-    Style(colour="#E69F00", hatch="\\\\", dashes="-", marker="v"),
     Best3DKnobs,
 )
 BEST_3D = replace(_BEST_3D, search_effort=2)

@@ -166,7 +166,7 @@ def show(outcomes: list[Outcome[Any]]) -> None:
         console.print(_lost(outcome))
     for outcome in outcomes:
         reasons = ", ".join(
-            f"{reason} ({count:,})" for reason, count in outcome.fallen.most_common()
+            f"{reason} ({count:,})" for reason, count in outcome.rejected.most_common()
         )
         console.print(
             f"{outcome.contender.label}: {outcome.simulated} simulated, others failed: {reasons}"

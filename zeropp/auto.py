@@ -6,7 +6,7 @@ memory; the prices are those of the user's own layers (``zeropp.layer_prices``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
@@ -20,11 +20,11 @@ from zeropp.engine.walk import LayerSizes
 from zeropp.layer_prices import LayerPrices, LayerState
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Recompute
-from zeropp.plan import Plan, SizedPlan, Task
-from zeropp.planner import Draft, drafts
+from zeropp.plan import SizedPlan, Task
+from zeropp.planner import drafts
 from zeropp.settings import Settings
 from zeropp.stages import shape_of, size_layers
-from zeropp.tune.contender import Contender, Prices, Style
+from zeropp.tune.contender import Contender, Prices
 from zeropp.tune.search import OOM, search
 from zeropp.tune.space import Point, Space
 
@@ -66,7 +66,7 @@ def choose(
     )
     found = search(task, layers.contender(), layers.knobs, len(settings.sample), runner_up=False)
     if found.winner is None:
-        raise InfeasibleError(f"{words}='auto': {_why_none(found.fallen, layers.refused, task)}")
+        raise InfeasibleError(f"{words}='auto': {_why_none(found.rejected, layers.refused, task)}")
     winner, usable = found.winner, cluster.device.usable_bytes
     chosen = (
         f"{words} chosen: estimated {winner.step_s:.3g} s per step and "
@@ -104,11 +104,9 @@ class _Layers:
         return Contender(
             name="zeropp",
             label="",
-            style=Style(colour="", hatch="", dashes="-", marker=""),
             knobs=_Knobs,
             size=self._size,
-            order=self._orders,
-            drafts=self._drafts,
+            orders=drafts,
             space=Space(
                 families=self._families, members=self._members, pipelines=(1, 0), shards=(1, 0)
             ),
@@ -127,18 +125,6 @@ class _Layers:
         except InfeasibleError as error:
             self.refused = str(error)
             raise
-
-    def _orders(self, plan: SizedPlan, knobs: _Knobs, price: Any) -> Iterator[Plan]:
-        return (draft.complete() for draft in self._drafts(plan, knobs, price))
-
-    def _drafts(
-        self,
-        plan: SizedPlan,
-        knobs: _Knobs,
-        price: Any,
-        too_large: Callable[[Any], bool] | None = None,
-    ) -> Iterator[Draft]:
-        return drafts(plan, price, too_large)
 
     def _families(self, point: Point[_Knobs]) -> Iterator[_Knobs]:
         degrees, m = point.degrees, point.num_microbatches

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from zeropp.engine.checkpoint import load_named
 from zeropp.engine.engine import Engine
 from zeropp.engine.errors import together
-from zeropp.engine.interpreter import Microbatches, RowsError
+from zeropp.engine.interpreter import Microbatches
 from zeropp.engine.preflight import check_inference
 from zeropp.engine.values import split_rows
 from zeropp.settings import Settings
@@ -40,7 +39,6 @@ class ParallelModel:
         self.data_parallel_size = layout.dp
         self._microbatch_size = len(settings.sample)
         self._keywords = frozenset(settings.sample_keywords)
-        self._failure = ""
 
     def train_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> StepResult:
         """Train one step on this rank's ``rows`` of the global batch.
@@ -54,14 +52,14 @@ class ParallelModel:
         something that is not a tensor or for other keyword inputs than ``sample_keywords`` had, and
         RuntimeError under ``torch.no_grad`` and under ``torch.autocast``, whose copies of the
         weights would outlive an update. The other ranks then raise PeerError, which is a
-        RuntimeError, and nothing has run. After a step that raised while it ran, the next one
-        raises RuntimeError: it is not known how far each rank came, so a new model must be created.
+        RuntimeError, and nothing has run. A rank on which a step raises while it runs is to end,
+        and its launcher ends the others; on it every further call raises RuntimeError.
         """
-        parts = self.engine.meeting.agree(
-            lambda: self._training_batch(inputs, targets, keyword_inputs)
+        self.engine.check_usable()
+        parts = self.engine.barrier.run(
+            "train_step", lambda: self._training_batch(inputs, targets, keyword_inputs)
         )
-        with self._noting_failure():
-            return self.engine.step(parts.inputs, parts.targets, parts.keywords)
+        return self.engine.step(parts.inputs, parts.targets, parts.keywords)
 
     def eval_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> float:
         """The loss of a batch, forward only: no gradients, every module in evaluation mode.
@@ -72,11 +70,11 @@ class ParallelModel:
         a training run with evaluations in it is the same as one without. Raises ValueError where
         ranks of one pipeline have different rows, and otherwise what ``train_step`` does.
         """
-        parts = self.engine.meeting.agree(
-            lambda: self._evaluation_batch(inputs, targets, keyword_inputs)
+        self.engine.check_usable()
+        parts = self.engine.barrier.run(
+            "eval_step", lambda: self._evaluation_batch(inputs, targets, keyword_inputs)
         )
-        with self._noting_failure():
-            return self.engine.evaluate(parts)
+        return self.engine.evaluate(parts)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -122,8 +120,8 @@ class ParallelModel:
         """
         together(lambda: check_inference("load_state_dict"))
         state = self.engine.state()
-        load_named(state, state_dict)
-        self.engine.take_over(state)
+        has_optimizer = load_named(state, state_dict)
+        self.engine.take_over(state, optimizer=has_optimizer)
 
     def save(self, directory: Path | str) -> None:
         """Write a checkpoint that any topology can load: parameters, persistent
@@ -149,14 +147,11 @@ class ParallelModel:
     def __enter__(self) -> ParallelModel:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is None:  # else peers may wait for this rank, and closing would wait for them
+            self.close()
 
     def _check_ready(self) -> None:
-        if self._failure:
-            raise RuntimeError(
-                f"an earlier step raised {self._failure}; create a new model and load a checkpoint"
-            )
         device = self.engine.lanes.device
         if device.type == "cuda":  # each thread has a current device, whose streams a step uses
             torch.cuda.set_device(device)
@@ -166,19 +161,6 @@ class ParallelModel:
                 "train_step, eval_step: torch.autocast is enabled (leave it, and ask parallelize "
                 "for precision='bf16', or enter it inside the layers' forward)"
             )
-        self.engine.check_unchanged()
-
-    @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        """After an error inside this context the model refuses further steps, unless every rank
-        has refused the batch before anything ran."""
-        try:
-            yield
-        except RowsError:
-            raise
-        except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            raise
 
     def _training_batch(
         self, inputs: Tensor, targets: Tensor, keyword_inputs: Mapping[str, Tensor]

@@ -182,20 +182,35 @@ def fastest(plans: Iterable[Plan], cluster: Cluster, price: PlanPrice) -> SimRes
     return next(fitting, results[0])
 
 
+TooLarge = Callable[[Schedule], bool]
+
+
 @dataclass(frozen=True)
 class Draft:
-    """An order of a plan, of which the compute actions are known; ``complete`` adds gathers,
-    reductions and transfers, which takes longer. Of an order that is too large, ``compute`` may be
-    the beginning alone."""
+    """An order of a plan's actions. ``complete`` gives the plan with its programs. Where that takes
+    long, because gathers, reductions and transfers must be added, ``compute`` has the compute
+    actions; of an order that is too large it may be the beginning alone."""
 
-    compute: Schedule
     complete: Callable[[], Plan]
+    compute: Schedule | None = None
+
+
+def one_order(
+    programs: Callable[[SizedPlan], Schedule],
+) -> Callable[[SizedPlan, PlanPrice | None, TooLarge | None], Iterator[Draft]]:
+    """The ``orders`` of a contender that has a single order for every plan: ``programs``."""
+
+    def orders(
+        plan: SizedPlan, price: PlanPrice | None, too_large: TooLarge | None
+    ) -> Iterator[Draft]:
+        del price, too_large
+        yield Draft(lambda: plan.ordered(programs(plan)))
+
+    return orders
 
 
 def drafts(
-    plan: SizedPlan,
-    price: PlanPrice | None = None,
-    too_large: Callable[[Schedule], bool] | None = None,
+    plan: SizedPlan, price: PlanPrice | None = None, too_large: TooLarge | None = None
 ) -> Iterator[Draft]:
     """The orders of a ZeroPP plan to choose from, made one by one: that for equal durations and, if
     a ``price`` is given, those planned with its durations. ``too_large`` says whether compute
@@ -216,7 +231,7 @@ def drafts(
     none = {"unshard": 0.0, "reduce_grad": 0.0, "copy_out": 0.0, "copy_in": 0.0}
     costs = tuple(replace(cost, **none) for cost in price.stages) if price else None
     for compute, complete in step_drafts(sizes, costs, too_large):
-        yield Draft(compute, partial(_completed, plan, complete))
+        yield Draft(partial(_completed, plan, complete), compute)
 
 
 def _completed(plan: SizedPlan, complete: Callable[[], Schedule]) -> Plan:

@@ -10,14 +10,20 @@ from math import prod
 from typing import Annotated, Literal
 
 from baselines.tensor_parallel import check_tensor_parallel
-from zeropp.cost import PlanPrice, cut_by_cost
+from zeropp.cost import cut_by_cost
 from zeropp.layout import InfeasibleError
 from zeropp.literals import AT_LEAST_1, Auto, ReplicateZero, if_auto
-from zeropp.plan import Plan, SizedPlan, Task
-from zeropp.planner import asked_degrees, check_stages, microbatches_per_step, resolve_degrees
+from zeropp.plan import SizedPlan, Task
+from zeropp.planner import (
+    asked_degrees,
+    check_stages,
+    microbatches_per_step,
+    one_order,
+    resolve_degrees,
+)
 from zeropp.schedule import build
 from zeropp.schedule.program import Action, Op, Program, Schedule, loop_placement, unordered
-from zeropp.tune.contender import Contender, Style
+from zeropp.tune.contender import Contender
 from zeropp.tune.space import Point, Space, choices, one_member, zero_choices
 
 # The settings of DeepSpeed's 3D parallelism. Imports no torch.
@@ -78,9 +84,9 @@ def size(task: Task, knobs: DeepSpeedKnobs, microbatch_size: int) -> SizedPlan:
     return replace(plan, cuts=cut_by_cost(plan, task.cluster))
 
 
-def order(plan: SizedPlan, knobs: DeepSpeedKnobs, price: PlanPrice) -> Iterator[Plan]:
-    """The plan with its programs: DeepSpeed has one order only, so this yields one plan."""
-    yield plan.ordered(_schedule(plan.layout.pp, plan.num_microbatches))
+def programs(plan: SizedPlan) -> Schedule:
+    """The programs of a plan, of which DeepSpeed has one order."""
+    return _schedule(plan.layout.pp, plan.num_microbatches)
 
 
 @lru_cache(maxsize=128)
@@ -177,10 +183,9 @@ SPACE = Space(families=families, members=one_member, tensor=True)
 DEEPSPEED_3D = Contender(
     name="deepspeed_3d",
     label="DeepSpeed 3D",
-    style=Style(colour="#D55E00", hatch="//", dashes=(0, (5, 2)), marker="s"),
     knobs=DeepSpeedKnobs,
     size=size,
-    order=order,
+    orders=one_order(programs),
     space=SPACE,
     trainer="baselines.deepspeed_3d.trainer:build",
     late_imports=(  # by deepspeed.initialize: two seconds of work per rank

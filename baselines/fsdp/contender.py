@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Literal
 
-from zeropp.cost import PlanPrice
 from zeropp.literals import AT_LEAST_1, Auto, Recompute, ReduceEvery, if_auto
-from zeropp.plan import Plan, SizedPlan, Task
-from zeropp.planner import microbatches_per_step, resolve_degrees
+from zeropp.plan import SizedPlan, Task
+from zeropp.planner import microbatches_per_step, one_order, resolve_degrees
 from zeropp.schedule import lower
 from zeropp.schedule.program import Action, Op, Schedule, unordered
-from zeropp.tune.contender import Contender, Style
+from zeropp.tune.contender import Contender
 from zeropp.tune.space import Point, Space, choices, recompute_choices
 
 # The settings of FSDP2 without a pipeline. Imports no torch.
@@ -71,11 +70,10 @@ def _recomputed(asked: int | Auto, pieces: int) -> tuple[int, ...]:
     return () if asked == "auto" else tuple(int(0 < i <= asked) for i in range(pieces))
 
 
-def order(plan: SizedPlan, knobs: FSDPKnobs, price: PlanPrice) -> Iterator[Plan]:
-    """The plan with its program: there is one order only, so this yields one plan."""
+def programs(plan: SizedPlan) -> Schedule:
+    """The program of a plan, of which there is one order."""
     stages, microbatches = plan.schedule.num_stages, plan.num_microbatches
-    schedule = _schedule(stages, microbatches, plan.gathers, plan.reduce_every)
-    yield plan.ordered(schedule)
+    return _schedule(stages, microbatches, plan.gathers, plan.reduce_every)
 
 
 @lru_cache(maxsize=128)
@@ -148,10 +146,9 @@ SPACE = Space(families=families, members=members, pipelines=(1, 1), shards=(2, 0
 FSDP = Contender(
     name="fsdp",
     label="FSDP2",
-    style=Style(colour="#CC79A7", hatch="xx", dashes="-.", marker="D"),
     knobs=FSDPKnobs,
     size=size,
-    order=order,
+    orders=one_order(programs),
     space=SPACE,
     trainer="baselines.fsdp.trainer:build",
     late_imports=("torch.distributed.fsdp",),

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from baselines.tensor_parallel import check_tensor_parallel
 from baselines.torch_pp.dualpipev import dualpipev
-from zeropp.cost import PlanPrice, cut_by_cost
+from zeropp.cost import cut_by_cost
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import AT_LEAST_1, Auto, Placement, Recompute, if_auto
 from zeropp.plan import Plan, SizedPlan, Task
@@ -19,6 +19,7 @@ from zeropp.planner import (
     check_stages,
     default_chunks,
     microbatches_per_step,
+    one_order,
     recomputed_blocks,
     resolve_degrees,
 )
@@ -33,7 +34,7 @@ from zeropp.schedule.program import (
     unordered,
     v_placement,
 )
-from zeropp.tune.contender import Contender, Style
+from zeropp.tune.contender import Contender
 from zeropp.tune.space import (
     Point,
     Space,
@@ -142,18 +143,17 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
     return replace(plan, cuts=cut_by_cost(plan, task.cluster, split_blocks=split_blocks))
 
 
-def order(plan: SizedPlan, knobs: TorchPPKnobs, price: PlanPrice) -> Iterator[Plan]:
-    """The plan with the programs of torch's schedule class: one order, so this yields one plan."""
+def programs(plan: SizedPlan) -> Schedule:
+    """The programs of a plan, in the one order of torch's schedule class."""
     name, layout = plan.schedule.name, plan.layout
     gathers = layout.shard > 1
-    schedule = _schedule(
+    return _schedule(
         name,
         num_ranks=layout.pp,
         chunks=layout.chunks,
         num_microbatches=plan.num_microbatches,
         gathers=gathers,
     )
-    yield plan.ordered(schedule)
 
 
 @lru_cache(maxsize=128)
@@ -343,10 +343,9 @@ SPACE = Space(families=families, members=one_member, tensor=True, shards=(1, 0))
 TORCH_PP = Contender(
     name="torch_pp",
     label="torch PP",
-    style=Style(colour="#009E73", hatch="..", dashes=(0, (1, 1.2)), marker="^"),
     knobs=TorchPPKnobs,
     size=size,
-    order=order,
+    orders=one_order(programs),
     space=SPACE,
     check=check,
     search_effort=3,
@@ -357,10 +356,9 @@ TORCH_PP = Contender(
 TORCHTITAN = Contender(
     name="torchtitan",
     label="torchtitan",
-    style=Style(colour="#882255", hatch="oo", dashes=(0, (6, 1)), marker="h"),
     knobs=TorchtitanKnobs,
     size=size,
-    order=order,
+    orders=one_order(programs),
     space=SPACE,
     check=check,
     search_effort=1,

@@ -1,4 +1,4 @@
-"""How every figure looks: a contender has the same style everywhere, which its folder defines.
+"""How every figure looks: a contender has the same style everywhere.
 
 Functions take a contender's key; legends show ``words.contender_label``. The colours are Okabe and
 Ito's, which colour-blind readers can tell apart; hatches, dashes and markers repeat the distinction
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks.specification.contenders import PRICED
-from zeropp.tune.contender import Style
 
 # Labels for the keys of contenders, models and clusters, and the rounding of every number.
 #
@@ -114,7 +113,27 @@ def is_missing(value: object) -> bool:
 matplotlib.use("Agg")
 
 
-_OTHER = Style(colour="#56B4E9", hatch="\\\\", dashes="-", marker="v")  # unknown contenders
+class Style(NamedTuple):
+    """How figures draw a contender."""
+
+    colour: str
+    hatch: str
+    dashes: str | tuple[float, tuple[float, ...]]  # as matplotlib takes them
+    marker: str
+
+
+_STYLES = {
+    "zeropp": Style("#0072B2", "", "-", "o"),
+    "deepspeed_3d": Style("#D55E00", "//", (0, (5, 2)), "s"),
+    "torch_pp": Style("#009E73", "..", (0, (1, 1.2)), "^"),
+    "torchtitan": Style("#882255", "oo", (0, (6, 1)), "h"),
+    "fsdp": Style("#CC79A7", "xx", "-.", "D"),
+    "megatron_core": Style("#56B4E9", "++", (0, (3, 1)), "P"),
+    "megatron_deepspeed": Style("#999999", "--", (0, (4, 2)), "X"),
+    "zero_bubble": Style("#F0E442", "xx", (0, (2, 1)), "*"),
+    "best_3d": Style("#E69F00", "\\\\", "-", "v"),
+}
+_OTHER = Style("#56B4E9", "\\\\", "-", "v")  # contenders without an entry
 COLUMNS = 3  # panels side by side
 WARM, COOL, NEUTRAL = "#D55E00", "#0072B2", "#777777"  # worse, better, neither
 
@@ -140,23 +159,18 @@ plt.rcParams.update(_RC)
 
 def colour(contender: str) -> str:
     """The contender's colour."""
-    return _style(contender).colour
+    return _STYLES.get(contender, _OTHER).colour
 
 
 def hatch(contender: str) -> str:
     """The contender's hatch."""
-    return _style(contender).hatch
+    return _STYLES.get(contender, _OTHER).hatch
 
 
 def line(contender: str) -> dict[str, Any]:
     """Colour, dashes and marker of the contender's line."""
-    style = _style(contender)
+    style = _STYLES.get(contender, _OTHER)
     return {"color": style.colour, "linestyle": style.dashes, "marker": style.marker}
-
-
-def _style(contender: str) -> Style:
-    known = PRICED.get(contender)
-    return known.style if known else _OTHER
 
 
 def ordered(contenders: Iterable[str]) -> list[str]:

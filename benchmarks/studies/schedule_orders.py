@@ -83,7 +83,7 @@ def gain(seed: int) -> float | None:
 def _gain_of(task: Task, candidate: Candidate[ZeroppKnobs]) -> float:
     sized = ZEROPP.size(task, candidate.knobs, candidate.microbatch_size)
     price = price_plan(sized, task.cluster)
-    plans = ZEROPP.order(sized, candidate.knobs, price)
+    plans = ZEROPP.plans(sized, price)
     equal, *others = (simulate(plan, task.cluster, price=price).step_s for plan in plans)
     return equal / min(equal, *others) - 1 if others else 0.0
 
@@ -95,7 +95,7 @@ def grid_gains(cell: Cell, count: int) -> list[tuple[float, str]]:
     draw, asked = random.Random(repr(cell.key)), ZeroppKnobs()
     families = [
         (family, size)
-        for point, size in points(task, ZEROPP.space, asked, "auto", fallen=Counter())
+        for point, size in points(task, ZEROPP.space, asked, "auto", rejected=Counter())
         for family in ZEROPP.space.families(point)
     ]
     draw.shuffle(families)

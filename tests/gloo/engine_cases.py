@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -18,7 +18,6 @@ from zeropp.contender.trainer import pieces_of, recomputed_of
 from zeropp.engine.chunk import seed_piece
 from zeropp.engine.engine import Engine
 from zeropp.engine.options import EngineOptions
-from zeropp.engine.sharding import settle
 from zeropp.engine.values import TensorShape
 from zeropp.literals import Precision
 from zeropp.model import build_model
@@ -202,18 +201,9 @@ def train(case: Case, dtype: torch.dtype, steps: int, optimizer: OptimizerConfig
     return Outcome(
         [r.loss for r in results],
         [r.grad_norm for r in results],
-        dict(full_gradients(engine)),
+        dict(engine.full_gradients()),
         dict(engine.full_parameters()),
     )
-
-
-def full_gradients(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Unsharded CPU copies of the last step's gradients, named ``{piece}.{name}``."""
-    settle(engine.flats)
-    for flat in engine.flats:
-        if (mine := flat.gradient()) is not None:
-            # The engine's own way to a whole tensor, because users get parameters only.
-            yield from engine._whole(flat, mine, mine.dtype)
 
 
 def train_alone(case: Case, dtype: torch.dtype, steps: int, config: OptimizerConfig) -> Outcome:

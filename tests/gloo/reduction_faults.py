@@ -17,7 +17,7 @@ from baselines.deepspeed_3d.trainer import DeepSpeedTrainer
 from tests.gloo.gate_place import Fault, Place, Prepare
 
 _TIED = (
-    "zeropp.engine.sharding.TiedWeights.sum_gradients",
+    "zeropp.engine.flat.TiedWeights.sum_gradients",
     "baselines.torch_pp.trainer.TiedEnds.sum_gradients",
 )
 

@@ -33,19 +33,19 @@ class Peaks:
 
 def measure(case: Case) -> Peaks:
     engine = build_engine(case, torch.float32)
-    shards = [chunk.shards for chunk in engine.chunks.values()]
-    sizes = [sum(flat.layout.size * 4 for flat in s.flats) for s in shards]
+    flats = [chunk.flats for chunk in engine.chunks.values()]
+    sizes = [sum(flat.layout.size * 4 for flat in lot) for lot in flats]
     peaks = Peaks(0, 0, 0, max(sizes), _resident(engine), 0)
 
     def look() -> None:
-        peaks.gathered = max(peaks.gathered, sum(s.gathered_bytes() for s in shards))
-        peaks.reducing = max(peaks.reducing, len(engine.lanes.reducing))
-        peaks.gradients = max(peaks.gradients, sum(s.unreduced_bytes() for s in shards))
+        peaks.gathered = max(peaks.gathered, sum(flat.gathered_bytes() for flat in engine.flats))
+        peaks.reducing = max(peaks.reducing, len(engine.lanes.shard_reductions))
+        peaks.gradients = max(peaks.gradients, sum(flat.unreduced_bytes() for flat in engine.flats))
 
     _after_every_action(engine, look)
     engine.step(*local_microbatches(case, 0))
-    assert sum(s.gathered_bytes() + s.unreduced_bytes() for s in shards) == 0
-    assert not engine.lanes.reducing
+    assert not any(flat.gathered_bytes() + flat.unreduced_bytes() for flat in engine.flats)
+    assert not engine.lanes.shard_reductions
     peaks.unshards = engine.counters()["unshard"]
     return peaks
 

@@ -13,7 +13,7 @@ from tests.gloo.engine_cases import ADAMW, CLUSTER, Case
 from zeropp.contender.trainer import build
 from zeropp.cost import price_plan
 from zeropp.cost.flops import piece_parameters
-from zeropp.engine.flat_layout import ALIGNMENT
+from zeropp.engine.flat import ALIGNMENT
 from zeropp.engine.tracing import trace_ranks
 from zeropp.sim.memory import peak_memory
 

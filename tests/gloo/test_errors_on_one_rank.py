@@ -3,7 +3,9 @@ would do so for gloo's 30 minutes, and the world would be cut off."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tests.gloo.world import World
 from zeropp.engine import checkpoint, flat
 from zeropp.engine.checkpoint import CheckpointError
 from zeropp.engine.errors import PeerError, together
+from zeropp.engine.lanes import Lane, make_lane
 from zeropp.layout import InfeasibleError
 from zeropp.parallel_model import ParallelModel
 
@@ -209,6 +212,7 @@ def failed_evaluation() -> str:
         seeded([linear] * 2), fail_in_evaluation, sample=data()[0][:1], global_batch=BATCH
     )
     assert error_of(lambda: model.eval_step(*data())).startswith("ValueError: no loss")
+    assert error_of(model.state_dict) == error_of(model.full_state_dict)
     return error_of(lambda: model.train_step(*data()))
 
 
@@ -269,3 +273,78 @@ def load_without_the_file(place: Path) -> tuple[str, bool]:
 def test_a_checkpoint_that_one_rank_does_not_see(world: World, tmp_path: Path) -> None:
     said = world.run(load_without_the_file, tmp_path / "checkpoint", size=2)
     assert said == [("PeerError", True), ("CheckpointError", True)]
+
+
+def broken(*_: Any) -> Any:
+    """Raise."""
+    raise ValueError("broken here")
+
+
+def failed_calls(place: Path) -> dict[str, str]:
+    """What saves, loads and gathers say that one rank calls wrongly, or in which it fails."""
+    mine, found = dist.get_rank() == RANK, {}
+    with built(seeded([linear] * 4), pp=3) as model:
+        model.save(place)
+        nowhere: Any = None if mine else place
+        found["save to None"] = error_of(lambda: model.save(nowhere))
+        other = place.with_name("other") if mine else place
+        found["save elsewhere"] = error_of(lambda: model.save(other))
+        found["load from None"] = error_of(lambda: model.load(nowhere))
+        given: Any = None if mine else {}
+        found["no state dict"] = error_of(lambda: model.load_state_dict(given))
+    return found
+
+
+CALLS = {
+    "save to None": "TypeError: ",
+    "save elsewhere": "CheckpointError: ",
+    "load from None": "TypeError: ",
+    "no state dict": "TypeError: ",
+}
+
+
+def test_saves_and_loads_that_one_rank_calls_wrongly(world: World, tmp_path: Path) -> None:
+    for rank, found in enumerate(world.run(failed_calls, tmp_path / "checkpoint", size=3)):
+        assert set(found) == set(CALLS)
+        for name, own in CALLS.items():
+            expected = own if rank == RANK else f"PeerError: rank 1 raised {own}"
+            assert found[name].startswith(expected), (name, found[name])
+
+
+def failed_constructions() -> dict[str, str]:
+    """What ``parallelize`` says where one rank fails at something that it does on its own."""
+    mine, found = dist.get_rank() == RANK, {}
+    device: Any = "cuda" if mine else None
+    found["device"] = error_of(lambda: built(seeded([linear] * 4), pp=3, device=device))
+    found["no backend"] = error_of(lambda: built(seeded([linear] * 4), pp=3, device="meta"))
+    threads = set(threading.enumerate())
+    for name, where, wrong in (
+        ("values", "zeropp.api.described", broken),
+        ("lanes", "zeropp.engine.lanes.make_lane", second_lane_fails),
+    ):
+        with mock.patch(where, wrong) if mine else nullcontext():
+            found[name] = error_of(lambda: built(seeded([linear] * 4), pp=3))
+    new = set(threading.enumerate()) - threads
+    found["threads left"] = " ".join(one.name for one in new if one.name.startswith("zeropp"))
+    return found
+
+
+def second_lane_fails(device: torch.device, name: str) -> Lane:
+    """Make the first of a rank's lanes, and raise for the second one."""
+    if name == "zeropp reductions":
+        broken()
+    return make_lane(device, name)
+
+
+def test_constructions_that_fail_on_one_rank(world: World) -> None:
+    for rank, found in enumerate(world.run(failed_constructions, size=3)):
+        own = "" if rank == RANK else "PeerError: rank 1 raised "
+        # torch without CUDA; torch with it, in a process that was forked
+        no_cuda = ("AssertionError: Torch not compiled", "RuntimeError: Cannot re-initialize CUDA")
+        assert found["device"].startswith(own)
+        assert found["device"].removeprefix(own).startswith(no_cuda), found
+        refused = f"{InfeasibleError.__name__}: device='meta': the process group has no backend"
+        assert found["no backend"].startswith(refused)
+        for name in ("values", "lanes"):
+            assert found[name].startswith(f"{own}ValueError: broken here"), name
+        assert found["threads left"] == ""

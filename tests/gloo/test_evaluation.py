@@ -50,7 +50,7 @@ def train_and_evaluate(
                 loss = model.eval_step(inputs, targets, **keywords)
                 assert torch.equal(drawn, torch.get_rng_state())
                 chunks = model.engine.chunks.values()
-                assert not any(chunk.shards.gathered_bytes() for chunk in chunks)
+                assert not any(flat.gathered_bytes() for chunk in chunks for flat in chunk.flats)
                 evaluation_errors.append(abs(loss / expected - 1))
                 inputs, targets, keywords = Batch(kind, reduction, step).part(model.rows)
                 loss = model.train_step(inputs, targets, **keywords).loss

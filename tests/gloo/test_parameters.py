@@ -1,4 +1,4 @@
-"""Parameters that need care: frozen or hooked too late, tied, in other classes of linear layers."""
+"""Parameters that need care: tied, or in other classes of linear layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 import zeropp
 from tests.gloo import small_layers
 from tests.gloo.differences import largest
-from tests.gloo.small_layers import BATCH, error_of, loss_function
+from tests.gloo.small_layers import BATCH, loss_function
 from tests.gloo.world import World
 from zeropp.parallel_model import ParallelModel
 
@@ -81,63 +80,6 @@ def worst(model: ParallelModel, expected: nn.Module) -> float:
     return largest(
         float((value - theirs[name].float()).abs().max()) for name, value in found.items()
     )
-
-
-def freeze_late(frozen: bool) -> list[str]:
-    """What a step says after a parameter was frozen, or unfrozen, on the rank that has it."""
-    layers = layers_of(lambda: nn.Linear(WIDTH, WIDTH))
-    layers[4].requires_grad_(not frozen)
-    with parallel(layers, pp=2, shard=2) as model:
-        step(model, 0)
-        before = model.full_state_dict()
-        layers[4].requires_grad_(frozen)
-        with pytest.raises(RuntimeError) as caught:
-            step(model, 1)
-        after = model.full_state_dict()
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        return str(caught.value).splitlines()
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_freezing_after_construction_is_one_error_on_every_rank(world: World, frozen: bool) -> None:
-    said = world.run(freeze_late, frozen, size=4)
-    assert len({tuple(lines) for lines in said}) == 1
-    (line,) = said[0]
-    assert line.startswith("train_step: requires_grad of layers[4] 'weight' was changed after")
-
-
-Hook = Callable[[Tensor], None]
-HOOKS: dict[str, Callable[[nn.Linear, Hook], object]] = {
-    "weight": lambda one, hook: one.weight.register_hook(hook),  # type: ignore[no-untyped-call]
-    "post": lambda one, hook: one.bias.register_post_accumulate_grad_hook(hook),  # type: ignore[no-untyped-call]
-    "bias": lambda one, hook: one.bias.register_hook(hook),  # type: ignore[no-untyped-call]
-}
-
-
-def hook_late() -> tuple[dict[str, str], int]:
-    """What a step says after each kind of hook was registered on a parameter, on every rank; and
-    how often the last one was called on this rank."""
-    found = {}
-    for name, register in HOOKS.items():
-        layers: list[Any] = layers_of(lambda: nn.Linear(WIDTH, WIDTH))
-        calls: list[Tensor] = []
-        with parallel(layers, pp=2) as model:
-            step(model, 0)
-            register(layers[4], calls.append)
-            found[name] = error_of(lambda m=model: step(m, 1))  # type: ignore[misc]
-    return found, len(calls)
-
-
-def test_hooks_after_construction_work_or_are_one_error(world: World) -> None:
-    results = world.run(hook_late, size=2)
-    assert sum(calls for _, calls in results) > 0
-    for found, _ in results:
-        assert set(found) == set(HOOKS)
-        assert not found["bias"]
-        for hook, parameter in (("weight", "weight"), ("post", "bias")):
-            words = f"RuntimeError: train_step: a hook of layers[4] '{parameter}' was registered"
-            assert found[hook].startswith(words), found
-            assert "\n" not in found[hook]
 
 
 def train_kinds() -> dict[str, tuple[float, bool, int]]:
@@ -226,3 +168,24 @@ def test_tied_parameters_begin_alike_in_every_order_and_topology(world: World) -
     for values in first:
         torch.testing.assert_close(values["0.weight"], expected.float())
         assert torch.equal(values["5.weight"], values["0.weight"])
+
+
+def train_tied_on_one_rank() -> list[float]:
+    """Distances from one process after training with a tie whose two ends lie on one rank, in one
+    chunk or in two."""
+    found = []
+    for degrees in ({"chunks": 1}, {"chunks": 2}):
+        layers = layers_of(lambda: nn.Linear(WIDTH, WIDTH))
+        together = copy.deepcopy(layers)
+        together[5].weight = together[0].weight
+        expected = alone(together, 3)
+        with parallel(layers, tied=((0, "weight"), (5, "weight")), **degrees) as model:
+            for number in range(3):
+                step(model, number)
+            found.append(worst(model, expected))
+    return found
+
+
+def test_a_tie_whose_ends_lie_on_one_rank(world: World) -> None:
+    ((one, two),) = world.run(train_tied_on_one_rank, size=1)
+    assert max(one, two) < 1e-6

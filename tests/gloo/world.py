@@ -35,7 +35,6 @@ PRELOADED = [
     "pytest",
     "tests.gloo.contender_case",
     "tests.gloo.engine_cases",
-    "tests.gloo.failing_layers",
     "tests.gloo.gate_faults",
     "tests.gloo.stateful_cases",
     "tests.gloo.step_cases",

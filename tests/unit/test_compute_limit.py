@@ -38,7 +38,7 @@ def points_of_all() -> list[tuple[Contender[Any], Point[Any], int]]:
         (contender, point, size)
         for contender in PRICED.values()
         for point, size in points(
-            SMALL, contender.space, contender.knobs(), "auto", fallen=Counter()
+            SMALL, contender.space, contender.knobs(), "auto", rejected=Counter()
         )
     ]
     assert len(found) > 100

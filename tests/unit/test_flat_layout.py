@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from zeropp.engine.flat_layout import ALIGNMENT, Cut, FlatLayout, lay_out
+from zeropp.engine.flat import ALIGNMENT, FlatLayout, Partition, lay_out
 
 SHAPES = [(3, 5), (), (7,), (0, 4), (2, 2, 2), (31,)]
 
@@ -18,7 +18,7 @@ def layouts(shards: int, rows: int) -> list[FlatLayout]:
         for place, shape in enumerate(SHAPES)
     ]
     return [
-        lay_out(parameters, Cut(shard, shards, row, rows))
+        lay_out(parameters, Partition(shard, shards, row, rows))
         for shard in range(shards)
         for row in range(rows)
     ]
@@ -35,13 +35,13 @@ def test_ranks_own_every_element_once_in_equal_parts(shards: int, rows: int) -> 
 
 
 @pytest.mark.parametrize(("shards", "rows"), [(1, 1), (2, 1), (3, 2), (40, 1)])
-def test_a_rank_has_one_stretch_of_a_group_and_groups_cover_all_parameters(
+def test_a_rank_has_one_range_of_a_group_and_groups_cover_all_parameters(
     shards: int, rows: int
 ) -> None:
     found = layouts(shards, rows)
     assert found[0].slots
     for slot in found[0].slots:
         assert slot.begin % ALIGNMENT == 0
-        stretches = [dict(layout.groups()).get(slot.group) for layout in found]
-        covered = sum(len(slot.stretch.meet(stretch)) for stretch in stretches if stretch)
-        assert covered == len(slot.stretch)
+        ranges = [dict(layout.groups()).get(slot.group) for layout in found]
+        covered = sum(len(slot.elements.intersect(elements)) for elements in ranges if elements)
+        assert covered == len(slot.elements)

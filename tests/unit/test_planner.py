@@ -87,7 +87,7 @@ def test_of_several_orders_the_fastest_that_fits_is_taken() -> None:
     given, candidate = asked(microbatches=16, pp=8, chunks=2, activation_cap=12)
     sized = ZEROPP.size(given, candidate.knobs, 1)
     price = price_plan(sized, given.cluster)
-    plans = list(ZEROPP.order(sized, candidate.knobs, price))
+    plans = list(ZEROPP.plans(sized, price))
     steps = [simulate(plan, given.cluster, price=price) for plan in plans]
     quick = min(steps, key=lambda step: step.step_s)
     small = min(steps, key=lambda step: step.peak_bytes)

@@ -86,7 +86,7 @@ def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
     assert outcome.winner.peak_bytes <= task().cluster.device.usable_bytes
     assert outcome.winner.step_s <= outcome.runner_up.step_s
     assert outcome.winner.degrees != outcome.runner_up.degrees
-    assert outcome.fallen[OOM] > 0
+    assert outcome.rejected[OOM] > 0
 
 
 def test_what_no_planner_would_plan_is_not_tried() -> None:
@@ -105,7 +105,7 @@ def test_nothing_fits_on_too_few_gpus() -> None:
     small = replace(four, cluster=replace(four.cluster, device=device))
     outcome = search(small, ZEROPP)
     assert outcome.winner is None
-    assert outcome.fallen[OOM] > 0
+    assert outcome.rejected[OOM] > 0
 
 
 def test_the_baseline_may_use_all_that_its_software_has() -> None:
@@ -213,7 +213,7 @@ def _leaner_but_slower() -> tuple[Candidate[ZeroppKnobs], SimResult, SimResult]:
     asked = ZeroppKnobs(pp=4, shard=2, replicate=1, recompute="none")
     for candidate, plan in ZEROPP.candidates(SMALL, asked):
         price = price_plan(plan, SMALL.cluster)
-        orders = ZEROPP.order(plan, candidate.knobs, price)
+        orders = ZEROPP.plans(plan, price)
         faster, *others = sorted(
             (simulate(order, SMALL.cluster, price=price) for order in orders),
             key=lambda result: result.step_s,

@@ -99,7 +99,7 @@ def drawn_families(contender: Contender[Any]) -> Iterator[Family]:
     for seed in SEEDS:
         draw = random.Random(f"{contender.name} {seed}")
         what = drawn_task(draw)
-        known = [*points(what, contender.space, contender.knobs(), "auto", fallen=Counter())]
+        known = [*points(what, contender.space, contender.knobs(), "auto", rejected=Counter())]
         point, size = draw.choice(known)
         point = narrowed(point, draw)
         knobs = draw.choice([*contender.space.families(point)])
@@ -125,26 +125,23 @@ def check_orders(contender: Contender[Any], what: Task, member: Member) -> None:
     """No order of the member takes less time or memory than its bounds."""
     plan, price = member.plan, member.price
     least_s, least = least_step_s(plan, price), least_bytes(plan, price)
-    for order in contender.order(plan, member.candidate.knobs, price):
+    for order in contender.plans(plan, price):
         result = simulate(order, what.cluster, price=price)
         assert least_s <= result.step_s * SLACK, member.candidate
         assert least <= result.peak_bytes, member.candidate
-    if contender.drafts:
-        knobs = member.candidate.knobs
-        drafts = contender.drafts(plan, knobs, price, lambda _: False)
-        check_drafts(drafts, what, member)
+    check_drafts(contender.orders(plan, price, lambda _: False), what, member)
 
 
 def check_drafts(drafts: Iterator[Draft], what: Task, member: Member) -> None:
     """No draft, once it is complete, takes less time or memory than the bounds of its order."""
-    plan, price, checked = member.plan, member.price, 0
+    plan, price = member.plan, member.price
     for draft in drafts:
+        if draft.compute is None:
+            return  # a contender with one order
         result = simulate(draft.complete(), what.cluster, price=price)
         assert least_of_order_s(draft.compute, plan, price) <= result.step_s * SLACK, plan
         assert not exceeds(draft.compute, plan, price, result.peak_bytes), plan
         assert exceeds(draft.compute, plan, price, int(0.5 * result.peak_bytes)), plan
-        checked += 1
-    assert checked
 
 
 @pytest.mark.parametrize("name", PRICED)
@@ -166,7 +163,7 @@ def test_families_alike_need_at_least_the_same_activations(name: str) -> None:
     contender, what = PRICED[name], on_cluster("a800", 16, 32, layers=4)
     of_compute = compute_knobs(contender.knobs)
     found: dict[object, list[int]] = {}
-    for point, size in points(what, contender.space, contender.knobs(), 2, fallen=Counter()):
+    for point, size in points(what, contender.space, contender.knobs(), 2, rejected=Counter()):
         for knobs in contender.space.families(point):
             with suppress(InfeasibleError):
                 plan = contender.size(what, knobs, size)
@@ -270,8 +267,7 @@ def test_an_order_that_fits_is_found_behind_one_that_does_not() -> None:
     plan = ZEROPP.size(what, asked, 1)
     price = price_plan(plan, what.cluster)
     peaks = [
-        simulate(order, what.cluster, price=price).peak_bytes
-        for order in ZEROPP.order(plan, asked, price)
+        simulate(order, what.cluster, price=price).peak_bytes for order in ZEROPP.plans(plan, price)
     ]
     assert peaks[0] > peaks[1]
     device = what.cluster.device

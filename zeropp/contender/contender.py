@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
 from typing import Annotated, Literal
 
-from zeropp.cost import PlanPrice, cut_by_cost
+from zeropp.cost import cut_by_cost
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import (
     AT_LEAST_0,
@@ -20,9 +20,8 @@ from zeropp.literals import (
     WireType,
     if_auto,
 )
-from zeropp.plan import Plan, SizedPlan, Task
+from zeropp.plan import SizedPlan, Task
 from zeropp.planner import (
-    Draft,
     check_split_blocks,
     check_stages,
     default_chunks,
@@ -31,9 +30,9 @@ from zeropp.planner import (
     recomputed_blocks,
     resolve_degrees,
 )
-from zeropp.schedule.program import Schedule, loop_placement, unordered
+from zeropp.schedule.program import loop_placement, unordered
 from zeropp.schedule.zeropp_order import cap_needs, smallest_cap, unit_size
-from zeropp.tune.contender import Contender, Style
+from zeropp.tune.contender import Contender
 from zeropp.tune.space import (
     Point,
     Space,
@@ -129,22 +128,6 @@ def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
     _check_cap(plan)
     cuts = cut_by_cost(plan, task.cluster, split_blocks=_split_blocks(knobs))
     return replace(plan, cuts=cuts)
-
-
-def order(plan: SizedPlan, knobs: ZeroppKnobs, price: PlanPrice) -> Iterator[Plan]:
-    """The plan with each of its orders, completed: see ``order_drafts``."""
-    return (draft.complete() for draft in order_drafts(plan, knobs, price))
-
-
-def order_drafts(
-    plan: SizedPlan,
-    knobs: ZeroppKnobs,
-    price: PlanPrice,
-    too_large: Callable[[Schedule], bool] | None = None,
-) -> Iterator[Draft]:
-    """The plan in the order for equally long actions, then in those planned with the durations of
-    its ``price``; ``too_large`` is as in ``zeropp.planner.drafts``."""
-    return drafts(plan, price, too_large)
 
 
 def _split_blocks(knobs: ZeroppKnobs) -> bool:
@@ -256,11 +239,9 @@ SPACE = Space(families=families, members=members, pipelines=(2, 0), shards=(2, 0
 ZEROPP = Contender(
     name="zeropp",
     label="ZeroPP",
-    style=Style(colour="#0072B2", hatch="", dashes="-", marker="o"),
     knobs=ZeroppKnobs,
     size=size,
-    order=order,
-    drafts=order_drafts,
+    orders=drafts,
     space=SPACE,
     left_open=attrgetter("is_open"),
     search_effort=4,

@@ -5,9 +5,8 @@ shapes; names do not depend on pipeline rank, shard or replica. Each rank writes
 holds of every tensor (``Part``). A process without parallelism can read the same
 checkpoint into a plain state dict.
 
-An optimizer keeps state of a parameter from the parameter's first gradient on. A checkpoint has
-such state for every parameter, because a reader must name the tensors before it reads them: zeros
-where no gradient has come yet. The number ``begun`` beside it is 1 if the state counts, else 0.
+An optimizer makes its state in its first step. A checkpoint from before that has such state, too,
+because a reader must name the tensors before it reads them; it counts only after a step.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,9 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from zeropp.engine.errors import together
-from zeropp.engine.flat import FlatParameters
-from zeropp.engine.flat_layout import Name, Slot, Stretch, Updater
-from zeropp.engine.optimizer import BEGUN, Kept, kept_of, take_over
+from zeropp.engine.flat import ElementRange, FlatParameters, Slot
+from zeropp.engine.optimizer import OptimizerState, Updater
 
 # A tensor of the unsharded model of which this rank holds some boxes, for torch's checkpoints.
 #
@@ -122,17 +119,18 @@ class CheckpointError(RuntimeError):
     """A checkpoint is missing, incomplete or damaged; the message is one line."""
 
 
-def write_whole(directory: Path | str, write: Callable[[Path], None]) -> None:
-    """Call ``write`` with an empty directory, then put that in the place of ``directory``.
+def save(state: State, directory: Path | str) -> None:
+    """Write a state, whole or not at all, under the names that torch's ``save({"model": ...})``
+    gives; collective. The file system is one that all ranks see.
 
-    Collective; the file system is one that all ranks see. The last checkpoint stays until the new
-    one is whole and on disk. Where anything raises on one rank, every rank raises, and the last
-    checkpoint is untouched. ``write`` sees to it that its files are on disk (torch's writer does).
+    The last checkpoint stays until the new one is whole and on disk. Where anything raises on one
+    rank, every rank raises, and the last checkpoint is untouched.
     """
     partial = together(lambda: _beside(Path(directory), "partial"))
     _on_first_rank(lambda: _make_empty(partial))
     together(lambda: _check_seen(partial))
-    together(lambda: write(partial))
+    asked = {"model": state.named()}
+    together(lambda: state_dict_saver.save(asked, checkpoint_id=str(partial)))
     digests = _digests_over_ranks(partial)
     _on_first_rank(lambda: _publish(partial, Path(directory), digests))
 
@@ -219,17 +217,16 @@ def _beside(directory: Path, suffix: str) -> Path:
 
 def _digests_over_ranks(directory: Path) -> dict[str, str]:
     """Digests of all files, each read by one rank; collective."""
-    mine = together(lambda: _digests_of_mine(directory))
+
+    def of_mine() -> dict[str, str]:
+        files = sorted(path for path in directory.iterdir() if path.name != _DIGESTS)
+        mine = files[dist.get_rank() :: dist.get_world_size()]
+        return {path.name: _digest(path) for path in mine}
+
+    mine = together(of_mine)
     parts: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, mine)
     return {name: digest for part in parts for name, digest in part.items()}
-
-
-def _digests_of_mine(directory: Path) -> dict[str, str]:
-    """Digests of the files that fall to this rank."""
-    files = sorted(path for path in directory.iterdir() if path.name != _DIGESTS)
-    mine = files[dist.get_rank() :: dist.get_world_size()]
-    return {path.name: _digest(path) for path in mine}
 
 
 def _digest(path: Path) -> str:
@@ -238,6 +235,7 @@ def _digest(path: Path) -> str:
 
 
 OPTIMIZER, SETTINGS, STEPS = "optimizer", "param_groups", "steps_done"
+_BESIDE = (OPTIMIZER, STEPS)  # what a state dict has beside the model's own names
 Settings = tuple[tuple[str, Any], ...]  # of one optimizer group: names and values
 # Settings that say how an optimizer computes depend on the machine, so they are not saved.
 _OF_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
@@ -250,14 +248,14 @@ class State:
     ``model``: parts of parameters, trained and frozen, and persistent buffers. ``optimizer``: parts
     of what the optimizer keeps for each parameter, named ``{piece}.{parameter}.{kind}``, and its
     numbers. ``settings``: learning rate and other numbers of each optimizer group, by its name.
-    ``kept``: the same as ``optimizer``, per flat tensor that the optimizer updates.
+    ``states``: the same as ``optimizer``, per flat tensor that the optimizer updates.
     """
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     settings: dict[str, Settings]
     steps_done: Tensor
-    kept: list[tuple[FlatParameters, Kept]]
+    states: list[OptimizerState]
 
     def named(self) -> dict[str, Any]:
         """The state as one dict: the names of the unsharded model, and beside them ``optimizer``
@@ -280,26 +278,26 @@ def state_of(
     Raises InfeasibleError for an optimizer that keeps something which cannot be cut like the
     parameters.
     """
-    state = State(
-        model=dict(buffers),
-        optimizer={},
+    flats = list(flats)
+    model = dict(buffers)
+    for flat in flats:
+        model.update(_described("{}", flat, flat.rows, flat.layout.owned))
+    states = list(updater.states(flats))
+    optimizer: dict[str, Tensor] = {}
+    for one in states:
+        for kind, value in one.elements.items():
+            optimizer.update(_described(f"{{}}.{kind}", one.flat, value, one.shard.elements))
+        for slot in one.flat.layout.slots:
+            if slot.group == one.shard.group and len(slot.elements.intersect(one.shard.elements)):
+                for kind, number in one.numbers.items():
+                    optimizer.update((f"{key}.{kind}", number) for key in _keys(slot))
+    return State(
+        model=model,
+        optimizer=optimizer,
         settings=_settings_of(updater),
         steps_done=torch.tensor(steps_done),
-        kept=[],
+        states=states,
     )
-    trained = []
-    for flat in flats:
-        state.model.update(_described("{}", flat, flat.rows, flat.layout.owned))
-        trained += [flat] if flat.trainable else []
-    for flat, kept in kept_of(trained, updater):
-        state.kept.append((flat, kept))
-        for kind, value in kept.elements.items():
-            named = _described(f"{{}}.{kind}", flat, value, kept.one.stretch)
-            state.optimizer.update(named)
-        for slot, numbers in kept.numbers.items():
-            for kind, number in numbers.items():
-                state.optimizer.update((f"{key}.{kind}", number) for key in _keys(slot))
-    return state
 
 
 def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Tensor]:
@@ -313,45 +311,24 @@ def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Ten
     }
 
 
-def save(state: State, directory: Path | str) -> None:
-    """Write a state, whole or not at all, under the names that torch's ``save({"model": ...})``
-    gives; collective."""
-
-    def write(place: Path) -> None:
-        state_dict_saver.save({"model": state.named()}, checkpoint_id=str(place))
-
-    write_whole(directory, write)
-
-
 def load(state: State, directory: Path | str) -> None:
     """Read into the tensors of a state; collective.
 
-    A checkpoint of an older version has no ``begun``: if it was saved after a step, the optimizer's
-    state of every parameter counts. Settings of optimizer groups that the checkpoint does not know
-    stay as they are. Raises CheckpointError where the checkpoint is not whole.
+    Settings of optimizer groups that the checkpoint does not know stay as they are. Raises
+    CheckpointError where the checkpoint is not whole.
     """
     place = checked(directory)
     known = together(lambda: FileSystemReader(place).read_metadata().state_dict_metadata)
-    unsaid = {
-        name: number
-        for name, number in state.optimizer.items()
-        if name.endswith(f".{BEGUN}") and f"model.{OPTIMIZER}.{name}" not in known
-    }
-    said = {name: value for name, value in state.optimizer.items() if name not in unsaid}
     group = f"model.{OPTIMIZER}.{SETTINGS}.{{}}".format
     settings = {name: own for name, own in state.settings.items() if group(name) in known}
     with torch.no_grad():
-        asked = {"model": replace(state, optimizer=said, settings=settings).named()}
+        asked = {"model": replace(state, settings=settings).named()}
         state_dict_loader.load(asked, checkpoint_id=str(place))
     state.settings.update(settings)
-    for number in unsaid.values():
-        number.fill_(int(state.steps_done) > 0)
 
 
-def go_on_from(state: State, updater: Updater) -> None:
-    """Let an optimizer go on from what has been read into the tensors and settings of a state."""
-    for flat, kept in state.kept:
-        flat.owned = [new for one in flat.owned for new in take_over(kept, one, updater)]
+def set_settings(state: State, updater: Updater) -> None:
+    """Give the groups of an optimizer the settings that have been read into a state."""
     for group in updater.optimizer.param_groups:
         for one in group["params"]:
             for key, value in state.settings.get(updater.groups.get(id(one), ""), ()):
@@ -369,7 +346,7 @@ def _settings_of(updater: Updater) -> dict[str, Settings]:
         updater.groups[id(one)]: tuple(
             (key, plain)
             for key, value in group.items()
-            for plain in [value.item() if _is_number(value) else value]
+            for plain in [_plain(value)]
             if key not in _OF_MACHINE and _is_plain(plain)
         )
         for group in updater.optimizer.param_groups
@@ -378,8 +355,8 @@ def _settings_of(updater: Updater) -> dict[str, Settings]:
     }
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
+def _plain(value: object) -> object:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _is_plain(value: object) -> bool:
@@ -388,75 +365,58 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float))
 
 
-def boxes(shape: Sequence[int], stretch: Stretch) -> Iterator[tuple[tuple[int, ...], Stretch]]:
-    """Cut a stretch of a tensor's elements, in the order of memory, into boxes: pairs of a box's
-    offsets in the tensor and its own stretch.
+def boxes(
+    shape: Sequence[int], elements: ElementRange
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Cut a range of a tensor's elements, in the order of memory, into boxes: a box's offsets in
+    the tensor, its sizes, and its first element.
 
     These are parts of the first and of the last row, and one box of the rows between them. A part
     of a row is cut in the same way, so n dimensions give at most 2n - 1 boxes.
     """
-    if not len(stretch):
+    begin, end = elements.begin, elements.end
+    if begin == end:
         return
     if len(shape) < 2:
-        yield (stretch.begin,) * len(shape), stretch
+        yield (begin,) * len(shape), (end - begin,) * len(shape), begin
         return
     inner = prod(shape[1:])
-    first, last = -(-stretch.begin // inner), stretch.end // inner
-    if first <= last:
-        ends = Stretch(stretch.begin, first * inner), Stretch(last * inner, stretch.end)
-    else:  # within one row
-        ends = stretch, Stretch(0, 0)
-    yield from _boxes_in_row(shape, ends[0])
-    if first < last:
-        yield (first,) + (0,) * (len(shape) - 1), Stretch(first * inner, last * inner)
-    yield from _boxes_in_row(shape, ends[1])
+    first, last = -(-begin // inner), end // inner  # whole rows, if first <= last
 
+    def within_a_row(begin: int, end: int) -> Iterator[tuple[Any, Any, int]]:
+        row = begin // inner
+        inside = ElementRange(begin - row * inner, end - row * inner)
+        for offsets, sizes, start in boxes(shape[1:], inside):
+            yield (row, *offsets), (1, *sizes), start + row * inner
 
-def box_sizes(shape: Sequence[int], offsets: Sequence[int], count: int) -> tuple[int, ...]:
-    """The sizes of the box of ``count`` elements that ``boxes`` has cut at ``offsets``."""
-    sizes, full = [1] * len(shape), 1
-    for dim in reversed(range(len(shape))):
-        sizes[dim] = min(count // full, shape[dim])
-        full *= sizes[dim]
-        if sizes[dim] < shape[dim] or offsets[dim]:
-            break
-    return tuple(sizes)
-
-
-def _boxes_in_row(
-    shape: Sequence[int], stretch: Stretch
-) -> Iterator[tuple[tuple[int, ...], Stretch]]:
-    if not len(stretch):
+    if first > last:
+        yield from within_a_row(begin, end)
         return
-    row, inner = stretch.begin // prod(shape[1:]), prod(shape[1:])
-    local = Stretch(stretch.begin - row * inner, stretch.end - row * inner)
-    for offsets, found in boxes(shape[1:], local):
-        yield (row, *offsets), Stretch(found.begin + row * inner, found.end + row * inner)
+    yield from within_a_row(begin, first * inner)
+    if first < last:
+        rest = (0,) * (len(shape) - 1)
+        yield (first, *rest), (last - first, *shape[1:]), first * inner
+    yield from within_a_row(last * inner, end)
 
 
 def _described(
-    name: str, flat: FlatParameters, tensor: Tensor, held: Stretch
+    name: str, flat: FlatParameters, tensor: Tensor, held: ElementRange
 ) -> Iterator[tuple[str, Part]]:
     """The part of every parameter in ``tensor``, which holds the stretch ``held`` of the flat
     buffer, by name. ``name`` is a format that gets the parameter's name."""
     for slot in flat.layout.slots:
-        found = _boxes_of(slot, tensor, held)
+        mine = slot.elements.intersect(held)
+        found = [
+            (offsets, tensor[slot.begin + first - held.begin :][: prod(sizes)].view(sizes))
+            for offsets, sizes, first in boxes(
+                slot.shape, ElementRange(mine.begin - slot.begin, mine.end - slot.begin)
+            )
+        ]
+        if 0 in slot.shape:
+            found = [((0,) * len(slot.shape), tensor.new_empty(slot.shape))]
         if found:
             part = make_part(slot.shape, found)
             yield from ((name.format(key), part) for key in _keys(slot))
-
-
-def _boxes_of(slot: Slot, tensor: Tensor, held: Stretch) -> list[tuple[tuple[int, ...], Tensor]]:
-    if 0 in slot.shape:
-        return [(tuple(0 for _ in slot.shape), tensor.new_empty(slot.shape))]
-    mine = slot.stretch.meet(held)
-    inside = Stretch(mine.begin - slot.begin, mine.end - slot.begin)
-    found = []
-    for offsets, stretch in boxes(slot.shape, inside):
-        begin = slot.begin + stretch.begin
-        values = tensor[Stretch(begin, begin + len(stretch)).inside(held)]
-        found.append((offsets, values.view(box_sizes(slot.shape, offsets, len(stretch)))))
-    return found
 
 
 def _keys(slot: Slot) -> Iterator[str]:
@@ -464,91 +424,47 @@ def _keys(slot: Slot) -> Iterator[str]:
         yield f"{piece}.{name}"
 
 
-# Takes over a state dict that is given by name, in the form that users of torch's
-# ``torch.distributed.checkpoint`` expect (``zeropp.engine.checkpoint.State.named``).
-
-
-def load_named(state: State, given: Mapping[str, Any]) -> None:
+def load_named(state: State, given: Mapping[str, Any]) -> bool:
     """Copy a dict like that of ``State.named``, or of whole tensors, into a state; collective.
+    Gives whether the dict has the optimizer's state, which may be missing from it.
 
-    Optimizer state may be missing from it, and then stays as it is. Raises ValueError, the same
-    on every rank and before anything is copied, for a name that is missing or that no rank has, and
-    for another shape.
+    Raises ValueError, the same on every rank and before anything is copied, for a name that is
+    missing or that no rank has, and for another shape.
     """
-    offer = together(lambda: _Offer.of(given, state))
-    held = {**state.model, **_named_as(OPTIMIZER, state.optimizer)}
-    mine = _named_as(f"{OPTIMIZER}.{SETTINGS}", state.settings)
-    theirs = _named_as(f"{OPTIMIZER}.{SETTINGS}", offer.settings)
-    problem = together(lambda: _missing(state, offer) or _first_problem(held, offer.tensors))
-    _raise_together(problem, [*offer.tensors, *theirs], [*held, *mine])
-    together(lambda: _copy(held, offer.tensors))
-    known = {name: offer.settings[name] for name in state.settings if name in offer.settings}
-    state.settings.update(known)
-    state.steps_done.fill_(offer.steps)
-    _begin_where_unsaid(state)
+    given = together(lambda: dict(given))
+    optimizer = dict(given.get(OPTIMIZER, {}))
+    settings = optimizer.pop(SETTINGS, {})
+    held, offered = dict(state.model), {n: v for n, v in given.items() if n not in _BESIDE}
+    if optimizer:
+        held |= {f"{OPTIMIZER}.{name}": value for name, value in state.optimizer.items()}
+        offered |= {f"{OPTIMIZER}.{name}": value for name, value in optimizer.items()}
+    _check_offered(held, offered)
+    together(lambda: _copy(held, offered))
+    state.settings.update({name: settings[name] for name in state.settings if name in settings})
+    state.steps_done.fill_(int(given.get(STEPS, state.steps_done)))
+    return bool(optimizer)
 
 
-def _begin_where_unsaid(state: State) -> None:
-    """Let the optimizer's state of every parameter count that is not zeros everywhere; collective.
-
-    Where a parameter has not begun, its state is zeros. So other values without ``begun`` come from
-    a checkpoint of before that number, which ``torch.distributed.checkpoint`` has read in part.
-    """
-    slots = [(kept, slot) for _, kept in state.kept for slot in kept.numbers]
-    mine = together(lambda: {slot.names for kept, slot in slots if _has_values(kept, slot)})
-    of_ranks: list[set[tuple[Name, ...]]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, mine)
-    begun = set[tuple[Name, ...]]().union(*of_ranks)
-    for kept, slot in slots:
-        if slot.names in begun:
-            kept.numbers[slot][BEGUN].fill_(1)
-
-
-def _has_values(kept: Kept, slot: Slot) -> bool:
-    """Whether what this rank has of a parameter's optimizer state, with ``begun``, is not zeros."""
-    inside = slot.stretch.meet(kept.one.stretch).inside(kept.one.stretch)
-    elements = (value[inside] for value in kept.elements.values())
-    return any(bool(value.any()) for value in chain(kept.numbers[slot].values(), elements))
+def _check_offered(held: Mapping[str, Tensor], offered: Mapping[str, Any]) -> None:
+    """Raise the same ValueError on every rank where something on one of them cannot be copied."""
+    found = next(
+        (f"{n}: {why}" for n, one in held.items() if (why := _problem(one, n, offered))), ""
+    )
+    everything: list[tuple[str, list[str], list[str]]] = [("", [], [])] * dist.get_world_size()
+    dist.all_gather_object(everything, (found, [*offered], [*held]))
+    known = {name for _, _, theirs in everything for name in theirs}
+    for rank, (problem, names, _) in enumerate(everything):
+        unknown = next((name for name in names if name not in known), None)
+        if unknown is not None:
+            problem = problem or f"{unknown}: the model has nothing of that name"
+        if problem:
+            raise ValueError(f"load_state_dict: {problem} (on rank {rank})")
 
 
-@dataclass(frozen=True)
-class _Offer:
-    """What a state dict has: tensors by name, settings of optimizer groups, steps done."""
-
-    tensors: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    steps: int
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], state: State) -> _Offer:
-        """The offer in a state dict; if the dict has no number of steps, ``state``'s is taken."""
-        kept = dict(given.get(OPTIMIZER, {}))
-        settings = kept.pop(SETTINGS, {})
-        for name in [*kept]:  # state that is given without ``begun`` counts
-            kept.setdefault(f"{name.rpartition('.')[0]}.{BEGUN}", torch.tensor(1))
-        tensors = {name: value for name, value in given.items() if name not in (OPTIMIZER, STEPS)}
-        steps = int(given.get(STEPS, state.steps_done))
-        return cls({**tensors, **_named_as(OPTIMIZER, kept)}, settings, steps)
-
-
-def _named_as(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{prefix}.{name}": value for name, value in values.items()}
-
-
-def _missing(state: State, offer: _Offer) -> str:
-    return next((f"{name}: is missing" for name in state.model if name not in offer.tensors), "")
-
-
-def _first_problem(held: Mapping[str, Tensor], offered: Mapping[str, Any]) -> str:
-    """The first thing that cannot be copied into what is held, or an empty text."""
-    for name, target in held.items():
-        why = _problem(target, offered[name]) if name in offered else ""
-        if why:
-            return f"{name}: {why}"
-    return ""
-
-
-def _problem(target: Tensor, value: object) -> str:
+def _problem(target: Tensor, name: str, offered: Mapping[str, Any]) -> str:
+    if name not in offered:
+        return "is missing"
+    value = offered[name]
     if not isinstance(value, Tensor):
         return f"is of type {type(value).__name__}, which is no tensor"
     if value.shape != target.shape:
@@ -561,21 +477,7 @@ def _problem(target: Tensor, value: object) -> str:
 @torch.no_grad()
 def _copy(held: Mapping[str, Tensor], offered: Mapping[str, Tensor]) -> None:
     for name, target in held.items():
-        if name not in offered:
-            continue
         if isinstance(target, Part):
             target.load(offered[name])
         elif target is not offered[name]:
             target.copy_(offered[name])
-
-
-def _raise_together(problem: str, names: list[str], known: list[str]) -> None:
-    everything: list[tuple[str, list[str], list[str]]] = [("", [], [])] * dist.get_world_size()
-    dist.all_gather_object(everything, (problem, names, known))
-    held = {name for _, _, theirs in everything for name in theirs}
-    for rank, (found, given, _) in enumerate(everything):
-        unknown = next((name for name in given if name not in held), None)
-        if unknown is not None:
-            found = found or f"{unknown}: the model has nothing of that name"
-        if found:
-            raise ValueError(f"load_state_dict: {found} (on rank {rank})")

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import (
 )
 
 from zeropp.engine.deferred import WeightGradStore, backward_of_chunk
-from zeropp.engine.sharding import ChunkShards
+from zeropp.engine.flat import FlatParameters
+from zeropp.engine.lanes import Lanes
 from zeropp.engine.values import (
     TensorShape,
     Value,
@@ -30,12 +31,10 @@ from zeropp.engine.values import (
 )
 from zeropp.literals import Recompute
 
-# Seeds dropout by step, microbatch and piece, so that its masks are the same in every topology.
-
 
 def seed_piece(seed: int, step: int, microbatch: int, piece: int) -> None:
     """Seed torch's generators, of the CPU and of the current CUDA device, for one piece and
-    microbatch of a step.
+    microbatch of a step, so that dropout's masks are the same in every topology.
 
     ``microbatch`` is an index in the whole global batch: with m microbatches per rank and step, the
     data-parallel rank d has the indices d*m .. (d+1)*m-1. A single process that calls this before
@@ -74,9 +73,6 @@ class StepSeeds:
             yield
 
 
-# Recomputation of one block (none, selective or full), the same for every contender.
-
-
 Result = TypeVar("Result")
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -94,7 +90,8 @@ def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> Ch
 def run_recomputed(
     function: Callable[..., Result], *inputs: Tensor, recompute: Recompute, random: bool
 ) -> Result:
-    """``function(*inputs)``, whose backward computes again what ``recompute`` does not keep.
+    """``function(*inputs)``, whose backward computes again what ``recompute`` does not keep; all
+    contenders call this.
 
     Full keeps the inputs only; selective also keeps the outputs of matrix products and of
     attention. ``random``: the function may draw random numbers, and the second run must draw the
@@ -142,7 +139,7 @@ class _Live:
 
 
 class Chunk:
-    """Pieces that run one after another on this rank.
+    """``modules`` that run one after another on this rank, with their parameters in ``flats``.
 
     Linear layers of ``blocks`` (the chunk's transformer blocks) delay their weight gradients while
     ``store`` is open. ``arriving`` and ``leaving`` are the tensors that come from the stage before
@@ -151,7 +148,9 @@ class Chunk:
 
     def __init__(
         self,
-        shards: ChunkShards,
+        modules: Sequence[nn.Module],
+        flats: Sequence[FlatParameters],
+        lanes: Lanes,
         store: WeightGradStore,
         *,
         blocks: Sequence[nn.Module],
@@ -159,12 +158,12 @@ class Chunk:
         leaving: Sequence[TensorShape] | None,
         options: ChunkOptions,
     ) -> None:
-        self.shards, self.store = shards, store
+        self.modules, self.flats = modules, flats
         self.arriving, self.leaving = arriving, leaving
-        self._options = options
+        self._lanes, self._store, self._options = lanes, store, options
         self._recomputed = {id(block) for block in blocks[: options.recomputed]}
-        self._names = [keywords_of(piece) for piece in shards.pieces]
-        self.keywords = frozenset[str]().union(*self._names)  # that its pieces name
+        self._names = [keywords_of(module) for module in modules]
+        self.keywords = frozenset[str]().union(*self._names)  # that its modules name
         self._live: dict[int, _Live] = {}
         if options.compiled:
             for block in blocks:
@@ -173,30 +172,47 @@ class Chunk:
     def forward(
         self, inputs: Sequence[Tensor], microbatch: int, keywords: Mapping[str, Tensor]
     ) -> Value:
-        """Run the pieces on one microbatch, and keep what its backward needs.
+        """Run the modules on one microbatch, and keep what its backward needs.
 
-        Returns what the last piece returns, cast to the types that the next stage expects. Raises
+        Returns what the last module returns, cast to the types that the next stage expects. Raises
         RuntimeError if a tensor has another shape than the next stage expects.
         """
-        self.shards.wait()
+        self._wait()
         begin = inputs
         if self.arriving is not None:
             inputs = [x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in inputs]
             begin = [_Alias.apply(x) for x in inputs]  # type: ignore[no-untyped-call]
-        value = self._run(begin, microbatch, keywords)
+        value: Value = tuple(begin)
+        options = self._options
+        for index, module in enumerate(self.modules):
+            if options.seed is not None:
+                options.seed(index, microbatch)
+            value = run_recomputed(
+                partial(module, **self._chosen(keywords, index)),
+                *cast(tensors_of(value), options.compute),
+                recompute=options.recompute if id(module) in self._recomputed else "none",
+                random=options.random,
+            )
         if self.leaving is not None:
-            self._check_leaving(tensors_of(value))
+            ours = [tuple(x.shape) for x in tensors_of(value)]
+            theirs = [tuple(shape.size) for shape in self.leaving]
+            if ours != theirs:
+                raise RuntimeError(
+                    f"a stage returns tensors of shapes {ours}, but the next one expects {theirs}: "
+                    "shapes may depend neither on values nor on the step"
+                )
             value = self._cast_leaving(value)
         self._live[microbatch] = _Live(tuple(inputs), _edges(tensors_of(value)))
         return value
 
     @torch.no_grad()
     def infer(self, inputs: Sequence[Tensor], keywords: Mapping[str, Tensor]) -> Value:
-        """Run the pieces on one microbatch of any number of rows, and keep nothing."""
-        self.shards.wait()
+        """Run the modules on one microbatch of any number of rows, and keep nothing."""
+        self._wait()
         value: Value = tuple(inputs)
-        for piece, names in zip(self.shards.pieces, self._names, strict=True):
-            value = piece(*self._cast(tensors_of(value)), **self._chosen(keywords, names))
+        for index, module in enumerate(self.modules):
+            arguments = cast(tensors_of(value), self._options.compute)
+            value = module(*arguments, **self._chosen(keywords, index))
         return value if self.leaving is None else self._cast_leaving(value)
 
     def set_output(self, microbatch: int, output: Tensor) -> None:
@@ -205,85 +221,89 @@ class Chunk:
 
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor] | None, *, split: bool = False
-    ) -> list[Tensor | None]:
-        """The gradients of the chunk's inputs of real or complex numbers, None for one on which the
-        output does not depend; frees the microbatch's graph.
+    ) -> list[Tensor]:
+        """The gradients of the chunk's inputs of real or complex numbers, zeros for one on which
+        the output does not depend (the stage before waits for a message); frees the microbatch's
+        graph.
 
         ``gradients`` are those of its outputs of such numbers, or None if the output is the loss.
         ``split``: linear layers delay their weight gradients until ``backward_weight``. The first
         stage's inputs are the batch and have no gradients.
         """
-        self.shards.wait()
+        self._wait()
         live = self._live.pop(microbatch)
         found = gradients if gradients is not None else [None] * len(live.outputs)
         pairs = [(o, g) for o, g in zip(live.outputs, found, strict=True) if o is not None]
         if pairs:
-            self.shards.make_gradients(deferred=not split)
+            self._make_gradients(deferred=not split)
             if split:
-                self.store.begin(microbatch)
+                self._store.begin(microbatch)
             with backward_of_chunk():
                 torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
-            self.store.end()
+            self._store.end()
         if self.arriving is None:
             return []
-        return [x.grad for x in live.inputs if may_have_gradient(x.dtype)]
-
-    def or_zeros(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Gradients of the inputs, with zeros in the place of None."""
-        shapes = [shape for shape in self.arriving or () if shape.has_gradient]
-        device = self.shards.device
-        return [
-            torch.zeros(shape.size, dtype=shape.dtype, device=device) if found is None else found
-            for found, shape in zip(gradients, shapes, strict=True)
-        ]
+        inputs = (x for x in live.inputs if may_have_gradient(x.dtype))
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
 
     def backward_weight(self, microbatch: int) -> None:
         """Compute the weight gradients that ``backward`` has delayed; no gathered parameters are
         needed."""
-        self.shards.make_gradients(deferred=True)
-        self.store.run(microbatch)
+        self._make_gradients(deferred=True)
+        self._store.run(microbatch)
 
-    def _run(
-        self, inputs: Sequence[Tensor], microbatch: int, keywords: Mapping[str, Tensor]
-    ) -> Value:
-        value: Value = tuple(inputs)
-        options = self._options
-        for index, piece in enumerate(self.shards.pieces):
-            if options.seed is not None:
-                options.seed(index, microbatch)
-            value = run_recomputed(
-                partial(piece, **self._chosen(keywords, self._names[index])),
-                *self._cast(tensors_of(value)),
-                recompute=options.recompute if id(piece) in self._recomputed else "none",
-                random=options.random,
-            )
-        return value
+    def unshard(self) -> None:
+        """Start to gather the parameters after the compute so far."""
+        for flat in self.flats:
+            flat.unshard()
 
-    def _cast(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return cast(values, self._options.compute)
+    def reshard(self) -> None:
+        """Free the gathered parameters; gradients stay."""
+        for flat in self.flats:
+            flat.reshard()
 
-    def _chosen(self, keywords: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
-        """Keyword inputs of a piece, in the type that it computes in."""
-        mine = chosen(keywords, names)
-        return dict(zip(mine, self._cast(list(mine.values())), strict=True))
+    def reduce(self, *, over_replicas: bool) -> None:
+        """Start to sum the gradients over the shards, and then ``over_replicas``.
+
+        Compute waits for the reductions over the shards before this one, which bounds the memory
+        that they keep to one chunk's gradients.
+        """
+        self._lanes.join_shard_reductions()
+        for flat in self.flats:
+            flat.reduce(over_replicas=over_replicas)
+
+    def finish(self) -> None:
+        """Let compute wait for the reductions, and set the gradients that the optimizer uses."""
+        self._lanes.join_shard_reductions()
+        self._lanes.join_replica_reductions()
+        for flat in self.flats:
+            flat.finish()
+
+    def _wait(self) -> None:
+        for flat in self.flats:
+            flat.wait()
+
+    def _make_gradients(self, *, deferred: bool) -> None:
+        """Give parameters gradients to which backwards add; those whose gradients may be delayed
+        get them only if ``deferred``."""
+        for flat in self.flats:
+            if deferred or not flat.deferred:
+                flat.make_gradients()
+
+    def _chosen(self, keywords: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+        """Keyword inputs of a module, in the type that it computes in."""
+        mine = chosen(keywords, self._names[index])
+        return dict(zip(mine, cast(list(mine.values()), self._options.compute), strict=True))
 
     def _cast_leaving(self, value: Value) -> tuple[Tensor, ...]:
-        """Outputs in the types in which the next stage receives them."""
+        """Outputs in the types in which the next stage receives them. One that lies in gathered
+        parameters is copied: their memory is given back while the next stage may still need it."""
         assert self.leaving is not None
+        outputs = zip(tensors_of(value), self.leaving, strict=True)
+        found = [x.to(shape.dtype) for x, shape in outputs]
         return tuple(
-            self.shards.outlasting(x.to(shape.dtype))
-            for x, shape in zip(tensors_of(value), self.leaving, strict=True)
+            x.clone() if any(flat.is_in_buffer(x) for flat in self.flats) else x for x in found
         )
-
-    def _check_leaving(self, found: Sequence[Tensor]) -> None:
-        assert self.leaving is not None
-        ours = [tuple(x.shape) for x in found]
-        theirs = [tuple(shape.size) for shape in self.leaving]
-        if ours != theirs:
-            raise RuntimeError(
-                f"a stage returns tensors of shapes {ours}, but the next one expects {theirs}: "
-                "shapes may depend neither on values nor on the step"
-            )
 
 
 class _Alias(torch.autograd.Function):

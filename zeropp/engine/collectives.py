@@ -1,16 +1,20 @@
-"""Point-to-point messages between pipeline ranks: sends never block, receives are posted early.
+"""Process groups, the collectives that run in them, and messages between pipeline ranks.
 
-In an NCCL process group all messages of a rank may share one stream (they do if the job was
-initialised with a device). So in each group a rank exchanges messages with only one other rank and
-in one direction: a message that waits for its receiver delays neither compute nor messages of other
-pairs. Pairs that have no rank in common use the same group, over all pipelines: two to six groups
-are enough for a job of any size. Messages of one pair are matched by their order; the schedule's
-passes put receives in the order of the sends.
+Gathers and reductions have separate groups of the same ranks, because each runs in a lane of its
+own (``zeropp.engine.lanes``), and the collectives of one group must come in the same order on all
+ranks.
+
+Messages: sends never block, and receives are posted early. In an NCCL process group all messages of
+a rank may share one stream (they do if the job was initialised with a device). So in each group a
+rank exchanges messages with only one other rank and in one direction: a message that waits for its
+receiver delays neither compute nor messages of other pairs. Pairs that have no rank in common use
+the same group, over all pipelines: two to six groups are enough for a job of any size. Messages of
+one pair are matched by their order; the schedule's passes put receives in the order of the sends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -19,17 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.engine.errors import Meeting
 from zeropp.layout import Layout
 from zeropp.literals import Axis
 from zeropp.schedule.program import Schedule
-
-# Process groups of a rank's shards and replicas, and the collectives that the engine runs there.
-#
-# Gathers and reductions have separate groups of the same ranks, because each runs in a lane of its
-# own (``zeropp.engine.lanes``), and the collectives of one group must come in the same order on all
-# ranks.
-
 
 # The names of these collectives since torch 2.13; older versions have only the other ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -41,7 +37,7 @@ class DataGroups:
     """The groups that contain this rank; None for a group that would have only this rank.
 
     ``shard`` and ``replica`` are this rank's indices on the two axes, whose sizes are ``shards``
-    and ``replicas``.
+    and ``replicas``. ``world`` has all ranks.
     """
 
     shard: int
@@ -51,31 +47,15 @@ class DataGroups:
     gather: dist.ProcessGroup | None
     reduce: dist.ProcessGroup | None
     replicate: dist.ProcessGroup | None
+    world: dist.ProcessGroup | None
 
     def close(self) -> None:
-        """Destroy the process groups; all their ranks must call it.
-
-        On gloo this also ends the waiting of peers, which raise, because a group without references
-        closes its connections.
-        """
-        groups = [self.gather, self.reduce, self.replicate]
-        self.gather = self.reduce = self.replicate = None
+        """Destroy the process groups; all their ranks must call it."""
+        groups = [self.gather, self.reduce, self.replicate, self.world]
+        self.gather = self.reduce = self.replicate = self.world = None
         while groups:
             if (group := groups.pop()) is not None:
                 dist.destroy_process_group(group)
-
-
-def make_meeting(
-    device: torch.device, timeout: timedelta | None, give_up: Callable[[], None]
-) -> Meeting:
-    """Make the meeting of all ranks; collective. On gloo it has groups of its own: one whose
-    collectives wait for their peers for ``timeout``, and, for what comes before a step, one with
-    torch's default timeout, because a rank may do other work between steps."""
-    if backend_of(device) != "gloo":
-        return Meeting(device)
-    group = dist.new_group(timeout=timeout, backend="gloo", group_desc="zeropp meetings")
-    before = dist.new_group(backend="gloo", group_desc="zeropp agreements")
-    return Meeting(device, group, give_up, before=before)
 
 
 def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None) -> DataGroups:
@@ -85,7 +65,8 @@ def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None)
     ``timeout``: how long a collective waits for its peers; None: torch's default.
     """
     place = layout.coordinates(dist.get_rank())
-    make = partial(_group, layout, backend=backend_of(device), timeout=timeout)
+    backend = backend_of(device)
+    make = partial(_group, layout, backend=backend, timeout=timeout)
     return DataGroups(
         shard=place["shard"],
         shards=layout.shard,
@@ -94,6 +75,7 @@ def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None)
         gather=make("shard", name="zeropp gathers"),
         reduce=make("shard", name="zeropp reductions"),
         replicate=make("replicate", name="zeropp replicas"),
+        world=dist.new_group(timeout=timeout, backend=backend, group_desc="zeropp sums"),
     )
 
 
@@ -106,7 +88,14 @@ def backend_of(device: torch.device) -> str:
 def _group(
     layout: Layout, axis: Axis, *, backend: str, name: str, timeout: timedelta | None
 ) -> dist.ProcessGroup | None:
-    lots = list(_lots(layout, axis))
+    """The group of the ranks that differ from this one only on an axis."""
+    sizes = dict(layout.axes)
+    by_place: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.world):
+        place = layout.coordinates(rank)
+        key = tuple(place[other] for other in sizes if other != axis)
+        by_place.setdefault(key, [0] * sizes[axis])[place[axis]] = rank
+    lots = [*by_place.values()]
     if len(lots[0]) == 1:
         return None
     mine: dist.ProcessGroup | None = None
@@ -116,24 +105,7 @@ def _group(
     return mine
 
 
-def _lots(layout: Layout, axis: Axis) -> Iterator[list[int]]:
-    """Lists of ranks that differ only on one axis, one list per place on the other axes."""
-    sizes = dict(layout.axes)
-    lots: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(layout.world):
-        place = layout.coordinates(rank)
-        key = tuple(place[other] for other in sizes if other != axis)
-        lots.setdefault(key, [0] * sizes[axis])[place[axis]] = rank
-    yield from lots.values()
-
-
 Pair = tuple[int, int]  # pipeline ranks: source, target
-
-
-@dataclass
-class _Pending:
-    tensor: Tensor
-    work: dist.Work
 
 
 class Channels:
@@ -154,7 +126,7 @@ class Channels:
         self._global_ranks = layout.pipeline(dist.get_rank())
         self._groups: dict[Pair, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []  # by all ranks, in this order
-        self._sends: list[_Pending] = []
+        self._sends: list[tuple[Tensor, dist.Work]] = []
         for apart in disjoint(pairs):
             group = dist.new_group(timeout=timeout, backend=backend_of(device))
             self._made.append(group)
@@ -168,8 +140,10 @@ class Channels:
         tensor = as_sent(tensor)
         work = dist.isend(tensor, self._global_ranks[target], group=group)
         assert work is not None
-        self._sends.append(_Pending(tensor, work))
-        self._forget_finished()
+        self._sends.append((tensor, work))
+        # Free tensors whose messages have left, oldest first: messages of a pair end in order.
+        while self._sends and self._sends[0][1].is_completed():
+            self._sends.pop(0)[1].wait()
 
     def receive(self, tensor: Tensor, source: int) -> dist.Work:
         """Post a receive into ``tensor``, which is contiguous; wait for the result before reading
@@ -181,22 +155,16 @@ class Channels:
 
     def drain(self) -> None:
         """Wait until all messages have left."""
-        for pending in self._sends:
-            pending.work.wait()
+        for _, work in self._sends:
+            work.wait()
         self._sends.clear()
 
     def close(self) -> None:
-        """Destroy the process groups, the last one first; all ranks must call it. On gloo this also
-        ends the waiting of peers, as in ``DataGroups.close``."""
+        """Destroy the process groups, the last one first; all ranks must call it."""
         self._sends.clear()
         self._groups.clear()
         while self._made:
             dist.destroy_process_group(self._made.pop())
-
-    def _forget_finished(self) -> None:
-        """Free tensors whose messages have left, oldest first: messages of a pair end in order."""
-        while self._sends and self._sends[0].work.is_completed():
-            self._sends.pop(0).work.wait()
 
     def _connect(self, source: int, target: int, device: torch.device) -> None:
         """Send one message through a pair. NCCL connects a pair on its first use, which would block

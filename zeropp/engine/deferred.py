@@ -25,59 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Which parameters the backwards of a step have reached.
-#
-# A pipeline rank sends zeros where the output of a stage does not depend on its inputs (a layer
-# that detaches them), because its peer waits for a message. In one process no backward would go on
-# there. So uses are noted by backward, and those of earlier stages do not count where a later stage
-# has cut the graph of the same microbatch. For example, if stage 2 detaches microbatch 5, the
-# backwards of stages 0 and 1 for microbatch 5 run on zeros and use nothing, while those of stage 2
-# and later do.
-
-
-StageMicrobatch = tuple[int, int]  # stage and microbatch whose backward gave its inputs no gradient
-
-
-class Uses:
-    """What this rank's backwards have reached in a step, by the identities of parameters.
-
-    ``by_layers`` are the weights whose layers compute their gradients and note them here; autograd
-    has no part in these, so it calls no hooks of theirs.
-    """
-
-    def __init__(self) -> None:
-        self.by_layers: set[int] = set()
-        self.cuts: set[StageMicrobatch] = set()
-        self._by_backward: dict[tuple[int, int], set[int]] = {}
-        self._current: set[int] = set()
-
-    def begin_step(self) -> None:
-        """Forget what the last step has used."""
-        self.cuts.clear()
-        self._by_backward.clear()
-        self._current = set()
-
-    def begin_backward(self, stage: int, microbatch: int) -> None:
-        """Count what is added from here on as used by this backward."""
-        self._current = self._by_backward.setdefault((stage, microbatch), set())
-
-    def add(self, parameter: object) -> None:
-        """Note a parameter that has had a gradient."""
-        self._current.add(id(parameter))
-
-    def found(self, cuts: Iterable[StageMicrobatch] = ()) -> set[int]:
-        """The parameters that were used, given all cuts of this rank's pipeline."""
-        last: dict[int, int] = {}  # by microbatch, the last stage that has cut its graph
-        for stage, microbatch in cuts:
-            last[microbatch] = max(stage, last.get(microbatch, 0))
-        return {
-            parameter
-            for (stage, microbatch), parameters in self._by_backward.items()
-            if stage >= last.get(microbatch, 0)
-            for parameter in parameters
-        }
-
-
 _SHORT = (torch.bfloat16, torch.float16)
 _running = False  # a chunk's backward is under way
 
@@ -97,11 +44,10 @@ class WeightGradStore:
     """Holds the delayed weight gradients of a chunk's linear layers, by microbatch.
 
     Between ``begin`` and ``end`` the weight gradients of the layers are delayed; at any other time
-    they are computed at once. ``uses`` records the weights that have had gradients.
+    they are computed at once.
     """
 
-    def __init__(self, uses: Uses | None = None) -> None:
-        self.uses = Uses() if uses is None else uses
+    def __init__(self) -> None:
         self._pending: dict[int, deque[Callable[[], None]]] = {}
         self._current: deque[Callable[[], None]] | None = None
 
@@ -152,7 +98,7 @@ class _DeferredLinear(torch.autograd.Function):
         ctx.again = store.takes()
         # The parameter object takes the gradient later; a saved tensor would be another object.
         ctx.parameter = weight
-        return _linear(x, weight, bias, transposed)
+        return F.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(
@@ -164,7 +110,6 @@ class _DeferredLinear(torch.autograd.Function):
         inner = ctx.again or not ctx.store.takes() or torch.is_grad_enabled()
         if ctx.needs_input_grad[1] and not inner:
             parameter = ctx.parameter
-            ctx.store.uses.add(parameter)
             ctx.store.put(lambda: accumulate(parameter, left, right))
         elif ctx.needs_input_grad[1]:
             grad_weight = left.t() @ right
@@ -173,10 +118,6 @@ class _DeferredLinear(torch.autograd.Function):
         grad_x = grad @ back.to(grad.dtype) if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    return F.linear(x, weight.t() if transposed else weight, bias)
 
 
 @torch.no_grad()
@@ -247,7 +188,7 @@ def _on_rows(
             raise
         # torch refuses such a function inside torch.func's transforms. The kind that it accepts
         # there (with ``setup_context``) inspects its signature at every call, which takes long.
-        output = _linear(rows, weight, bias, transposed)
+        output = F.linear(rows, weight.t() if transposed else weight, bias)
     return output.view(*x.shape[:-1], output.shape[-1])  # type: ignore[no-any-return]
 
 
@@ -266,26 +207,17 @@ def defer_weight_grads(
         for module in root.modules():
             own: Any = type(module)  # hashable, which mypy does not see
             kind = _delaying(own)
-            if kind is not None and _has_hooked_weight(module):
-                continue  # autograd calls the hook
-            if kind is not None:
+            if kind is not None:  # else reading its weight may compute it
+                weight: Any = module.weight
+                own_weight = isinstance(weight, nn.Parameter)
+                if own_weight and weight.requires_grad and hooks_of(weight.register_hook):
+                    continue  # autograd calls the hook
                 module.__class__ = kind
                 setattr(module, "store", store)  # noqa: B010
-                if isinstance(module.weight, nn.Parameter):
-                    weights.append(module.weight)
-                    store.uses.by_layers.add(id(module.weight))
+                weights += [weight] if own_weight else []
             elif warn and isinstance(module, nn.Linear) and not _computes_weight(own):
                 _warn_once(own)
     return weights
-
-
-def _has_hooked_weight(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return (
-        isinstance(weight, nn.Parameter)
-        and weight.requires_grad
-        and len(hooks_of(weight.register_hook)) > 0
-    )
 
 
 def hooks_of(register: Callable[[Callable[..., None]], Any]) -> Sized:

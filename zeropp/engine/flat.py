@@ -21,19 +21,130 @@ storage, and ``resize_(bytes)`` allocates it again, at another address.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from itertools import chain
-from typing import Any
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.engine.collectives import DataGroups, all_gather_single, reduce_scatter_single
-from zeropp.engine.flat_layout import FlatLayout, Name, Owned, Slot, Stretch
-from zeropp.engine.lanes import Lanes, Ticket, Work
+from zeropp.engine.collectives import (
+    DataGroups,
+    all_gather_single,
+    new_group_in_each_pipeline,
+    reduce_scatter_single,
+)
+from zeropp.engine.lanes import Lanes, Ticket
+from zeropp.layout import Layout
 
-# The parameters of a flat buffer, and how their values are copied into it and viewed in it.
+# Elements. Every parameter and every part begins at a multiple of 16 bytes, also in bf16, because
+# the vectorised loads of matrix products and fused kernels need that.
+ALIGNMENT = 8
+
+Name = tuple[int, str]  # piece of the model, parameter or buffer of the piece
+
+
+@dataclass(frozen=True)
+class ElementRange:
+    """The elements from ``begin`` up to, but without, ``end`` of a flat buffer."""
+
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def intersect(self, other: ElementRange) -> ElementRange:
+        """The common elements of two ranges, which may be none."""
+        begin = max(self.begin, other.begin)
+        return ElementRange(begin, max(begin, min(self.end, other.end)))
+
+    def inside(self, other: ElementRange) -> slice:
+        """This range as a slice of a tensor that holds ``other``."""
+        return slice(self.begin - other.begin, self.end - other.begin)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a flat buffer; ``names`` are all its names in the model."""
+
+    names: tuple[Name, ...]
+    shape: tuple[int, ...]
+    group: str  # of the optimizer
+    begin: int
+
+    @property
+    def elements(self) -> ElementRange:
+        """The elements of the parameter in the buffer."""
+        return ElementRange(self.begin, self.begin + prod(self.shape))
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The parameter, in its own shape, in a tensor of the buffer's size."""
+        return buffer[self.begin : self.elements.end].view(self.shape)
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The slots of a buffer of ``size`` elements. ``part`` is the range that this rank's shard
+    keeps, and ``owned`` the one that this rank updates."""
+
+    slots: tuple[Slot, ...]
+    size: int
+    part: ElementRange
+    owned: ElementRange
+
+    def groups(self) -> Iterator[tuple[str, ElementRange]]:
+        """(optimizer group, the range of it that this rank updates), without empty ones."""
+        whole: dict[str, ElementRange] = {}
+        for slot in self.slots:
+            first = whole.setdefault(slot.group, slot.elements)
+            whole[slot.group] = ElementRange(first.begin, slot.elements.end)
+        for group, elements in whole.items():
+            mine = elements.intersect(self.owned)
+            if len(mine):
+                yield group, mine
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How ranks divide a buffer: this rank's index among ``shards``, and its ``row`` among the
+    ``rows`` replicas that divide the optimizer's work (ZeRO-1, arXiv 1910.02054; else one row)."""
+
+    shard: int = 0
+    shards: int = 1
+    row: int = 0
+    rows: int = 1
+
+
+def lay_out(
+    parameters: Iterable[tuple[tuple[Name, ...], Sequence[int], str]], partition: Partition
+) -> FlatLayout:
+    """Lay out parameters, given as (names, shape, optimizer group), one after another in a buffer.
+
+    Groups come in the order of their first parameters, each in one piece, so that a rank has at
+    most one range of each. The buffer is padded with zeros so that all parts are equal.
+    """
+    waiting = list(parameters)
+    order = list(dict.fromkeys(group for _, _, group in waiting))
+    slots, end = [], 0
+    for names, shape, group in sorted(waiting, key=lambda one: order.index(one[2])):
+        slots.append(Slot(names, tuple(shape), group, end))
+        end = _aligned(slots[-1].elements.end, ALIGNMENT)
+    size = _aligned(end, ALIGNMENT * partition.shards * partition.rows)
+    part = size // partition.shards
+    row = part // partition.rows
+    begin = partition.shard * part
+    first = begin + partition.row * row
+    return FlatLayout(
+        tuple(slots), size, ElementRange(begin, begin + part), ElementRange(first, first + row)
+    )
+
+
+def _aligned(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -46,181 +157,21 @@ class Types:
 
 
 @dataclass(frozen=True)
-class Held:
+class SlotParameters:
     """The parameters in one slot: one object, or several that the model ties."""
 
     slot: Slot
     parameters: tuple[nn.Parameter, ...]
 
 
-def taken(held: Iterable[Held], stretch: Stretch, dtype: torch.dtype) -> Tensor:
-    """A stretch of a buffer with the current values of the parameters, and zeros between them."""
-    lot = list(held)
-    (device,) = {parameter.device for one in lot for parameter in one.parameters}
-    buffer = torch.zeros(len(stretch), dtype=dtype, device=device)
-    for one in lot:
-        mine = one.slot.stretch.meet(stretch)
-        if len(mine):
-            values = one.parameters[0].detach().flatten()
-            buffer[mine.inside(stretch)] = values[mine.inside(one.slot.stretch)]
-    return buffer
+@dataclass(frozen=True)
+class OptimizerShard:
+    """A tensor in the optimizer: the range of the flat buffer that it is, and the name of its
+    optimizer group. However many parameters lie in it, one kernel updates them all."""
 
-
-def view(buffer: Tensor, slot: Slot) -> Tensor:
-    """The view, in a tensor of the buffer's size, of one parameter in its own shape."""
-    return buffer[slot.stretch.begin : slot.stretch.end].view(slot.shape)
-
-
-class _Noted(torch.autograd.Function):
-    """Keeps tensors as if for a backward: reading them later raises RuntimeError if one of them was
-    written to since, which is the public way to compare versions of tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.clone()
-
-
-def _noted(parameters: Iterable[Tensor]) -> Any:
-    """A tensor whose ``grad_fn.saved_tensors`` raise once one of the parameters was written to.
-    Torch 2.11 frees what was saved together with this tensor."""
-    with torch.enable_grad():
-        anchor = torch.empty(0, requires_grad=True)
-        return _Noted.apply(anchor, *(parameter.detach() for parameter in parameters))  # type: ignore[no-untyped-call]
-
-
-def _is_written(noted: Any) -> bool:
-    try:
-        noted.grad_fn.saved_tensors  # noqa: B018 - reading it compares the versions
-    except RuntimeError:
-        return True
-    return False
-
-
-class Views:
-    """Parameters that are views of a buffer, and, if it ``hides`` them, NaN outside of steps.
-
-    Outside of steps such a buffer has no memory, and whoever read a view of it would end the
-    process. Each parameter has a NaN of its own, so that a write to one does not show in another.
-    ``is_master``: whether the buffer has the values that the optimizer updates, not a copy of them.
-    """
-
-    def __init__(
-        self, held: Iterable[Held], buffer: Tensor, *, hides: bool, is_master: bool
-    ) -> None:
-        slots = [(one.slot, parameter) for one in held for parameter in one.parameters]
-        self.hides, self._is_master = hides, is_master
-        self._nothing = buffer.new_full((len(slots) if hides else 0,), torch.nan)
-        insides = [view(buffer, slot) for slot, _ in slots]
-        outsides = [
-            nothing.expand(slot.shape)
-            for (slot, _), nothing in zip(slots, self._nothing.unbind(), strict=hides)
-        ]
-        parameters = [parameter for _, parameter in slots]
-        self._inside = list(zip(parameters, insides, strict=True))
-        self._outside = list(zip(parameters, outsides, strict=True)) if hides else self._inside
-        self._names = [slot.names[0] for slot, _ in slots]
-        _put(self._inside)
-        self._note()
-        self.hide()
-
-    def show(self) -> None:
-        """Make the parameters views of the buffer."""
-        if self.hides:
-            _put(self._inside)
-
-    def hide(self) -> None:
-        """Make the parameters NaN, in their own shapes, if this hides them."""
-        if self.hides:
-            _put(self._outside)
-
-    def first_written(self) -> Name | None:
-        """The first parameter, if there is one, that was written to while it was hidden or was a
-        copy of its master, or that was given another tensor (``.data``, ``.to``) at any time.
-
-        It would reach no master, so training would go on without it. Torch itself refuses most
-        writes, because a hidden parameter is one number that is expanded, but not those to
-        parameters of one element, and not ``fill_``. Writes through ``.data`` are not found here
-        (see ``overwritten``).
-        """
-        pairs = zip(self._names, self._outside, strict=True)
-        for one, (parameter, expected) in pairs:
-            if parameter.data_ptr() != expected.data_ptr() or parameter.dtype != expected.dtype:
-                return one
-        if self._is_master or not _is_written(self._noted):
-            return None
-        each = zip(self._names, self._each, strict=True)
-        return next(one for one, noted in each if _is_written(noted))
-
-    def overwritten(self) -> Tensor:
-        """Whether each hidden parameter has another value than NaN: numbers on its device."""
-        return ~self._nothing.isnan()
-
-    def name_of(self, number: int) -> Name:
-        """The name of a parameter by its place in ``overwritten``."""
-        return self._names[number]
-
-    def undo_writes(self) -> None:
-        """Give parameters their own tensors again, and hidden ones their NaN. A copy that was
-        written to stays so, and ``first_written`` finds it again."""
-        _put(self._outside)
-        if self.hides:
-            self._nothing.fill_(torch.nan)
-            self._note()
-
-    def _note(self) -> None:
-        if self._is_master:
-            return
-        parameters = [parameter for parameter, _ in self._outside]
-        self._noted, self._each = _noted(parameters), [_noted([one]) for one in parameters]
-
-
-def _put(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    for parameter, tensor in pairs:
-        parameter.data = tensor
-
-
-def check_kept(held: Iterable[Held], gradients: Iterable[Tensor]) -> None:
-    """Raise RuntimeError if a parameter no longer has the gradient that it was given, to which
-    backwards add."""
-    for one, gradient in zip(held, gradients, strict=True):
-        if any(parameter.grad is not gradient for parameter in one.parameters):
-            piece, name = one.slot.names[0]
-            raise RuntimeError(
-                f"layers[{piece}]: something has replaced the gradient of {name!r} during the step "
-                "(leave .grad as it is)"
-            )
-
-
-# The buffers in which the gradients of one flat buffer are summed.
-
-
-@dataclass
-class Sums:
-    """Makes buffers of ``size`` zeros.
-
-    ``keeps``: one that was given back is used again. This is for jobs of one rank with one chunk,
-    which hold a step's sums until the next step begins anyway: new memory of that size would cost a
-    CPU a few percent of a step. With several chunks, the sums of those that come later in a step
-    would add to the peak of the first backward; with more ranks a chunk's sums are freed as soon as
-    they are reduced.
-    """
-
-    size: int
-    dtype: torch.dtype
-    device: torch.device
-    keeps: bool
-    _spare: Tensor | None = field(default=None, init=False)
-
-    def make(self) -> Tensor:
-        """A buffer of zeros."""
-        spare, self._spare = self._spare, None
-        return zeros(self.size, self.dtype, self.device) if spare is None else spare.zero_()
-
-    def give_back(self, sums: Tensor | None) -> None:
-        """Take a buffer that is not needed any more, if there is one."""
-        if self.keeps and sums is not None:
-            self._spare = sums
+    group: str
+    elements: ElementRange
+    tensor: nn.Parameter
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -228,76 +179,22 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(size, dtype=dtype, device=device)
 
 
-# Reductions of flat gradients over shards or replicas, as work that a lane runs.
-#
-# A reduction reads the gradients directly. If it sends another number type, it first casts them
-# into a buffer, and adds the result in the type of the gradients.
-
-
-@dataclass(frozen=True)
-class ReduceScatter:
-    """Reduce-scatter ``source`` into ``total`` if ``first``, otherwise add the result to ``total``.
-
-    ``sent`` is the source, or a buffer of the wire type into which it is cast; ``place`` is this
-    rank's part.
-    """
-
-    source: Tensor
-    sent: Tensor
-    place: slice
-    _: KW_ONLY
-    total: Tensor
-    first: bool
-    group: dist.ProcessGroup | None
-
-    def __call__(self) -> None:
-        cast = self.sent is not self.source
-        if cast:
-            self.sent.copy_(self.source)
-        mine = self.total if self.first and not cast else self.sent[self.place]
-        reduce_scatter_single(mine, self.sent, group=self.group)
-        if not self.first:
-            self.total.add_(mine)
-        elif cast:
-            self.total.copy_(mine)
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """All-reduce ``source`` in place, by way of ``sent`` if that is another buffer, and add it to
-    ``total`` unless it is ``first`` (and so the total itself)."""
-
-    source: Tensor
-    sent: Tensor
-    total: Tensor
-    _: KW_ONLY
-    first: bool
-    group: dist.ProcessGroup | None
-
-    def __call__(self) -> None:
-        if self.sent is not self.source:
-            self.sent.copy_(self.source)
-        dist.all_reduce(self.sent, group=self.group)
-        if not self.first:
-            self.total.add_(self.sent)
-        elif self.sent is not self.source:
-            self.total.copy_(self.sent)
-
-
 class FlatParameters:
     """One flat buffer. ``trainable``: whether its parameters have gradients and an optimizer;
     ``deferred``: whether its gradients come with delayed weight gradients; ``keeps_sums``: whether
-    the memory of gradient sums is used again in the next step.
+    the memory of gradient sums is used again in the next step. That is for jobs of one rank with
+    one chunk, which hold a step's sums until the next step begins anyway: new memory of that size
+    would cost a CPU a few percent of a step.
 
     The constructor copies the parameters' values. Inside steps, parameters are views of the buffer,
-    which has memory only between ``unshard`` and ``reshard``; outside of steps they are NaN
-    (``Views``). If nothing has to be gathered or cast for compute, the buffer is what this rank
-    keeps anyway, so it always has memory, and parameters are always views of it.
+    which has memory only between ``unshard`` and ``reshard``; outside of steps they are NaN, unless
+    the buffer is what this rank keeps and updates anyway. (Views of a buffer without memory would
+    end the process of whoever reads them.)
     """
 
     def __init__(
         self,
-        held: Sequence[Held],
+        members: Sequence[SlotParameters],
         layout: FlatLayout,
         *,
         groups: DataGroups,
@@ -309,26 +206,26 @@ class FlatParameters:
         keeps_sums: bool,
     ) -> None:
         self.layout, self.trainable, self.deferred = layout, trainable, deferred
-        self.held, self._groups, self._lanes, self._types = tuple(held), groups, lanes, types
+        self.members, self._groups, self._lanes, self._types = tuple(members), groups, lanes, types
         self._zero = zero and groups.replicate is not None
+        self._keeps_sums = keeps_sums
         mixed = types.compute != types.master
         self._kept = layout.owned if mixed and self._zero else layout.part
-        self.master = taken(held, self._kept, types.master)
+        self.master = self._values(self._kept, types.master)
         # This rank's part as gathers send it; None: they cast the masters every time.
         self._part: Tensor | None = None if mixed else self.master
         if mixed and self._zero:
-            self._part = taken(held, layout.part, types.compute)
+            self._part = self._values(layout.part, types.compute)
         self._resident = groups.gather is None and self._part is not None
         self._buffer = self._make_buffer()
         self._arriving: Ticket | None = None  # a gather that compute has not waited for
         self.updated: Ticket | None = None  # the other replicas' rows after an update
-        self._sums = Sums(layout.size, types.master, self.master.device, keeps=keeps_sums)
-        self._given: list[Tensor] = []  # the views of the sums that parameters have as gradients
-        self._fresh: Tensor | None = None  # sums of this rank that are not reduced
-        self._partial: Tensor | None = None  # reduced over the shards, not over the replicas
-        self._crossed: Tensor | None = None  # reduced over both
+        self._sums: Tensor | None = None  # gradients of this rank that are not reduced
+        self._spare: Tensor | None = None  # the memory of an earlier step's sums
+        self._over_shards: Tensor | None = None  # reduced over the shards, not over the replicas
+        self._over_replicas: Tensor | None = None  # reduced over both
         self.owned = [
-            Owned(group, mine, nn.Parameter(self.master[mine.inside(self._kept)]))
+            OptimizerShard(group, mine, nn.Parameter(self.master[mine.inside(self._kept)]))
             for group, mine in (layout.groups() if trainable else ())
         ]
 
@@ -337,8 +234,27 @@ class FlatParameters:
         """The masters of what this rank updates."""
         return self.master[self.layout.owned.inside(self._kept)]
 
+    def show(self) -> None:
+        """Make the parameters views of the buffer, as they are inside steps."""
+        for parameter, inside, _ in self._views:
+            parameter.data = inside
+
+    def hide(self) -> None:
+        """Make the parameters NaN in their own shapes, as they are outside of steps, unless the
+        buffer has the values that this rank updates."""
+        if self._hides:
+            for parameter, _, outside in self._views:
+                parameter.data = outside
+
+    def give_back(self) -> None:
+        """Leave the parameters their trained values for good, if this rank has all of them in the
+        masters' type."""
+        if self._resident and self._buffer is self.master:
+            self.settle()
+            self.show()
+
     def unshard(self) -> None:
-        """Start to gather the parameters; ``wait`` before use."""
+        """Start to gather the parameters after the compute so far; ``wait`` before use."""
         if self._resident:
             return
         self._storage.resize_(self.layout.size * self._buffer.element_size())
@@ -347,12 +263,17 @@ class FlatParameters:
 
     def wait(self) -> None:
         """Make compute wait for the gather that ``unshard`` has started."""
-        if self._resident and self.updated is not None:
-            self.updated.wait()
-            self.updated = None
+        if self._resident:
+            self.settle()
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = self.updated = None
+
+    def settle(self) -> None:
+        """Let compute wait until the masters are those of the last update."""
+        if self.updated is not None:
+            self.updated.wait()
+            self.updated = None
 
     def reshard(self) -> None:
         """Free the gathered parameters; gradients stay."""
@@ -367,56 +288,55 @@ class FlatParameters:
         A gradient that autograd has made (of a weight whose gradient is delayed, but which is also
         used outside of its linear layer) is added.
         """
-        if self._fresh is not None or not self.trainable:
+        if self._sums is not None or not self.trainable:
             return
         self._lanes.join_reduction_of(self)
-        self._given.clear()
-        self._fresh = self._sums.make()
-        for held in self.held:
-            gradient = view(self._fresh, held.slot)
-            self._given.append(gradient)
-            for parameter in held.parameters:
+        spare, self._spare = self._spare, None
+        if spare is None:
+            self._sums = zeros(self.layout.size, self._types.master, self.master.device)
+        else:
+            self._sums = spare.zero_()
+        for member in self.members:
+            gradient = member.slot.view(self._sums)
+            for parameter in member.parameters:
                 made, parameter.grad = parameter.grad, gradient
                 if made is not None:
                     gradient.add_(made)
 
-    def reduce(self, *, cross: bool) -> None:
-        """Start to sum the gradients over the shards, and then over the replicas if ``cross``."""
+    def reduce(self, *, over_replicas: bool) -> None:
+        """Start to sum the gradients over the shards, and then ``over_replicas``."""
         if not self.trainable:
             return
         self.make_gradients()  # zeros where this rank has none, because others may have some
-        check_kept(self.held, self._given)
-        cross = cross and self._groups.replicate is not None
+        over_replicas = over_replicas and self._groups.replicate is not None
         after: list[Ticket] = []
         if self._groups.reduce is not None:
-            self._lanes.reducing[self] = self._reduce_shards(self._take_fresh())
-            after = [self._lanes.reducing[self]]
-        elif cross:
-            self._partial = self._take_fresh()
-        if cross:
-            self._lanes.crossing.append(self._cross_replicas(after))
+            after = [self._reduce_over_shards(self._take_sums())]
+            self._lanes.shard_reductions[self] = after[0]
+        elif over_replicas:
+            self._over_shards = self._take_sums()
+        if over_replicas:
+            self._lanes.replica_reductions.append(self._reduce_over_replicas(after))
 
     def finish(self) -> None:
         """Set the gradients of the tensors that the optimizer updates: sums over all data-parallel
         ranks. Compute must have waited for all reductions."""
-        if (gradient := self.gradient()) is None:
-            return
-        for one in self.owned:
-            one.tensor.grad = gradient[one.stretch.inside(self.layout.owned)]
+        if (gradient := self.gradient()) is not None:
+            for one in self.owned:
+                one.tensor.grad = gradient[one.elements.inside(self.layout.owned)]
 
     def gradient(self) -> Tensor | None:
         """The gradient of what this rank updates, after ``finish``; None without one."""
         if self._groups.replicate is not None:
-            return self._crossed
-        return self._partial if self._groups.reduce is not None else self._fresh
+            return self._over_replicas
+        return self._over_shards if self._groups.reduce is not None else self._sums
 
     def clear_gradients(self) -> None:
         """Drop all gradients."""
-        self._sums.give_back(self._fresh)
-        self._fresh = None
+        self._spare = self._sums if self._keeps_sums else None
+        self._sums = self._over_shards = self._over_replicas = None
         for parameter in self._parameters:
             parameter.grad = None
-        self._partial = self._crossed = None
         for one in self.owned:
             one.tensor.grad = None
 
@@ -426,25 +346,17 @@ class FlatParameters:
         if self._zero:
             self.updated = self._lanes.replicate.run(self._gather_rows)
 
-    def whole(self, mine: Tensor) -> Tensor:
-        """The whole of a tensor of which ``mine`` is this rank's part, shaped as the rows that it
-        updates; collective. All buffers must be settled: the lanes use the same process groups."""
+    def copies(self, mine: Tensor, dtype: torch.dtype) -> list[tuple[Slot, Tensor]]:
+        """Every parameter's part of a whole tensor, copied to the CPU; ``mine`` is this rank's part
+        of it, shaped as the rows that this rank updates. Collective; the buffer must be settled,
+        because the lanes use the same process groups."""
         for group in (self._groups.replicate if self._zero else None, self._groups.gather):
             if group is not None:
                 gathered = mine.new_empty(mine.numel() * group.size())
                 all_gather_single(gathered, mine, group=group)
                 mine = gathered
-        return mine
-
-    def copies(self, mine: Tensor, dtype: torch.dtype) -> list[tuple[Slot, Tensor]]:
-        """Every parameter's part of ``whole(mine)``, copied to the CPU; collective."""
-        whole = self.whole(mine)
-        return [(one.slot, view(whole, one.slot).to(dtype, copy=True).cpu()) for one in self.held]
-
-    def names(self) -> Iterator[Name]:
-        """All names of all parameters."""
-        for held in self.held:
-            yield from held.slot.names
+        slots = (member.slot for member in self.members)
+        return [(slot, slot.view(mine).to(dtype, copy=True).cpu()) for slot in slots]
 
     def is_in_buffer(self, x: Tensor) -> bool:
         """Whether a tensor lies in the memory of gathered parameters."""
@@ -456,18 +368,30 @@ class FlatParameters:
 
     def unreduced_bytes(self) -> int:
         """Bytes of gradients whose reduction over the shards has not begun."""
-        return 0 if self._fresh is None else self._fresh.nbytes
+        return 0 if self._sums is None else self._sums.nbytes
 
     @property
     def _parameters(self) -> Iterator[nn.Parameter]:
-        return chain.from_iterable(held.parameters for held in self.held)
+        return chain.from_iterable(member.parameters for member in self.members)
 
     @property
     def _storage(self) -> torch.UntypedStorage:
         return self._buffer.untyped_storage()
 
+    def _values(self, elements: ElementRange, dtype: torch.dtype) -> Tensor:
+        """A range of the buffer with the parameters' values, and zeros between them."""
+        (device,) = {parameter.device for parameter in self._parameters}
+        buffer = torch.zeros(len(elements), dtype=dtype, device=device)
+        for member in self.members:
+            own = member.slot.elements
+            mine = own.intersect(elements)
+            if len(mine):
+                values = member.parameters[0].detach().flatten()
+                buffer[mine.inside(elements)] = values[mine.inside(own)]
+        return buffer
+
     def _make_buffer(self) -> Tensor:
-        """Make the buffer for compute, and make the parameters views of it."""
+        """Make the buffer for compute, and the views of it that parameters are inside steps."""
         for parameter in self._parameters:
             parameter.data = parameter.data.new_empty(0)
         if self._resident:
@@ -475,12 +399,18 @@ class FlatParameters:
             buffer = self._part
         else:
             buffer = self.master.new_empty(self.layout.size, dtype=self._types.compute)
-        self.views = Views(
-            self.held, buffer, hides=not self._resident, is_master=buffer is self.master
-        )
+        self._hides = buffer is not self.master or self._zero
+        slots = [(one.slot, parameter) for one in self.members for parameter in one.parameters]
+        nothing = buffer.new_full((len(slots),), torch.nan)  # parameters share no memory
+        self._views = [
+            (parameter, slot.view(buffer), one.expand(slot.shape))
+            for (slot, parameter), one in zip(slots, nothing, strict=True)
+        ]
+        self.show()
         if self.trainable:
             for parameter in self._parameters:
                 parameter.grad_dtype = None
+        self.hide()
         if not self._resident:
             buffer.untyped_storage().resize_(0)
         return buffer
@@ -493,41 +423,35 @@ class FlatParameters:
         if self._groups.gather is not None:
             all_gather_single(self._buffer, mine, group=self._groups.gather)
 
-    def _take_fresh(self) -> Tensor:
+    def _take_sums(self) -> Tensor:
         """The sums so far; parameters have no gradients until they are given new ones."""
-        fresh, self._fresh = self._fresh, None
-        self._given.clear()
+        sums, self._sums = self._sums, None
         for parameter in self._parameters:
             parameter.grad = None
-        assert fresh is not None
-        return fresh
+        assert sums is not None
+        return sums
 
-    def _reduce_shards(self, fresh: Tensor) -> Ticket:
-        first = self._partial is None
-        if self._partial is None:
-            self._partial = fresh.new_empty(len(self.layout.part))
+    def _reduce_over_shards(self, sums: Tensor) -> Ticket:
+        first = self._over_shards is None
+        if self._over_shards is None:
+            self._over_shards = sums.new_empty(len(self.layout.part))
         place, group = slice(self.layout.part.begin, self.layout.part.end), self._groups.reduce
-        work = ReduceScatter(
-            fresh, self._sent(fresh), place, total=self._partial, first=first, group=group
+        assert group is not None
+        return self._lanes.reduce.run(
+            partial(_reduce_scatter, sums, self._sent(sums), place, self._over_shards, first, group)
         )
-        return self._lanes.reduce.run(work)
 
-    def _cross_replicas(self, after: Sequence[Ticket]) -> Ticket:
-        partial, self._partial = self._partial, None
-        assert partial is not None
-        first, sent, group = self._crossed is None, self._sent(partial), self._groups.replicate
-        work: Work
+    def _reduce_over_replicas(self, after: Sequence[Ticket]) -> Ticket:
+        source, self._over_shards = self._over_shards, None
+        group = self._groups.replicate
+        assert source is not None
+        assert group is not None
+        sent = self._sent(source)
+        self._over_replicas = source.new_empty(len(self.layout.owned)) if self._zero else source
+        work = partial(_all_reduce, source, sent, group)
         if self._zero:
-            place = self.layout.owned.inside(self.layout.part)
-            if self._crossed is None:
-                self._crossed = partial.new_empty(len(self.layout.owned))
-            work = ReduceScatter(
-                partial, sent, place, total=self._crossed, first=first, group=group
-            )
-        else:
-            if self._crossed is None:
-                self._crossed = partial
-            work = AllReduce(partial, sent, self._crossed, first=first, group=group)
+            place, total = self.layout.owned.inside(self.layout.part), self._over_replicas
+            work = partial(_reduce_scatter, source, sent, place, total, True, group)
         return self._lanes.replicate.run(work, after)
 
     def _sent(self, gradient: Tensor) -> Tensor:
@@ -542,3 +466,101 @@ class FlatParameters:
         if self._part is not self.master:
             rows.copy_(self.master)
         all_gather_single(self._part, rows, group=self._groups.replicate)
+
+
+# Reductions of flat gradients, as work that a lane runs. A reduction reads the gradients directly.
+# If it sends another number type, it first casts them into the buffer ``sent``.
+
+
+def _reduce_scatter(
+    source: Tensor,
+    sent: Tensor,
+    place: slice,
+    total: Tensor,
+    first: bool,
+    group: dist.ProcessGroup,
+) -> None:
+    """Reduce-scatter ``source`` into ``total`` if it is the ``first``, otherwise add the result to
+    ``total``. ``place`` is this rank's part of the source."""
+    cast = sent is not source
+    if cast:
+        sent.copy_(source)
+    mine = total if first and not cast else sent[place]
+    reduce_scatter_single(mine, sent, group=group)
+    if not first:
+        total.add_(mine)
+    elif cast:
+        total.copy_(mine)
+
+
+def _all_reduce(source: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+    """All-reduce ``source`` in place."""
+    if sent is not source:
+        sent.copy_(source)
+    dist.all_reduce(sent, group=group)
+    if sent is not source:
+        source.copy_(sent)
+
+
+class TiedWeights:
+    """Keeps two copies of a parameter equal that the model uses in two layers (tied embeddings);
+    does nothing if ``tied`` is None, or if both uses are in one chunk, where they are one.
+
+    The copies, on two pipeline ranks or on one, begin equal, and their gradients are summed before
+    every optimizer step, so they stay equal. Each is in a flat buffer of its own, and both buffers
+    are divided in the same way, so that corresponding ranks have the same part. ``copy`` is the
+    buffer of the second name, if this rank has it and it is not the buffer of the first: gradient
+    norms and full parameters leave it out. All ranks must construct it.
+    """
+
+    def __init__(
+        self,
+        tied: tuple[Name, Name] | None,
+        flats: Sequence[FlatParameters],
+        layout: Layout,
+        timeout: timedelta | None = None,
+    ) -> None:
+        ends = [
+            next((f for f in flats if any(name in m.slot.names for m in f.members)), None)
+            for name in tied or ()
+        ]
+        self.copy = ends[1] if ends and ends[1] is not ends[0] else None
+        self._mine = [flat for flat in dict.fromkeys(ends) if flat is not None]
+        self._group: dist.ProcessGroup | None = None
+        if tied is None:
+            return
+        held: list[list[bool]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(held, [end is not None for end in ends])
+        pipeline = layout.pipeline(dist.get_rank())
+        first, second = (
+            next(place for place, rank in enumerate(pipeline) if held[rank][end])
+            for end in range(2)
+        )
+        if first != second:
+            self._group = new_group_in_each_pipeline(layout, {first, second}, timeout)
+        self._make_equal(pipeline[first])
+
+    def sum_gradients(self) -> None:
+        """Replace the gradients of both copies by their sum."""
+        found = [gradient for flat in self._mine if (gradient := flat.gradient()) is not None]
+        if self._group is not None and found:
+            dist.all_reduce(found[0], group=self._group)
+        elif len(found) == 2:
+            found[0].add_(found[1])
+            found[1].copy_(found[0])
+
+    def close(self) -> None:
+        """Destroy the process group; all its ranks must call it."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    @torch.no_grad()
+    def _make_equal(self, source: int) -> None:
+        """Overwrite the copy with the original's values, which the global rank ``source`` has."""
+        if self._group is not None:
+            dist.broadcast(self._mine[0].master, source, group=self._group)
+        elif len(self._mine) == 2:
+            self._mine[1].master.copy_(self._mine[0].master)
+        for flat in self._mine:
+            flat.gather_updated()

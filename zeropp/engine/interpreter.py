@@ -16,12 +16,10 @@ from torch.profiler import record_function
 
 from zeropp.engine.chunk import Chunk
 from zeropp.engine.collectives import Channels
-from zeropp.engine.deferred import Uses
-from zeropp.engine.errors import Meeting
-from zeropp.engine.sharding import shown
+from zeropp.engine.errors import ErrorBarrier
 from zeropp.engine.values import TensorShape, chosen, keywords_of, tensors_of
 from zeropp.layout import Layout
-from zeropp.literals import LossReduction, ReduceEvery
+from zeropp.literals import LossReduction
 from zeropp.schedule.event_loop import LANES
 from zeropp.schedule.program import Action, Op, Schedule
 from zeropp.timeline import Span
@@ -80,10 +78,9 @@ class _Step:
 class Interpreter:
     """Runs one rank's program over its chunks.
 
-    ``chunks`` are by stage. ``replicate_every``: gradients are reduced over the replicas with every
-    reduction over the shards, or with the last one of a step. The loss of every microbatch is
-    divided by ``loss_count``, so that the sum over microbatches and ranks is the loss of the global
-    batch. ``uses`` notes what every backward used.
+    ``chunks`` are by stage. Gradients are reduced over the replicas with the last reduction over
+    the shards of a step. The loss of every microbatch is divided by ``loss_count``, so that the sum
+    over microbatches and ranks is the loss of the global batch.
     """
 
     def __init__(
@@ -93,9 +90,7 @@ class Interpreter:
         *,
         channels: Channels,
         loss: Loss,
-        replicate_every: ReduceEvery,
         loss_count: int,
-        uses: Uses,
     ) -> None:
         self._chunks = chunks
         self._stage_rank = schedule.stage_rank
@@ -105,19 +100,18 @@ class Interpreter:
         self._last = schedule.num_stages - 1
         self._channels = channels
         self._loss = loss
-        self._replicate_every = replicate_every
-        self._loss_count, self._uses = loss_count, uses
+        self._loss_count = loss_count
         self._unreduced = Counter(a.stage for a in self._program if a.op is Op.REDUCE_GRAD)
         self.counters: Counter[str] = Counter()
         self.spans: list[Span] | None = None
         self.on_action: Callable[[Action], None] | None = None  # called before every action
         self._handlers: dict[Op, Callable[[Action, _Step], None]] = {
             Op.FORWARD: self._forward,
-            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_INPUT: self._backward,
             Op.BACKWARD_WEIGHT: self._backward_weight,
-            Op.FULL_BACKWARD: self._full_backward,
-            Op.UNSHARD: self._unshard,
-            Op.RESHARD: self._reshard,
+            Op.FULL_BACKWARD: self._backward,
+            Op.UNSHARD: lambda action, _: chunks[action.stage].unshard(),
+            Op.RESHARD: lambda action, _: chunks[action.stage].reshard(),
             Op.REDUCE_GRAD: self._reduce,
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,
@@ -129,10 +123,22 @@ class Interpreter:
         """Run the program over one step's microbatches. Returns the losses, each divided by
         ``loss_count``, on the rank with the last stage, and nothing on others."""
         step = _Step(batch)
-        with shown(chunk.shards for chunk in self._chunks.values()):
-            self._run_program(step)
+        self._reductions_left = self._unreduced.copy()
+        with shown(self._chunks.values()):
+            begin = time.perf_counter()
+            for action in self._program:
+                if self.on_action is not None:
+                    self.on_action(action)
+                start = self._clock(begin)
+                with record_function(str(action)):
+                    self._handlers[action.op](action, step)
+                self.counters[action.op.name.lower()] += 1
+                if self.spans is not None:
+                    place = self._rank, LANES[action.op], str(action)
+                    self.spans.append(Span(*place, start, self._clock(begin)))
+            self._channels.drain()
         for chunk in self._chunks.values():
-            chunk.shards.finish()
+            chunk.finish()
         return step.losses
 
     def reads(self, keywords: Iterable[str]) -> set[str]:
@@ -147,21 +153,6 @@ class Interpreter:
         return {name for name, stage in ends.items() if stage in self._chunks} | {
             name for name in keywords if name in known
         }
-
-    def _run_program(self, step: _Step) -> None:
-        self._reductions_left = self._unreduced.copy()
-        begin = time.perf_counter()
-        for action in self._program:
-            if self.on_action is not None:
-                self.on_action(action)
-            start = self._clock(begin)
-            with record_function(str(action)):
-                self._handlers[action.op](action, step)
-            self.counters[action.op.name.lower()] += 1
-            if self.spans is not None:
-                lane = LANES[action.op]
-                self.spans.append(Span(self._rank, lane, str(action), start, self._clock(begin)))
-        self._channels.drain()
 
     def _clock(self, begin: float) -> float:
         """Seconds since the step began; while spans are recorded, it waits for the compute stream.
@@ -195,44 +186,26 @@ class Interpreter:
         else:
             step.activations[stage + 1, microbatch] = [x.detach() for x in tensors_of(output)]
 
-    def _backward_input(self, action: Action, step: _Step) -> None:
-        self._backward(action, step, split=True)
-
-    def _full_backward(self, action: Action, step: _Step) -> None:
-        self._backward(action, step, split=False)
-
-    def _backward(self, action: Action, step: _Step, *, split: bool) -> None:
+    def _backward(self, action: Action, step: _Step) -> None:
         stage, microbatch = _key(action)
         gradients = None
         if stage != self._last:
             gradients = self._arrived(Op.RECV_B, (stage, microbatch), step.gradients, step)
-        self._uses.begin_backward(stage, microbatch)
-        chunk = self._chunks[stage]
-        found = chunk.backward(microbatch, gradients, split=split)
+        split = action.op is Op.BACKWARD_INPUT
+        found = self._chunks[stage].backward(microbatch, gradients, split=split)
         if stage > 0:
-            if all(gradient is None for gradient in found):
-                self._uses.cuts.add((stage, microbatch))
-            step.gradients[stage - 1, microbatch] = chunk.or_zeros(found)
+            step.gradients[stage - 1, microbatch] = found
 
     def _backward_weight(self, action: Action, step: _Step) -> None:
         del step
         stage, microbatch = _key(action)
         self._chunks[stage].backward_weight(microbatch)
 
-    def _unshard(self, action: Action, step: _Step) -> None:
-        del step
-        self._chunks[action.stage].shards.unshard()
-
-    def _reshard(self, action: Action, step: _Step) -> None:
-        del step
-        self._chunks[action.stage].shards.reshard()
-
     def _reduce(self, action: Action, step: _Step) -> None:
         del step
         self._reductions_left[action.stage] -= 1
         last = self._reductions_left[action.stage] == 0
-        every = self._replicate_every == "unit"
-        self._chunks[action.stage].shards.reduce(cross=last or every, bound=every)
+        self._chunks[action.stage].reduce(over_replicas=last)
 
     def _send(self, action: Action, step: _Step) -> None:
         stage, microbatch = _key(action)
@@ -270,6 +243,19 @@ def _key(action: Action) -> Key:
     return action.stage, action.microbatch
 
 
+@contextmanager
+def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
+    """Inside this context parameters are views of their buffers; outside they may be NaN."""
+    flats = [flat for chunk in chunks for flat in chunk.flats]
+    for flat in flats:
+        flat.show()
+    try:
+        yield
+    finally:
+        for flat in flats:
+            flat.hide()
+
+
 # The loss of a batch without training: a pipeline of forwards only.
 #
 # There are no gradients and no dropout (modules run in evaluation mode). Afterwards parameters are
@@ -294,47 +280,40 @@ class Evaluator:
         channels: Channels,
         loss: Loss,
         reduction: LossReduction,
-        meeting: Meeting,
+        barrier: ErrorBarrier,
+        world: dist.ProcessGroup | None,
     ) -> None:
         self._schedule, self._layout = schedule, layout
         self._chunks, self._channels = dict(sorted(chunks.items())), channels
-        self._loss, self._reduction, self._meeting = loss, reduction, meeting
+        self._loss, self._reduction, self._barrier = loss, reduction, barrier
         self._rank = layout.coordinates(dist.get_rank())["pp"]
-        self._last = schedule.num_stages - 1
+        self._last, self._world = schedule.num_stages - 1, world
 
-    def run(self, batch: Microbatches) -> float:
-        """The loss over the batches of all ranks: the mean over their rows, or the sum.
-
-        Raises RowsError on every rank if ranks of one pipeline have different numbers of rows, or
-        if no rank has any.
-        """
+    def run(self, batch: Microbatches, rounds: int, all_rows: int) -> float:
+        """The loss over the batches of all ranks: the mean over their rows, or the sum. ``rounds``
+        and ``all_rows`` are what ``agree`` gives."""
         rows = [len(part) for part in batch.inputs]
-        rounds, all_rows = self._meeting.agree(lambda: self._agree(sum(rows), len(rows)))
-        total = self._meeting.sum(lambda: self._run_units(batch, rows, rounds), 1)
-        return float(total) / (all_rows if self._reduction == "mean" else 1)
-
-    def _run_units(self, batch: Microbatches, rows: Sequence[int], rounds: int) -> Tensor:
-        """The sum of the losses of this rank's rows, as one number."""
-        total = torch.zeros(1, dtype=torch.float64, device=self._channels.device)
-        modules = [piece for chunk in self._chunks.values() for piece in chunk.shards.pieces]
-        devices = [total.device] if total.device.type == "cuda" else []
-        shards = [chunk.shards for chunk in self._chunks.values()]
-        seeds = torch.random.fork_rng(devices)
-        with torch.no_grad(), seeds, _evaluating(modules), shown(shards):
+        total = torch.zeros((), dtype=torch.float64, device=self._channels.device)
+        modules = [module for chunk in self._chunks.values() for module in chunk.modules]
+        seeds = torch.random.fork_rng([total.device] if total.device.type == "cuda" else [])
+        with torch.no_grad(), seeds, _evaluating(modules), shown(self._chunks.values()):
             for first in range(0, rounds * self._schedule.unit, self._schedule.unit):
                 unit = range(first, min(first + self._schedule.unit, len(rows)))
                 for microbatch, loss in self._run_unit(batch, unit):
                     total += loss * (rows[microbatch] if self._reduction == "mean" else 1)
-        return total
+        dist.all_reduce(total, group=self._world)
+        return float(total) / (all_rows if self._reduction == "mean" else 1)
 
-    def _agree(self, rows: int, microbatches: int) -> tuple[int, int]:
+    def agree(self, batch: Microbatches) -> tuple[int, int]:
         """(the number of units that every rank runs, as gathers are collective; the rows of all
-        ranks)."""
-        counts = torch.zeros(2, dist.get_world_size(), dtype=torch.long)
-        counts[:, dist.get_rank()] = torch.tensor([rows, microbatches])
-        counts = counts.to(self._channels.device)
-        dist.all_reduce(counts, group=self._meeting.before)
-        all_rows, all_microbatches = counts.tolist()
+        ranks).
+
+        Raises RowsError on every rank if ranks of one pipeline have different numbers of rows, or
+        if no rank has any.
+        """
+        rows = sum(len(part) for part in batch.inputs)
+        counts = self._barrier.exchange([rows, len(batch.inputs)])
+        all_rows, all_microbatches = zip(*counts, strict=True)
         for pipeline in self._layout.pipelines():
             found = {rank: all_rows[rank] for rank in pipeline}
             if len(set(found.values())) > 1:
@@ -351,7 +330,7 @@ class Evaluator:
         """The losses of a unit's microbatches, on the rank with the last stage."""
         local: dict[tuple[int, int], Sequence[Tensor]] = {}
         for stage, chunk in self._chunks.items():
-            chunk.shards.unshard()
+            chunk.unshard()
             for microbatch in unit:
                 inputs = self._inputs(stage, microbatch, batch, local)
                 output = chunk.infer(inputs, batch.keywords_of(microbatch))
@@ -359,7 +338,7 @@ class Evaluator:
                     yield microbatch, self._loss(output, batch, microbatch)
                 else:
                     self._pass_on(stage + 1, microbatch, tensors_of(output), local)
-            chunk.shards.reshard()
+            chunk.reshard()
         self._channels.drain()
 
     def _inputs(

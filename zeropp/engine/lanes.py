@@ -20,8 +20,6 @@ from typing import Protocol
 
 import torch
 
-from zeropp.engine.errors import free_frames
-
 Work = Callable[[], None]
 
 
@@ -43,10 +41,6 @@ class Lane(Protocol):
 
     def close(self) -> None:
         """Finish the lane's work and end it."""
-        ...
-
-    def abandon(self) -> None:
-        """Drop the work that has not begun, and do not wait for what has: its peers may be gone."""
         ...
 
 
@@ -95,9 +89,6 @@ class _StreamLane:
     def close(self) -> None:
         self._stream.synchronize()
 
-    def abandon(self) -> None:
-        """Do nothing, since the work was issued."""
-
 
 class _DoneTicket:
     def __init__(self, work: Work) -> None:
@@ -117,9 +108,6 @@ class _InlineLane:
     def close(self) -> None:
         """Do nothing, since there is nothing to end."""
 
-    def abandon(self) -> None:
-        """Do nothing, since all work that was given has ended."""
-
 
 class _ThreadTicket:
     def __init__(self, work: Work, after: Sequence[Ticket]) -> None:
@@ -128,30 +116,15 @@ class _ThreadTicket:
 
     def execute(self) -> None:
         """Run the work, in the lane's thread."""
-        error = self._attempt()
-        self._after = ()
-        if error is None:
-            self._done.set_result(None)
-            return
-        # Who waits may be about to close the process group of this work, which ends with its last
-        # reference. So nothing of failed work may keep one, not even for a moment after its end.
-        del self._work
-        free_frames(error)
-        self._done.set_exception(error)
-
-    def _attempt(self) -> BaseException | None:
         try:
             for ticket in self._after:
                 ticket.wait()
             with torch.no_grad():
                 self._work()
         except BaseException as error:
-            return error
-        return None
-
-    def drop(self) -> None:
-        """Do not run the work; who waits for it raises."""
-        self._done.set_exception(RuntimeError("the lane was abandoned after an earlier error"))
+            self._done.set_exception(error)
+        else:
+            self._done.set_result(None)
         self._after = ()
 
     def wait(self) -> None:
@@ -161,7 +134,6 @@ class _ThreadTicket:
 class _ThreadLane:
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[_ThreadTicket | None] = SimpleQueue()
-        self._abandoned = False
         # A daemon, because a rank that fails must not wait for collectives that its peers never
         # join.
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -174,64 +146,47 @@ class _ThreadLane:
 
     def close(self) -> None:
         self._queue.put(None)
-        if not self._abandoned:
-            self._thread.join()
-
-    def abandon(self) -> None:
-        self._abandoned = True
+        self._thread.join()
 
     def _serve(self) -> None:
         while (ticket := self._queue.get()) is not None:
-            if self._abandoned:
-                ticket.drop()
-            else:
-                ticket.execute()
-            del ticket  # else its tensors and its process group would live until the next ticket
-
-
-# The lanes of one rank, and the reductions in them that compute has not waited for.
+            ticket.execute()
+            del ticket  # else its tensors would live until the next ticket
 
 
 @dataclass(frozen=True)
 class Lanes:
     """The lanes of one rank, for all of its chunks.
 
-    ``reducing`` and ``crossing`` hold the reductions over the shards and over the replicas that
-    compute has not waited for; a ticket keeps the gradients that its reduction reads. Those over
-    the shards are found by the flat buffer that they belong to, which has at most one.
+    ``shard_reductions`` and ``replica_reductions`` hold the reductions over the shards and over the
+    replicas that compute has not waited for; a ticket keeps the gradients that its reduction reads.
+    Those over the shards are found by the flat buffer that they belong to, which has at most one.
     """
 
     device: torch.device
     gather: Lane
     reduce: Lane
     replicate: Lane
-    reducing: dict[object, Ticket] = field(default_factory=dict, init=False)
-    crossing: list[Ticket] = field(default_factory=list, init=False)
+    shard_reductions: dict[object, Ticket] = field(default_factory=dict, init=False)
+    replica_reductions: list[Ticket] = field(default_factory=list, init=False)
 
-    def join_reductions(self) -> None:
+    def join_shard_reductions(self) -> None:
         """Let compute wait for all reductions over the shards, and free what they read."""
-        for ticket in self.reducing.values():
+        for ticket in self.shard_reductions.values():
             ticket.wait()
-        self.reducing.clear()
+        self.shard_reductions.clear()
 
     def join_reduction_of(self, flat: object) -> None:
-        """Like ``join_reductions``, for the reduction of one flat buffer, if there is one."""
-        ticket = self.reducing.pop(flat, None)
+        """Like ``join_shard_reductions``, for that of one flat buffer, if there is one."""
+        ticket = self.shard_reductions.pop(flat, None)
         if ticket is not None:
             ticket.wait()
 
-    def join_crossings(self) -> None:
+    def join_replica_reductions(self) -> None:
         """Let compute wait for all reductions over the replicas, and free what they read."""
-        for ticket in self.crossing:
+        for ticket in self.replica_reductions:
             ticket.wait()
-        self.crossing.clear()
-
-    def abandon(self) -> None:
-        """Drop all work that has not begun, and forget what compute has not waited for."""
-        for lane in (self.gather, self.reduce, self.replicate):
-            lane.abandon()
-        self.reducing.clear()
-        self.crossing.clear()
+        self.replica_reductions.clear()
 
 
 def make_lanes(device: torch.device, undo: ExitStack) -> Lanes:

@@ -1,10 +1,9 @@
-"""An optimizer's state, described per parameter for checkpoints, and given back after loading."""
+"""The optimizer of what one rank updates: made, tried, clipped, and its state for checkpoints."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -12,168 +11,226 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.engine.flat import FlatParameters
-from zeropp.engine.flat_layout import Owned, Slot, Updater, is_of_elements, runs
+from zeropp.engine.flat import FlatParameters, OptimizerShard
 from zeropp.engine.options import MakeOptimizer
 from zeropp.layout import InfeasibleError, Layout
-from zeropp.optimizer import build_optimizer, square_norm
+from zeropp.optimizer import build_optimizer, clip_factor, square_norm
 from zeropp.training import OptimizerConfig
 
-# What an optimizer keeps, and whether it works element by element: tried on a few numbers.
-#
-# The optimizer itself takes the steps, with its own settings, but on other tensors in place of its
-# own. Afterwards it is as it was.
 
+@dataclass
+class Updater:
+    """The optimizer of one rank. ``groups``: the name of the optimizer group of a tensor, by the
+    tensor's identity. ``clip_norm``: the largest global gradient norm (0: no clipping).
+    ``lr_schedule``: the factor on the learning rate, by the number of steps done."""
 
-PROBED = 4  # elements
-_VALUES, _GRADIENTS = (0.5, -1.5, 2.5, 0.25), (1.0, 2.0, -0.5, 0.125)
+    optimizer: torch.optim.Optimizer
+    groups: dict[int, str]
+    clip_norm: float = 0.0
+    lr_schedule: Callable[[int], float] | None = None
 
+    def __post_init__(self) -> None:
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._begins_with_state = bool(self.optimizer.state)  # Adagrad's does
 
-def kept_by(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What the optimizer keeps of a tensor of ``PROBED`` elements after one step, by its own names,
-    for each of its groups."""
-    places = [[slice(0, PROBED)] for _ in optimizer.param_groups]
-    with _standing_in(optimizer, places) as tensors:
+    @classmethod
+    def make(
+        cls,
+        flats: Iterable[FlatParameters],
+        asked: OptimizerConfig | MakeOptimizer,
+        device: torch.device,
+        lr_schedule: Callable[[int], float] | None,
+    ) -> Updater:
+        """The optimizer that was asked for, over what this rank updates of the flat buffers; a
+        group that this rank has nothing of has one empty tensor.
+
+        Raises InfeasibleError for an optimizer that does not work element by element, or that has
+        left a group out.
+        """
+        groups: defaultdict[str, list[nn.Parameter]] = defaultdict(list)
+        for flat in flats:
+            for one in flat.owned:
+                groups[one.group].append(one.tensor)
+        groups.default_factory = lambda: [nn.Parameter(torch.empty(0, device=device))]
+        if not groups:  # optimizers refuse to have nothing at all
+            groups["all"]
+        optimizer = _made(asked, groups)
+        if not isinstance(asked, OptimizerConfig):
+            check_elementwise(asked, groups, device)
+        known = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        for name, members in groups.items():
+            if any(id(one) not in known for one in members):
+                raise InfeasibleError(
+                    f"optimizer: has nothing of group {name!r}, whose parameters would never be "
+                    f"updated (give it groups[{name!r}], or freeze these parameters)"
+                )
+        names = {id(one): name for name, members in groups.items() for one in members}
+        clip_norm = asked.clip_norm if isinstance(asked, OptimizerConfig) else 0.0
+        return cls(optimizer, names, clip_norm, lr_schedule)
+
+    def set_rates(self, steps_done: int) -> None:
+        """Set the learning rates of a step, if there is a schedule."""
+        if self.lr_schedule is not None:
+            factor = self.lr_schedule(steps_done)
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * factor
+
+    def clip(self, norm: float) -> None:
+        """Scale the gradients down if their global norm is too large; see ``clip_factor``."""
+        if (factor := clip_factor(norm, self.clip_norm)) == 1.0:
+            return
+        for group in self.optimizer.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None:
+                    tensor.grad.mul_(factor)
+
+    def states(self, flats: Iterable[FlatParameters]) -> Iterator[OptimizerState]:
+        """What the optimizer keeps of each tensor of the flat buffers.
+
+        Before its first step that is what it keeps after a step with gradients of zeros and a
+        learning rate of 0, so that a reader of a checkpoint can name the tensors; the optimizer
+        itself stays as it was. Raises InfeasibleError where something is neither one number per
+        element nor one per tensor.
+        """
+        state = self.optimizer.state or self._state_to_be()
+        for flat in flats:
+            for shard in flat.owned:
+                if values := state.get(shard.tensor):
+                    yield OptimizerState.of(flat, shard, values)
+
+    def take_over(self, states: Iterable[OptimizerState], steps_done: int) -> None:
+        """Go on from what has been read into these states, or, after no step, from the start."""
+        if not steps_done and not self._begins_with_state:
+            self.optimizer.state.clear()
+            return
+        for state in states:
+            self.optimizer.state[state.shard.tensor] = state.read()
+
+    def _state_to_be(self) -> Mapping[Tensor, dict[str, Any]]:
+        optimizer = self.optimizer
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0
+            for tensor in group["params"]:
+                tensor.grad = torch.zeros_like(tensor)
         optimizer.step()
-        return [dict(optimizer.state.get(one, {})) for (one,) in tensors]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+            for tensor in group["params"]:
+                tensor.grad = None
+        made, optimizer.state = optimizer.state, defaultdict(dict)
+        return made
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise InfeasibleError for an optimizer that updates an element by looking at others, which
-    may be on other ranks or belong to other parameters.
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an optimizer keeps of one tensor.
 
-    Four elements at once must be updated like two and two. An optimizer that has made its state at
-    construction (Adagrad) has none for other tensors and is not tried.
+    ``elements`` are the tensors of its own size, by kind, which share memory with the optimizer's.
+    ``numbers`` are copies, on the CPU, of those of the whole tensor (a count of steps). ``like``
+    has the numbers as the optimizer keeps them, whose types and devices loaded ones take over.
     """
-    if optimizer.state:
-        return
-    name = type(optimizer).__name__
-    try:
-        whole, parts = (_after_two_steps(optimizer, size) for size in (PROBED, 2))
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise InfeasibleError(f"optimizer: {name} cannot take a step: {lines[0]}") from error
-    if not torch.allclose(whole, parts, rtol=1e-5, equal_nan=True):
+
+    flat: FlatParameters
+    shard: OptimizerShard
+    elements: Mapping[str, Tensor]
+    numbers: Mapping[str, Tensor]
+    like: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls, flat: FlatParameters, shard: OptimizerShard, values: Mapping[str, Any]
+    ) -> OptimizerState:
+        """The state of one tensor, sorted."""
+        elements = {kind: one for kind, one in values.items() if _is_of_elements(one, shard.tensor)}
+        like = {k: one for k, one in values.items() if k not in elements and one is not None}
+        for kind, value in like.items():
+            if not isinstance(value, (bool, int, float)) and not (
+                isinstance(value, Tensor) and not value.dim()
+            ):
+                raise InfeasibleError(
+                    f"state_dict: the optimizer keeps {kind!r} of a parameter, which is neither "
+                    "one number nor one per element, so no other topology could load it"
+                )
+        numbers = {kind: torch.as_tensor(value).cpu().clone() for kind, value in like.items()}
+        return cls(flat, shard, elements, numbers, like)
+
+    def read(self) -> dict[str, Any]:
+        """What the optimizer is to keep, after numbers and elements have been read into this."""
+        found: dict[str, Any] = dict(self.elements)
+        for kind, like in self.like.items():
+            number = self.numbers[kind].item()
+            as_tensor = isinstance(like, Tensor)
+            found[kind] = torch.full_like(like, number) if as_tensor else type(like)(number)
+        return found
+
+
+# What an optimizer does to a few numbers: tried before it is given the model's.
+
+_TRIED = 4  # elements
+_VALUES, _GRADIENTS = (0.5, -1.5, 2.5, 0.25), (1.0, 2.0, -0.5, 0.125)
+Groups = Mapping[str, list[nn.Parameter]]
+
+
+def check_elementwise(asked: MakeOptimizer, names: Iterable[str], device: torch.device) -> None:
+    """Raise InfeasibleError for an optimizer that updates an element by looking at others, which
+    may be on other ranks or belong to other parameters: four elements at once must be updated like
+    two and two. ``asked`` is called once for each."""
+    names, found = list(names), []
+    for size in (_TRIED, 2):
+        optimizer, groups = _tried(asked, names, size, device)
+        kind = type(optimizer).__name__
+        try:
+            optimizer.step()
+            optimizer.step()
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise InfeasibleError(f"optimizer: {kind} cannot take a step: {lines[0]}") from error
+        found.append(torch.cat([one.detach() for name in names for one in groups[name]]))
+    whole, halves = found
+    if not torch.allclose(whole, halves, rtol=1e-5, equal_nan=True):
         raise InfeasibleError(
-            f"optimizer: {name} does not work element by element (two parameters of two elements "
+            f"optimizer: {kind} does not work element by element (two parameters of two elements "
             "are updated in another way than one of four), so it cannot update parts of parameters "
             "(take one that does, such as AdamW or SGD)"
         )
 
 
-def _after_two_steps(optimizer: torch.optim.Optimizer, size: int) -> Tensor:
-    """Four numbers per group of the optimizer after two steps, in tensors of ``size`` elements."""
-    places = [
-        [slice(begin, begin + size) for begin in range(0, PROBED, size)]
-        for _ in optimizer.param_groups
-    ]
-    with _standing_in(optimizer, places) as tensors:
-        optimizer.step()
-        optimizer.step()
-        return torch.cat([one.detach().double().cpu() for lot in tensors for one in lot])
-
-
-@contextmanager
-def _standing_in(
-    optimizer: torch.optim.Optimizer, places: Sequence[Sequence[slice]]
-) -> Iterator[list[list[nn.Parameter]]]:
-    """Inside this context the optimizer has no state, and each of its groups has small tensors
-    instead of its own: one tensor per slice of ``places``, with those of the four test values."""
-    groups, state = optimizer.param_groups, optimizer.state
-    tensors = [
-        [_stand_in(group["params"][0], place) for place in lot]
-        for group, lot in zip(groups, places, strict=True)
-    ]
-    pairs = zip(groups, tensors, strict=True)
-    optimizer.param_groups = [{**group, "params": list(lot)} for group, lot in pairs]
-    optimizer.state = defaultdict(dict)
-    try:
-        yield tensors
-    finally:
-        optimizer.param_groups, optimizer.state = groups, state
-
-
-def _stand_in(like: Tensor, place: slice) -> nn.Parameter:
-    made = nn.Parameter(like.new_tensor(_VALUES[place]))
-    made.grad = like.new_tensor(_GRADIENTS[place])
-    return made
-
-
-# The optimizer of what one rank updates, and the gradients that it reads.
-
-
-TORN = (
-    "an optimizer's error left some ranks updated and others not; build the model anew and load "
-    "the last checkpoint"
-)
-
-
-def make_updater(
-    flats: Iterable[FlatParameters],
-    asked: OptimizerConfig | MakeOptimizer,
-    device: torch.device,
-    lr_schedule: Callable[[int], float] | None,
-) -> Updater:
-    """The optimizer that was asked for, over what this rank updates of the flat buffers; a group
-    that this rank has nothing of has one empty tensor.
-
-    Raises InfeasibleError for an optimizer that does not work element by element.
-    """
-    groups: defaultdict[str, list[nn.Parameter]] = defaultdict(list)
-    for flat in flats:
-        for one in flat.owned:
-            groups[one.group].append(one.tensor)
-    groups.default_factory = lambda: [nn.Parameter(torch.empty(0, device=device))]
-    if not groups:  # optimizers refuse to have nothing at all
-        groups["all"]
-    clip_norm = 0.0
-    optimizer = _made(asked, groups)
-    if isinstance(asked, OptimizerConfig):
-        clip_norm = asked.clip_norm
-    else:
-        check_elementwise(optimizer)
-    _check_whole(optimizer, groups)
-    names = {id(one): name for name, members in groups.items() for one in members}
-    return Updater(optimizer, names, clip_norm, lr_schedule)
-
-
-def _check_whole(
-    optimizer: torch.optim.Optimizer, groups: Mapping[str, list[nn.Parameter]]
-) -> None:
-    """Refuse an optimizer that has left a group out."""
-    known = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    for name, members in groups.items():
-        if any(id(one) not in known for one in members):
-            raise InfeasibleError(
-                f"optimizer: has nothing of group {name!r}, whose parameters would never be "
-                f"updated (give it groups[{name!r}], or freeze these parameters)"
-            )
-
-
 def state_bytes(asked: OptimizerConfig | MakeOptimizer, groups: Iterable[str]) -> dict[str, float]:
     """Bytes that the optimizer keeps of each element of each optimizer group, found by one step on
-    a few numbers. Raises InfeasibleError as ``make_updater`` does."""
-    tensors = {name: [nn.Parameter(torch.ones(PROBED))] for name in groups}
-    given = defaultdict(lambda: [nn.Parameter(torch.empty(0))], tensors)
-    optimizer = _made(asked, given)
-    for (tensor,) in tensors.values():
-        tensor.grad = torch.ones_like(tensor)
+    a few numbers. Raises InfeasibleError as ``Updater.make`` does."""
+    names, cpu = list(groups), torch.device("cpu")
     if not isinstance(asked, OptimizerConfig):
-        check_elementwise(optimizer)
+        check_elementwise(asked, names, cpu)
+    optimizer, tensors = _tried(asked, names, _TRIED, cpu)
     optimizer.step()
     return {
         name: sum(
-            value.nbytes / PROBED
-            for value in optimizer.state.get(tensor, {}).values()
-            if is_of_elements(value, tensor)
+            value.nbytes / _TRIED
+            for value in optimizer.state.get(tensors[name][0], {}).values()
+            if _is_of_elements(value, tensors[name][0])
         )
-        for name, (tensor,) in tensors.items()
+        for name in names
     }
 
 
-def _made(
-    asked: OptimizerConfig | MakeOptimizer, groups: Mapping[str, list[nn.Parameter]]
-) -> torch.optim.Optimizer:
+def _tried(
+    asked: OptimizerConfig | MakeOptimizer, names: Iterable[str], size: int, device: torch.device
+) -> tuple[torch.optim.Optimizer, Groups]:
+    """An optimizer of a few numbers per group, in tensors of ``size`` elements with gradients."""
+
+    def few() -> list[nn.Parameter]:
+        made = []
+        for begin in range(0, _TRIED, size):
+            made.append(nn.Parameter(torch.tensor(_VALUES[begin : begin + size], device=device)))
+            made[-1].grad = torch.tensor(_GRADIENTS[begin : begin + size], device=device)
+        return made
+
+    groups = defaultdict(few, {name: few() for name in names})
+    return _made(asked, groups), groups
+
+
+def _made(asked: OptimizerConfig | MakeOptimizer, groups: Groups) -> torch.optim.Optimizer:
     if isinstance(asked, OptimizerConfig):
         return build_optimizer(chain.from_iterable(groups.values()), asked)
     made: object = asked(groups)
@@ -184,6 +241,11 @@ def _made(
     return made
 
 
+def _is_of_elements(value: Any, tensor: Tensor) -> bool:
+    """Whether what an optimizer keeps of a tensor is one number per element of it."""
+    return isinstance(value, Tensor) and value.shape == tensor.shape
+
+
 def square_norm_of(flats: Iterable[FlatParameters], layout: Layout, device: torch.device) -> Tensor:
     """This rank's part of the squared gradient norm; the parts of all ranks add up to it.
 
@@ -192,123 +254,3 @@ def square_norm_of(flats: Iterable[FlatParameters], layout: Layout, device: torc
     copies = 1 if layout.replicate_zero else layout.replicate
     gradients = (one.tensor.grad for flat in flats for one in flat.owned)
     return square_norm(((one, copies) for one in gradients if one is not None), device)
-
-
-BEGUN = "begun"  # name of a number in checkpoints: 1 once a parameter has had a gradient, else 0
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What an optimizer keeps of one tensor, or would keep after a first step on it.
-
-    ``elements`` are the tensors of its own size, by kind, which share memory with the optimizer's.
-    ``numbers`` are those of the whole tensor (a count of steps), copied for each parameter in it,
-    and ``begun``, on the CPU. ``like`` has one value of each kind as the optimizer keeps it, whose
-    type, element type and device a loaded number takes over.
-    """
-
-    one: Owned
-    elements: Mapping[str, Tensor]
-    numbers: Mapping[Slot, Mapping[str, Tensor]]
-    like: Mapping[str, Any]
-
-
-def kept_of(
-    flats: Iterable[FlatParameters], updater: Updater
-) -> Iterator[tuple[FlatParameters, Kept]]:
-    """What the optimizer keeps of each tensor of the flat buffers, without those of which it keeps
-    nothing.
-
-    Raises InfeasibleError where that is neither one number per element nor one per parameter.
-    """
-    state = updater.optimizer.state
-    pairs = [(flat, one) for flat in flats for one in flat.owned]
-    unbegun = any(not state.get(one.tensor) for _, one in pairs)
-    to_be = _kept_to_be(updater) if unbegun else {}
-    for flat, one in pairs:
-        mine = state.get(one.tensor)
-        values = mine or to_be.get(id(one.tensor))
-        if values:
-            yield flat, _kept(flat, one, values, begun=bool(mine))
-
-
-def take_over(kept: Kept, one: Owned, updater: Updater) -> list[Owned]:
-    """Give the optimizer what has been read into ``kept``, if it belongs to this tensor; the tensor
-    is split where its parameters' numbers differ. Gives the tensors that are then in its place."""
-    if one.tensor is not kept.one.tensor:
-        return [one]
-    stretches = runs(one, kept.numbers, lambda slot: _by_value(kept.numbers[slot]))
-    made = updater.split(one, [stretch for stretch, _ in stretches])
-    for new, (stretch, numbers) in zip(made, stretches, strict=True):
-        begun = dict(numbers)
-        if not begun.pop(BEGUN):
-            updater.optimizer.state.pop(new.tensor, None)
-            continue
-        inside = stretch.inside(one.stretch)
-        parts: dict[str, Any] = {kind: value[inside] for kind, value in kept.elements.items()}
-        parts |= {kind: _number_like(kept.like[kind], value) for kind, value in begun.items()}
-        updater.optimizer.state[new.tensor] = parts
-    return made
-
-
-def _kept_to_be(updater: Updater) -> dict[int, dict[str, Any]]:
-    """For tensors of which the optimizer keeps nothing yet: zeros of the shapes and types that it
-    would keep, by the tensors' identities."""
-    optimizer, found = updater.optimizer, {}
-    for group, kept in zip(optimizer.param_groups, kept_by(optimizer), strict=True):
-        probed = group["params"][0].dtype  # the tensors of a group may have several types
-        for tensor in group["params"]:
-            if not optimizer.state.get(tensor):
-                found[id(tensor)] = {
-                    kind: _zeros_for(tensor, value, probed) for kind, value in kept.items()
-                }
-    return found
-
-
-def _zeros_for(tensor: Tensor, value: Any, probed: torch.dtype) -> Any:
-    """Zeros for each element of a tensor where ``value``, which the optimizer keeps of a tensor of
-    type ``probed``, has one number per element; other values as they are."""
-    if not isinstance(value, Tensor) or value.shape != (PROBED,):
-        return value
-    dtype = tensor.dtype if value.dtype == probed else value.dtype
-    return torch.zeros_like(tensor, dtype=dtype).detach()
-
-
-def _kept(flat: FlatParameters, one: Owned, values: Mapping[str, Any], *, begun: bool) -> Kept:
-    elements: dict[str, Tensor] = {}
-    like: dict[str, Any] = {}
-    for kind, value in values.items():
-        if is_of_elements(value, one.tensor):
-            elements[kind] = value
-        elif isinstance(value, (bool, int, float)) or (
-            isinstance(value, Tensor) and not value.dim()
-        ):
-            like[kind] = value
-        elif value is not None:
-            raise InfeasibleError(
-                f"state_dict: the optimizer keeps {kind!r} of a parameter, which is neither one "
-                "number nor one per element, so no other topology could load it"
-            )
-    numbers = {
-        slot: {
-            BEGUN: torch.tensor(int(begun)),
-            **{kind: _copied(value, begun=begun) for kind, value in like.items()},
-        }
-        for slot in flat.layout.slots
-        if slot.group == one.group and len(slot.stretch.meet(one.stretch))
-    }
-    return Kept(one, elements, numbers, like)
-
-
-def _copied(value: Any, *, begun: bool) -> Tensor:
-    number = value.detach().cpu().clone() if isinstance(value, Tensor) else torch.tensor(value)
-    return number if begun else torch.zeros_like(number)
-
-
-def _by_value(numbers: Mapping[str, Tensor]) -> tuple[tuple[str, Any], ...]:
-    return tuple((kind, number.item()) for kind, number in numbers.items())
-
-
-def _number_like(like: Any, value: Any) -> Any:
-    """A number as an optimizer had it: a Python number, or a tensor on its device."""
-    return torch.full_like(like, value) if isinstance(like, Tensor) else type(like)(value)

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from zeropp.engine.chunk import ChunkOptions
-from zeropp.engine.flat_layout import Name
+from zeropp.engine.flat import Name
 from zeropp.engine.sharding import GroupOf
 from zeropp.engine.values import TensorShape
 from zeropp.layout import InfeasibleError
-from zeropp.literals import LossReduction, Precision, Recompute, ReduceEvery, WireType
+from zeropp.literals import LossReduction, Precision, Recompute, WireType
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,6 @@ def one_group(name: Name, parameter: nn.Parameter) -> str:
 class EngineOptions:
     """An engine's settings, besides its part of a plan.
 
-    ``replicate_every``: gradients are summed over the replicas after every reduction over the
-    shards ("unit"), or only after the last one of a step ("step");
     ``reduce_dtype``: the type in which gradients are sent; ``tied`` names two parameters as
     (piece, name) that are one in the model; ``lr_schedule`` gives the factor on the learning rate
     from the number of steps done; ``dropout_seed``: what the model draws is a function of it, of
@@ -64,7 +62,6 @@ class EngineOptions:
 
     precision: Precision = "fp32"
     recompute: Recompute = "none"
-    replicate_every: ReduceEvery = "step"
     reduce_dtype: WireType = "fp32"
     tied: tuple[Name, Name] | None = None
     lr_schedule: Callable[[int], float] | None = None

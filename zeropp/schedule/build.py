@@ -2,14 +2,14 @@
 
 ``build`` gives the compute actions of any generator by its name. For ZeroPP, ``step_drafts`` gives
 the orders to choose from, each with a function that adds gathers, reductions and transfers. The
-planner and the tuner let the simulator choose, which looks at memory, too. ``step_programs``, which
-the public API calls, and ``build`` choose by the step time in the event loop alone.
+planner and the tuner let the simulator choose, which looks at memory, too; ``build`` chooses by the
+step time in the event loop alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 
 from zeropp.literals import ReduceEvery
@@ -60,18 +60,6 @@ class StepSizes(OrderSizes):
     def order(self) -> OrderSizes:
         """The sizes of the order alone."""
         return OrderSizes(**{field.name: getattr(self, field.name) for field in fields(OrderSizes)})
-
-
-def step_programs(sizes: StepSizes, costs: tuple[StageCost, ...] | None = None) -> Schedule:
-    """The complete programs of a step: in the order for equal durations or, with ``costs`` (one per
-    stage), in whichever of the ``step_drafts`` takes less time in the event loop. Raises ValueError
-    if the activation cap is too small."""
-    if costs is None:
-        return _equal_step(sizes)
-    # Orders do not depend on gathers and reductions; without these, more steps share cached orders.
-    bare = tuple(replace(cost, unshard=0.0, reduce_grad=0.0) for cost in costs)
-    _, complete = _cheapest(step_drafts(sizes, bare), costs)
-    return complete()
 
 
 def step_drafts(

@@ -15,9 +15,8 @@ from zeropp.cluster import Cluster
 from zeropp.cost import PlanPrice, StepBytes, StepTimes, pass_times, plan_bytes, time_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate, K, Knobs, Plan, SizedPlan, Task
-from zeropp.planner import Draft, fastest
+from zeropp.planner import Draft, TooLarge, fastest
 from zeropp.schedule import validate
-from zeropp.schedule.program import Schedule
 from zeropp.sim.simulator import SimResult
 from zeropp.training import OptimizerConfig, Trainer
 from zeropp.tune.space import Space, points
@@ -25,20 +24,6 @@ from zeropp.tune.space import Space, points
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-
-Dashes = str | tuple[float, tuple[float, ...]]  # as matplotlib takes them
-
-
-@dataclass(frozen=True)
-class Style:
-    """How figures draw a contender; hatch, dashes and marker repeat the distinction for print
-    without colour."""
-
-    colour: str
-    hatch: str
-    dashes: Dashes
-    marker: str
 
 
 def any_auto(knobs: Knobs) -> bool:
@@ -79,26 +64,20 @@ class Contender(Generic[K]):
 
     ``size`` makes a candidate's plan with all sizes, but without an order of actions; the cost
     model needs no more. It fills in knobs that are ``auto`` by simple rules, and raises
-    InfeasibleError with one line. ``order`` yields that plan with programs, once per order among
-    which the simulator chooses: the first is made without durations, and others are made only when
-    they are asked for. ``drafts`` yields the same orders before they are complete, so that the
-    tuner need not complete the slow ones; a contender whose orders are made quickly has none.
-    ``check`` raises ScheduleError for a schedule that cannot run. ``left_open`` says whether the
-    tuner has something to choose. ``search_effort`` tells how long a search takes in comparison
-    with the others, so that the longest can begin first.
+    InfeasibleError with one line. ``orders`` yields the orders of actions among which the simulator
+    chooses: the first is made without the durations of the plan's price, and others are made only
+    when they are asked for (``zeropp.planner``: ``one_order``, ``drafts``). ``check`` raises
+    ScheduleError for a schedule that cannot run. ``left_open`` says whether the tuner has something
+    to choose. ``search_effort`` tells how long a search takes in comparison with the others, so
+    that the longest can begin first.
     """
 
     name: str
     label: str  # its name in tables and figures
-    style: Style
     knobs: type[K]
     size: Callable[[Task, K, int], SizedPlan]  # task, knobs, microbatch size
-    order: Callable[[SizedPlan, K, PlanPrice], Iterator[Plan]]
+    orders: Callable[[SizedPlan, PlanPrice, TooLarge | None], Iterator[Draft]]
     space: Space[K]
-    # The last argument: whether compute actions, perhaps of an order's beginning, are too large.
-    drafts: (
-        Callable[[SizedPlan, K, PlanPrice, Callable[[Schedule], bool]], Iterator[Draft]] | None
-    ) = None
     check: Callable[[Plan], None] = check_schedule
     left_open: Callable[[K], bool] = any_auto
     prices: Prices = Prices()
@@ -127,7 +106,11 @@ class Contender(Generic[K]):
         its fastest if none fits)."""
         sized = self.size(task, candidate.knobs, candidate.microbatch_size)
         price = self.prices.of(sized, task.cluster)
-        return fastest(self.order(sized, candidate.knobs, price), task.cluster, price)
+        return fastest(self.plans(sized, price), task.cluster, price)
+
+    def plans(self, sized: SizedPlan, price: PlanPrice) -> Iterator[Plan]:
+        """The plan with each of its orders, completed."""
+        return (draft.complete() for draft in self.orders(sized, price, None))
 
     def candidates(
         self, task: Task, asked: K | None = None
@@ -135,7 +118,7 @@ class Contender(Generic[K]):
         """Everything that a search may try within ``asked`` (by default, all knobs are open), with
         its plan without an order of actions."""
         asked = asked or self.knobs()
-        for point, size in points(task, self.space, asked, "auto", fallen=Counter()):
+        for point, size in points(task, self.space, asked, "auto", rejected=Counter()):
             for family in self.space.families(point):
                 for plan in self._sized(task, family, size):
                     for knobs in self.space.members(asked, family, plan):

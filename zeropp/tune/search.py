@@ -37,6 +37,7 @@ from zeropp.cost import PlanPrice, StepBytes, StepTimes
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Auto
 from zeropp.plan import Candidate, K, Plan, SizedPlan, Task
+from zeropp.planner import Draft
 from zeropp.schedule.program import collector_paused
 from zeropp.sim.memory import fits
 from zeropp.sim.simulator import SimResult, simulate_within
@@ -132,7 +133,7 @@ Progress = Callable[[int, int, Evaluated[K] | None], None]
 
 @dataclass
 class Outcome(Generic[K]):
-    """The result of a search. ``fallen`` counts families and members by the reason why they were
+    """The result of a search. ``rejected`` counts families and members by the reason why they were
     dropped."""
 
     task: Task
@@ -140,7 +141,7 @@ class Outcome(Generic[K]):
     _: KW_ONLY
     winner: Evaluated[K] | None = None
     runner_up: Evaluated[K] | None = None
-    fallen: Counter[str] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
     simulated: int = 0
     is_complete: bool = True  # False: the budget ended the search
     # Plans without their activation caps, and the smallest cap with which they were out of memory;
@@ -174,16 +175,7 @@ class Outcome(Generic[K]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """An order of a plan's actions, with lower bounds that take less time than to complete it."""
-
-    is_too_large: Callable[[], bool]  # whether it certainly does not fit into memory
-    least_s: Callable[[float], float]  # the seconds of a step; infinite if not below the argument
-    complete: Callable[[], Plan]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tried:
+class OrdersResult:
     """What was found about the orders of one plan."""
 
     best: SimResult | None  # the fastest order that fits, if it is fast enough
@@ -193,33 +185,39 @@ class Tried:
 
 
 def try_orders(
-    orders: Iterable[Order], price: PlanPrice, *, limit_bytes: int, slowest_s: float
-) -> Tried:
+    drafts: Iterable[Draft],
+    plan: SizedPlan,
+    price: PlanPrice,
+    *,
+    limit_bytes: int,
+    slowest_s: float,
+) -> OrdersResult:
     """Simulate every order that may take less than ``slowest_s`` seconds and whose first and last
-    rank, as a rule the fullest, hold at most ``limit_bytes``."""
+    rank, usually the fullest, hold at most ``limit_bytes``."""
     best: SimResult | None = None
     simulated, large, tried = False, 0, 0
-    for order in orders:
+    ends = {0, plan.schedule.num_ranks - 1}
+    for draft in drafts:
         tried += 1
-        if order.is_too_large():
-            large += 1
-            continue
-        if order.least_s(slowest_s) >= slowest_s:
-            continue
-        plan = order.complete()
-        ranks = range(plan.schedule.num_ranks)
-        if not _fits(plan, price, {0, ranks[-1]}, limit_bytes):
+        if draft.compute:
+            if exceeds(draft.compute, plan, price, limit_bytes):
+                large += 1
+                continue
+            if least_of_order_s(draft.compute, plan, price, slowest_s) >= slowest_s:
+                continue
+        whole = draft.complete()
+        if not _fits(whole, price, ends, limit_bytes):
             large += 1
             continue
         simulated = True
-        result = simulate_within(plan, price, slowest_s)
+        result = simulate_within(whole, price, slowest_s)
         if result is None or result.step_s >= slowest_s:
             continue
-        if _fits(plan, price, ranks, limit_bytes):
+        if _fits(whole, price, range(whole.schedule.num_ranks), limit_bytes):
             best, slowest_s = result, result.step_s
         else:
             large += 1
-    return Tried(
+    return OrdersResult(
         best=best,
         simulated=simulated,
         some_large=large > 0,
@@ -276,7 +274,9 @@ class _Search(Generic[K]):
         self._progress = progress
         self._outcome = Outcome(task, contender)
         self._limit = task.cluster.device.usable_bytes
-        self._hopeless: set[object] = set()  # of families alike, those with too many activations
+        self._too_many_activations: set[object] = (
+            set()
+        )  # of families alike, those with too many activations
 
     def run(self, microbatch_size: int | Auto, tolerance: float, runner_up: bool) -> Outcome[K]:
         """Take the entry with the lowest bound, until no bound is below the winner."""
@@ -290,7 +290,7 @@ class _Search(Generic[K]):
                 self._progress(number - len(queue), number, outcome.winner)
             to_beat = outcome.to_beat(runner_up)
             if entry.bound_s >= to_beat * (1.0 - tolerance):
-                outcome.fallen[SLOWER] += 1 + len(queue)
+                outcome.rejected[SLOWER] += 1 + len(queue)
                 break
             if outcome.winner and process_time() > self._ends:
                 outcome.is_complete = False
@@ -345,11 +345,13 @@ class _Search(Generic[K]):
     def _families(self, microbatch_size: int | Auto) -> Iterator[Entry[K]]:
         """Every family for which the planner has a plan, with the cheapest bound."""
         space, prices = self._contender.space, self._contender.prices
-        fallen = self._outcome.fallen
+        rejected = self._outcome.rejected
         of_compute = compute_knobs(self._contender.knobs)
         bounds: dict[object, float] = {}
         number = 0
-        for point, size in points(self._task, space, self._asked, microbatch_size, fallen=fallen):
+        for point, size in points(
+            self._task, space, self._asked, microbatch_size, rejected=rejected
+        ):
             for knobs in space.families(point):
                 candidate, plan = Candidate(knobs, size), None
                 alike = (size, point.num_microbatches, of_compute(knobs))
@@ -365,14 +367,14 @@ class _Search(Generic[K]):
         try:
             return self._contender.size(self._task, candidate.knobs, candidate.microbatch_size)
         except InfeasibleError as error:
-            self._outcome.fallen[error.kind] += 1
+            self._outcome.rejected[error.kind] += 1
             return None
 
     def _opened(self, entry: Entry[K], number: int) -> Iterator[Entry[K]]:
         """The entries that replace a family: the family with its durations, or its members."""
         cluster = self._task.cluster
-        if entry.alike in self._hopeless:
-            self._outcome.fallen[OOM] += 1
+        if entry.alike in self._too_many_activations:
+            self._outcome.rejected[OOM] += 1
             return
         family = entry.plan or self._sized(entry.candidate)
         if family is None:
@@ -398,7 +400,7 @@ class _Search(Generic[K]):
     def _that_may_fit(self, entry: Entry[K], family: SizedPlan) -> Iterator[Member[K]]:
         """The members of a family whose least bytes fit, each sized when it is asked for. Bytes are
         cheaper to find than durations, and where memory is scarce most families have no such
-        member; where it is not, the first one fits as a rule."""
+        member; where it is not, the first one fits usually."""
         of_sums: dict[bool, StepBytes] = {}
         for candidate, member in self._members(entry.candidate, family):
             later = adds_later(member)
@@ -408,7 +410,7 @@ class _Search(Generic[K]):
             if least_bytes(member, of_sums[later]) <= self._limit:
                 yield Member(candidate, member, of_sums[later])
                 continue
-            self._outcome.fallen[OOM] += 1
+            self._outcome.rejected[OOM] += 1
             if is_first and self._too_large(entry.alike, member, of_sums[later]):
                 return
 
@@ -418,7 +420,7 @@ class _Search(Generic[K]):
         if least_of_family(first, held) <= self._limit:
             return False
         if least_of_alike(first, held) > self._limit:
-            self._hopeless.add(alike)
+            self._too_many_activations.add(alike)
         return True
 
     def _members(
@@ -442,35 +444,19 @@ class _Search(Generic[K]):
         uncapped = replace(plan, activation_cap=0)
         cap = plan.activation_cap or plan.num_microbatches * plan.layout.chunks
         if cap >= outcome.too_large.get(uncapped, cap + 1):
-            outcome.fallen[OOM] += 1
+            outcome.rejected[OOM] += 1
             return
+        too_large = partial(exceeds, plan=plan, held=price, limit_bytes=self._limit)
         try:
-            tried = try_orders(
-                self._orders(entry, plan, price), price, limit_bytes=self._limit, slowest_s=slowest
-            )
+            drafts = self._contender.orders(plan, price, too_large)
+            tried = try_orders(drafts, plan, price, limit_bytes=self._limit, slowest_s=slowest)
         except InfeasibleError as error:
-            outcome.fallen[error.kind] += 1
+            outcome.rejected[error.kind] += 1
             return
         outcome.simulated += tried.simulated
         if tried.best:
             outcome.offer(Evaluated(entry.candidate, tried.best))
         elif tried.some_large:
-            outcome.fallen[OOM] += 1
+            outcome.rejected[OOM] += 1
             if tried.all_large:
                 outcome.too_large[uncapped] = cap
-
-    def _orders(self, entry: Entry[K], plan: SizedPlan, price: PlanPrice) -> Iterator[Order]:
-        """The orders of a member, made one by one."""
-        contender, knobs = self._contender, entry.candidate.knobs
-        if contender.drafts is None:
-            for ordered in contender.order(plan, knobs, price):
-                complete = partial(plan.ordered, ordered.schedule)
-                yield Order(is_too_large=lambda: False, least_s=lambda _: 0.0, complete=complete)
-            return
-        too_large = partial(exceeds, plan=plan, held=price, limit_bytes=self._limit)
-        for draft in contender.drafts(plan, knobs, price, too_large):
-            yield Order(
-                is_too_large=partial(too_large, draft.compute),
-                least_s=partial(least_of_order_s, draft.compute, plan, price),
-                complete=draft.complete,
-            )

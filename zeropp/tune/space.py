@@ -138,33 +138,33 @@ def placement_choices(asked: Placement | Auto, point: Point[K]) -> tuple[Placeme
 
 
 def points(
-    task: Task, space: Space[K], asked: K, microbatch_size: int | Auto, *, fallen: Counter[str]
+    task: Task, space: Space[K], asked: K, microbatch_size: int | Auto, *, rejected: Counter[str]
 ) -> Iterator[tuple[Point[K], int]]:
     """(point, microbatch size) of all points of a space; those that do not divide are counted in
-    ``fallen`` by their cause."""
-    for degrees in _degrees(task, space, asked, fallen):
+    ``rejected`` by their cause."""
+    for degrees in _degrees(task, space, asked, rejected):
         for size in choices(microbatch_size, MICROBATCH_SIZES):
             slots = degrees.dp * size
             if task.global_batch % slots:
-                fallen[DIVIDES_NOT] += 1
+                rejected[DIVIDES_NOT] += 1
                 continue
             yield Point(task, asked, degrees, task.global_batch // slots), size
 
 
-def _degrees(task: Task, space: Space[K], asked: K, fallen: Counter[str]) -> Iterator[Layout]:
+def _degrees(task: Task, space: Space[K], asked: K, rejected: Counter[str]) -> Iterator[Layout]:
     """All layouts whose degrees multiply to the ranks and agree with those that were asked for."""
     shape, given = task.shape, asked_degrees(asked)
     for tp in _open(given.get("tp", 1), divisors(task.num_gpus) if space.tensor else [1]):
         if any(size % tp for size in (shape.heads, shape.kv_heads, shape.ffn, shape.vocab)):
-            fallen["tp does not divide the model"] += 1
+            rejected["tp does not divide the model"] += 1
             continue
         if tp > task.cluster.gpus_per_node:
-            fallen["tp larger than a node"] += 1
+            rejected["tp larger than a node"] += 1
             continue
         ranks = task.num_gpus // tp
         for pp in _open(given.get("pp", 1), _within(space.pipelines, ranks)):
             if pp > shape.layers:
-                fallen["more stages than layers"] += 1
+                rejected["more stages than layers"] += 1
                 continue
             for shard in _open(given.get("shard", 1), _within(space.shards, ranks // pp)):
                 replicate = ranks // pp // shard
