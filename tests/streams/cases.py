@@ -10,7 +10,14 @@ CASES = {
     for case in (
         Case("bf16", 2, {"pp": 1, "shard": 2, "chunks": 2, "precision": "bf16"}),
         Case("bf16 on the wire", 2, {"pp": 1, "shard": 2, "chunks": 2, "reduce_dtype": "bf16"}),
-        Case("units", 4, {**_BASE, "unit": 2}, then=("evaluate", "parameters")),
+        Case(
+            "units, tied weights",
+            4,
+            {**_BASE, "unit": 2},
+            batch=8,
+            tied=True,
+            then=("evaluate", "parameters"),
+        ),
         Case("replicas", 2, {"pp": 1, "replicate": 2, "chunks": 2}, then=("save and load",)),
         Case(
             "replicas with ZeRO-1",
@@ -22,16 +29,21 @@ CASES = {
             "shards and replicas",
             4,
             {"pp": 1, "shard": 2, "replicate": 2, "replicate_zero": 1, "chunks": 2, "unit": 2}
-            | {"reduce_dtype": "bf16", "replicate_every": "step", "reduce_every": "unit"},
+            | {"reduce_dtype": "bf16"},
         ),
-        Case("prefetch and keep", 2, {"pp": 1, "shard": 2, "chunks": 4, "prefetch": 2, "keep": 2}),
+        Case("prefetch", 2, {"pp": 1, "shard": 2, "chunks": 4, "prefetch": 2}),
         Case(
             "recomputation",
             2,
             {"pp": 1, "shard": 2, "chunks": 2, "recompute": "full", "precision": "bf16"},
             dropout=0.1,
         ),
-        Case("tied", 4, {**_BASE, "precision": "bf16"}, tied=True, then=("state",)),
-        Case("stages on a V", 2, {"pp": 2, "chunks": 2, "stage_style": "v"}, then=("spans",)),
+        Case("reduced once per step", 2, {"pp": 2, "chunks": 2, "reduce_every": "step"}),
+        Case(
+            "visible parameters",
+            2,
+            {"pp": 1, "replicate": 2, "replicate_zero": 1},
+            then=("norms", "spans"),
+        ),
     )
 }

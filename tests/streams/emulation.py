@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 import zeropp
 from tests.streams.faults import CONTROLS, FAULTS
 from zeropp import verify
-from zeropp.engine import engine as engine_module
 from zeropp.engine import lanes
-from zeropp.engine.errors import Meeting
+from zeropp.engine.errors import ErrorBarrier
 from zeropp.model import build_model, cross_entropy
 from zeropp.shape import ModelShape
 from zeropp.verify.rendezvous import Issued
 from zeropp.verify.streams import Device
 
-SEQUENCE, WORDS, BATCH = 4, 13, 8
+SEQUENCE, WORDS = 4, 13
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Case:
     name: str
     ranks: int
     options: dict[str, Any] = field(default_factory=dict)
-    layers: int = 4
+    batch: int = 4
     tied: bool = False
     dropout: float = 0.0
     steps: int = 2
@@ -52,8 +52,8 @@ class Found:
 
 
 def run_case(case: Case, emulate: bool, fault: str | None, folder: str) -> Found:
-    """Train on this rank, on virtual streams if ``emulate``, with a fault or a control of
-    ``faults.py`` by its name; ``folder`` is for checkpoints."""
+    """Train on this rank, on virtual streams if ``emulate``; ``folder`` is for checkpoints. With a
+    fault or a control of ``faults.py``, by its name, nothing is done besides training."""
     with ExitStack() as stack:
         fused = partial(torch.optim.AdamW, fused=True)  # as on CUDA
         stack.enter_context(mock.patch("torch.optim.AdamW", fused))
@@ -61,6 +61,7 @@ def run_case(case: Case, emulate: bool, fault: str | None, folder: str) -> Found
         if fault is not None:
             make, _ = (FAULTS | CONTROLS)[fault]
             stack.enter_context(make())
+            case = replace(case, then=())
         numbers = _train(case, folder)
     if device is None:
         return Found(numbers, [], [])
@@ -70,18 +71,26 @@ def run_case(case: Case, emulate: bool, fault: str | None, folder: str) -> Found
 @contextmanager
 def _as_on_a_gpu() -> Iterator[Device]:
     """Emulation, in which the engine takes the ways that it takes on CUDA: lanes are streams, and
-    ranks meet without groups of gloo."""
+    what runs on gloo groups beside NCCL stays on the CPU."""
+    exchange = ErrorBarrier.exchange
     with (
         verify.emulated() as device,
         mock.patch.object(lanes, "make_lane", lambda where, name: lanes._StreamLane(where)),
-        mock.patch.object(engine_module, "make_meeting", lambda where, *_: Meeting(where)),
     ):
-        yield device
+
+        def exchange_on_cpu(self: ErrorBarrier, numbers: Sequence[int]) -> list[list[int]]:
+            with device.unseen():
+                found = exchange(self, numbers)
+            device.log.meet("the barrier", dist.get_world_size())
+            return found
+
+        with mock.patch.object(ErrorBarrier, "exchange", exchange_on_cpu):
+            yield device
 
 
 def _train(case: Case, folder: str) -> list[float]:
     shape = ModelShape(
-        name="test", family="gpt", layers=case.layers, hidden=8, heads=2, kv_heads=2, ffn=16,
+        name="test", family="gpt", layers=2, hidden=8, heads=2, kv_heads=2, ffn=16,
         vocab=WORDS, seq=SEQUENCE, tied_embeddings=False, dropout=case.dropout,
     )  # fmt: skip
     built: list[Any] = list(build_model(shape, 3))
@@ -92,10 +101,10 @@ def _train(case: Case, folder: str) -> list[float]:
         options["tied"] = ((0, "tokens.weight"), (len(built) - 1, "output.weight"))
         built[-1].output.weight.data.copy_(built[0].tokens.weight.data)
     generator = torch.Generator().manual_seed(5)
-    batches = torch.randint(WORDS, (6, BATCH, SEQUENCE + 1), generator=generator)
+    batches = torch.randint(WORDS, (6, case.batch, SEQUENCE + 1), generator=generator)
     optimizer = zeropp.OptimizerConfig(kind="adamw", lr=1e-2, weight_decay=0.1, clip_norm=0.05)
     model = zeropp.parallelize(
-        built, cross_entropy, sample=batches[0][:1, :-1], global_batch=BATCH, optimizer=optimizer,
+        built, cross_entropy, sample=batches[0][:1, :-1], global_batch=case.batch, optimizer=optimizer,
         **options,
     )  # fmt: skip
     numbers: list[float] = []
@@ -139,6 +148,18 @@ def _parameters(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -
     return [float(sum(value.double().sum() for _, value in model.full_parameters()))]
 
 
+def _norms(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
+    """What a moving average or a log of weights does between steps."""
+    del batch, folder
+    found = [
+        parameter.detach().float().norm()
+        for flat in model.engine.flats
+        for member in flat.members
+        for parameter in member.parameters
+    ]
+    return [float(norm) for norm in found if not norm.isnan()]
+
+
 def _spans(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
     del batch, folder
     model.engine.record_spans(True)
@@ -147,6 +168,7 @@ def _spans(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> lis
 
 BETWEEN_STEPS = {
     "evaluate": _evaluate,
+    "norms": _norms,
     "parameters": _parameters,
     "save and load": _save_and_load,
     "spans": _spans,

@@ -11,11 +11,11 @@ from unittest import mock
 
 import torch
 
-from zeropp.engine import engine as engine_module
+from zeropp.engine import flat as flat_module
 from zeropp.engine import lanes
-from zeropp.engine.flat import FlatParameters, ReduceScatter, Sums
+from zeropp.engine.chunk import Chunk
+from zeropp.engine.flat import FlatParameters
 from zeropp.engine.interpreter import Interpreter
-from zeropp.engine.sharding import ChunkShards
 
 Fault = Callable[[], AbstractContextManager[Any]]
 
@@ -89,20 +89,20 @@ def _zeros_in_a_lane() -> Iterator[None]:
     """Gradient sums are zeroed in a lane that compute does not wait for."""
     lane = lanes._StreamLane(torch.device("cpu"))
 
-    def make(self: Any) -> Any:
-        out = torch.empty(self.size, dtype=self.dtype)
+    def zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        out = torch.empty(size, dtype=dtype, device=device)
         lane.run(partial(_zero, out))
         return out
 
-    with mock.patch.object(Sums, "make", make):
+    with mock.patch.object(flat_module, "zeros", zeros):
         yield
 
 
 @contextmanager
 def _crosses_before_reducing() -> Iterator[None]:
-    cross = FlatParameters._cross_replicas
+    cross = FlatParameters._reduce_over_replicas
     early = lambda self, after: cross(self, [])  # noqa: E731
-    with mock.patch.object(FlatParameters, "_cross_replicas", early):
+    with mock.patch.object(FlatParameters, "_reduce_over_replicas", early):
         yield
 
 
@@ -114,13 +114,12 @@ def _finish_without_waiting(self: Any) -> None:
 @contextmanager
 def _wire_allocated_in_the_lane() -> Iterator[None]:
     """The place for gradients in the wire's type is allocated in the lane, which alone uses it."""
-    call = ReduceScatter.__call__
+    reduce_scatter = flat_module._reduce_scatter
 
-    def late(self: Any) -> None:
-        object.__setattr__(self, "sent", torch.empty_like(self.source, dtype=torch.bfloat16))
-        call(self)
+    def late(source: torch.Tensor, sent: torch.Tensor, *arguments: Any) -> None:
+        reduce_scatter(source, torch.empty_like(sent), *arguments)
 
-    with mock.patch.object(ReduceScatter, "__call__", late):
+    with mock.patch.object(flat_module, "_reduce_scatter", late):
         yield
 
 
@@ -145,34 +144,37 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         _instead(FlatParameters, reshard=_reshard_at_once, wait=_nothing),
         "bf16",
     ),
-    "forward before its gather": (_instead(ChunkShards, wait=_nothing), "bf16"),
+    "forward before its gather": (_instead(Chunk, _wait=_nothing), "bf16"),
     "update before the reductions": (
         _instead(
             lanes.Lanes,
-            join_reductions=lambda self: self.reducing.clear(),
-            join_reduction_of=lambda self, flat: self.reducing.pop(flat, None),
+            join_shard_reductions=lambda self: self.shard_reductions.clear(),
+            join_reduction_of=lambda self, flat: self.shard_reductions.pop(flat, None),
         ),
-        "units",
+        "units, tied weights",
     ),
     "update before the replicas' sums": (
-        _instead(lanes.Lanes, join_crossings=lambda self: self.crossing.clear()),
+        _instead(lanes.Lanes, join_replica_reductions=lambda self: self.replica_reductions.clear()),
         "replicas",
     ),
     "a ticket keeps nothing": (_tickets_keep_nothing, "bf16 on the wire"),
-    "a receive is not waited for": (_instead(Interpreter, _arrived=_arrived_at_once), "units"),
+    "a receive is not waited for": (
+        _instead(Interpreter, _arrived=_arrived_at_once),
+        "units, tied weights",
+    ),
     "gather before the replicas' update": (
         _instead(FlatParameters, unshard=_unshard_at_once, wait=_wait_for_gather_alone),
         "replicas with ZeRO-1",
     ),
-    "save before the replicas' update": (
-        _instead(engine_module, settle=_nothing),
-        "replicas with ZeRO-1",
+    "forward before the replicas' update": (
+        _instead(FlatParameters, settle=_nothing),
+        "visible parameters",
     ),
-    "sums zeroed in a lane": (_zeros_in_a_lane, "units"),
+    "sums zeroed in a lane": (_zeros_in_a_lane, "units, tied weights"),
     "replicas summed before shards": (_crosses_before_reducing, "shards and replicas"),
     "tied gradients before their sums": (
-        _instead(ChunkShards, finish=_finish_without_waiting),
-        "tied",
+        _instead(Chunk, finish=_finish_without_waiting),
+        "units, tied weights",
     ),
 }
 CONTROLS: dict[str, tuple[Fault, str]] = {

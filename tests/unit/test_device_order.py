@@ -19,11 +19,10 @@ from tests.unit.device_orders import (
     one_group,
     with_early_receives,
 )
-from zeropp.literals import StageStyle
 from zeropp.schedule import build, lower
 from zeropp.schedule.build import StepSizes, step_programs
 from zeropp.schedule.program import Schedule, StageCost, parse_action
-from zeropp.schedule.zeropp_order import default_cap, unit_size
+from zeropp.schedule.zeropp_order import unit_size
 from zeropp.verify.rendezvous import Issued, Logs, hanging_waits, mismatches, stuck
 
 RESIDENT = 3  # communication kernels that fit on a device, with the fewest channels each
@@ -31,17 +30,16 @@ RESIDENT = 3  # communication kernels that fit on a device, with the fewest chan
 
 @cache
 def zeropp_schedule(
-    ranks: int, chunks: int, style: StageStyle = "loop", *, uneven: bool = False, **more: int | str
+    ranks: int, chunks: int, *, uneven: bool = False, **more: int | str
 ) -> Schedule:
     """A step of ZeroPP with two microbatches per rank."""
-    unit = unit_size("auto", style, ranks, 2 * ranks)
+    unit = unit_size("auto", ranks, 2 * ranks)
     sizes = StepSizes(
         num_ranks=ranks,
         chunks=chunks,
         num_microbatches=2 * ranks,
         unit=unit,
-        activation_cap=default_cap(style, ranks, chunks, unit),
-        stage_style=style,
+        activation_cap=unit * chunks,
         gather=True,
         **more,  # type: ignore[arg-type]
     )
@@ -88,25 +86,16 @@ def check(logs: Logs, waits_of: int) -> None:
     }
 
 
-SIZES = [
-    (ranks, chunks, style)
-    for ranks, chunks in product(range(2, 9), range(1, 5))
-    for style in (("loop", "v") if chunks > 1 else ("loop",))
-]
-
-
-@pytest.mark.parametrize(("ranks", "chunks", "style"), SIZES)
-def test_a_step_of_zeropp_ends(ranks: int, chunks: int, style: StageStyle) -> None:
-    logs = logs_of(zeropp_schedule(ranks, chunks, style))
+@pytest.mark.parametrize(("ranks", "chunks"), product(range(2, 9), range(1, 5)))
+def test_a_step_of_zeropp_ends(ranks: int, chunks: int) -> None:
+    logs = logs_of(zeropp_schedule(ranks, chunks))
     check(logs, waits_of=ranks)
     assert stuck(first_uses(logs)) == {}  # all ranks load kernels where they first use them
 
 
-@pytest.mark.parametrize(
-    ("ranks", "chunks", "style"), [(2, 2, "loop"), (4, 2, "v"), (5, 1, "loop")]
-)
-def test_a_step_of_two_shards_ends(ranks: int, chunks: int, style: StageStyle) -> None:
-    check(logs_of(zeropp_schedule(ranks, chunks, style), shard=2), waits_of=ranks)
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (4, 3), (5, 1)])
+def test_a_step_of_two_shards_ends(ranks: int, chunks: int) -> None:
+    check(logs_of(zeropp_schedule(ranks, chunks), shard=2), waits_of=ranks)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +103,6 @@ def test_a_step_of_two_shards_ends(ranks: int, chunks: int, style: StageStyle) -
     [
         {"prefetch": 0},
         {"prefetch": 3},
-        {"keep": 2},
         {"reduce_every": "step"},
         {"split_backward": False},
         {"uneven": True},
@@ -122,7 +110,7 @@ def test_a_step_of_two_shards_ends(ranks: int, chunks: int, style: StageStyle) -
     ids=str,
 )
 def test_a_step_with_other_settings_ends(more: dict[str, int | str]) -> None:
-    check(logs_of(zeropp_schedule(4, 3, "loop", **more)), waits_of=4)
+    check(logs_of(zeropp_schedule(4, 3, **more)), waits_of=4)
 
 
 LOWERED = [
@@ -161,9 +149,9 @@ def test_megatrons_interleaved_1f1b_ends(ranks: int, chunks: int, lazy: bool) ->
 # What must be found. Receives that are posted earlier, as ours were once, hang a host that waits.
 
 
-@pytest.mark.parametrize(("ranks", "style"), [(2, "loop"), (4, "loop"), (4, "v")])
-def test_early_receives_hang_a_wait_for_the_device(ranks: int, style: StageStyle) -> None:
-    schedule = zeropp_schedule(ranks, 2, style)
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (4, 1), (4, 2)])
+def test_early_receives_hang_a_wait_for_the_device(ranks: int, chunks: int) -> None:
+    schedule = zeropp_schedule(ranks, chunks)
     logs = logs_of(replace(schedule, programs=with_early_receives(schedule.programs, 1)))
     assert stuck(logs) == {}
     assert any(hanging_waits(logs, rank) for rank in range(ranks))

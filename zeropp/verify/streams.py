@@ -17,7 +17,8 @@ import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -138,6 +139,7 @@ class Device:
         self._freed: dict[str, list[Access]] = defaultdict(list)  # by the stream of their block
         self._faults: dict[tuple[object, ...], Fault] = {}
         self._local = threading.local()
+        self.sees = True
 
     @property
     def faults(self) -> list[Fault]:
@@ -154,6 +156,16 @@ class Device:
     def current(self, stream: str) -> None:
         self._local.stream = stream
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Inside this context, nothing that this thread does is noted: it is on the CPU for real
+        (a group of gloo beside one of NCCL, for example)."""
+        before, self.sees = self.sees, False
+        try:
+            yield
+        finally:
+            self.sees = before
+
     def snapshot(self, stream: str) -> Clock:
         """What has happened once all that a stream holds has ended."""
         clock = dict(self._clocks[stream])
@@ -168,9 +180,9 @@ class Device:
     def wait_on_host(self, clock: Clock | None, stream: str | None, what: str) -> None:
         """The host waits for a stream or for the whole device. Without a clock, what it waits for
         is not ordered by it."""
-        if clock is not None:
-            _join(self.host, clock)
-        self.log.sync(stream, what)
+        if self.sees:
+            _join(self.host, clock or {})
+            self.log.sync(stream, what)
 
     def everything(self) -> Clock:
         """What has happened once the device has ended all."""
@@ -316,7 +328,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name: str = func._schema.name
-        if name in ("c10d::send", "c10d::recv_"):
+        if not self._device.sees or name in ("c10d::send", "c10d::recv_"):
             return result  # told by who called them, who know the peer
         if name.startswith("c10d::"):
             self._collective(name, args)
