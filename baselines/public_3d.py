@@ -43,7 +43,9 @@ from zeropp.tune.space import (
 # The settings of the public 3D programs. Imports no torch.
 
 
-Public3D = Literal["best_3d", "megatron_core", "megatron_deepspeed", "zero_bubble"]
+Public3D = Literal[
+    "best_3d", "megatron_core", "megatron_core_local", "megatron_deepspeed", "zero_bubble"
+]
 Public3DSchedule = Literal["1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv"]
 
 
@@ -76,13 +78,6 @@ class Best3DKnobs(Public3DKnobs):
 
 
 @dataclass(frozen=True)
-class MegatronCoreKnobs(Public3DKnobs):
-    """Settings of Megatron-Core."""
-
-    name: Literal["megatron_core"] = "megatron_core"
-
-
-@dataclass(frozen=True)
 class MegatronDeepSpeedKnobs(Public3DKnobs):
     """Settings of Megatron-DeepSpeed of 2022."""
 
@@ -105,7 +100,8 @@ _VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12)
 @dataclass(frozen=True, kw_only=True)
 class Offer:
     """One program's choices. ``program`` is its name in ``zeropp.programs``, whose traits set the
-    price; ``schedules`` gives the numbers of virtual stages per rank that each schedule may have.
+    price, and ``program_on_cpus`` that of what runs on CPUs instead, if it is another one;
+    ``schedules`` gives the numbers of virtual stages per rank that each schedule may have.
 
     ``recomputed`` are the schedules with which activations can be recomputed, in the ways of
     ``recomputes``. ``interleaves_few``: interleaved schedules accept fewer microbatches than there
@@ -113,6 +109,7 @@ class Offer:
     """
 
     program: str
+    program_on_cpus: str = ""
     schedules: Mapping[Public3DSchedule, tuple[int, ...]]
     recomputed: frozenset[Public3DSchedule]
     # Megatron's selective recomputation drops attention scores, which fused attention never keeps.
@@ -133,6 +130,12 @@ OFFERS: dict[Public3D, Offer] = {
     # split backward. Ranks are numbered tp-dp-pp, or tp-pp-dp with --use-tp-pp-dp-mapping.
     "megatron_core": Offer(
         program="megatron_core",
+        program_on_cpus="megatron_core_local",  # Transformer Engine is for GPUs
+        schedules=_MEGATRON_SCHEDULES,
+        recomputed=frozenset(_MEGATRON_SCHEDULES),
+    ),
+    "megatron_core_local": Offer(
+        program="megatron_core_local",
         schedules=_MEGATRON_SCHEDULES,
         recomputed=frozenset(_MEGATRON_SCHEDULES),
     ),
@@ -187,7 +190,8 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
         placement=if_auto(knobs.placement, "dp_inner"),
     )
     _check_offer(knobs, schedule)
-    split_blocks = if_auto(knobs.split_blocks, False)
+    offer, split_blocks = OFFERS[knobs.name], if_auto(knobs.split_blocks, False)
+    on_cpus = task.cluster.device.is_cpu and offer.program_on_cpus
     check_split_blocks(task, knobs.split_blocks)
     check_stages(task, layout, split_blocks=split_blocks)
     check_tensor_parallel(task.shape, layout)
@@ -202,7 +206,7 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
         microbatch_size=microbatch_size,
         schedule=unordered(schedule, placement, microbatches),
         cuts=(),
-        program=OFFERS[knobs.name].program,
+        program=on_cpus or offer.program,
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
         recomputed=recomputed_blocks(knobs.recompute_blocks, len(placement)),
@@ -214,7 +218,7 @@ def size(task: Task, knobs: Public3DKnobs, microbatch_size: int) -> SizedPlan:
 def programs(plan: SizedPlan) -> Schedule:
     """The programs of a plan, in the one order of its schedule."""
     layout, m = plan.layout, plan.num_microbatches
-    group = _group(layout.pp, m)
+    group = microbatch_group(layout.pp, m)
     return _schedule(
         plan.schedule.name,
         num_ranks=layout.pp,
@@ -281,7 +285,7 @@ def _check_schedule(
         )
 
 
-def _group(pp: int, num_microbatches: int) -> int:
+def microbatch_group(pp: int, num_microbatches: int) -> int:
     """The microbatches that interleaving sends through a chunk before the next chunk.
 
     It is the smallest number that Megatron-Core allows (``microbatch_group_size_per_vp_stage``): at
@@ -333,7 +337,7 @@ def families(point: Point[P]) -> Iterator[P]:
 SPACE: Space[Any] = Space(families=families, members=one_member, tensor=True)
 
 
-# The entries of the public 3D programs in the registry of contenders; none of them runs here.
+# The entries of the public 3D programs that do not run here, in the registry of contenders.
 
 
 def _priced(name: Public3D, label: str, knobs: type[P]) -> Contender[P]:
@@ -342,11 +346,6 @@ def _priced(name: Public3D, label: str, knobs: type[P]) -> Contender[P]:
     )
 
 
-MEGATRON_CORE = _priced(
-    "megatron_core",
-    "Megatron-Core",
-    MegatronCoreKnobs,
-)
 MEGATRON_DEEPSPEED = _priced(
     "megatron_deepspeed",
     "Megatron-DeepSpeed 2022",

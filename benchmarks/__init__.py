@@ -16,6 +16,7 @@ folder per role, listed here in the direction in which data flows:
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 _NEEDED = ("hydra", "omegaconf", "pydantic", "rich", "jinja2", "numpy", "pandas", "torch")
@@ -36,5 +37,16 @@ def _refuse_an_environment_without_the_suite() -> None:
         raise SystemExit(2)
 
 
+def _end_quietly(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """One line after Ctrl-C while a command still imports; later ``run_command`` prints it."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
 if sys.argv[:1] == ["-m"]:  # a command: runpy imports this package before its module
+    sys.excepthook = _end_quietly
     _refuse_an_environment_without_the_suite()

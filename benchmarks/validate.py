@@ -15,7 +15,7 @@ from benchmarks.specification.command import (
     SpecError,
     check_writable,
     run_command,
-    told,
+    track,
 )
 
 
@@ -40,7 +40,7 @@ def _validate(arguments: Sequence[str] | None) -> int:
     lines = [line for path in options.files or training_tables() for line in read_rows(path)]
     if not lines:
         raise SpecError(f"{', '.join(map(str, options.files))}: no rows")
-    outcomes = [outcome_of(line, options.cluster) for line in told(lines, len(lines), "rows")]
+    outcomes = [outcome_of(line, options.cluster) for line in track(lines, len(lines), "rows")]
     errors = errors_of(predicted_rows(outcomes))
     if options.verbose:
         print("\n".join(row_line(outcome) for outcome in outcomes), end="\n\n")

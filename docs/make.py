@@ -68,14 +68,14 @@ def _errors(kind: str) -> str:
     """Errors of the simulator by source."""
     frame = pd.read_csv(_REFERENCE / "validation" / "errors.csv")
     last = "order right" if kind in ("ratio", "microbatch") else "bias"
-    lines = []
-    for row in frame[frame["kind"] == kind].itertuples():
-        shares = [f"{row.median:.1%}", f"{row.p90:.1%}"]
+    lines: list[list[str]] = []
+    for row in frame[frame["kind"] == kind].to_dict("records"):
+        shares = [f"{row['median']:.1%}", f"{row['p90']:.1%}"]
         if last == "bias":
-            shares.append(f"{row.bias:+.1%}")
+            shares.append(f"{row['bias']:+.1%}")
         else:
-            shares.append(f"{row.signs:.0%} of {row.ordered}" if row.ordered else "")
-        lines.append([row.source, row.role, str(row.rows), str(row.runs), *shares])
+            shares.append(f"{row['signs']:.0%} of {row['ordered']}" if row["ordered"] else "")
+        lines.append([*(str(row[name]) for name in ("source", "role", "rows", "runs")), *shares])
     return markdown_table(["source", "role", "rows", "runs", "median", "p90", last], lines)
 
 
@@ -105,6 +105,22 @@ def _fits(column: str) -> str:
         lines.append([str(name), *(f"{count:,}" for count in counts)])
     heads = [column, "ran out of memory", "of these predicted to", "ran", "predicted not to fit"]
     return markdown_table(heads, lines)
+
+
+def _plan_ranks(column: str) -> str:
+    """How often the simulator's first choice is the measured best, by a column of the groups."""
+    frame = pd.read_csv(_REFERENCE / "plan_ranks.csv")
+    lines = []
+    for name, rows in {**dict([*frame.groupby(column)]), "all": frame}.items():
+        first, close = (rows["rank"] == 1).sum(), (rows["behind_percent"] <= 3).sum()
+        behind = [
+            f"{rows['behind_percent'].median():.1f} %",
+            f"{rows['behind_percent'].max():.1f} %",
+        ]
+        lines.append([str(name), str(len(rows)), str(rows["plans"].sum()), str(first), str(close)])
+        lines[-1] += behind
+    heads = ["groups of", "groups", "runs", "measured best is first", "first is within 3 % of it"]
+    return markdown_table([*heads, "behind, median", "worst"], lines)
 
 
 def _traced(column: str) -> str:
@@ -146,6 +162,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "products": _products,
     "fits": _fits,
     "traced": _traced,
+    "plan_ranks": _plan_ranks,
     "pipelines": _side_by_side,
 }
 

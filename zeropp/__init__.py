@@ -78,6 +78,8 @@ if not CUDA_MISSED:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "huggingface":  # needs transformers and safetensors
+        return importlib.import_module("zeropp.huggingface")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'zeropp' has no attribute {name!r}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec
 
@@ -80,6 +81,8 @@ def parallelize(
     InfeasibleError with one line, the same on every rank, for arguments that do not fit or differ.
     """
     together(lambda: preflight.check_inference("parallelize"))
+    if settings.tied is None and (tied := getattr(layers, "tied", None)):
+        settings = replace(settings, tied=tied)  # as Hugging Face's models know it
     together(lambda: preflight.check_layers(layers, settings.weights, settings.tied))
     preflight.compare(lambda: f"{settings.described()} {len(layers)} layers {sorted(asked)}")
     device = together(lambda: _device(settings.device, settings.mesh))

@@ -23,7 +23,7 @@ from zeropp.tune.contender import Contender, describe
 from zeropp.tune.search import Outcome, search
 
 _TOLERANCE = 0.01  # plans that are faster than the winner by less than this may be missed
-_SEARCH_S = 15.0  # CPU time of a search over all knobs; over one knob, a fifth of it
+SEARCH_S = 15.0  # CPU time of a search over all knobs; over one knob, a fifth of it
 # Degrees that must change together, since their product is the number of GPUs.
 _FOLLOWS = ("replicate", "shard")
 _DEGREES = ("tp", "pp", "shard", "replicate")
@@ -55,10 +55,11 @@ class Answer:
         return self.result.peak_bytes <= self.question.task.cluster.device.usable_bytes
 
 
-def answer(question: Question, search_s: float = _SEARCH_S) -> Answer:
+def answer(question: Question, search_s: float | None = None) -> Answer:
     """Price a question; raises SpecError in one line where no plan exists. ``search_s``: seconds of
     CPU time after which a search over all knobs takes the best plan so far."""
     task, contender = question.task, question.contender
+    search_s = search_s or SEARCH_S
     candidate = _settled(question, search_s)
     try:
         result = contender.simulated(task, candidate)

@@ -76,10 +76,26 @@ def _read(path: Path, num_gpus: int | None) -> Reading:
     if path.suffix == ".toml":
         return torchtitan.read(text, num_gpus)
     if path.suffix == ".json":
-        return huggingface.read(text, num_gpus)
+        return _record(text) or huggingface.read(text, num_gpus)
     if path.suffix in (".yaml", ".yml") and "MODEL_ARGS:" not in text:
         return megatron.read_nemo(text, num_gpus)
     return megatron.read(text, num_gpus)
+
+
+def _record(text: str) -> Reading | None:
+    """What a record of this suite says; None if the text is none."""
+    try:
+        spec = json.loads(text).get("spec")
+    except (json.JSONDecodeError, AttributeError):
+        return None
+    if not isinstance(spec, dict):
+        return None
+    knobs = dict(spec["contender"])
+    reading = Reading(dialect="record", contender=knobs.pop("name"))
+    reading.model, reading.knobs = spec["model"], knobs
+    keys = ("num_gpus", "global_batch", "microbatch_size", "precision")
+    reading.settings = {key: spec[key] for key in keys} | {"cluster": spec["cluster"]["name"]}
+    return reading
 
 
 def _question(reading: Reading, given: Mapping[str, Any]) -> Question:

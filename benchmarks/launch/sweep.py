@@ -27,6 +27,7 @@ from benchmarks.records.metrics import peak_memory_gib
 from benchmarks.records.record import RunRecord
 from benchmarks.specification import command
 from benchmarks.specification.command import check_writable
+from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
 
 _RUN_KEYS = {"launcher", "runs_dir", "report_dir", "rerun", "verdict", "sequences_per_gpu"}
@@ -207,6 +208,8 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
     if repeated:
         say(f"{repeated} of {len(points)} points repeat others of the sweep, and run only once")
     for options, group in groups:
+        if options.kind in ("local", "trace"):  # those that start ranks in this environment
+            _check_installed(group)
         _launcher(options).check(group, options)
     dry = [(options, group) for options, group in groups if options.dry_run]
     for options, group in dry:
@@ -225,6 +228,12 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
         except OSError as error:  # full or read-only: every point counts as missing
             records += _unwritten(group, options, error)
     return records
+
+
+def _check_installed(group: list[Point]) -> None:
+    for contender in {point.spec.contender.name for point in group}:
+        if missing := CONTENDERS[contender].missing():
+            raise SpecError(missing)
 
 
 def _launch_missing(

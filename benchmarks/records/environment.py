@@ -14,7 +14,10 @@ from typing import Any
 
 from benchmarks import CHECKOUT
 
-_PACKAGES = ("torch", "deepspeed", "numpy", "triton", "transformers", "nvidia-nccl-cu12")
+_PACKAGES = (
+    *("torch", "deepspeed", "megatron-core", "transformer-engine", "numpy", "triton"),
+    *("transformers", "nvidia-nccl-cu12"),
+)
 _CODE = (("benchmarks", "*.py"), ("baselines", "*.py"), ("zeropp", "*.py"), ("conf", "*.yaml"))
 _OF_GIT_ITSELF = ("GIT_CONFIG_", "GIT_EXEC_PATH", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
 _VARIABLES = ("CUDA_", "OMP_", "MKL_", "NCCL_", "TORCH_NCCL_", "PYTORCH_")

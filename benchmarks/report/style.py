@@ -129,6 +129,7 @@ _STYLES = {
     "torchtitan": Style("#882255", "oo", (0, (6, 1)), "h"),
     "fsdp": Style("#CC79A7", "xx", "-.", "D"),
     "megatron_core": Style("#56B4E9", "++", (0, (3, 1)), "P"),
+    "megatron_core_local": Style("#332288", "..", (0, (1, 1)), "p"),
     "megatron_deepspeed": Style("#999999", "--", (0, (4, 2)), "X"),
     "zero_bubble": Style("#F0E442", "xx", (0, (2, 1)), "*"),
     "best_3d": Style("#E69F00", "\\\\", "-", "v"),

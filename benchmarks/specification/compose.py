@@ -6,62 +6,105 @@ Every mistake in either is a SpecError of one line.
 from __future__ import annotations
 
 import difflib
-import os
+import io
 import re
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Sequence
+from contextlib import redirect_stderr
 from functools import lru_cache
-from io import StringIO
+from string import Template
 from typing import Any, cast
 
 import hydra
-from hydra._internal.hydra import Hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from hydra.plugins.sweeper import Sweeper
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from benchmarks import CHECKOUT
-from benchmarks.specification.command import SpecError
+from benchmarks.specification import SpecError
 
 _CONF = CHECKOUT / "conf"
-# How words begin that may choose a file which says that a command is a sweep (hydra.mode).
-_MAY_BE_SWEEPS = ("experiment", "hydra", "-c", "--c")
 
 
 def compose(config_name: str, words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """The configuration of every point of the command line, or of ``words`` instead of it.
 
     Hydra only composes and starts nothing. So all points can be checked before the first is
-    started, and a launcher sees the sweep as a whole. The list is empty if Hydra itself has
-    answered the command (``--help``, ``--cfg``). Raises SpecError with one line for words that are
+    started, and a launcher sees the sweep as a whole. The list is empty if the words ask for help
+    or for the configuration, which are printed. Raises SpecError with one line for words that are
     not understood.
     """
-    composed: list[DictConfig] = []
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise, so that the error can be one line
-    collect = hydra.main(version_base="1.3", config_path=str(_CONF), config_name=config_name)
-    words = _flags_first(sys.argv[1:] if words is None else list(words))
-    asked = [_any_knob(word) for word in words]
-    _refuse_two_batches(asked)
-    with (
-        tempfile.TemporaryDirectory() as scratch,  # for the files that Hydra writes in a sweep
-        redirect_stderr(StringIO()) as usage,
-        _arguments(asked),
-        _composed_once(asked),
-    ):
-        OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
+    words = sys.argv[1:] if words is None else list(words)
+    # Hydra accepts no flag between overrides.
+    overrides = [w for w in words if w[:1] in ("+", "~") or ("=" in w and not w.startswith("-"))]
+    flags = [word for word in words if word not in overrides]
+    with redirect_stderr(io.StringIO()) as usage:
         try:
-            collect(composed.append)()
-            return [_plain(config) for config in composed]
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
-            raise SpecError(_one_line(error, asked)) from None
+            asked = get_args_parser().parse_args([*flags, *overrides])
         except SystemExit as end:
             if not end.code:  # --version
                 raise
             why = usage.getvalue().strip().rpartition("error: ")[2]
             raise SpecError(f"{why} (see --help)") from None
+    overrides = asked.overrides = [_any_knob(word) for word in asked.overrides]
+    parsed = [_parsed(word) for word in overrides]
+    try:
+        with hydra.initialize_config_dir(str(_CONF), version_base="1.3"):
+            if asked.help:
+                print(_help(config_name, overrides))
+                return []
+            if asked.cfg:
+                print(OmegaConf.to_yaml(hydra.compose(config_name, overrides)), end="")
+                return []
+            points = _points(config_name, parsed, asked.multirun)
+            return [_plain(hydra.compose(config_name, list(point))) for point in points]
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise SpecError(_one_line(error, overrides)) from None
+
+
+def _help(config_name: str, overrides: list[str]) -> str:
+    """The text of ``conf/hydra/help``, with the groups and keys of a configuration."""
+    config = hydra.compose(config_name, overrides, return_hydra_config=True)
+    template = config.hydra.help.template
+    with open_dict(config):
+        del config["hydra"]
+    groups = [
+        f"{folder.name}: {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}"
+        for folder in sorted(_CONF.iterdir())
+        if folder.name in config or folder.name == "experiment"
+    ]
+    listed = {"APP_CONFIG_GROUPS": "\n".join(groups), "CONFIG": OmegaConf.to_yaml(config)}
+    return Template(template).substitute(listed)
+
+
+def _points(config_name: str, parsed: list[Override], is_sweep: bool) -> list[Sequence[str]]:
+    """The overrides of every point. An experiment may be a sweep by itself, over what its file
+    names and the command line does not."""
+    _refuse_doubled(parsed)
+    words = [override.input_line or "" for override in parsed]
+    given = {override.key_or_group: override.input_line or "" for override in parsed}
+    if "experiment" in given:
+        own = hydra.compose(config_name, [given["experiment"]], return_hydra_config=True).hydra
+        is_sweep = is_sweep or str(own.mode).endswith("MULTIRUN")
+        swept = own.sweeper.params or {}
+        words = [f"{key}={value}" for key, value in swept.items() if key not in given] + words
+    if not is_sweep:
+        return [words]
+    (points,) = BasicSweeper.split_arguments([_parsed(word) for word in words], None)
+    return list(points)
+
+
+def _parsed(word: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(word)
+    except HydraException:
+        raise SpecError(
+            f"{word.lstrip('+')}: is not key=value as Hydra reads it (quote it?)"
+        ) from None
 
 
 @lru_cache
@@ -76,50 +119,17 @@ def preset(group: str, name: str, kind: type) -> Any:
     return validated(kind, OmegaConf.to_container(OmegaConf.load(path)), group)
 
 
-def _refuse_two_batches(words: Sequence[str]) -> None:
-    """Refuse words that set both the global batch and sequences per GPU, since one of them would be
-    ignored silently."""
-    keys = {word.lstrip("+").partition("=")[0]: word for word in words}
-    both = [keys[name] for name in ("global_batch", "sequences_per_gpu") if name in keys]
-    if len(both) == 2:
-        raise SpecError(f"{both[0]}: {both[1]} sets it too (give only one of them)")
-
-
-@contextmanager
-def _arguments(words: list[str]) -> Iterator[None]:
-    """Inside this context, ``sys.argv`` holds the words, because Hydra reads them from there."""
-    kept = sys.argv
-    sys.argv = [kept[0], *words]
-    try:
-        yield
-    finally:
-        sys.argv = kept
-
-
-@contextmanager
-def _composed_once(words: list[str]) -> Iterator[None]:
-    """Inside this context, Hydra composes every configuration once, which takes half the time.
-
-    By itself it composes the points of a sweep in advance to find errors, because launchers may
-    start processes. Here its launcher does nothing but compose, so errors are found before anything
-    starts. And before all it composes the whole command to learn whether a file makes it a sweep.
-    Here only experiments do so.
-    """
-    check, mode = Sweeper.validate_batch_is_legal, Hydra.get_mode
-    Sweeper.validate_batch_is_legal = lambda sweeper, batch: None  # type: ignore[assignment]
-    if not any(word.lstrip("+").startswith(_MAY_BE_SWEEPS) for word in words):
-        Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Sweeper.validate_batch_is_legal = check  # type: ignore[method-assign]
-        Hydra.get_mode = mode  # type: ignore[method-assign]
-
-
-def _flags_first(words: list[str]) -> list[str]:
-    """The words with the flags first, since Hydra accepts no flag between overrides."""
-    overrides = [w for w in words if w[:1] in ("+", "~") or ("=" in w and not w.startswith("-"))]
-    return [word for word in words if word not in overrides] + overrides
+def _refuse_doubled(parsed: Sequence[Override]) -> None:
+    """Refuse words of which one would be ignored silently: a key that is set twice, and both the
+    global batch and sequences per GPU."""
+    seen: dict[str, str] = {}
+    for override in parsed:
+        word = (override.input_line or "").lstrip("+")
+        key = override.key_or_group.replace("sequences_per_gpu", "global_batch")
+        if key in seen:
+            first, second = sorted([seen[key], word])
+            raise SpecError(f"{first}: {second} sets it too (give only one of them)")
+        seen[key] = word
 
 
 def _any_knob(word: str) -> str:

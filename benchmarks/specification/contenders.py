@@ -10,7 +10,8 @@ from typing import Any
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from baselines.fsdp.contender import FSDP
-from baselines.public_3d import BEST_3D, MEGATRON_CORE, MEGATRON_DEEPSPEED, ZERO_BUBBLE
+from baselines.megatron_core.contender import MEGATRON_CORE, MEGATRON_CORE_LOCAL
+from baselines.public_3d import BEST_3D, MEGATRON_DEEPSPEED, ZERO_BUBBLE
 from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
 from zeropp.contender.contender import ZEROPP
 from zeropp.tune.contender import Contender
@@ -25,6 +26,7 @@ PRICED: dict[str, Contender[Any]] = {
         FSDP,
         MEGATRON_DEEPSPEED,
         MEGATRON_CORE,
+        MEGATRON_CORE_LOCAL,
         ZERO_BUBBLE,
         TORCHTITAN,
         BEST_3D,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records.environment import git_state
-from benchmarks.specification.command import CommandParser, run_command, told, workers
+from benchmarks.specification.command import CommandParser, run_command, track, workers
 from benchmarks.specification.compose import compose, preset
 from benchmarks.studies.claim_33.cells import Cell, cells_of, verdict_spec
 from zeropp.cluster import Cluster
@@ -142,7 +142,7 @@ def _main() -> int:
 def _bound(pool: Executor, ranks: int) -> dict[str, Any]:
     all_sizes = list(sizes(ranks))
     ratios = pool.map(over_bound, all_sizes, chunksize=32)
-    over = list(told(ratios, len(all_sizes), "sizes held to the bound"))
+    over = list(track(ratios, len(all_sizes), "sizes held to the bound"))
     return {
         "largest_ranks": ranks,
         "sizes": len(over),
@@ -153,7 +153,7 @@ def _bound(pool: Executor, ranks: int) -> dict[str, Any]:
 
 def _durations(pool: Executor, plans: int) -> dict[str, Any]:
     seeds = range(2 * plans)
-    drawn = told(pool.map(gain, seeds, chunksize=4), len(seeds), "random plans")
+    drawn = track(pool.map(gain, seeds, chunksize=4), len(seeds), "random plans")
     gains = [found for found in drawn if found is not None][:plans]
     return {
         "plans": len(gains),
@@ -167,7 +167,7 @@ def _grid(pool: Executor, plans_per_cell: int) -> dict[str, Any]:
     (config,) = compose("config", ["experiment=claim_33"])
     cells = cells_of(verdict_spec(config["verdict"]), config["precision"])
     per_cell = pool.map(grid_gains, cells, repeat(plans_per_cell))
-    found = [pair for pairs in told(per_cell, len(cells), "cells") for pair in pairs]
+    found = [pair for pairs in track(per_cell, len(cells), "cells") for pair in pairs]
     return {
         "commit": git_state()[0],
         "cells": len(cells),

@@ -21,7 +21,7 @@ from typing import Any
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from baselines.torch_pp.private_names import PlannedStage
-from benchmarks.specification.command import CommandParser, run_command, told
+from benchmarks.specification.command import CommandParser, run_command, track
 from zeropp.schedule import build, lower
 from zeropp.schedule.event_loop import run
 from zeropp.schedule.legality import live_activations, resident_chunks
@@ -138,7 +138,7 @@ def _main() -> int:
         writer.writeheader()
         sizes = product(RANKS, MICROBATCHES_PER_RANK)
         rows = (row for ranks, factor in sizes for row in rows_of_size(ranks, ranks * factor))
-        writer.writerows(told(rows, None, "rows"))
+        writer.writerows(track(rows, None, "rows"))
     return 0
 
 

@@ -57,6 +57,7 @@ def main(words: Sequence[str] | None = None) -> int:
     _leave_on_signal(events)
     try:
         spec = load_spec(arguments.spec)
+        os.environ.update(CONTENDERS[spec.contender.name].environment)
         if arguments.lone:
             measure_lone_rank(spec, events, arguments.out / f"rank_{rank:03d}.trace.json.gz")
             return 0

@@ -19,6 +19,7 @@ _BUILDERS = (
     "baselines.torch_pp.trainer",
     "baselines.fsdp.trainer",
     "baselines.deepspeed_3d.trainer",
+    "baselines.megatron_core.trainer",
 )
 
 

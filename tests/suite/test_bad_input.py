@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,11 @@ CASES = [
     ("sequences_per_gpu=two", "sequences_per_gpu='two': must be a whole number"),
     ("sequences_per_gpu=2 num_gpus=lots", "num_gpus='lots'"),
     ("global_batch=8 sequences_per_gpu=2", "global_batch=8: sequences_per_gpu=2 sets it too"),
+    ("num_gpus=4 num_gpus=8", "num_gpus=4: num_gpus=8 sets it too"),
+    ("contender.pp=4;", "contender.pp=4;: is not key=value as Hydra reads it"),
+    ("num_gpus=2,", "num_gpus=2,: is not key=value as Hydra reads it"),
+    ("num_gpus", "num_gpus: is not key=value as Hydra reads it"),
+    ("launcher=slurm", "launcher=slurm: there is no sbatch here"),
     ("contender=magic", "try deepspeed_3d, fsdp"),
     ("--bogus", "unrecognized arguments: --bogus (see --help)"),
     ("model=gpt_9t", "try gpt_14_6b"),
@@ -102,9 +108,12 @@ def test_bad_input_is_one_line_and_status_2(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
+    if arguments == "launcher=slurm":
+        monkeypatch.setenv("PATH", "/nonexistent")
     # Private, and the one place where ranks are started.
     monkeypatch.setattr("benchmarks.launch.local._start", refuse)
-    monkeypatch.setattr(sys, "argv", ["benchmarks.run", f"runs_dir={tmp_path}", *arguments.split()])
+    place = [] if "runs_dir=" in arguments else [f"runs_dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks.run", *place, *arguments.split()])
     assert main() == 2
     printed = capsys.readouterr()
     lines = printed.err.strip().splitlines()
@@ -165,6 +174,21 @@ def test_other_commands_refuse_it_too(
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
     assert words in lines[0]
+
+
+def test_ctrl_c_while_a_command_still_imports_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "hydra.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.run"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=CHECKOUT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode in (130, -2)
+    assert done.stderr == "interrupted\n"
 
 
 def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:

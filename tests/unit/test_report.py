@@ -119,7 +119,7 @@ def test_a_speedup_shows_its_doubts_at_the_number(tmp_path: Path) -> None:
     assert [text.startswith("~") for text in texts] == [False, True, True]
     assert all("[" in text for text in texts)
     shown = headline_table(rows)
-    assert column(shown, "configuration")[-1] == "PP2 V2 ZeRO-3x8 U2"
+    assert column(shown, "configuration")[-1] == "pp=2 shard=8 V=2 U=2"
     assert column(shown, "speed-up")[2:] == ["1.00", speedups[1], "1.00", "~2.00 [2.00, 2.00]"]
 
 

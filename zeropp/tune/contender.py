@@ -5,10 +5,11 @@ train. Each contender's folder makes one; ``benchmarks.specification.contenders`
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 from zeropp.cluster import Cluster
@@ -87,6 +88,10 @@ class Contender(Generic[K]):
     # Modules that a step of the trainer imports late. Ranks on CPUs are forked from a process that
     # has imported them; names that the installed version does not have are ignored.
     late_imports: tuple[str, ...] = ()
+    # (module, this project's extra that installs it): what the trainer imports beside the suite's.
+    extra: tuple[str, str] | None = None
+    # Variables that its ranks set before CUDA starts, over those of ``zeropp.CUDA_SETTINGS``.
+    environment: Mapping[str, str] = field(default_factory=dict)
     takes_fake_tensors: bool = True  # whether launcher=trace can run its trainer without a GPU
     unrecorded: str = ""  # communication that its runtime starts itself, so no span shows it
     # Whether dropout masks depend only on step, microbatch and piece, so that one process can draw
@@ -130,11 +135,22 @@ class Contender(Generic[K]):
         with suppress(InfeasibleError):
             yield self.size(task, knobs, microbatch_size)
 
+    def missing(self) -> str:
+        """One line if what the trainer imports is not installed here, otherwise empty."""
+        if self.extra is None or importlib.util.find_spec(self.extra[0]) is not None:
+            return ""
+        return (
+            f"contender={self.name}: {self.extra[0]} is not installed here "
+            f"(run pip install -e '.[{self.extra[1]}]')"
+        )
+
     def build(
         self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
     ) -> Trainer:
         """Build this rank's trainer. All ranks must call it after torch.distributed is
-        initialised."""
+        initialised. Raises RuntimeError with one line if something is not installed."""
+        if missing := self.missing():
+            raise RuntimeError(missing)
         return cast("Trainer", _load(self.trainer)(plan, optimizer, device, seed))
 
     def fill_integers(self, plan: Plan, message: Tensor) -> None:
@@ -182,10 +198,13 @@ def _some(plan: SizedPlan) -> str:
 
 
 def overrides(candidate: Candidate[K]) -> list[str]:
-    """The words for the command line of ``benchmarks.run`` that set exactly this candidate."""
-    knobs = asdict(candidate.knobs)  # type: ignore[call-overload]
+    """The words for the command line of ``benchmarks.run`` that set exactly this candidate; knobs
+    at their defaults are left out."""
+    knobs: dict[str, Any] = asdict(candidate.knobs)  # type: ignore[call-overload]
+    default = vars(type(candidate.knobs)())
     words = [f"contender={knobs.pop('name')}", f"microbatch_size={candidate.microbatch_size}"]
-    return words + [f"contender.{name}={_value(value)}" for name, value in knobs.items()]
+    set_knobs = {name: value for name, value in knobs.items() if value != default[name]}
+    return words + [f"contender.{name}={_value(value)}" for name, value in set_knobs.items()]
 
 
 def _value(value: object) -> str:

@@ -15,13 +15,8 @@ from typing import Any, Literal
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D, DeepSpeedKnobs
 from baselines.fsdp.contender import FSDP
-from baselines.public_3d import (
-    BEST_3D,
-    MEGATRON_CORE,
-    MEGATRON_DEEPSPEED,
-    ZERO_BUBBLE,
-    MegatronCoreKnobs,
-)
+from baselines.megatron_core.contender import MEGATRON_CORE, MegatronCoreKnobs
+from baselines.public_3d import BEST_3D, MEGATRON_DEEPSPEED, ZERO_BUBBLE
 from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import PRICED

@@ -1,0 +1,51 @@
+"""Megatron-Core's entries in the registry of contenders, which are two programs.
+
+``megatron_core`` is NVIDIA's: layers, fused loss, overlap of tensor-parallel traffic and fused
+accumulation of Transformer Engine and Apex, on GPUs. ``megatron_core_local`` has Megatron-Core's
+own layers with torch's fused attention, and runs everywhere. CPUs have no Transformer Engine, so
+that there both names run the second program. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from baselines.public_3d import SPACE, Public3DKnobs, programs, size
+from zeropp.planner import one_order
+from zeropp.tune.contender import Contender
+
+
+@dataclass(frozen=True)
+class MegatronCoreKnobs(Public3DKnobs):
+    """Settings of Megatron-Core."""
+
+    name: Literal["megatron_core"] = "megatron_core"
+
+
+@dataclass(frozen=True)
+class MegatronCoreLocalKnobs(Public3DKnobs):
+    """Settings of Megatron-Core with its own layers."""
+
+    name: Literal["megatron_core_local"] = "megatron_core_local"
+
+
+MEGATRON_CORE = Contender(
+    name="megatron_core",
+    label="Megatron-Core",
+    knobs=MegatronCoreKnobs,
+    size=size,
+    orders=one_order(programs),
+    space=SPACE,
+    trainer="baselines.megatron_core.trainer:build",
+    extra=("megatron", "megatron"),
+    # Its tensor-parallel collectives overlap products only in the order in which it starts both.
+    environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    takes_fake_tensors=False,
+)
+MEGATRON_CORE_LOCAL = replace(
+    MEGATRON_CORE,
+    name="megatron_core_local",
+    label="Megatron-Core, own layers",
+    knobs=MegatronCoreLocalKnobs,
+)

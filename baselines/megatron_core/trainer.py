@@ -1,0 +1,420 @@
+"""Megatron-Core on one rank: its own model, schedules, data parallelism and optimizer run the step;
+this file turns a plan into its configuration, gives it the suite's weights, and reads what it did.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.profiler import record_function
+
+# isort: off
+from baselines.megatron_core import private_names  # first, because it imports Megatron-Core quickly
+from baselines.megatron_core.private_names import known
+
+# isort: on
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from baselines.megatron_core.parameters import Held, held
+from baselines.public_3d import microbatch_group
+from zeropp.model import build_piece
+from zeropp.optimizer import build_optimizer
+from zeropp.plan import Plan
+from zeropp.schedule.program import Action, Op
+from zeropp.timeline import Span
+from zeropp.training import OptimizerConfig, StepResult
+
+# What Megatron-Core's own layers leave to Transformer Engine: fused attention, and a norm that can
+# be under sequence parallelism.
+
+
+class FusedAttention(nn.Module):
+    """Core attention by torch's fused kernel, as in every other contender. Megatron-Core's own
+    without Transformer Engine (``DotProductAttention``) writes all scores to memory."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """[seq, batch, heads, head_dim] each -> [seq, batch, heads * head_dim]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        grouped = q.shape[1] != k.shape[1]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+class Norm:
+    """Torch's norm, marked where its gradient is to be summed over the tensor-parallel ranks, which
+    see different tokens under sequence parallelism. Megatron-Core's wrapper of torch's norm
+    (``WrappedTorchNorm``) refuses sequence parallelism."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        kind = nn.LayerNorm if config.normalization == "LayerNorm" else nn.RMSNorm
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def build(
+    plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
+) -> MegatronTrainer:
+    """Build this rank's part of a plan. All ranks of the world must call it. Raises RuntimeError if
+    the plan's program needs Transformer Engine and it is not installed."""
+    return MegatronTrainer(plan, optimizer, device, seed)
+
+
+class MegatronTrainer:
+    """A ``zeropp.training.Trainer`` that runs Megatron-Core's ``GPTModel``."""
+
+    def __init__(
+        self, plan: Plan, optimizer: OptimizerConfig, device: torch.device, seed: int
+    ) -> None:
+        self._plan, self._device = plan, device
+        self._counters: Counter[str] = Counter()
+        self._spans: list[Span] | None = None
+        self._begin = 0.0
+        self._passes: dict[int, tuple[int, int]] = {}  # (stage, microbatch) by the output's id
+        if device.type == "cpu":
+            private_names.run_on_cpu()
+        _join_groups(plan)
+        self._tp_group = parallel_state.get_tensor_model_parallel_group()
+        self._dp_group = parallel_state.get_data_parallel_group()
+        self._pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+        self._config = _transformer_config(plan, device)
+        if self._config.tp_comm_overlap:
+            tokens = plan.microbatch_size * plan.shape.seq
+            private_names.overlap_tensor_parallel(tokens, plan.shape.hidden, plan.layout.tp)
+        with private_names.tensors_say_cuda(device):
+            model_parallel_cuda_manual_seed(seed)
+            self._chunks = self._build_chunks(seed)
+            self._optimizer = self._build_optimizer(optimizer)
+        self._run = get_forward_backward_func()
+        private_names.observe_passes(self._observed)
+
+    def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
+        """See ``Trainer.step``."""
+        plan, size, several = self._plan, self._plan.microbatch_size, len(self._chunks) > 1
+        batches = list(zip(torch.split(inputs, size), torch.split(targets, size), strict=True))
+        iterators = [iter(batches) for _ in self._chunks]
+        self._passes.clear()
+        self._begin = time.perf_counter()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        with private_names.tensors_say_cuda(self._device):
+            losses = self._run(
+                forward_step_func=_forward_step,
+                data_iterator=iterators if several else iterators[0],
+                model=self._chunks if several else self._chunks[0],
+                forward_only=False,
+                num_microbatches=plan.num_microbatches,
+                seq_length=plan.shape.seq,
+                micro_batch_size=size,
+            )
+            _, norm, _ = self._optimizer.step()
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for loss in losses:  # on the last stage only, the same on its tensor-parallel ranks
+            total += loss["loss"] / (len(losses) * plan.layout.dp * plan.layout.tp)
+        dist.all_reduce(total)
+        return StepResult(float(total), float(norm))
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``Trainer.full_parameters``."""
+        for chunk in self._chunks:
+            if chunk.ddp_config.overlap_param_gather:  # otherwise the next forward would gather
+                chunk.start_param_sync(force_sync=True)
+            for name, parameter, part in self._parameters(chunk.module):
+                if name == "output_layer.weight" and self._plan.shape.tied_embeddings:
+                    continue  # the copy of the embedding that the last stage has
+                values = self._fp32(parameter)
+                parts = [values]
+                if part.cut != "whole":
+                    parts = [torch.empty_like(values) for _ in range(self._plan.layout.tp)]
+                    dist.all_gather(parts, values, group=self._tp_group)
+                piece = build_piece(self._plan.shape, part.piece, 0, "meta").state_dict()
+                whole = part.values(parts, [piece[each].shape for each in part.names])
+                for each, value in zip(part.names, whole, strict=True):
+                    yield f"{part.piece}.{each}", value.cpu()
+
+    def counters(self) -> dict[str, int]:
+        """See ``Trainer.counters``."""
+        return dict(self._counters)
+
+    def record_spans(self, enabled: bool) -> None:
+        """See ``Trainer.record_spans``."""
+        self._spans = [] if enabled else None
+
+    def spans(self) -> list[Span]:
+        """See ``Trainer.spans``."""
+        return list(self._spans or [])
+
+    def _build_chunks(self, seed: int) -> list[Any]:
+        """This rank's model chunks with the suite's initial weights, each under Megatron-Core's
+        data parallelism."""
+        layout = self._plan.layout
+        models = [self._build_model(chunk, seed) for chunk in range(layout.chunks)]
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=layout.replicate_zero == 1,
+            overlap_grad_reduce=True,
+            overlap_param_gather=layout.replicate_zero == 1,
+        )
+        # As in Megatron-LM: the gradients of the first chunk, which end a step, go in buckets.
+        chunks = [
+            DistributedDataParallel(self._config, settings, model, disable_bucketing=index > 0)
+            for index, model in enumerate(models)
+        ]
+        syncs = [chunk.no_sync for chunk in chunks]
+        self._config.no_sync_func = syncs if len(chunks) > 1 else syncs[0]
+        self._config.finalize_model_grads_func = finalize_model_grads
+        return chunks
+
+    def _build_model(self, chunk: int, seed: int) -> Any:
+        plan, shape, layout = self._plan, self._plan.shape, self._plan.layout
+        stage = chunk * layout.pp + self._pp_rank
+        model = GPTModel(
+            self._config,
+            _layer_spec(plan, stage, self._config),
+            vocab_size=shape.vocab,
+            max_sequence_length=shape.seq,
+            pre_process=stage == 0,
+            post_process=stage == plan.schedule.num_stages - 1,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="learned_absolute" if shape.family == "gpt" else "rope",
+            **known(GPTModel, vp_stage=chunk if layout.chunks > 1 else None),
+        )
+        if stage == 0:
+            model.embedding.embedding_dropout.p = 0.0  # the suite's models have none there
+        first = max(plan.pieces_of(stage).start, 1)
+        numbers = [layer.layer_number for layer in model.decoder.layers]
+        assert numbers == list(range(first, first + plan.blocks_of(stage))), (numbers, plan.cuts)
+        pieces: dict[int, dict[str, Tensor]] = {}
+        with torch.no_grad():
+            for _, parameter, part in self._parameters(model):
+                if part.piece not in pieces:
+                    piece = build_piece(shape, part.piece, seed, self._device)
+                    pieces = {part.piece: piece.state_dict()}  # of one at a time
+                values = [pieces[part.piece][each] for each in part.names]
+                parameter.copy_(part.parts(values, layout.tp)[self._tp_group.rank()])
+        return model.bfloat16() if plan.precision == "bf16" else model
+
+    def _build_optimizer(self, config: OptimizerConfig) -> Any:
+        """Megatron-Core's optimizer around that of every contender. The distributed optimizer is
+        made with Adam only, but then steps any that has its shards."""
+        zero, bf16 = self._plan.layout.replicate_zero == 1, self._plan.precision == "bf16"
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            bf16=bf16,
+            params_dtype=self._config.params_dtype,
+            clip_grad=config.clip_norm or math.inf,  # 0 would leave out the norm, too
+            use_distributed_optimizer=zero,
+            overlap_param_gather=zero,
+        )
+        optimizer = get_megatron_optimizer(
+            settings, self._chunks, **known(get_megatron_optimizer, use_gloo_process_groups=False)
+        )
+        self._inner = private_names.inner_optimizers(optimizer)
+        for inner in self._inner:
+            _step_with(inner, config)
+        return optimizer
+
+    def _parameters(self, model: Any) -> Iterator[tuple[str, nn.Parameter, Held]]:
+        """(name, this rank's part, what it holds) of every parameter of a model chunk."""
+        for name, parameter in model.named_parameters():
+            piece, short = 0, name
+            if name.startswith("decoder.layers."):
+                _, _, index, short = name.split(".", 3)
+                piece = model.decoder.layers[int(index)].layer_number
+            yield name, parameter, held(self._plan.shape, short, piece, self._plan.layout.tp)
+
+    def _fp32(self, parameter: nn.Parameter) -> Tensor:
+        """The parameter or, of one in bf16, its fp32 masters."""
+        if parameter.dtype == torch.float32:
+            return parameter.detach()
+        values, place = private_names.master_values(parameter, self._inner)
+        if self._plan.layout.replicate_zero == 0:
+            return values.view_as(parameter)
+        whole = torch.zeros_like(parameter, dtype=torch.float32)
+        whole.view(-1)[place] = values
+        dist.all_reduce(whole, group=self._dp_group)
+        return whole
+
+    def _observed(self, op: Op, run: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Run a forward or backward of Megatron-Core's; mark it for the profiler, count it, and
+        record its span while spans are on."""
+        if op is Op.FORWARD:
+            stage = (keywords.get("vp_stage") or 0) * self._plan.layout.pp + self._pp_rank
+            place = stage, keywords["current_microbatch"]
+        else:  # a backward is known by the output that it gets
+            place = self._passes.pop(id(private_names.output_of_backward(arguments)))
+        action = str(Action(place[0], op, place[1]))
+        start = self._clock()
+        with record_function(action):
+            result = run(*arguments, **keywords)
+        if op is Op.FORWARD:
+            self._passes[id(private_names.output_of_forward(result))] = place
+        self._counters[op.name.lower()] += 1
+        if self._spans is not None:
+            self._spans.append(Span(self._pp_rank, "compute", action, start, self._clock()))
+        return result
+
+    def _clock(self) -> float:
+        """Seconds since the step began. While spans are recorded it first waits for the compute
+        stream, as the clock of every contender does."""
+        if self._spans is None:
+            return 0.0
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return time.perf_counter() - self._begin
+
+
+def _join_groups(plan: Plan) -> None:
+    """Let Megatron-Core make its process groups, with ranks numbered as in the plan."""
+    layout = plan.layout
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        layout.chunks if layout.chunks > 1 else None,
+        order="tp-cp-ep-dp-pp" if layout.placement == "dp_inner" else "tp-cp-ep-pp-dp",
+        create_gloo_process_groups=False,
+    )
+
+
+def _step_with(inner: Any, config: OptimizerConfig) -> None:
+    """Let one of Megatron-Core's optimizers step torch's instead of the Adam that it was made with,
+    over the same shards."""
+    shards = [p for group in inner.optimizer.param_groups for p in group["params"]]
+    inner.optimizer = build_optimizer([nn.Parameter(s.detach()) for s in shards], config)
+    inner.optimizer.param_groups[0]["params"] = shards  # views, as it sets them itself
+
+
+def _forward_step(batches: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    """Megatron-Core's ``forward_step_func``: a chunk's output for the next microbatch, and the loss
+    of the last stage's."""
+    tokens, labels = next(batches)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+
+    def loss(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        mean = per_token.float().mean()
+        return mean, {"loss": mean.detach().clone()}  # the schedule divides ``mean`` in place
+
+    return model(tokens, positions, None, labels=labels), loss
+
+
+def _layer_spec(plan: Plan, stage: int, config: Any) -> Any:
+    """What Megatron-Core builds a stage's layers and the final norm of, by the plan's program."""
+    if plan.program == "megatron_core":
+        return get_gpt_layer_with_transformer_engine_spec()
+    layer = get_gpt_layer_local_spec(normalization=config.normalization)
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    parts.self_attention.submodules.core_attention = FusedAttention
+    return TransformerBlockSubmodules([layer] * plan.blocks_of(stage), layer_norm=Norm)
+
+
+def _transformer_config(plan: Plan, device: torch.device) -> Any:
+    """Megatron-Core's configuration. Every fusion that the device and the program have is on."""
+    shape, layout, cuda = plan.shape, plan.layout, device.type == "cuda"
+    engine, several = plan.program == "megatron_core", layout.chunks > 1
+    if engine and not private_names.has_transformer_engine():
+        raise RuntimeError(
+            "contender=megatron_core: needs Transformer Engine and Apex's kernel for accumulation, "
+            "which are not installed (use NVIDIA's container, or contender=megatron_core_local)"
+        )
+    fields: dict[str, Any] = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.ffn,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "layernorm_epsilon": 1e-5,
+        "normalization": "LayerNorm" if shape.family == "gpt" else "RMSNorm",
+        "add_bias_linear": shape.family == "gpt",
+        "gated_linear_unit": shape.gates == 2,
+        "hidden_dropout": shape.dropout,
+        "attention_dropout": 0.0,
+        "params_dtype": torch.bfloat16 if plan.precision == "bf16" else torch.float32,
+        "bf16": plan.precision == "bf16",
+        "bias_activation_fusion": cuda,
+        "bias_dropout_fusion": cuda,
+        "activation_func": _activation(shape.gates, fused=cuda),
+        "gradient_accumulation_fusion": engine,
+        "cross_entropy_loss_fusion": engine,
+        "cross_entropy_fusion_impl": "te" if engine else "native",
+        "apply_rope_fusion": engine and shape.family == "llama",
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "tensor_model_parallel_size": layout.tp,
+        "sequence_parallel": layout.sequence_parallel,
+        "tp_comm_overlap": engine and layout.sequence_parallel,
+        **_pipeline_fields(plan),
+        "deallocate_pipeline_outputs": cuda,
+        "use_cpu_initialization": not cuda,
+        "perform_initialization": True,  # otherwise parameters lack what the norm is taken by
+    }
+    if plan.recompute == "full":
+        blocks = max(map(plan.recomputed_blocks, range(plan.schedule.num_stages)))
+        fields |= {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": blocks,
+        }
+    config = TransformerConfig(**known(TransformerConfig, **fields))
+    assert config.microbatch_group_size_per_vp_stage or not several
+    return config
+
+
+def _activation(gates: int, *, fused: bool) -> Callable[[Tensor], Tensor]:
+    """The non-linearity. Megatron-Core's fused GELU has the tanh form, whatever it is given."""
+    if gates == 2:
+        return F.silu
+    return F.gelu if fused else partial(F.gelu, approximate="tanh")
+
+
+def _pipeline_fields(plan: Plan) -> dict[str, Any]:
+    layout, stages = plan.layout, plan.schedule.num_stages
+    if layout.pp == 1:
+        return {}
+    rows = [["decoder"] * plan.blocks_of(stage) for stage in range(stages)]
+    rows[0].insert(0, "embedding")
+    rows[-1].append("loss")
+    several = layout.chunks > 1
+    group = microbatch_group(layout.pp, plan.num_microbatches)
+    return {
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.chunks if several else None,
+        "pipeline_model_parallel_layout": rows,
+        "pipeline_dtype": torch.bfloat16 if plan.precision == "bf16" else torch.float32,
+        "microbatch_group_size_per_vp_stage": group if several else None,
+        # With two ranks, batched messages of interleaved stages would be swapped, silently.
+        "overlap_p2p_comm": several,
+        "batch_p2p_comm": not several,
+    }

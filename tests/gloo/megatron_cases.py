@@ -1,0 +1,202 @@
+"""What tests of Megatron-Core do on a rank, and the faults that they inject into its trainer.
+
+Each fault is one that a careless adapter of Megatron-Core has, and that raises no error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+
+from baselines.megatron_core import trainer as megatron
+from benchmarks.records.record import GateCheck
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.run_spec import RunSpec
+from benchmarks.worker.data import local_batch, open_batches
+from benchmarks.worker.gate import ROUNDED, OneProcess, run_gate
+from tests.gloo.gate_faults import FAULTS, find
+from tests.gloo.gate_place import Fault, Place, Prepare
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one rank saw of a run: whether the gate passed and its largest errors, losses, the
+    actions of the last step, and how many collectives and messages the last step had, by name."""
+
+    passed: bool
+    errors: tuple[float, float, float]
+    losses: list[float]
+    actions: list[str]
+    calls: Counter[str]
+
+
+def curve(spec: RunSpec, steps: int, *, gate: bool = True) -> Curve:
+    """On a rank: the gate, if it is asked for, then so many steps of a spec's run."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    contender, batches = CONTENDERS[spec.contender.name], open_batches(spec)
+    result = run_gate(spec, contender, batches, CPU) if gate else {}
+    plan = spec.plan()
+    trainer = contender.build(plan, spec.optimizer, CPU, spec.seed)
+    losses = []
+    with counted_calls() as calls:
+        for step in range(steps):
+            trainer.record_spans(step == steps - 1)
+            calls.clear()
+            losses.append(trainer.step(*local_batch(batches, plan.layout, step, CPU)).loss)
+    errors = tuple(result.get(f"{n}_error", 0.0) for n in ("loss", "grad_norm", "parameter"))
+    actions = [span.action for span in trainer.spans()]
+    return Curve(result.get("passed", False), errors, losses, actions, calls)
+
+
+def curve_of_one_process(spec: RunSpec, steps: int) -> list[float]:
+    """The losses of one process with the number types of the spec's run."""
+    alone = OneProcess(spec, open_batches(spec), CPU, ROUNDED[spec.precision])
+    return alone.train(spec.optimizer, steps).losses
+
+
+_COUNTED = (
+    *("all_reduce", "reduce_scatter_tensor", "_reduce_scatter_base"),
+    *("all_gather_into_tensor", "_all_gather_base", "isend", "irecv"),
+)
+_LIKE = {"_reduce_scatter_base": "reduce_scatter_tensor"}
+_LIKE |= {"_all_gather_base": "all_gather_into_tensor"}
+
+
+@contextmanager
+def counted_calls() -> Iterator[Counter[str]]:
+    """Inside, calls of torch's collectives and messages are counted by name."""
+    calls = Counter[str]()
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            calls[_LIKE.get(name, name)] += 1
+            return original(*arguments, **keywords)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in _COUNTED:
+            wrapped = counted(name, getattr(dist, name))
+            for module in (dist, distributed_c10d):  # batched messages compare them by identity
+                stack.enter_context(mock.patch.object(module, name, wrapped))
+        for module, name in _of_megatron():
+            original = getattr(module, name)
+            wrapped = counted(original.__name__, original)
+            stack.enter_context(mock.patch.object(module, name, wrapped))
+        yield calls
+
+
+def _of_megatron() -> Iterator[tuple[Any, str]]:
+    """Where Megatron-Core's modules have torch's collectives under names of their own."""
+    for module in [m for n, m in sys.modules.items() if n.startswith("megatron.core.")]:
+        for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+            if hasattr(module, name):
+                yield module, name
+
+
+def find_in_megatron(spec: RunSpec, names: list[str]) -> dict[str, list[GateCheck]]:
+    """On a rank: for each of these faults the gate's checks that fail."""
+    with mock.patch.dict(FAULTS, MEGATRON_FAULTS):
+        return find(spec, names)
+
+
+def _changing(change: Callable[[Any], None]) -> Fault:
+    """Something is changed in a trainer that was built."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        del place
+
+        def prepare(trainer: Any) -> Any:
+            change(trainer)
+            return trainer
+
+        yield prepare
+
+    return fault
+
+
+def _replacing(name: str, other: Any) -> Fault:
+    """Something in the trainer's module is replaced while trainers are built and run."""
+
+    @contextmanager
+    def fault(place: Place) -> Iterator[Prepare]:
+        del place
+        with mock.patch.object(megatron, name, other):
+            yield lambda trainer: trainer
+
+    return fault
+
+
+def _without_norm(trainer: Any) -> None:
+    step = trainer._optimizer.step
+    trainer._optimizer.config.clip_grad = 0.0
+    trainer._optimizer.step = lambda: (True, step()[1] or 0.0, None)
+
+
+def _with_stale_weights(trainer: Any) -> None:
+    for chunk in trainer._chunks:
+        chunk.start_param_sync = lambda *_, **__: None
+
+
+def _with_batched_messages(trainer: Any) -> None:
+    trainer._config.overlap_p2p_comm, trainer._config.batch_p2p_comm = False, True
+
+
+def _aliased_loss(batches: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    tokens, labels = next(batches)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+
+    def loss(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        mean = per_token.float().mean()
+        return mean, {"loss": mean.detach()}
+
+    return model(tokens, positions, None, labels=labels), loss
+
+
+def _uninitialised(*arguments: Any) -> Any:
+    return replace(_TRANSFORMER_CONFIG(*arguments), perform_initialization=False)
+
+
+class _UnmarkedNorm:
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        del config
+        return nn.LayerNorm(hidden_size, eps=eps)
+
+
+_TRANSFORMER_CONFIG = megatron._transformer_config
+MEGATRON_FAULTS: dict[str, Fault] = {
+    "no clipping, and so no norm": _changing(_without_norm),
+    "weights read before they are gathered": _changing(_with_stale_weights),
+    "messages of interleaved stages batched": _changing(_with_batched_messages),
+    "the loss divided by the schedule": _replacing("_forward_step", _aliased_loss),
+    "parameters not initialised by Megatron-Core": _replacing(
+        "_transformer_config", _uninitialised
+    ),
+    "norms not marked for sequence parallelism": _replacing("Norm", _UnmarkedNorm),
+    "Megatron-Core's own Adam": _replacing("_step_with", lambda inner, config: None),
+}
+
+
+def actions_in_other_groups(spec: RunSpec, group: int) -> list[str]:
+    """The actions of a step whose interleaving sends so many microbatches through a chunk before
+    the next one, instead of the planner's number."""
+    batches, plan = open_batches(spec), spec.plan()
+    trainer = megatron.build(plan, spec.optimizer, CPU, spec.seed)
+    trainer._config.microbatch_group_size_per_vp_stage = group
+    trainer.record_spans(True)
+    trainer.step(*local_batch(batches, plan.layout, 0, CPU))
+    return [span.action for span in trainer.spans()]

@@ -1,0 +1,211 @@
+"""Models of Hugging Face by a call: as in one process, and from and into their folders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+import zeropp
+from tests.gloo.world import World
+from zeropp import huggingface
+
+ROWS, MICROBATCH, LENGTH, VOCABULARY, STEPS, RATE = 8, 2, 10, 60, 2, 0.5
+_SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 4}
+_LLAMA = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 24, "head_dim": 4}
+_WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+# Each family in the setting that differs most from the others: ties, windows, projections, dropout.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA,
+    "qwen2": {**_LLAMA, "use_sliding_window": True, **_WINDOW, "tie_word_embeddings": True},
+    "qwen3": {**_LLAMA, "tie_word_embeddings": True},
+    "mistral": {**_LLAMA, "sliding_window": 4},
+    "gemma2": {**_LLAMA, "query_pre_attn_scalar": 4, **_WINDOW},
+    "gemma3_text": {**_LLAMA, "query_pre_attn_scalar": 4, **_WINDOW},
+    "gpt2": {"n_embd": 16, "n_head": 4, "n_layer": 4, "n_positions": 16,
+             "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "gpt_neox": {**_SIZES, "intermediate_size": 24},
+    "opt": {**_SIZES, "ffn_dim": 24, "word_embed_proj_dim": 12, "dropout": 0.0,
+            "max_position_embeddings": 16},
+    "mixtral": {**_LLAMA, "num_local_experts": 4, "sliding_window": 4},
+}  # fmt: skip
+DEGREES: list[dict[str, Any]] = [
+    {"pp": 2},
+    {"shard": 2, "recompute": "full"},
+    {"pp": 2, "shard": 2, "chunks": 2, "recompute": "selective"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_bars() -> Iterator[None]:
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    yield
+    logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def config_of(family: str) -> Any:
+    """A tiny model's configuration."""
+    more = {"attn_implementation": "eager"} if family in ("gemma2", "gpt_neox") else {}
+    if family == "mixtral":  # torch has no grouped products in fp64
+        more["experts_implementation"] = "eager"
+    return AutoConfig.for_model(
+        family, vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        **FAMILIES[family], **more,
+    )  # fmt: skip
+
+
+def made(family: str) -> PreTrainedModel:
+    """A tiny model in fp64, the same at every call, with weights that are not small."""
+    torch.manual_seed(1)
+    make: Any = AutoModelForCausalLM
+    model: PreTrainedModel = make.from_config(config_of(family), dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.train()
+    return model
+
+
+def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, targets, and the mask of their padding, which is on the right and short: in fp64
+    transformers gives NaN for a place that sees no token in its window."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+    lengths = torch.randint(LENGTH - 2, LENGTH + 1, (ROWS, 1), generator=generator)
+    mask = (torch.arange(LENGTH) < lengths).long()
+    targets = tokens[:, 1:].masked_fill(mask == 0, -100)
+    return tokens[:, :-1].masked_fill(mask == 0, 0), targets, mask
+
+
+def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum over all tokens that are not padding."""
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    ) / (ROWS * LENGTH)  # fmt: skip
+
+
+@cache
+def alone(family: str) -> dict[str, Tensor]:
+    """Parameters after some steps of plain SGD in one process, through the model's own forward."""
+    model: Any = made(family)
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        tokens, targets, mask = batch(step)
+        loss_function(model(tokens, attention_mask=mask).logits, targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    after = {name: one.detach() for name, one in model.named_parameters()}
+    assert sum(float((after[n] - before[n]).abs().max()) > 1e-4 for n in after) > len(after) * 0.8
+    return after
+
+
+def train(degrees: dict[str, Any], expected: dict[str, dict[str, Tensor]]) -> dict[str, float]:
+    """How far the parameters of each family are from those of one process."""
+    apart = {}
+    for family, values in expected.items():
+        layers = huggingface.layers(made(family))
+        with zeropp.parallelize(
+            layers,
+            loss_function,
+            sample=batch(0)[0][:MICROBATCH],
+            sample_keywords={"attention_mask": batch(0)[2][:MICROBATCH]},
+            global_batch=ROWS,
+            loss_reduction="sum",
+            optimizer=lambda groups: torch.optim.SGD(groups["all"], lr=RATE),
+            **degrees,
+        ) as model:
+            for step in range(STEPS):
+                tokens, targets, mask = (one[model.rows] for one in batch(step))
+                model.train_step(tokens, targets, attention_mask=mask)
+            found = {layers.own_name(n): one for n, one in model.full_parameters()}
+        assert found
+        apart[family] = max(float((one - values[n]).abs().max()) for n, one in found.items())
+    return apart
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_families_are_those_of_one_process(world: World, degrees: dict[str, Any]) -> None:
+    expected = {family: alone(family) for family in FAMILIES}
+    size = degrees.get("pp", 1) * degrees.get("shard", 1)
+    for apart in world.run(train, degrees, expected, size=size):
+        assert set(apart) == set(FAMILIES)
+        # Full parameters are given in fp32.
+        assert {family: one for family, one in apart.items() if not one < 1e-6} == {}
+
+
+SAVED = ("llama", "qwen3", "gpt2", "mixtral")
+
+
+def from_folder(family: str, folder: Path, other: Path) -> tuple[int, dict[str, Tensor]]:
+    """The most parameters that this rank had of one model, and what a step has made of all."""
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    layers = huggingface.layers(folder / family)
+    with zeropp.parallelize(
+        layers,
+        loss_function,
+        sample=batch(0)[0][:MICROBATCH],
+        global_batch=ROWS,
+        optimizer=zeropp.OptimizerConfig("sgd", lr=RATE),
+        pp=2,
+        shard=2,
+    ) as model:
+        tokens, targets, _ = (one[model.rows] for one in batch(0))
+        model.train_step(tokens, targets)
+        layers.save_pretrained(model, other / family)
+        found = {layers.own_name(n): one for n, one in model.full_parameters()}
+    return sum(one.numel() for one in found.values()), found
+
+
+@pytest.mark.parametrize("family", SAVED)
+def test_from_a_folder_into_another(world: World, family: str, tmp_path: Path) -> None:
+    whole: Any = made(family)
+    whole.float()
+    whole.save_pretrained(tmp_path / "first" / family)
+    ranks = world.run(from_folder, family, tmp_path / "first", tmp_path / "second", size=4)
+    make: Any = AutoModelForCausalLM
+    again = make.from_pretrained(tmp_path / "second" / family)
+    values = dict(again.named_parameters())
+    seen = set()
+    for size, found in ranks:
+        assert size < sum(one.numel() for one in values.values())
+        for name, one in found.items():
+            seen.add(name)
+            assert torch.equal(one, values[name]), name
+    assert seen == set(values)
+    start = dict(whole.named_parameters())
+    assert sum(not torch.equal(start[name], one) for name, one in values.items()) > len(seen) / 2
+
+
+def drawn() -> dict[str, float]:
+    """Sums of the parameters of a model that no process has whole."""
+    make: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = make.from_config(config_of("gemma3_text"), dtype=torch.float32)
+    layers = huggingface.layers(model, seed=3)
+    with zeropp.parallelize(
+        layers, loss_function, sample=batch(0)[0][:MICROBATCH], global_batch=ROWS, pp=2
+    ) as model:
+        return {n: float(one.double().square().sum()) for n, one in model.full_parameters()}
+
+
+def test_a_model_is_drawn_layer_by_layer(world: World) -> None:
+    first, second = world.run(drawn, size=2)
+    assert not set(first) & set(second)
+    assert any(size > 0 for size in {**first, **second}.values())
+
+
+def test_other_families_are_refused() -> None:
+    make: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        bloom = make.from_config(AutoConfig.for_model("bloom", n_layer=1, hidden_size=8, n_head=2))
+    with pytest.raises(zeropp.InfeasibleError, match="its family 'bloom' is not known"):
+        huggingface.layers(bloom)

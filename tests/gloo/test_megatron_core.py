@@ -1,0 +1,153 @@
+"""Megatron-Core on real processes: the gate, the losses of one process on real text, actions and
+collectives as planned, and every fault that a careless adapter has, found by the gate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("megatron.core")
+
+from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
+from tests.gloo.megatron_cases import (
+    MEGATRON_FAULTS,
+    actions_in_other_groups,
+    curve,
+    curve_of_one_process,
+    find_in_megatron,
+)
+from tests.gloo.world import World
+from tests.unit.toy_spec import mapping
+from zeropp.plan import Plan
+from zeropp.schedule.program import Op
+
+STEPS = 20
+TEXT = {"kind": "text", "path": "benchmarks/worker/kjv_genesis_psalms.txt"}
+LLAMA = {"family": "llama", "kv_heads": 2}
+TIED = {"tied_embeddings": True}
+ALL_AXES = {"tp": 2, "pp": 2, "chunks": 2, "schedule": "interleaved_1f1b"}
+SEQUENCE = {"sequence_parallel": True}
+SHARDED = {"replicate_zero": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration of Megatron-Core; what is left of the ranks is data parallelism."""
+
+    ranks: int
+    knobs: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
+    precision: str = "fp32"
+
+    def spec(self) -> RunSpec:
+        """Its run on real text, with four microbatches of a sequence per pipeline."""
+        values = mapping()
+        values["model"] |= {"layers": 4, "hidden": 32, "ffn": 64, "vocab": 256, "seq": 16}
+        values["model"] |= self.model
+        values["cluster"] = yaml.safe_load(Path("conf/cluster/cpu_gloo.yaml").read_text())
+        degrees = self.knobs.get("tp", 1) * self.knobs.get("pp", 1)
+        values |= {"num_gpus": self.ranks, "global_batch": 4 * self.ranks // degrees}
+        values |= {"contender": {"name": "megatron_core", "pp": 1, **self.knobs}, "data": TEXT}
+        values["optimizer"] = {"weight_decay": 0.1, "clip_norm": 1.0}
+        return spec_from_mapping(values | {"precision": self.precision})
+
+
+INTERLEAVED = Case(4, ALL_AXES | SEQUENCE)
+CASES = {
+    "TP2 PP2 V2 DP2, sequence parallel, sharded": Case(8, ALL_AXES | SEQUENCE | SHARDED),
+    "TP2 PP2 V2, tied, recomputed": Case(4, ALL_AXES | {"recompute": "full"}, TIED),
+    "PP4 DP2 uneven, sharded": Case(8, {"pp": 4} | SHARDED, {"layers": 7}),
+    "TP4, bf16": Case(4, {"tp": 4}, precision="bf16"),
+    "TP2 DP2 Llama, sequence parallel, sharded, bf16": Case(
+        4, {"tp": 2} | SEQUENCE | SHARDED, LLAMA, "bf16"
+    ),
+    "DP4": Case(4, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gate_losses_actions_and_messages(world: World, name: str) -> None:
+    case = CASES[name]
+    spec = case.spec()
+    plan = spec.plan()
+    expected = curve_of_one_process(spec, STEPS)
+    assert expected[-1] < expected[0] - 0.1  # it learns
+    for rank, seen in enumerate(world.run(curve, spec, STEPS, size=case.ranks)):
+        assert seen.passed
+        assert seen.losses == pytest.approx(expected, rel=1e-4)
+        program = plan.schedule.programs[plan.layout.coordinates(rank)["pp"]]
+        assert seen.actions == [str(action) for action in program if action.op.is_compute]
+        assert seen.calls == planned_calls(plan, rank)
+
+
+def planned_calls(plan: Plan, rank: int) -> dict[str, int]:
+    """The messages of a step on a rank, which are the plan's, and the collectives that the cost
+    model prices (``zeropp/cost``), with the few small ones that it does not."""
+    layout, m = plan.layout, plan.num_microbatches
+    program = plan.schedule.programs[layout.coordinates(rank)["pp"]]
+    ops = Counter(action.op for action in program)
+    stages = {action.stage for action in program}
+    first, last = 0 in stages, plan.schedule.num_stages - 1 in stages
+    blocks = sum(map(plan.blocks_of, stages))
+    again = sum(map(plan.recomputed_blocks, stages))
+    # Two sums of hidden states per block and pass; embedding and head have one each.
+    forward, backward = 2 * (blocks + again) + first, 2 * blocks + last
+    calls = Counter(isend=ops[Op.SEND_F] + ops[Op.SEND_B], irecv=ops[Op.RECV_F] + ops[Op.RECV_B])
+    if layout.tp > 1 and layout.sequence_parallel:
+        if first and plan.shape.family == "gpt":  # learned positions are added before the split
+            calls["all_reduce"] += m
+            calls["reduce_scatter_tensor"] -= m
+        # A sum is a reduce-scatter, whose opposite is an all-gather; products' inputs are gathered
+        # once more for their weight gradients.
+        calls["reduce_scatter_tensor"] += m * (forward + backward)
+        calls["all_gather_into_tensor"] += m * (forward + backward + 2 * blocks + last)
+        calls["all_reduce"] += 1  # the gradients of norms
+    elif layout.tp > 1:
+        calls["all_reduce"] += m * (forward + backward)
+    if layout.replicate_zero:
+        calls["reduce_scatter_tensor"] += ops[Op.REDUCE_GRAD]
+        calls["all_gather_into_tensor"] += len(stages)  # what the last step has updated
+    else:  # also where there is one data-parallel rank
+        calls["all_reduce"] += ops[Op.REDUCE_GRAD]
+    calls["all_reduce"] += 3 * m * last  # numbers per token: maximum, sum, the target's logit
+    calls["all_reduce"] += 2  # the gradient's norm and the loss
+    calls["all_reduce"] += plan.shape.tied_embeddings and layout.pp > 1 and (first or last)
+    return +calls
+
+
+GATHERED = Case(2, {"pp": 1} | SHARDED)
+FAULTS = {
+    "no clipping, and so no norm": INTERLEAVED,
+    "messages of interleaved stages batched": INTERLEAVED,
+    "the loss divided by the schedule": INTERLEAVED,
+    "parameters not initialised by Megatron-Core": INTERLEAVED,
+    "norms not marked for sequence parallelism": INTERLEAVED,
+    "weights read before they are gathered": GATHERED,
+    "Megatron-Core's own Adam": GATHERED,
+}
+
+
+@pytest.mark.parametrize("case", [INTERLEAVED, GATHERED], ids=["PP2 V2 TP2", "DP2"])
+def test_the_gate_finds_what_a_careless_adapter_does(world: World, case: Case) -> None:
+    names = [name for name, where in FAULTS.items() if where is case]
+    for found in world.run(find_in_megatron, case.spec(), ["none", *names], size=case.ranks):
+        assert found.pop("none") == []
+        assert [name for name, failed in found.items() if not failed] == []
+
+
+def test_every_fault_is_met() -> None:
+    assert set(FAULTS) == set(MEGATRON_FAULTS)
+
+
+def test_other_groups_of_microbatches_are_another_order(world: World) -> None:
+    spec = INTERLEAVED.spec()
+    programs = spec.plan().schedule.programs
+    seen = world.run(actions_in_other_groups, spec, 4, size=INTERLEAVED.ranks)
+    planned = [str(action) for action in programs[0] if action.op.is_compute]
+    assert seen[0] != planned
+    assert sorted(seen[0]) == sorted(planned)
