@@ -35,7 +35,6 @@ class Case:
     batch: int = 4
     tied: bool = False
     dropout: float = 0.0
-    steps: int = 2
     then: tuple[str, ...] = ()  # names of functions below
 
     def __str__(self) -> str:
@@ -49,6 +48,7 @@ class Found:
     numbers: list[float]
     faults: list[str]
     log: list[Issued]
+    program: list[str]  # what the engine was told to do in a step
 
 
 def run_case(case: Case, emulate: bool, fault: str | None, folder: str) -> Found:
@@ -62,10 +62,10 @@ def run_case(case: Case, emulate: bool, fault: str | None, folder: str) -> Found
             make, _ = (FAULTS | CONTROLS)[fault]
             stack.enter_context(make())
             case = replace(case, then=())
-        numbers = _train(case, folder)
+        numbers, program = _train(case, folder)
     if device is None:
-        return Found(numbers, [], [])
-    return Found(numbers, [str(one) for one in device.faults], device.log.issued)
+        return Found(numbers, [], [], program)
+    return Found(numbers, [str(one) for one in device.faults], device.log.issued, program)
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def _as_on_a_gpu() -> Iterator[Device]:
             yield device
 
 
-def _train(case: Case, folder: str) -> list[float]:
+def _train(case: Case, folder: str) -> tuple[list[float], list[str]]:
     shape = ModelShape(
         name="test", family="gpt", layers=2, hidden=8, heads=2, kv_heads=2, ffn=16,
         vocab=WORDS, seq=SEQUENCE, tied_embeddings=False, dropout=case.dropout,
@@ -104,8 +104,8 @@ def _train(case: Case, folder: str) -> list[float]:
     batches = torch.randint(WORDS, (6, case.batch, SEQUENCE + 1), generator=generator)
     optimizer = zeropp.OptimizerConfig(kind="adamw", lr=1e-2, weight_decay=0.1, clip_norm=0.05)
     model = zeropp.parallelize(
-        built, cross_entropy, sample=batches[0][:1, :-1], global_batch=case.batch, optimizer=optimizer,
-        **options,
+        built, cross_entropy, sample=batches[0][:1, :-1], global_batch=case.batch,
+        optimizer=optimizer, **options,
     )  # fmt: skip
     numbers: list[float] = []
 
@@ -114,13 +114,16 @@ def _train(case: Case, folder: str) -> list[float]:
         result = model.train_step(batch[:, :-1], batch[:, 1:])
         numbers.extend((result.loss, result.grad_norm))
 
-    for index in range(case.steps):
-        step(index)
+    program: list[str] = []
+    model.engine.interpreter.on_action = lambda action: program.append(str(action))
+    step(0)
+    model.engine.interpreter.on_action = None
+    step(1)
     for name in case.then:
         numbers += BETWEEN_STEPS[name](model, batches[4], folder)
         step(5)
     model.close()
-    return numbers
+    return numbers, program
 
 
 def _evaluate(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:

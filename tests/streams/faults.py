@@ -151,7 +151,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
             join_shard_reductions=lambda self: self.shard_reductions.clear(),
             join_reduction_of=lambda self, flat: self.shard_reductions.pop(flat, None),
         ),
-        "units, tied weights",
+        "prefetch",
     ),
     "update before the replicas' sums": (
         _instead(lanes.Lanes, join_replica_reductions=lambda self: self.replica_reductions.clear()),
@@ -160,7 +160,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "a ticket keeps nothing": (_tickets_keep_nothing, "bf16 on the wire"),
     "a receive is not waited for": (
         _instead(Interpreter, _arrived=_arrived_at_once),
-        "units, tied weights",
+        "reduced once per step",
     ),
     "gather before the replicas' update": (
         _instead(FlatParameters, unshard=_unshard_at_once, wait=_wait_for_gather_alone),
@@ -170,7 +170,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         _instead(FlatParameters, settle=_nothing),
         "visible parameters",
     ),
-    "sums zeroed in a lane": (_zeros_in_a_lane, "units, tied weights"),
+    "sums zeroed in a lane": (_zeros_in_a_lane, "prefetch"),
     "replicas summed before shards": (_crosses_before_reducing, "shards and replicas"),
     "tied gradients before their sums": (
         _instead(Chunk, finish=_finish_without_waiting),

@@ -4,6 +4,7 @@ fault that is put into it is found."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from tests.gloo.world import World
 from tests.streams.cases import CASES
 from tests.streams.emulation import Case, Found, run_case
 from tests.streams.faults import CONTROLS, FAULTS
-from zeropp.verify.rendezvous import hanging_waits, mismatches, stuck
+from tests.unit.device_orders import logs_of
+from zeropp.schedule.program import Schedule, loop_placement, parse_action
+from zeropp.verify.rendezvous import Issued, hanging_waits, mismatches, stuck
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +29,30 @@ def faults_of(found: list[Found]) -> set[str]:
     return {fault for one in found for fault in one.faults}
 
 
+def in_a_step(log: list[Issued]) -> list[str]:
+    """What a rank communicates in the first step: sends, receives, gathers and reductions; several
+    gathers in a row, of the flat buffers of a chunk, are one."""
+    barriers = [index for index, one in enumerate(log) if one.kind == "meet"]
+    step = log[barriers[0] : barriers[1]] if barriers else log
+    kinds = [kind for one in step if one.kind == "communication" and (kind := _kind(one))]
+    return [kind for kind, _ in groupby(kinds)]
+
+
+def _kind(one: Issued) -> str:
+    for kind, texts in KINDS.items():
+        if any(text in one.what for text in texts):
+            return kind
+    return ""
+
+
+KINDS = {
+    "send": ("isend", "SEND"),
+    "receive": ("irecv", "RECV"),
+    "gather": ("_allgather_base_", "gathers"),
+    "reduction": ("_reduce_scatter_base_", "reductions"),
+}
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=str)
 def test_nothing_races_and_everything_ends(case: Case, world: World, tmp_path: Path) -> None:
     plain = world.run(run_case, case, False, None, str(tmp_path / "plain"), size=case.ranks)
@@ -37,6 +64,22 @@ def test_nothing_races_and_everything_ends(case: Case, world: World, tmp_path: P
     assert stuck(logs) == {}
     assert stuck(logs, resident=3, seed=1) == {}
     assert {rank: hanging_waits(logs, rank) for rank in logs} == {rank: [] for rank in logs}
+    pp, chunks = case.options["pp"], case.options["chunks"]
+    if pp > 1:  # so that what tests/unit simulates is what the engine issues
+        first = case.ranks // pp  # ranks of a pipeline stage stand beside each other
+        schedule = Schedule(
+            name=case.name,
+            num_microbatches=case.batch,
+            unit=case.batch,
+            stage_rank=loop_placement(pp, chunks),
+            programs=tuple(
+                tuple(parse_action(action) for action in found[rank * first].program)
+                for rank in range(pp)
+            ),
+        )
+        expected = logs_of(schedule)
+        for rank in range(pp):
+            assert in_a_step(found[rank * first].log) == in_a_step(expected[rank])
 
 
 @pytest.mark.parametrize("name", FAULTS)

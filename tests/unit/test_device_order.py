@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
+from typing import Any
 
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -20,9 +21,7 @@ from tests.unit.device_orders import (
     with_early_receives,
 )
 from zeropp.schedule import build, lower
-from zeropp.schedule.build import StepSizes, step_programs
 from zeropp.schedule.program import Schedule, StageCost, parse_action
-from zeropp.schedule.zeropp_order import unit_size
 from zeropp.verify.rendezvous import Issued, Logs, hanging_waits, mismatches, stuck
 
 RESIDENT = 3  # communication kernels that fit on a device, with the fewest channels each
@@ -30,24 +29,22 @@ RESIDENT = 3  # communication kernels that fit on a device, with the fewest chan
 
 @cache
 def zeropp_schedule(
-    ranks: int, chunks: int, *, uneven: bool = False, **more: int | str
+    ranks: int, chunks: int, *, split_backward: bool = True, uneven: bool = False, **passes: Any
 ) -> Schedule:
-    """A step of ZeroPP with two microbatches per rank."""
-    unit = unit_size("auto", ranks, 2 * ranks)
-    sizes = StepSizes(
+    """A step of ZeroPP with two microbatches per rank; ``passes`` are for ``lower``."""
+    costs = [
+        StageCost(forward=1 + 0.3 * (stage % 3), backward_weight=0.8, unshard=0.5, reduce_grad=0.7)
+        for stage in range(ranks * chunks)
+    ]
+    order = build(
+        "zeropp",
         num_ranks=ranks,
         chunks=chunks,
         num_microbatches=2 * ranks,
-        unit=unit,
-        activation_cap=unit * chunks,
-        gather=True,
-        **more,  # type: ignore[arg-type]
+        split_backward=split_backward,
+        costs=costs if uneven else None,
     )
-    costs = (
-        StageCost(forward=1 + 0.3 * (stage % 3), backward_weight=0.8, unshard=0.5, reduce_grad=0.7)
-        for stage in range(ranks * chunks)
-    )
-    return step_programs(sizes, tuple(costs) if uneven else None)
+    return lower(order, gather=True, **passes)
 
 
 def torch_schedule(name: str, ranks: int) -> Schedule:
@@ -109,7 +106,7 @@ def test_a_step_of_two_shards_ends(ranks: int, chunks: int) -> None:
     ],
     ids=str,
 )
-def test_a_step_with_other_settings_ends(more: dict[str, int | str]) -> None:
+def test_a_step_with_other_settings_ends(more: dict[str, Any]) -> None:
     check(logs_of(zeropp_schedule(4, 3, **more)), waits_of=4)
 
 

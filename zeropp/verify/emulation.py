@@ -173,9 +173,10 @@ def emulated(*, eager: bool = True) -> Iterator[Device]:
     device = Device()
     observer = Observer(device)
     with ExitStack() as undo:
-        for module in (torch.cuda, torch.cpu):
+        for module in (torch.cuda, torch.cpu, torch.accelerator):
             for name, stand_in in _streams(device).items():
-                undo.enter_context(mock.patch.object(module, name, stand_in))
+                if hasattr(module, name):
+                    undo.enter_context(mock.patch.object(module, name, stand_in))
         resized = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
