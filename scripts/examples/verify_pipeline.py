@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 4 scripts/examples/verify_pipeline.py
 torchrun --nproc-per-node 4 scripts/examples/verify_pipeline.py --forget wait
+torchrun --nproc-per-node 4 scripts/examples/verify_pipeline.py --forget last
 
 It needs no GPU: tensors are on the CPU, and torch.cuda's streams are virtual.
 """
@@ -48,7 +49,11 @@ class Loop:
             outputs.append(self.layers(inputs[-1]))
             if self.stage == 0:
                 self.send(outputs[-1].detach(), self.forward)
-        for x, y in zip(inputs, outputs, strict=True):
+        for number, (x, y) in enumerate(zip(inputs, outputs, strict=True)):
+            if self.forget != "last":
+                # Else FSDP2 ends every microbatch's backward as a step's last. It has then begun
+                # to gather for the next one, and frees what that gather still writes.
+                self.layers.set_is_last_backward(number == MICROBATCHES - 1)
             if self.stage == 0:
                 y.backward(self.receive(self.backward))
             else:
@@ -78,7 +83,7 @@ class Loop:
 
 def main(arguments: list[str] | None = None) -> verify.Report:
     parser = argparse.ArgumentParser(description="What zeropp.verify says of a pipelining loop.")
-    parser.add_argument("--forget", choices=("nothing", "wait"), default="nothing")
+    parser.add_argument("--forget", choices=("nothing", "wait", "last"), default="nothing")
     options = parser.parse_args(arguments)
     if not dist.is_initialized():
         dist.init_process_group("gloo")

@@ -45,6 +45,14 @@ def test_a_receive_that_the_loop_does_not_wait_for_is_found(world: World) -> Non
     assert "verify_pipeline.py" in text
 
 
+def test_what_fsdp2_frees_under_its_own_gather_is_found(world: World) -> None:
+    """A gather for the next microbatch, begun in a backward that FSDP2 takes for the last: torch
+    2.13 lets compute wait for it, but not the stream to which its memory goes back."""
+    (clean, text), *_ = world.run(example, "--forget", "last", size=4)
+    assert not clean
+    assert "reuse: write by c10d::_allgather_base_" in text
+
+
 def faults_of(work: Callable[[torch.cuda.Stream], object]) -> list[str]:
     with verify.emulated() as device:
         work(torch.cuda.Stream())  # type: ignore[no-untyped-call]

@@ -15,21 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from zeropp.verify.rendezvous import Issued, Logs, Message, hanging_waits, mismatches, stuck
+from zeropp.verify.rendezvous import Issued, Message, hanging_waits, mismatches, stuck
 from zeropp.verify.streams import Clock, Device, Extent, Observer, extent
 
-_ASYNCHRONOUS = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "reduce_scatter",
-    "reduce_scatter_single",
+_ASYNCHRONOUS = (  # those that take ``async_op``
+    "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all",
+    "all_to_all_single", "broadcast", "reduce_scatter", "reduce_scatter_single",
     "reduce_scatter_tensor",
-)  # those that take ``async_op``
+)  # fmt: skip
 _READ_BY_HOST = ("tolist", "cpu", "numpy")
 
 
@@ -76,14 +69,10 @@ def watch(work: Callable[[], object], *, times: int = 1) -> Report:
     dist.all_gather_object(found, mine)
     logs = {rank: log for rank, (_, log) in enumerate(found)}
     hangs = stuck(logs)
-    waits = {} if hangs else {rank: _waits(logs, rank) for rank in logs}
+    bad = {} if hangs else {rank: len(hanging_waits(logs, rank)) for rank in logs}
+    waits = {rank: (count, len(logs[rank]) + 1 - count) for rank, count in bad.items()}
     faults = tuple(text for texts, _ in found for text in texts)
     return Report(faults, tuple(mismatches(logs)), hangs, waits)
-
-
-def _waits(logs: Logs, rank: int) -> tuple[int, int]:
-    bad = len(hanging_waits(logs, rank))
-    return bad, len(logs[rank]) + 1 - bad
 
 
 class _Event:

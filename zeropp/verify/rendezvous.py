@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 Kind = Literal["kernel", "communication", "record", "wait", "sync", "meet", "place"]
@@ -161,17 +161,6 @@ def hanging_waits(logs: Logs, rank: int) -> list[int]:
     return found
 
 
-def with_waits(log: Sequence[Issued], places: Iterable[int]) -> list[Issued]:
-    """A log in which the host also waits for the whole device before these places."""
-    before = set(places)
-    out = []
-    for place, one in enumerate(log):
-        if place in before:
-            out.append(Issued("sync", what="an added wait for the device"))
-        out.append(one)
-    return out
-
-
 class _Kernel:
     """A communication kernel that has come to the head of its stream."""
 
@@ -204,11 +193,9 @@ class _Rank:
 
     def described(self) -> str:
         """Where the host is, and what is at the head of every queue."""
-        host = self.log[self.at] if self.at < self.limit else None
-        if host is None:
-            text = "the host has issued all"
-        else:
-            text = f"the host is at {host.what or host.kind}"
+        text = "the host has issued all"
+        if self.at < self.limit:
+            text = f"the host is at {self.log[self.at].what or self.log[self.at].kind}"
         heads = [f"{k.issued.what} (on {s})" for s, k in self.running.items()]
         return f"{text}{' in ' + self.place if self.place else ''}; waiting: {', '.join(heads)}"
 
@@ -231,10 +218,8 @@ class _Simulation:
             self._advance(self._todo.popleft())
 
     def stuck(self) -> dict[int, str]:
-        return {r.rank: r.described() for r in self._unfinished()}
-
-    def _unfinished(self) -> Iterator[_Rank]:
-        return (rank for rank in self.ranks.values() if rank.open or rank.at < rank.limit)
+        ranks = self.ranks.items()
+        return {number: one.described() for number, one in ranks if one.open or one.at < one.limit}
 
     def _advance(self, rank: _Rank) -> None:
         moved = True

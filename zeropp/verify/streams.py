@@ -36,22 +36,14 @@ _DEPTH = 4  # frames of the caller that a fault shows
 _NOT_SHOWN = ("/torch/", "zeropp/verify/", "/contextlib.py", "<frozen", "/threading.py")
 
 # The arguments of collectives that are read and written, by place.
+_IN_PLACE = "allreduce_ allreduce_coalesced_ broadcast_ reduce_ barrier"
+_FROM_SECOND = (
+    "_allgather_base_ allgather_ allgather_into_tensor_coalesced_ _reduce_scatter_base_ "
+    "reduce_scatter_ reduce_scatter_tensor_coalesced_ alltoall_ alltoall_base_ gather_ scatter_"
+)
 COLLECTIVES = {
-    "c10d::allreduce_": (0, 0),
-    "c10d::allreduce_coalesced_": (0, 0),
-    "c10d::broadcast_": (0, 0),
-    "c10d::reduce_": (0, 0),
-    "c10d::barrier": (0, 0),
-    "c10d::_allgather_base_": (1, 0),
-    "c10d::allgather_": (1, 0),
-    "c10d::allgather_into_tensor_coalesced_": (1, 0),
-    "c10d::_reduce_scatter_base_": (1, 0),
-    "c10d::reduce_scatter_": (1, 0),
-    "c10d::reduce_scatter_tensor_coalesced_": (1, 0),
-    "c10d::alltoall_": (1, 0),
-    "c10d::alltoall_base_": (1, 0),
-    "c10d::gather_": (1, 0),
-    "c10d::scatter_": (1, 0),
+    **{f"c10d::{name}": (0, 0) for name in _IN_PLACE.split()},
+    **{f"c10d::{name}": (1, 0) for name in _FROM_SECOND.split()},
 }
 # Operators that run nothing on the device.
 _NOTHING = {
