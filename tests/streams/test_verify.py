@@ -98,13 +98,13 @@ def freed_late(stream: torch.cuda.Stream) -> None:
 
 
 def synchronized(stream: torch.cuda.Stream) -> None:
-    unwaited_event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     x = torch.ones(4)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         x.add_(1)
-        unwaited_event.record()
-    unwaited_event.synchronize()
+        event.record()
+    event.synchronize()
     x.mul_(2)
 
 
