@@ -1,12 +1,14 @@
-"""Every private name of torch that the library uses: to trace a rank without peers, and to watch
-what operators and collectives do (``zeropp.verify``).
+"""Every private name of torch that the library uses, most of them to trace a rank without peers or
+to watch what operators and collectives do (``zeropp.verify``).
 
-Training uses public names only. A release of torch may move or change the names in this file; for
-each one ``tests/gloo/test_private_names.py`` says what no longer works without it.
+Training uses public names only, but for a timeout. A release of torch may move or change the names
+in this file; for each one ``tests/gloo/test_private_names.py`` says what no longer works without
+it.
 """
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "autograd_run",
+    "default_timeout",
     "group_of",
     "unsharded_gradient",
     "without_modes",
@@ -48,6 +51,14 @@ FSDP_GRADIENTS = (
     (FSDPParam, "to_accumulated_grad_if_needed"),
     (FSDPParam, "accumulate_unsharded_grad_if_needed"),
 )
+
+
+def default_timeout(device: torch.device) -> timedelta | None:
+    """How long the default group's collectives on a device wait for their peers, which torch does
+    not pass on to other groups; None if its backend does not say."""
+    assert dist.group.WORLD is not None
+    options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def autograd_run() -> int:
