@@ -75,7 +75,7 @@ def _as_on_a_gpu() -> Iterator[Device]:
     exchange = ErrorBarrier.exchange
     with (
         verify.emulated() as device,
-        mock.patch.object(lanes, "make_lane", lambda where, name: lanes._StreamLane(where)),
+        mock.patch.object(lanes, "make_lane", lambda where, name: lanes._StreamLane(where, name)),
     ):
 
         def exchange_on_cpu(self: ErrorBarrier, numbers: Sequence[int]) -> list[list[int]]:
@@ -107,7 +107,7 @@ def _train(case: Case, folder: str) -> tuple[list[float], list[str]]:
         built, cross_entropy, sample=batches[0][:1, :-1], global_batch=case.batch,
         optimizer=optimizer, **options,
     )  # fmt: skip
-    numbers: list[float] = []
+    numbers: list[Any] = []
 
     def step(index: int) -> None:
         batch = batches[index][model.rows]
@@ -123,7 +123,7 @@ def _train(case: Case, folder: str) -> tuple[list[float], list[str]]:
         numbers += BETWEEN_STEPS[name](model, batches[4], folder)
         step(5)
     model.close()
-    return numbers, program
+    return [float(number) for number in numbers], program
 
 
 def _evaluate(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
