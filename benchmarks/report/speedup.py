@@ -273,8 +273,11 @@ def _answer(pairs: pd.DataFrame) -> str:
     over = style.contender_label(first["over"].iloc[0])
     told = f"{where}: ZeroPP trains {_factor(first)} as fast as {over}{_memory(first)}."
     if rest:
-        words = [f"{_factor(mine)} {style.contender_label(mine['over'].iloc[0])}" for mine in rest]
-        told += f" Over the others it is {', '.join(words)}."
+        words = [
+            f"{style.contender_label(mine['over'].iloc[0])} {style.ratio(mine['speedup'].median())}"
+            for mine in rest
+        ]
+        told += f" In the median over the others: {', '.join(words)}."
     return told
 
 
