@@ -77,6 +77,12 @@ class ParallelModel:
         return self.engine.evaluate(parts)
 
     @property
+    def steps_done(self) -> int:
+        """The steps that the model has been trained, with those of the checkpoint it was loaded
+        from."""
+        return self.engine.steps_done
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of this rank's shards, for ``torch.optim.lr_scheduler``."""
         return self.engine.optimizer
