@@ -33,6 +33,12 @@ _STYLES = {
     "W": "black on #009E73",
     "B": "black on #D55E00",
 }
+_WORDS = {
+    "F": "forward",
+    "I": "backward of inputs",
+    "W": "backward of weights",
+    "B": "full backward",
+}
 _COSTS = {field.name for field in fields(StageCost)}
 _COMPUTE = ("forward", "backward_input", "backward_weight")
 _MOST = 100.0  # longest duration, over the shortest compute action (one column of the grid)
@@ -141,7 +147,7 @@ def show(request: Request, cost: StageCost, console: Console) -> Timeline:
     console.print(f"step over ideal                 {result.over_ideal:.4f}")
     console.print(f"peak live chunk-activations     {peak}")
     console.print(f"gathered chunks resident        {resident}")
-    title = f"{request.name}, P={request.ranks} V={request.chunks} m={request.microbatches}"
+    title = f"{request.name}: pp={request.ranks} m={request.microbatches} V={request.chunks}"
     if request.name == "zeropp":
         title += f" U={schedule.unit}"
     title += f": step over ideal {result.over_ideal:.3f}"
@@ -168,6 +174,13 @@ def print_grid(result: EventResult, cost: StageCost, console: Console) -> None:
     for rank, cells in enumerate(rows):
         line = Text(f"rank {rank:<3}").append(Text(gap).join(cells))
         console.print(line, no_wrap=True, overflow="ignore", crop=False)
+    kinds = {parse_action(span.action).op for span in compute}
+    legend = Text("       ")
+    for kind in sorted(kinds, key=list(_WORDS).index):
+        legend.append(f" {kind} ", _STYLES[kind]).append(f" {_WORDS[kind]}  ")
+    console.print(legend.append("·", "dim").append(" idle"))
+    if gap:
+        console.print("       2F0: forward of stage 2 for microbatch 0", highlight=False)
 
 
 def _cells(spans: Sequence[Span], slot: float, wide: int) -> list[Text]:

@@ -68,14 +68,14 @@ def _errors(kind: str) -> str:
     """Errors of the simulator by source."""
     frame = pd.read_csv(_REFERENCE / "validation" / "errors.csv")
     last = "order right" if kind in ("ratio", "microbatch") else "bias"
-    lines = []
-    for row in frame[frame["kind"] == kind].itertuples():
-        shares = [f"{row.median:.1%}", f"{row.p90:.1%}"]
+    lines: list[list[str]] = []
+    for row in frame[frame["kind"] == kind].to_dict("records"):
+        shares = [f"{row['median']:.1%}", f"{row['p90']:.1%}"]
         if last == "bias":
-            shares.append(f"{row.bias:+.1%}")
+            shares.append(f"{row['bias']:+.1%}")
         else:
-            shares.append(f"{row.signs:.0%} of {row.ordered}" if row.ordered else "")
-        lines.append([row.source, row.role, str(row.rows), str(row.runs), *shares])
+            shares.append(f"{row['signs']:.0%} of {row['ordered']}" if row["ordered"] else "")
+        lines.append([*(str(row[name]) for name in ("source", "role", "rows", "runs")), *shares])
     return markdown_table(["source", "role", "rows", "runs", "median", "p90", last], lines)
 
 

@@ -11,7 +11,7 @@ from zeropp.literals import AT_LEAST_1, Auto, Recompute, ReduceEvery, if_auto
 from zeropp.plan import SizedPlan, Task
 from zeropp.planner import microbatches_per_step, one_order, resolve_degrees
 from zeropp.schedule import lower
-from zeropp.schedule.program import Action, Op, Schedule, unordered
+from zeropp.schedule.program import Action, Op, Schedule, ScheduleSizes, unordered
 from zeropp.tune.contender import Contender
 from zeropp.tune.space import Point, Space, choices, recompute_choices
 
@@ -53,21 +53,26 @@ def size(task: Task, knobs: FSDPKnobs, microbatch_size: int) -> SizedPlan:
         shape=task.shape,
         layout=layout,
         microbatch_size=microbatch_size,
-        schedule=unordered("accumulation", (0,) * pieces, microbatches, 1),
+        schedule=unordered_pieces(pieces, microbatches),
         cuts=tuple(range(pieces + 1)),
         program="fsdp",
         precision=task.precision,
         recompute=if_auto(knobs.recompute, "none"),
-        recomputed=_recomputed(knobs.recompute_blocks, pieces),
+        recomputed=recomputed_pieces(knobs.recompute_blocks, pieces),
         reduce_every=if_auto(knobs.reduce_every, "unit"),
         compile=knobs.compile,
     )
 
 
-def _recomputed(asked: int | Auto, pieces: int) -> tuple[int, ...]:
+def recomputed_pieces(asked: int | Auto, pieces: int) -> tuple[int, ...]:
     """Recomputed blocks of every stage: 1 for the first ``asked`` blocks, else 0 (each stage is one
     piece, and the first piece is the embedding). ``auto`` gives (), which means all blocks."""
     return () if asked == "auto" else tuple(int(0 < i <= asked) for i in range(pieces))
+
+
+def unordered_pieces(pieces: int, microbatches: int) -> ScheduleSizes:
+    """The sizes of gradient accumulation in which every piece is a stage."""
+    return unordered("accumulation", (0,) * pieces, microbatches, 1)
 
 
 def programs(plan: SizedPlan) -> Schedule:

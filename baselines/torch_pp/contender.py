@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Annotated, Literal
 
+from baselines.fsdp import contender as fsdp
 from baselines.tensor_parallel import check_tensor_parallel
 from baselines.torch_pp.dualpipev import dualpipev
 from zeropp.cost import cut_by_cost
@@ -140,12 +141,30 @@ def size(task: Task, knobs: TorchPPKnobs, microbatch_size: int) -> SizedPlan:
         reduce_every="step",
         compile=knobs.compile,
     )
+    if isinstance(knobs, TorchtitanKnobs) and layout.pp == 1:
+        return _without_pipeline(plan, knobs)
     return replace(plan, cuts=cut_by_cost(plan, task.cluster, split_blocks=split_blocks))
+
+
+def _without_pipeline(plan: SizedPlan, knobs: TorchPPKnobs) -> SizedPlan:
+    """torchtitan without a pipeline: FSDP2 gathers piece by piece, as in ``baselines.fsdp``."""
+    pieces = plan.shape.num_pieces
+    return replace(
+        plan,
+        layout=replace(plan.layout, chunks=pieces),
+        schedule=fsdp.unordered_pieces(pieces, plan.num_microbatches),
+        cuts=tuple(range(pieces + 1)),
+        program=f"{plan.program}+torch_stages=false",
+        recomputed=fsdp.recomputed_pieces(knobs.recompute_blocks, pieces),
+        reduce_every="unit",
+    )
 
 
 def programs(plan: SizedPlan) -> Schedule:
     """The programs of a plan, in the one order of torch's schedule class."""
     name, layout = plan.schedule.name, plan.layout
+    if name == "accumulation":
+        return fsdp.programs(plan)
     gathers = layout.shard > 1
     return _schedule(
         name,

@@ -61,7 +61,8 @@ def with_best_plan(spec: RunSpec) -> tuple[RunSpec, str]:
             write_atomically(path, json.dumps(asdict(choice)))
     where = f"{spec.model.name} on {spec.num_gpus} x {spec.cluster.name}"
     line = f"auto: {contender.label}, {where}: {choice.words} ({source})"
-    knobs = knobs_from(choice.knobs)
+    asked = {name: value for name, value in asdict(spec.contender).items() if value != "auto"}  # type: ignore[call-overload]
+    knobs = knobs_from(choice.knobs | asked)  # a unit that the planner cuts stays as it was asked
     return replace(spec, contender=knobs, microbatch_size=choice.microbatch_size), line
 
 

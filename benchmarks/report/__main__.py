@@ -15,8 +15,8 @@ from benchmarks.specification.command import CommandParser, SpecError, check_wri
 
 
 def main() -> int:
-    """Run the command line. The exit status is 1 if there was nothing to report or if ``--compare``
-    found something slower, 2 on bad input, 130 after Ctrl-C."""
+    """Run the command line. The exit status is 1 if ``--compare`` found something slower, 2 on bad
+    input or if there is nothing to report, 130 after Ctrl-C."""
     return run_command(_main)
 
 
@@ -45,7 +45,10 @@ def _main() -> int:
         made = write_one_table(arguments.table, runs, out=out, options=options)
     else:
         made = write_report(runs, out, options=options)
-    return 0 if made.files else 1
+    if not made.files:
+        where = ", ".join(map(str, runs))
+        raise SpecError(f"{where}: no records (run benchmarks.run first, or name another folder)")
+    return 0
 
 
 def _track(runs: list[Path], arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ cluster, and by the cluster, too, if both sets ran on the same clusters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,6 @@ from benchmarks.report.table import Column, Table, key_columns, print_table, tab
 
 LEAST_CHANGE = 0.02  # a smaller change is not reported, however narrow its interval
 MAX_LINES = 40
-MAX_PRINTED = 60  # rows in the terminal; the files have all
 _COLOURS = {"faster": style.COOL, "slower": style.WARM}
 
 
@@ -53,9 +52,7 @@ def write_comparison(
         console.print("the two sets have no configuration in common")
         return Comparison([], 0)
     made = comparison_table(changes)
-    print_table(replace(made, data=made.data[:MAX_PRINTED]), console)
-    if len(changes) > MAX_PRINTED:
-        console.print(f"... {len(changes) - MAX_PRINTED} more rows are in the files")
+    print_table(made, console)
     counts = changes["verdict"].str.split(" (", regex=False).str[0].value_counts()
     console.print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
     with report_folder(out) as folder:

@@ -35,9 +35,10 @@ from zeropp.cluster import Cluster
 from zeropp.cost import parameter_count
 from zeropp.shape import ModelShape
 
-# Knobs that the text shows in a special form.
+# Knobs that the text of a configuration shows in a form of their own, or under a shorter name.
 _NAMED = {"name", "tp", "pp", "chunks", "shard", "replicate", "replicate_zero", "unit"}
-_NAMED |= {"schedule", "recompute", "sequence_parallel", "compile"}
+_NAMED |= {"schedule", "recompute", "sequence_parallel"}
+_SHORT = {"activation_cap": "cap", "reduce_every": "reduce"}
 # Knobs that a tuner sets. If all of them are the contender's defaults, nobody has tuned it.
 _DEGREES: tuple[str, ...] = ("pp", "tp", "shard", "replicate", "replicate_zero", "chunks", "unit")
 _DEGREES += ("activation_cap", "activation_cap_gib", "schedule", "sequence_parallel", "recompute")
@@ -50,39 +51,38 @@ def default_knobs(contender: str) -> dict[str, Any]:
 
 
 def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
-    """Degrees above 1 and the knobs that were set, in short form, such as ``PP2 V2 ZeRO-3x2 U4``.
+    """Degrees above 1 and the knobs that were set, as ``zeropp.tune.contender.describe`` writes
+    plans: ``pp=2 shard=2 V=2 U=4``.
 
-    A unit that the planner cut also shows what was asked for, as in ``U8 (16 asked)``. An
+    A unit that the planner cut also shows what was asked for, as in ``U=8 (16 asked)``. An
     infeasible record has no plan, so its text shows what was asked for: ``auto`` if all degrees
     were left open.
     """
-    name, plan, knobs = spec.contender.name, record.plan, spec.contender.knobs
-    default = default_knobs(name)
+    plan, knobs = record.plan, spec.contender.knobs
     degrees = plan.get("layout") or {k: v for k, v in knobs.items() if v != "auto"}
-    names = {"tp": "TP", "pp": "PP", "chunks": "V", "shard": "ZeRO-3x", "replicate": "DP"}
-    parts = [f"{short}{degrees[key]}" for key, short in names.items() if degrees.get(key, 1) > 1]
-    if degrees.get("replicate_zero"):
-        parts.append("ZeRO-1")
-    parts += _unit_text(plan, knobs.get("unit"))
-    if knobs.get("schedule", "auto") not in ("auto", name):
-        parts.append(knobs["schedule"])
-    if spec.microbatch_size > 1:
-        parts.append(f"b{spec.microbatch_size}")
-    if knobs.get("recompute", "auto") not in ("auto", "none"):
-        parts.append(f"recompute {knobs['recompute']}")
-    parts += [word for word in ("sequence_parallel", "compile") if knobs.get(word) is True]
-    other = {k: knobs[k] for k in default if k in knobs and k not in _NAMED}
-    parts += [f"{k} {v}" for k, v in other.items() if v not in ("auto", default[k])]
-    return " ".join(parts) or ("1 rank" if spec.num_gpus == 1 else "auto")
-
-
-def _unit_text(plan: dict[str, Any], asked: object) -> list[str]:
-    """The unit that runs, unless it is the whole step, and the one that was asked for, if it is
-    another."""
-    unit = plan.get("unit", 0)
+    names = ("pp", "tp", "shard", "replicate")
+    words = [f"{name}={degrees[name]}" for name in names if degrees.get(name, 1) > 1]
+    words += [f"b={spec.microbatch_size}"] * (spec.microbatch_size > 1)
+    if knobs.get("schedule", "auto") not in ("auto", spec.contender.name):
+        words.append(knobs["schedule"])
+    if "chunks" in knobs and degrees.get("chunks", 1) > 1:
+        words.append(f"V={degrees['chunks']}")
+    asked = knobs.get("unit")
+    unit = plan.get("unit", 0) if asked else 0
     if isinstance(asked, int) and unit not in (0, asked):
-        return [f"U{unit} ({asked} asked)"]
-    return [f"U{unit}"] if unit not in (0, plan.get("num_microbatches")) else []
+        words.append(f"U={unit} ({asked} asked)")
+    elif unit not in (0, plan.get("num_microbatches")):
+        words.append(f"U={unit}")
+    words += ["zero1"] * bool(degrees.get("replicate_zero"))
+    words += ["sp"] * (knobs.get("sequence_parallel") is True)
+    if knobs.get("recompute", "auto") not in ("auto", "none"):
+        words.append(f"{knobs['recompute']} recompute")
+    for name, default in default_knobs(spec.contender.name).items():
+        value = knobs.get(name, default)
+        plain = ("auto", 0, "dp_inner") if default == "auto" else (default,)
+        if name not in _NAMED and value not in plain:
+            words.append(name if value is True else f"{_SHORT.get(name, name)}={value}")
+    return " ".join(words) or ("1 rank" if spec.num_gpus == 1 else "auto")
 
 
 def asked_knobs(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:

@@ -249,33 +249,40 @@ def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     return table("headline", "Comparison", columns, data, caption=caption)
 
 
-def answers(rows: pd.DataFrame, base: str, contender: str = SUBJECT) -> Iterator[str]:
-    """What these records show for a contender against the base: one sentence per kind of evidence,
-    basis of comparison and cluster."""
-    pairs = paired_speedups(rows, base)
-    pairs = pairs[pairs["contender"] == contender]
-    who, over = style.contender_label(contender), style.contender_label(base)
+def answers(rows: pd.DataFrame) -> list[str]:
+    """What these records show for ZeroPP: per kind of evidence, basis of comparison and cluster a
+    sentence on the strongest other contender, and one on the rest."""
+    others = [name for name in style.ordered(rows["contender"]) if name != SUBJECT]
+    paired = [paired_speedups(rows[rows["contender"].isin((SUBJECT, o))], o) for o in others]
+    pairs = pd.concat([p.assign(over=o) for p, o in zip(paired, others, strict=True)] or [rows[:0]])
     if pairs.empty:
-        yield f"No cell of these records has both {who} and {over}, so there is no speed-up."
-    for (evidence, basis, cluster), mine in pairs.groupby(["evidence", "basis", "cluster"]):
-        said = ", ".join(filter(None, (str(evidence).capitalize(), str(basis))))
-        where = style.cluster_label(str(cluster))
-        untuned = ", default degrees" if mine["default_degrees"].eq(True).any() else ""
-        yield f"{said} on {where}{untuned}: {who} {_factor(mine)} {over}{_memory(mine)}."
+        return ["No cell of these records has both ZeroPP and another contender: no speed-up."]
+    return [_answer(mine) for _, mine in pairs.groupby(["evidence", "basis", "cluster"])]
 
 
-def _factor(pairs: pd.DataFrame) -> str:
-    """Words such as ``trains 1.87 to 3.13 times as fast (geometric mean 2.26 over 4 cells) as``."""
-    low, high = pairs["speedup"].min(), pairs["speedup"].max()
-    unsure = int(pairs["unsure"].eq(True).sum())
+def _answer(pairs: pd.DataFrame) -> str:
+    evidence, basis, cluster = (str(pairs[key].iloc[0]) for key in ("evidence", "basis", "cluster"))
+    where = f"{', '.join(filter(None, (evidence.capitalize(), basis)))} on "
+    where += style.cluster_label(cluster)
+    if pairs["on_cpu"].all():
+        where += ", which says nothing about GPUs"
+    if pairs["default_degrees"].eq(True).any():
+        where += ", default degrees"
+    by_contender = [mine for _, mine in pairs.groupby("over")]
+    first, *rest = sorted(by_contender, key=lambda mine: mine["speedup"].median())
+    over = style.contender_label(first["over"].iloc[0])
+    low, middle, high = (style.ratio(float(first["speedup"].quantile(q))) for q in (0, 0.5, 1))
+    unsure = int(first["unsure"].eq(True).sum())
     doubt = f", {unsure} of them unsettled" if unsure else ""
-    if len(pairs) == 1:
-        return f"trains {style.ratio(low)} times as fast{' (unsettled)' if unsure else ''} as"
-    mean = paired_ratio(list(pairs["speedup"]))
-    return (
-        f"trains {style.ratio(low)} to {style.ratio(high)} times as fast (geometric mean "
-        f"{style.ratio(mean.median)} over {len(pairs)} cells{doubt}) as"
-    )
+    told = f"{where}: ZeroPP trains {middle} times as fast as {over} ({low} to {high} in "
+    told += f"{len(first)} cell{'s' * (len(first) > 1)}{doubt}){_memory(first)}."
+    if rest:
+        words = [
+            f"{style.contender_label(mine['over'].iloc[0])} {style.ratio(mine['speedup'].median())}"
+            for mine in rest
+        ]
+        told += f" In the median over the others: {', '.join(words)}."
+    return told
 
 
 def _memory(pairs: pd.DataFrame) -> str:

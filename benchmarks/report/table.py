@@ -9,6 +9,7 @@ every number is rounded once (see ``style``).
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -327,25 +328,45 @@ def fits(grid: Grid, console: Console) -> bool:
     return sum(widths) + len(widths) - 1 <= console.width
 
 
-def print_table(made: Table, console: Console) -> None:
-    """Print a table with all of its text: if the terminal is too narrow, configurations and
-    intervals move to a second line."""
+def print_table(made: Table, console: Console, most: int = 60) -> None:
+    """Print the first rows of a table with all of their text: if the terminal is too narrow,
+    configurations and intervals move to a second line. One row is printed as ``key: value``."""
     grid = made.grid()
-    console.print(rich_table(grid if fits(grid, console) else _narrowed(grid)))
+    if len(grid.rows) < 2:
+        told = zip(grid.heads, *grid.rows, strict=True) if grid.rows else []
+        lines = [f"{head + ':':22} {cell.text}" for head, cell in told if cell.text != MISSING]
+        text = "\n".join([*lines, grid.caption if lines else f"{grid.title}: no rows"])
+        console.print(text, markup=False, highlight=False)
+        return
+    shown = replace(grid, rows=grid.rows[:most])
+    console.print(rich_table(shown if fits(shown, console) else _narrowed(shown)))
+    if len(grid.rows) > most:
+        console.print(f"... {len(grid.rows) - most} more rows are in the files", highlight=False)
 
 
 def _narrowed(grid: Grid) -> Grid:
-    """The grid with the configuration below its contender and every interval below its number."""
-    heads, rows = list(grid.heads), [list(row) for row in grid.rows]
-    numeric = list(grid.numeric)
-    if "configuration" in heads and "contender" in heads:
-        layout, contender = heads.index("configuration"), heads.index("contender")
-        for row in rows:
-            named, below = row[contender], row.pop(layout).text
-            row[contender] = replace(named, text=f"{named.text}\n {below}")
-        heads.pop(layout)
-        numeric.pop(layout)
-    lines = [
-        tuple(replace(cell, text=cell.text.replace(" [", "\n[")) for cell in row) for row in rows
-    ]
-    return replace(grid, heads=tuple(heads), numeric=tuple(numeric), rows=tuple(lines), groups=())
+    """The grid with keys below the first one, the configuration below its contender, and every
+    interval below its number."""
+    heads = list(grid.heads)
+    moved = dict.fromkeys(range(1, grid.keys), 0)
+    place = heads.index("contender") if "contender" in heads else None
+    for index, head in enumerate(heads):
+        if head in ("configuration", "layout"):
+            moved[index] = 0 if place is None or place in moved else place
+    kept = [index for index in range(len(heads)) if index not in moved]
+    rows = []
+    for row in grid.rows:
+        texts = [cell.text.replace(" [", "\n[") for cell in row]
+        for place in sorted(set(moved.values())):
+            below = " ".join(row[index].text for index, to in moved.items() if to == place)
+            texts[place] += f"\n {below}"
+        rows.append(tuple(replace(row[index], text=texts[index]) for index in kept))
+    if grid.keys > 1:
+        heads[0] += "\n " + " ".join(heads[1 : grid.keys])
+    return replace(
+        grid,
+        heads=tuple(textwrap.fill(heads[i], 14) if grid.numeric[i] else heads[i] for i in kept),
+        numeric=tuple(grid.numeric[index] for index in kept),
+        rows=tuple(rows),
+        groups=(),
+    )

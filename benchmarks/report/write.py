@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -17,11 +17,11 @@ from benchmarks.report.frame import latest_ok, load_frame, notes_of
 from benchmarks.report.page import Page, report_folder, table_page, write_page
 from benchmarks.report.paper import paper_grids
 from benchmarks.report.speedup import answers, headline_table
-from benchmarks.report.table import Grid, Table, fits, print_table, rich_table, write_table
+from benchmarks.report.table import Grid, Table, print_table, write_table
 from benchmarks.report.timelines import write_traces
 from benchmarks.specification.command import SpecError, track, workers
 
-MAX_PRINTED = 60  # rows in the terminal; the files have all
+TEN = 10  # rows of a table that is asked for are printed; its files have all
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ def write_report(
     if rows.empty:
         return ReportPaths([], skipped)
     tables = {name: make_table(name, rows, options) for name in TABLES}
-    _print_headline(rows, options, console)
+    print_table(headline_table(rows, options), console)
+    for note in notes_of(rows):
+        console.print(note)
     with report_folder(out) as folder:
         pictures = draw(rows, options, folder)
         grids = {name: grids_of(table) for name, table in tables.items()}
@@ -54,7 +56,7 @@ def write_report(
             grids=grids,
             pictures=pictures,
             skipped=skipped,
-            answers=list(answers(rows, options.base)),
+            answers=answers(rows),
         )
         files = [write_page(page, folder), folder / "tables.md"]
         files += [
@@ -99,15 +101,10 @@ def write_one_table(
         return ReportPaths([], skipped)
     table = make_table(name, rows, options)
     names = write_table_forms(table, out)
-    for grid in grids_of(table):
-        if fits(grid, console):
-            console.print(rich_table(grid))
-        elif name == "paper":
-            console.print("The terminal is too narrow for a group of columns per contender:")
-            _print_headline(rows, options, console)
-            break
-        else:
-            print_table(table, console)
+    if name == "paper":  # wider than a terminal
+        print_table(headline_table(rows, options), console, TEN)
+    else:
+        print_table(table, console, TEN)
     for note in notes_of(rows):
         console.print(note)
     _print_paths(names, out, console)
@@ -142,15 +139,6 @@ def _rows(
             f"--base={options.base}: no record of that contender (there are {', '.join(known)})"
         )
     return latest_ok(frame), skipped
-
-
-def _print_headline(rows: pd.DataFrame, options: Options, console: Console) -> None:
-    made = headline_table(rows, options)
-    print_table(replace(made, data=made.data[:MAX_PRINTED]), console)
-    for note in notes_of(rows):
-        console.print(note)
-    if len(rows) > MAX_PRINTED:
-        console.print(f"... {len(rows) - MAX_PRINTED} more rows are in the files")
 
 
 def _print_paths(names: Sequence[Path], out: Path, console: Console) -> None:

@@ -70,6 +70,11 @@ CONTRACTS = [
     Contract("torch:ops.c10d._reduce_scatter_base_.default", f"{_TRACE}: reduced gradients"),
     Contract("torch:ops.fsdp.all_gather_copy_in.default", f"{_TRACE}: FSDP2's gathers"),
     Contract("torch:ops.fsdp.chunk_cat.default", f"{_TRACE}: FSDP2's reductions"),
+    Contract("torch.distributed:ProcessGroup._get_backend", "the engine: groups' timeouts"),
+    Contract(
+        "torch.optim.adam:Adam#_step_supports_amp_scaling",
+        "the engine: the host waits for the device before fused updates",
+    ),
     Contract("torch._C:_current_graph_task_id", f"{_TRACE}: activations from workspace"),
     Contract("torch._subclasses.fake_tensor:unset_fake_temporarily", f"{_FSDP}, traced: meshes"),
     Contract(f"{_COLLECTIVES}:DefaultAllGather.__call__", f"{_FSDP}: counting gathers"),

@@ -24,18 +24,24 @@ _PRELOADED = (
     "benchmarks.run",
     "benchmarks.status",
     "benchmarks.launch.sweep",
+    "benchmarks.launch.sweep_status",
     "benchmarks.launch.slurm.submit",
     "benchmarks.report.write",
 )
 _AT_ONCE = threading.BoundedSemaphore(3)  # tests in threads would start twenty at the same time
 
 
+def preload() -> None:
+    """Import what the commands need, before the first thread forks one: a fork beside an import has
+    that module's lock for ever."""
+    for name in _PRELOADED:
+        importlib.import_module(name)
+
+
 class Command:
     """One call of ``python -m MODULE WORDS`` with exactly this environment."""
 
     def __init__(self, module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        for name in _PRELOADED:
-            importlib.import_module(name)
         self._folder = tempfile.TemporaryDirectory(prefix="command-")
         self._files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
         for path in self._files:

@@ -20,7 +20,7 @@ import pytest
 from benchmarks.launch.sweep_status import PointStatus
 from benchmarks.records.record import RunRecord, find_records, read_record
 from tests.slurm.cluster import SlurmCluster, unavailable, wait_until
-from tests.slurm.commands import Command, call
+from tests.slurm.commands import Command, call, preload
 
 _STAND_IN = Path(__file__).with_name("stand_in.py")
 _RESULT_S = 560.0
@@ -94,7 +94,8 @@ class Suite:
         places = (f"runs_dir='{_escaped(self.runs)}'", f"report_dir='{_escaped(self.report)}'")
         shared = ("launcher.sbatch.exclusive=false", "cluster.gpus_per_node=4")
         defaults = ("launcher=slurm", "launcher.sbatch.account=science", *shared)
-        return ["-m", *places, *defaults, *overrides]
+        words = {word.partition("=")[0]: word for word in (*places, *defaults, *overrides)}
+        return ["-m", *words.values()]
 
     def status(self, expect: int = 0) -> dict[str, PointStatus]:
         """Every point as ``benchmarks.status --json`` tells it, by spec id."""
@@ -155,6 +156,15 @@ class Suite:
         what = f"steps of {number} attempts below {self.runs}"
         self._wait(lambda: len(stepping()) >= number, seconds, what)
         return stepping()
+
+    def wait_for_lost(self, number: int, seconds: float = 120) -> None:
+        """Wait until ``benchmarks.status`` has recorded so many attempts as lost."""
+
+        def lost() -> bool:
+            self.status()
+            return sum(record.status == "lost" for record in self.records()) >= number
+
+        self._wait(lost, seconds, f"{number} lost attempts of {self.runs}")
 
     def wait_for_states(self, expected: list[str], seconds: float = 120) -> None:
         """Wait until no point is in the queue, then compare the states."""
@@ -244,6 +254,7 @@ def running(
         given = item.callspec.params if hasattr(item, "callspec") else {}
         return pool.submit(item.obj, suite=Suite(cluster, folder), **given)
 
+    preload()
     with ThreadPoolExecutor(max(1, len(chosen))) as pool:
         yield {item.nodeid: begin(pool, item) for item in chosen}
 

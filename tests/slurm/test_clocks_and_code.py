@@ -39,7 +39,7 @@ def typed(suite: Suite, *words: str, folder: Path | None = None) -> tuple[str, s
 
 
 @FIRST
-def test_a_nodes_clock_that_is_late(suite: Suite) -> None:
+def test_a_time_limit_on_a_node_whose_clock_is_late(suite: Suite) -> None:
     """By four minutes: more than any grace, and nearly as much as munge allows."""
     suite.environment = faked("-240s")
     suite.stand_in("seed=3", "launcher.sbatch.time=1", "launcher.grace_s=20")
@@ -48,6 +48,9 @@ def test_a_nodes_clock_that_is_late(suite: Suite) -> None:
     suite.wait_for_records(1, 200)
     record = suite.only_record()
     assert (record.status, record.interrupted) == ("timeout", False)  # and not preempted
+    assert "time limit" in record.reason
+    assert len(record.step_s) > 3
+    assert suite.states() == ["timeout"]
     assert record.record_id.endswith(attempt.name)
     late_s = record.ranks[0].environment["clock"] - attempt.stat().st_mtime
     assert late_s < -200  # the clock was wrong indeed

@@ -102,6 +102,13 @@ def test_failures_before_the_ranks_start_are_told_and_not_repeated(suite: Suite)
     assert "0 of 2 points to run" in suite.stand_in(*broken)
 
 
+def test_a_worker_that_cannot_start_says_it_by_the_rank_that_failed(suite: Suite) -> None:
+    suite.stand_in("seed=0", "launcher.worker_python=/nonexistent/python", *TWO_NODES)
+    (record,) = suite.wait_for_records(1)
+    assert (record.status, record.interrupted) == ("failed", False)
+    assert re.match("rank [01]: .*/nonexistent/python: No such file", record.reason), record.reason
+
+
 @FIRST
 def test_a_time_limit_in_setup_is_a_time_limit(suite: Suite) -> None:
     slow = ("seed=0", "launcher.setup=['sleep 200']")

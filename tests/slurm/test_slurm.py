@@ -9,9 +9,9 @@ from tests.slurm.conftest import FIRST, TOGETHER, Suite
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(590), *TOGETHER]
 
-REAL = (  # ranks of two contenders with all of the engine, on one node and on two
-    *("model=gpt_tiny", "num_gpus=2,4", "cluster.gpus_per_node=2", "global_batch=8"),
-    *("contender=zeropp,deepspeed_3d", "measure.warmup_steps=1", "measure.steps=2"),
+REAL = (  # ranks with all of the engine, on one node and on two
+    *("model=gpt_tiny", "num_gpus=1,2", "cluster.gpus_per_node=1", "global_batch=8"),
+    *("contender=zeropp", "measure.warmup_steps=1", "measure.steps=2"),
     *("measure.gate=false", "measure.timeline=false"),
 )
 
@@ -21,16 +21,16 @@ def test_sweep_of_real_ranks_over_nodes(suite: Suite) -> None:
     suite.sweep(*REAL)
     wait_until(lambda: "Written to" in _report_log(suite), 240, "the report of the sweep")
     records = suite.records()
-    assert [r.status for r in records] == ["ok"] * 4, [r.reason for r in records]
+    assert [r.status for r in records] == ["ok"] * 2, [r.reason for r in records]
     assert all(len(r.step_s) == 2 for r in records)
     sizes = {(r.spec["num_gpus"], _node_count(r.slurm["nodes"])) for r in records}
-    assert sizes == {(2, 1), (4, 2)}
-    assert len({r.slurm["job_id"] for r in records}) == 4  # nothing ran twice
+    assert sizes == {(1, 1), (2, 2)}
+    assert len({r.slurm["job_id"] for r in records}) == 2  # nothing ran twice
     losses = [r.losses[-1] for r in records]  # the same batches, however they were divided
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-4)
-    assert "4 ok" in _report_log(suite)  # none of them was still under way
+    assert losses == pytest.approx([losses[0]] * 2, rel=1e-4)
+    assert "2 ok" in _report_log(suite)  # none of them was still under way
     assert list(suite.report.glob("throughput.*"))
-    assert "0 of 4 points to run" in suite.sweep(*REAL)
+    assert "0 of 2 points to run" in suite.sweep(*REAL)
 
 
 def _node_count(nodes: str) -> int:
@@ -43,15 +43,12 @@ def _report_log(suite: Suite) -> str:
     return "".join(path.read_text() for path in suite.runs.glob("slurm/*/*-report.log"))
 
 
-@FIRST
-def test_a_point_over_its_time(suite: Suite) -> None:
-    suite.stand_in("seed=3", "launcher.sbatch.time=1", "launcher.grace_s=20")
-    suite.wait_for_records(1, 200)
-    record = suite.only_record()
+def test_a_point_that_hangs_has_the_time_that_was_asked_for(suite: Suite) -> None:
+    suite.stand_in("seed=3", "measure.timeout_s=4")
+    (record,) = suite.wait_for_records(1)
     assert (record.status, record.interrupted) == ("timeout", False)
-    assert "time limit" in record.reason
+    assert record.reason == "not finished after measure.timeout_s=4"
     assert len(record.step_s) > 3
-    assert suite.states() == ["timeout"]
 
 
 def test_dry_run_prints_scripts_and_submits_nothing(suite: Suite) -> None:
@@ -99,13 +96,22 @@ def test_a_bad_account_is_refused_at_submit(suite: Suite) -> None:
     assert suite.states() == ["ok"]
 
 
+def sweep_of(suite: Suite) -> str:
+    (path,) = suite.runs.glob("slurm/zeropp-*")
+    return path.name
+
+
 def test_queued_points_are_never_doubled(suite: Suite) -> None:
     held = ("seed=0,10", "+launcher.sbatch.hold=true")
     suite.stand_in(*held)
     queue = suite.queue()
     assert suite.states() == ["waiting", "waiting"]
-    assert "left alone" in suite.stand_in(*held)
-    assert "left alone" in suite.stand_in(*held, "rerun=all")
+    array = queue[0].partition("_")[0]
+    suite.cluster.run("scontrol", "update", f"JobId={array}", "JobName=renamed")
+    printed = suite.stand_in(*held, "rerun=all")
+    assert "0 of 2 points to run with launcher=slurm, 2 under way" in printed
+    assert printed.count("left alone") == 2
+    suite.cluster.run("scontrol", "update", f"JobId={array}", f"JobName={sweep_of(suite)}-0")
     assert suite.queue() == queue
     suite.cluster.run("scancel", *queue)
     suite.wait_for_states(["failed", "failed"])
@@ -131,21 +137,20 @@ def test_preempted_and_requeued(suite: Suite) -> None:
 
 
 def test_a_node_taken_down_then_the_rest_completed(suite: Suite) -> None:
-    once = ("seed=3,0", "launcher.sbatch.requeue=false")
-    suite.stand_in(*once, *suite.apart_on("zpnode8"))
+    suite.stand_in("seed=3,0", *suite.apart_on("zpnode8"))  # and put back into the queue
     attempt = suite.wait_for_steps(5)
     assert "step" in next(r.detail for r in suite.status().values() if r.state == "running")
     suite.wait_for_records(1)
     suite.cluster.kill_node("zpnode8")
-    suite.wait_for_states(["lost", "ok"])
-    lost = next(r for r in suite.records() if r.status == "lost")
-    assert lost.interrupted
+    suite.wait_for_lost(1)
+    lost = next(r for r in suite.records() if r.status != "ok")
+    assert (lost.status, lost.interrupted) == ("lost", True)
     assert "NODE_FAIL" in lost.reason
     assert "zpnode8" in lost.reason
     assert len(lost.step_s) >= 5
     assert lost.record_id.endswith(attempt.name)
-    suite.cluster.start_node("zpnode8")
     (suite.directory / "calm").touch()
-    assert "1 of 2 points to run" in suite.stand_in(*once)
+    suite.cluster.start_node("zpnode8")
     suite.wait_for_records(3)
-    assert suite.states() == ["ok", "ok"]
+    suite.wait_for_states(["ok", "ok"])
+    assert "0 of 2 points to run" in suite.stand_in("seed=3,0")

@@ -44,7 +44,6 @@ def test_twice_at_once_with_a_slow_sbatch(suite: Suite) -> None:
 
 # Where a submission is interrupted: while this program works, on the call that has these words.
 STAGES = {
-    "asking what the cluster is": ("scontrol", "show config", ()),
     "copying the checkout": ("git", "clone", ("launcher.snapshot=true",)),
     "submitting the points": ("sbatch", "-0.sbatch", ()),
     "submitting the second array": ("sbatch", "-1.sbatch", ("num_gpus=2,4",)),
@@ -53,12 +52,15 @@ STAGES = {
 }
 
 
-KILLED_AT = ("copying the checkout", "submitting the points", "submitting the report job")
-
-
 @pytest.mark.parametrize(
     ("stage", "number"),
-    [(stage, signal.SIGINT) for stage in STAGES] + [(stage, signal.SIGKILL) for stage in KILLED_AT],
+    [
+        ("copying the checkout", signal.SIGINT),
+        ("looking into the queue", signal.SIGINT),
+        ("submitting the second array", signal.SIGINT),
+        ("submitting the points", signal.SIGKILL),
+        ("submitting the report job", signal.SIGKILL),
+    ],
 )
 def test_interrupted_while_submitting(suite: Suite, stage: str, number: signal.Signals) -> None:
     program, words, more = STAGES[stage]
@@ -108,38 +110,27 @@ def test_a_lost_answer_and_a_lost_report_job(suite: Suite) -> None:
     assert "report      job " not in suite.stand_in(*HELD)
 
 
-def test_odd_paths_and_comments(suite: Suite) -> None:
+def test_odd_paths_comments_setups_and_neighbours(suite: Suite) -> None:
     odd = suite.beside("a folder, with 100% (odd) 'characters'")
-    odd.stand_in("seed=0", '+launcher.sbatch.comment="two words"')
+    setup = "launcher.setup=['yes | head -n 1 >/dev/null']"  # ends with the status of head
+    comment = '+launcher.sbatch.comment="two words"'
+    odd.stand_in("seed=3,0", comment, setup, "+launcher.sbatch.nodelist=zpnode5")
     odd.wait_for_records(1)
-    assert odd.states() == ["ok"]
-    assert len(list(odd.runs.glob("slurm/*/*-0-0.log"))) == 1
+    assert odd.states() == ["ok", "running"]
+    assert len(list(odd.runs.glob("slurm/*/*-0-1.log"))) == 1
+    record = odd.only_record()
+    odd.cluster.run("scancel", *odd.queue())
+    assert len(record.slurm["neighbours"]) >= 1  # who was beside the point
+    assert str(record.slurm["job_id"]) not in record.slurm["neighbours"]
 
 
-GPU_FLAGS = {
-    "gpus-per-node": ("launcher.gpu_flag=gpus-per-node",),
-    "gres": ("launcher.gpu_flag=gres", "launcher.gpu_type=fake"),
-    "gpus-per-task": ("launcher.gpu_flag=gpus-per-task",),
-}
-
-
-@pytest.mark.parametrize("flag", GPU_FLAGS)
-def test_every_rank_sees_the_gpus_of_its_node(suite: Suite, flag: str) -> None:
+def test_every_rank_sees_the_gpus_of_its_node(suite: Suite) -> None:
     gpus = ("cluster=a100", "cluster.gpus_per_node=4", "data=synthetic", "num_gpus=4")
-    suite.stand_in(*gpus, *GPU_FLAGS[flag], "seed=0", "global_batch=8")
+    suite.stand_in(*gpus, "launcher.gpu_flag=gpus-per-task", "seed=0", "global_batch=8")
     (record,) = suite.wait_for_records(1)
     assert record.status == "ok"
     seen = [rank.environment["CUDA_VISIBLE_DEVICES"] for rank in record.ranks]
     assert seen == ["0,1,2,3"] * 4, record.slurm
-
-
-def test_who_was_beside_a_point_stands_in_its_record(suite: Suite) -> None:
-    suite.stand_in("seed=3,0", "+launcher.sbatch.nodelist=zpnode5")
-    suite.wait_for_records(1)
-    record = suite.only_record()
-    suite.cluster.run("scancel", *suite.queue())
-    assert len(record.slurm["neighbours"]) >= 1
-    assert str(record.slurm["job_id"]) not in record.slurm["neighbours"]
 
 
 def test_chained_arrays_wait_for_each_other(suite: Suite) -> None:

@@ -119,7 +119,7 @@ def test_a_speedup_shows_its_doubts_at_the_number(tmp_path: Path) -> None:
     assert [text.startswith("~") for text in texts] == [False, True, True]
     assert all("[" in text for text in texts)
     shown = headline_table(rows)
-    assert column(shown, "configuration")[-1] == "PP2 V2 ZeRO-3x8 U2"
+    assert column(shown, "configuration")[-1] == "pp=2 shard=8 V=2 U=2"
     assert column(shown, "speed-up")[2:] == ["1.00", speedups[1], "1.00", "~2.00 [2.00, 2.00]"]
 
 
@@ -143,7 +143,7 @@ def test_a_simulated_zeropp_says_that_nobody_measured_it(tmp_path: Path) -> None
     simulated = make_record(provenance="simulated", attempt="simulate-1", step_s=[2.5])
     assert notes_of(latest_ok(frame_of(measured, root=tmp_path / "measured"))) == []
     (note,) = notes_of(latest_ok(frame_of(measured, simulated, root=tmp_path / "both")))
-    assert "No measurement" in note
+    assert "published measurements" in note
 
 
 def test_published_distances_stand_beside_simulated_records(tmp_path: Path) -> None:

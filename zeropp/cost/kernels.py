@@ -50,11 +50,19 @@ def wave_efficiency(device: Device, m: int, n: int, batch: int = 1) -> float:
 
 
 def matmul_s(
-    device: Device, precision: Precision, *, m: int, k: int, n: int, batch: int = 1
+    device: Device,
+    precision: Precision,
+    *,
+    m: int,
+    k: int,
+    n: int,
+    batch: int = 1,
+    gain: float = 1.0,
 ) -> float:
-    """Seconds of ``batch`` products of [m, k] and [k, n] in one kernel."""
+    """Seconds of ``batch`` products of [m, k] and [k, n] in one kernel, at ``gain`` times the rate
+    of the precision."""
     flops = 2.0 * m * k * n * batch
-    rate = matmul_rate(device, precision) * wave_efficiency(device, m, n, batch)
+    rate = gain * matmul_rate(device, precision) * wave_efficiency(device, m, n, batch)
     if device.units > 1 and (m % 8 or k % 8 or n % 8):
         rate *= UNALIGNED
     element = element_bytes(precision) * batch
@@ -115,6 +123,17 @@ def half_traffic_backward(work: Work) -> tuple[float, float]:
     scale = work.tokens * element_bytes(work.precision) * work.program.traffic_factor
     attention = whole * shape.hidden + joined * shape.hidden / work.tp
     return scale * attention, scale * (whole * shape.hidden + passes * shape.ffn / work.tp)
+
+
+def cast_bytes(work: Work) -> tuple[int, int]:
+    """Bytes that casts to 8 bits move in a block's forward and backward. A cast reads 16 bits and
+    writes 8 for a product and 8, transposed, for another one. Inputs that a norm makes are written
+    in 8 bits by the norm (Transformer Engine, ``LayerNormLinear``), which saves what it costs; all
+    gradients of outputs are cast."""
+    if not work.program.eight_bit:
+        return 0, 0
+    each, products = 4 * work.tokens, linears(work)
+    return each * sum(k for k, _ in products[1::2]), each * sum(n for _, n in products)
 
 
 def accumulation_bytes(work: Work) -> int:
@@ -253,14 +272,22 @@ class _Kernels:
 def _block_kernels(work: Work) -> _Kernels:
     device, precision, tokens = work.device, work.precision, work.tokens
     parameters = piece_parameters(work.shape, 1) / work.tp
+    cast, cast_backward = cast_bytes(work)
+    gain = (device.eight_bit_gain or 1.0) if work.program.eight_bit else 1.0
+
+    def product(m: int, k: int, n: int) -> float:
+        return matmul_s(device, precision, m=m, k=k, n=n, gain=gain)
+
     return _Kernels(
-        products=[matmul_s(device, precision, m=tokens, k=k, n=n) for k, n in linears(work)],
-        transposed=[matmul_s(device, precision, m=tokens, k=n, n=k) for k, n in linears(work)],
-        weights=[matmul_s(device, precision, m=k, k=tokens, n=n) for k, n in linears(work)],
+        products=[product(tokens, k, n) for k, n in linears(work)],
+        transposed=[product(tokens, n, k) for k, n in linears(work)],
+        weights=[product(k, tokens, n) for k, n in linears(work)],
         attention=attention_s(work),
         attention_backward=attention_backward_s(work),
-        elementwise=stream_s(device, sum(half_traffic(work)), kernels=12),
-        elementwise_backward=stream_s(device, sum(half_traffic_backward(work)), kernels=18),
+        elementwise=stream_s(device, sum(half_traffic(work)) + cast, kernels=12),
+        elementwise_backward=stream_s(
+            device, sum(half_traffic_backward(work)) + cast_backward, kernels=18
+        ),
         accumulation=stream_s(device, accumulation_bytes(work) * parameters, kernels=4),
     )
 
@@ -336,7 +363,8 @@ def attention_backward_s(work: Work) -> float:
 
 
 def _scores(work: Work) -> int:
-    return work.microbatch * max(1, work.shape.heads // work.tp) * work.shape.seq**2
+    heads = max(1, work.shape.heads // work.tp)
+    return work.microbatch * heads * work.shape.seq**2 * work.program.slices
 
 
 def _fused_products_s(work: Work) -> float:

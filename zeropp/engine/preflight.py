@@ -110,10 +110,10 @@ def check_layers(
             f"weights: {len(weights)} numbers for {len(layers)} layers; give one per layer, and "
             "every weight must be more than 0"
         )
-    if tied is not None and (tied[0][0], tied[1][0]) != (0, len(layers) - 1):
+    if tied is not None and not 0 <= tied[0][0] < tied[1][0] < len(layers):
         raise InfeasibleError(
-            f"tied={tied}: must name a parameter of the first layer (0) and then one of the last "
-            f"({len(layers) - 1})"
+            f"tied={tied}: must name parameters of two layers, which are numbered from 0 to "
+            f"{len(layers) - 1}"
         )
     _check_not_shared(layers, tied)
 

@@ -1,14 +1,17 @@
-"""Every private name of torch that the library uses, all of them to trace a rank without peers.
+"""Every private name of torch that the library uses, most of them to trace a rank without peers.
 
-Training uses public names only. A release of torch may move or change the names in this file; for
-each one ``tests/gloo/test_private_names.py`` says what no longer works without it.
+Training uses public names only, but for a timeout. A release of torch may move or change the names
+in this file; for each one ``tests/gloo/test_private_names.py`` says what no longer works without
+it.
 """
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -28,6 +31,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "autograd_run",
+    "default_timeout",
     "unsharded_gradient",
     "without_modes",
 ]
@@ -45,6 +49,14 @@ FSDP_GRADIENTS = (
     (FSDPParam, "to_accumulated_grad_if_needed"),
     (FSDPParam, "accumulate_unsharded_grad_if_needed"),
 )
+
+
+def default_timeout(device: torch.device) -> timedelta | None:
+    """How long the default group's collectives on a device wait for their peers, which torch does
+    not pass on to other groups; None if its backend does not say."""
+    assert dist.group.WORLD is not None
+    options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def autograd_run() -> int:

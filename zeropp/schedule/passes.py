@@ -47,11 +47,22 @@ def lower(
     """
     if any(action[1] not in COMPUTE for program in schedule.programs for action in program):
         raise ValueError(f"schedule {schedule.name} is lowered already")
-    span = schedule.unit if reduce_every == "unit" else schedule.num_microbatches
-    programs = [_add_reductions(program, span) for program in schedule.programs]
-    if gather:
-        programs = [_add_gathers(p, schedule.unit, prefetch) for p in programs]
+    ranks = range(schedule.num_ranks)
+    how = {"gather": gather, "prefetch": prefetch, "reduce_every": reduce_every}
+    programs = [with_collectives(schedule, rank, **how) for rank in ranks]  # type: ignore[arg-type]
     return replace(schedule, programs=_add_transfers(programs, schedule))
+
+
+def with_collectives(
+    schedule: Schedule, rank: int, *, gather: bool, prefetch: int, reduce_every: ReduceEvery
+) -> Program:
+    """One rank's program of compute actions with gathers, releases and reductions, as in ``lower``.
+    The program may be the beginning of a step; then gradients that are not complete in it are not
+    reduced."""
+    m = schedule.num_microbatches
+    span = schedule.unit if reduce_every == "unit" else m
+    program = _add_reductions(schedule.programs[rank], span, m)
+    return _add_gathers(program, schedule.unit, prefetch) if gather else program
 
 
 @dataclass
@@ -108,14 +119,15 @@ def _add_gathers(program: Program, unit: int, prefetch: int) -> Program:
     return _insert(program, before, after)
 
 
-def _add_reductions(program: Program, span: int) -> Program:
-    last: dict[tuple[int, int], int] = {}
+def _add_reductions(program: Program, span: int, num_microbatches: int) -> Program:
+    made: dict[tuple[int, int], list[int]] = defaultdict(list)  # the places of weight gradients
     for index, (stage, op, microbatch) in enumerate(program):
         if op in MAKES_GRADIENTS and microbatch is not None:
-            last[stage, microbatch // span] = index
+            made[stage, microbatch // span].append(index)
     after: dict[int, list[Action]] = defaultdict(list)
-    for (stage, _), index in last.items():
-        after[index].append(Action(stage, Op.REDUCE_GRAD))
+    for (stage, part), places in made.items():
+        if len(places) == min(span, num_microbatches - part * span):
+            after[places[-1]].append(Action(stage, Op.REDUCE_GRAD))
     return _insert(program, {}, after)
 
 

@@ -8,15 +8,13 @@ order of actions; durations say when the bytes are held.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from zeropp.cost.plan_price import PlanPrice, StageMemory
-from zeropp.plan import MemoryBytes, Plan
+from zeropp.cost.plan_price import StageMemory, StepBytes
+from zeropp.plan import MemoryBytes, Plan, SizedPlan
 from zeropp.schedule.program import Op
-
-# The bytes of one pipeline rank, action by action: what each kind of action takes and frees.
-
 
 Moment = tuple[int, int, int]  # gradients, activations, workspace
 
@@ -29,7 +27,7 @@ class RankMemory:
     activations while it runs, so only its beginning and end matter.
     """
 
-    def __init__(self, plan: Plan, price: PlanPrice, rank: int) -> None:
+    def __init__(self, plan: Plan, price: StepBytes, rank: int) -> None:
         schedule = plan.schedule
         self.gradients = self.activations = self.copy = 0
         # Parameters that the first and the last stage share are always gathered.
@@ -247,12 +245,12 @@ class Change(NamedTuple):
         return self.unsharded + self.gradients + self.activations + self.workspace
 
 
-def peak_memory(plan: Plan, price: PlanPrice) -> tuple[MemoryBytes, ...]:
+def peak_memory(plan: Plan, price: StepBytes) -> tuple[MemoryBytes, ...]:
     """Bytes by kind at the peak of every pipeline rank."""
     return tuple(rank_peak(plan, price, rank) for rank in range(plan.schedule.num_ranks))
 
 
-def rank_peak(plan: Plan, price: PlanPrice, rank: int) -> MemoryBytes:
+def rank_peak(plan: Plan, price: StepBytes, rank: int) -> MemoryBytes:
     """Bytes by kind at the peak of one pipeline rank."""
     most, fullest = -1, _EMPTY
     for change in _changes(plan, price, rank):
@@ -262,33 +260,42 @@ def rank_peak(plan: Plan, price: PlanPrice, rank: int) -> MemoryBytes:
     return as_memory(plan, price, rank, Change._make(fullest))
 
 
-def fits(plan: Plan, price: PlanPrice, rank: int, limit: int) -> bool:
+def fits(plan: Plan, price: StepBytes, rank: int, limit: int) -> bool:
     """Whether one pipeline rank never holds more than ``limit`` bytes."""
-    room = limit - as_memory(plan, price, rank, Change._make(_EMPTY)).total
+    room = limit - always_held(plan, price, rank).total
     return all(c[2] + c[3] + c[4] + c[5] <= room for c in _changes(plan, price, rank))
 
 
-def as_memory(plan: Plan, price: PlanPrice, rank: int, change: Change) -> MemoryBytes:
-    """All bytes of a rank at one change, with those that are always held."""
+def always_held(plan: SizedPlan, price: StepBytes, rank: int) -> MemoryBytes:
+    """The bytes that a rank holds all the time, whatever the order of its actions is."""
     stages = [price.memory[s] for s in plan.schedule.stages_of(rank)]
-    resident = sum(m.gradients for m in stages) if price.resident_gradients else 0
     return MemoryBytes(
         parameters=sum(m.parameters for m in stages),
-        unsharded=change.unsharded,
-        gradients=resident + change.gradients,
+        gradients=sum(m.gradients for m in stages) if price.resident_gradients else 0,
         optimizer=sum(m.optimizer for m in stages),
-        activations=sum(m.buffers for m in stages) + change.activations,
+        activations=sum(m.buffers for m in stages),
+    )
+
+
+def as_memory(plan: Plan, price: StepBytes, rank: int, change: Change) -> MemoryBytes:
+    """All bytes of a rank at one change, with those that are always held."""
+    always = always_held(plan, price, rank)
+    return replace(
+        always,
+        unsharded=change.unsharded,
+        gradients=always.gradients + change.gradients,
+        activations=always.activations + change.activations,
         workspace=change.workspace,
     )
 
 
-def walk(plan: Plan, price: PlanPrice, rank: int) -> Iterator[Change]:
+def walk(plan: Plan, price: StepBytes, rank: int) -> Iterator[Change]:
     """The changes of a rank: for every action that changes memory, its fullest moment and what it
     leaves."""
     return map(Change._make, _changes(plan, price, rank))
 
 
-def _changes(plan: Plan, price: PlanPrice, rank: int) -> Iterator[_Change]:
+def _changes(plan: Plan, price: StepBytes, rank: int) -> Iterator[_Change]:
     """The fields of every ``Change`` as plain tuples, because a search reads millions of them."""
     state = RankMemory(plan, price, rank)
     handlers = state.handlers

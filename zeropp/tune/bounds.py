@@ -15,7 +15,9 @@ from zeropp.cost import StepBytes, StepTimes
 from zeropp.plan import SizedPlan
 from zeropp.programs import program_named
 from zeropp.schedule.event_loop import run_within
-from zeropp.schedule.program import Op, Schedule
+from zeropp.schedule.passes import with_collectives
+from zeropp.schedule.program import NEEDS_PARAMETERS, Action, Op, Program, Schedule
+from zeropp.sim.memory import always_held, fits
 from zeropp.sim.simulator import slowed_cost
 
 # The time that a microbatch takes from stage to stage if it waits for nothing.
@@ -136,7 +138,7 @@ def least_bytes(plan: SizedPlan, held: StepBytes) -> int:
     worst = 0
     for rank in range(plan.schedule.num_ranks):
         memory = [held.memory[s] for s in plan.schedule.stages_of(rank)]
-        resident = sum(m.parameters + m.optimizer + m.buffers for m in memory)
+        resident = always_held(plan, held, rank)
         gradients = sum(m.gradients for m in memory)
         kept = _kept_bytes(plan, held, rank)
         unreduced = [m.unsharded_gradients for m in memory]
@@ -145,9 +147,8 @@ def least_bytes(plan: SizedPlan, held: StepBytes) -> int:
             kept = max(kept, later + memory[-1].activations + sum(unreduced))
         filled = kept + _forward_bytes(plan, held, rank)
         filled = max(filled, _least_gradients(plan, unreduced))
-        if held.resident_gradients:
-            filled += gradients
-        worst = max(worst, resident + max(filled, gradients))
+        later = 0 if held.resident_gradients else gradients  # those for the optimizer
+        worst = max(worst, resident.total + max(filled, later))
     return worst
 
 
@@ -251,46 +252,37 @@ def _in_groups(group: int, last: int, m: int, sizes: list[int]) -> int:
 
 
 def exceeds(compute: Schedule, plan: SizedPlan, held: StepBytes, limit_bytes: int) -> bool:
-    """Whether the first or the last rank, as a rule the fullest, certainly holds more than
-    ``limit_bytes`` at a time if they have their compute actions in the order of ``compute``, which
-    has no other actions."""
+    """Whether the first or the last rank, usually the fullest, holds more than ``limit_bytes`` at a
+    time if they have their compute actions in the order of ``compute``, which has no other actions
+    and may be the beginning of a step. Messages arrive as late as possible."""
     for rank in {0, compute.num_ranks - 1}:
-        mine = [held.memory[s] for s in compute.stages_of(rank)]
-        resident = sum(of.parameters + of.optimizer + of.buffers for of in mine)
-        resident += held.resident_gradients * sum(of.gradients for of in mine)
-        room = limit_bytes - resident
-        if any(now > room for now in _moments(compute, plan, held, rank)):
+        program = with_collectives(
+            compute,
+            rank,
+            gather=plan.gathers,
+            prefetch=plan.prefetch,
+            reduce_every=plan.reduce_every,
+        )
+        programs: list[Program] = [()] * compute.num_ranks
+        programs[rank] = tuple(_with_receives(program, compute))
+        if not fits(
+            plan.ordered(replace(compute, programs=tuple(programs))), held, rank, limit_bytes
+        ):
             return True
     return False
 
 
-def _moments(compute: Schedule, plan: SizedPlan, held: StepBytes, rank: int) -> Iterator[int]:
-    """The bytes that a rank holds at least, action by action, in addition to what is always held:
-    activations, the parameters of the stage in use, and gradients from a stage's first weight
-    gradient to the reduction after its last one."""
-    memory, m = held.memory, plan.num_microbatches
-    span = plan.schedule.unit if plan.reduce_every == "unit" else m
-    left: dict[tuple[int, int], int] = {}  # weight gradients to come before a reduction
-    now = 0
-    for stage, op, microbatch in compute.programs[rank]:
-        of, number = memory[stage], microbatch or 0
+def _with_receives(program: Program, schedule: Schedule) -> Iterator[Action]:
+    """A rank's program with each receive just before the action that needs the message."""
+    ranks, last = schedule.stage_rank, schedule.num_stages - 1
+    for action in program:
+        stage, op, microbatch = action
         if op is Op.FORWARD:
-            now += of.activations
-            yield now + of.unsharded + of.forward - of.activations
-            continue
-        if op is not Op.BACKWARD_WEIGHT:
-            yield now + of.unsharded
-            now -= of.activations - of.deferred
-        if op is not Op.BACKWARD_INPUT:
-            part = (stage, number // span)
-            if part not in left:
-                left[part] = min(span, m - part[1] * span)
-                now += of.unsharded_gradients
-                yield now
-            now -= of.deferred
-            left[part] -= 1
-            if not left[part]:
-                now -= of.unsharded_gradients
+            if stage and ranks[stage - 1] != ranks[stage]:
+                yield Action(stage, Op.RECV_F, microbatch)
+        elif op in NEEDS_PARAMETERS and stage < last and ranks[stage + 1] != ranks[stage]:
+            yield Action(stage, Op.RECV_B, microbatch)
+        yield action
 
 
 _ROUNDING = 1e-9  # the share by which sums of the same durations may differ

@@ -198,10 +198,13 @@ def _some(plan: SizedPlan) -> str:
 
 
 def overrides(candidate: Candidate[K]) -> list[str]:
-    """The words for the command line of ``benchmarks.run`` that set exactly this candidate."""
-    knobs = asdict(candidate.knobs)  # type: ignore[call-overload]
+    """The words for the command line of ``benchmarks.run`` that set exactly this candidate; knobs
+    at their defaults are left out."""
+    knobs: dict[str, Any] = asdict(candidate.knobs)  # type: ignore[call-overload]
+    default = vars(type(candidate.knobs)())
     words = [f"contender={knobs.pop('name')}", f"microbatch_size={candidate.microbatch_size}"]
-    return words + [f"contender.{name}={_value(value)}" for name, value in knobs.items()]
+    set_knobs = {name: value for name, value in knobs.items() if value != default[name]}
+    return words + [f"contender.{name}={_value(value)}" for name, value in set_knobs.items()]
 
 
 def _value(value: object) -> str:

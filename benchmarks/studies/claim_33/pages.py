@@ -18,6 +18,7 @@ from benchmarks.report.table import markdown_table
 from benchmarks.studies.claim_33.cells import BandwidthSpec, VerdictSpec
 from benchmarks.studies.claim_33.judge import (
     BASELINES,
+    BOUND,
     CELL,
     CLAIM,
     COMPARABLE,
@@ -47,14 +48,16 @@ _REPRODUCED = [
 
 
 def page_tables(plans: pd.DataFrame, configured: Collection[Key]) -> dict[str, str]:
-    """Markdown by name: ``answer`` (one sentence per baseline), ``bound`` (whose plans it takes),
-    ``missing`` (cells without rows), and the tables ``cells``, ``best``, ``limit``, ``behind``,
-    ``reproduced``, ``memory``, ``network``, ``equal``, ``paper``. ``plans`` are the rows, and
-    ``configured`` the keys of all cells that the study's configuration asks for."""
+    """Markdown by name: ``short`` (two sentences), ``answer`` (some per baseline), ``bound`` (whose
+    plans it takes), ``missing`` (cells without rows), and the tables ``cells``, ``best``,
+    ``limit``, ``behind``, ``reproduced``, ``memory``, ``network``, ``equal``, ``paper``. ``plans``
+    are the rows, and ``configured`` the keys of all cells that the study's configuration asks for.
+    """
     verdicts = judge(plans)
     own = verdicts[verdicts.bandwidth == 1.0]
     best, equal, paper = (own[own["mode"] == mode] for mode in MODES)
     return {
+        "short": _short(best),
         "answer": _answer(best),
         "bound": bound_note(plans),
         "missing": _missing(plans, configured),
@@ -68,6 +71,20 @@ def page_tables(plans: pd.DataFrame, configured: Collection[Key]) -> dict[str, s
         "equal": _given(equal),
         "paper": _given(paper),
     }
+
+
+def _short(best: pd.DataFrame) -> str:
+    """Two sentences: ZeroPP against the strongest program, and against the claim's baseline."""
+    names = [name for name in BASELINES if name != BOUND]
+    strongest = min(names, key=lambda name: float(best[f"speedup_over_{name}"].median()))
+    gain = float(best[f"speedup_over_{strongest}"].median())
+    word = "No gain" if abs(gain - 1) <= TIE else "A gain" if gain > 1 else "A loss"
+    told = []
+    for name in (strongest, "deepspeed_3d"):
+        speedups = best[f"speedup_over_{name}"].dropna()
+        low, middle, high = (style.ratio(float(speedups.quantile(q))) for q in (0, 0.5, 1))
+        told.append(f"**{middle} times** its speed ({low} to {high} in {len(speedups)} cells)")
+    return f"{word} over a tuned {BASELINES[strongest]}: {told[0]}. Over DeepSpeed 3D: {told[1]}."
 
 
 def _answer(best: pd.DataFrame) -> str:

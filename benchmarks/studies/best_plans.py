@@ -1,0 +1,204 @@
+"""The best plan of every contender on a cluster: the search, its table, and the commands that run
+what it found (``python -m benchmarks.tune``)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import as_completed
+from dataclasses import asdict, dataclass
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated, Any
+
+from omegaconf import OmegaConf
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.records.record import write_atomically
+from benchmarks.specification.command import check_writable, track, workers
+from benchmarks.specification.contenders import CONTENDERS, PRICED
+from benchmarks.specification.run_spec import (
+    SpecError,
+    TaskSpec,
+    check_heads,
+    check_priced,
+    validated,
+)
+from zeropp.cost import compute_limit
+from zeropp.literals import AT_LEAST_0
+from zeropp.plan import Candidate
+from zeropp.tune.contender import describe, overrides
+from zeropp.tune.search import SLOWER, Evaluated, Outcome, search
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneSpec(TaskSpec):
+    """The keys of ``conf/tune.yaml``, checked."""
+
+    contenders: tuple[str, ...]
+    tolerance: Annotated[float, AT_LEAST_0]
+    out: str | None = None
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
+
+
+def checked(values: dict[str, Any]) -> TuneSpec:
+    """The configuration as a specification; raises SpecError with one line for a mistake."""
+    if isinstance(values["contenders"], str):  # contenders=zeropp
+        values = values | {"contenders": [values["contenders"]]}
+    spec = validated(TuneSpec, values)
+    check_heads(spec.model)
+    if not spec.contenders:
+        raise SpecError(f"contenders=[]: must be some of {', '.join(PRICED)}")
+    unknown = [name for name in spec.contenders if name not in PRICED]
+    if unknown:
+        raise SpecError(f"contenders={unknown[0]!r}: must be among {', '.join(PRICED)}")
+    check_priced(spec.cluster, spec.precision)
+    if spec.out is not None:
+        check_writable("out", Path(spec.out))
+    return spec
+
+
+def searched(spec: TuneSpec) -> list[Outcome[Any]]:
+    """Search all contenders under the same memory limit and global batch, one process per core.
+
+    Those that take longest are begun first; the outcomes are in the order of ``spec.contenders``.
+    """
+    if len(spec.contenders) == 1:
+        return [_search(spec, spec.contenders[0])]
+    slow_first = sorted(spec.contenders, key=lambda name: -PRICED[name].search_effort)
+    with workers(min(os.cpu_count() or 1, len(spec.contenders))) as pool:
+        waiting = {name: pool.submit(_search, spec, name) for name in slow_first}
+        for _ in track(as_completed(waiting.values()), len(waiting), "contenders"):
+            pass
+        return [waiting[name].result() for name in spec.contenders]
+
+
+def _search(spec: TuneSpec, name: str) -> Outcome[Any]:
+    return search(spec.task, PRICED[name], tolerance=spec.tolerance)
+
+
+def show(outcomes: list[Outcome[Any]]) -> None:
+    """Print winner and runner-up of every contender, what they lose, and how the search went."""
+    task, console = outcomes[0].task, Console(width=None if sys.stdout.isatty() else 150)
+    console.print(_table(outcomes, narrow=console.width < 120))
+    limit = compute_limit(task.shape, task.cluster, task.num_gpus, task.precision)
+    tell = partial(console.print, highlight=False)
+    tell(
+        f"Compute limit: {limit.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, the model's kernels alone "
+        f"at {limit.microbatch_size} sequences per microbatch."
+    )
+    for outcome in outcomes:
+        tell(f"{outcome.contender.label}: {_lost(outcome)}.")
+    for outcome in outcomes:
+        tell(f"{outcome.contender.label}: {_counted(outcome)}.")
+    for outcome in outcomes:
+        if outcome.contender.caveat:
+            tell(outcome.contender.caveat)
+
+
+def _table(outcomes: list[Outcome[Any]], *, narrow: bool) -> Table:
+    """One line per plan, which a ``narrow`` terminal shows in the caption."""
+    task = outcomes[0].task
+    found = [outcome.winner for outcome in outcomes if outcome.winner is not None]
+    best = min(found, key=lambda winner: winner.step_s, default=None)
+    base = next((o for o in outcomes if o.winner is not None), None)
+    table = Table(
+        title=f"{task.shape.name}, {task.num_gpus} x {task.cluster.name}, global batch "
+        f"{task.global_batch}: best plans, simulated (* the fastest)",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    heads = ["contender", *(["plan"] * (not narrow)), "step s", "tokens/s/GPU"]
+    heads += ["speed-up"] if base and len(outcomes) > 1 else []
+    for head in (*heads, "of limit", "peak GiB"):
+        table.add_column(head, justify="left" if head in ("contender", "plan") else "right")
+    for outcome in outcomes:
+        label = outcome.contender.label
+        if outcome.winner is None:
+            table.add_row(label, *(["no plan fits"] * (not narrow)))
+        for who, plan in ((label, outcome.winner), ("  runner-up", outcome.runner_up)):
+            if plan is None:
+                continue
+            who = f"* {who}" if plan is best else who
+            first = [who] if narrow else [who, describe(plan.plan)]
+            over = base.winner.step_s if base and base.winner and len(outcomes) > 1 else None
+            cells = [Text(text) for text in (*first, *_numbers(plan, over))]
+            table.add_row(*cells, style="bold" if plan is best else "")
+    words = [f"{o.contender.label}: {describe(o.winner.plan)}" for o in outcomes if o.winner]
+    note = f"Speed-up over {base.contender.label}. " if base and len(outcomes) > 1 else ""
+    table.caption = Text(note + (f"Plans: {'; '.join(words)}." if narrow else ""))
+    return table
+
+
+def _numbers(found: Evaluated[Any], base_step_s: float | None) -> Iterator[str]:
+    result = found.result
+    yield f"{result.step_s:.3f}"
+    yield f"{result.tokens_per_s_per_gpu:,.0f}"
+    if base_step_s is not None:
+        yield f"{base_step_s / result.step_s:.2f}"
+    yield f"{100 * result.limit_share:.1f} %"
+    yield f"{result.peak_bytes / 2**30:.1f}"
+
+
+def _lost(outcome: Outcome[Any]) -> str:
+    """The shares of the winner's step that it loses against the compute limit, by cause, the
+    largest first."""
+    if outcome.winner is None:
+        return "no plan fits"
+    result = outcome.winner.result
+    kinds = result.losses.by_kind()
+    del kinds["limit"]
+    words = [
+        f"{kind.replace('_', ' ')} {100 * seconds / result.step_s:.1f} %"
+        for kind, seconds in sorted(kinds.items(), key=itemgetter(1), reverse=True)
+        if abs(seconds) >= 0.0005 * result.step_s
+    ]
+    return "loses " + ", ".join(words)
+
+
+def _counted(outcome: Outcome[Any]) -> str:
+    """How many configurations were simulated, pruned because their bound showed that they are not
+    the best, and impossible, by reason."""
+    reasons = dict(outcome.rejected.most_common())
+    pruned = reasons.pop(SLOWER, 0)
+    why = ", ".join(f"{reason} ({count:,})" for reason, count in reasons.items())
+    words = f"{outcome.simulated:,} simulated, {pruned:,} pruned by their bounds"
+    return f"{words}, {sum(reasons.values()):,} impossible: {why}" if reasons else words
+
+
+def print_commands(spec: TuneSpec, outcomes: list[Outcome[Any]]) -> None:
+    """Print the command of every winner that can be run, and write it into ``out`` as an
+    experiment."""
+    cell: dict[str, Any] = {"num_gpus": spec.num_gpus, "global_batch": spec.global_batch}
+    cell["precision"] = spec.precision
+    words = [f"model={spec.model.name}", f"cluster={spec.cluster.name}"]
+    words += [f"{key}={value}" for key, value in cell.items()]
+    for outcome in outcomes:
+        winner, name = outcome.winner, outcome.contender.name
+        if winner is None or name not in CONTENDERS:  # others are priced only
+            continue
+        command = " ".join(["python -m benchmarks.run", *words, *overrides(winner.candidate)])
+        if spec.out is not None:
+            path = Path(spec.out) / "experiment" / f"best_{name}.yaml"
+            write_atomically(path, _experiment(spec, cell, winner.candidate))
+            command = f"python -m benchmarks.run --config-dir {spec.out} experiment={path.stem}"
+        print(f"\n# {outcome.contender.label}: this runs its plan\n{command}")
+
+
+def _experiment(spec: TuneSpec, cell: dict[str, Any], candidate: Candidate[Any]) -> str:
+    """The YAML of a Hydra experiment that runs one candidate; model and cluster are presets."""
+    groups = {"model": spec.model.name, "cluster": spec.cluster.name}
+    groups["contender"] = candidate.knobs.name
+    values = cell | {"microbatch_size": candidate.microbatch_size}
+    values["contender"] = asdict(candidate.knobs)
+    defaults = [{f"override /{group}": name} for group, name in groups.items()]
+    body = OmegaConf.to_yaml(OmegaConf.create({"defaults": defaults} | values))
+    return f"# @package _global_\n{body}"
