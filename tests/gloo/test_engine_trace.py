@@ -85,8 +85,8 @@ def test_the_cost_model_is_within_five_percent_of_the_trace(
     simulated = peak_memory(plan, price_plan(plan, CLUSTER))
     ends = sorted({0, plan.layout.pp - 1})
     ranks = [plan.layout.pipeline(0)[index] for index in ends]
-    contender = CONTENDERS[name]
-    fill = None if contender.takes_fake_tensors else contender.fill_integers  # real tensors
+    known = CONTENDERS[name]
+    fill = None if known.takes_fake_tensors else known.fill_integers  # real tensors
     traces = trace_ranks(
         plan, ranks, optimizer=ADAMW, build=CONTENDERS[name].build, fill_integers=fill
     )
