@@ -25,7 +25,7 @@ run() { # a point that fails stops nothing: what follows may tell why
 run -m model=gpt_tiny num_gpus=1 precision=fp32,bf16 contender=zeropp contender.chunks=2
 if [ "$gpus" -gt 1 ]; then
     run -m model=gpt_tiny num_gpus="$gpus" global_batch=64 precision=fp32,bf16 \
-        contender=zeropp,torch_pp,fsdp,deepspeed_3d
+        contender=zeropp,torch_pp,fsdp,deepspeed_3d,megatron_core_local
 fi
 
 job=(model="$model" num_gpus=64 global_batch=128 precision=bf16
