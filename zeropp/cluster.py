@@ -6,7 +6,8 @@ that kernels reach, latencies), one set per device; ``docs/simulator.md`` has th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,20 @@ from zeropp.layout import InfeasibleError
 from zeropp.literals import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0
 
 _STRICT = {"extra": "forbid"}
+
+
+NEWEST = 9999  # a year after that of all kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What the kernels of a later generation of software reach on a device."""
+
+    year: Annotated[int, AT_LEAST_1]  # the first year of software that has them
+    matmul_bf16_tflops: Annotated[float, MORE_THAN_0]
+    attention_efficiency: Annotated[float, MORE_THAN_0]
+
+    __pydantic_config__ = _STRICT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +40,10 @@ class Device:
     memory_bandwidth_gb_s: Annotated[float, MORE_THAN_0]
     matmul_bf16_tflops: Annotated[float, MORE_THAN_0]  # reached by the largest matrix products
     matmul_fp32_tflops: Annotated[float, MORE_THAN_0]
+    # Those of later software, where they were seen to differ; all else is of the earlier one.
+    newer: Kernels | None = None
+    # The rate of 8-bit products over that of 16-bit ones; None: the device has none.
+    eight_bit_gain: Annotated[float | None, MORE_THAN_0] = None
     peak_bf16_tflops: Annotated[float | None, MORE_THAN_0] = None  # dense
     peak_fp32_tflops: Annotated[float | None, MORE_THAN_0] = None  # dense, without TF32
     # The share of memory_bandwidth_gb_s that element-wise kernels reach.
@@ -49,6 +68,18 @@ class Device:
         """The hash of the name alone, because a search needs it millions of times. Equality still
         compares all fields."""
         return hash(self.name)
+
+    @lru_cache(maxsize=64)  # noqa: B019 (a device is a few numbers, and there are few)
+    def of_year(self, year: int) -> Device:
+        """The device with the kernels that software of a year has."""
+        if self.newer is None or year < self.newer.year:
+            return self
+        return replace(
+            self,
+            matmul_bf16_tflops=self.newer.matmul_bf16_tflops,
+            attention_efficiency=self.newer.attention_efficiency,
+            newer=None,
+        )
 
     @property
     def usable_bytes(self) -> int:
@@ -128,8 +159,11 @@ def named_cluster(name: str) -> Cluster:
 
 
 def _cluster(found: dict[str, Any]) -> Cluster:
+    device = dict(found["device"])
+    if newer := device.get("newer"):
+        device["newer"] = Kernels(**newer)
     parts = {
-        "device": Device(**found["device"]),
+        "device": Device(**device),
         "intra": Link(**found["intra"]),
         "inter": Link(**found["inter"]),
         "group_shares": tuple(found.get("group_shares", ())),

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from zeropp.cluster import Cluster
+from zeropp.cluster import NEWEST, Cluster
 from zeropp.cost import PlanPrice, StageExtras, StageMemory, StepBytes, StepTimes
 from zeropp.cost.communication import all_reduce_s, gather_s, group_of, transfer_s
 from zeropp.cost.kernels import element_bytes, matmul_rate, stream_s
@@ -48,7 +48,7 @@ def layer_costs(
 
     The first and the last layer delay no weight gradients, and are not recomputed.
     """
-    found, device = [], cluster.device
+    found, device = [], cluster.device.of_year(NEWEST)
     rate = matmul_rate(device, precision)
     for index, one in enumerate(sizes):
         products = one.product_flops / rate

@@ -50,6 +50,8 @@ class StateBytes:
     optimizer: int  # Adam's moments, and fp32 master weights unless the parameters are fp32
     _: KW_ONLY
     half_gradients: int = 0  # kept 16-bit gradients in addition to ``gradients``
+    # Moved per microbatch when a gradient is added to its sum; 0: as ``fused_accumulation`` says.
+    accumulated: int = 0
     reduced: int = 4  # sent by gradient reductions, over the replicas and the ZeRO-3 group
     casts_parameters: bool = False  # compute uses 16-bit copies of fp32 parameters
     zero1_all_reduces: bool = False  # ZeRO-1 all-reduces all gradients, instead of reduce-scatter
@@ -65,6 +67,7 @@ class Program:
     fp32: StateBytes
 
     # Kernels.
+    kernels: int = 0  # the year of its products and attention; 0: before any that a device names
     flash: bool = True  # attention is one kernel, and its scores are never in memory
     dropout_masks: bool = False  # dropout is on: masks are written, read and kept
     fused_loss: bool = False  # 16-bit logits only, without an fp32 copy (flash-attention's loss)
@@ -72,6 +75,7 @@ class Program:
     vocab_parallel: bool = True
     # The vocabulary is padded to a multiple of 128 without tensor parallelism, too.
     pads_vocabulary: bool = False
+    eight_bit: bool = False  # the linear layers of blocks multiply in 8 bits
     fused_accumulation: bool = True  # the product that makes a weight gradient adds it to the sum
     fused_rotary: bool = True  # rotary embedding copies no heads and keeps no sines and cosines
     loss_gradient: LossGradient = "in_place"
@@ -82,6 +86,9 @@ class Program:
     step_host_s: float = 0.0  # fixed host time per step: data, logging, clipping
 
     # Communication.
+    # Ranks that share a sequence (context parallelism): each has a slice of its tokens, which is
+    # what the shape calls a sequence, and the keys and values of all slices go round a ring.
+    slices: int = 1
     split_boundary: bool = False  # a TP rank sends a slice of the stage output; arXiv 2104.04473
     blocking_transfers: bool = False  # sender and receiver compute nothing during a transfer
     # A gated MLP's two input products are two layers. Without sequence parallelism, each of them

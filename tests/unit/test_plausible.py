@@ -129,12 +129,13 @@ def test_a_model_of_fewer_layers_is_priced_if_its_name_says_so(tmp_path: Path) -
     assert reason(tmp_path, **half, model="GPT 1.3B, 12 layers") == ""
 
 
-def test_faster_types_than_16_bits_are_refused_for_their_type(tmp_path: Path) -> None:
-    above_bf16 = PER_GPU | {"device": "h100", "memory_gib": "", "value": "1200"}
-    assert reason(tmp_path, **above_bf16, dtype="fp8") == (
-        "dtype=fp8: no rate for products of this type"
+def test_types_narrower_than_16_bits_may_be_faster_than_its_peak(tmp_path: Path) -> None:
+    above_bf16 = PER_GPU | {"device": "h100", "memory_gib": "", "value": "1000"}
+    assert reason(tmp_path, **above_bf16, dtype="nvfp4") == (
+        "dtype=nvfp4: no rate for products of this type"
     )
-    assert "times the peak of h100" in reason(tmp_path, **above_bf16)
+    assert "set apart" in reason(tmp_path, **above_bf16, dtype="fp8")
+    assert "times the peak of h100" in reason(tmp_path, **above_bf16 | {"value": "1200"})
 
 
 def test_a_device_whose_peak_is_not_known_is_held_to_its_products() -> None:

@@ -74,23 +74,27 @@ GOOD = good_rows()
 
 def assert_says(cells: dict[str, str], case: Case) -> None:
     """The case is what the cells say, read once more by other means."""
-    for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"):
+    for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab"):
         assert getattr(case.shape, name) == int(cells[name])
+    slices = int(cells["cp"])
+    assert case.shape.seq * slices == int(cells["seq"])
+    assert case.program.slices == slices
     assert case.shape.gates == {"yes": 2, "no": 1}[cells["gated_mlp"]]
     assert case.shape.family == cells["family"]
     assert case.shape.tied_embeddings == (cells["tied_embeddings"] == "yes")
-    layout, dp = case.layout, int(cells["dp"])
+    layout, dp = case.layout, int(cells["dp"]) * slices
     assert (layout.tp, layout.pp, layout.dp) == (int(cells["tp"]), int(cells["pp"]), dp)
     assert layout.chunks == int(cells["chunks"])
     assert layout.sequence_parallel == (cells["sequence_parallel"] == "yes")
     assert case.zero3 == (cells["zero"] == "3")
     assert layout.shard == (int(cells["zero3_group"] or dp) if case.zero3 else 1)
     assert case.microbatch == int(cells["micro_batch"])
-    assert case.microbatch * case.num_microbatches * dp == int(cells["global_batch"])
+    assert case.microbatch * case.num_microbatches * dp == slices * int(cells["global_batch"])
     assert case.recompute == cells["recompute"]
-    assert cells["cp"] == cells["ep"] == "1"
+    assert cells["ep"] == "1"
+    assert case.program.eight_bit == (cells["dtype"] in ("fp8", "mxfp8"))
     assert cells["offload"] == "none"
-    assert case.precision == {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}[cells["dtype"]]
+    assert case.precision == ("fp32" if cells["dtype"] == "fp32" else "bf16")
     assert case.schedule == (cells["schedule"] if layout.pp > 1 else "1f1b")
     assert case.program.name == cells["program"]
     if cells["device"] != "stated":
@@ -231,7 +235,8 @@ def test_a_line_with_another_number_of_cells_is_refused(tmp_path: Path) -> None:
         ({"sequence_parallel": "yes"}, "needs tp above 1"),
         ({"tp": "3", "num_gpus": "24"}, "tp=3: must divide heads=16"),
         ({"device": "stated"}, "device=stated: needs memory_gib, memory_bandwidth_gb_s"),
-        ({"device": "b200", "power_w": "900"}, "no nominal power of device=b200"),
+        ({"device": "stated", "memory_bandwidth_gb_s": "900", "peak_bf16_tflops": "90",
+          "power_w": "900"}, "no nominal power of device=stated"),
         ({"memory_bandwidth_gb_s": "2.039"}, "memory_bandwidth_gb_s=2.039: must be from 50 to"),
         ({"memory_gib": "40960"}, "memory_gib=40960: must be from 1 to 2000"),
         ({"peak_bf16_tflops": "312000000000000"}, "peak_bf16_tflops=3.12e+14: must be from 5 to"),

@@ -7,14 +7,21 @@ a time (ZeroPP's engine); ``collectives_of`` says which.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log2
 from typing import TYPE_CHECKING
 
 from zeropp.cluster import Cluster
 from zeropp.cost.flops import half_parameters, linear_weights, piece_parameters
-from zeropp.cost.kernels import TENSORS, Work, element_bytes, stream_s
+from zeropp.cost.kernels import (
+    TENSORS,
+    Work,
+    attention_backward_s,
+    attention_s,
+    element_bytes,
+    stream_s,
+)
 from zeropp.cost.memory import optimizer_shards, sends_compute_type, zero1_ranks
 from zeropp.layout import Layout
 from zeropp.literals import Axis, BlockHalf
@@ -160,9 +167,36 @@ def tensor_times(plan: SizedPlan, cluster: Cluster, work: Work) -> TensorTimes:
     column-parallel products again; a product hides that gather, but is slowed by it. Gathered
     logits are copied twice: into one tensor, and to make it contiguous.
     """
-    if plan.layout.tp == 1:
-        return TensorTimes()
-    return _exposed(cluster, group_of(cluster, plan.layout, "tp"), work)
+    tensor = TensorTimes()
+    if plan.layout.tp > 1:
+        tensor = _exposed(cluster, group_of(cluster, plan.layout, "tp"), work)
+    if work.program.slices == 1:
+        return tensor
+    forward, backward = _ring_s(cluster, plan.layout, work)
+    again = forward if work.recompute == "full" else 0.0
+    return replace(
+        tensor,
+        forward=tensor.forward + forward,
+        backward=tensor.backward + backward,
+        again=tensor.again + again,
+    )
+
+
+def _ring_s(cluster: Cluster, layout: Layout, work: Work) -> tuple[float, float]:
+    """Seconds of a block's forward and backward in which attention waits for the keys and values of
+    the other slices of its sequences (ring attention, arXiv 2310.01889), which neighbours pass on
+    while attention computes with those before; their gradients go round with them."""
+    slices, shape = work.program.slices, work.shape
+    among = group(cluster, slices, layout.tp, layout.world)
+    held = 2 * work.tokens * shape.kv_heads * shape.head_dim / work.tp
+    size = held * element_bytes(work.precision)
+
+    def waits(sent: float, attention: float) -> float:
+        message, beside = _start(cluster, among) + sent / among.rate, attention / slices
+        hidden = min(message, beside) * cluster.device.overlap_slowdown
+        return (slices - 1) * (max(0.0, message - beside) + hidden)
+
+    return waits(size, attention_s(work)), waits(2 * size, attention_backward_s(work))
 
 
 @lru_cache(maxsize=4096)

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 
 TILE = (128, 128)
-UNALIGNED = 0.42  # share of the rate if a side is no multiple of 8 (same guide, alignment)
+# The share of the rate that products reach if a side is no multiple of 8, or of 64, because tensor
+# cores read rows in groups of 128 bytes. The first is that of the same guide ("alignment"); the
+# second was fitted on two runs of a model of hidden size 14,400 with TP 8 and without a pipeline
+# (results/published/deepspeed_pipelines.csv).
+UNALIGNED, PARTLY_ALIGNED = 0.42, 0.62
 
 
 def element_bytes(precision: Precision) -> int:
@@ -49,14 +53,29 @@ def wave_efficiency(device: Device, m: int, n: int, batch: int = 1) -> float:
     return 0.5 + 0.5 * min(1.0, tiles / (waves * device.units))
 
 
+def alignment_efficiency(*sides: int) -> float:
+    """The share of the rate that a product reaches by what its sides are multiples of."""
+    if any(side % 8 for side in sides):
+        return UNALIGNED
+    return PARTLY_ALIGNED if any(side % 64 for side in sides) else 1.0
+
+
 def matmul_s(
-    device: Device, precision: Precision, *, m: int, k: int, n: int, batch: int = 1
+    device: Device,
+    precision: Precision,
+    *,
+    m: int,
+    k: int,
+    n: int,
+    batch: int = 1,
+    gain: float = 1.0,
 ) -> float:
-    """Seconds of ``batch`` products of [m, k] and [k, n] in one kernel."""
+    """Seconds of ``batch`` products of [m, k] and [k, n] in one kernel, at ``gain`` times the rate
+    of the precision."""
     flops = 2.0 * m * k * n * batch
-    rate = matmul_rate(device, precision) * wave_efficiency(device, m, n, batch)
-    if device.units > 1 and (m % 8 or k % 8 or n % 8):
-        rate *= UNALIGNED
+    rate = gain * matmul_rate(device, precision) * wave_efficiency(device, m, n, batch)
+    if device.units > 1:
+        rate *= alignment_efficiency(m, k, n)
     element = element_bytes(precision) * batch
     output_s = device.exposed_output * _stream(device, element * m * n)
     moved_s = _stream(device, element * (m * k + k * n + m * n))
@@ -117,12 +136,26 @@ def half_traffic_backward(work: Work) -> tuple[float, float]:
     return scale * attention, scale * (whole * shape.hidden + passes * shape.ffn / work.tp)
 
 
+def cast_bytes(work: Work) -> tuple[int, int]:
+    """Bytes that casts to 8 bits move in a block's forward and backward. A cast reads 16 bits and
+    writes 8 for a product and 8, transposed, for another one. Inputs that a norm makes are written
+    in 8 bits by the norm (Transformer Engine, ``LayerNormLinear``), which saves what it costs; all
+    gradients of outputs are cast."""
+    if not work.program.eight_bit:
+        return 0, 0
+    each, products = 4 * work.tokens, linears(work)
+    return each * sum(k for k, _ in products[1::2]), each * sum(n for _, n in products)
+
+
 def accumulation_bytes(work: Work) -> int:
     """Bytes per parameter that move when a microbatch's weight gradient is added to the sum, beside
     the output of the product, which ``matmul_s`` counts: the sum is read and written. Where the
-    product does this, it is its output; otherwise the gradient is read as well."""
-    total = 2 * work.program.state(work.precision).gradients
-    element = element_bytes(work.precision)
+    product does this, it is its output; otherwise the gradient is read as well. A program that
+    moves more says so itself (``StateBytes.accumulated``)."""
+    state, element = work.program.state(work.precision), element_bytes(work.precision)
+    if state.accumulated:
+        return state.accumulated
+    total = 2 * state.gradients
     return total - element if work.program.fused_accumulation else total + element
 
 
@@ -253,14 +286,22 @@ class _Kernels:
 def _block_kernels(work: Work) -> _Kernels:
     device, precision, tokens = work.device, work.precision, work.tokens
     parameters = piece_parameters(work.shape, 1) / work.tp
+    cast, cast_backward = cast_bytes(work)
+    gain = (device.eight_bit_gain or 1.0) if work.program.eight_bit else 1.0
+
+    def product(m: int, k: int, n: int) -> float:
+        return matmul_s(device, precision, m=m, k=k, n=n, gain=gain)
+
     return _Kernels(
-        products=[matmul_s(device, precision, m=tokens, k=k, n=n) for k, n in linears(work)],
-        transposed=[matmul_s(device, precision, m=tokens, k=n, n=k) for k, n in linears(work)],
-        weights=[matmul_s(device, precision, m=k, k=tokens, n=n) for k, n in linears(work)],
+        products=[product(tokens, k, n) for k, n in linears(work)],
+        transposed=[product(tokens, n, k) for k, n in linears(work)],
+        weights=[product(k, tokens, n) for k, n in linears(work)],
         attention=attention_s(work),
         attention_backward=attention_backward_s(work),
-        elementwise=stream_s(device, sum(half_traffic(work)), kernels=12),
-        elementwise_backward=stream_s(device, sum(half_traffic_backward(work)), kernels=18),
+        elementwise=stream_s(device, sum(half_traffic(work)) + cast, kernels=12),
+        elementwise_backward=stream_s(
+            device, sum(half_traffic_backward(work)) + cast_backward, kernels=18
+        ),
         accumulation=stream_s(device, accumulation_bytes(work) * parameters, kernels=4),
     )
 
@@ -336,7 +377,8 @@ def attention_backward_s(work: Work) -> float:
 
 
 def _scores(work: Work) -> int:
-    return work.microbatch * max(1, work.shape.heads // work.tp) * work.shape.seq**2
+    heads = max(1, work.shape.heads // work.tp)
+    return work.microbatch * heads * work.shape.seq**2 * work.program.slices
 
 
 def _fused_products_s(work: Work) -> float:

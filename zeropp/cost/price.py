@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from zeropp.cluster import Cluster, Device
+from zeropp.cluster import NEWEST, Cluster, Device
 from zeropp.cost.communication import (
     TensorTimes,
     crosses_nodes,
@@ -56,7 +56,11 @@ LEAST_ACTIVATIONS = 1 / 3
 STATE_BYTES = 16  # per parameter: gradient, and the optimizer's fp32 master and two moments
 # Fused attention and fused accumulation of fp32 gradient sums.
 _IDEAL = Program(
-    name="compute limit", bf16=StateBytes(4, 4, 8), fp32=StateBytes(4, 4, 8), fused_loss=True
+    name="compute limit",
+    bf16=StateBytes(4, 4, 8),
+    fp32=StateBytes(4, 4, 8),
+    fused_loss=True,
+    kernels=NEWEST,
 )
 
 
@@ -78,12 +82,12 @@ def compute_limit(
     divided among all GPUs, and the least activations with which a pipeline can run without a
     bubble. One sequence always counts as fitting, because programs can split it (tensor
     parallelism) or keep less of it (recomputation). The kernels are those of
-    ``zeropp.cost.kernels``.
+    ``zeropp.cost.kernels``, as fast as the newest software has them.
     """
     works = [
         Work(
             shape=shape,
-            device=cluster.device,
+            device=cluster.device.of_year(NEWEST),
             program=_IDEAL,
             precision=precision,
             recompute="none",
@@ -214,10 +218,11 @@ def _timed_stages(plan: SizedPlan, cluster: Cluster, work: Work) -> list[_TimedS
 def work_of(plan: SizedPlan, cluster: Cluster, program: Program | None = None) -> Work:
     """Everything on which the price of a plan's pieces depends; ``program`` as in
     ``price_plan``."""
+    program = program or program_named(plan.program)
     return Work(
         shape=plan.shape,
-        device=cluster.device,
-        program=program or program_named(plan.program),
+        device=cluster.device.of_year(program.kernels),
+        program=program,
         precision=plan.precision,
         recompute=plan.recompute,
         microbatch=plan.microbatch_size,

@@ -6,13 +6,11 @@ used. ZeRO-3 without a pipeline gathers every block for each forward and backwar
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from baselines.fsdp.contender import accumulation
-from benchmarks import CHECKOUT
 from benchmarks.specification.compose import preset
 from benchmarks.studies.validation.rows import POWER_W, PublishedRow, UnpredictableError
 from zeropp.cluster import Cluster, Device
@@ -29,18 +27,14 @@ from zeropp.shape import ModelShape
 
 # The cluster of a row: its device's preset in ``conf/cluster``, with the numbers of the row.
 #
-# B200 and GB200 have no preset. They are made from an H100 whose peak, memory and links are
-# replaced by those of ``results/published/hardware.csv``; the share of them that is reached stays
-# the same. ``device=stated`` is an A100 that is scaled in the same way to the row's peak, memory
-# and memory bandwidth. ``power_w`` changes the clocks: the rate of products changes with the square
-# root of the power, because power grows with frequency and voltage.
+# ``device=stated`` is an A100 that is scaled to the row's peak, memory and memory bandwidth.
+# ``power_w`` changes the clocks: the rate of products changes with the square root of the power,
+# because power grows with frequency and voltage.
 
 
-_HARDWARE = CHECKOUT / "results" / "published" / "hardware.csv"
-_FACTS = ("b200", "gb200")  # devices that have no preset, but are in hardware.csv
 _PCIE_GB_S = {
     "v100": 15.5, "a100": 31.0, "a800": 31.0, "h100": 63.0, "h800": 63.0, "h200": 63.0,
-    "b200": 63.0, "gb200": 63.0, "stated": 31.0,
+    "b200": 63.0, "gb200": 63.0, "gb300": 63.0, "stated": 31.0,
 }  # fmt: skip
 
 
@@ -77,8 +71,12 @@ def _given(values: dict[str, float | None]) -> dict[str, Any]:
 
 def at_rate(device: Device, factor: float) -> Device:
     """The device with products that run ``factor`` times as fast."""
+    newer = device.newer
+    if newer is not None:
+        newer = replace(newer, matmul_bf16_tflops=newer.matmul_bf16_tflops * factor)
     return replace(
         device,
+        newer=newer,
         matmul_bf16_tflops=device.matmul_bf16_tflops * factor,
         matmul_fp32_tflops=device.matmul_fp32_tflops * factor,
     )
@@ -95,39 +93,11 @@ def with_peak(device: Device, tflops: float) -> Device:
 
 @lru_cache(maxsize=16)
 def _base(name: str) -> Cluster:
-    """A device's preset, or a cluster made from the most similar preset if it has none."""
-    if name in _FACTS:
-        return _from_facts(name)
+    """A device's preset; of a stated device, the A100's."""
     cluster: Cluster = preset("cluster", "a100" if name == "stated" else name, Cluster)
     if name == "stated":
         cluster = replace(cluster, name=name, device=replace(cluster.device, name=name))
     return cluster
-
-
-def _from_facts(name: str) -> Cluster:
-    """An H100 scaled to another device's numbers in hardware.csv; those that are missing are the
-    B200's."""
-    with _HARDWARE.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-
-    def fact(quantity: str) -> float:
-        found = [
-            float(row["value"])
-            for device in (name, "b200")
-            for row in rows
-            if row["device"].lower().split()[0] == device and row["quantity"] == quantity
-        ]
-        return found[0]
-
-    base: Cluster = preset("cluster", "h100", Cluster)
-    device = replace(
-        with_peak(base.device, fact("peak bf16 dense")),
-        name=name,
-        memory_gib=fact("HBM capacity"),
-        memory_bandwidth_gb_s=fact("HBM bandwidth") * 1e3,
-    )
-    link = fact("NVLink per GPU, one direction")
-    return replace(base, name=name, device=device, intra=replace(base.intra, bandwidth_gb_s=link))
 
 
 # FLOPs as the source of a row counts them, and the peak of which its utilisation is a share.
@@ -224,7 +194,7 @@ def _speed(row: PublishedRow, device: Device) -> str:
         device.peak_fp32_tflops or 0.0,
     )
     peak *= _OVER_16_BIT.get(row.dtype, 1)
-    share = _least_flops(row) / _seconds(row, device) / (peak * 1e12)
+    share = _least_flops(row) / measured_s(row, device) / (peak * 1e12)
     if share > 1:
         return f"{share:.3g} times the peak of {row.device}"
     return f"{share:.2%} of the peak of {row.device}" if share < _LEAST_SHARE else ""
@@ -241,7 +211,7 @@ def _least_flops(row: PublishedRow) -> float:
     return row.global_batch * row.seq * each / row.num_gpus
 
 
-def _seconds(row: PublishedRow, device: Device) -> float:
+def measured_s(row: PublishedRow, device: Device) -> float:
     """The time of a step, or of a block's pass, that the row's number says."""
     kind, number = row.measure.kind, row.measured / row.measure.units[row.unit]
     if kind in ("time", "layer"):
@@ -275,6 +245,7 @@ def _memory(row: PublishedRow, device: Device) -> str:
 _MOST_BLOCKS = 250_000  # blocks x microbatches; a wrong row could otherwise take for ever
 _UNPRICED_SCHEDULES = ("dualpipe", "dualpipev", "chimera", "hanayo", "v_half", "v_min", "seq1f1b")
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+EIGHT_BIT = ("fp8", "mxfp8")  # of the products of blocks; all else has 16 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +282,7 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
     precision = _precision(row)  # peaks of other types are not known, so no share of them is either
     check_plausible(row)
     return Case(
-        shape=row.shape,
+        shape=replace(row.shape, seq=row.seq // row.cp),
         cluster=preset("cluster", cluster_name, Cluster) if cluster_name else cluster_of(row),
         program=program_of(row),
         layout=_layout(row),
@@ -328,9 +299,8 @@ def case_of(row: PublishedRow, cluster_name: str | None = None) -> Case:
 
 
 def _refuse_what_has_no_price(row: PublishedRow) -> None:
-    for field in ("cp", "ep"):
-        if getattr(row, field) > 1:
-            raise UnpredictableError(f"{field}={getattr(row, field)}: no price for this kind")
+    if row.ep > 1:
+        raise UnpredictableError(f"ep={row.ep}: no price for this kind")
     if row.offload != "none":
         raise UnpredictableError(f"offload={row.offload}: no price for the host's memory")
     if row.schedule in _UNPRICED_SCHEDULES:
@@ -353,18 +323,20 @@ def _refuse_what_has_no_price(row: PublishedRow) -> None:
 def _precision(row: PublishedRow) -> Precision:
     if row.dtype == "fp32":
         return "fp32"
-    if row.dtype in ("fp16", "bf16"):
+    eight_bit = row.dtype in EIGHT_BIT and _base(row.device).device.eight_bit_gain is not None
+    if row.dtype in ("fp16", "bf16") or eight_bit:
         return "bf16"
     raise UnpredictableError(f"dtype={row.dtype}: no rate for products of this type")
 
 
 def _layout(row: PublishedRow) -> Layout:
-    shard = (row.zero3_group or row.dp) if row.zero == 3 else 1
+    ranks = row.dp * row.cp  # gradients are summed over the slices of a sequence, too
+    shard = (row.zero3_group or ranks) if row.zero == 3 else 1
     return Layout(
         pp=row.pp,
         tp=row.tp,
         shard=shard,
-        replicate=row.dp // shard,
+        replicate=ranks // shard,
         chunks=row.chunks,
         replicate_zero=1 if row.zero in (1, 2) and row.zero1_group is None else 0,
         sequence_parallel=row.sequence_parallel,
@@ -384,6 +356,8 @@ def program_of(row: PublishedRow) -> Program:
         "overlap_tensor": row.overlap_tensor,
         "traffic_factor": 1.0 if row.compiled else None,  # element-wise chains are one kernel
         "zero1_group": row.zero1_group,
+        "eight_bit": row.dtype in EIGHT_BIT or None,
+        "slices": row.cp,
     }
     changed = {name: value for name, value in stated.items() if value is not None}
     return replace(_with_state(program, state, _precision(row)), **changed)  # type: ignore[arg-type]

@@ -11,9 +11,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.studies.validation.cases import Case, case_of, flops_per_token, peak_flops, plan_of
+from benchmarks.studies.validation.cases import (
+    EIGHT_BIT,
+    Case,
+    case_of,
+    cluster_of,
+    flops_per_token,
+    peak_flops,
+    plan_of,
+)
 from benchmarks.studies.validation.rows import Line, PublishedRow, UnpredictableError
 from zeropp.cost import price_plan
+from zeropp.programs import program_named
 from zeropp.sim.simulator import SimResult, simulate
 
 # Predicts the quantity of a row, in the row's unit, from the simulated step of its Plan.
@@ -91,9 +100,9 @@ def _speed(row: PublishedRow, case: Case, result: SimResult) -> float:
         return step_s
     each = row.num_gpus if row.measure.per_gpu else 1
     if kind == "flops":
-        return row.global_batch * case.shape.seq * flops_per_token(row) / step_s / each
+        return row.global_batch * row.seq * flops_per_token(row) / step_s / each
     if kind == "utilization":
-        flops = row.global_batch * case.shape.seq * flops_per_token(row) / step_s
+        flops = row.global_batch * row.seq * flops_per_token(row) / step_s
         return flops / row.num_gpus / peak_flops(row, case.cluster.device)
     counted = {"steps": 1, "samples": row.global_batch, "tokens": row.global_batch * row.seq}
     return counted[row.metric.partition("_")[0]] / step_s / each
@@ -364,6 +373,16 @@ def _errors(group: tuple[str, str, str], rows: int, of: Sequence[float], **more:
     )
 
 
+def _generation(row: PublishedRow) -> str:
+    """The generation of the kernels with which a row is priced, and whether products have 8 bits;
+    empty for the only one of a device."""
+    newer, words = cluster_of(row).device.newer, []
+    if newer is not None:
+        today = program_named(row.program).kernels >= newer.year
+        words.append(f"kernels {'of' if today else 'before'} {newer.year}")
+    return ", ".join(words + ["8 bits"] * (row.dtype in EIGHT_BIT))
+
+
 def _groups(kind: str, row: PublishedRow) -> list[tuple[str, str, str]]:
     """The groups whose errors include the row's. Numbers that their source computed and did not
     measure count for their source, and in one total beside all measured ones."""
@@ -372,6 +391,8 @@ def _groups(kind: str, row: PublishedRow) -> list[tuple[str, str, str]]:
     if row.role != "computed":
         groups += [(f"all {role} sources", role), ("all sources", "both")]
         groups += [(f"all on {row.device}", "both")]
+        if kernels := _generation(row):
+            groups += [(f"all on {row.device}, {kernels}", "both")]
     return [(kind, *group) for group in groups]
 
 

@@ -180,13 +180,18 @@ def are_cuts(cuts: tuple[float, ...], stages: int, layers: int) -> bool:
 # the source, and nobody measured it; such rows are priced, but no total of measurements counts
 # them.
 Role = Literal["fitted", "adjusted", "held_out", "computed"]
-DeviceName = Literal["v100", "a100", "a800", "h100", "h800", "h200", "b200", "gb200", "stated"]
+DeviceName = Literal[
+    "v100", "a100", "a800", "h100", "h800", "h200", "b200", "gb200", "gb300", "stated"
+]  # fmt: skip
 Precise = Literal[
     "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "int8", "fp4", "nvfp4", "mxfp4"
 ]  # of the products
 Half = Literal["fp32", "fp16", "bf16"]
 # Nominal power of the boards in W (results/published/hardware.csv), for rows with ``power_w``.
-POWER_W = {"v100": 300, "a100": 400, "a800": 400, "h100": 700, "h800": 700, "h200": 700}
+POWER_W = {
+    "v100": 300, "a100": 400, "a800": 400, "h100": 700, "h800": 700, "h200": 700, "b200": 1000,
+    "gb200": 1200, "gb300": 1400,
+}  # fmt: skip
 # The range of each number of a device; one outside it is in another unit.
 PLAUSIBLE = {
     "memory_gib": (1, 2000), "memory_bandwidth_gb_s": (50, 50000), "peak_bf16_tflops": (5, 20000),
@@ -403,6 +408,8 @@ def _units(row: PublishedRow) -> str:
         number = getattr(row, name)
         if number is not None and not low <= number <= high:
             return f"{name}={number:g}: must be from {low} to {high} in the unit that the name says"
+    if row.seq % row.cp:
+        return f"cp={row.cp}: must divide seq={row.seq}"
     if row.sequence_parallel and row.seq % row.tp:
         return f"seq={row.seq}: sequence_parallel=yes needs a multiple of tp={row.tp}"
     return ""
