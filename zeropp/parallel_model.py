@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.engine.checkpoint import load_named
-from zeropp.engine.engine import Engine
+from zeropp.engine.engine import Engine, StepTensors
 from zeropp.engine.errors import together
 from zeropp.engine.interpreter import Microbatches
 from zeropp.engine.preflight import check_inference
 from zeropp.engine.values import split_rows
 from zeropp.settings import Settings
 from zeropp.stages import Stages
-from zeropp.training import StepResult
 
 
 class ParallelModel:
@@ -40,7 +39,7 @@ class ParallelModel:
         self._microbatch_size = len(settings.sample)
         self._keywords = frozenset(settings.sample_keywords)
 
-    def train_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> StepResult:
+    def train_step(self, inputs: Tensor, targets: Tensor, **keyword_inputs: Tensor) -> StepTensors:
         """Train one step on this rank's ``rows`` of the global batch.
 
         ``inputs``, ``targets`` and every keyword input are [rows, ...]; with b rows per microbatch,
@@ -55,8 +54,7 @@ class ParallelModel:
         RuntimeError, and nothing has run. A rank on which a step raises while it runs is to end,
         and its launcher ends the others; on it every further call raises RuntimeError.
         """
-        self.engine.check_usable()
-        parts = self.engine.barrier.run(
+        parts = self.engine.agree(
             "train_step", lambda: self._training_batch(inputs, targets, keyword_inputs)
         )
         return self.engine.step(parts.inputs, parts.targets, parts.keywords)
@@ -70,8 +68,7 @@ class ParallelModel:
         a training run with evaluations in it is the same as one without. Raises ValueError where
         ranks of one pipeline have different rows, and otherwise what ``train_step`` does.
         """
-        self.engine.check_usable()
-        parts = self.engine.barrier.run(
+        parts = self.engine.agree(
             "eval_step", lambda: self._evaluation_batch(inputs, targets, keyword_inputs)
         )
         return self.engine.evaluate(parts)
@@ -104,6 +101,16 @@ class ParallelModel:
             parts = [{} for _ in range(dist.get_world_size())]
         dist.gather_object(mine, parts, dst=0)
         return {name: value for part in parts or [] for name, value in part.items()}
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Unsharded CPU copies of the last step's gradients of this rank's layers, after clipping,
+        named ``{layer}.{parameter}``: from ``train_step`` until the next one begins."""
+        return self.engine.full_gradients()
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps have updated nothing because their gradients were not finite."""
+        return self.engine.skipped_steps
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of everything, for ``torch.distributed.checkpoint``, which takes the
@@ -139,12 +146,13 @@ class ParallelModel:
         """
         self.engine.save(directory)
 
-    def load(self, directory: Path | str) -> None:
+    def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
         """Read a checkpoint of this topology or another, of ``save`` or of
-        ``torch.distributed.checkpoint.save({"model": model}, ...)``. Raises CheckpointError where a
-        file of ``save`` is missing or is not as it was written."""
+        ``torch.distributed.checkpoint.save({"model": model}, ...)``; with ``weights_only`` its
+        parameters and buffers alone, without optimizer and number of steps. Raises CheckpointError
+        where a file of ``save`` is missing or is not as it was written."""
         together(lambda: check_inference("load"))
-        self.engine.load(directory)
+        self.engine.load(directory, weights_only=weights_only)
 
     def close(self) -> None:
         """End this model's threads and process groups; it cannot be used afterwards."""

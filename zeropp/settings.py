@@ -138,7 +138,7 @@ class Settings(StepKnobs):
         """The options of the engine, which have the same names."""
         own = {one.name: getattr(self, one.name) for one in fields(self)}
         own["recompute"] = if_auto(self.recompute, "none")
-        if self.dropout_seed is None and not self.compile:
+        if self.dropout_seed is None:
             own["dropout_seed"] = 0
         return EngineOptions(
             **{one.name: own[one.name] for one in fields(EngineOptions) if one.name in own}

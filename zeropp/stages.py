@@ -128,7 +128,7 @@ def size_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> SizedPlan:
         reduce_every=if_auto(settings.reduce_every, "unit"),
         reduce_dtype=settings.reduce_dtype,
         prefetch=settings.prefetch,
-        split_backward=settings.split_backward,
+        split_backward=settings.split_backward and layout.pp > 1,  # else there is no bubble
         activation_cap=cap,
         compile=settings.compile,
     )

@@ -220,52 +220,8 @@ def find_below(root: Path, pattern: str) -> list[Path]:
     return sorted(found)
 
 
-# The keys of a record's spec that reports read, for records of any version of the suite.
-#
-# A record holds its spec as the plain mapping that was run. A report reads the keys below and no
-# others, so that records stay readable when other keys are renamed, added or dropped. A key without
-# a default must be there; see ``SCHEMA_VERSION``.
-
-
-# Tables do not name knobs with these values, because nobody has set them. Records of the first
-# versions have all of these keys for every contender; later ones have those of their contender.
-PLAIN_KNOBS: dict[str, Any] = {
-    "pp": "auto",
-    "tp": 1,
-    "shard": 1,
-    "replicate": "auto",
-    "replicate_zero": 0,
-    "chunks": 1,
-    "unit": "auto",
-    "activation_cap": "auto",
-    "activation_cap_gib": "auto",
-    "schedule": "auto",
-    "stage_style": "loop",
-    "split_backward": True,
-    "recompute": "none",
-    "reduce_every": "unit",
-    "replicate_every": "step",
-    "reduce_dtype": "fp32",
-    "prefetch": 1,
-    "keep": 0,
-    "placement": "dp_inner",
-    "sequence_parallel": False,
-    "compile": False,
-}
-# The defaults of each contender in the versions before every default was ``auto``.
-_FIRST_DEFAULTS: dict[str, dict[str, Any]] = {
-    "zeropp": {"shard": "auto", "chunks": 2},
-    "deepspeed_3d": {"tp": 2, "replicate_zero": 1, "schedule": "1f1b"},
-    "torch_pp": {"shard": "auto", "chunks": 2, "schedule": "interleaved_1f1b"},
-    "fsdp": {"pp": 1, "shard": "auto"},
-}
-
-
-def default_knobs(contender: str) -> dict[str, Any] | None:
-    """The value of every knob that nobody has set, as records have it; None for an unknown
-    contender. In later records each of them may be ``auto`` instead."""
-    known = _FIRST_DEFAULTS.get(contender)
-    return None if known is None else PLAIN_KNOBS | known
+# What reports read of a record's spec, which is the plain mapping that was run. A key without a
+# default must be there; others may come and go without a new schema.
 
 
 @dataclass(frozen=True)

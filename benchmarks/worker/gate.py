@@ -67,10 +67,15 @@ from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig, Trainer
 from zeropp.tune.contender import Contender
 
-# One process that trains the whole model, with which the gate compares every contender.
-#
-# Nothing here is distributed. The model is that of ``zeropp.model``, gradients come from one
-# backward per microbatch, and the optimizer is torch's.
+STEPS = 3
+_FIRST_DECREASE = 0.1  # the share of the loss that the first SGD step removes, to first order
+_LEAST_UPDATE = 1e-5  # of a parameter; near 1, as norms' weights are, fp32 resolves 1e-7
+_BROADCAST_ELEMENTS = 2**22  # 16 MiB in fp32
+_MAX_PARAMETERS = 100_000_000
+_ROUNDINGS = 8
+_UNIT_ROUNDOFF: dict[Precision, float] = {"fp32": 2.0**-24, "bf16": 2.0**-9}
+_MOST = 1e12  # is written for an infinite error or limit, which JSON cannot express
+_BLIND = 0.5  # an update whose limit is a larger share of it counts as not compared
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,9 @@ class Trajectory:
 
 
 class OneProcess:
-    """The whole model of a spec on one device, in the given types."""
+    """The whole model of a spec on one device, in the given types: what every contender is compared
+    with. Nothing in it is distributed; gradients come from one backward per microbatch, and the
+    optimizer is torch's."""
 
     def __init__(
         self, spec: RunSpec, batches: BatchSource, device: torch.device, types: Types
@@ -199,14 +206,6 @@ class _Dropout(nn.Module):
         """Input and output have the same shape, which may be any."""
         kept = F.dropout(torch.ones_like(x, dtype=self._drawn_in), self._probability) != 0
         return x * kept / (1 - self._probability)
-
-
-# What the gate expects: the results of one process, and how much rounding changes them.
-
-
-STEPS = 3
-_FIRST_DECREASE = 0.1  # the share of the loss that the first SGD step removes, to first order
-_LEAST_UPDATE = 1e-5  # of a parameter; near 1, as norms' weights are, fp32 resolves 1e-7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,12 +321,6 @@ def norm_of(values: Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
-# How far a contender's steps in the gate differ from those of one process.
-
-
-_BROADCAST_ELEMENTS = 2**22  # 16 MiB in fp32
-
-
 @dataclass(frozen=True)
 class Observed:
     """The differences from one process, relative to its values and the largest of all ranks.
@@ -420,13 +413,6 @@ def _ratio(distance: float, size: float) -> float:
     return distance / size if size else math.inf
 
 
-_MAX_PARAMETERS = 100_000_000
-_ROUNDINGS = 8
-_UNIT_ROUNDOFF: dict[Precision, float] = {"fp32": 2.0**-24, "bf16": 2.0**-9}
-_MOST = 1e12  # is written for an infinite error or limit, which JSON cannot express
-_BLIND = 0.5  # an update whose limit is a larger share of it counts as not compared
-
-
 def run_gate(
     spec: RunSpec, contender: Contender[Any], batches: BatchSource, device: torch.device
 ) -> dict[str, Any]:
@@ -497,10 +483,9 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Observed) -> list[Gat
     """The checks of the steps with one optimizer: loss, gradient norm, all parameters together, and
     for each kind of parameter (its name without the piece's number) the worst parameter and
     step."""
-    rounding = _Rounding.of(spec)
     kinds: dict[str, list[GateCheck]] = {}
     for index, name in enumerate(expected.shapes):
-        limit = rounding.limit(float(expected.update_rounding[index]))
+        limit = _limit(spec, float(expected.update_rounding[index]))
         kind = f"{name.partition('.')[2]} ({expected.optimizer.kind})"
         check = _worst_step(kind, observed.updates[:, index], limit, name)
         kinds.setdefault(kind, []).append(check)
@@ -509,7 +494,7 @@ def checks_of(spec: RunSpec, expected: Expected, observed: Observed) -> list[Gat
 
 def total_checks(spec: RunSpec, expected: Expected, observed: Observed) -> Iterator[GateCheck]:
     """Loss, gradient norm and the updates of all parameters together, each in its worst step."""
-    rounding, sizes = _Rounding.of(spec), expected.update_norms
+    sizes = expected.update_norms
     updates = (observed.updates * sizes).nan_to_num(nan=0.0).norm(dim=1) / sizes.norm(dim=1)
     for name, errors, measured in (
         ("loss", observed.losses, expected.loss_rounding),
@@ -517,7 +502,7 @@ def total_checks(spec: RunSpec, expected: Expected, observed: Observed) -> Itera
         ("all parameters", updates, expected.total_rounding),
     ):
         kind = f"{name} ({expected.optimizer.kind})"
-        yield _worst_step(kind, errors, rounding.limit(measured))
+        yield _worst_step(kind, errors, _limit(spec, measured))
 
 
 def worst_check(checks: Sequence[GateCheck]) -> GateCheck:
@@ -525,20 +510,11 @@ def worst_check(checks: Sequence[GateCheck]) -> GateCheck:
     return max(checks, key=lambda check: check.error / check.limit)
 
 
-@dataclass(frozen=True)
-class _Rounding:
-    """How far apart two numbers may be; the module's docstring has the formula."""
-
-    tolerance: float
-    unit: float
-
-    @classmethod
-    def of(cls, spec: RunSpec) -> _Rounding:
-        return cls(spec.measure.gate_tolerance, _UNIT_ROUNDOFF[spec.precision])
-
-    def limit(self, measured: float) -> float:
-        """The relative limit of a number that rounding was seen to change by ``measured``."""
-        return self.tolerance + _ROUNDINGS * max(measured, self.unit)
+def _limit(spec: RunSpec, measured: float) -> float:
+    """The relative limit of a number that rounding was seen to change by ``measured``; the module's
+    docstring has the formula."""
+    unit = _UNIT_ROUNDOFF[spec.precision]
+    return spec.measure.gate_tolerance + _ROUNDINGS * max(measured, unit)
 
 
 def _worst_step(kind: str, errors: Tensor, limit: float, parameter: str = "") -> GateCheck:

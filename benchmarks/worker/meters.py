@@ -35,27 +35,18 @@ from zeropp.engine.tracing import fake_world
 from zeropp.schedule.program import Action, Op, parse_action
 from zeropp.timeline import Span
 
-# The code that this rank runs, read when the rank's modules are imported.
-#
-# A checkout may be edited after the rank has started, and a job may start long after it was
-# submitted, so the files on disk may differ from the modules in memory. Ranks that are forked from
-# one process have its modules, and so its digest.
-
-
+# The code that this rank runs, read when its modules are imported: the files may be edited later.
+# Ranks that are forked from one process have its modules, and so its digest.
 LOADED = read_code(ask_git=os.environ.get("RANK", "0") == "0")
-
-
-# Peak memory of one rank, from the moment before its trainer is built.
-#
-# On CUDA these are the allocator's allocated and reserved peaks. A CPU has no such allocator, so it
-# is the peak resident set above that at the start, with what libraries allocate on first use.
 
 
 _RESET_PEAK = "5"  # proc(5): writing 5 to clear_refs resets VmHWM
 
 
 class MemoryMeter:
-    """Measures peak memory from its construction on."""
+    """Measures a rank's peak memory from its construction on, just before the trainer is built: on
+    CUDA the allocator's allocated and reserved peaks; on a CPU, which has no such allocator, the
+    peak resident set above that at the start, with what libraries allocate on first use."""
 
     def __init__(self, device: torch.device) -> None:
         gc.collect()
@@ -97,13 +88,9 @@ def _status_bytes(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-# What a GPU did in one step, from the trace that torch's profiler writes (Chrome format).
-#
-# Every action of a program is a profiler range on the host. A kernel belongs to the action in whose
-# range it was launched, from any thread: autograd launches the kernels of a backward from a thread
-# of its own while the thread of the range waits. Times are in seconds since the first kernel.
-
-
+# From the trace of torch's profiler (Chrome format): every action of a program is a profiler range
+# on the host. A kernel belongs to the action in whose range it was launched, from any thread:
+# autograd launches those of a backward from a thread of its own while the range's thread waits.
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _TORCH_PIPELINE = "PP:"  # torch.distributed.pipelining's ranges are named PP:0F1

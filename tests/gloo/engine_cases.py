@@ -199,8 +199,8 @@ def train(case: Case, dtype: torch.dtype, steps: int, optimizer: OptimizerConfig
     engine = build_engine(case, dtype, optimizer)
     results = [engine.step(*local_microbatches(case, step)) for step in range(steps)]
     return Outcome(
-        [r.loss for r in results],
-        [r.grad_norm for r in results],
+        [float(r.loss) for r in results],
+        [float(r.grad_norm) for r in results],
         dict(engine.full_gradients()),
         dict(engine.full_parameters()),
     )

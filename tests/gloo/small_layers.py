@@ -74,4 +74,4 @@ def error_of(make: Callable[[], object]) -> str:
 def step(model: ParallelModel, number: int = 0) -> float:
     """Train one step; the loss."""
     inputs, targets = data(number)
-    return model.train_step(inputs[model.rows], targets[model.rows]).loss
+    return float(model.train_step(inputs[model.rows], targets[model.rows]).loss)

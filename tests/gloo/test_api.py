@@ -8,7 +8,6 @@ from functools import cache
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -235,7 +234,7 @@ def train_on_a_numbered_cpu() -> list[float]:
     losses = []
     for device in ("cpu:0", "cpu"):
         with built(seeded([linear] * 4), pp=2, device=device) as model:
-            losses.append(model.train_step(*data()).loss)
+            losses.append(float(model.train_step(*data()).loss))
     return losses
 
 
@@ -246,14 +245,13 @@ def test_a_cpu_with_an_index_is_the_cpu(world: World) -> None:
 
 def misused() -> dict[str, str]:
     """What wrong steps say, and what a step says after one that raised."""
-    model = built(seeded([linear] * 4), pp=2, timeout=timedelta(seconds=60))
+    model = built(seeded([linear] * 4), pp=2, timeout=timedelta(seconds=10))
     inputs, targets = data()
     found = {"rows": error_of(lambda: model.train_step(inputs[:3], targets[:3]))}
     with torch.no_grad():
         found["no_grad"] = error_of(lambda: model.train_step(inputs, targets))
     # The first stage raises, and its peer waits for it no longer than told.
-    narrow = inputs[:, :3] if dist.get_rank() == 0 else inputs
-    found["raised"] = error_of(lambda: model.train_step(narrow, targets))
+    found["raised"] = error_of(lambda: model.train_step(inputs[:, :3], targets))
     found["again"] = error_of(lambda: model.train_step(inputs, targets))
     return found
 

@@ -36,7 +36,7 @@ def train_on(case: Case, start: Path | None, save_to: Path | None, steps: int) -
     results = [engine.step(*local_microbatches(case, (first + s) % 2)) for s in range(steps)]
     if save_to is not None:
         engine.save(save_to)
-    return [result.loss for result in results]
+    return [float(result.loss) for result in results]
 
 
 def test_loss_curve_goes_on_in_other_topologies(world: World, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.gloo.engine_cases import ADAMW, Case, build_engine, local_microbatches
-from tests.gloo.small_layers import BATCH, WIDTH, built, data, error_of, linear, seeded
+from tests.gloo.small_layers import BATCH, WIDTH, built, data, error_of, linear, seeded, step
 from tests.gloo.world import World
 from zeropp.engine import checkpoint, flat
 from zeropp.engine.checkpoint import CheckpointError
@@ -129,11 +129,11 @@ def wrong_step(model: ParallelModel, what: str) -> str:
     call = model.eval_step if what == "evaluation" else model.train_step
     if dist.get_rank() != RANK:
         return error_of(partial(call, inputs, targets))
-    step = inputs[:5] if what in ("rows", "evaluation") else inputs
+    part = inputs[:5] if what in ("rows", "evaluation") else inputs
     given: Any = {"no tensor": None, "device": targets.to("meta")}.get(what, targets)
     more = {"mask": inputs} if what == "keyword" else {}
     with torch.set_grad_enabled(what != "no_grad"):
-        return error_of(partial(call, step, given, **more))
+        return error_of(partial(call, part, given, **more))
 
 
 def failed_steps() -> tuple[dict[str, str], list[list[float]]]:
@@ -147,8 +147,8 @@ def failed_steps() -> tuple[dict[str, str], list[list[float]]]:
             for what in wrong:
                 said[what] = wrong_step(model, what)
                 if what == "keyword":
-                    losses[-1].append(model.train_step(*data()).loss)
-            losses[-1] += [model.train_step(*data()).loss for _ in range(3 - len(losses[-1]))]
+                    losses[-1].append(step(model))
+            losses[-1] += [step(model) for _ in range(3 - len(losses[-1]))]
     return said, losses
 
 
@@ -275,7 +275,7 @@ def test_a_checkpoint_that_one_rank_does_not_see(world: World, tmp_path: Path) -
     assert said == [("PeerError", True), ("CheckpointError", True)]
 
 
-def broken(*_: Any) -> Any:
+def broken(*_: Any, **__: Any) -> Any:
     """Raise."""
     raise ValueError("broken here")
 
@@ -319,7 +319,7 @@ def failed_constructions() -> dict[str, str]:
     found["no backend"] = error_of(lambda: built(seeded([linear] * 4), pp=3, device="meta"))
     threads = set(threading.enumerate())
     for name, where, wrong in (
-        ("values", "zeropp.api.described", broken),
+        ("buffers", "zeropp.engine.engine.make_flats", broken),
         ("lanes", "zeropp.engine.lanes.make_lane", second_lane_fails),
     ):
         with mock.patch(where, wrong) if mine else nullcontext():
@@ -345,6 +345,6 @@ def test_constructions_that_fail_on_one_rank(world: World) -> None:
         assert found["device"].removeprefix(own).startswith(no_cuda), found
         refused = f"{InfeasibleError.__name__}: device='meta': the process group has no backend"
         assert found["no backend"].startswith(refused)
-        for name in ("values", "lanes"):
+        for name in ("buffers", "lanes"):
             assert found[name].startswith(f"{own}ValueError: broken here"), name
         assert found["threads left"] == ""

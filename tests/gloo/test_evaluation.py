@@ -53,7 +53,7 @@ def train_and_evaluate(
                 assert not any(flat.gathered_bytes() for chunk in chunks for flat in chunk.flats)
                 evaluation_errors.append(abs(loss / expected - 1))
                 inputs, targets, keywords = Batch(kind, reduction, step).part(model.rows)
-                loss = model.train_step(inputs, targets, **keywords).loss
+                loss = float(model.train_step(inputs, targets, **keywords).loss)
                 step_errors.append(abs(loss / course.losses[step] - 1))
             parameter_error = worst(model, course.parameters)
             errors.append((largest(evaluation_errors), largest(step_errors), parameter_error))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -164,28 +165,31 @@ def tied_values() -> list[dict[str, Tensor]]:
 def test_tied_parameters_begin_alike_in_every_order_and_topology(world: World) -> None:
     first, _ = world.run(tied_values, size=2)
     expected = layers_of(lambda: nn.Linear(WIDTH, WIDTH))[0].weight
-    assert len(first) == 8
+    assert len(first) == 6
     for values in first:
         torch.testing.assert_close(values["0.weight"], expected.float())
         assert torch.equal(values["5.weight"], values["0.weight"])
 
 
-def train_tied_on_one_rank() -> list[float]:
-    """Distances from one process after training with a tie whose two ends lie on one rank, in one
-    chunk or in two."""
+def train_tied(size: int) -> list[float]:
+    """Distances from one process after training with a tie of two layers, at the ends or inside,
+    in one chunk and in two."""
     found = []
-    for degrees in ({"chunks": 1}, {"chunks": 2}):
-        layers = layers_of(lambda: nn.Linear(WIDTH, WIDTH))
+    for first, second, chunks in ((0, 5, 1), (0, 5, 2), (1, 4, 1), (1, 4, 2), (1, 2, 2)):
+        layers: list[Any] = layers_of(lambda: nn.Linear(WIDTH, WIDTH))
         together = copy.deepcopy(layers)
-        together[5].weight = together[0].weight
+        together[second].weight = together[first].weight
         expected = alone(together, 3)
-        with parallel(layers, tied=((0, "weight"), (5, "weight")), **degrees) as model:
+        tied = (first, "weight"), (second, "weight")
+        with parallel(layers, tied=tied, pp=size, chunks=chunks) as model:
             for number in range(3):
                 step(model, number)
             found.append(worst(model, expected))
     return found
 
 
-def test_a_tie_whose_ends_lie_on_one_rank(world: World) -> None:
-    ((one, two),) = world.run(train_tied_on_one_rank, size=1)
-    assert max(one, two) < 1e-6
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ties_of_any_two_layers(world: World, size: int) -> None:
+    found = world.run(train_tied, size, size=size)
+    assert all(len(errors) == 5 for errors in found)
+    assert largest(error for errors in found for error in errors) < 1e-6

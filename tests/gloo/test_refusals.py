@@ -38,7 +38,7 @@ def wrong_calls() -> dict[str, dict[str, Any]]:
         "short weights": {"weights": [1.0, 1.0]},
         "zero weight": {"weights": [1.0, 0.0, 1.0, 1.0]},
         "tied to nothing": {"tied": ((0, "weight"), (3, "no_such"))},
-        "tied in the middle": {"tied": ((0, "weight"), (2, "weight"))},
+        "tied in one layer": {"tied": ((1, "weight"), (1, "bias"))},
         "tied to no parameter of a function": {
             "layers": [*layers[:3], lambda: linear().double()],
             "tied": ((0, "weight"), (3, "wieght")),
@@ -166,7 +166,7 @@ REFUSALS = {
     "tied to another shape": "both must have the same shape and type, and both be trained",
     "tied to a frozen one": "trained=False); both must have the same shape and type",
     "16 bits": "'weight' is torch.bfloat16, but precision='fp32' computes in fp32",
-    "tied in the middle": "must name a parameter of the first layer (0)",
+    "tied in one layer": "must name parameters of two layers, which are numbered from 0 to 3",
     "other values": "layers[0]: 'weight' is not the same on ranks 0 and 1",
     "other rate": "ranks differ: rank 0 has",
     "other knob": "ranks differ: rank 0 has",
@@ -219,7 +219,7 @@ def wrong_moments() -> tuple[dict[str, str], float]:
             said["loading in inference mode"] = error_of(lambda: model.load("nowhere"))
         scale = torch.ones((), dtype=torch.float64, requires_grad=True)
         said["graph"] = error_of(lambda: model.train_step(inputs * scale, targets))
-        return said, model.train_step(inputs, targets).loss
+        return said, float(model.train_step(inputs, targets).loss)
 
 
 def test_a_call_at_a_wrong_moment_is_an_error_and_no_more(world: World) -> None:

@@ -229,3 +229,22 @@ def test_frozen_parameters_and_buffers_are_saved_and_loaded(world: World, tmp_pa
     assert len(first) == len(made()) * 2 + 2
     assert first == [0.0] * len(first)
     assert second == []
+
+
+def load_weights(place: Path) -> tuple[float, int, int]:
+    """How far the weights alone of a checkpoint are from those that were saved; the steps that are
+    then done, and the tensors of which the optimizer has state."""
+    with grouped({"pp": 2}) as model:
+        train(model, 0, 2)
+        model.save(place)
+        before = dict(model.full_parameters())
+    with grouped({"pp": 2, "chunks": 2}) as model:
+        model.load(place, weights_only=True)
+        after = dict(model.full_parameters())
+        known = [name for name in after if name in before]
+        apart = [float((after[name] - before[name]).abs().max()) for name in known]
+        return max(apart), model.engine.steps_done, len(model.optimizer.state)
+
+
+def test_weights_alone_are_loaded(world: World, tmp_path: Path) -> None:
+    assert world.run(load_weights, tmp_path / "checkpoint", size=2) == [(0.0, 0, 0)] * 2

@@ -114,7 +114,8 @@ def number_types(degrees: dict[str, Any]) -> list[float]:
             precision=precision, optimizer=zeropp.OptimizerConfig("sgd", lr=0.5), **degrees,
         ) as model:  # fmt: skip
             rows = model.rows
-            losses += [model.train_step(inputs[rows], targets[rows]).loss for _ in range(3)]
+            results = [model.train_step(inputs[rows], targets[rows]) for _ in range(3)]
+            losses += [float(result.loss) for result in results]
             losses.append(model.eval_step(inputs[rows], targets[rows]))
     return losses
 

@@ -129,7 +129,7 @@ def gone_on(place: Path) -> list[tuple[float, float]]:
 def step(model: ParallelModel, number: int) -> float:
     """The loss of one step."""
     inputs, targets = data(number)
-    return model.train_step(inputs[model.rows], targets[model.rows]).loss
+    return float(model.train_step(inputs[model.rows], targets[model.rows]).loss)
 
 
 def test_two_types_and_a_rate_in_a_tensor_go_on_from_a_checkpoint(

@@ -34,8 +34,8 @@ def right() -> None:
         tied=None,
     )
     number: float = model.eval_step(SAMPLE, SAMPLE, mask=SAMPLE)
-    number = model.train_step(SAMPLE, SAMPLE, mask=SAMPLE).loss
-    del number
+    found: Tensor = model.train_step(SAMPLE, SAMPLE, mask=SAMPLE).loss
+    del number, found
 
 
 def wrong() -> None:

@@ -94,7 +94,8 @@ class ZeroppTrainer:
     def step(self, inputs: Tensor, targets: Tensor) -> StepResult:
         """See ``Trainer.step``."""
         size = self._microbatch_size
-        return self._engine.step(torch.split(inputs, size), torch.split(targets, size))
+        result = self._engine.step(torch.split(inputs, size), torch.split(targets, size))
+        return StepResult(float(result.loss), float(result.grad_norm))
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Trainer.full_parameters``."""

@@ -28,6 +28,7 @@ from zeropp.engine.values import (
     keywords_of,
     may_have_gradient,
     tensors_of,
+    without_scalars,
 )
 from zeropp.literals import Recompute
 
@@ -136,6 +137,7 @@ class _Live:
 
     inputs: tuple[Tensor, ...]
     outputs: Sequence[GradientEdge | None]  # one per output that may have a gradient
+    losses: Sequence[GradientEdge | None] = ()
 
 
 class Chunk:
@@ -171,11 +173,12 @@ class Chunk:
 
     def forward(
         self, inputs: Sequence[Tensor], microbatch: int, keywords: Mapping[str, Tensor]
-    ) -> Value:
+    ) -> tuple[Value, Tensor | None]:
         """Run the modules on one microbatch, and keep what its backward needs.
 
-        Returns what the last module returns, cast to the types that the next stage expects. Raises
-        RuntimeError if a tensor has another shape than the next stage expects.
+        Returns what the last module returns, cast to the types that the next stage expects, and the
+        sum of the losses that modules return beside it. Raises RuntimeError if a tensor has another
+        shape than the next stage expects.
         """
         self._wait()
         begin = inputs
@@ -183,7 +186,7 @@ class Chunk:
             inputs = [x.detach().requires_grad_(may_have_gradient(x.dtype)) for x in inputs]
             begin = [_Alias.apply(x) for x in inputs]  # type: ignore[no-untyped-call]
         value: Value = tuple(begin)
-        options = self._options
+        options, losses = self._options, []
         for index, module in enumerate(self.modules):
             if options.seed is not None:
                 options.seed(index, microbatch)
@@ -193,47 +196,56 @@ class Chunk:
                 recompute=options.recompute if id(module) in self._recomputed else "none",
                 random=options.random,
             )
+            value, loss = without_scalars(value)
+            losses += [] if loss is None else [loss]
         if self.leaving is not None:
             ours = [tuple(x.shape) for x in tensors_of(value)]
             theirs = [tuple(shape.size) for shape in self.leaving]
             if ours != theirs:
                 raise RuntimeError(
                     f"a stage returns tensors of shapes {ours}, but the next one expects {theirs}: "
-                    "shapes may depend neither on values nor on the step"
+                    "shapes may not depend on values"
                 )
             value = self._cast_leaving(value)
         self._live[microbatch] = _Live(tuple(inputs), _edges(tensors_of(value)))
-        return value
+        return value, torch.stack(losses).sum() if losses else None
 
     @torch.no_grad()
-    def infer(self, inputs: Sequence[Tensor], keywords: Mapping[str, Tensor]) -> Value:
-        """Run the modules on one microbatch of any number of rows, and keep nothing."""
+    def infer(
+        self, inputs: Sequence[Tensor], keywords: Mapping[str, Tensor]
+    ) -> tuple[Value, Tensor | None]:
+        """Run the modules on one microbatch of any shape, and keep nothing; see ``forward``."""
         self._wait()
         value: Value = tuple(inputs)
+        losses = []
         for index, module in enumerate(self.modules):
             arguments = cast(tensors_of(value), self._options.compute)
-            value = module(*arguments, **self._chosen(keywords, index))
-        return value if self.leaving is None else self._cast_leaving(value)
+            value, loss = without_scalars(module(*arguments, **self._chosen(keywords, index)))
+            losses += [] if loss is None else [loss]
+        value = value if self.leaving is None else self._cast_leaving(value)
+        return value, torch.stack(losses).sum() if losses else None
 
-    def set_output(self, microbatch: int, output: Tensor) -> None:
-        """Replace the tensor from which the backward starts: in the last stage by the loss."""
-        self._live[microbatch].outputs = _edges([output])
+    def set_loss(self, microbatch: int, loss: Tensor, *, alone: bool) -> None:
+        """Let the backward begin at a loss, too, or at the loss ``alone`` (in the last stage)."""
+        live = self._live[microbatch]
+        live.losses = _edges([loss])
+        live.outputs = () if alone else live.outputs
 
     def backward(
-        self, microbatch: int, gradients: Sequence[Tensor] | None, *, split: bool = False
+        self, microbatch: int, gradients: Sequence[Tensor], *, split: bool = False
     ) -> list[Tensor]:
         """The gradients of the chunk's inputs of real or complex numbers, zeros for one on which
         the output does not depend (the stage before waits for a message); frees the microbatch's
         graph.
 
-        ``gradients`` are those of its outputs of such numbers, or None if the output is the loss.
+        ``gradients`` are those of its outputs of such numbers; the last stage has none but a loss.
         ``split``: linear layers delay their weight gradients until ``backward_weight``. The first
         stage's inputs are the batch and have no gradients.
         """
         self._wait()
         live = self._live.pop(microbatch)
-        found = gradients if gradients is not None else [None] * len(live.outputs)
-        pairs = [(o, g) for o, g in zip(live.outputs, found, strict=True) if o is not None]
+        seeds = [(edge, g) for edge, g in zip(live.outputs, gradients, strict=True) if edge]
+        pairs = [*seeds, *((edge, None) for edge in live.losses if edge)]
         if pairs:
             self._make_gradients(deferred=not split)
             if split:

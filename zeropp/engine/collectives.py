@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,7 @@ def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None)
     place = layout.coordinates(dist.get_rank())
     backend = backend_of(device)
     make = partial(_group, layout, backend=backend, timeout=timeout)
-    return DataGroups(
+    groups = DataGroups(
         shard=place["shard"],
         shards=layout.shard,
         replica=place["replicate"],
@@ -77,6 +78,10 @@ def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None)
         replicate=make("replicate", name="zeropp replicas"),
         world=dist.new_group(timeout=timeout, backend=backend, group_desc="zeropp sums"),
     )
+    for group in (groups.gather, groups.reduce, groups.replicate, groups.world):
+        if group is not None:  # NCCL connects a group in its first collective, and waits there
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return groups
 
 
 def backend_of(device: torch.device) -> str:
@@ -128,7 +133,9 @@ class Channels:
         self._made: list[dist.ProcessGroup] = []  # by all ranks, in this order
         self._sends: list[tuple[Tensor, dist.Work]] = []
         for apart in disjoint(pairs):
-            group = dist.new_group(timeout=timeout, backend=backend_of(device))
+            backend = backend_of(device)
+            options = _message_options() if backend == "nccl" else None
+            group = dist.new_group(timeout=timeout, backend=backend, pg_options=options)
             self._made.append(group)
             self._groups |= {pair: group for pair in apart if self._rank in pair}
         for source, target in self._groups:
@@ -175,6 +182,14 @@ class Channels:
             dist.send(probe, self._global_ranks[target], group=group)
         else:
             dist.recv(probe, self._global_ranks[source], group=group)
+
+
+def _message_options() -> Any:
+    """Messages on NCCL go before compute, and leave it most of the device: they wait for peers, and
+    a few thread blocks fill a link."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 4
+    return options
 
 
 def as_sent(tensor: Tensor) -> Tensor:

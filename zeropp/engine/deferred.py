@@ -153,7 +153,6 @@ class DeferredLinear(nn.Linear):
 
     store: WeightGradStore
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         """The forward of ``nn.Linear``: [..., in] to [..., out]."""
         weight = self.weight
@@ -169,7 +168,6 @@ class DeferredConv1D(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         """The forward of ``transformers.pytorch_utils.Conv1D``: [..., in] to [..., out]."""
         return _on_rows(x, self.weight, self.bias, self.store, transposed=True)
@@ -178,6 +176,8 @@ class DeferredConv1D(nn.Module):
 def _on_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradStore, *, transposed: bool
 ) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _uncompiled(x, weight, bias, store, transposed=transposed)  # type: ignore[no-any-return]
     rows = x.reshape(-1, x.shape[-1])
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         rows = rows.to(torch.get_autocast_dtype(x.device.type))  # as F.linear reads it
@@ -192,10 +192,14 @@ def _on_rows(
     return output.view(*x.shape[:-1], output.shape[-1])  # type: ignore[no-any-return]
 
 
+_uncompiled: Any = torch.compiler.disable(_on_rows)  # type: ignore[no-untyped-call]
+
+
 def defer_weight_grads(
-    modules: Iterable[nn.Module], store: WeightGradStore, *, warn: bool = False
+    modules: Iterable[nn.Module], store: WeightGradStore, *, least: int = 0, warn: bool = False
 ) -> list[nn.Parameter]:
-    """Make all linear layers inside the modules use the store; returns their weights.
+    """Make all linear layers inside the modules use the store, but for those whose weights have
+    fewer elements than ``least``; returns their weights.
 
     Layers with an output much larger than a hidden state (a head, with its logits) should get a
     store that is never open, because x and dY would take more memory than the rest of the chunk's
@@ -212,6 +216,8 @@ def defer_weight_grads(
                 own_weight = isinstance(weight, nn.Parameter)
                 if own_weight and weight.requires_grad and hooks_of(weight.register_hook):
                     continue  # autograd calls the hook
+                if weight.numel() < least:
+                    continue
                 module.__class__ = kind
                 setattr(module, "store", store)  # noqa: B010
                 weights += [weight] if own_weight else []

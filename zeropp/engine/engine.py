@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -18,15 +18,29 @@ from zeropp.engine.collectives import Channels, make_groups, neighbours
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.errors import ErrorBarrier, together
 from zeropp.engine.flat import FlatParameters, TiedWeights
-from zeropp.engine.interpreter import Evaluator, Interpreter, Loss, LossFunction, Microbatches
+from zeropp.engine.interpreter import (
+    Evaluator,
+    Interpreter,
+    Loss,
+    LossFunction,
+    Microbatches,
+    Passed,
+    RowsError,
+)
 from zeropp.engine.lanes import make_lanes
 from zeropp.engine.optimizer import Updater, square_norm_of
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
+from zeropp.engine.preflight import check_cuda
+from zeropp.engine.private_names import default_timeout
 from zeropp.engine.sharding import ShardOptions, make_flats
 from zeropp.layout import InfeasibleError, Layout
-from zeropp.schedule.program import Schedule
+from zeropp.schedule.program import Op, Schedule
 from zeropp.timeline import Span
-from zeropp.training import OptimizerConfig, StepResult
+from zeropp.training import OptimizerConfig
+
+# Elements of a weight. To add a smaller one's gradient inside its product saves less time than
+# Python takes for it.
+_LEAST_ADDED = 2**16
 
 _claimed: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by identity
 
@@ -49,6 +63,15 @@ def _claim(pieces: Sequence[Piece], undo: ExitStack) -> None:
             wanted[id(parameter)] = parameter
     _claimed.update(wanted)
     undo.callback(lambda: [_claimed.pop(key, None) for key in wanted])
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """The result of one step, on the device, equal on all ranks: the loss of the global batch, and
+    the global L2 norm of the gradient before clipping. Reading them waits for the device."""
+
+    loss: Tensor
+    grad_norm: Tensor
 
 
 class Engine:
@@ -77,12 +100,15 @@ class Engine:
         self._options = options = options or EngineOptions()
         self._pieces = sorted(pieces, key=lambda piece: piece.index)
         self.steps_done = 0
+        self.skipped_steps = torch.zeros((), dtype=torch.long, device=device)
         self._unusable = ""  # why this engine has no state to give, or nothing
+        self._seen: set[int] = set()  # digests of all ranks' batches
+        self._passed: dict[int, Passed] = {}  # by the digests of this rank's
         self._seeds: StepSeeds | None = None
         if options.dropout_seed is not None:
             first = layout.dp_index(dist.get_rank()) * schedule.num_microbatches
             self._seeds = StepSeeds(options.dropout_seed, first, device)
-        timeout = options.timeout
+        timeout = options.timeout or default_timeout(device)
         with ExitStack() as undo:
             self.barrier = ErrorBarrier(timeout)
             undo.callback(self.barrier.close)
@@ -101,8 +127,9 @@ class Engine:
         inputs: Sequence[Tensor],
         targets: Sequence[Tensor],
         keywords: Sequence[Mapping[str, Tensor]] = (),
-    ) -> StepResult:
-        """One optimizer step on this rank's microbatches; every rank gives its own."""
+    ) -> StepTensors:
+        """One optimizer step on this rank's microbatches; every rank gives its own. A step whose
+        gradients are not finite updates nothing, and ``skipped_steps`` counts it."""
         with self._usable_unless_it_fails():
             self.updater.set_rates(self.steps_done)
             losses = self.accumulate(Microbatches(inputs, targets, keywords))
@@ -112,12 +139,41 @@ class Engine:
                 sums[0] = torch.stack(losses).sum()
             sums[1] = square_norm_of(flats, self._layout, self._device)
             dist.all_reduce(sums, group=self._groups.world)
-            loss, square = sums.tolist()
-            self.updater.clip(norm := math.sqrt(square))
-            self.optimizer.step()
+            result = StepTensors(sums[0], sums[1].sqrt())
+            self.skipped_steps += self.updater.update(result.grad_norm)
             self._gather_updated()
             self.steps_done += 1
-        return StepResult(loss, norm)
+        return result
+
+    def agree(self, call: str, make: Callable[[], Microbatches]) -> Microbatches:
+        """The batch that ``make`` gives, once every rank has given one to the same ``call``; what
+        it raises on one rank reaches all of them.
+
+        Where a training batch has shapes that no step has had, all ranks run one microbatch of it
+        forward, to learn what passes between their stages. Raises RowsError on every rank if ranks
+        of one pipeline were given different shapes.
+        """
+        self.check_usable()
+        batch, digests = self.barrier.run(call, make, Microbatches.digest)
+        if call != "train_step":
+            return batch
+        for ranks in self._layout.pipelines():
+            if len({digests[rank] for rank in ranks}) > 1:
+                raise RowsError(
+                    f"train_step: ranks {list(ranks)}, which are one pipeline, were given inputs "
+                    "of different shapes"
+                )
+        if not self._seen.issuperset(digests):
+            self._seen |= set(digests)
+            with self._usable_unless_it_fails():
+                self._passed[batch.digest()] = self._evaluator.boundaries(batch)
+        passed = self._passed[batch.digest()]
+        for stage, chunk in self.chunks.items():
+            chunk.arriving = passed.get(stage)
+            chunk.leaving = passed.get(stage + 1)
+        if self._device.type == "cuda" and not self.interpreter.counters:
+            self.interpreter.warm_up(batch)
+        return batch
 
     def evaluate(self, batch: Microbatches) -> float:
         """The loss of a batch without training on it; see ``Evaluator.run``."""
@@ -163,11 +219,16 @@ class Engine:
         """Write parameters, optimizer state and the number of steps; any topology can load it."""
         checkpoint.save(self.state(), directory)
 
-    def load(self, directory: Path | str) -> None:
-        """Read what ``save`` wrote, in this topology or another."""
+    def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
+        """Read what ``save`` wrote, in this topology or another; ``weights_only``: parameters and
+        buffers alone."""
         state = self.state()
+        if weights_only:
+            state = replace(state, optimizer={}, settings={}, states=[])
         checkpoint.load(state, directory)
-        self.take_over(state)
+        if weights_only:
+            state.steps_done.fill_(self.steps_done)
+        self.take_over(state, optimizer=not weights_only)
 
     def state(self) -> checkpoint.State:
         """Parameters, buffers and optimizer state of this rank; tensors share memory with the
@@ -240,27 +301,35 @@ class Engine:
         undo: ExitStack,
     ) -> None:
         """Make what a rank makes without the others: lanes, chunks and the optimizer."""
+        if self._device.type == "cuda":
+            check_cuda(self._layout.pp)
         _claim(self._pieces, undo)
         self.lanes = make_lanes(self._device, undo)
-        mine = schedule.stages_of(self._layout.coordinates(dist.get_rank())["pp"])
-        self.chunks = {stage: self._chunk(stage, schedule.num_stages, boundary) for stage in mine}
+        pp = self._layout.coordinates(dist.get_rank())["pp"]
+        splits = any(action.op is Op.BACKWARD_INPUT for action in schedule.programs[pp])
+        self.chunks = {
+            stage: self._chunk(stage, schedule.num_stages, boundary, splits=splits)
+            for stage in schedule.stages_of(pp)
+        }
         self.flats: list[FlatParameters] = [f for c in self.chunks.values() for f in c.flats]
         self.updater = Updater.make(self.flats, optimizer, self._device, self._options.lr_schedule)
 
-    def _chunk(self, stage: int, num_stages: int, boundary: Boundary) -> Chunk:
+    def _chunk(self, stage: int, num_stages: int, boundary: Boundary, *, splits: bool) -> Chunk:
+        """The chunk of one stage; ``splits``: backwards delay weight gradients."""
         options, layout, seeds = self._options, self._layout, self._seeds
         pieces = {piece.index: piece for piece in self._pieces if piece.stage == stage}
         blocks = [piece for piece in pieces.values() if piece.deferrable]
         # The first blocks may be recomputed. Half blocks never are, so they come last.
         deferrable = [piece.module for piece in sorted(blocks, key=lambda piece: piece.half)]
         store = WeightGradStore()
-        deferred = defer_weight_grads(deferrable, store, warn=True)
-        # This store is never open, so it takes weight gradients at once, inside their product.
+        # A store that is never open takes weight gradients at once, inside their product.
+        least = 0 if splits else _LEAST_ADDED
+        deferred = defer_weight_grads(deferrable, store, least=least, warn=splits)
         others = (piece.module for piece in pieces.values() if not piece.deferrable)
-        defer_weight_grads(others, WeightGradStore())
+        defer_weight_grads(others, WeightGradStore(), least=_LEAST_ADDED)
         flats = make_flats(
             {index: piece.module for index, piece in pieces.items()},
-            deferred,
+            deferred if splits else (),
             groups=self._groups,
             lanes=self.lanes,
             options=ShardOptions(

@@ -58,24 +58,28 @@ class ErrorBarrier:
             for name in ("barrier", "late ranks")
         ]
 
-    def run(self, call: str, work: Callable[[], T]) -> T:
-        """The result of ``work`` on this rank, if it succeeded on all ranks, as in ``together``.
+    def run(
+        self, call: str, work: Callable[[], T], number: Callable[[T], int]
+    ) -> tuple[T, list[int]]:
+        """The result of ``work`` on this rank, if it succeeded on all ranks, as in ``together``;
+        and a ``number`` of every rank's result.
 
         Raises RuntimeError on every rank if other ranks are in another ``call``, and on the ranks
         that have waited for others until the timeout.
         """
         result, failure = _attempt(work)
         code = sum(map(ord, call))
-        rows = self.exchange([code, failure is not None])
-        elsewhere = [rank for rank, (other, _) in enumerate(rows) if other != code]
+        mine = [number(one) for one in result] or [0]
+        rows = self.exchange([code, failure is not None, *mine])
+        elsewhere = [rank for rank, (other, *_) in enumerate(rows) if other != code]
         if elsewhere:
             raise RuntimeError(
                 f"{call}: ranks {elsewhere} have called another method (all ranks must call the "
                 "same methods in the same order)"
             )
-        if any(failed for _, failed in rows):
+        if any(failed for _, failed, _ in rows):
             _raise_everywhere(failure, self._groups[0])
-        return result[0]
+        return result[0], [theirs for _, _, theirs in rows]
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of all ranks, as many on each, by rank; collective. Raises RuntimeError that

@@ -8,16 +8,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
 from zeropp.engine.chunk import Chunk
 from zeropp.engine.collectives import Channels
-from zeropp.engine.errors import ErrorBarrier
-from zeropp.engine.values import TensorShape, chosen, keywords_of, tensors_of
+from zeropp.engine.errors import ErrorBarrier, together
+from zeropp.engine.values import TensorShape, Value, chosen, keywords_of, tensors_of
 from zeropp.layout import Layout
 from zeropp.literals import LossReduction
 from zeropp.schedule.event_loop import LANES
@@ -27,7 +28,12 @@ from zeropp.timeline import Span
 LossFunction = Callable[..., Tensor]  # output of the last layer, targets, keyword inputs it names
 Key = tuple[int, int]  # stage, microbatch
 Tensors = Sequence[Tensor]
+Passed = dict[int, Sequence[TensorShape]]  # by stage, what one microbatch sends into it
 _Message = list[tuple[Tensor, dist.Work]]
+
+
+class RowsError(ValueError):
+    """Ranks were given rows that do not go together; every rank raises it before anything runs."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,12 @@ class Microbatches:
     def keywords_of(self, microbatch: int) -> Mapping[str, Tensor]:
         """The keyword inputs of one microbatch."""
         return self.keywords[microbatch] if self.keywords else {}
+
+    def digest(self) -> int:
+        """A number that tells shapes and types of a microbatch's inputs and keyword inputs."""
+        parts = {"": self.inputs[0], **self.keywords_of(0)} if self.inputs else {}
+        kinds = sorted((name, tuple(one.shape), str(one.dtype)) for name, one in parts.items())
+        return crc32(repr(kinds).encode())
 
 
 class Loss:
@@ -120,8 +132,8 @@ class Interpreter:
         }
 
     def run(self, batch: Microbatches) -> list[Tensor]:
-        """Run the program over one step's microbatches. Returns the losses, each divided by
-        ``loss_count``, on the rank with the last stage, and nothing on others."""
+        """Run the program over one step's microbatches. Returns the losses that this rank's stages
+        give (the main one is the last stage's), each divided by ``loss_count``."""
         step = _Step(batch)
         self._reductions_left = self._unreduced.copy()
         with shown(self._chunks.values()):
@@ -140,6 +152,40 @@ class Interpreter:
         for chunk in self._chunks.values():
             chunk.finish()
         return step.losses
+
+    def warm_up(self, batch: Microbatches) -> None:
+        """Run every chunk forward and backward once, with zeros for messages, and change no state.
+
+        The first use of a kernel, and of a library's workspace, may make the host wait for the
+        whole device. In a step that could be for ever, because receives are posted that depend on
+        what this rank is yet to send.
+        """
+        buffers = [b for c in self._chunks.values() for m in c.modules for b in m.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        device = self._channels.device
+        seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with seeds, shown(self._chunks.values()):
+            for stage, chunk in self._chunks.items():
+                chunk.unshard()
+                shapes = chunk.arriving or ()
+                inputs = [torch.zeros_like(shape.empty(device)) for shape in shapes]
+                inputs = [batch.inputs[0]] if stage == 0 else inputs
+                output, loss = chunk.forward(inputs, 0, batch.keywords_of(0))
+                if stage == self._last:
+                    loss = self._loss(output, batch, 0)
+                if loss is not None:
+                    chunk.set_loss(0, loss, alone=stage == self._last)
+                shapes = [shape for shape in chunk.leaving or () if shape.has_gradient]
+                gradients = [torch.zeros_like(shape.empty(device)) for shape in shapes]
+                for_split = any(action.op is Op.BACKWARD_INPUT for action in self._program)
+                chunk.backward(0, gradients, split=for_split)
+                chunk.backward_weight(0)
+                chunk.reshard()
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+        for flat in (flat for chunk in self._chunks.values() for flat in chunk.flats):
+            flat.clear_gradients()
 
     def reads(self, keywords: Iterable[str]) -> set[str]:
         """What this rank reads of a batch with these keyword inputs: ``inputs`` in the first stage,
@@ -173,22 +219,25 @@ class Interpreter:
             inputs: Tensors = (step.batch.inputs[microbatch],)
         else:
             inputs = self._arrived(Op.RECV_F, (stage, microbatch), step.activations, step)
-        output = chunk.forward(inputs, microbatch, step.batch.keywords_of(microbatch))
+        output, loss = chunk.forward(inputs, microbatch, step.batch.keywords_of(microbatch))
         if stage == self._last:
-            loss = self._loss(output, step.batch, microbatch) / self._loss_count
+            main = self._loss(output, step.batch, microbatch)
+            loss = main if loss is None else main + loss
             if not loss.requires_grad:
                 raise RuntimeError(
                     "train_step: the loss depends on nothing that is trained (is it detached, or "
                     "computed under no_grad?)"
                 )
-            chunk.set_output(microbatch, loss)
-            step.losses.append(loss.detach())
         else:
             step.activations[stage + 1, microbatch] = [x.detach() for x in tensors_of(output)]
+        if loss is not None:
+            loss = loss / self._loss_count
+            chunk.set_loss(microbatch, loss, alone=stage == self._last)
+            step.losses.append(loss.detach())
 
     def _backward(self, action: Action, step: _Step) -> None:
         stage, microbatch = _key(action)
-        gradients = None
+        gradients: Tensors = ()
         if stage != self._last:
             gradients = self._arrived(Op.RECV_B, (stage, microbatch), step.gradients, step)
         split = action.op is Op.BACKWARD_INPUT
@@ -264,10 +313,6 @@ def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
 # may have different numbers of rows, and the last microbatch may have fewer rows than the others.
 
 
-class RowsError(ValueError):
-    """Ranks were given rows that do not go together; every rank raises it before anything runs."""
-
-
 class Evaluator:
     """Runs batches forward through this rank's chunks. All ranks must call its methods together."""
 
@@ -294,12 +339,10 @@ class Evaluator:
         and ``all_rows`` are what ``agree`` gives."""
         rows = [len(part) for part in batch.inputs]
         total = torch.zeros((), dtype=torch.float64, device=self._channels.device)
-        modules = [module for chunk in self._chunks.values() for module in chunk.modules]
-        seeds = torch.random.fork_rng([total.device] if total.device.type == "cuda" else [])
-        with torch.no_grad(), seeds, _evaluating(modules), shown(self._chunks.values()):
+        with self._evaluating():
             for first in range(0, rounds * self._schedule.unit, self._schedule.unit):
                 unit = range(first, min(first + self._schedule.unit, len(rows)))
-                for microbatch, loss in self._run_unit(batch, unit):
+                for microbatch, loss in self._run_unit(batch, unit, {}):
                     total += loss * (rows[microbatch] if self._reduction == "mean" else 1)
         dist.all_reduce(total, group=self._world)
         return float(total) / (all_rows if self._reduction == "mean" else 1)
@@ -326,18 +369,61 @@ class Evaluator:
             raise RowsError("eval_step: no rank was given any rows")
         return -(-max(all_microbatches) // self._schedule.unit), total
 
-    def _run_unit(self, batch: Microbatches, unit: range) -> Iterator[tuple[int, Tensor]]:
-        """The losses of a unit's microbatches, on the rank with the last stage."""
+    def boundaries(self, batch: Microbatches) -> Passed:
+        """The shapes of what passes into and out of this rank's stages, for microbatches like the
+        first one of a batch, which all ranks run forward. What the loss function raises for it
+        reaches all ranks."""
+        passed: Passed = {}
+        outputs: list[Value] = []
+        with self._evaluating():
+            for _ in self._run_unit(batch, range(1), passed, outputs):
+                pass
+            together(lambda: [self._loss(output, batch, 0) for output in outputs])
+        return passed
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Inside this context chunks can run forward; afterwards random generators and the modes of
+        modules are as before."""
+        device = self._channels.device
+        roots = [module for chunk in self._chunks.values() for module in chunk.modules]
+        training = [module for root in roots for module in root.modules() if module.training]
+        seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with torch.no_grad(), seeds, shown(self._chunks.values()):
+            for module in training:
+                module.training = False
+            try:
+                yield
+            finally:
+                for module in training:
+                    module.training = True
+
+    def _run_unit(
+        self,
+        batch: Microbatches,
+        unit: range,
+        passed: Passed,
+        outputs: list[Value] | None = None,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """The losses of a unit's microbatches that this rank's stages give. ``passed`` collects the
+        shapes between stages, and ``outputs``, instead of their losses, what the model gives."""
         local: dict[tuple[int, int], Sequence[Tensor]] = {}
         for stage, chunk in self._chunks.items():
             chunk.unshard()
             for microbatch in unit:
                 inputs = self._inputs(stage, microbatch, batch, local)
-                output = chunk.infer(inputs, batch.keywords_of(microbatch))
-                if stage == self._last:
+                output, loss = chunk.infer(inputs, batch.keywords_of(microbatch))
+                if loss is not None:
+                    yield microbatch, loss
+                if stage < self._last:
+                    self._pass_on(stage + 1, microbatch, tensors_of(output), local)
+                    passed[stage + 1] = _shapes(tensors_of(output))
+                elif outputs is None:
                     yield microbatch, self._loss(output, batch, microbatch)
                 else:
-                    self._pass_on(stage + 1, microbatch, tensors_of(output), local)
+                    outputs.append(output)
+                if stage > 0:
+                    passed[stage] = _shapes(inputs)
             chunk.reshard()
         self._channels.drain()
 
@@ -389,14 +475,5 @@ class Evaluator:
         return tensors
 
 
-@contextmanager
-def _evaluating(roots: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside this context all modules are in evaluation mode; afterwards each is as before."""
-    training = [module for root in roots for module in root.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def _shapes(tensors: Tensors) -> list[TensorShape]:
+    return [TensorShape(x.shape, x.dtype) for x in tensors]

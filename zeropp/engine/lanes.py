@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 Work = Callable[[], None]
+REPLICAS = "zeropp replicas"  # the lane of what replicas send each other
 
 
 class Ticket(Protocol):
@@ -47,7 +48,7 @@ class Lane(Protocol):
 def make_lane(device: torch.device, name: str) -> Lane:
     """Make a lane for a device: a stream or a thread."""
     if device.type == "cuda":
-        return _StreamLane(device)
+        return _StreamLane(device, name)
     return _InlineLane() if _inline else _ThreadLane(name)
 
 
@@ -75,8 +76,10 @@ class _StreamTicket:
 
 
 class _StreamLane:
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, name: str) -> None:
+        # What compute waits for inside a step goes first, as in FSDP2; replicas have until its end.
+        priority = 0 if name == REPLICAS else -1
+        self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
     def run(self, work: Work, after: Sequence[Ticket] = ()) -> Ticket:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -193,7 +196,7 @@ def make_lanes(device: torch.device, undo: ExitStack) -> Lanes:
     """Make the lanes of a rank on a device; ``undo`` collects how to finish their work and end
     them, each as soon as it is made."""
     lanes = []
-    for name in ("zeropp gathers", "zeropp reductions", "zeropp replicas"):
+    for name in ("zeropp gathers", "zeropp reductions", REPLICAS):
         lanes.append(make_lane(device, name))
         undo.callback(lanes[-1].close)
     gather, reduce, replicate = lanes

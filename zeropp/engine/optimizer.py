@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zeropp.engine.flat import FlatParameters, OptimizerShard
 from zeropp.engine.options import MakeOptimizer
 from zeropp.layout import InfeasibleError, Layout
-from zeropp.optimizer import build_optimizer, clip_factor, square_norm
+from zeropp.optimizer import build_optimizer, square_norm
 from zeropp.training import OptimizerConfig
 
 
@@ -75,14 +75,28 @@ class Updater:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
 
-    def clip(self, norm: float) -> None:
-        """Scale the gradients down if their global norm is too large; see ``clip_factor``."""
-        if (factor := clip_factor(norm, self.clip_norm)) == 1.0:
-            return
-        for group in self.optimizer.param_groups:
-            for tensor in group["params"]:
-                if tensor.grad is not None:
-                    tensor.grad.mul_(factor)
+    def update(self, norm: Tensor) -> Tensor:
+        """Clip the gradients, as ``clip_factor`` says, and update, unless their global ``norm`` is
+        not finite. Gives, as a tensor, whether the update was skipped.
+
+        The host waits for the device only if the optimizer cannot skip an update by itself, as
+        torch's fused ones can.
+        """
+        finite = torch.isfinite(norm)
+        if self.clip_norm:
+            factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            for group in self.optimizer.param_groups:
+                for tensor in group["params"]:
+                    if tensor.grad is not None:
+                        tensor.grad.mul_(factor)
+        optimizer: Any = self.optimizer
+        if getattr(optimizer, "_step_supports_amp_scaling", False):  # as torch's GradScaler asks
+            optimizer.found_inf = (~finite).float()
+            optimizer.step()
+            del optimizer.found_inf
+        elif bool(finite):
+            optimizer.step()
+        return ~finite
 
     def states(self, flats: Iterable[FlatParameters]) -> Iterator[OptimizerState]:
         """What the optimizer keeps of each tensor of the flat buffers.

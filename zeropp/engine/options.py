@@ -13,7 +13,6 @@ from zeropp.engine.chunk import ChunkOptions
 from zeropp.engine.flat import Name
 from zeropp.engine.sharding import GroupOf
 from zeropp.engine.values import TensorShape
-from zeropp.layout import InfeasibleError
 from zeropp.literals import LossReduction, Precision, Recompute, WireType
 
 
@@ -54,10 +53,9 @@ class EngineOptions:
     draw random numbers, and recomputation draws the same ones again (False saves the time that
     this takes); ``compile``: each block runs through torch.compile; ``group_of``: the optimizer
     group of a parameter, by its (piece, name); ``timeout``: how long a collective or a message
-    waits for its peers (None: torch's default for new groups); ``loss_reduction``: whether a
-    batch's loss is the mean over its rows, or the sum, as the loss function gives it for a
-    microbatch. Raises InfeasibleError for ``compile`` with a ``dropout_seed``: compiled code draws
-    from a generator of its own.
+    waits for its peers (None: as long as those of the default group, as ``init_process_group`` was
+    told); ``loss_reduction``: whether a batch's loss is the mean over its rows, or the sum, as the
+    loss function gives it for a microbatch.
     """
 
     precision: Precision = "fp32"
@@ -83,10 +81,3 @@ class EngineOptions:
             random=self.random,
             compute=torch.bfloat16 if self.precision == "bf16" else None,
         )
-
-    def __post_init__(self) -> None:
-        if self.compile and self.dropout_seed is not None:
-            raise InfeasibleError(
-                "compile=True: compiled blocks draw dropout masks from a random generator of their "
-                "own, which would make runs differ (use compile=False, or no dropout)"
-            )

@@ -1,14 +1,18 @@
-"""Every private name of torch that the library uses, all of them to trace a rank without peers.
+"""Every private name of torch that the library uses, most of them to trace a rank without peers or
+to watch what operators and collectives do (``zeropp.verify``).
 
-Training uses public names only. A release of torch may move or change the names in this file; for
-each one ``tests/gloo/test_private_names.py`` says what no longer works without it.
+Training uses public names only, but for a timeout. A release of torch may move or change the names
+in this file; for each one ``tests/gloo/test_private_names.py`` says what no longer works without
+it.
 """
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -28,6 +32,8 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "autograd_run",
+    "default_timeout",
+    "group_of",
     "unsharded_gradient",
     "without_modes",
 ]
@@ -47,9 +53,28 @@ FSDP_GRADIENTS = (
 )
 
 
+def default_timeout(device: torch.device) -> timedelta | None:
+    """How long the default group's collectives on a device wait for their peers, which torch does
+    not pass on to other groups; None if its backend does not say."""
+    assert dist.group.WORLD is not None
+    options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
+
+
 def autograd_run() -> int:
     """The number of the run of autograd that is under way; -1 outside of any."""
     return torch._C._current_graph_task_id()
+
+
+def group_of(argument: object) -> tuple[str, tuple[int, ...]] | None:
+    """The name of a process group and its ranks, if that is what an operator of c10d was given."""
+    if not isinstance(argument, torch.ScriptObject):
+        return None
+    try:
+        group = dist.ProcessGroup.unbox(argument)
+    except RuntimeError:  # how to reduce, for example
+        return None
+    return f"{group.group_desc} {group.group_name}", tuple(dist.get_process_group_ranks(group))
 
 
 def unsharded_gradient(parameter: Any) -> Tensor | None:

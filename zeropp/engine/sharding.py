@@ -136,7 +136,9 @@ def _tie(found: list[_Found], tied: tuple[Name, Name] | None) -> None:
 
 def _types(lot: Sequence[_Found], options: ShardOptions) -> Types:
     dtypes = [parameter.dtype for one in lot for parameter in one.parameters]
-    master = reduce(torch.promote_types, dtypes, torch.float32)
+    # Frozen parameters are never updated, so they need no wider masters than what was given.
+    least = torch.float32 if lot[0].parameters[0].requires_grad else dtypes[0]
+    master = reduce(torch.promote_types, dtypes, least)
     wire = master if options.reduce_dtype == "fp32" else WIRE[options.reduce_dtype]
     compute = torch.bfloat16 if options.precision == "bf16" else master
     return Types(master, compute, wire)

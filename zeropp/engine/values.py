@@ -1,6 +1,7 @@
 """What passes from layer to layer: one tensor or several, and the keyword inputs of a microbatch.
 
-If a layer returns a tuple, the next layer gets its tensors as positional arguments. Keyword inputs
+If a layer returns a tuple, the next layer gets its tensors as positional arguments, without the
+scalars among them, each of which is added to the loss of its microbatch. Keyword inputs
 (attention masks, positions) belong to a microbatch and not to a layer: every pipeline rank has
 those of its own rows, and each layer gets the ones that its ``forward`` names.
 """
@@ -43,6 +44,19 @@ def may_have_gradient(dtype: torch.dtype) -> bool:
 def tensors_of(value: Value) -> tuple[Tensor, ...]:
     """The tensors that a layer has returned."""
     return value if isinstance(value, tuple) else (value,)
+
+
+def without_scalars(value: Value) -> tuple[Value, Tensor | None]:
+    """What a layer passes on, and the sum of the scalars beside it, which are losses of their own
+    (a router's balance); None without any."""
+    if not isinstance(value, tuple):
+        return value, None
+    is_loss = [not x.dim() and may_have_gradient(x.dtype) for x in value]
+    losses = [x for x, one in zip(value, is_loss, strict=True) if one]
+    if not losses or len(losses) == len(value):
+        return value, None
+    rest = tuple(x for x, one in zip(value, is_loss, strict=True) if not one)
+    return rest[0] if len(rest) == 1 else rest, torch.stack(losses).sum()
 
 
 def keywords_of(function: Callable[..., Any]) -> frozenset[str]:

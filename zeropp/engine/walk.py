@@ -36,6 +36,7 @@ from zeropp.engine.values import (
     keywords_of,
     may_have_gradient,
     tensors_of,
+    without_scalars,
 )
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Recompute
@@ -164,7 +165,8 @@ def _walk(
         with _refusal(index, "cannot be called with the output of the layer before"):
             given, watch = value, OperationWatch(elsewhere, f"layers[{index}]")
             value, saved_bytes = _forward(function, given, module, watch, hooks)
-        tensors = _outputs(value, index)
+        _check_outputs(value, index)
+        value, _ = without_scalars(value)
         if recompute != "none" and 0 < index < len(layers) - 1:
             _check_recurrent(module, index, recompute)
             with _refusal(
@@ -174,7 +176,7 @@ def _walk(
             ):
                 _recomputed(function, given, module, recompute)
         sizes = LayerSizes(
-            outputs=tuple(TensorShape(x.shape, x.dtype) for x in tensors),
+            outputs=tuple(TensorShape(x.shape, x.dtype) for x in tensors_of(value)),
             kinds=_kinds(module),
             parameters=sum(parameter.numel() for parameter in module.parameters()),
             names=names,
@@ -330,12 +332,12 @@ def _kinds(module: nn.Module) -> dict[str, ParameterKind]:
     }
 
 
-def _outputs(value: object, index: int) -> tuple[Tensor, ...]:
-    """The tensors of a layer's output."""
+def _check_outputs(value: object, index: int) -> None:
+    """Refuse a layer that returns something else than tensors."""
     values = value if isinstance(value, tuple) else (value,)
     strange = next((x for x in values if not isinstance(x, Tensor)), None)
     if values and all(isinstance(x, Tensor) for x in values):
-        return values
+        return
     inside = f" with {type(strange).__name__} in it" if isinstance(value, tuple) else ""
     raise InfeasibleError(
         f"layers[{index}]: returns {type(value).__name__}{inside}, but a layer must return a "

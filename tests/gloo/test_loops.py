@@ -1,0 +1,211 @@
+"""What people's training loops need: sequences of other lengths, losses beside the main one, steps
+that are skipped, gradients to read, and one error where ranks call different things."""
+
+from __future__ import annotations
+
+import copy
+import time
+from datetime import timedelta
+from functools import partialmethod
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zeropp
+from tests.gloo.differences import largest
+from tests.gloo.small_layers import BATCH, built, data, error_of, linear, seeded, step
+from tests.gloo.world import World
+from zeropp.engine.interpreter import Microbatches
+from zeropp.parallel_model import ParallelModel
+
+VOCAB, WIDTH = 11, 8
+LENGTHS = (5, 9, 5, 3)  # of the steps' sequences
+DEGREES: list[dict[str, Any]] = [
+    {"pp": 2, "chunks": 2},
+    {"pp": 2, "shard": 2},
+    {"replicate": 2, "replicate_zero": 1},
+]
+
+
+class Block(nn.Module):
+    """A residual layer with a loss of its own beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x + self.linear(x).tanh()
+        return y, 0.1 * y.square().mean()
+
+
+def made() -> list[nn.Module]:
+    """Layers, equal on every rank."""
+    torch.manual_seed(1)
+    ends = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+    return [layer.double() for layer in (ends[0], Block(), Block(), Block(), Block(), ends[1])]
+
+
+def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over tokens."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def tokens(number: int) -> tuple[Tensor, Tensor]:
+    """A global batch, with the length of its step."""
+    generator = torch.Generator().manual_seed(number)
+    both = torch.randint(VOCAB, (2, BATCH, LENGTHS[number]), generator=generator)
+    return both[0], both[1]
+
+
+def alone() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, parameters and the last step's gradients in one process."""
+    model, losses = nn.ModuleList(copy.deepcopy(made())), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number in range(len(LENGTHS)):
+        optimizer.zero_grad()
+        total = 0.0
+        for x, y in zip(*(part[:, None] for part in tokens(number)), strict=True):
+            beside = torch.zeros((), dtype=torch.float64)
+            for layer in model:
+                x = layer(x)
+                if isinstance(x, tuple):
+                    x, more = x
+                    beside = beside + more
+            loss = (loss_function(x, y) + beside) / BATCH
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        losses.append(total)
+        optimizer.step()
+    parameters = {name: one.detach() for name, one in model.named_parameters()}
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return losses, parameters, gradients
+
+
+def parallel(degrees: dict[str, Any], **more: Any) -> ParallelModel:
+    """The layers on this rank."""
+    return zeropp.parallelize(
+        made(), loss_function, sample=tokens(0)[0][:1], global_batch=BATCH,
+        optimizer=lambda groups: torch.optim.AdamW(groups["all"], lr=0.01), **degrees, **more,
+    )  # fmt: skip
+
+
+def train(
+    degrees: dict[str, Any],
+) -> tuple[list[float], float, dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, that of an evaluation of the last batch's rows before its step, and what the rank
+    has of parameters and gradients."""
+    with parallel(degrees) as model:
+        losses = []
+        x, y = (part[model.rows][:1] for part in tokens(0))
+        model.engine.interpreter.warm_up(Microbatches([x], [y]))
+        for number in range(len(LENGTHS)):
+            inputs, targets = tokens(number)
+            evaluated = model.eval_step(inputs[model.rows], targets[model.rows])
+            losses.append(float(model.train_step(inputs[model.rows], targets[model.rows]).loss))
+        return losses, evaluated, dict(model.full_parameters()), dict(model.gradients())
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_other_lengths_and_losses_beside_the_main_one(
+    world: World, degrees: dict[str, Any]
+) -> None:
+    expected, parameters, gradients = alone()
+    size = degrees.get("pp", 1) * degrees.get("shard", 1) * degrees.get("replicate", 1)
+    names: set[str] = set()
+    for losses, evaluated, found, sums in world.run(train, degrees, size=size):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        assert evaluated == pytest.approx(expected[-1], rel=1e-12)
+        names |= set(sums)
+        apart = [float((found[name] - parameters[name].float()).abs().max()) for name in found]
+        apart += [float((sums[name] - gradients[name]).abs().max()) for name in sums]
+        assert largest(apart) < 1e-6
+    assert names == set(gradients)
+
+
+def skip(fused: bool) -> list[float]:
+    """Norms of four steps of which the second has infinite targets on one rank, how many were
+    skipped, and the distance from a model that was never given that step."""
+    kinds = [linear] * 4
+    optimizer = lambda groups: torch.optim.AdamW(groups["all"], lr=0.1, fused=fused)  # noqa: E731
+    models = [built(seeded(kinds), shard=2, optimizer=optimizer) for _ in range(2)]
+    norms, states = [], []
+    for model, steps in zip(models, ((0, 1, 2, 3), (0, 2, 3)), strict=True):
+        for number in steps:
+            inputs, targets = (part[model.rows].clone() for part in data(number))
+            if number == 1 and dist.get_rank() == 1:
+                targets[0] = torch.inf
+            norms.append(float(model.train_step(inputs, targets).grad_norm))
+        states.append(dict(model.full_parameters()))
+    apart = [float((states[0][name] - one).abs().max()) for name, one in states[1].items()]
+    return [*norms[:4], float(models[0].skipped_steps), largest(apart)]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_without_finite_gradients_is_skipped_on_all_ranks(world: World, fused: bool) -> None:
+    first, second = world.run(skip, fused, size=2)
+    assert first[2:] == second[2:]
+    norm, lost, *norms, skipped, apart = first
+    assert not torch.isfinite(torch.tensor(lost))
+    assert torch.isfinite(torch.tensor([norm, *norms])).all()
+    assert (skipped, apart) == (1.0, 0.0)
+
+
+class Dropping(nn.Module):
+    """A linear layer with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.drop(self.linear(x))
+        return y.tanh()
+
+
+def dropped(compiles: bool) -> list[float]:
+    """Losses with dropout, of which each data-parallel rank and each step has masks of its own."""
+    in_python = partialmethod(nn.Module.compile, backend="aot_eager")
+    with mock.patch.object(nn.Module, "compile", in_python):
+        layers = seeded([linear, Dropping, Dropping, linear])
+        with built(layers, shard=2, compile=compiles) as model:
+            return [step(model, number) for number in range(3)]
+
+
+def test_compiled_dropout_draws_what_eager_dropout_does(world: World) -> None:
+    eager, compiled = (world.run(dropped, compiles, size=2)[0] for compiles in (False, True))
+    assert compiled == pytest.approx(eager, rel=1e-12)
+
+
+def apart() -> dict[str, str]:
+    """What ranks say that call different methods, give other lengths, or come late."""
+    found = {}
+    with parallel({"pp": 2}, timeout=timedelta(seconds=3)) as model:
+        inputs, targets = tokens(0)
+        calls = model.train_step, model.eval_step
+        found["calls"] = error_of(lambda: calls[dist.get_rank()](inputs, targets))
+        part = slice(4 + dist.get_rank())
+        found["lengths"] = error_of(lambda: model.train_step(inputs[:, part], targets[:, part]))
+        found["good"] = error_of(lambda: model.train_step(inputs, targets))
+        if dist.get_rank() == 1:
+            time.sleep(20)
+        else:
+            found["late"] = error_of(lambda: model.train_step(inputs, targets))
+    return found
+
+
+def test_ranks_that_are_not_together_say_so(world: World) -> None:
+    first, second = world.run(apart, size=2)
+    assert first["calls"].startswith("RuntimeError: train_step: ranks [1] have called another")
+    assert second["calls"].startswith("RuntimeError: eval_step: ranks [0] have called another")
+    assert first["lengths"] == second["lengths"]
+    assert first["lengths"].startswith(
+        "RowsError: train_step: ranks [0, 1], which are one pipeline"
+    )
+    assert not first["good"]
+    assert "Ranks 1 failed to pass" in first["late"]
