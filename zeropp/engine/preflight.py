@@ -14,7 +14,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from numbers import Real
 from typing import Any
 
 import torch
@@ -168,9 +167,7 @@ def check_layers(
                 f"layers[{index}]: must be a module, or a function that makes one, but is "
                 f"{type(layer).__name__}"
             )
-    if weights is not None and (
-        len(weights) != len(layers) or not all(isinstance(w, Real) and w > 0 for w in weights)
-    ):
+    if weights is not None and (len(weights) != len(layers) or not all(w > 0 for w in weights)):
         raise InfeasibleError(
             f"weights: {len(weights)} numbers for {len(layers)} layers; give one per layer, and "
             "every weight must be more than 0"
