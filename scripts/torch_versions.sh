@@ -28,7 +28,7 @@ make_environment() {
     echo "torch $version: installing into $place (once; torch is large) ..." >&2
     "${PYTHON:-python3}" -m venv "$place"
     "$place/bin/python" -m pip install --quiet --disable-pip-version-check \
-        "torch==$version.*" "transformers>=4.50" pytest pytest-timeout hypothesis -e ".[suite]"
+        "torch==$version.*" pytest pytest-timeout hypothesis -e ".[suite,huggingface]"
     touch "$place/.installed"
 }
 
