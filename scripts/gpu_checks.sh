@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What to run first on a machine with GPUs: the correctness gate on all of them and on one, one rank
-# of a 64-GPU job with its kernels, its compute times in the simulator, and what the engine costs.
+# What to run first on a machine with GPUs: whether the engine's streams share hardware queues, the
+# correctness gate on all GPUs and on one, one rank of a 64-GPU job with its kernels, its compute times
+# in the simulator, and what the engine costs.
 #
 #     CLUSTER=h200 ./scripts/gpu_checks.sh results/gpu_checks
 #
@@ -13,6 +14,8 @@ cluster=${CLUSTER:-h100} model=${MODEL:-gpt_6_2b} out=${1:-results/gpu_checks}
 gpus=$(nvidia-smi --list-gpus | wc -l)
 
 failed=0
+echo "== whether any two of the engine's streams share a hardware queue" >&2
+python scripts/stream_queues.py || failed=1
 run() { # a point that fails stops nothing: what follows may tell why
     echo "== $*" >&2
     python -m benchmarks.run "$@" cluster="$cluster" data=synthetic \
@@ -22,7 +25,7 @@ run() { # a point that fails stops nothing: what follows may tell why
 run -m model=gpt_tiny num_gpus=1 precision=fp32,bf16 contender=zeropp contender.chunks=2
 if [ "$gpus" -gt 1 ]; then
     run -m model=gpt_tiny num_gpus="$gpus" global_batch=64 precision=fp32,bf16 \
-        contender=zeropp,torch_pp,fsdp,deepspeed_3d
+        contender=zeropp,torch_pp,fsdp,deepspeed_3d,megatron_core_local
 fi
 
 job=(model="$model" num_gpus=64 global_batch=128 precision=bf16

@@ -31,9 +31,9 @@ beside mypy $bin/mypy
 beside imports $bin/lint-imports
 beside docs $bin/mkdocs build --strict --quiet --site-dir "$logs/.site"
 beside slurm "${pytest[@]}" tests/slurm
-beside others "${pytest[@]}" --ignore=tests/gloo --ignore=tests/slurm
+beside others "${pytest[@]}" --ignore=tests/gloo --ignore=tests/slurm --ignore=tests/streams
 failed=()
-"${pytest[@]}" "${workers[@]}" 2 tests/gloo || failed+=("tests/gloo")
+"${pytest[@]}" "${workers[@]}" 2 tests/gloo tests/streams || failed+=("tests/gloo")
 for name in mypy imports docs slurm others; do
     wait "${running[$name]}" || failed+=("$name")
     unset "running[$name]"

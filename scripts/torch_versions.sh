@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The contract tests of private names and the engine's tests, with every supported version of torch.
+# The tests of private names, with every supported version of torch and of Megatron-Core: those of
+# torch with the engine's tests, those of Megatron-Core with the tests of its contender.
 #
-#   ./scripts/torch_versions.sh             all of them
-#   ./scripts/torch_versions.sh 2.11        some of them
+#   ./scripts/torch_versions.sh                              all of them
+#   ./scripts/torch_versions.sh torch==2.11 megatron-core==0.16
 #
 # Makes one environment per version under $ENVIRONMENTS (.venv-torch by default) and leaves it for
 # the next time. The default wheels of torch bring several GB of CUDA libraries; to use others, set
@@ -11,8 +12,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 environments=${ENVIRONMENTS:-.venv-torch}
 versions=("$@")
-[ ${#versions[@]} -gt 0 ] || versions=(2.11 2.12 2.13)
-tests=(
+[ ${#versions[@]} -gt 0 ] || versions=(torch==2.{11,12,13} megatron-core==0.{14,15,16})
+tests_of_torch=(
     tests/gloo/test_private_names.py
     tests/gloo/test_engine.py
     tests/gloo/test_engine_checkpoint.py
@@ -21,14 +22,18 @@ tests=(
     tests/gloo/test_engine_trace.py
     tests/gloo/test_errors_on_one_rank.py
 )
+tests_of_megatron=(
+    tests/gloo/test_private_names.py
+    tests/gloo/test_megatron_core.py
+)
 
 make_environment() {
     local version=$1 place=$2
     [ -e "$place/.installed" ] && return
-    echo "torch $version: installing into $place (once; torch is large) ..." >&2
+    echo "$version: installing into $place (once; torch is large) ..." >&2
     "${PYTHON:-python3}" -m venv "$place"
     "$place/bin/python" -m pip install --quiet --disable-pip-version-check \
-        "torch==$version.*" pytest pytest-timeout hypothesis -e ".[suite,huggingface]"
+        "$version.*" pytest pytest-timeout hypothesis -e ".[suite,megatron,huggingface]"
     touch "$place/.installed"
 }
 
@@ -36,7 +41,9 @@ failed=()
 for version in "${versions[@]}"; do
     place=$environments/$version
     make_environment "$version" "$place"
-    "$place/bin/python" -c 'import torch; print("torch", torch.__version__)'
+    "$place/bin/python" -m pip list 2>/dev/null | grep -E "^(torch|megatron-core) "
+    tests=("${tests_of_torch[@]}")
+    [[ $version != megatron-core* ]] || tests=("${tests_of_megatron[@]}")
     "$place/bin/python" -m pytest -q "${tests[@]}" || failed+=("$version")
 done
-[ ${#failed[@]} -eq 0 ] || { echo "failed with torch ${failed[*]}" >&2; exit 1; }
+[ ${#failed[@]} -eq 0 ] || { echo "failed with ${failed[*]}" >&2; exit 1; }

@@ -8,8 +8,6 @@ and the targets. ``torch.distributed`` must be initialised; all ranks call with 
 from __future__ import annotations
 
 import inspect
-import os
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropp import CUDA_SETTINGS
 from zeropp.auto import choose
 from zeropp.engine import preflight
 from zeropp.engine.engine import Engine
@@ -54,6 +51,8 @@ def _with_keywords(
             if not dist.is_initialized():
                 raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
             _use(keywords.get("device"))
+            if torch.cuda.is_available() and _on_cuda(keywords.get("device"), keywords.get("mesh")):
+                preflight.check_own_gpu()
             given = together(lambda: settings(*args, **keywords))
             asked = frozenset(name for name, value in keywords.items() if value == "auto")
             return build(layers, loss_fn, given, asked)
@@ -143,6 +142,15 @@ def _rates(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__name__} {groups}"
 
 
+def _on_cuda(asked: Any, mesh: Any) -> bool:
+    """Whether this rank trains on a GPU; the arguments may be wrong still."""
+    if asked is not None:
+        return str(asked).startswith("cuda")
+    if isinstance(mesh, DeviceMesh):
+        return mesh.device_type == "cuda"
+    return "nccl" in str(dist.get_backend_config())
+
+
 def _use(asked: Any) -> None:
     """Make a CUDA device that was asked for by its number the current one of this process, because
     the collectives that compare the arguments may need it. Others are refused by ``_device``."""
@@ -157,10 +165,7 @@ def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.
     A CUDA device becomes this process's current one, because streams and events are those of the
     current device where none is named.
     """
-    on_cuda = (
-        "nccl" in str(dist.get_backend_config()) if mesh is None else mesh.device_type == "cuda"
-    )
-    device = torch.device(asked or ("cuda" if on_cuda else "cpu"))
+    device = torch.device(asked or ("cuda" if _on_cuda(None, mesh) else "cpu"))
     known = sorted(entry.partition(":")[0] for entry in dist.get_backend_config().split(","))
     if device.type not in known:
         raise InfeasibleError(
@@ -173,10 +178,4 @@ def _device(asked: torch.device | str | None, mesh: DeviceMesh | None) -> torch.
         index = torch.cuda.current_device() if device.index is None else device.index
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
-        missing = [f"{n}={value}" for n, value in CUDA_SETTINGS.items() if n not in os.environ]
-        if missing:
-            warnings.warn(
-                f"set {' '.join(missing)}, or import zeropp, before CUDA is used: steps may hang",
-                stacklevel=5,
-            )
     return device

@@ -199,14 +199,17 @@ def one_order(
     programs: Callable[[SizedPlan], Schedule],
 ) -> Callable[[SizedPlan, PlanPrice | None, TooLarge | None], Iterator[Draft]]:
     """The ``orders`` of a contender that has a single order for every plan: ``programs``."""
+    return partial(_only_order, programs)  # no closure, because traced ranks get contenders pickled
 
-    def orders(
-        plan: SizedPlan, price: PlanPrice | None, too_large: TooLarge | None
-    ) -> Iterator[Draft]:
-        del price, too_large
-        yield Draft(lambda: plan.ordered(programs(plan)))
 
-    return orders
+def _only_order(
+    programs: Callable[[SizedPlan], Schedule],
+    plan: SizedPlan,
+    price: PlanPrice | None,
+    too_large: TooLarge | None,
+) -> Iterator[Draft]:
+    del price, too_large
+    yield Draft(lambda: plan.ordered(programs(plan)))
 
 
 def drafts(

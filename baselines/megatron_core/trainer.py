@@ -341,8 +341,9 @@ def _layer_spec(plan: Plan, stage: int, config: Any) -> Any:
 
 
 def _transformer_config(plan: Plan, device: torch.device) -> Any:
-    """Megatron-Core's configuration. Every fusion that the device and the program have is on."""
+    """Megatron-Core's configuration, with every fusion that the device and the program have."""
     shape, layout, cuda = plan.shape, plan.layout, device.type == "cuda"
+    fused = cuda or not torch.cuda.is_available()  # where there is a GPU, CPUs would compile them
     engine, several = plan.program == "megatron_core", layout.chunks > 1
     if engine and not private_names.has_transformer_engine():
         raise RuntimeError(
@@ -363,9 +364,9 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
         "attention_dropout": 0.0,
         "params_dtype": torch.bfloat16 if plan.precision == "bf16" else torch.float32,
         "bf16": plan.precision == "bf16",
-        "bias_activation_fusion": cuda,
-        "bias_dropout_fusion": cuda,
-        "activation_func": _activation(shape.gates, fused=cuda),
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "activation_func": _activation(shape.gates, fused=fused),
         "gradient_accumulation_fusion": engine,
         "cross_entropy_loss_fusion": engine,
         "cross_entropy_fusion_impl": "te" if engine else "native",

@@ -271,21 +271,18 @@ def _answer(pairs: pd.DataFrame) -> str:
     by_contender = [mine for _, mine in pairs.groupby("over")]
     first, *rest = sorted(by_contender, key=lambda mine: mine["speedup"].median())
     over = style.contender_label(first["over"].iloc[0])
-    told = f"{where}: ZeroPP trains {_factor(first)} as fast as {over}{_memory(first)}."
-    if rest:
-        words = [f"{_factor(mine)} {style.contender_label(mine['over'].iloc[0])}" for mine in rest]
-        told += f" Over the others it is {', '.join(words)}."
-    return told
-
-
-def _factor(pairs: pd.DataFrame) -> str:
-    """The median and the range, such as ``2.26 times (1.87 to 3.13 in 4 cells)``."""
-    low, middle, high = (style.ratio(float(pairs["speedup"].quantile(q))) for q in (0, 0.5, 1))
-    unsure = int(pairs["unsure"].eq(True).sum())
-    if len(pairs) == 1:
-        return f"{middle} times{' (unsettled)' if unsure else ''}"
+    low, middle, high = (style.ratio(float(first["speedup"].quantile(q))) for q in (0, 0.5, 1))
+    unsure = int(first["unsure"].eq(True).sum())
     doubt = f", {unsure} of them unsettled" if unsure else ""
-    return f"{middle} times ({low} to {high} in {len(pairs)} cells{doubt})"
+    told = f"{where}: ZeroPP trains {middle} times as fast as {over} ({low} to {high} in "
+    told += f"{len(first)} cell{'s' * (len(first) > 1)}{doubt}){_memory(first)}."
+    if rest:
+        words = [
+            f"{style.contender_label(mine['over'].iloc[0])} {style.ratio(mine['speedup'].median())}"
+            for mine in rest
+        ]
+        told += f" In the median over the others: {', '.join(words)}."
+    return told
 
 
 def _memory(pairs: pd.DataFrame) -> str:

@@ -143,7 +143,8 @@ def _replacing(name: str, other: Any) -> Fault:
 
 def _without_norm(trainer: Any) -> None:
     step = trainer._optimizer.step
-    trainer._optimizer.config.clip_grad = 0.0
+    for optimizer in (trainer._optimizer, *trainer._inner):
+        optimizer.config.clip_grad = 0.0
     trainer._optimizer.step = lambda: (True, step()[1] or 0.0, None)
 
 

@@ -59,6 +59,19 @@ SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 256, "voc
         (32, {"name": "fsdp", "shard": 16}, {"tied_embeddings": True}),
         (16, {"name": "torch_pp", "pp": 2, "shard": 4, "schedule": "1f1b"}, LLAMA),
         (16, {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate": 2, "replicate_zero": 1}, {}),
+        (
+            16,
+            {
+                "name": "megatron_core_local",
+                "pp": 2,
+                "tp": 2,
+                "replicate": 2,
+                "replicate_zero": 1,
+                "sequence_parallel": True,
+            },
+            LLAMA,
+        ),
+        (16, {"name": "megatron_core_local", "pp": 2, "replicate": 4, "replicate_zero": 1}, {}),
     ],
 )
 def test_the_cost_model_is_within_five_percent_of_the_trace(
@@ -72,7 +85,8 @@ def test_the_cost_model_is_within_five_percent_of_the_trace(
     simulated = peak_memory(plan, price_plan(plan, CLUSTER))
     ends = sorted({0, plan.layout.pp - 1})
     ranks = [plan.layout.pipeline(0)[index] for index in ends]
-    fill = CONTENDERS[name].fill_integers if name == "deepspeed_3d" else None  # real tensors
+    known = CONTENDERS[name]
+    fill = None if known.takes_fake_tensors else known.fill_integers  # real tensors
     traces = trace_ranks(
         plan, ranks, optimizer=ADAMW, build=CONTENDERS[name].build, fill_integers=fill
     )

@@ -1,7 +1,8 @@
-"""Private names of torch and DeepSpeed: each is still there, and takes what it is given.
+"""Private names of torch, DeepSpeed and Megatron-Core: each is still there, and takes what it is
+given.
 
-``scripts/torch_versions.sh`` runs these tests with every supported version of torch. A name that
-is gone fails with what no longer works without it.
+``scripts/torch_versions.sh`` runs these tests with every supported version of torch and of
+Megatron-Core. A name that is gone fails with what no longer works without it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from typing import Any
 
 import pytest
 
+from zeropp.verify.streams import COLLECTIVES
+
 ROOT = Path(__file__).resolve().parents[2]
 _TRACE = "launcher=trace (memory of a rank without peers)"
 _FSDP = "the fsdp and torch_pp contenders"
 _PP = "the torch_pp contender"
 _DS = "the deepspeed_3d contender"
+_MC = "the megatron_core contender"
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 _STAGE = "torch.distributed.pipelining.stage"
 _PIPE = "deepspeed.runtime.pipe"
+_CORE = "megatron.core"
 _INSTRUCTIONS = (
     "ForwardPass",
     "BackwardPass",
@@ -73,6 +78,16 @@ CONTRACTS = [
         "the engine: the host waits for the device before fused updates",
     ),
     Contract("torch._C:_current_graph_task_id", f"{_TRACE}: activations from workspace"),
+    *(
+        Contract(f"torch:ops.{name.replace('::', '.')}", "zeropp.verify: collectives")
+        for name in COLLECTIVES
+    ),
+    Contract("torch:ops.c10d.send.default", "zeropp.verify: messages"),
+    Contract("torch:ops.c10d.recv_.default", "zeropp.verify: messages"),
+    Contract("torch.distributed:ProcessGroup.unbox", "zeropp.verify: whose collective it is"),
+    Contract("torch.distributed.distributed_c10d:isend", "zeropp.verify: batches of messages"),
+    Contract("torch.distributed.distributed_c10d:irecv", "zeropp.verify: batches of messages"),
+    Contract("torch.cpu:Stream", "zeropp.verify: streams of FSDP2 on a CPU"),
     Contract("torch._subclasses.fake_tensor:unset_fake_temporarily", f"{_FSDP}, traced: meshes"),
     Contract(f"{_COLLECTIVES}:DefaultAllGather.__call__", f"{_FSDP}: counting gathers"),
     Contract(f"{_COLLECTIVES}:DefaultReduceScatter.__call__", f"{_FSDP}: counting reductions"),
@@ -152,6 +167,65 @@ CONTRACTS = [
         "deepspeed.runtime.bf16_optimizer:BF16_Optimizer#bf16_groups",
         f"{_DS}: the gradient's norm in bf16",
     ),
+    Contract(
+        f"{_CORE}.pipeline_parallel.schedules:forward_step",
+        f"{_MC}: spans and counts",
+        ("current_microbatch", "vp_stage"),
+    ),
+    Contract(
+        f"{_CORE}.pipeline_parallel.schedules:backward_step",
+        f"{_MC}: spans and counts",
+        ("output_tensor",),
+    ),
+    Contract(
+        f"{_CORE}.optimizer.optimizer:ChainedOptimizer#chained_optimizers",
+        f"{_MC}: the optimizer of all contenders",
+    ),
+    Contract(
+        f"{_CORE}.optimizer.distrib_optimizer:DistributedOptimizer._get_model_param_range_map",
+        f"{_MC}: fp32 values of sharded 16-bit parameters",
+        ("param",),
+    ),
+    Contract(
+        f"{_CORE}.optimizer.distrib_optimizer:DistributedOptimizer#main_param",
+        f"{_MC}: fp32 values of sharded 16-bit parameters",
+    ),
+    Contract(
+        f"{_CORE}.distributed:DistributedDataParallel.start_param_sync",
+        f"{_MC}: weights that are read between steps",
+        ("force_sync",),
+    ),
+    Contract(f"{_CORE}.distributed:DistributedDataParallel.zero_grad_buffer", f"{_MC}: every step"),
+    Contract(
+        f"{_CORE}.tensor_parallel.layers:_grad_accum_fusion_available",
+        f"{_MC}: whether weight gradients are added inside their product",
+    ),
+    Contract(
+        f"{_CORE}.tensor_parallel.random:_get_cuda_rng_state", f"{_MC} on CPUs: random states"
+    ),
+    Contract(
+        f"{_CORE}.tensor_parallel.random:_set_cuda_rng_state", f"{_MC} on CPUs: random states"
+    ),
+    Contract(f"{_CORE}.jit:jit_fuser", f"{_MC} on CPUs: fused functions that are not compiled"),
+    Contract(
+        f"{_CORE}.models.gpt.gpt_layer_specs:get_gpt_layer_local_spec",
+        f"{_MC}: its own layers",
+        ("normalization",),
+    ),
+    Contract(
+        f"{_CORE}.transformer.transformer_block:TransformerBlockSubmodules",
+        f"{_MC}: its own layers",
+        ("layer_specs", "layer_norm"),
+    ),
+    Contract(
+        f"{_CORE}.transformer:TransformerConfig",
+        f"{_MC}: uneven stages, and the planner's groups of microbatches",
+        ("pipeline_model_parallel_layout", "microbatch_group_size_per_vp_stage"),
+    ),
+    Contract(
+        f"{_CORE}.transformer.transformer_layer:TransformerLayer#layer_number",
+        f"{_MC}: which layer holds which weights",
+    ),
     *(
         Contract(f"{_PIPE}.schedule:{name}", f"{_DS}: its plan and its spans")
         for name in _INSTRUCTIONS
@@ -173,8 +247,11 @@ def found(name: str) -> Any:
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
 def test_a_private_name_is_there(contract: Contract) -> None:
-    if contract.name.startswith("deepspeed"):
-        pytest.importorskip("deepspeed")
+    library = contract.name.partition(".")[0].partition(":")[0]
+    if library != "torch":
+        pytest.importorskip(library)
+    if library == "megatron":  # it says at length that Transformer Engine is missing
+        importlib.import_module("baselines.megatron_core.private_names")
     try:
         value = found(contract.name)
     except (ImportError, AttributeError, TypeError) as error:

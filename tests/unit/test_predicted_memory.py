@@ -27,6 +27,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deepspeed_3d": {"pp": 2, "tp": 2},
     "torch_pp": {"pp": 2, "shard": 2, "chunks": 2, "schedule": "interleaved_1f1b"},
     "fsdp": {"shard": 4},
+    "megatron_core": {"pp": 2, "tp": 2},
+    "megatron_core_local": {"pp": 2, "tp": 2},
 }
 
 

@@ -143,7 +143,7 @@ def test_a_simulated_zeropp_says_that_nobody_measured_it(tmp_path: Path) -> None
     simulated = make_record(provenance="simulated", attempt="simulate-1", step_s=[2.5])
     assert notes_of(latest_ok(frame_of(measured, root=tmp_path / "measured"))) == []
     (note,) = notes_of(latest_ok(frame_of(measured, simulated, root=tmp_path / "both")))
-    assert "No measurement" in note
+    assert "published measurements" in note
 
 
 def test_published_distances_stand_beside_simulated_records(tmp_path: Path) -> None:

@@ -187,10 +187,13 @@ def head_deferred(work: Work) -> float:
 
 
 def head_forward(work: Work) -> float:
-    """Bytes of temporaries in the head's forward: the logits and, unless fused, their fp32 copy."""
+    """Bytes of temporaries in the head's forward: the logits and, unless fused, their fp32 copy.
+    Megatron's loss turns that copy into the softmax, which the head keeps."""
     e = element_bytes(work.precision)
     if work.program.fused_loss:
         return 0.0
+    if work.program.loss_gradient == "in_place":
+        return logits_bytes(work, e) if e < FP32 else 0.0
     return logits_bytes(work, e + (FP32 if e < FP32 else 0))
 
 

@@ -30,6 +30,7 @@ from zeropp.engine.interpreter import (
 from zeropp.engine.lanes import make_lanes
 from zeropp.engine.optimizer import Updater, square_norm_of
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
+from zeropp.engine.preflight import check_cuda
 from zeropp.engine.private_names import default_timeout
 from zeropp.engine.sharding import ShardOptions, make_flats
 from zeropp.layout import InfeasibleError, Layout
@@ -300,6 +301,8 @@ class Engine:
         undo: ExitStack,
     ) -> None:
         """Make what a rank makes without the others: lanes, chunks and the optimizer."""
+        if self._device.type == "cuda":
+            check_cuda(self._layout.pp)
         _claim(self._pieces, undo)
         self.lanes = make_lanes(self._device, undo)
         pp = self._layout.coordinates(dist.get_rank())["pp"]

@@ -8,6 +8,10 @@ raise the same error.
 from __future__ import annotations
 
 import math
+import os
+import socket
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
@@ -16,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zeropp import CUDA_MISSED
 from zeropp.engine.errors import gathered_texts, together
 from zeropp.engine.options import Piece
 from zeropp.engine.walk import Layer, OperationWatch, Owners, ParameterKind, check_layer
@@ -38,6 +43,63 @@ def compare(describe: Callable[[], str]) -> None:
                 f"ranks differ: rank 0 has {ours} where rank {rank} has {theirs}; every rank must "
                 "call parallelize with equal arguments and layers of equal values"
             )
+
+
+_STREAMS = 8  # of a pipeline rank: compute, three lanes, messages to and from two neighbours
+
+
+def check_cuda(pp: int) -> None:
+    """Refuse what CUDA was told where a pipeline would hang; raises InfeasibleError. Warns of what
+    may hang: settings that CUDA was initialised without, and blocking launches."""
+    if pp == 1:
+        return
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    if not connections.isdecimal() or int(connections) < _STREAMS:
+        raise InfeasibleError(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: a pipeline rank has {_STREAMS} streams, "
+            "and two that share a hardware queue wait for each other for ever (set 32 before CUDA "
+            "is used, or pp=1)"
+        )
+    if os.environ.get("CUDA_MODULE_LOADING", "").upper() == "LAZY":
+        raise InfeasibleError(
+            "CUDA_MODULE_LOADING=LAZY: ranks that load kernels at their first use wait for "
+            "messages of each other for ever (set EAGER before CUDA is used, or pp=1)"
+        )
+    if CUDA_MISSED:
+        names = " and ".join(CUDA_MISSED)
+        warnings.warn(
+            f"CUDA was initialised without {names}: steps may hang (import zeropp earlier)",
+            stacklevel=4,
+        )
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        warnings.warn(
+            "CUDA_LAUNCH_BLOCKING is set: pipelines hang, because a rank that waits for its "
+            "message to arrive never asks for its neighbour's (unset it, or pp=1)",
+            stacklevel=4,
+        )
+
+
+def check_own_gpu() -> None:
+    """Refuse ranks that share a GPU, on all of them; raises InfeasibleError. The ranks compare on
+    the CPU, because NCCL's first collective would fail with less to read."""
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    compare_gpus(f"{socket.gethostname()} {device.uuid}", torch.cuda.current_device())
+
+
+def compare_gpus(mine: str, index: int) -> None:
+    """As ``check_own_gpu``, given this rank's GPU by a name that no other has, and its index."""
+    group = dist.new_group(backend="gloo", group_desc="zeropp devices")
+    gpus = gathered_texts(mine, group)
+    dist.destroy_process_group(group)
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, gpu in enumerate(gpus):
+        ranks[gpu].append(rank)
+    shared = next((lot for lot in ranks.values() if len(lot) > 1), None)
+    if shared is not None:
+        raise InfeasibleError(
+            f"device: ranks {shared} share a GPU, cuda:{index} of {gpus[shared[0]].split()[0]} "
+            "(call torch.cuda.set_device with the local rank, or give device= to parallelize)"
+        )
 
 
 def _difference(first: str, second: str) -> tuple[str, str]:

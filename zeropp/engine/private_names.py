@@ -1,4 +1,5 @@
-"""Every private name of torch that the library uses, most of them to trace a rank without peers.
+"""Every private name of torch that the library uses, most of them to trace a rank without peers or
+to watch what operators and collectives do (``zeropp.verify``).
 
 Training uses public names only, but for a timeout. A release of torch may move or change the names
 in this file; for each one ``tests/gloo/test_private_names.py`` says what no longer works without
@@ -32,6 +33,7 @@ __all__ = [
     "TorchDispatchMode",
     "autograd_run",
     "default_timeout",
+    "group_of",
     "unsharded_gradient",
     "without_modes",
 ]
@@ -62,6 +64,17 @@ def default_timeout(device: torch.device) -> timedelta | None:
 def autograd_run() -> int:
     """The number of the run of autograd that is under way; -1 outside of any."""
     return torch._C._current_graph_task_id()
+
+
+def group_of(argument: object) -> tuple[str, tuple[int, ...]] | None:
+    """The name of a process group and its ranks, if that is what an operator of c10d was given."""
+    if not isinstance(argument, torch.ScriptObject):
+        return None
+    try:
+        group = dist.ProcessGroup.unbox(argument)
+    except RuntimeError:  # how to reduce, for example
+        return None
+    return f"{group.group_desc} {group.group_name}", tuple(dist.get_process_group_ranks(group))
 
 
 def unsharded_gradient(parameter: Any) -> Tensor | None:

@@ -70,3 +70,9 @@ document.addEventListener("click", (event) => {
 for (const input of document.querySelectorAll(".filter")) {
   input.addEventListener("input", () => filterRows(input));
 }
+
+function markWide() {
+  for (const box of document.querySelectorAll(".scroll")) box.classList.toggle("wide", box.scrollWidth > box.clientWidth + 1);
+}
+markWide();
+window.addEventListener("resize", markWide);

@@ -1,0 +1,179 @@
+"""The engine on virtual streams: what a rank runs, and what was found of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import zeropp
+from tests.streams.faults import CONTROLS, FAULTS
+from zeropp import verify
+from zeropp.engine import lanes
+from zeropp.engine.errors import ErrorBarrier
+from zeropp.model import build_model, cross_entropy
+from zeropp.shape import ModelShape
+from zeropp.verify.rendezvous import Issued
+from zeropp.verify.streams import Device
+
+SEQUENCE, WORDS = 4, 13
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration: what ``parallelize`` is given, and what is done besides training."""
+
+    name: str
+    ranks: int
+    options: dict[str, Any] = field(default_factory=dict)
+    batch: int = 4
+    tied: bool = False
+    dropout: float = 0.0
+    then: tuple[str, ...] = ()  # names of functions below
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass
+class Found:
+    """What one rank has found: losses and other numbers, faults as text, and its log."""
+
+    numbers: list[float]
+    faults: list[str]
+    log: list[Issued]
+    program: list[str]  # what the engine was told to do in a step
+
+
+def run_case(case: Case, emulate: bool, fault: str | None, folder: str) -> Found:
+    """Train on this rank, on virtual streams if ``emulate``; ``folder`` is for checkpoints. With a
+    fault or a control of ``faults.py``, by its name, nothing is done besides training."""
+    with ExitStack() as stack:
+        fused = partial(torch.optim.AdamW, fused=True)  # as on CUDA
+        stack.enter_context(mock.patch("torch.optim.AdamW", fused))
+        device = stack.enter_context(_as_on_a_gpu()) if emulate else None
+        if fault is not None:
+            make, _ = (FAULTS | CONTROLS)[fault]
+            stack.enter_context(make())
+            case = replace(case, then=())
+        numbers, program = _train(case, folder)
+    if device is None:
+        return Found(numbers, [], [], program)
+    return Found(numbers, [str(one) for one in device.faults], device.log.issued, program)
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[Device]:
+    """Emulation, in which the engine takes the ways that it takes on CUDA: lanes are streams, and
+    what runs on gloo groups beside NCCL stays on the CPU."""
+    exchange = ErrorBarrier.exchange
+    with (
+        verify.emulated() as device,
+        mock.patch.object(lanes, "make_lane", lambda where, name: lanes._StreamLane(where, name)),
+    ):
+
+        def exchange_on_cpu(self: ErrorBarrier, numbers: Sequence[int]) -> list[list[int]]:
+            with device.unseen():
+                found = exchange(self, numbers)
+            device.log.meet("the barrier", dist.get_world_size())
+            return found
+
+        with mock.patch.object(ErrorBarrier, "exchange", exchange_on_cpu):
+            yield device
+
+
+def _train(case: Case, folder: str) -> tuple[list[float], list[str]]:
+    shape = ModelShape(
+        name="test", family="gpt", layers=2, hidden=8, heads=2, kv_heads=2, ffn=16,
+        vocab=WORDS, seq=SEQUENCE, tied_embeddings=False, dropout=case.dropout,
+    )  # fmt: skip
+    built: list[Any] = list(build_model(shape, 3))
+    options = dict(case.options)
+    if case.dropout:
+        options["dropout_seed"] = 3
+    if case.tied:
+        options["tied"] = ((0, "tokens.weight"), (len(built) - 1, "output.weight"))
+        built[-1].output.weight.data.copy_(built[0].tokens.weight.data)
+    generator = torch.Generator().manual_seed(5)
+    batches = torch.randint(WORDS, (6, case.batch, SEQUENCE + 1), generator=generator)
+    optimizer = zeropp.OptimizerConfig(kind="adamw", lr=1e-2, weight_decay=0.1, clip_norm=0.05)
+    model = zeropp.parallelize(
+        built, cross_entropy, sample=batches[0][:1, :-1], global_batch=case.batch,
+        optimizer=optimizer, **options,
+    )  # fmt: skip
+    numbers: list[Any] = []
+
+    def step(index: int) -> None:
+        batch = batches[index][model.rows]
+        result = model.train_step(batch[:, :-1], batch[:, 1:])
+        numbers.extend((result.loss, result.grad_norm))
+
+    program: list[str] = []
+    model.engine.interpreter.on_action = lambda action: program.append(str(action))
+    step(0)
+    model.engine.interpreter.on_action = None
+    step(1)
+    for name in case.then:
+        numbers += BETWEEN_STEPS[name](model, batches[4], folder)
+        step(5)
+    model.close()
+    return [float(number) for number in numbers], program
+
+
+def _evaluate(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
+    del folder
+    mine = batch[model.data_parallel_rank :: model.data_parallel_size][:3]
+    return [model.eval_step(mine[:, :-1], mine[:, 1:])]
+
+
+def _save_and_load(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
+    del batch
+    model.save(folder)
+    model.load(folder)
+    return []
+
+
+def _state(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
+    del batch, folder
+    model.load_state_dict(model.state_dict())
+    whole = model.full_state_dict()
+    return [float(sum(value.double().sum() for value in whole.values()))]
+
+
+def _parameters(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
+    del batch, folder
+    return [float(sum(value.double().sum() for _, value in model.full_parameters()))]
+
+
+def _norms(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
+    """What a moving average or a log of weights does between steps."""
+    del batch, folder
+    found = [
+        parameter.detach().float().norm()
+        for flat in model.engine.flats
+        for member in flat.members
+        for parameter in member.parameters
+    ]
+    return [float(norm) for norm in found if not norm.isnan()]
+
+
+def _spans(model: zeropp.ParallelModel, batch: torch.Tensor, folder: str) -> list[float]:
+    del batch, folder
+    model.engine.record_spans(True)
+    return []
+
+
+BETWEEN_STEPS = {
+    "evaluate": _evaluate,
+    "norms": _norms,
+    "parameters": _parameters,
+    "save and load": _save_and_load,
+    "spans": _spans,
+    "state": _state,
+}

@@ -1,0 +1,98 @@
+"""The engine on virtual streams: nothing races, numbers are those without emulation, and every
+fault that is put into it is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from tests.gloo.world import World
+from tests.streams.cases import CASES
+from tests.streams.emulation import Case, Found, run_case
+from tests.streams.faults import CONTROLS, FAULTS
+from tests.unit.device_orders import logs_of
+from zeropp.schedule.program import Schedule, loop_placement, parse_action
+from zeropp.verify.rendezvous import Issued, hanging_waits, mismatches, stuck
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Ranks to run functions on; see ``World.run``."""
+    with World(4) as world:
+        yield world
+
+
+def faults_of(found: list[Found]) -> set[str]:
+    return {fault for one in found for fault in one.faults}
+
+
+def in_a_step(log: list[Issued], shard: int) -> list[str]:
+    """What a rank communicates in the first step: sends, receives, gathers and reductions; several
+    gathers in a row, of the flat buffers of a chunk, are one, and one shard has none."""
+    barriers = [index for index, one in enumerate(log) if one.kind == "meet"]
+    step = log[barriers[0] : barriers[1]] if barriers else log
+    wanted = [*KINDS] if shard > 1 else ["send", "receive"]
+    kinds = [_kind(one) for one in step if one.kind == "communication"]
+    return [kind for kind, _ in groupby(kind for kind in kinds if kind in wanted)]
+
+
+def _kind(one: Issued) -> str:
+    for kind, texts in KINDS.items():
+        if any(text in one.what for text in texts):
+            return kind
+    return ""
+
+
+KINDS = {
+    "send": ("isend", "SEND"),
+    "receive": ("irecv", "RECV"),
+    "gather": ("_allgather_base_", "gathers"),
+    "reduction": ("_reduce_scatter_base_", "reductions"),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=str)
+def test_nothing_races_and_everything_ends(case: Case, world: World, tmp_path: Path) -> None:
+    plain = world.run(run_case, case, False, None, str(tmp_path / "plain"), size=case.ranks)
+    found = world.run(run_case, case, True, None, str(tmp_path / "emulated"), size=case.ranks)
+    assert faults_of(found) == set()
+    assert [one.numbers for one in found] == [one.numbers for one in plain]
+    logs = {rank: one.log for rank, one in enumerate(found)}
+    assert mismatches(logs) == []
+    assert stuck(logs) == {}
+    assert stuck(logs, resident=3, seed=1) == {}
+    assert {rank: hanging_waits(logs, rank) for rank in logs} == {rank: [] for rank in logs}
+    pp, chunks = case.options["pp"], case.options["chunks"]
+    if pp > 1:  # so that what tests/unit simulates is what the engine issues
+        first = case.ranks // pp  # ranks of a pipeline stage stand beside each other
+        schedule = Schedule(
+            name=case.name,
+            num_microbatches=case.batch,
+            unit=case.batch,
+            stage_rank=loop_placement(pp, chunks),
+            programs=tuple(
+                tuple(parse_action(action) for action in found[rank * first].program)
+                for rank in range(pp)
+            ),
+        )
+        expected = logs_of(schedule)
+        for rank in range(pp):
+            mine = in_a_step(found[rank * first].log, first)
+            assert mine == in_a_step(expected[rank], first)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str, world: World, tmp_path: Path) -> None:
+    case = CASES[FAULTS[name][1]]
+    found = world.run(run_case, case, True, name, str(tmp_path), size=case.ranks)
+    assert faults_of(found)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_what_is_no_fault_is_not_found(name: str, world: World, tmp_path: Path) -> None:
+    case = CASES[CONTROLS[name][1]]
+    found = world.run(run_case, case, True, name, str(tmp_path), size=case.ranks)
+    assert faults_of(found) == set()

@@ -1,0 +1,177 @@
+"""The tool itself: on a loop of FSDP2 and pipelining, and on streams of a few lines."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.gloo.world import World
+from zeropp import verify
+
+EXAMPLE = Path(__file__).parents[2] / "scripts" / "examples" / "verify_pipeline.py"
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Ranks to run functions on; see ``World.run``."""
+    with World(4) as world:
+        yield world
+
+
+def example(*arguments: str) -> tuple[bool, str]:
+    spec = importlib.util.spec_from_file_location("verify_pipeline", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    report = module.main(list(arguments))
+    return report.is_clean, str(report)
+
+
+def test_a_loop_of_fsdp2_and_pipelining_is_clean(world: World) -> None:
+    assert world.run(example, size=4) == [(True, "no race, no hang")] * 4
+
+
+def test_a_receive_that_the_loop_does_not_wait_for_is_found(world: World) -> None:
+    (clean, text), *_ = world.run(example, "--forget", "wait", size=4)
+    assert not clean
+    assert "race: write by irecv" in text
+    assert "verify_pipeline.py" in text
+
+
+def test_what_fsdp2_frees_under_its_own_gather_is_found(world: World) -> None:
+    """A gather for the next microbatch, begun in a backward that FSDP2 takes for the last: torch
+    2.13 lets compute wait for it, but not the stream to which its memory goes back."""
+    (clean, text), *_ = world.run(example, "--forget", "last", size=4)
+    assert not clean
+    assert "reuse: write by c10d::_allgather_base_" in text
+
+
+def faults_of(work: Callable[[torch.cuda.Stream], object]) -> list[str]:
+    with verify.emulated() as device:
+        work(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    return [fault.kind for fault in device.faults]
+
+
+def waited(stream: torch.cuda.Stream) -> None:
+    x = torch.ones(4)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x.add_(1)
+    torch.cuda.current_stream().wait_stream(stream)
+    x.mul_(2)
+
+
+def unwaited(stream: torch.cuda.Stream) -> None:
+    x = torch.ones(4)
+    with torch.cuda.stream(stream):
+        x.add_(1)
+
+
+def neighbours(stream: torch.cuda.Stream) -> None:
+    x = torch.ones(8)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x[:4].add_(1)
+    x[4:].mul_(2)
+
+
+def freed_early(stream: torch.cuda.Stream, *, recorded: bool = False) -> None:
+    x = torch.ones(4)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x.add_(1)
+    if recorded:
+        x.record_stream(stream)
+    del x
+    torch.ones(4)
+
+
+def freed_late(stream: torch.cuda.Stream) -> None:
+    freed_early(stream, recorded=True)
+
+
+def synchronized(stream: torch.cuda.Stream) -> None:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    x = torch.ones(4)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        x.add_(1)
+        event.record()
+    event.synchronize()
+    x.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("work", "kinds"),
+    [
+        (waited, []),
+        (unwaited, ["race"]),
+        (neighbours, []),
+        (freed_early, ["reuse"]),
+        (freed_late, []),
+        (synchronized, []),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_a_fault(work: Callable[[Any], object], kinds: list[str]) -> None:
+    assert faults_of(work) == kinds
+
+
+def test_torch_is_as_before_afterwards() -> None:
+    before = torch.cuda.Stream, torch.cpu.stream, dist.isend, torch.UntypedStorage.resize_
+    faults_of(waited)
+    assert before == (torch.cuda.Stream, torch.cpu.stream, dist.isend, torch.UntypedStorage.resize_)
+
+
+def asynchronous(wait: bool) -> tuple[list[str], bool]:
+    """A sum that runs beside compute, and messages of both directions in one batch."""
+
+    def step() -> None:
+        x, y = torch.ones(4), torch.zeros(4)
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+        if wait:
+            work.wait()
+        x.add_(1)
+        work.wait()
+        other = 1 - dist.get_rank()
+        both = [dist.P2POp(dist.irecv, y, other), dist.P2POp(dist.isend, x, other)]
+        for one in dist.batch_isend_irecv(both):
+            one.wait()
+        y.add_(1)
+
+    report = verify.watch(step)
+    return [text.split(":")[1].strip() for text in report.faults], not report.hangs
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_asynchronous_collectives_and_batches(world: World, wait: bool) -> None:
+    found = world.run(asynchronous, wait, size=2)
+    assert found == [([] if wait else ["race", "race"], True)] * 2
+
+
+def crossed() -> tuple[bool, str]:
+    """Both ranks send first, in one group: on NCCL neither message leaves."""
+
+    def step() -> None:
+        x, y, other = torch.ones(4), torch.zeros(4), 1 - dist.get_rank()
+        works = [dist.isend(x, other), dist.irecv(y, other)]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    report = verify.watch(step)
+    return report.is_clean, str(report)
+
+
+def test_sends_that_wait_for_each_other_hang(world: World) -> None:
+    (clean, text), *_ = world.run(crossed, size=2)
+    assert not clean
+    assert "hang: rank 0: the host has issued all; waiting: isend 1" in text

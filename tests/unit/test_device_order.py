@@ -1,0 +1,185 @@
+"""The order of device work of every rank, simulated with messages that meet: everything ends, also
+where few communication kernels fit on a device, and where one host waits for its whole device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from baselines.torch_pp.private_names import PlannedStage
+from tests.unit.device_orders import (
+    first_uses,
+    logs_of,
+    megatron_1f1b,
+    megatron_interleaved,
+    one_group,
+    with_early_receives,
+)
+from zeropp.schedule import build, lower
+from zeropp.schedule.program import Schedule, StageCost, parse_action
+from zeropp.verify.rendezvous import Issued, Logs, hanging_waits, mismatches, stuck
+
+RESIDENT = 3  # communication kernels that fit on a device, with the fewest channels each
+
+
+@cache
+def zeropp_schedule(
+    ranks: int, chunks: int, *, split_backward: bool = True, uneven: bool = False, **passes: Any
+) -> Schedule:
+    """A step of ZeroPP with two microbatches per rank; ``passes`` are for ``lower``."""
+    costs = [
+        StageCost(forward=1 + 0.3 * (stage % 3), backward_weight=0.8, unshard=0.5, reduce_grad=0.7)
+        for stage in range(ranks * chunks)
+    ]
+    order = build(
+        "zeropp",
+        num_ranks=ranks,
+        chunks=chunks,
+        num_microbatches=2 * ranks,
+        split_backward=split_backward,
+        costs=costs if uneven else None,
+    )
+    return lower(order, gather=True, **passes)
+
+
+def torch_schedule(name: str, ranks: int) -> Schedule:
+    """Torch's order with torch's own transfers and gathers."""
+    count = 2 * ranks
+    on_a_v = name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+    held = (0, count - 1) if on_a_v else range(0, count, ranks)
+    stages = [PlannedStage(index, count, ranks) for index in held]
+    source = getattr(torch_schedules, name)(stages, 2 * ranks, loss_fn=lambda *_: None)
+    programs = tuple(
+        tuple(
+            parse_action(str(part))
+            for cell in source.pipeline_order_with_comms[rank]
+            for part in cell.sub_actions or (cell,)
+        )
+        for rank in range(ranks)
+    )
+    stage_rank = tuple(source.stage_index_to_group_rank[s] for s in range(count))
+    return Schedule(
+        name=name,
+        num_microbatches=2 * ranks,
+        unit=2 * ranks,
+        stage_rank=stage_rank,
+        programs=programs,
+    )
+
+
+def check(logs: Logs, waits_of: int) -> None:
+    """Everything ends; a wait for the device in one of the first ``waits_of`` ranks does, too."""
+    assert mismatches(logs) == []
+    assert stuck(logs) == {}
+    assert stuck(logs, resident=RESIDENT) == {}
+    assert stuck(logs, resident=RESIDENT, seed=1) == {}
+    assert {rank: hanging_waits(logs, rank) for rank in range(waits_of)} == {
+        rank: [] for rank in range(waits_of)
+    }
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), product(range(2, 9), range(1, 5)))
+def test_a_step_of_zeropp_ends(ranks: int, chunks: int) -> None:
+    logs = logs_of(zeropp_schedule(ranks, chunks))
+    check(logs, waits_of=ranks)
+    assert stuck(first_uses(logs)) == {}  # all ranks load kernels where they first use them
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (4, 3), (5, 1)])
+def test_a_step_of_two_shards_ends(ranks: int, chunks: int) -> None:
+    check(logs_of(zeropp_schedule(ranks, chunks), shard=2), waits_of=ranks)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prefetch": 0},
+        {"prefetch": 3},
+        {"reduce_every": "step"},
+        {"split_backward": False},
+        {"uneven": True},
+    ],
+    ids=str,
+)
+def test_a_step_with_other_settings_ends(more: dict[str, Any]) -> None:
+    check(logs_of(zeropp_schedule(4, 3, **more)), waits_of=4)
+
+
+LOWERED = [
+    ("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 3), ("looped_bfs", 3),
+    ("interleaved_zb", 3), ("zbv", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "chunks"), LOWERED)
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_other_orders_that_our_passes_lower_end(name: str, chunks: int, ranks: int) -> None:
+    order = build(name, num_ranks=ranks, chunks=chunks, num_microbatches=2 * ranks)
+    check(logs_of(lower(order, gather=True)), waits_of=ranks)
+
+
+PEERS = ("Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torchs_pipelines_end(name: str, ranks: int) -> None:
+    check(logs_of(torch_schedule(f"Schedule{name}", ranks), one_group), waits_of=ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_megatrons_1f1b_ends(ranks: int) -> None:
+    check(megatron_1f1b(ranks, 2 * ranks), waits_of=ranks)
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (3, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_megatrons_interleaved_1f1b_ends(ranks: int, chunks: int, lazy: bool) -> None:
+    check(megatron_interleaved(ranks, chunks, 2 * ranks, lazy=lazy), waits_of=ranks)
+
+
+# What must be found. Receives that are posted earlier, as ours were once, hang a host that waits.
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (4, 1), (4, 2)])
+def test_early_receives_hang_a_wait_for_the_device(ranks: int, chunks: int) -> None:
+    schedule = zeropp_schedule(ranks, chunks)
+    logs = logs_of(replace(schedule, programs=with_early_receives(schedule.programs, 1)))
+    assert stuck(logs) == {}
+    assert any(hanging_waits(logs, rank) for rank in range(ranks))
+
+
+def test_messages_in_another_order_do_not_match() -> None:
+    schedule = zeropp_schedule(2, 2)
+    program = list(schedule.programs[1])
+    first, second = [i for i, action in enumerate(program) if action.op == "RECV_F"][:2]
+    program[first], program[second] = program[second], program[first]
+    logs = logs_of(replace(schedule, programs=(schedule.programs[0], tuple(program))))
+    assert "microbatch 0" in mismatches(logs)[0]
+
+
+def test_streams_that_share_a_hardware_queue_hang() -> None:
+    logs = logs_of(zeropp_schedule(4, 2), shard=2)
+    assert stuck(logs, queue_of=lambda stream: "the only queue")
+    streams = sorted({one.stream for one in logs[1] if one.stream})
+    shared = [
+        pair
+        for pair in combinations(streams, 2)
+        if stuck(logs, queue_of=lambda stream, pair=pair: pair[0] if stream in pair else stream)  # type: ignore[misc]
+    ]
+    assert shared  # and so every stream needs a queue of its own
+
+
+def test_blocking_launches_hang() -> None:
+    """``CUDA_LAUNCH_BLOCKING=1`` and profilers that serialise kernels: by design."""
+    logs = logs_of(zeropp_schedule(2, 2))
+    blocking = {
+        rank: [entry for one in log for entry in (one, Issued("sync", what="blocking launch"))]
+        for rank, log in logs.items()
+    }
+    assert stuck(blocking)

@@ -1,0 +1,324 @@
+"""What stands in for streams, events, messages and asynchronous collectives of torch, so that a
+step on a CPU tells a ``Device`` in which order it would give its work to a GPU."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from zeropp.verify.rendezvous import Issued, Message, hanging_waits, mismatches, stuck
+from zeropp.verify.streams import Clock, Device, Extent, Observer, extent
+
+_ASYNCHRONOUS = (  # those that take ``async_op``
+    "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all",
+    "all_to_all_single", "broadcast", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor",
+)  # fmt: skip
+_READ_BY_HOST = ("tolist", "cpu", "numpy")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``watch`` has found on all ranks. ``faults``: races and reuse of memory, as text;
+    ``unmatched``: messages and collectives that do not match; ``hangs``: by rank what it waits for
+    without an end; ``hanging_waits``: by rank at how many of its places the host must not wait
+    for its device (the allocator's retry, a kernel's first use), and at how many it may."""
+
+    faults: tuple[str, ...]
+    unmatched: tuple[str, ...]
+    hangs: dict[int, str]
+    hanging_waits: dict[int, tuple[int, int]]
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing races and everything ends, also where one host waits for its device."""
+        waits = any(bad for bad, _ in self.hanging_waits.values())
+        return not (self.faults or self.unmatched or self.hangs or waits)
+
+    def __str__(self) -> str:
+        lines = [*self.faults, *(f"does not match: {one}" for one in self.unmatched)]
+        lines += [f"hang: rank {rank}: {what}" for rank, what in self.hangs.items()]
+        lines += [
+            f"rank {rank}: a wait for the device would hang at {bad} of {bad + good} places"
+            for rank, (bad, good) in self.hanging_waits.items()
+            if bad
+        ]
+        return "\n".join(lines) or "no race, no hang"
+
+
+def watch(work: Callable[[], object], *, times: int = 1) -> Report:
+    """Run ``work`` so many times under emulation, on all ranks of the default process group (gloo,
+    tensors on CPUs), and report what was found on any of them; every rank gets the same report.
+
+    Streams that ``work`` uses must be made in it. All ranks must call this together.
+    """
+    with emulated() as device:
+        for _ in range(times):
+            work()
+    mine = ([f"rank {dist.get_rank()}: {fault}" for fault in device.faults], device.log.issued)
+    found: list[tuple[list[str], list[Issued]]] = [([], [])] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    logs = {rank: log for rank, (_, log) in enumerate(found)}
+    hangs = stuck(logs)
+    bad = {} if hangs else {rank: len(hanging_waits(logs, rank)) for rank in logs}
+    waits = {rank: (count, len(logs[rank]) + 1 - count) for rank, count in bad.items()}
+    faults = tuple(text for texts, _ in found for text in texts)
+    return Report(faults, tuple(mismatches(logs)), hangs, waits)
+
+
+class _Event:
+    """Stands for ``torch.cuda.Event``."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._clock: Clock = {}
+        self._number, self._stream = 0, ""
+
+    def record(self, stream: _Stream | None = None) -> None:
+        self._stream = self._device.current if stream is None else stream.name
+        self._clock = self._device.snapshot(self._stream)
+        self._number = self._device.log.record(self._stream)
+
+    def wait(self, stream: _Stream | None = None) -> None:
+        if self._number:
+            name = self._device.current if stream is None else stream.name
+            self._device.follow(name, self._clock, self._number)
+
+    def synchronize(self) -> None:
+        if self._number:
+            self._device.wait_on_host(self._clock, self._stream, "Event.synchronize")
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    """Stands for ``torch.cuda.Stream``; two of one name are the same stream."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        self._device, self.name = device, name
+
+    def wait_stream(self, other: _Stream) -> None:
+        other.record_event().wait(self)
+
+    def wait_event(self, event: _Event) -> None:
+        event.wait(self)
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event(self._device)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        clock = self._device.snapshot(self.name)
+        self._device.wait_on_host(clock, self.name, "Stream.synchronize")
+
+    def query(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+class _Work:
+    """Stands for what ``isend``, ``irecv`` and asynchronous collectives return: as on NCCL, the
+    current stream waits. It keeps the tensors until then."""
+
+    def __init__(self, device: Device, inner: Sequence[Any], event: _Event, kept: object) -> None:
+        self._device, self._inner, self._event, self._kept = device, inner, event, kept
+
+    def wait(self, *_: object) -> bool:
+        self._event.wait()
+        for one in self._inner:
+            one.wait()
+        self._kept = None
+        return True
+
+    def is_completed(self) -> bool:
+        return all(one.is_completed() for one in self._inner)
+
+
+@contextmanager
+def emulated(*, eager: bool = True) -> Iterator[Device]:
+    """Inside this context, streams and events of ``torch.cuda`` (and ``torch.cpu``, whose streams
+    do nothing otherwise) are virtual, and messages and collectives run as on NCCL.
+
+    ``eager``: groups are connected when they are made (``init_process_group(device_id=...)``), so
+    that all messages of a group share one stream; otherwise each pair of ranks has a communicator
+    of its own, for which both hosts meet at its first message.
+    """
+    device = Device()
+    observer = Observer(device)
+    with ExitStack() as undo:
+        for module in (torch.cuda, torch.cpu, torch.accelerator):
+            for name, stand_in in _streams(device).items():
+                if hasattr(module, name):
+                    undo.enter_context(mock.patch.object(module, name, stand_in))
+        resized = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            device.resize(storage, resized, size)
+            return storage
+
+        def record_stream(tensor: Tensor, stream: _Stream) -> None:
+            device.record_stream(tensor.untyped_storage(), stream.name)
+
+        undo.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
+        undo.enter_context(mock.patch.object(torch.Tensor, "record_stream", record_stream))
+        for name in _READ_BY_HOST:
+            read = _read(device, name, getattr(torch.Tensor, name))
+            undo.enter_context(mock.patch.object(torch.Tensor, name, read))
+        functions = _Messages(device, eager).functions()
+        for name in _ASYNCHRONOUS:
+            if hasattr(dist, name):
+                functions[name] = _collective(device, observer, getattr(dist, name))
+        for name, function in functions.items():
+            for module in (dist, distributed_c10d):  # batches compare functions by identity
+                if hasattr(module, name):
+                    undo.enter_context(mock.patch.object(module, name, function))
+        undo.enter_context(observer)
+        yield device
+
+
+def _streams(device: Device) -> dict[str, Any]:
+    """The stand-ins for what ``torch.cuda`` has."""
+    made = iter(range(1, 1 << 30))
+
+    def new_stream(*_: object, **__: object) -> _Stream:
+        return _Stream(device, f"stream {next(made)}")
+
+    def current_stream(*_: object) -> _Stream:
+        return _Stream(device, device.current)
+
+    @contextmanager
+    def stream(one: _Stream | None) -> Iterator[None]:
+        before, device.current = device.current, device.current if one is None else one.name
+        try:
+            yield
+        finally:
+            device.current = before
+
+    def synchronize(*_: object) -> None:
+        device.wait_on_host(device.everything(), None, "synchronize")
+
+    return {
+        "Stream": new_stream,
+        "Event": lambda *_, **__: _Event(device),
+        "current_stream": current_stream,
+        "stream": stream,
+        "synchronize": synchronize,
+    }
+
+
+def _read(device: Device, name: str, original: Any) -> Any:
+    def read(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        device.wait_on_host(None, device.current, f"Tensor.{name}")
+        return original(tensor, *arguments, **keywords)
+
+    return read
+
+
+def _collective(device: Device, observer: Observer, original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if not signature.bind(*arguments, **keywords).arguments.get("async_op"):
+            return original(*arguments, **keywords)
+        observer.asynchronous = True
+        try:
+            inner = original(*arguments, **keywords)
+        finally:
+            observer.asynchronous = False
+        event = _Stream(device, observer.stream).record_event()
+        return None if inner is None else _Work(device, [inner], event, arguments)
+
+    return call
+
+
+class _Messages:
+    """The stand-ins for functions that send and receive. A message runs on its communicator's own
+    stream, after what the current stream holds, and keeps its tensor's memory by
+    ``record_stream``, as in ``ProcessGroupNCCL::pointToPoint``."""
+
+    def __init__(self, device: Device, eager: bool) -> None:
+        self._device, self._eager = device, eager
+        self._originals = {name: getattr(dist, name) for name in ("isend", "irecv")}
+        self._connected: set[object] = set()
+
+    def functions(self) -> dict[str, Any]:
+        """By the names that they have in ``torch.distributed``."""
+
+        def isend(tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0,
+                  group_dst: int | None = None) -> _Work:  # fmt: skip
+            return self._issue([("isend", tensor, _peer(group, dst, group_dst), group, tag)])
+
+        def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0,
+                  group_src: int | None = None) -> _Work:  # fmt: skip
+            return self._issue([("irecv", tensor, _peer(group, src, group_src), group, tag)])
+
+        def send(*arguments: Any, **keywords: Any) -> None:
+            isend(*arguments, **keywords).wait()
+
+        def recv(tensor: Tensor, *arguments: Any, **keywords: Any) -> None:
+            irecv(tensor, *arguments, **keywords).wait()
+
+        def batch(operations: Sequence[Any]) -> list[_Work]:
+            names = {isend: "isend", irecv: "irecv"}
+            return [
+                self._issue(
+                    [
+                        (names[one.op], one.tensor, one.peer, one.group, one.tag)
+                        for one in operations
+                    ]
+                )
+            ]
+
+        found = {"isend": isend, "irecv": irecv, "send": send, "recv": recv}
+        return {**found, "batch_isend_irecv": batch}
+
+    def _issue(self, lot: Sequence[tuple[str, Tensor, int, Any, int]]) -> _Work:
+        device, mine = self._device, dist.get_rank()
+        group: Any = lot[0][3] or dist.group.WORLD
+        name = f"{group.group_desc} {group.group_name}"
+        stream, key = f"nccl {name}", (name, tuple(dist.get_process_group_ranks(group)))
+        if not self._eager and len(lot) == 1:
+            pair = tuple(sorted((mine, lot[0][2])))
+            stream, communicator = f"nccl {name} {pair}", (*key, pair)
+            if communicator not in self._connected:
+                self._connected.add(communicator)
+                device.log.meet(communicator, 2)
+        _Stream(device, stream).wait_stream(_Stream(device, device.current))
+        messages, inner = [], []
+        reads: list[Extent] = []
+        writes: list[Extent] = []
+        for kind, tensor, peer, its_group, tag in lot:
+            device.record_stream(tensor.untyped_storage(), stream)
+            inner.append(self._originals[kind](tensor, peer, its_group, tag))
+            (reads if kind == "isend" else writes).append(extent(tensor))
+            pair = (mine, peer) if kind == "isend" else (peer, mine)
+            messages.append(Message(key, *pair, f"{tuple(tensor.shape)} {tensor.dtype}"))
+        what = ", ".join(f"{kind} {peer}" for kind, _, peer, *_ in lot)
+        device.run(stream, what, reads, writes)
+        device.log.messages(stream, messages, what)
+        event = _Stream(device, stream).record_event()
+        return _Work(device, inner, event, [tensor for _, tensor, *_ in lot])
+
+
+def _peer(group: Any, peer: int | None, group_peer: int | None) -> int:
+    if peer is not None:
+        return peer
+    assert group_peer is not None
+    whole: Any = dist.group.WORLD
+    return dist.get_global_rank(group or whole, group_peer)
