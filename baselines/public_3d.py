@@ -1,8 +1,7 @@
 """Public 3D programs that are priced but do not run here, and a bound that has all their parts.
 
-In: a ``Task`` and the program's knobs. Out: a ``Plan``. Read ``offers`` (what each program can be
-set to, by its released version), then the files that they share: ``knobs``, ``plan``, ``space``,
-``contender``.
+In: a ``Task`` and the program's knobs. Out: a ``Plan``. Below are the settings, what each
+program can be set to (by its released version), the planner, and what the tuner tries.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from zeropp.tune.space import (
     zero_choices,
 )
 
-# The settings of the public 3D programs. Imports no torch.
+# The settings of the public 3D programs.
 
 
 Public3D = Literal[
@@ -91,7 +90,7 @@ class ZeroBubbleKnobs(Public3DKnobs):
     name: Literal["zero_bubble"] = "zero_bubble"
 
 
-# What each public 3D program can be set to, with the source. Imports no torch.
+# What each public 3D program can be set to, with the source.
 
 
 _VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12)
@@ -172,7 +171,7 @@ OFFERS: dict[Public3D, Offer] = {
 }
 
 
-# The plan of a public 3D program: TP x PP x DP with one of its schedules. Imports no torch.
+# The plan of a public 3D program: TP x PP x DP with one of its schedules.
 
 
 _FIXED_CHUNKS = {"1f1b": 1, "zb_h1": 1, "zbv": 2}
@@ -296,7 +295,7 @@ def microbatch_group(pp: int, num_microbatches: int) -> int:
     return next(size for size in groups if (left := num_microbatches % size) == 0 or left >= pp)
 
 
-# What the tuner tries for a public 3D program. Imports no torch.
+# What the tuner tries for a public 3D program.
 
 
 P = TypeVar("P", bound=Public3DKnobs)

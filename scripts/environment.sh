@@ -1,6 +1,6 @@
-# Sourced by demo.sh and test.sh: a virtual environment in .venv with this checkout installed.
+# Sourced by other scripts: a virtual environment in .venv with this checkout installed.
 
-# make_environment WHAT: WHAT is pip's name for this checkout, ".[suite]" or ".[dev]".
+# make_environment WHAT: WHAT is pip's name for this checkout, ".[suite,megatron]" or ".[dev]".
 make_environment() {
     local what=$1 python=${PYTHON:-python3} stamp
     stamp=.venv/.installed-$(printf '%s' "$what" | cat - pyproject.toml | sha256sum | cut -c1-16)

@@ -16,7 +16,7 @@ import zeropp  # noqa: F401 - sets what CUDA reads when it is initialised
 
 import torch  # isort: skip
 
-LANES = ("gathers", "reductions", "replicas")
+LANES = {"gathers": -1, "reductions": -1, "replicas": 0}  # and their priorities
 MESSAGES = ("to the next", "from the next", "to the one before", "from the one before")
 SPIN_CYCLES = 200_000_000  # about 0.1 s
 
@@ -24,7 +24,7 @@ SPIN_CYCLES = 200_000_000  # about 0.1 s
 def main() -> int:
     torch.cuda.init()
     streams = {"compute": torch.cuda.current_stream()}
-    streams |= {name: torch.cuda.Stream() for name in LANES}
+    streams |= {name: torch.cuda.Stream(priority=priority) for name, priority in LANES.items()}
     streams |= {name: torch.cuda.Stream(priority=-1) for name in MESSAGES}
     place = torch.zeros(1, device="cuda")
     for stream in streams.values():  # loads the kernels

@@ -33,7 +33,7 @@ make_environment() {
     echo "$version: installing into $place (once; torch is large) ..." >&2
     "${PYTHON:-python3}" -m venv "$place"
     "$place/bin/python" -m pip install --quiet --disable-pip-version-check \
-        "$version.*" "transformers>=4.50" pytest pytest-timeout hypothesis -e ".[suite,megatron]"
+        "$version.*" pytest pytest-timeout hypothesis -e ".[suite,megatron,huggingface]"
     touch "$place/.installed"
 }
 

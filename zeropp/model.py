@@ -1,7 +1,7 @@
 """GPT and Llama for a single device, as lists of pieces: embedding, blocks, head.
 
 In: a ``ModelShape`` and a seed. Out: ``nn.Module``s without any parallelism; contenders shard and
-cut them from outside. Read ``blocks`` (a transformer block), then ``pieces`` (the list).
+cut them from outside.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def recomputed_blocks(asked: int | Auto, num_stages: int) -> tuple[int, ...]:
     return () if asked == "auto" else (asked,) * num_stages
 
 
-# ZeroPP's orders of a step, from which the simulator chooses the fastest. Imports no torch.
+# ZeroPP's orders of a step, from which the simulator chooses the fastest.
 #
 # One order is planned for equal durations, the other with the durations that the cost model
 # predicts on the cluster. The planner and the tuner call the same functions, so that what is priced

@@ -1,8 +1,7 @@
 """DeepSpeed's 3D parallelism: its ``PipelineModule`` with TP x PP x DP and ZeRO-1.
 
 In: a ``Task`` and ``DeepSpeedKnobs``. Out: a ``Plan`` whose programs are DeepSpeed's own 1F1B, and
-a trainer per rank that lets DeepSpeed's ``PipelineEngine`` run it. Read ``knobs``, ``plan``,
-``tensor_parallel`` (DeepSpeed has no tensor parallelism for pipelines, so this cuts the layers),
-``layers`` and ``trainer``, ``messages`` (for ranks that are traced without peers), ``space``,
-``contender``. ``private_names`` has what DeepSpeed does not document.
+a trainer per rank that lets DeepSpeed's ``PipelineEngine`` run it. Read ``contender``,
+``tensor_parallel`` (DeepSpeed has no tensor parallelism for pipelines, so this cuts the layers) and
+``trainer``. ``private_names`` has what DeepSpeed does not document.
 """

@@ -26,7 +26,7 @@ from zeropp.schedule.program import Action, Op, Program, Schedule, loop_placemen
 from zeropp.tune.contender import Contender
 from zeropp.tune.space import Point, Space, choices, one_member, zero_choices
 
-# The settings of DeepSpeed's 3D parallelism. Imports no torch.
+# The settings of DeepSpeed's 3D parallelism.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class DeepSpeedKnobs:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
 
-# The plan of DeepSpeed 3D: plain 1F1B over stages that are balanced by cost. Imports no torch.
+# The plan of DeepSpeed 3D: plain 1F1B over stages that are balanced by cost.
 #
 # A rank's program is the order of actions that DeepSpeed's own ``TrainSchedule`` gives; a test
 # compares the two, action by action.
@@ -154,7 +154,7 @@ def _transfers(action: Action, last: int) -> tuple[list[Action], list[Action]]:
     )
 
 
-# What the tuner tries for DeepSpeed's 3D parallelism. Imports no torch.
+# What the tuner tries for DeepSpeed's 3D parallelism.
 
 
 _RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")

@@ -15,7 +15,7 @@ from zeropp.schedule.program import Action, Op, Schedule, ScheduleSizes, unorder
 from zeropp.tune.contender import Contender
 from zeropp.tune.space import Point, Space, choices, recompute_choices
 
-# The settings of FSDP2 without a pipeline. Imports no torch.
+# The settings of FSDP2 without a pipeline.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class FSDPKnobs:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
 
-# The plan of FSDP2 alone: gradient accumulation over microbatches. Imports no torch.
+# The plan of FSDP2 alone: gradient accumulation over microbatches.
 #
 # Every piece of the model (embedding, block, head) is a stage of its own on the only pipeline rank,
 # because FSDP2 gathers piece by piece, for the forward and again for the backward of every
@@ -107,7 +107,7 @@ def accumulation(num_stages: int, num_microbatches: int) -> Schedule:
     )
 
 
-# What the tuner tries for FSDP2. Imports no torch.
+# What the tuner tries for FSDP2.
 
 
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")

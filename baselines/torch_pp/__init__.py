@@ -1,7 +1,6 @@
 """torch.distributed.pipelining with FSDP2 and DTensor's tensor parallelism: torch's own schedules.
 
 In: a ``Task`` and ``TorchPPKnobs``. Out: a ``Plan`` in the order of torch's schedule classes, and a
-trainer per rank that lets torch's runtime run them. Read ``knobs``, ``plan`` (with ``dualpipev``),
-``trainer`` (with ``tensor_parallel`` and ``tied_stages``), ``space``, ``contender``.
-``private_names`` has the names of torch that may change.
+trainer per rank that lets torch's runtime run them. Read ``contender`` (with
+``dualpipev``), then ``trainer``. ``private_names`` has the names of torch that may change.
 """

@@ -46,7 +46,7 @@ from zeropp.tune.space import (
     sequence_choices,
 )
 
-# The settings of torch's pipelines with FSDP2 and tensor parallelism. Imports no torch.
+# The settings of torch's pipelines with FSDP2 and tensor parallelism.
 
 
 TorchSchedule = Literal[
@@ -87,7 +87,7 @@ class TorchtitanKnobs(TorchPPKnobs):
     compile: Literal[True] = True
 
 
-# The plan of torch.distributed.pipelining: torch's own schedules. Imports no torch.
+# The plan of torch.distributed.pipelining: torch's own schedules.
 #
 # Compute, gathers, releases and reductions come in the order of torch's schedule classes; a test
 # compares the two. Torch gathers parameters by a rule of its own (``_add_unshard_reshard``): a rank
@@ -308,7 +308,7 @@ def _check_microbatches(name: str, pp: int, num_microbatches: int) -> None:
         )
 
 
-# What the tuner tries for torch's pipelines. Imports no torch.
+# What the tuner tries for torch's pipelines.
 
 
 _CHUNKS: dict[TorchSchedule, tuple[int, ...]] = {

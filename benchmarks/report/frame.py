@@ -41,7 +41,7 @@ _NAMED |= {"schedule", "recompute", "sequence_parallel"}
 _SHORT = {"activation_cap": "cap", "reduce_every": "reduce"}
 # Knobs that a tuner sets. If all of them are the contender's defaults, nobody has tuned it.
 _DEGREES: tuple[str, ...] = ("pp", "tp", "shard", "replicate", "replicate_zero", "chunks", "unit")
-_DEGREES += ("activation_cap", "activation_cap_gib", "schedule", "sequence_parallel", "recompute")
+_DEGREES += ("activation_cap", "schedule", "sequence_parallel", "recompute")
 
 
 def default_knobs(contender: str) -> dict[str, Any]:

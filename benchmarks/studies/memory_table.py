@@ -1,7 +1,7 @@
 """Writes results/reference/memory/traced_vs_simulated.csv, which compares the cost model's memory
 with that of the real code.
 
-Every plan's first, middle and last pipeline rank is traced (``traced_ranks``) and priced.
+Every plan's first, middle and last pipeline rank is traced (``zeropp.engine.tracing``) and priced.
 Needs no GPU and no peers; about a quarter of an hour on two cores. Plans that the file has are
 priced again but not traced again, but for those of ``--retrace CONTENDER``, whose code has changed.
 The file is written after every plan, so a run that was stopped goes on where it was.

@@ -42,7 +42,7 @@ from zeropp.tune.space import (
     zero_choices,
 )
 
-# The settings of ZeroPP. Imports no torch.
+# The settings of ZeroPP.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class ZeroppKnobs(StepKnobs):
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
 
-# ZeroPP's planner: from a task and knobs to the Plan that the engine runs. Imports no torch.
+# ZeroPP's planner: from a task and knobs to the Plan that the engine runs.
 
 
 def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
@@ -163,7 +163,7 @@ def _refuse(task: Task, knobs: ZeroppKnobs) -> None:
         )
 
 
-# What the tuner tries for ZeroPP. Imports no torch.
+# What the tuner tries for ZeroPP.
 
 
 _CHUNKS = (1, 2, 3, 4, 6, 8, 12)

@@ -8,18 +8,16 @@ throughput of the model's kernels alone, with which every plan is compared.
 
 Read in this order, from the smallest formula to the whole price:
 
-* ``kernels``: seconds of one matrix product and of one pass over memory on a device.
+* ``kernels``: seconds of one matrix product, of one pass over memory, and of one piece's forward,
+  input gradient and weight gradient.
 * ``flops``: parameters and FLOPs of a model's pieces.
-* ``blocks``: seconds of one block's forward, input gradient and weight gradient.
-* ``traffic``: bytes that element-wise kernels and the loss read and write.
-* ``compute_limit``: tokens per second and GPU if only those kernels took time.
-* ``collectives``: seconds of collectives and messages between the ranks of a layout.
-* ``activations``, ``state_memory`` and ``stage_memory``: bytes of a microbatch's tensors, of a
-  stage's parameters and gradients, and of the whole stage.
-* ``cuts`` and ``half_cuts``: stages of equal work, cut between blocks or also inside them.
-* ``tensor_parallel`` and ``data_parallel``: what a stage's parallelism adds to its kernels.
-* ``alike``: which stages have the same price, so that one of them is priced for all.
-* ``stage_costs``: ``price_plan``, which puts them together; ``plan_price`` is its result's type.
+* ``communication``: seconds of collectives and messages, and what tensor and data parallelism add
+  to a stage.
+* ``memory``: bytes of a microbatch's tensors, of a stage's parameters and gradients, and of the
+  whole stage.
+* ``cuts``: stages of equal work, cut between blocks or also inside them.
+* ``price``: ``price_plan``, which puts them together, and the compute limit; ``plan_price`` is the
+  type of a price.
 """
 
 from zeropp.cost.cuts import cut_by_cost

@@ -2,7 +2,7 @@
 
 With several chunks per rank the sum over a rank's stages counts, so that a short stage makes up for
 a long one. All blocks of a model take the same time, so a cut is a number of blocks per stage, or
-of halves of blocks (``half_cuts``) in programs that can cut between attention and MLP.
+of halves of blocks in programs that can cut between attention and MLP.
 """
 
 from __future__ import annotations

@@ -181,9 +181,9 @@ def loss_bytes(work: Work) -> tuple[int, int]:
 # Time of one piece's forward, input gradient and weight gradient on one rank.
 #
 # The inputs are a shape, a microbatch, the tensor-parallel degree and a device. Matrix products are
-# those of arXiv 2104.04473 (section 2.3, appendix); ``traffic.py`` counts the bytes of element-wise
-# kernels. The host starts kernels ahead of the device, so a forward or backward takes the longer of
-# device and host time.
+# those of arXiv 2104.04473 (section 2.3, appendix); the functions above count the bytes of
+# element-wise kernels. The host starts kernels ahead of the device, so a forward or backward takes
+# the longer of device and host time.
 
 
 KERNELS = {"gpt": 40, "llama": 50}  # kernel launches of one block's forward

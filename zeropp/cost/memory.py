@@ -1,8 +1,6 @@
 """Bytes of one stage on one rank: parameters, gradients, optimizer, activations, temporaries.
 
-Parameters, gradients and optimizer state come from ``zeropp.cost.memory``, and the sizes of
-activations from ``zeropp.cost.memory``. A test compares the sums with traces
-(``zeropp.engine.tracing``).
+A test compares the sums with traces (``zeropp.engine.tracing``).
 """
 
 from __future__ import annotations

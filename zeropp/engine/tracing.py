@@ -4,7 +4,7 @@ code.
 The rank builds its trainer and runs a whole step in a ``fake_world``, with fake tensors: every
 allocation is made, but none takes memory. The numbers are exact except for the allocator's
 rounding, what kernels allocate inside, and what network libraries keep. A contender that cannot run
-with fake tensors gets real ones. ``zeropp.engine.tracing`` sorts allocations by kind.
+with fake tensors gets real ones.
 """
 
 from __future__ import annotations

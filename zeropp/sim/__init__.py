@@ -5,6 +5,5 @@ In: a Plan and a Cluster. Out: a ``SimResult``. Read in this order:
 * ``simulator``: ``simulate(plan, cluster)`` prices a plan, runs its programs in the event loop
   (``zeropp.schedule.event_loop``) and adds what follows the last microbatch.
 * ``lost_time``: why the step takes longer than the compute limit, by causes that add up.
-* ``memory_curve``: the bytes that a rank holds while its program runs, and their peak;
-  ``rank_memory`` follows them from action to action.
+* ``memory``: the bytes that a rank holds from action to action of its program, and their peak.
 """
