@@ -150,12 +150,9 @@ def cast_bytes(work: Work) -> tuple[int, int]:
 def accumulation_bytes(work: Work) -> int:
     """Bytes per parameter that move when a microbatch's weight gradient is added to the sum, beside
     the output of the product, which ``matmul_s`` counts: the sum is read and written. Where the
-    product does this, it is its output; otherwise the gradient is read as well. A program that
-    moves more says so itself (``StateBytes.accumulated``)."""
-    state, element = work.program.state(work.precision), element_bytes(work.precision)
-    if state.accumulated:
-        return state.accumulated
-    total = 2 * state.gradients
+    product does this, it is its output; otherwise the gradient is read as well."""
+    total = 2 * work.program.state(work.precision).gradients
+    element = element_bytes(work.precision)
     return total - element if work.program.fused_accumulation else total + element
 
 
