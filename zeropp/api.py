@@ -88,7 +88,7 @@ def parallelize(
     device = together(lambda: _device(settings.device, settings.mesh))
     settings, stages = together(lambda: _cut(layers, loss_fn, settings, asked))
     preflight.compare(lambda: _functions(settings, stages.sizes))
-    pieces = together(lambda: stages.pieces(layers, device))
+    pieces = together(lambda: stages.pieces(layers, device, settings.tied))
     preflight.compare_values(pieces)
     modules = {piece.index: piece.module for piece in pieces}
     owners = owners_of([modules.get(index, layer) for index, layer in enumerate(layers)])

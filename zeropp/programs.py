@@ -50,6 +50,8 @@ class StateBytes:
     optimizer: int  # Adam's moments, and fp32 master weights unless the parameters are fp32
     _: KW_ONLY
     half_gradients: int = 0  # kept 16-bit gradients in addition to ``gradients``
+    # Moved per microbatch when a gradient is added to its sum; 0: as ``fused_accumulation`` says.
+    accumulated: int = 0
     reduced: int = 4  # sent by gradient reductions, over the replicas and the ZeRO-3 group
     casts_parameters: bool = False  # compute uses 16-bit copies of fp32 parameters
     zero1_all_reduces: bool = False  # ZeRO-1 all-reduces all gradients, instead of reduce-scatter

@@ -100,6 +100,9 @@ class Settings(StepKnobs):
             raise InfeasibleError(
                 "sample: must be a tensor of one microbatch, with at least one row in dimension 0"
             )
+        for name, value in self.sample_keywords.items():
+            if not isinstance(value, Tensor):
+                raise InfeasibleError(f"sample_keywords: {name!r} must be a tensor [rows, ...]")
         if self.tied is not None:
             first, second = sorted(self.tied)
             object.__setattr__(self, "tied", (first, second))

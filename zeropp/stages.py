@@ -22,7 +22,7 @@ from zeropp.planner import drafts, fastest
 from zeropp.schedule import validate
 from zeropp.schedule.program import loop_placement, unordered
 from zeropp.schedule.zeropp_order import cap_needs, smallest_cap, unit_size
-from zeropp.settings import Settings
+from zeropp.settings import ParameterName, Settings
 from zeropp.shape import ModelShape
 
 
@@ -43,8 +43,14 @@ class Stages:
             for output in self.sizes[int(self.plan.cuts[stage]) - 1].outputs
         ]
 
-    def pieces(self, layers: Sequence[Layer], device: torch.device) -> list[Piece]:
-        """This rank's layers, as pieces for the engine."""
+    def pieces(
+        self,
+        layers: Sequence[Layer],
+        device: torch.device,
+        tied: tuple[ParameterName, ParameterName] | None,
+    ) -> list[Piece]:
+        """This rank's layers, as pieces for the engine. Where ``tied`` parameters are one object in
+        two stages of this rank, the second gets one of its own, because every stage has a copy."""
         pieces, cuts = [], self.plan.cuts
         rank = self.plan.layout.coordinates(dist.get_rank())["pp"]
         for stage in self.plan.schedule.stages_of(rank):
@@ -54,6 +60,14 @@ class Stages:
                 check_values(module, index)
                 module = module.to(device)
                 pieces.append(Piece(index, stage, module, deferrable=0 < index < len(layers) - 1))
+        held = {piece.index: piece for piece in pieces}
+        ends = [(held[index], name) for index, name in tied or () if index in held]
+        if len(ends) == 2 and ends[0][0].stage != ends[1][0].stage:
+            first, second = (piece.module.get_parameter(name) for piece, name in ends)
+            if first is second:
+                path, _, name = ends[1][1].rpartition(".")
+                own = nn.Parameter(second.detach().clone(), second.requires_grad)
+                setattr(ends[1][0].module.get_submodule(path), name, own)
         return pieces
 
     def describe(self) -> str:

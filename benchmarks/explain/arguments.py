@@ -11,8 +11,6 @@ from zeropp.plan import Candidate, SizedPlan
 from zeropp.programs import program_named
 from zeropp.tune.contender import overrides
 
-DIALECTS = ("torchtitan", "megatron", "overrides")
-
 
 def written_as(dialect: str, plan: SizedPlan, candidate: Candidate[Any]) -> str:
     """The plan in a program's own words. Raises SpecError if that program has no word for it, as

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
 from rich import box
@@ -43,6 +43,7 @@ class TuneSpec(TaskSpec):
     contenders: tuple[str, ...]
     tolerance: Annotated[float, AT_LEAST_0]
     out: str | None = None
+    arguments_as: Literal["torchtitan", "megatron", "overrides"] | None = None
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 

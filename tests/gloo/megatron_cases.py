@@ -142,10 +142,10 @@ def _replacing(name: str, other: Any) -> Fault:
 
 
 def _without_norm(trainer: Any) -> None:
-    step = trainer._optimizer.step
-    for optimizer in (trainer._optimizer, *trainer._inner):
-        optimizer.config.clip_grad = 0.0
-    trainer._optimizer.step = lambda: (True, step()[1] or 0.0, None)
+    """Without clipping, the optimizer that others are chained around takes no norm."""
+    (inner,) = trainer._inner
+    inner.config.clip_grad = 0.0
+    trainer._optimizer.step = lambda: (True, inner.step()[1] or 0.0, None)
 
 
 def _with_stale_weights(trainer: Any) -> None:

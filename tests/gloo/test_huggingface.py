@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 DEGREES: list[dict[str, Any]] = [
     {"pp": 2},
-    {"shard": 2, "recompute": "full"},
+    {"shard": 2, "chunks": 2, "recompute": "full"},
     {"pp": 2, "shard": 2, "chunks": 2, "recompute": "selective"},
 ]
 

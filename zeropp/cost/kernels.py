@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 
 TILE = (128, 128)
-UNALIGNED = 0.42  # share of the rate if a side is no multiple of 8 (same guide, alignment)
+# The share of the rate that products reach if a side is no multiple of 8, or of 64, because tensor
+# cores read rows in groups of 128 bytes. The first is that of the same guide ("alignment"); the
+# second was fitted on two runs of a model of hidden size 14,400 with TP 8 and without a pipeline
+# (results/published/deepspeed_pipelines.csv).
+UNALIGNED, PARTLY_ALIGNED = 0.42, 0.62
 
 
 def element_bytes(precision: Precision) -> int:
@@ -49,6 +53,13 @@ def wave_efficiency(device: Device, m: int, n: int, batch: int = 1) -> float:
     return 0.5 + 0.5 * min(1.0, tiles / (waves * device.units))
 
 
+def alignment_efficiency(*sides: int) -> float:
+    """The share of the rate that a product reaches by what its sides are multiples of."""
+    if any(side % 8 for side in sides):
+        return UNALIGNED
+    return PARTLY_ALIGNED if any(side % 64 for side in sides) else 1.0
+
+
 def matmul_s(
     device: Device,
     precision: Precision,
@@ -63,8 +74,8 @@ def matmul_s(
     of the precision."""
     flops = 2.0 * m * k * n * batch
     rate = gain * matmul_rate(device, precision) * wave_efficiency(device, m, n, batch)
-    if device.units > 1 and (m % 8 or k % 8 or n % 8):
-        rate *= UNALIGNED
+    if device.units > 1:
+        rate *= alignment_efficiency(m, k, n)
     element = element_bytes(precision) * batch
     output_s = device.exposed_output * _stream(device, element * m * n)
     moved_s = _stream(device, element * (m * k + k * n + m * n))
@@ -139,9 +150,12 @@ def cast_bytes(work: Work) -> tuple[int, int]:
 def accumulation_bytes(work: Work) -> int:
     """Bytes per parameter that move when a microbatch's weight gradient is added to the sum, beside
     the output of the product, which ``matmul_s`` counts: the sum is read and written. Where the
-    product does this, it is its output; otherwise the gradient is read as well."""
-    total = 2 * work.program.state(work.precision).gradients
-    element = element_bytes(work.precision)
+    product does this, it is its output; otherwise the gradient is read as well. A program that
+    moves more says so itself (``StateBytes.accumulated``)."""
+    state, element = work.program.state(work.precision), element_bytes(work.precision)
+    if state.accumulated:
+        return state.accumulated
+    total = 2 * state.gradients
     return total - element if work.program.fused_accumulation else total + element
 
 

@@ -82,7 +82,7 @@ class Updater:
         The host waits for the device only if the optimizer cannot skip an update by itself, as
         torch's fused ones can.
         """
-        skipped = ~torch.isfinite(norm)
+        finite = torch.isfinite(norm)
         if self.clip_norm:
             factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             for group in self.optimizer.param_groups:
@@ -91,12 +91,12 @@ class Updater:
                         tensor.grad.mul_(factor)
         optimizer: Any = self.optimizer
         if getattr(optimizer, "_step_supports_amp_scaling", False):  # as torch's GradScaler asks
-            optimizer.found_inf = skipped.float()
+            optimizer.found_inf = (~finite).float()
             optimizer.step()
             del optimizer.found_inf
-        elif not bool(skipped):
+        elif bool(finite):
             optimizer.step()
-        return skipped
+        return ~finite
 
     def states(self, flats: Iterable[FlatParameters]) -> Iterator[OptimizerState]:
         """What the optimizer keeps of each tensor of the flat buffers.

@@ -239,11 +239,10 @@ def check_keywords(given: Mapping[str, Tensor], rows: int, named: Iterable[froze
                 f"sample_keywords: {name!r} is named by no layer's forward and not by the loss "
                 "function (leave it out, or add a parameter of that name)"
             )
-        if not isinstance(value, Tensor) or not value.dim() or len(value) != rows:
-            shape = tuple(getattr(value, "shape", ())) or type(value).__name__
+        if not value.dim() or len(value) != rows:
             raise InfeasibleError(
-                f"sample_keywords: {name!r} has shape {shape}, but one row for each of the "
-                f"sample's {rows} is needed in dimension 0 (expand it)"
+                f"sample_keywords: {name!r} has shape {tuple(value.shape)}, but one row for each "
+                f"of the sample's {rows} is needed in dimension 0 (expand it)"
             )
 
 
