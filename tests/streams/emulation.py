@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -62,7 +62,8 @@ def run_case(case: Case, emulate: bool, fault: str | None, folder: str) -> Found
             make, _ = (FAULTS | CONTROLS)[fault]
             stack.enter_context(make())
             case = replace(case, then=())
-        numbers, program = _train(case, folder)
+        mark = (lambda _: None) if device is None else device.log.place
+        numbers, program = _train(case, folder, mark)
     if device is None:
         return Found(numbers, [], [], program)
     return Found(numbers, [str(one) for one in device.faults], device.log.issued, program)
@@ -88,7 +89,7 @@ def _as_on_a_gpu() -> Iterator[Device]:
             yield device
 
 
-def _train(case: Case, folder: str) -> tuple[list[float], list[str]]:
+def _train(case: Case, folder: str, mark: Callable[[str], None]) -> tuple[list[float], list[str]]:
     shape = ModelShape(
         name="test", family="gpt", layers=2, hidden=8, heads=2, kv_heads=2, ffn=16,
         vocab=WORDS, seq=SEQUENCE, tied_embeddings=False, dropout=case.dropout,
@@ -116,7 +117,9 @@ def _train(case: Case, folder: str) -> tuple[list[float], list[str]]:
 
     program: list[str] = []
     model.engine.interpreter.on_action = lambda action: program.append(str(action))
+    mark("the first step")
     step(0)
+    mark("its end")
     model.engine.interpreter.on_action = None
     step(1)
     for name in case.then:
