@@ -65,7 +65,7 @@ def test_nothing_races_and_everything_ends(case: Case, world: World, tmp_path: P
     assert stuck(logs) == {}
     assert stuck(logs, resident=3, seed=1) == {}
     assert {rank: hanging_waits(logs, rank) for rank in logs} == {rank: [] for rank in logs}
-    pp, chunks = case.options["pp"], case.options["chunks"]
+    pp, chunks = case.options["pp"], case.options.get("chunks", 1)
     if pp > 1:  # so that what tests/unit simulates is what the engine issues
         first = case.ranks // pp  # ranks of a pipeline stage stand beside each other
         schedule = Schedule(
