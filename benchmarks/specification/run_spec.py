@@ -148,7 +148,7 @@ def knobs_from(values: Any) -> Knobs:
             nearest = f"did you mean contender.{near[0]}?; " if near else ""
             raise SpecError(
                 f"contender.{key}={value!r}: {name} has no such knob ({nearest}it has "
-                f"{', '.join(known[1:])})"
+                f"{', '.join(knob for knob in known if knob != 'name')})"
             )
     knobs: Knobs = validated(kind, dict(values), "contender")
     return knobs

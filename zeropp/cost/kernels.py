@@ -30,6 +30,7 @@ TILE = (128, 128)
 # second was fitted on two runs of a model of hidden size 14,400 with TP 8 and without a pipeline
 # (results/published/deepspeed_pipelines.csv).
 UNALIGNED, PARTLY_ALIGNED = 0.42, 0.62
+ALIGNED = 64  # sides of which a multiple reach the whole rate
 
 
 def element_bytes(precision: Precision) -> int:
@@ -57,7 +58,7 @@ def alignment_efficiency(*sides: int) -> float:
     """The share of the rate that a product reaches by what its sides are multiples of."""
     if any(side % 8 for side in sides):
         return UNALIGNED
-    return PARTLY_ALIGNED if any(side % 64 for side in sides) else 1.0
+    return PARTLY_ALIGNED if any(side % ALIGNED for side in sides) else 1.0
 
 
 def matmul_s(

@@ -27,7 +27,7 @@ from zeropp.cost.communication import (
     transfer_s,
 )
 from zeropp.cost.flops import parameter_count
-from zeropp.cost.kernels import PassTimes, PieceTimes, Work, element_bytes, piece_times
+from zeropp.cost.kernels import ALIGNED, PassTimes, PieceTimes, Work, element_bytes, piece_times
 from zeropp.cost.memory import block_kept, head_kept, shares_ends, stage_memory
 from zeropp.cost.plan_price import PlanPrice, StageExtras, StepBytes, StepTimes
 from zeropp.layout import Layout
@@ -82,8 +82,10 @@ def compute_limit(
     divided among all GPUs, and the least activations with which a pipeline can run without a
     bubble. One sequence always counts as fitting, because programs can split it (tensor
     parallelism) or keep less of it (recomputation). The kernels are those of
-    ``zeropp.cost.kernels``, as fast as the newest software has them.
+    ``zeropp.cost.kernels``, as fast as the newest software has them, and the vocabulary is padded
+    so that its products are not slower than their neighbours'.
     """
+    shape = replace(shape, vocab=-(-shape.vocab // ALIGNED) * ALIGNED)
     works = [
         Work(
             shape=shape,
