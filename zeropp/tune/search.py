@@ -240,6 +240,7 @@ def search(
     tolerance: float = 0.005,
     runner_up: bool = True,
     budget_s: float = float("inf"),
+    known: Iterable[Candidate[K]] = (),
 ) -> Outcome[K]:
     """Find the winner and the runner-up; both are None if nothing fits.
 
@@ -247,11 +248,15 @@ def search(
     configuration is not simulated unless its bound is below the winner's step by more than the
     share ``tolerance``, so no configuration can be faster than the winner by more. ``runner_up``:
     False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
-    which the best so far is the winner, if there is one.
+    which the best so far is the winner, if there is one. ``known``: candidates that are
+    simulated first, such as the winners of an earlier search, so that fewer others have a bound
+    below the best.
     """
     found = _Search(
         task, contender, asked or contender.knobs(), progress=progress, budget_s=budget_s
     )
+    for candidate in known:
+        found.offer(candidate)
     return found.run(microbatch_size, tolerance, runner_up)
 
 
@@ -277,6 +282,11 @@ class _Search(Generic[K]):
         self._too_many_activations: set[object] = (
             set()
         )  # of families alike, those with too many activations
+
+    def offer(self, candidate: Candidate[K]) -> None:
+        """Simulate a candidate, and keep it if it fits and is the best so far."""
+        if found := self._fitting(candidate):
+            self._outcome.offer(found)
 
     def run(self, microbatch_size: int | Auto, tolerance: float, runner_up: bool) -> Outcome[K]:
         """Take the entry with the lowest bound, until no bound is below the winner."""
