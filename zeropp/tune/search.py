@@ -53,8 +53,6 @@ from zeropp.tune.bounds import (
 from zeropp.tune.contender import Contender
 from zeropp.tune.space import compute_knobs, points
 
-# The entries of a search's queue: families, and their members.
-
 
 def adds_later(plan: SizedPlan) -> bool:
     """Whether gradients that are reduced over the shards are added to those of earlier units. It is
@@ -88,9 +86,6 @@ class Entry(Generic[K]):
     def __lt__(self, other: Entry[K]) -> bool:
         """Whether this entry comes first: the one with the lower bound, or the older one."""
         return (self.bound_s, self.number) < (other.bound_s, other.number)
-
-
-# The result of a search: the winner, the runner-up, and why other configurations were dropped.
 
 
 OOM = "out of memory"
@@ -169,9 +164,6 @@ class Outcome(Generic[K]):
         """The step time from which on a configuration that was simulated changes nothing."""
         last = self.runner_up if runner_up else self.winner
         return last.step_s if last else float("inf")
-
-
-# Simulates a plan in each of its orders, and keeps the fastest that fits into memory.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -283,9 +283,7 @@ def winner_of(
     begin = []
     with suppress(SpecError):
         begin += [_candidate(known)[1]] if known else []
-    return search(
-        cell.priced, contender, tolerance=tolerance, runner_up=False, known=begin
-    ).winner
+    return search(cell.priced, contender, tolerance=tolerance, runner_up=False, known=begin).winner
 
 
 def _of_cell(cell: Cell) -> partial[PlanRow]:
@@ -315,9 +313,6 @@ def _row(cell: Cell, candidate: Candidate[Any], result: SimResult, mode: str) ->
         setting=json.dumps(asdict(candidate)),
         losses=result.losses,
     )
-
-
-# From the ``verdict`` mapping of a configuration to cells, each of them once.
 
 
 _STRICT = {"extra": "forbid"}
