@@ -50,8 +50,8 @@ def block_saved(work: Work) -> float:
     e, h, kv = element_bytes(work.precision), shape.hidden, shape.kv_heads * shape.head_dim
     split = sequence_split(work)
     norms = (2 * h * e + 2 * h * program.dropout_masks) / split
-    products = 2 * h * e / (1 if program.keeps_gathered_inputs else split)
-    inner = (2 * h + 2 * kv + _SAVED[shape.gates] * shape.ffn) * e
+    products = 2 * h * _input_bytes(work) / (1 if program.keeps_gathered_inputs else split)
+    inner = (2 * h + 2 * kv) * e + _mlp_saved(work) + h * program.eight_bit  # attention's, cast
     if program.flash:
         inner += FP32 * shape.heads
     elif work.recompute != "selective":
@@ -63,11 +63,23 @@ def block_saved(work: Work) -> float:
     return work.tokens * (norms + products + inner / work.tp) + rotations
 
 
+def _input_bytes(work: Work) -> int:
+    """Bytes per element of the input that a product of a block keeps for its weight gradient."""
+    return 1 if work.program.eight_bit else element_bytes(work.precision)
+
+
+def _mlp_saved(work: Work) -> float:
+    """Bytes per token that are kept inside the MLP, without tensor parallelism. A fused kernel of a
+    gated MLP computes the gate's non-linearity again."""
+    shape = work.shape
+    others = _SAVED[shape.gates] - 1 - (shape.gates > 1 and work.program.fused_gate)
+    return shape.ffn * (others * element_bytes(work.precision) + _input_bytes(work))
+
+
 def half_saved(work: Work, half: BlockHalf) -> float:
     """What the backward of one half of a block needs of its forward. Each half keeps the inputs of
     a norm and of a product; what the MLP keeps inside is known, and the rest is attention's."""
-    inside = _SAVED[work.shape.gates] * work.shape.ffn * element_bytes(work.precision)
-    mlp = _half_inputs(work) + work.tokens * inside / work.tp
+    mlp = _half_inputs(work) + work.tokens * _mlp_saved(work) / work.tp
     return mlp if half == "mlp" else block_saved(work) - mlp
 
 
@@ -75,7 +87,8 @@ def _half_inputs(work: Work) -> float:
     """The inputs of one half's norm and first product, as ``block_saved`` counts them."""
     e, h, split = element_bytes(work.precision), work.shape.hidden, sequence_split(work)
     norm = (h * e + h * work.program.dropout_masks) / split
-    return work.tokens * (norm + h * e / (1 if work.program.keeps_gathered_inputs else split))
+    gathered = 1 if work.program.keeps_gathered_inputs else split
+    return work.tokens * (norm + h * _input_bytes(work) / gathered)
 
 
 def block_kept(work: Work) -> float:

@@ -120,7 +120,7 @@ def _tokens_per_s(work: Work) -> float:
 # time.
 
 
-def first_alike(plan: SizedPlan, cluster: Cluster) -> tuple[int, ...]:
+def representative_stages(plan: SizedPlan, cluster: Cluster) -> tuple[int, ...]:
     """For each stage, the first stage with the same price, that is with the same pieces and with
     neighbours at the same distance."""
     hops = _hops(cluster, plan.layout, plan.schedule.stage_rank)
@@ -193,7 +193,7 @@ def plan_bytes(plan: SizedPlan, cluster: Cluster, program: Program | None = None
     """The bytes of a plan's stages; ``program`` as in ``price_plan``."""
     work = work_of(plan, cluster, program)
     program = work.program
-    like = first_alike(plan, cluster)
+    like = representative_stages(plan, cluster)
     first = {s: stage_memory(plan, work, s) for s in set(like)}
     return StepBytes(
         memory=tuple(first[s] for s in like),
@@ -212,7 +212,7 @@ def _timed_stages(plan: SizedPlan, cluster: Cluster, work: Work) -> list[_TimedS
     job = _Job(
         plan=plan, cluster=cluster, work=work, tensor=tensor, times=times, plain=plain, fused=fused
     )
-    like = first_alike(plan, cluster)
+    like = representative_stages(plan, cluster)
     first = {s: _timed_stage(job, s) for s in set(like)}
     return [first[s] for s in like]
 

@@ -44,9 +44,9 @@ class Prediction:
     fits: bool = True  # whether the model says that the run fits into memory
 
 
-def predict(row: PublishedRow, cluster_name: str | None = None) -> Prediction:
+def predict(row: PublishedRow) -> Prediction:
     """Predict one row; raises UnpredictableError, with the reason, if that is impossible."""
-    return predict_case(row, case_of(row, cluster_name))
+    return predict_case(row, case_of(row))
 
 
 def predict_case(row: PublishedRow, case: Case) -> Prediction:
