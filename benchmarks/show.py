@@ -18,8 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks.specification.command import run_command
-from benchmarks.specification.run_spec import SpecError
+from benchmarks.specification.command import SpecError, command
 from zeropp.layout import most_microbatches
 from zeropp.schedule import ScheduleError, build, lower, validate
 from zeropp.schedule.event_loop import EventResult, run
@@ -210,12 +209,9 @@ def write(timeline: Timeline, out: Path, console: Console) -> None:
     console.print(f"wrote {out}/timeline.png, .svg and .json (for ui.perfetto.dev)", soft_wrap=True)
 
 
+@command
 def main() -> int:
     """Run the command line; the exit status is 2, with one line why, if nothing can be shown."""
-    return run_command(_show)
-
-
-def _show() -> int:
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
         print(__doc__)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import zeropp
 from baselines.torch_pp.private_names import stage_backward_input, stage_backward_weight
-from benchmarks.specification.command import CommandParser, run_command
+from benchmarks.specification.command import CommandParser, command
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.model import build_piece, cross_entropy
 from zeropp.optimizer import build_optimizer
@@ -155,12 +155,9 @@ def plain_step(
     optimizer.step()
 
 
+@command
 def main() -> int:
     """Measure and write; see ``--help``."""
-    return run_command(_main)
-
-
-def _main() -> int:
     parser = CommandParser(
         description="Measure the engine's overhead over a plain loop on one device (a GPU if there "
         "is one); medians of ratios are printed and written as JSON.",
@@ -175,9 +172,8 @@ def _main() -> int:
         default=15,
         help="ratios (%(default)s)",
     )
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)
     store = dist.HashStore()  # type: ignore[attr-defined]
     backend = "nccl" if DEVICE.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -185,7 +181,7 @@ def _main() -> int:
         "torch": torch.__version__,
         "machine": torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.machine(),
         "device": DEVICE.type,
-        "threads": arguments.threads,
+        "threads": 1,
         "split_backward": [split_backward(1024, 256, arguments.repeats)],
         "engine": engine(hidden=512, seq=128, layers=4, microbatches=4, repeats=arguments.repeats),
     }
