@@ -97,8 +97,8 @@ def _errors_by_source(kind: str) -> str:
             row["role"],
             str(row["runs"]),
             *(f"{row[name]:.1%}" for name in ("median", "p90")),
+            f"{row['bias']:+.1%}",
         ]
-        + [f"{row['bias']:+.1%}"]
         for row in frame.to_dict("records")
     ]
     heads = ["measured by", "role", "runs", "median error", "90th percentile", "bias"]
