@@ -17,7 +17,7 @@ from operator import attrgetter
 from zeropp.cluster import Cluster
 from zeropp.cost import PlanPrice
 from zeropp.layout import InfeasibleError, Layout, divisors, most_microbatches
-from zeropp.literals import Auto, Axis
+from zeropp.literals import Auto, Axis, if_auto
 from zeropp.plan import Knobs, Plan, SizedPlan, Task
 from zeropp.schedule.build import StepSizes, step_drafts
 from zeropp.schedule.program import Schedule
@@ -61,7 +61,7 @@ def _check_ranks(task: Task, asked: Mapping[Axis, int | Auto]) -> None:
     if "auto" not in asked.values():
         return
     limits: dict[Axis, int] = {"tp": task.cluster.gpus_per_node, "pp": task.shape.layers}
-    degrees = {a: limits[a] if asked[a] == "auto" else asked[a] for a in limits if a in asked}
+    degrees = {a: if_auto(asked[a], limits[a]) for a in limits if a in asked}
     most = prod([task.global_batch, *degrees.values()])
     if task.num_gpus > most:
         factors = [f" x {axis}={degree}" for axis, degree in degrees.items() if degree > 1]

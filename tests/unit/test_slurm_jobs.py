@@ -54,7 +54,8 @@ def test_what_cannot_be_seen_from_here_is_alive(
     attempt: Path, monkeypatch: pytest.MonkeyPatch, who: dict[str, Any]
 ) -> None:
     """Another cluster on the same file system, or another user whose jobs may be hidden."""
-    submitted(attempt, "7", **{"cluster": HERE.identity, "user": 1000, "host": "login2"} | who)
+    submitter = {"cluster": HERE.identity, "user": 1000, "host": "login2"} | who
+    submitted(attempt, "7", sweep="sweep", **submitter)
     monkeypatch.setattr(os, "getuid", lambda: 1000)
     monkeypatch.setattr(submissions, "endings", lambda jobs: {})
     silent_for(attempt, 9999)
