@@ -147,7 +147,7 @@ def _panels(
     draw: Callable[[Axes, pd.DataFrame], None],
     label: str,
     columns: int = style.COLUMNS,
-    **inches: float,
+    **inches: Any,
 ) -> Figure:
     """One panel per model and batch, each with a scale of its own, which ``label`` names."""
     groups = [panel for _, panel in rows.groupby(PANEL, sort=False)][:MAX_PANELS]
@@ -420,7 +420,7 @@ def _time_bars(axis: Axes, seconds: StepSeconds) -> None:
         axis.barh(places, sizes, 0.75, start, **look, edgecolor="white", linewidth=0.4)
         right, left = right + np.maximum(sizes, 0), left + np.minimum(sizes, 0)
     for place, end, name in zip(places, right, contenders, strict=True):
-        style.beside(axis, end, place, f"{100 / steps[name]:.0f} % of the limit", 4)
+        style.beside(axis, end, float(place), f"{100 / steps[name]:.0f} % of the limit", 4)
     axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
     axis.set_yticks(places, contenders, fontsize=8.5)
     axis.set_xlim(min(0.0, left.min()), 1.2 * right.max())

@@ -152,7 +152,7 @@ def _intervals(timed: pd.DataFrame) -> Figure:
     axis.scatter(ratios, places, color=colours, zorder=3)
     for place, (_, row) in zip(places, shown.iterrows(), strict=True):
         text = f"{style.ratio(row['ratio'])} {row['verdict'].split(' (')[0]}"
-        style.beside(axis, row["high"], place, text)
+        style.beside(axis, row["high"], float(place), text)
     labels = [
         f"{style.model_label(str(r.model))}, {r.num_gpus}, "
         f"{style.contender_label(str(r.contender))} {r.layout}"

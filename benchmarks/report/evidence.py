@@ -123,7 +123,7 @@ def _lollipops(distances: pd.DataFrame) -> Figure:
         axis.hlines(places, 0, errors, color=colours, linewidth=2)
         axis.scatter(errors, places, color=colours, zorder=3)
         for place, error in zip(places, errors, strict=True):
-            style.beside(axis, error, place, f"{error:+.1f} %", 6 if error >= 0 else -6)
+            style.beside(axis, error, float(place), f"{error:+.1f} %", 6 if error >= 0 else -6)
         axis.axvline(0, color="#333333", linewidth=0.8)
         axis.set_yticks(places, labels, fontsize=8)
         axis.set_ylim(-0.6, len(worst) - 0.4)

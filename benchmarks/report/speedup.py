@@ -66,7 +66,7 @@ def with_speedups(rows: pd.DataFrame, base: str) -> pd.DataFrame:
     bases = {tuple(row[key] for key in CELL): row for row in fastest}
     lines: list[dict[Any, Any]] = []
     for row in rows.to_dict("records"):
-        lines.append(row | {"speedup": math.nan, "base_record": None})
+        lines.append(row | {"speedup": math.nan, "base_record": None, "base_status": None})
         if found := bases.get(tuple(row[key] for key in CELL)):
             status = {"base_record": found["record_id"], "base_status": found["status"]}
             lines[-1] |= speedup_of(row, found) | status
