@@ -54,20 +54,14 @@ from zeropp.engine.private_names import (
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.training import OptimizerConfig, Trainer
 
-# One rank of a large job, alone in a process, over torch's ``fake`` process group.
-#
-# The group answers at once. A gather copies this rank's part into the place of every part, and a
-# reduction returns this rank's part. The group does not write into received tensors; the caller of
-# this module can do so.
-
-
 Fill = Callable[[Tensor], None]
 
 
 @contextmanager
 def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Iterator[None]:
     """Inside this context the process is rank ``rank`` of ``size``, for torch and in the usual
-    environment variables.
+    environment variables. The process group answers at once: a gather copies this rank's part into
+    the place of every part, and a reduction returns this rank's part.
 
     ``fill_integers`` fills a received message of integers with what peers would have sent; messages
     of floating-point numbers are random, because products of zeros are faster on a GPU. With None,
@@ -109,17 +103,6 @@ def _replace(functions: dict[str, Any]) -> None:
             setattr(module, name, function)
 
 
-# Records every storage that torch allocates while a rank is traced, and sorts it by kind.
-#
-# Kinds are known only at the end of the step, so allocations are recorded and sorted afterwards.
-# Storages that are allocated while the trainer is built are parameters. Those that are allocated in
-# the optimizer's step are its state; it exists from the beginning of every later step, so it is
-# counted from the beginning of this one. What FSDP2 gathers, and the engine's buffers, are
-# unsharded parameters; what the optimizer or FSDP2's reduction reads are gradients. Of the others,
-# a storage that outlives the forward or the run of autograd that allocated it is an activation. All
-# else, and the copies that reductions make, is workspace.
-
-
 Kind = Literal["parameters", "unsharded", "gradients", "optimizer", "activations", "workspace"]
 
 
@@ -138,9 +121,15 @@ class _Allocation:
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every storage that is allocated, freed or resized.
+    """Records every storage that is allocated, freed or resized, and sorts it by kind.
 
-    ``kind`` is the kind of storages that are allocated from now on; None: it is found out later.
+    Storages that are allocated while the trainer is built are parameters. Those that are allocated
+    in the optimizer's step are its state; it exists from the beginning of every later step, so it
+    is counted from the beginning of this one. What FSDP2 gathers, and the engine's buffers, are
+    unsharded parameters; what the optimizer or FSDP2's reduction reads are gradients. Of the
+    others, a storage that outlives the forward or the run of autograd that allocated it is an
+    activation. All else, and the copies that reductions make, is workspace. ``kind`` is the kind of
+    storages that are allocated from now on; None: it is found out at the end of the step.
     """
 
     def __init__(self, *, fake: bool) -> None:
@@ -244,15 +233,11 @@ def _tensors_in(result: object) -> Iterator[Tensor]:
             yield from _tensors_in(one)
 
 
-# Hooks on optimizers, FSDP2 and our engine, by which a trace learns the kinds of its allocations.
-#
-# While a trace runs, functions of torch and of the engine are wrapped. Some are replaced, because
-# fake tensors cannot run them, or because their CPU kernel allocates what the CUDA kernel does not.
-
-
 @contextmanager
 def observed(allocations: Allocations) -> Iterator[None]:
-    """Inside this context, optimizers, FSDP2's gradients and resized storages set their kinds."""
+    """Inside this context, optimizers, FSDP2's gradients and resized storages set their kinds, by
+    wrapped functions of torch and of the engine. Some are replaced, because fake tensors cannot run
+    them, or because their CPU kernel allocates what the CUDA kernel does not."""
     with ExitStack() as undo:
         for hook, register in (
             (_before_update, register_optimizer_step_pre_hook),
