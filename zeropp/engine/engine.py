@@ -32,7 +32,7 @@ from zeropp.engine.optimizer import Updater, square_norm_of
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
 from zeropp.engine.preflight import check_cuda
 from zeropp.engine.private_names import default_timeout
-from zeropp.engine.sharding import ShardOptions, make_flats
+from zeropp.engine.sharding import make_flats
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.schedule.program import Op, Schedule
 from zeropp.timeline import Span
@@ -337,14 +337,9 @@ class Engine:
             deferred if splits else (),
             groups=self._groups,
             lanes=self.lanes,
-            options=ShardOptions(
-                precision=options.precision,
-                zero=layout.replicate_zero == 1,
-                reduce_dtype=options.reduce_dtype,
-                group_of=options.group_of,
-                keeps_sums=layout.world == 1 and len({one.stage for one in self._pieces}) == 1,
-                tied=options.tied,
-            ),
+            options=options,
+            zero=layout.replicate_zero == 1,
+            keeps_sums=layout.world == 1 and len({one.stage for one in self._pieces}) == 1,
         )
         indices = list(pieces)
         seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)

@@ -154,9 +154,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def peak(self) -> MemoryBytes:
         """Bytes by kind at the highest total since ``begin_step``, with the optimizer's state,
         which counts from the beginning of the step."""
-        state = {allocation for allocation, _ in self._live.values()}
-        state = {allocation for allocation in state if allocation.kind == "optimizer"}
-        moves = sorted(self._events, key=lambda move: move[0] not in state)
+        moves = self._ordered()
         total = peak = at = 0
         for index, (_, size) in enumerate(moves):
             total += size
@@ -166,6 +164,18 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for allocation, size in moves[: at + 1]:
             kinds[allocation.sorted_kind()] += size
         return MemoryBytes(**kinds)
+
+    def moves(self) -> list[tuple[int, int]]:
+        """What ``peak`` is made of, in order: (number of an allocation, its bytes, or minus these
+        where it was freed)."""
+        numbers: dict[_Allocation, int] = {}
+        return [(numbers.setdefault(one, len(numbers)), size) for one, size in self._ordered()]
+
+    def _ordered(self) -> list[tuple[_Allocation, int]]:
+        """The events of a step, with the optimizer's state at its beginning."""
+        state = {allocation for allocation, _ in self._live.values()}
+        state = {allocation for allocation in state if allocation.kind == "optimizer"}
+        return sorted(self._events, key=lambda move: move[0] not in state)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Record that a storage was resized, as FSDP2 does to free gathered parameters."""
@@ -367,11 +377,13 @@ Build = Callable[[Plan, OptimizerConfig, torch.device, int], Trainer]
 
 @dataclass(frozen=True)
 class Trace:
-    """The trace of one rank's step: bytes by kind at the peak, and the seconds that it took."""
+    """The trace of one rank's step: bytes by kind at the peak, the seconds that it took, and its
+    allocations, as ``Allocations.moves`` gives them."""
 
     rank: int
     memory: MemoryBytes
     seconds: float
+    moves: list[tuple[int, int]]
 
 
 def trace_ranks(
@@ -415,13 +427,13 @@ def _trace_rank(
         Allocations(fake=fake) as allocations,
         observed(allocations),
     ):
-        memory = _run_step(plan, optimizer, build, allocations)
-    return Trace(rank, memory, time.perf_counter() - begin)
+        memory, moves = _run_step(plan, optimizer, build, allocations)
+    return Trace(rank, memory, time.perf_counter() - begin, moves)
 
 
 def _run_step(
     plan: Plan, optimizer: OptimizerConfig, build: Build, allocations: Allocations
-) -> MemoryBytes:
+) -> tuple[MemoryBytes, list[tuple[int, int]]]:
     allocations.kind = "parameters"
     trainer = build(plan, optimizer, torch.device("cpu"), 0)
     gc.collect()  # whole parameters that were cut into shards hang in reference cycles
@@ -430,4 +442,4 @@ def _run_step(
     batch = torch.zeros(size, dtype=torch.long)
     allocations.begin_step()
     trainer.step(batch, batch)
-    return allocations.peak()
+    return allocations.peak(), allocations.moves()
