@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -102,8 +103,9 @@ def shared(gpus: list[str], asked: str) -> str:
     """What ``parallelize`` says on ranks that have these GPUs; the first rank asks for a GPU, and
     the others for the device ``asked``."""
     rank = dist.get_rank()
-    given = {"is_available": True, "current_device": 0, "set_device": None}
-    given["get_device_properties"] = SimpleNamespace(uuid=gpus[rank])
+    properties = SimpleNamespace(uuid=gpus[rank])
+    given: dict[str, Any] = {"is_available": True, "current_device": 0, "set_device": None}
+    given["get_device_properties"] = properties
     stand_ins = {name: mock.Mock(return_value=value) for name, value in given.items()}
     with (
         mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),

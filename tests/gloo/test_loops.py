@@ -192,16 +192,18 @@ def warm_up() -> tuple[list[int], list[str]]:
         mock.patch.object(engine, "_device", torch.device("cuda")),
         mock.patch.object(engine.interpreter, "warm_up") as warmed,
     ):
-        inputs, targets = data(0)
+
+        def agree(rows: int) -> None:
+            parts = [[part[:rows]] for part in data(0)]
+            engine.agree("train_step", lambda: Microbatches(*parts))
+
         for rows in (1, 1, 2, 1):
-            batch = Microbatches([inputs[:rows]], [targets[:rows]])
-            engine.agree("train_step", lambda batch=batch: batch)
+            agree(rows)
             calls.append(warmed.call_count)
         warmed.side_effect = RuntimeError("no memory")
-        batch = Microbatches([inputs[:3]], [targets[:3]])
         for _ in range(2):
             with pytest.raises(RuntimeError) as error:
-                engine.agree("train_step", lambda: batch)
+                agree(3)
             said.append(str(error.value))
     return calls, said
 

@@ -409,7 +409,7 @@ class Evaluator:
                 if stage == 0:
                     inputs: Tensors = (batch.inputs[microbatch],)
                 else:
-                    inputs = local.pop((stage, microbatch), None) or self._receive(stage)
+                    inputs = local.pop((stage, microbatch), ()) or self._receive(stage)
                     passed[stage] = _shapes(inputs)
                 output, loss = chunk.infer(inputs, batch.keywords_of(microbatch))
                 if loss is not None:

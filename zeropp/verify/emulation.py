@@ -252,7 +252,8 @@ def _messages(device: Device) -> dict[str, Any]:
 
         def issue(*arguments: Any, **keywords: Any) -> _Work:
             given = signature.bind(*arguments, **keywords).arguments
-            group, peer = given.get("group") or dist.group.WORLD, given.get(end)
+            group: Any = given.get("group") or dist.group.WORLD
+            peer = given.get(end)
             if peer is None:
                 peer = dist.get_global_rank(group, given[f"group_{end}"])
             call = partial(originals[kind], given["tensor"], peer, group, given.get("tag", 0))
