@@ -118,8 +118,8 @@ class ParallelModel:
 
         Parameters and persistent buffers are named as in the unsharded model
         (``{layer}.{parameter}``), beside ``optimizer``, ``steps_done`` and ``skipped_steps``. Each
-        parameter has the unsharded shape and the values that this rank keeps, so any topology, or one process with
-        a plain state dict, reads what another has written.
+        parameter has the unsharded shape and the values that this rank keeps, so any topology, or
+        one process with a plain state dict, reads what another has written.
         """
         return self.engine.state().named()
 

@@ -194,8 +194,8 @@ def warm_up() -> tuple[list[int], list[str]]:
     ):
 
         def agree(rows: int) -> None:
-            parts = [[part[:rows]] for part in data(0)]
-            engine.agree("train_step", lambda: Microbatches(*parts))
+            inputs, targets = ([part[:rows]] for part in data(0))
+            engine.agree("train_step", lambda: Microbatches(inputs, targets))
 
         for rows in (1, 1, 2, 1):
             agree(rows)
