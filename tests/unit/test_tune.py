@@ -14,7 +14,7 @@ from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from benchmarks import tune
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import PRICED
-from benchmarks.studies import schedule_orders
+from benchmarks.studies import schedules
 from tests.unit.simulated_task import task
 from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.cost import pass_times, price_plan
@@ -234,7 +234,7 @@ def _leaner_but_slower() -> tuple[Candidate[ZeroppKnobs], SimResult, SimResult]:
 
 
 def test_planning_with_durations_never_costs_time_and_often_gains() -> None:
-    gains = [gain for seed in range(12) if (gain := schedule_orders.gain(seed)) is not None]
+    gains = [gain for seed in range(12) if (gain := schedules.gain(seed)) is not None]
     assert len(gains) >= 4
     assert min(gains) >= 0
     assert max(gains) > 0
