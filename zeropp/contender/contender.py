@@ -163,7 +163,8 @@ _CHUNKS = (1, 2, 3, 4, 6, 8, 12)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
 _UNITS = (0.5, 1, 2, 4)  # multiples of the pipeline ranks; one unit of the whole step is tried, too
-_CAPS = (0.0, 1.0, 1.25, 1.5)  # multiples of U*V, raised to the smallest cap, lowered to the whole step
+# Multiples of U*V, raised to the smallest cap and lowered to the whole step.
+_CAPS = (0.0, 1.0, 1.25, 1.5)
 
 
 def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
