@@ -79,6 +79,15 @@ def test_bounds_hold_for_longer_pipelines(name: str) -> None:
         check_bounds(FEWER, plan, contender.simulated(FEWER, candidate))
 
 
+def test_a_search_that_begins_with_the_winner_finds_it_and_simulates_less() -> None:
+    first = search(task(), DEEPSPEED_3D, runner_up=False)
+    assert first.winner is not None
+    again = search(task(), DEEPSPEED_3D, runner_up=False, known=[first.winner.candidate])
+    assert again.winner is not None
+    assert again.winner.step_s == first.winner.step_s
+    assert again.simulated < first.simulated
+
+
 def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
     outcome = search(task(), DEEPSPEED_3D)
     assert outcome.winner is not None
