@@ -6,7 +6,6 @@ every knob that differs between them is a factor. All configurations are shown, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -67,7 +66,14 @@ def _base(members: list[dict[Any, Any]], against: Mapping[str, str]) -> dict[Any
     """The member that the others are compared with, among those with the knobs of ``against``: a
     success rather than a failure, then the one that differs least from the contender's defaults.
     None if no member has the knobs."""
-    fine = [m for m in members if all(_is(m["knobs"], k, v) for k, v in against.items())]
+    fine = [
+        member
+        for member in members  # a unit that the planner cut counts as what was asked
+        if all(
+            str(member["knobs"].get(name)).split(" (")[0].lower() == value.lower()
+            for name, value in against.items()
+        )
+    ]
     plain = default_knobs(members[0]["contender"])
 
     def distance(member: dict[Any, Any]) -> tuple[bool, int]:
@@ -78,17 +84,10 @@ def _base(members: list[dict[Any, Any]], against: Mapping[str, str]) -> dict[Any
     return min(fine, key=distance, default=None)
 
 
-def _is(knobs: Mapping[str, Any], name: str, value: str) -> bool:
-    """Whether a knob was set to a value. A unit that the planner cut counts as what was asked."""
-    return str(knobs.get(name)).split(" (")[0].lower() == value.lower()
-
-
 def _lines(members: list[dict[Any, Any]], base: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
     others = [member for member in members if member is not base]
     others.sort(key=lambda member: _change(member["knobs"], base["knobs"]).count("→"))
     for member in (base, *others):
-        peaks = member["peak_gib"] / base["peak_gib"]
-        same_kind = member["memory_kind"] == base["memory_kind"]
         yield (
             member
             | speedup_of(member, base)
@@ -96,7 +95,6 @@ def _lines(members: list[dict[Any, Any]], base: dict[Any, Any]) -> Iterator[dict
                 "change": _change(member["knobs"], base["knobs"]) or "base",
                 "is_base": member is base,
                 "knobs_text": " ".join(f"{k}={v}" for k, v in member["knobs"].items()),
-                "memory_ratio": peaks if same_kind else math.nan,
             }
         )
 
@@ -142,7 +140,6 @@ def ablation_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator
         groups = [group for _, group in mine.groupby(_GROUP, sort=False)][:MAX_GROUPS]
         more = mine.groupby(_GROUP).ngroups - len(groups)
         yield Picture(
-            section="Ablations",
             name=f"ablation_{evidence}_{cluster}".replace(" ", "_"),
             caption="Throughput and peak memory of every configuration over those of its base, "
             f"{evidence} on {style.cluster_label(str(cluster))}."
