@@ -75,6 +75,7 @@ class Program:
     pads_vocabulary: bool = False
     eight_bit: bool = False  # the linear layers of blocks multiply in 8 bits
     fused_accumulation: bool = True  # the product that makes a weight gradient adds it to the sum
+    fused_gate: bool = False  # a gated MLP keeps no output of the gate's non-linearity
     fused_rotary: bool = True  # rotary embedding copies no heads and keeps no sines and cosines
     loss_gradient: LossGradient = "in_place"
     selective: Selective = "scores"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
@@ -316,6 +316,21 @@ class _FusedRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return torch.zeros_like(x), torch.zeros_like(weight)
+
+
+def as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that a GPU runs as one compiled kernel, and that is not compiled here: a trace
+    counts the tensors that it returns, and not the temporaries on the way to them."""
+
+    @wraps(function)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with without_modes():
+            result = function(*arguments, **keywords)
+        for tensor in _tensors_in(result):
+            tensor.detach()  # the operator by which a trace sees the tensor's storage
+        return result
+
+    return run
 
 
 def _fused_rms_norm(original: Any, allocations: Allocations) -> Any:
