@@ -64,9 +64,50 @@ def _verdict_tables() -> dict[str, str]:
     return page_tables(plans, [cell.key for cell in cells])
 
 
+def _accuracy(which: str) -> str:
+    """How far the simulator is from published measurements, over all sources or those of a
+    role."""
+    kinds = {
+        "speed of a run": "throughput",
+        "ratio of two plans of one source": "ratio",
+        "ratio of two microbatches of one plan": "microbatch",
+        "memory of the fullest rank": "memory",
+    }
+    frame = _all_errors().query("source == @which + ' sources'").set_index("kind")
+    lines = []
+    for name, kind in kinds.items():
+        row = frame.loc[kind]
+        order = f"{row['signs']:.0%} of {row['ordered']}" if row["ordered"] else ""
+        lines.append([name, f"{row['runs']:,}", f"{row['median']:.1%}", f"{row['p90']:.1%}", order])
+    heads = ["what", "runs or pairs", "median error", "90th percentile"]
+    return markdown_table([*heads, "the faster one is named"], lines)
+
+
+def _all_errors() -> pd.DataFrame:
+    return pd.read_csv(_REFERENCE / "validation" / "errors.csv")
+
+
+def _errors_by_source(kind: str) -> str:
+    """Errors of one kind against what others measured: one line per source, and all together."""
+    frame = _all_errors().query("kind == @kind and role != 'computed'")
+    frame = frame[~frame["source"].str.startswith("all ") | (frame["source"] == "all sources")]
+    lines = [
+        [
+            row["source"],
+            row["role"],
+            str(row["runs"]),
+            *(f"{row[name]:.1%}" for name in ("median", "p90")),
+            f"{row['bias']:+.1%}",
+        ]
+        for row in frame.to_dict("records")
+    ]
+    heads = ["measured by", "role", "runs", "median error", "90th percentile", "bias"]
+    return markdown_table(heads, lines)
+
+
 def _errors(kind: str) -> str:
-    """Errors of the simulator by source."""
-    frame = pd.read_csv(_REFERENCE / "validation" / "errors.csv")
+    """Errors of the simulator by source and by device."""
+    frame = _all_errors()
     last = "order right" if kind in ("ratio", "microbatch") else "bias"
     lines: list[list[str]] = []
     for row in frame[frame["kind"] == kind].to_dict("records"):
@@ -158,7 +199,9 @@ def _side_by_side(record: str) -> str:
 TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
     "verdict": _verdict,
+    "accuracy": _accuracy,
     "errors": _errors,
+    "errors_by_source": _errors_by_source,
     "products": _products,
     "fits": _fits,
     "traced": _traced,

@@ -119,6 +119,7 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> in
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter takes a moment to end
         print(interrupted, file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,10 @@ CASES = [
     ("contender=deepspeed_3d contender.tp=3 num_gpus=6", "contender.tp=3: must divide"),
     ("num_gpus=7 contender.pp=2", "contender.pp=2: the degrees"),
     ("contender.pp=2 contender.shard=1 contender.replicate=1", "num_gpus=4: the degrees"),
+    (
+        "num_gpus=100000",
+        "num_gpus=100000: gpt_tiny has work for at most 128",
+    ),
     ("data=text data.path=/nowhere.txt", "data.path='/nowhere.txt': no such file"),
     ("data=text", "data.path"),
     ("colour=blue", "colour=blue: there is no such key"),
@@ -209,6 +215,14 @@ COMMANDS = ("report.__main__", "show", "status", "tune", "validate")
 STUDIES = ("fit_constants", "memory_table", "renew", "schedule_orders")
 
 
+@pytest.fixture
+def _handler_of_ctrl_c() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_handler_of_ctrl_c")
 @pytest.mark.parametrize("module", [*COMMANDS, *(f"studies.{name}" for name in STUDIES)])
 def test_ctrl_c_is_one_line_in_every_command(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -225,6 +239,7 @@ def test_ctrl_c_is_one_line_in_every_command(
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.usefixtures("_handler_of_ctrl_c")
 def test_an_interruption_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ import ctypes
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Collection, Iterable, Mapping
@@ -24,7 +25,7 @@ from pathlib import Path
 from benchmarks.launch.options import OWNED
 
 TIMEOUT_S = 60.0
-_NOISE = re.compile(r"^(sbatch|squeue|sacct|scontrol): (error: )?")
+_NOISE = re.compile(r"^(sbatch|squeue|sacct|scontrol): ((error|fatal): )?")
 _KEPT = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}  # where Slurm is and who asks
 _PREFIXES = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SALLOC_", "SRUN_")
 _ALIASES = {
@@ -169,6 +170,18 @@ def cluster_facts() -> ClusterFacts:
     size = found.get("MaxArraySize", "")
     identity = f"{found.get('ClusterName', '')}@{host}"
     return ClusterFacts(identity, int(size) if size.isdigit() else ClusterFacts.max_array_size)
+
+
+def absence() -> str:
+    """Why nothing can be submitted from this machine at any time; empty if it is part of a
+    cluster, also of one that does not answer now."""
+    if shutil.which("sbatch") is None:
+        return "there is no sbatch here"
+    try:
+        cluster_facts()
+    except SlurmError as error:
+        return f"this machine is in no cluster, {error}" * ("config" in str(error))
+    return ""
 
 
 def queued_jobs(users: Iterable[int]) -> dict[str, QueuedJob]:

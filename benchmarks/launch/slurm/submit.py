@@ -26,6 +26,7 @@ from benchmarks.launch.slurm.client import (
     ClusterFacts,
     NoAnswerError,
     SlurmError,
+    absence,
     cluster_facts,
     find_job,
     site_defaults,
@@ -87,9 +88,9 @@ class SlurmSweep:
 def check(points: Sequence[Point], options: SlurmOptions) -> None:
     """Raise SpecError if there is no Slurm here, or if the ranks of a point do not divide among its
     nodes."""
-    if not options.dry_run and shutil.which("sbatch") is None:
+    if not options.dry_run and (why := absence()):
         raise SpecError(
-            "launcher=slurm: there is no sbatch here (use a login node of the cluster, "
+            f"launcher=slurm: {why} (use a login node of the cluster, "
             "launcher.dry_run=true to see the scripts, or launcher=local)"
         )
     for point in points:
