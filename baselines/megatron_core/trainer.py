@@ -379,7 +379,8 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
         "sequence_parallel": layout.sequence_parallel,
         "tp_comm_overlap": engine and layout.sequence_parallel,
         **_pipeline_fields(plan),
-        "deallocate_pipeline_outputs": cuda,
+        # Of an output that interleaved stages still send, gloo would send freed memory.
+        "deallocate_pipeline_outputs": cuda or not several,
         "use_cpu_initialization": not cuda,
         "perform_initialization": True,  # otherwise parameters lack what the norm is taken by
     }
