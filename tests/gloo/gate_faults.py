@@ -9,6 +9,7 @@ gives what has still to be done to a trainer after it was built.
 from __future__ import annotations
 
 import os
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,7 +17,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from benchmarks.records.record import GateCheck
@@ -231,14 +231,15 @@ def _swapped_input_gradients(place: Place) -> Iterator[Prepare]:
             x.register_hook(stale)  # type: ignore[no-untyped-call]
         return x
 
-    ours, theirs = Block.forward, TransformerLayer.forward
+    layer = pkgutil.resolve_name("megatron.core.transformer.transformer_layer:TransformerLayer")
+    ours, theirs = Block.forward, layer.forward
 
-    def of_megatron(layer: Any, *, hidden_states: Tensor, **others: Any) -> Any:
-        return theirs(layer, hidden_states=before(layer, hidden_states), **others)
+    def of_megatron(block: Any, *, hidden_states: Tensor, **others: Any) -> Any:
+        return theirs(block, hidden_states=before(block, hidden_states), **others)
 
     with (
         mock.patch.object(Block, "forward", lambda block, x: ours(block, before(block, x))),
-        mock.patch.object(TransformerLayer, "forward", of_megatron),
+        mock.patch.object(layer, "forward", of_megatron),
     ):
         yield lambda trainer: trainer
 

@@ -106,12 +106,12 @@ def _reductions() -> Iterator[tuple[Any, str]]:
                 yield module, name
 
 
-def _emptied(buckets: Any) -> Callable[[], None]:
+def _emptied(buckets: Any) -> Callable[..., None]:
     """The end of a reduction of Megatron-Core's, whose result is lost."""
     finish = buckets.finish_grad_sync
 
-    def run() -> None:
-        finish()
+    def run(**keywords: Any) -> None:
+        finish(**keywords)
         for bucket in buckets.buckets:
             bucket.grad_data.zero_()
 
