@@ -18,8 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks.specification.command import run_command
-from benchmarks.specification.run_spec import SpecError
+from benchmarks.specification.command import SpecError, run_command
 from zeropp.layout import most_microbatches
 from zeropp.schedule import ScheduleError, build, lower, validate
 from zeropp.schedule.event_loop import EventResult, run

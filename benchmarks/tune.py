@@ -43,7 +43,7 @@ def _tune() -> int:
 
 def _print_arguments(dialect: str, outcomes: list[Outcome[Any]]) -> None:
     """Print every winner as another program's arguments, or why it has none there."""
-    from benchmarks.explain.arguments import written_as
+    from benchmarks.explain.screen import written_as
 
     for outcome in outcomes:
         if (winner := outcome.winner) is None:

@@ -40,9 +40,9 @@ from baselines.deepspeed_3d.tensor_parallel import (
     vocabulary_cross_entropy,
     whole_parameter,
 )
+from zeropp.engine.optimizer import build_optimizer, clip_factor, square_norm
 from zeropp.layout import Layout
 from zeropp.model import build_piece
-from zeropp.optimizer import build_optimizer, clip_factor, square_norm
 from zeropp.plan import Plan
 from zeropp.schedule.event_loop import LANES
 from zeropp.schedule.program import Action, Op

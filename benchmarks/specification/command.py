@@ -4,17 +4,15 @@ how it shows progress: as a bar on a terminal, as occasional lines in a log."""
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -29,6 +27,9 @@ from rich.progress import (
 from rich.table import Column
 
 from benchmarks.specification import SpecError as SpecError
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
 
 T = TypeVar("T")
 
@@ -142,6 +143,9 @@ def check_writable(field: str, directory: Path) -> None:
 def workers(count: int, start: str = "spawn") -> Iterator[ProcessPoolExecutor]:
     """A pool of so many processes, started as multiprocessing's ``start`` says. If the body is left
     by an error or by Ctrl-C, they end at once."""
+    import multiprocessing  # these imports take a tenth of what a command's --help takes
+    from concurrent.futures import ProcessPoolExecutor
+
     context = multiprocessing.get_context(start)
     pool = ProcessPoolExecutor(count, context, leave_interrupts_to_parent)
     try:

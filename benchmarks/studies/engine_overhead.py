@@ -26,8 +26,8 @@ import zeropp
 from baselines.torch_pp.private_names import stage_backward_input, stage_backward_weight
 from benchmarks.specification.command import CommandParser, run_command
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
+from zeropp.engine.optimizer import build_optimizer
 from zeropp.model import build_piece, cross_entropy
-from zeropp.optimizer import build_optimizer
 from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig
 

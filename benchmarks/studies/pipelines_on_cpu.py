@@ -35,8 +35,8 @@ from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import local_batch, open_batches
+from zeropp.engine.optimizer import build_optimizer
 from zeropp.model import build_model, cross_entropy
-from zeropp.optimizer import build_optimizer
 
 WAYS: Mapping[str, tuple[str, ...]] = {
     "torch PP": ("contender=torch_pp",),

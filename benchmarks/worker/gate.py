@@ -59,10 +59,10 @@ from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource, local_batch
 from zeropp.cost import parameter_count
 from zeropp.engine.chunk import seed_piece
+from zeropp.engine.optimizer import build_optimizer
 from zeropp.layout import Layout
 from zeropp.literals import Precision
 from zeropp.model import build_model, cross_entropy, initial_std
-from zeropp.optimizer import build_optimizer
 from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig, Trainer
 from zeropp.tune.contender import Contender

@@ -222,7 +222,7 @@ def train_alone(case: Case, dtype: torch.dtype, steps: int, config: OptimizerCon
 
 @cache
 def _train_alone(case: Case, dtype: torch.dtype, steps: int, config: OptimizerConfig) -> Outcome:
-    from zeropp.optimizer import build_optimizer
+    from zeropp.engine.optimizer import build_optimizer
 
     model = build_model(case.shape, SEED).to(dtype)
     optimizer = build_optimizer(model.parameters(), config)

@@ -362,14 +362,6 @@ class FlatParameters:
         """Whether a tensor lies in the memory of gathered parameters."""
         return x.untyped_storage() is self._storage
 
-    def gathered_bytes(self) -> int:
-        """Bytes of gathered parameters, with those that are being gathered."""
-        return 0 if self._resident else self._storage.nbytes()
-
-    def unreduced_bytes(self) -> int:
-        """Bytes of gradients whose reduction over the shards has not begun."""
-        return 0 if self._sums is None else self._sums.nbytes
-
     @property
     def _parameters(self) -> Iterator[nn.Parameter]:
         return chain.from_iterable(member.parameters for member in self.members)
@@ -468,10 +460,6 @@ class FlatParameters:
         all_gather_single(self._part, rows, group=self._groups.replicate)
 
 
-# Reductions of flat gradients, as work that a lane runs. A reduction reads the gradients directly.
-# If it sends another number type, it first casts them into the buffer ``sent``.
-
-
 def _reduce_scatter(
     source: Tensor,
     sent: Tensor,
@@ -481,7 +469,8 @@ def _reduce_scatter(
     group: dist.ProcessGroup,
 ) -> None:
     """Reduce-scatter ``source`` into ``total`` if it is the ``first``, otherwise add the result to
-    ``total``. ``place`` is this rank's part of the source."""
+    ``total``. ``place`` is this rank's part of the source. If the buffer ``sent`` is another one,
+    the source is first cast into it."""
     cast = sent is not source
     if cast:
         sent.copy_(source)
@@ -494,7 +483,7 @@ def _reduce_scatter(
 
 
 def _all_reduce(source: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
-    """All-reduce ``source`` in place."""
+    """All-reduce ``source`` in place; ``sent`` as in ``_reduce_scatter``."""
     if sent is not source:
         sent.copy_(source)
     dist.all_reduce(sent, group=group)

@@ -11,7 +11,6 @@ from torch import nn
 
 from zeropp.engine.chunk import ChunkOptions
 from zeropp.engine.flat import Name
-from zeropp.engine.sharding import GroupOf
 from zeropp.engine.values import TensorShape
 from zeropp.literals import LossReduction, Precision, Recompute, WireType
 
@@ -30,6 +29,7 @@ class Piece:
     half: bool = False
 
 
+GroupOf = Callable[[Name, nn.Parameter], str]  # the optimizer group of a parameter, by its name
 # From a stage to the shapes of the tensors that one microbatch sends into it.
 Boundary = Callable[[int], Sequence[TensorShape]]
 # From flat tensors, by the name of their optimizer group, to an optimizer of them.

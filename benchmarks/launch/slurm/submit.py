@@ -68,11 +68,6 @@ class SlurmSweep:
     runs_dir: Path
     options: SlurmOptions
 
-    @property
-    def report_script(self) -> Path:
-        """The path of the report job's script."""
-        return _report_script(self.directory)
-
     def arrays(self, points: Sequence[Point], max_array_size: int) -> list[Array]:
         """The points grouped by their resources."""
         sized = [(p, resources_of(p.spec, self.options, _predicted_step_s(p))) for p in points]
@@ -82,7 +77,7 @@ class SlurmSweep:
         """The text of every script by its path, the report's last; none without arrays."""
         scripts = {a.script: render_array(a, self.options, self.runs_dir) for a in arrays}
         report = render_report(self.directory, self.directory.name, self.options, self.runs_dir)
-        return scripts | {self.report_script: report} if arrays else {}
+        return scripts | {_report_script(self.directory): report} if arrays else {}
 
 
 def check(points: Sequence[Point], options: SlurmOptions) -> None:
