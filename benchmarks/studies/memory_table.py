@@ -113,10 +113,8 @@ deepspeed_3d llama_tiny pp=2 tp=2 replicate_zero=1 b=8 m=8 bf16
 deepspeed_3d llama_tiny pp=4 replicate=2 b=8 m=8 fp32
 megatron_core_local gpt_mini pp=2 replicate=4 replicate_zero=1 b=8 m=8 bf16
 megatron_core_local gpt_mini pp=4 replicate=2 recompute=full b=8 m=8 fp32
-megatron_core_local gpt_mini pp=2 tp=2 schedule=interleaved_1f1b chunks=2 b=8 m=8 bf16
-megatron_core_local llama_mini pp=2 tp=2 sequence_parallel=true b=8 m=8 bf16
-megatron_core_local llama_mini pp=4 replicate=2 replicate_zero=1 b=1 m=8 bf16
-megatron_core_local llama_mini pp=2 tp=2 schedule=interleaved_1f1b chunks=2 recompute=full b=8 m=8 fp32
+megatron_core_local gpt_mini pp=2 tp=2 schedule=interleaved_1f1b chunks=2 b=1 m=4 bf16
+megatron_core_local llama_mini pp=4 tp=2 replicate_zero=1 sequence_parallel=true b=2 m=4 fp32
 fsdp gpt_1_5b shard=8 b=1 m=2 bf16
 fsdp gpt_1_5b shard=8 reduce_every=step b=1 m=2 bf16
 fsdp gpt_1_5b shard=8 b=4 m=2 fp32
