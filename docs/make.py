@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.report.charts import bars, say_what_it_shows
+from benchmarks.report.charts import say_what_it_shows, throughput_bars
 from benchmarks.report.frame import best_configuration, latest_ok, load_frame
 from benchmarks.report.speedup import headline_table
 from benchmarks.report.style import contender_label, model_label
@@ -272,7 +272,7 @@ def main() -> None:
         time_unit="half a rank's forward",
     )
     _IMAGES.mkdir(exist_ok=True)
-    throughput = next(bars(latest_ok(load_frame([_REFERENCE / "demo"])[0])))
+    throughput = next(throughput_bars(latest_ok(load_frame([_REFERENCE / "demo"])[0])))
     say_what_it_shows(throughput)
     throughput.figure.savefig(_IMAGES / "demo_throughput.png")
     figure.savefig(_IMAGES / "schedules.png", dpi=130)

@@ -96,7 +96,7 @@ def parallelize(
     engine = Engine(
         pieces, stages.plan.schedule, stages.plan.layout, boundary=stages.boundary,
         loss_function=preflight.checked_loss(loss_fn, owners), optimizer=settings.optimizer,
-        device=device, options=settings.engine_options(),
+        device=device, options=stages.engine_options(settings),
     )  # fmt: skip
     model = ParallelModel(engine, settings, stages)
     preflight.compare(lambda: _rates(engine.optimizer))

@@ -50,6 +50,8 @@ class StateBytes:
     optimizer: int  # Adam's moments, and fp32 master weights unless the parameters are fp32
     _: KW_ONLY
     half_gradients: int = 0  # kept 16-bit gradients in addition to ``gradients``
+    # Moved per microbatch when a gradient is added to its sum; 0: as ``fused_accumulation`` says.
+    accumulated: int = 0
     reduced: int = 4  # sent by gradient reductions, over the replicas and the ZeRO-3 group
     casts_parameters: bool = False  # compute uses 16-bit copies of fp32 parameters
     zero1_all_reduces: bool = False  # ZeRO-1 all-reduces all gradients, instead of reduce-scatter
@@ -82,6 +84,8 @@ class Program:
     attention_factor: float = 1.0  # its fused attention's rate / the device's (FlashAttention-2)
     traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
     launch_factor: float = 1.0  # its host time per kernel / the device's ``launch_us``
+    # The host waits for every kernel before it starts the next one (CUDA_LAUNCH_BLOCKING=1).
+    blocking_launches: bool = False
     step_host_s: float = 0.0  # fixed host time per step: data, logging, clipping
 
     # Communication.
@@ -117,6 +121,8 @@ class Program:
     # The stages are those of torch.distributed.pipelining: there are buffers for all messages of a
     # step, stage outputs are kept, and a split backward frees no saved tensor early.
     torch_stages: bool = False
+    # A product's weight gradient is a tensor of its own, which is then added to the resident sum.
+    separate_weight_gradient: bool = False
     whole_embedding_gradient: bool = False  # each TP rank makes that of the whole vocabulary
     # As in DeepSpeed's ``PipelineEngine``: two permanent receive buffers, out of which messages are
     # copied; stage outputs are kept; slices of a stage output are joined again; and the last stage

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -126,6 +127,11 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> in
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout at its end
         return 0
+
+
+def command(main: Callable[[], int]) -> Callable[[], int]:
+    """A decorator for a command's ``main``: what ``run_command`` makes of it."""
+    return wraps(main)(partial(run_command, main))
 
 
 def check_writable(field: str, directory: Path) -> None:

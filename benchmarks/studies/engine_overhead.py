@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import zeropp
 from baselines.torch_pp.private_names import stage_backward_input, stage_backward_weight
-from benchmarks.specification.command import CommandParser, run_command
+from benchmarks.specification.command import CommandParser, command
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
 from zeropp.engine.optimizer import build_optimizer
 from zeropp.model import build_piece, cross_entropy
@@ -32,6 +32,7 @@ from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+REPEATS = 15  # of every pair
 SGD = OptimizerConfig(kind="sgd", lr=1e-3)
 Backward = Callable[[Tensor, Tensor], None]
 
@@ -76,7 +77,7 @@ def gpt(*, layers: int, hidden: int, vocab: int, seq: int) -> ModelShape:
     )
 
 
-def split_backward(hidden: int, seq: int, repeats: int) -> dict[str, Any]:
+def split_backward(hidden: int, seq: int) -> dict[str, Any]:
     """The ratios of a split backward to a full one, for one transformer block."""
     shape = gpt(layers=1, hidden=hidden, vocab=64, seq=seq)
     plain, split = (build_piece(shape, 1, 0, DEVICE) for _ in range(2))
@@ -99,7 +100,7 @@ def split_backward(hidden: int, seq: int, repeats: int) -> dict[str, Any]:
         store.run(0)
 
     ways: list[tuple[nn.Module, Backward]] = [(plain, full), (plain, by_graph), (split, by_store)]
-    rows = [[timed_backward(block, x, way) for block, way in ways] for _ in range(repeats + 1)]
+    rows = [[timed_backward(block, x, way) for block, way in ways] for _ in range(REPEATS + 1)]
     timed = rows[1:]  # the first is warm-up
     return {
         "hidden": hidden,
@@ -110,9 +111,7 @@ def split_backward(hidden: int, seq: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def engine(
-    *, hidden: int, seq: int, layers: int, microbatches: int, repeats: int
-) -> dict[str, Any]:
+def engine(*, hidden: int, seq: int, layers: int, microbatches: int) -> dict[str, Any]:
     """The ratio of a step of the engine to one of a plain loop."""
     shape = gpt(layers=layers, hidden=hidden, vocab=512, seq=seq)
     plain = nn.Sequential(*(build_piece(shape, i, 0, DEVICE) for i in range(layers + 2)))
@@ -132,7 +131,7 @@ def engine(
         lambda: plain_step(plain, optimizer, inputs, targets),
         lambda: parallel.train_step(inputs, targets),
     )
-    rows = [[seconds(step) for step in steps] for _ in range(repeats + 1)]
+    rows = [[seconds(step) for step in steps] for _ in range(REPEATS + 1)]
     timed = rows[1:]  # the first is warm-up
     sizes = {"hidden": hidden, "seq": seq, "layers": layers, "microbatches": microbatches}
     return sizes | {
@@ -155,29 +154,17 @@ def plain_step(
     optimizer.step()
 
 
+@command
 def main() -> int:
     """Measure and write; see ``--help``."""
-    return run_command(_main)
-
-
-def _main() -> int:
     parser = CommandParser(
         description="Measure the engine's overhead over a plain loop on one device (a GPU if there "
         "is one); medians of ratios are printed and written as JSON.",
         epilog="example: python -m benchmarks.studies.engine_overhead --out /tmp/overhead.json",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON")
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        choices=range(2, 1000),
-        metavar="N",
-        default=15,
-        help="ratios (%(default)s)",
-    )
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    out = parser.parse_args().out
+    torch.set_num_threads(1)
     store = dist.HashStore()  # type: ignore[attr-defined]
     backend = "nccl" if DEVICE.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -185,11 +172,11 @@ def _main() -> int:
         "torch": torch.__version__,
         "machine": torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.machine(),
         "device": DEVICE.type,
-        "threads": arguments.threads,
-        "split_backward": [split_backward(1024, 256, arguments.repeats)],
-        "engine": engine(hidden=512, seq=128, layers=4, microbatches=4, repeats=arguments.repeats),
+        "threads": 1,
+        "split_backward": [split_backward(1024, 256)],
+        "engine": engine(hidden=512, seq=128, layers=4, microbatches=4),
     }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     dist.destroy_process_group()
     return 0

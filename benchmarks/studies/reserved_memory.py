@@ -17,10 +17,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
+
 from benchmarks.records.environment import git_state
-from benchmarks.specification.command import CommandParser, run_command
+from benchmarks.specification.command import CommandParser, command
 from benchmarks.specification.contenders import CONTENDERS
-from benchmarks.studies.memory_table import CASES, write
+from benchmarks.studies.memory_table import CASES
 from zeropp.engine.tracing import trace_ranks
 from zeropp.training import OptimizerConfig
 
@@ -122,12 +124,9 @@ def replay(moves: Iterable[tuple[int, int]]) -> tuple[int, int]:
     return allocator.reserved, peak
 
 
+@command
 def main() -> int:
     """Command line; see ``--help``."""
-    return run_command(_main)
-
-
-def _main() -> int:
     parser = CommandParser(
         description="Replay traced ranks in a model of torch's caching allocator, and write a CSV; "
         "this takes some minutes.",
@@ -155,7 +154,7 @@ def _main() -> int:
                 }
             )
             print(*rows[-1].values(), flush=True)
-            write(out, rows)
+            pd.DataFrame(rows).to_csv(out, index=False)
     return 0
 
 

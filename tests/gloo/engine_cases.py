@@ -166,6 +166,7 @@ def build_engine(
             precision=plan.precision,
             recompute=plan.recompute,
             tied=((0, "tokens.weight"), (last, "output.weight")) if case.tied else None,
+            tied_stages=(0, plan.schedule.num_stages - 1) if case.tied else (),
             reduce_dtype=plan.reduce_dtype,
             dropout_seed=SEED if case.dropout else None,
             lr_schedule=lr_schedule,

@@ -117,7 +117,8 @@ class Engine:
             together(lambda: self._make_own(schedule, boundary, optimizer, undo))
             self._channels = Channels(neighbours(schedule), layout, device, timeout)
             undo.callback(self._channels.close)
-            self._tied = TiedWeights(options.tied, self.flats, layout, timeout)
+            ends = [schedule.stage_rank[stage] for stage in options.tied_stages]
+            self._tied = TiedWeights(options.tied, ends, self.flats, layout, timeout)
             undo.callback(self._tied.close)
             self._make_runners(schedule, Loss(loss_function))
             self._undo = undo.pop_all()

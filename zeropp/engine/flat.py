@@ -499,12 +499,14 @@ class TiedWeights:
     every optimizer step, so they stay equal. Each is in a flat buffer of its own, and both buffers
     are divided in the same way, so that corresponding ranks have the same part. ``copy`` is the
     buffer of the second name, if this rank has it and it is not the buffer of the first: gradient
-    norms and full parameters leave it out. All ranks must construct it.
+    norms and full parameters leave it out. ``ranks`` are the pipeline ranks of the two names. All
+    ranks must construct it.
     """
 
     def __init__(
         self,
         tied: tuple[Name, Name] | None,
+        ranks: Sequence[int],
         flats: Sequence[FlatParameters],
         layout: Layout,
         timeout: timedelta | None = None,
@@ -518,16 +520,10 @@ class TiedWeights:
         self._group: dist.ProcessGroup | None = None
         if tied is None:
             return
-        held: list[list[bool]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(held, [end is not None for end in ends])
-        pipeline = layout.pipeline(dist.get_rank())
-        first, second = (
-            next(place for place, rank in enumerate(pipeline) if held[rank][end])
-            for end in range(2)
-        )
+        first, second = ranks
         if first != second:
             self._group = new_group_in_each_pipeline(layout, {first, second}, timeout)
-        self._make_equal(pipeline[first])
+        self._make_equal(layout.pipeline(dist.get_rank())[first])
 
     def sum_gradients(self) -> None:
         """Replace the gradients of both copies by their sum."""

@@ -47,9 +47,10 @@ class EngineOptions:
     """An engine's settings, besides its part of a plan.
 
     ``reduce_dtype``: the type in which gradients are sent; ``tied`` names two parameters as
-    (piece, name) that are one in the model; ``lr_schedule`` gives the factor on the learning rate
-    from the number of steps done; ``dropout_seed``: what the model draws is a function of it, of
-    the step and of the microbatch, so that every topology draws the same; ``random``: the model may
+    (piece, name) that are one in the model, in ``tied_stages``; ``lr_schedule`` gives the factor on
+    the learning rate from the number of steps done; ``dropout_seed``: what the model draws is a
+    function of it, of the step and of the microbatch, so that every topology draws the same;
+    ``random``: the model may
     draw random numbers, and recomputation draws the same ones again (False saves the time that
     this takes); ``compile``: each block runs through torch.compile; ``group_of``: the optimizer
     group of a parameter, by its (piece, name); ``timeout``: how long a collective or a message
@@ -62,6 +63,7 @@ class EngineOptions:
     recompute: Recompute = "none"
     reduce_dtype: WireType = "fp32"
     tied: tuple[Name, Name] | None = None
+    tied_stages: tuple[int, ...] = ()
     lr_schedule: Callable[[int], float] | None = None
     dropout_seed: int | None = None
     random: bool = True

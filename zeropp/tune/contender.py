@@ -168,9 +168,6 @@ def _load(path: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", getattr(importlib.import_module(module), function))
 
 
-# A plan's settings as one line of text, and as overrides for ``benchmarks.run``.
-
-
 def describe(plan: SizedPlan) -> str:
     """The degrees and knobs of a plan as short text, such as
     ``pp=4 shard=16 b=1 m=32 zeropp V=2 U=8 cap=16 reduce=unit``."""
