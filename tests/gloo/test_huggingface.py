@@ -38,7 +38,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**_LLAMA, "num_local_experts": 4, "sliding_window": 4},
 }  # fmt: skip
 DEGREES: list[dict[str, Any]] = [
-    {"pp": 2},
     {"shard": 2, "chunks": 2, "recompute": "full"},
     {"pp": 2, "shard": 2, "chunks": 2, "recompute": "selective"},
 ]
