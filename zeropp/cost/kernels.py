@@ -154,10 +154,10 @@ def accumulation_bytes(work: Work) -> int:
     product does this, it is its output; otherwise the gradient is read as well. A program that
     moves more says so itself (``StateBytes.accumulated``)."""
     state, element = work.program.state(work.precision), element_bytes(work.precision)
-    if state.accumulated:
-        return state.accumulated
     total = 2 * state.gradients
-    return total - element if work.program.fused_accumulation else total + element
+    if work.program.fused_accumulation:
+        return total - element
+    return state.accumulated or total + element
 
 
 def loss_bytes(work: Work) -> tuple[int, int]:
