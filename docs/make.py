@@ -143,8 +143,8 @@ def _side_by_side(record: str) -> str:
         for row in cell["rows"]:
             step, ratio = row["step_s"], row["torch_pp_over_it"]
             numbers = (
-                f"{step['median']:.2f} [{step['q1']:.2f}, {step['q3']:.2f}]",
-                f"{ratio['median']:.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]",
+                _quartiles(step),
+                _quartiles(ratio),
                 f"{row['cpu_s_of_all_ranks']:.2f}",
                 f"{row['cpu_s_of_main_threads']:.2f}",
                 f"{row['gathers_per_step']:.0f}",
@@ -153,6 +153,31 @@ def _side_by_side(record: str) -> str:
             name = f"{cell['model']}, {cell['ranks']}"
             lines.append([name, row["way"], *numbers])
     return markdown_table([*heads, "gathers", "reductions"], lines)
+
+
+def _quartiles(of: dict[str, float]) -> str:
+    return f"{of['median']:.2f} [{of['q1']:.2f}, {of['q3']:.2f}]"
+
+
+def _overhead(name: str) -> str:
+    """What the engine costs beside a plain loop and FSDP2, before and after it was made cheaper."""
+    before, after = (
+        json.loads((_REFERENCE / f"{name}{which}.json").read_text()) for which in ("_before", "")
+    )
+    lines = []
+    for ranks in ("one_rank", "two_ranks"):
+        for old, new in zip(before[ranks], after[ranks], strict=True):
+            kinds = [(row, kind) for kind in ("wall", "cpu") for row in (old, new)]
+            numbers = (_quartiles(row[f"{kind}_ratio"]) for row, kind in kinds)
+            words = f"{new['way']} over {new['base']}, {ranks.replace('_', ' ')}"
+            lines.append([words, new["size"], f"{new['base_cpu_s'] * 1e3:.1f}", *numbers])
+    for kind in ("store", "graph"):
+        rows = before["split_backward"] + after["split_backward"]
+        ratios = (_quartiles(row[f"{kind}_over_full"]) for row in rows)
+        words = f"B + W by the {kind} over a full backward"
+        lines.append([words, f"width {rows[0]['hidden']}", "", *ratios, "", ""])
+    heads = ["", "model", "CPU ms of the latter", "wall, before", "wall", "CPU, before", "CPU"]
+    return markdown_table(heads, lines)
 
 
 TABLES: dict[str, Callable[[str], str]] = {
@@ -164,6 +189,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "traced": _traced,
     "plan_ranks": _plan_ranks,
     "pipelines": _side_by_side,
+    "overhead": _overhead,
 }
 
 

@@ -29,12 +29,14 @@ WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:
-    """How parameters are sharded. ``zero``: replicas split the optimizer's work (ZeRO-1);
+    """How parameters are sharded. ``fp32_modules``: kinds of modules whose parameters mixed
+    precision leaves in their own type; ``zero``: replicas split the optimizer's work (ZeRO-1);
     ``reduce_dtype``: what reductions send; ``group_of``: a parameter's optimizer group, by name;
     ``keeps_sums``: the memory of gradient sums is used again in the next step; ``tied``: the two
     names of a parameter that the model uses twice."""
 
     precision: Precision
+    fp32_modules: tuple[type[nn.Module], ...]
     zero: bool
     reduce_dtype: WireType
     group_of: GroupOf
@@ -62,6 +64,9 @@ def make_flats(
     ``deferred`` are the weights whose gradients may be delayed. Raises InfeasibleError for
     parameters that cannot be sharded."""
     found = _parameters(pieces)
+    modules = (module for piece in pieces.values() for module in piece.modules())
+    wide = [module for module in modules if isinstance(module, options.fp32_modules)]
+    in_fp32 = {id(parameter) for module in wide for parameter in module.parameters()}
     _tie(found, options.tied)
     delayed = {id(weight) for weight in deferred}
     lots: defaultdict[tuple[bool, bool, Name | None, torch.dtype | None], list[_Found]]
@@ -71,9 +76,9 @@ def make_flats(
         shared = next((name for name in one.names if name in (options.tied or ())), None)
         late = shared is None and first.requires_grad and id(first) in delayed
         # Layers that compute in several types keep them; mixed precision has one for all.
-        own = first.dtype if options.precision == "fp32" else None
+        own = first.dtype if options.precision == "fp32" or id(first) in in_fp32 else None
         lots[first.requires_grad, late, shared, own].append(one)
-    for (trainable, late, shared, _), lot in lots.items():
+    for (trainable, late, shared, own), lot in lots.items():
         zero = options.zero and trainable
         rows = (groups.replica, groups.replicas) if zero else (0, 1)
         # Both copies of a tied parameter are updated alike, so both ask by its first name.
@@ -95,7 +100,7 @@ def make_flats(
             layout,
             groups=groups,
             lanes=lanes,
-            types=_types(lot, options),
+            types=_types(lot, options, None if own else torch.bfloat16),
             zero=zero,
             trainable=trainable,
             deferred=late,
@@ -134,11 +139,11 @@ def _tie(found: list[_Found], tied: tuple[Name, Name] | None) -> None:
         found.remove(copy)
 
 
-def _types(lot: Sequence[_Found], options: ShardOptions) -> Types:
+def _types(lot: Sequence[_Found], options: ShardOptions, compute: torch.dtype | None) -> Types:
+    """The types of a buffer; it computes in ``compute``, or in the type of its masters."""
     dtypes = [parameter.dtype for one in lot for parameter in one.parameters]
     # Frozen parameters are never updated, so they need no wider masters than what was given.
     least = torch.float32 if lot[0].parameters[0].requires_grad else dtypes[0]
     master = reduce(torch.promote_types, dtypes, least)
     wire = master if options.reduce_dtype == "fp32" else WIRE[options.reduce_dtype]
-    compute = torch.bfloat16 if options.precision == "bf16" else master
-    return Types(master, compute, wire)
+    return Types(master, compute or master, wire)
