@@ -50,12 +50,12 @@ Steps = Mapping[str, Callable[[], object]]
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT of four blocks, and how many of its steps are timed together."""
+    """A GPT of four blocks, and how many times as many of its steps are timed as of the largest."""
 
     name: str
     hidden: int
     seq: int
-    steps: int
+    more: int
 
     @property
     def shape(self) -> ModelShape:
@@ -77,24 +77,23 @@ class Size:
         return rows[:, :-1].to(DEVICE), rows[:, 1:].to(DEVICE)
 
 
-SIZES = (Size("tiny", 64, 32, 8), Size("small", 256, 64, 2), Size("mid", 512, 128, 1))
+SIZES = (Size("tiny", 64, 32, 12), Size("small", 256, 64, 4), Size("mid", 512, 128, 1))
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Some steps on one rank: from a barrier of all ranks to the next, and the CPU time of this
-    process in between."""
+    """A step on one rank: from a barrier of all ranks to the next, and the CPU time of this process
+    in between."""
 
     wall_s: float
     cpu_s: float
 
 
-def timed(step: Callable[[], object], steps: int) -> Sample:
-    """The duration of some steps; the device is waited for before and after."""
+def timed(step: Callable[[], object]) -> Sample:
+    """The duration of a step; the device is waited for before and after."""
     _together()
     cpu, begin = time.process_time(), time.perf_counter()
-    for _ in range(steps):
-        step()
+    step()
     _together()
     return Sample(time.perf_counter() - begin, time.process_time() - cpu)
 
@@ -109,9 +108,9 @@ def _together() -> None:
 def in_turn(steps: Steps, size: Size, repeats: int) -> dict[str, list[Sample]]:
     """Samples of every way to take a step, taken in turn."""
     samples: dict[str, list[Sample]] = {way: [] for way in steps}
-    for _ in range(WARMUP + repeats):
+    for _ in range(WARMUP + repeats * size.more):
         for way, step in steps.items():
-            samples[way].append(timed(step, size.steps))
+            samples[way].append(timed(step))
     return {way: found[WARMUP:] for way, found in samples.items()}
 
 
@@ -126,12 +125,13 @@ def compared(
 ) -> list[dict[str, Any]]:
     """One row per pair of a way to train and what it is held against, from the samples of every
     rank. Walls are those of the first rank, because barriers begin and end a sample; CPU times are
-    added over the ranks."""
+    added over the ranks. ``best``: the ratio of the shortest of each, which other work on the
+    machine has disturbed least."""
     rows = []
     for way, base in pairs.items():
         ours, theirs = (
             [
-                (one[0].wall_s / size.steps, sum(each.cpu_s for each in one) / size.steps)
+                (one[0].wall_s, sum(each.cpu_s for each in one))
                 for one in zip(*(found[name] for found in by_rank), strict=True)
             ]
             for name in (way, base)
@@ -139,8 +139,10 @@ def compared(
         row: dict[str, Any] = {"size": size.name, "way": way, "base": base, "samples": len(ours)}
         for kind, place in (("wall", 0), ("cpu", 1)):
             row[f"base_{kind}_s"] = statistics.median(one[place] for one in theirs)
-            both = zip(ours, theirs, strict=True)
-            row[f"{kind}_ratio"] = quartiles([one[place] / two[place] for one, two in both])
+            both = [(one[place], two[place]) for one, two in zip(ours, theirs, strict=True)]
+            row[f"{kind}_ratio"] = quartiles([one / two for one, two in both])
+            first, second = (min(values) for values in zip(*both, strict=True))
+            row[f"best_{kind}_ratio"] = first / second
         rows.append(row)
     return rows
 
@@ -275,7 +277,7 @@ def split_backward(repeats: int) -> dict[str, Any]:
     def backward_s(block: nn.Module, way: Backward) -> float:
         source = x.clone().requires_grad_()
         output = block(source)
-        return timed(lambda: way(source, output), 1).wall_s
+        return timed(lambda: way(source, output)).wall_s
 
     ways: list[tuple[nn.Module, Backward]] = [(plain, full), (plain, by_graph), (split, by_store)]
     rows = [[backward_s(block, way) for block, way in ways] for _ in range(WARMUP + repeats)]
