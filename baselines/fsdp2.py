@@ -26,9 +26,9 @@ from baselines.private_names import (
     with_real_tensors,
 )
 from zeropp.engine.chunk import run_recomputed
+from zeropp.engine.optimizer import clip_factor, square_norm
 from zeropp.layout import Layout
 from zeropp.literals import Precision
-from zeropp.optimizer import clip_factor, square_norm
 from zeropp.plan import Plan
 from zeropp.training import StepResult
 

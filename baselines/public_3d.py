@@ -31,6 +31,7 @@ from zeropp.tune.contender import Contender
 from zeropp.tune.space import (
     Point,
     Space,
+    at_degrees,
     choices,
     chunk_choices,
     one_member,
@@ -38,9 +39,6 @@ from zeropp.tune.space import (
     sequence_choices,
     zero_choices,
 )
-
-# The settings of the public 3D programs.
-
 
 Public3D = Literal[
     "best_3d", "megatron_core", "megatron_core_local", "megatron_deepspeed", "zero_bubble"
@@ -88,9 +86,6 @@ class ZeroBubbleKnobs(Public3DKnobs):
     """Settings of the zero-bubble fork of Megatron-LM."""
 
     name: Literal["zero_bubble"] = "zero_bubble"
-
-
-# What each public 3D program can be set to, with the source.
 
 
 _VIRTUAL_STAGES = (2, 3, 4, 6, 8, 12)
@@ -169,9 +164,6 @@ OFFERS: dict[Public3D, Offer] = {
         split_blocks=True,  # torch's pipelining takes any module for a stage
     ),
 }
-
-
-# The plan of a public 3D program: TP x PP x DP with one of its schedules.
 
 
 _FIXED_CHUNKS = {"1f1b": 1, "zb_h1": 1, "zbv": 2}
@@ -295,9 +287,6 @@ def microbatch_group(pp: int, num_microbatches: int) -> int:
     return next(size for size in groups if (left := num_microbatches % size) == 0 or left >= pp)
 
 
-# What the tuner tries for a public 3D program.
-
-
 P = TypeVar("P", bound=Public3DKnobs)
 
 
@@ -315,11 +304,9 @@ def families(point: Point[P]) -> Iterator[P]:
     ):
         kinds = offer.recomputes if schedule in offer.recomputed else offer.recomputes[:1]
         for chunks, recompute, blocks in chunk_choices(point, offer.schedules[schedule], kinds):
-            yield replace(
+            yield at_degrees(
                 asked,
-                tp=degrees.tp,
-                pp=degrees.pp,
-                replicate=degrees.replicate,
+                degrees,
                 replicate_zero=zero,
                 chunks=chunks,
                 schedule=schedule,
@@ -334,9 +321,6 @@ def families(point: Point[P]) -> Iterator[P]:
 
 
 SPACE: Space[Any] = Space(families=families, members=one_member, tensor=True)
-
-
-# The entries of the public 3D programs that do not run here, in the registry of contenders.
 
 
 def _priced(name: Public3D, label: str, knobs: type[P]) -> Contender[P]:

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from benchmarks.report import DEFAULTS, FIGURES, SECTIONS, TABLES, Options, maker
+from benchmarks.report import DEFAULTS, SECTIONS, TABLES, Options, maker
 from benchmarks.report.frame import latest_ok, load_frame
-from benchmarks.report.paper import paper_grids
 from benchmarks.report.table import latex, markdown
+from benchmarks.report.tables import paper_grids
 from benchmarks.report.write import make_table
 from benchmarks.specification.compose import compose
 from benchmarks.specification.run_spec import SpecError
@@ -113,7 +113,6 @@ def figures(frame: pd.DataFrame, section: str = "", base: str = DEFAULTS.base) -
     of one section (``benchmarks.report.SECTIONS``). Raises SpecError for another name."""
     if section and section not in SECTIONS:
         raise SpecError(f"section={section!r}: must be one of {', '.join(SECTIONS)}")
-    for path in FIGURES:
-        for picture in maker(path)(frame, Options(base)):
-            if not section or picture.section == section:
-                yield picture
+    for name in [section] if section else SECTIONS:
+        for path in SECTIONS[name].figures:
+            yield from maker(path)(frame, Options(base))

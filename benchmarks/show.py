@@ -18,8 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks.specification.command import run_command
-from benchmarks.specification.run_spec import SpecError
+from benchmarks.specification.command import SpecError, command
 from zeropp.layout import most_microbatches
 from zeropp.schedule import ScheduleError, build, lower, validate
 from zeropp.schedule.event_loop import EventResult, run
@@ -86,38 +85,34 @@ def parse(words: Sequence[str]) -> tuple[Request, StageCost]:
 
 
 def _check(request: Request, cost: StageCost) -> None:
+    """Raise ValueError for a value out of its range, more actions than a plan may have, and a unit
+    larger than a step."""
+    stages = request.ranks * request.chunks
     if request.reduce_every not in ("unit", "step"):
         raise ValueError(f"reduce_every={request.reduce_every}: use unit or step")
-    least = {"ranks": 1, "chunks": 1, "microbatches": 1}
-    least |= {"unit": 0, "cap": 0, "prefetch": 0}
+    least = {"ranks": 1, "chunks": 1, "microbatches": 1, "unit": 0, "cap": 0, "prefetch": 0}
     for name, low in least.items():
         if getattr(request, name) < low:
             raise ValueError(f"{name}={getattr(request, name)}: must be at least {low}")
-    _check_sizes(request)
-    for name in _COMPUTE:
-        if not getattr(cost, name) > 0:
-            raise ValueError(f"{name}={getattr(cost, name):g}: must be more than 0")
-    shortest = min(getattr(cost, name) for name in _COMPUTE)
-    for name, duration in asdict(cost).items():
-        if not 0 <= duration <= _MOST * shortest:
-            raise ValueError(
-                f"{name}={duration:g}: must be from 0 to {_MOST * shortest:g} "
-                f"({_MOST:g} times the shortest compute action)"
-            )
-
-
-def _check_sizes(request: Request) -> None:
-    """Raise ValueError for more actions than a plan may have and for a unit larger than a step."""
-    most = most_microbatches(request.ranks * request.chunks)
-    if request.microbatches > most:
+    if request.microbatches > (most := most_microbatches(stages)):
         raise ValueError(
-            f"microbatches={request.microbatches}: {request.ranks * request.chunks} stages take at "
-            f"most {most} microbatches (use fewer)"
+            f"microbatches={request.microbatches}: {stages} stages take at most {most} "
+            "microbatches (use fewer)"
         )
     if request.unit > request.microbatches:
         raise ValueError(
             f"unit={request.unit}: must be at most microbatches={request.microbatches}"
         )
+    for name in _COMPUTE:
+        if not getattr(cost, name) > 0:
+            raise ValueError(f"{name}={getattr(cost, name):g}: must be more than 0")
+    longest = _MOST * min(getattr(cost, name) for name in _COMPUTE)
+    for name, duration in asdict(cost).items():
+        if not 0 <= duration <= longest:
+            raise ValueError(
+                f"{name}={duration:g}: must be from 0 to {longest:g} ({_MOST:g} times the shortest "
+                "compute action)"
+            )
 
 
 def show(request: Request, cost: StageCost, console: Console) -> Timeline:
@@ -210,12 +205,9 @@ def write(timeline: Timeline, out: Path, console: Console) -> None:
     console.print(f"wrote {out}/timeline.png, .svg and .json (for ui.perfetto.dev)", soft_wrap=True)
 
 
+@command
 def main() -> int:
     """Run the command line; the exit status is 2, with one line why, if nothing can be shown."""
-    return run_command(_show)
-
-
-def _show() -> int:
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
         print(__doc__)

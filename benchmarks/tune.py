@@ -12,19 +12,16 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.specification.command import SpecError, run_command
+from benchmarks.specification.command import SpecError, command
 from benchmarks.specification.compose import compose
 
 if TYPE_CHECKING:
     from zeropp.tune.search import Outcome
 
 
+@command
 def main() -> int:
     """Run the command line, whose keys are those of ``conf/tune.yaml``; returns its exit status."""
-    return run_command(_tune)
-
-
-def _tune() -> int:
     if not (configs := compose("tune")):  # Hydra has answered --help
         return 0
     from benchmarks.studies import best_plans  # these imports take longer than --help
@@ -43,7 +40,7 @@ def _tune() -> int:
 
 def _print_arguments(dialect: str, outcomes: list[Outcome[Any]]) -> None:
     """Print every winner as another program's arguments, or why it has none there."""
-    from benchmarks.explain.arguments import written_as
+    from benchmarks.explain.screen import written_as
 
     for outcome in outcomes:
         if (winner := outcome.winner) is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.report.charts import bars, say_what_it_shows
+from benchmarks.report.charts import say_what_it_shows, throughput_bars
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.speedup import headline_table
 from benchmarks.report.table import markdown, markdown_table
@@ -64,9 +64,50 @@ def _verdict_tables() -> dict[str, str]:
     return page_tables(plans, [cell.key for cell in cells])
 
 
+def _accuracy(which: str) -> str:
+    """How far the simulator is from published measurements, over all sources or those of a
+    role."""
+    kinds = {
+        "speed of a run": "throughput",
+        "ratio of two plans of one source": "ratio",
+        "ratio of two microbatches of one plan": "microbatch",
+        "memory of the fullest rank": "memory",
+    }
+    frame = _all_errors().query("source == @which + ' sources'").set_index("kind")
+    lines = []
+    for name, kind in kinds.items():
+        row = frame.loc[kind]
+        order = f"{row['signs']:.0%} of {row['ordered']}" if row["ordered"] else ""
+        lines.append([name, f"{row['runs']:,}", f"{row['median']:.1%}", f"{row['p90']:.1%}", order])
+    heads = ["what", "runs or pairs", "median error", "90th percentile"]
+    return markdown_table([*heads, "the faster one is named"], lines)
+
+
+def _all_errors() -> pd.DataFrame:
+    return pd.read_csv(_REFERENCE / "validation" / "errors.csv")
+
+
+def _errors_by_source(kind: str) -> str:
+    """Errors of one kind against what others measured: one line per source, and all together."""
+    frame = _all_errors().query("kind == @kind and role != 'computed'")
+    frame = frame[~frame["source"].str.startswith("all ") | (frame["source"] == "all sources")]
+    lines = [
+        [
+            row["source"],
+            row["role"],
+            str(row["runs"]),
+            *(f"{row[name]:.1%}" for name in ("median", "p90")),
+            f"{row['bias']:+.1%}",
+        ]
+        for row in frame.to_dict("records")
+    ]
+    heads = ["measured by", "role", "runs", "median error", "90th percentile", "bias"]
+    return markdown_table(heads, lines)
+
+
 def _errors(kind: str) -> str:
-    """Errors of the simulator by source."""
-    frame = pd.read_csv(_REFERENCE / "validation" / "errors.csv")
+    """Errors of the simulator by source and by device."""
+    frame = _all_errors()
     last = "order right" if kind in ("ratio", "microbatch") else "bias"
     lines: list[list[str]] = []
     for row in frame[frame["kind"] == kind].to_dict("records"):
@@ -160,30 +201,30 @@ def _quartiles(of: dict[str, float]) -> str:
 
 
 def _overhead(name: str) -> str:
-    """What the engine costs beside a plain loop and FSDP2, before and after it was made cheaper."""
+    """What the engine costs beside a plain loop, before and after it was made cheaper, and beside
+    FSDP2."""
     before, after = (
         json.loads((_REFERENCE / f"{name}{which}.json").read_text()) for which in ("_before", "")
     )
+    old = {(row["way"], row["size"]): row for row in before["one_rank"]}
     lines = []
-    for ranks in ("one_rank", "two_ranks"):
-        for old, new in zip(before[ranks], after[ranks], strict=True):
-            kinds = [(row, kind) for kind in ("wall", "cpu") for row in (old, new)]
-            numbers = (_quartiles(row[f"{kind}_ratio"]) for row, kind in kinds)
-            words = f"{new['way']} over {new['base']}, {ranks.replace('_', ' ')}"
-            lines.append([words, new["size"], f"{new['base_cpu_s'] * 1e3:.1f}", *numbers])
-    for kind in ("store", "graph"):
-        rows = before["split_backward"] + after["split_backward"]
-        ratios = (_quartiles(row[f"{kind}_over_full"]) for row in rows)
-        words = f"B + W by the {kind} over a full backward"
-        lines.append([words, f"width {rows[0]['hidden']}", "", *ratios, "", ""])
-    heads = ["", "model", "CPU ms of the latter", "wall, before", "wall", "CPU, before", "CPU"]
-    return markdown_table(heads, lines)
+    for row in [*after["one_rank"], *after["two_ranks"]]:
+        both = [old.get((row["way"], row["size"])), row]
+        best = (f"{one['best_cpu_ratio']:.2f}" if one else "" for one in both)
+        medians = (_quartiles(one["cpu_ratio"]) if one else "" for one in both)
+        words = f"{row['way']} over {row['base']}"
+        base_ms, count = f"{row['base_cpu_s'] * 1e3:.0f}", str(row["samples"])
+        lines.append([words, row["size"], count, base_ms, *best, *medians])
+    heads = ["", "model", "pairs", "CPU ms of the latter", "best, before", "best"]
+    return markdown_table([*heads, "median, before", "median"], lines)
 
 
 TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
     "verdict": _verdict,
+    "accuracy": _accuracy,
     "errors": _errors,
+    "errors_by_source": _errors_by_source,
     "products": _products,
     "fits": _fits,
     "traced": _traced,
@@ -238,7 +279,7 @@ def main() -> None:
         time_unit="half a rank's forward",
     )
     _IMAGES.mkdir(exist_ok=True)
-    throughput = next(bars(latest_ok(load_frame([_REFERENCE / "demo"])[0])))
+    throughput = next(throughput_bars(latest_ok(load_frame([_REFERENCE / "demo"])[0])))
     say_what_it_shows(throughput)
     throughput.figure.savefig(_IMAGES / "demo_throughput.png")
     figure.savefig(_IMAGES / "schedules.png", dpi=130)

@@ -51,8 +51,9 @@ def _with_keywords(
             if not dist.is_initialized():
                 raise RuntimeError("parallelize: call torch.distributed.init_process_group first")
             _use(keywords.get("device"))
-            if torch.cuda.is_available() and _on_cuda(keywords.get("device"), keywords.get("mesh")):
-                preflight.check_own_gpu()
+            if "nccl" in str(dist.get_backend_config()):  # on all ranks, as it is collective
+                on_cuda = _on_cuda(keywords.get("device"), keywords.get("mesh"))
+                preflight.check_own_gpu(on_cuda=on_cuda)
             given = together(lambda: settings(*args, **keywords))
             asked = frozenset(name for name, value in keywords.items() if value == "auto")
             return build(layers, loss_fn, given, asked)
@@ -95,7 +96,7 @@ def parallelize(
     engine = Engine(
         pieces, stages.plan.schedule, stages.plan.layout, boundary=stages.boundary,
         loss_function=preflight.checked_loss(loss_fn, owners), optimizer=settings.optimizer,
-        device=device, options=settings.engine_options(),
+        device=device, options=stages.engine_options(settings),
     )  # fmt: skip
     model = ParallelModel(engine, settings, stages)
     preflight.compare(lambda: _rates(engine.optimizer))

@@ -139,9 +139,6 @@ class Cluster:
         return hash(self.name)
 
 
-# Clusters by name: the descriptions of ``conf/cluster``, which the installed package has, too.
-
-
 _PACKAGE = Path(__file__).parent
 _FOLDERS = (_PACKAGE / "clusters", _PACKAGE.parent / "conf" / "cluster")  # installed, checkout
 

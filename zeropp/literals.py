@@ -79,8 +79,6 @@ MORE_THAN_0 = Range("more than 0", lambda value: value > 0)
 FROM_0_TO_1 = Range("from 0 to less than 1", lambda value: 0 <= value < 1)
 
 
-# What a field of a dataclass may be is read from its annotation, where pydantic does not do it.
-
 _WORDS = {int: "a whole number", float: "a number", bool: "True or False", NoneType: "None"}
 
 

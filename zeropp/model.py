@@ -1,7 +1,11 @@
 """GPT and Llama for a single device, as lists of pieces: embedding, blocks, head.
 
 In: a ``ModelShape`` and a seed. Out: ``nn.Module``s without any parallelism; contenders shard and
-cut them from outside.
+cut them from outside. Every projection is an ``nn.Linear`` of its own, so that it can be sharded,
+or its weight gradient delayed, without a change to this file.
+
+Piece ``i`` is initialised from ``(seed, i)`` alone. So a rank can build only its own pieces, and
+gets the parameters that a single process would give them.
 """
 
 from __future__ import annotations
@@ -16,12 +20,6 @@ from torch.nn import functional as F
 
 from zeropp.literals import BlockHalf
 from zeropp.shape import ModelShape
-
-# Transformer blocks for one device: GPT (LayerNorm, biases) and Llama (RMSNorm, RoPE).
-#
-# The MLP is SwiGLU where ``ModelShape.gates`` is 2, and otherwise has GELU. Attention is
-# ``scaled_dot_product_attention`` with a causal mask. Every projection is an ``nn.Linear`` of its
-# own, so that it can be sharded, or its weight gradient delayed, without a change to this file.
 
 
 def rope_angles(head_dim: int, seq: int, device: torch.device, base: float = 10000.0) -> Tensor:
@@ -73,32 +71,21 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).reshape(batch, seq, -1))  # type: ignore[no-any-return]
 
 
-class GeluMlp(nn.Module):
-    """GPT's MLP, which is not gated: up-projection, GELU (tanh form), down-projection."""
+class Mlp(nn.Module):
+    """Llama's gated MLP: SiLU(gate) * up, then the down-projection. Without a gate, as in GPT:
+    up-projection, GELU (tanh form), down-projection."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         bias = shape.family == "gpt"
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=bias) if shape.gates == 2 else None
         self.up = nn.Linear(shape.hidden, shape.ffn, bias=bias)
         self.down = nn.Linear(shape.ffn, shape.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, hidden]."""
-        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
-
-
-class SwigluMlp(nn.Module):
-    """Llama's gated MLP: SiLU(gate) * up, then the down-projection."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        bias = shape.family == "gpt"
-        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=bias)
-        self.up = nn.Linear(shape.hidden, shape.ffn, bias=bias)
-        self.down = nn.Linear(shape.ffn, shape.hidden, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, hidden] -> [batch, seq, hidden]."""
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
@@ -117,7 +104,7 @@ class Block(nn.Module):
         self.attention_norm = make_norm(shape)
         self.attention = Attention(shape)
         self.mlp_norm = make_norm(shape)
-        self.mlp = SwigluMlp(shape) if shape.gates == 2 else GeluMlp(shape)
+        self.mlp = Mlp(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,14 +112,11 @@ class Block(nn.Module):
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))  # type: ignore[no-any-return]
 
-    def branch(self, half: BlockHalf) -> HalfBlock:
-        """The attention or the MLP of this block, over the same parameters under the same names."""
-        return HalfBlock(self, half)
-
 
 class HalfBlock(nn.Module):
-    """One of the two residual branches of a block: what one of two pipeline stages computes where
-    the model is cut inside the block. Between them goes the residual stream alone."""
+    """One of the two residual branches of a block, over the same parameters under the same names:
+    what one of two pipeline stages computes where the model is cut inside the block. Between them
+    goes the residual stream alone."""
 
     def __init__(self, block: Block, half: BlockHalf) -> None:
         super().__init__()
@@ -145,12 +129,6 @@ class HalfBlock(nn.Module):
         """[batch, seq, hidden] -> [batch, seq, hidden]."""
         norm, branch = self.get_submodule(f"{self.which}_norm"), self.get_submodule(self.which)
         return x + self.get_submodule("dropout")(branch(norm(x)))  # type: ignore[no-any-return]
-
-
-# The model as a list of pieces: embedding, blocks, head.
-#
-# Piece ``i`` is initialised from ``(seed, i)`` alone. So a rank can build only its own pieces, and
-# gets the parameters that a single process would give them.
 
 
 _STD = ContextVar("standard deviation of initial weights", default=0.02)  # GPT-2's
@@ -234,7 +212,7 @@ def build_half(
     """
     block = build_piece(shape, index, seed, device)
     assert isinstance(block, Block)
-    return block.branch(half)
+    return HalfBlock(block, half)
 
 
 def build_model(shape: ModelShape, seed: int, device: torch.device | str = "cpu") -> nn.Sequential:

@@ -117,9 +117,9 @@ class ParallelModel:
         model as it is: ``dcp.save({"model": model}, checkpoint_id=folder)``.
 
         Parameters and persistent buffers are named as in the unsharded model
-        (``{layer}.{parameter}``), beside ``optimizer`` and ``steps_done``. Each parameter has the
-        unsharded shape and the values that this rank keeps, so any topology, or one process with
-        a plain state dict, reads what another has written.
+        (``{layer}.{parameter}``), beside ``optimizer``, ``steps_done`` and ``skipped_steps``. Each
+        parameter has the unsharded shape and the values that this rank keeps, so any topology, or
+        one process with a plain state dict, reads what another has written.
         """
         return self.engine.state().named()
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from operator import attrgetter
 
 from zeropp.cluster import Cluster
 from zeropp.cost import PlanPrice
 from zeropp.layout import InfeasibleError, Layout, divisors, most_microbatches
-from zeropp.literals import Auto, Axis
+from zeropp.literals import Auto, Axis, if_auto
 from zeropp.plan import Knobs, Plan, SizedPlan, Task
 from zeropp.schedule.build import StepSizes, step_drafts
 from zeropp.schedule.program import Schedule
@@ -40,6 +41,7 @@ def resolve_degrees(task: Task, knobs: Knobs) -> Layout:
     with one line that names the field, its value and what would work.
     """
     asked = asked_degrees(knobs)
+    _check_ranks(task, asked)
     degrees = _fill(task, asked)
     return Layout(
         pp=degrees.get("pp", 1),
@@ -52,6 +54,23 @@ def resolve_degrees(task: Task, knobs: Knobs) -> Layout:
 def asked_degrees(knobs: Knobs) -> dict[Axis, int | Auto]:
     """The degrees that were asked for, of the axes for which a contender has a knob."""
     return {axis: getattr(knobs, axis) for axis in _AXES if hasattr(knobs, axis)}
+
+
+def _check_ranks(task: Task, asked: Mapping[Axis, int | Auto]) -> None:
+    """Raise InfeasibleError if no choice of the degrees that are ``auto`` can use all GPUs."""
+    if "auto" not in asked.values():
+        return
+    limits: dict[Axis, int] = {"tp": task.cluster.gpus_per_node, "pp": task.shape.layers}
+    degrees = {a: if_auto(asked[a], limits[a]) for a in limits if a in asked}
+    most = prod([task.global_batch, *degrees.values()])
+    if task.num_gpus > most:
+        factors = [f" x {axis}={degree}" for axis, degree in degrees.items() if degree > 1]
+        raise InfeasibleError(
+            f"num_gpus={task.num_gpus}: {task.shape.name} has work for at most {most}: "
+            f"global_batch={task.global_batch}{''.join(factors)} (try num_gpus={most}, or a "
+            "larger global_batch)",
+            "more GPUs than the batch and the layers have work for",
+        )
 
 
 def _fill(task: Task, asked: Mapping[Axis, int | Auto]) -> dict[Axis, int]:
@@ -85,7 +104,7 @@ def _limits(task: Task, degrees: Mapping[Axis, int]) -> dict[Axis, int]:
     """The largest degree that the rules allow each axis, in the order in which they are filled."""
     node = task.cluster.gpus_per_node
     return {
-        "pp": max(2, task.num_gpus // node),
+        "pp": min(max(2, task.num_gpus // node), task.shape.layers),
         "shard": max(1, node // degrees.get("tp", 1)),
         "replicate": task.num_gpus,
     }

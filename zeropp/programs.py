@@ -50,6 +50,8 @@ class StateBytes:
     optimizer: int  # Adam's moments, and fp32 master weights unless the parameters are fp32
     _: KW_ONLY
     half_gradients: int = 0  # kept 16-bit gradients in addition to ``gradients``
+    # Moved per microbatch when a gradient is added to its sum; 0: as ``fused_accumulation`` says.
+    accumulated: int = 0
     reduced: int = 4  # sent by gradient reductions, over the replicas and the ZeRO-3 group
     casts_parameters: bool = False  # compute uses 16-bit copies of fp32 parameters
     zero1_all_reduces: bool = False  # ZeRO-1 all-reduces all gradients, instead of reduce-scatter
@@ -75,12 +77,15 @@ class Program:
     pads_vocabulary: bool = False
     eight_bit: bool = False  # the linear layers of blocks multiply in 8 bits
     fused_accumulation: bool = True  # the product that makes a weight gradient adds it to the sum
+    fused_gate: bool = False  # a gated MLP keeps no output of the gate's non-linearity
     fused_rotary: bool = True  # rotary embedding copies no heads and keeps no sines and cosines
     loss_gradient: LossGradient = "in_place"
     selective: Selective = "scores"
     attention_factor: float = 1.0  # its fused attention's rate / the device's (FlashAttention-2)
     traffic_factor: float = 1.0  # its element-wise bytes / those of kernels fused per layer
     launch_factor: float = 1.0  # its host time per kernel / the device's ``launch_us``
+    # The host waits for every kernel before it starts the next one (CUDA_LAUNCH_BLOCKING=1).
+    blocking_launches: bool = False
     step_host_s: float = 0.0  # fixed host time per step: data, logging, clipping
 
     # Communication.

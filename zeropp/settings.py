@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp.cluster import Cluster, named_cluster
 from zeropp.contender.contender import StepKnobs
-from zeropp.engine.options import EngineOptions, MakeOptimizer, one_group
-from zeropp.engine.sharding import GroupOf
+from zeropp.engine.options import EngineOptions, GroupOf, MakeOptimizer, one_group
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.literals import (
     AT_LEAST_1,

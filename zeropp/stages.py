@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeropp.cost import cut_by_weight
-from zeropp.engine.options import Piece
+from zeropp.engine.options import EngineOptions, Piece
 from zeropp.engine.values import TensorShape
 from zeropp.engine.walk import Layer, LayerSizes, check_values
 from zeropp.layer_prices import LayerPrices, LayerState, layer_costs
@@ -69,6 +70,11 @@ class Stages:
                 own = nn.Parameter(second.detach().clone(), second.requires_grad)
                 setattr(ends[1][0].module.get_submodule(path), name, own)
         return pieces
+
+    def engine_options(self, settings: Settings) -> EngineOptions:
+        """The engine's options, whose names are those of the settings."""
+        ends = [bisect_right(self.plan.cuts, index) - 1 for index, _ in settings.tied or ()]
+        return replace(settings.engine_options(), tied_stages=tuple(ends))
 
     def describe(self) -> str:
         """Degrees and knobs that were asked for or chosen, and layers per stage, in one line."""

@@ -24,9 +24,7 @@ from zeropp.planner import (
 from zeropp.schedule import build
 from zeropp.schedule.program import Action, Op, Program, Schedule, loop_placement, unordered
 from zeropp.tune.contender import Contender
-from zeropp.tune.space import Point, Space, choices, one_member, zero_choices
-
-# The settings of DeepSpeed's 3D parallelism.
+from zeropp.tune.space import Point, Space, at_degrees, choices, one_member, zero_choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +152,6 @@ def _transfers(action: Action, last: int) -> tuple[list[Action], list[Action]]:
     )
 
 
-# What the tuner tries for DeepSpeed's 3D parallelism.
-
-
 _RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
 
 
@@ -167,14 +162,7 @@ def families(point: Point[DeepSpeedKnobs]) -> Iterator[DeepSpeedKnobs]:
     if point.task.precision == "bf16" and asked.replicate_zero == "auto":
         zeros = (1,)
     for zero, recompute in product(zeros, choices(asked.recompute, _RECOMPUTE)):
-        yield replace(
-            asked,
-            tp=degrees.tp,
-            pp=degrees.pp,
-            replicate=degrees.replicate,
-            replicate_zero=zero,
-            recompute=recompute,
-        )
+        yield at_degrees(asked, degrees, replicate_zero=zero, recompute=recompute)
 
 
 SPACE = Space(families=families, members=one_member, tensor=True)

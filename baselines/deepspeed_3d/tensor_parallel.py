@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeropp.model import Block, Embedding, Head, SwigluMlp
+from zeropp.model import Block, Embedding, Head
 
 Group = dist.ProcessGroup
 
@@ -127,7 +127,7 @@ class _VocabularyLoss(torch.autograd.Function):
 def _cut_block(block: Block, group: Group) -> None:
     attention, mlp = block.attention, block.mlp
     columns = [attention.query, attention.key, attention.value, mlp.up]
-    if isinstance(mlp, SwigluMlp):
+    if mlp.gate is not None:
         columns.append(mlp.gate)
     for linear in columns:
         _cut_parameter(linear, "weight", 0, group)

@@ -13,9 +13,7 @@ from zeropp.planner import microbatches_per_step, one_order, resolve_degrees
 from zeropp.schedule import lower
 from zeropp.schedule.program import Action, Op, Schedule, ScheduleSizes, unordered
 from zeropp.tune.contender import Contender
-from zeropp.tune.space import Point, Space, choices, recompute_choices
-
-# The settings of FSDP2 without a pipeline.
+from zeropp.tune.space import Point, Space, at_degrees, choices, recompute_choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +105,6 @@ def accumulation(num_stages: int, num_microbatches: int) -> Schedule:
     )
 
 
-# What the tuner tries for FSDP2.
-
-
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
 
@@ -123,10 +118,9 @@ def families(point: Point[FSDPKnobs]) -> Iterator[FSDPKnobs]:
     for recompute, blocks in recompute_choices(
         asked.recompute, asked.recompute_blocks, _RECOMPUTE, point.task.shape.layers
     ):
-        yield replace(
+        yield at_degrees(
             asked,
-            shard=degrees.shard,
-            replicate=degrees.replicate,
+            degrees,
             recompute=recompute,
             recompute_blocks=blocks,
             reduce_every=fastest,

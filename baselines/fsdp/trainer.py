@@ -21,8 +21,8 @@ from baselines.fsdp2 import (
     shard,
     world_mesh,
 )
+from zeropp.engine.optimizer import build_optimizer
 from zeropp.model import build_piece, cross_entropy
-from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan
 from zeropp.schedule.program import Action, Op
 from zeropp.timeline import Span

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from baselines.public_3d import SPACE, Public3DKnobs, programs, size
+from zeropp import CUDA_SETTINGS
 from zeropp.planner import one_order
 from zeropp.tune.contender import Contender
 
@@ -40,7 +41,7 @@ MEGATRON_CORE = Contender(
     trainer="baselines.megatron_core.trainer:build",
     extra=("megatron", "megatron"),
     # Its tensor-parallel collectives overlap products only in the order in which it starts both.
-    environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    environment=CUDA_SETTINGS | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     takes_fake_tensors=False,
 )
 MEGATRON_CORE_LOCAL = replace(

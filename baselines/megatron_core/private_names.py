@@ -26,27 +26,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeropp.engine.tracing import as_one_kernel
 from zeropp.schedule.program import Op
 
 
 @contextmanager
 def _quick_import() -> Iterator[None]:
     """Inside, what is imported does not say that Transformer Engine and Apex are missing, and where
-    there is no GPU does not import torch's compiler, with which Megatron-Core decorates fused
-    functions that CPUs do not call."""
+    there is no GPU does not import torch's compiler, with which Megatron-Core decorates what a GPU
+    runs as one kernel."""
     compiler = torch.compile
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not torch.cuda.is_available():
-            torch.compile = _not_compiled  # type: ignore[assignment]
+            torch.compile = as_one_kernel  # type: ignore[assignment]
         try:
             yield
         finally:
             torch.compile = compiler
-
-
-def _not_compiled(function: Any = None, **_: Any) -> Any:
-    return function if function is not None else _not_compiled
 
 
 with _quick_import():

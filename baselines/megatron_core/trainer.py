@@ -42,8 +42,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from baselines.megatron_core.parameters import Held, held
 from baselines.public_3d import microbatch_group
+from zeropp.engine.optimizer import build_optimizer
 from zeropp.model import build_piece
-from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan
 from zeropp.schedule.program import Action, Op
 from zeropp.timeline import Span

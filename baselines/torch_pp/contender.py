@@ -39,15 +39,13 @@ from zeropp.tune.contender import Contender
 from zeropp.tune.space import (
     Point,
     Space,
+    at_degrees,
     choices,
     chunk_choices,
     one_member,
     placement_choices,
     sequence_choices,
 )
-
-# The settings of torch's pipelines with FSDP2 and tensor parallelism.
-
 
 TorchSchedule = Literal[
     "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"
@@ -308,9 +306,6 @@ def _check_microbatches(name: str, pp: int, num_microbatches: int) -> None:
         )
 
 
-# What the tuner tries for torch's pipelines.
-
-
 _CHUNKS: dict[TorchSchedule, tuple[int, ...]] = {
     "1f1b": (1,),
     "interleaved_1f1b": (2, 3, 4, 6, 8, 12),
@@ -332,12 +327,9 @@ def families(point: Point[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
     ):
         recomputes = _RECOMPUTE[:1] if schedule in SPLIT_BACKWARD else _RECOMPUTE
         for chunks, recompute, blocks in chunk_choices(point, _CHUNKS[schedule], recomputes):
-            yield replace(
+            yield at_degrees(
                 asked,
-                tp=degrees.tp,
-                pp=degrees.pp,
-                shard=degrees.shard,
-                replicate=degrees.replicate,
+                degrees,
                 chunks=chunks,
                 schedule=schedule,
                 sequence_parallel=sequence,

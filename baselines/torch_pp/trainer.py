@@ -43,8 +43,8 @@ from baselines.fsdp2 import (
 )
 from baselines.torch_pp.private_names import ObservedStage, OneForwardOneBackward, Runtime
 from zeropp.engine.collectives import new_group_in_each_pipeline
+from zeropp.engine.optimizer import build_optimizer
 from zeropp.model import Block, Embedding, HalfBlock, build_half, build_piece, cross_entropy
-from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan
 from zeropp.schedule.event_loop import LANES
 from zeropp.schedule.program import Action, Op

@@ -47,9 +47,8 @@ def _explain() -> int:
     from rich.console import Console
 
     from benchmarks.explain.answer import answer
-    from benchmarks.explain.arguments import written_as
     from benchmarks.explain.question import ask
-    from benchmarks.explain.screen import show
+    from benchmarks.explain.screen import show, written_as
 
     files = [word for word in given.words if "=" not in word]
     question = ask(files, [w for w in given.words if "=" in w], words[split + 1 :])

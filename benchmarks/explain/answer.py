@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
@@ -22,7 +23,8 @@ from zeropp.sim.simulator import SimResult
 from zeropp.tune.contender import Contender, describe
 from zeropp.tune.search import Outcome, search
 
-_TOLERANCE = 0.01  # plans that are faster than the winner by less than this may be missed
+# Plans that are faster than the winner by less than the tolerance may be missed.
+_search = partial(search, tolerance=0.01, runner_up=False)
 SEARCH_S = 15.0  # CPU time of a search over all knobs; over one knob, a fifth of it
 # Degrees that must change together, since their product is the number of GPUs.
 _FOLLOWS = ("replicate", "shard")
@@ -66,13 +68,9 @@ def answer(question: Question, search_s: float | None = None) -> Answer:
     except InfeasibleError as error:
         raise SpecError(str(error)) from None
     contenders = [contender, *([PRICED["zeropp"]] if contender.name != "zeropp" else [])]
-    best = [
-        search(task, one, tolerance=_TOLERANCE, runner_up=False, budget_s=search_s)
-        for one in contenders
-    ]
-    return Answer(
-        question, candidate, result, _changes(question, candidate, result, search_s), best
-    )
+    best = [_search(task, one, budget_s=search_s) for one in contenders]
+    changes = _changes(question, candidate, result, search_s)
+    return Answer(question, candidate, result, changes, best)
 
 
 def _settled(question: Question, search_s: float) -> Candidate[Any]:
@@ -81,15 +79,7 @@ def _settled(question: Question, search_s: float) -> Candidate[Any]:
     opened = [name for name, value in vars(question.knobs).items() if value == "auto"]
     if size != "auto" and set(opened) <= {"recompute_blocks", "split_blocks", "placement"}:
         return Candidate(question.knobs, size)
-    found = search(
-        question.task,
-        question.contender,
-        question.knobs,
-        size,
-        tolerance=_TOLERANCE,
-        runner_up=False,
-        budget_s=search_s,
-    )
+    found = _search(question.task, question.contender, question.knobs, size, budget_s=search_s)
     if found.winner is None:
         raise SpecError(
             f"num_gpus={question.task.num_gpus}: no plan with these settings fits the memory (use "
@@ -107,16 +97,9 @@ def _changes(
     slowest = now.step_s if now.peak_bytes <= limit else float("inf")
     found: dict[str, Change] = {}
     for knob, asked, size in _opened(candidate):
-        outcome = search(
-            question.task,
-            question.contender,
-            asked,
-            size,
-            tolerance=_TOLERANCE,
-            runner_up=False,
-            budget_s=search_s / 5,
-        )
-        winner = outcome.winner
+        winner = _search(
+            question.task, question.contender, asked, size, budget_s=search_s / 5
+        ).winner
         if winner is not None and winner.step_s < 0.999 * slowest:
             change = Change(knob, winner.candidate, winner.result)
             found.setdefault(describe(winner.result.plan), change)

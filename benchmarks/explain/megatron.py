@@ -1,4 +1,5 @@
-"""Reads Megatron-LM's arguments (``megatron/training/arguments.py``, core_v0.15.0) and NeMo's YAML.
+"""Reads Megatron-LM's arguments (``megatron/training/arguments.py``, core_v0.15.0) and NeMo's YAML,
+and writes plans as such arguments.
 
 Defaults are Megatron's own: tied embeddings, learned positions, dropout of 0.1, no overlap, no
 ZeRO-1. Overlaps and fusions are traits of the priced program, which the arguments switch.
@@ -19,6 +20,8 @@ from benchmarks.explain.shell import (
     arguments_of_script,
 )
 from benchmarks.specification.command import SpecError
+from zeropp.plan import SizedPlan
+from zeropp.programs import program_named
 
 _TOKENIZERS = {"GPT2BPETokenizer": 50257}
 _NEUTRAL: dict[str, tuple[Any, str]] = {
@@ -323,3 +326,54 @@ def read_nemo(text: str, num_gpus: int | None) -> Reading:
     reading.named += [f"model.{k}={left[k]}: {w}" for k, w in _NEMO_PRICED.items() if left.get(k)]
     reading.harmless += [f"model.{key}" for key in left if key not in _NEMO_PRICED]
     return reading
+
+
+def written(plan: SizedPlan) -> str:
+    """A plan as flags of Megatron-LM; raises SpecError if it has none for it."""
+    layout, shape = plan.layout, plan.shape
+    if layout.shard > 1:
+        raise SpecError(f"--as megatron: shard={layout.shard}: Megatron's pipeline has no ZeRO-3")
+    schedules = ("1f1b", "interleaved_1f1b")
+    if plan.schedule.name not in schedules:
+        raise SpecError(f"--as megatron: schedule={plan.schedule.name}: not in Megatron-LM")
+    program = program_named(plan.program)
+    flags: dict[str, object] = {
+        "--num-layers": shape.layers,
+        "--hidden-size": shape.hidden,
+        "--ffn-hidden-size": shape.ffn,
+        "--num-attention-heads": shape.heads,
+        "--group-query-attention": shape.kv_heads != shape.heads,
+        "--num-query-groups": shape.kv_heads if shape.kv_heads != shape.heads else False,
+        "--seq-length": shape.seq,
+        "--max-position-embeddings": shape.seq,
+        "--position-embedding-type": "rope" if shape.family == "llama" else "learned_absolute",
+        "--normalization": "RMSNorm" if shape.family == "llama" else "LayerNorm",
+        "--disable-bias-linear": shape.family == "llama",
+        "--swiglu": shape.gates == 2,
+        "--untie-embeddings-and-output-weights": not shape.tied_embeddings,
+        "--attention-dropout": shape.dropout,
+        "--hidden-dropout": shape.dropout,
+        "--tensor-model-parallel-size": layout.tp,
+        "--pipeline-model-parallel-size": layout.pp,
+        "--num-virtual-stages-per-pipeline-rank": layout.chunks if layout.chunks > 1 else False,
+        "--sequence-parallel": layout.sequence_parallel,
+        "--use-distributed-optimizer": layout.replicate_zero == 1,
+        "--use-tp-pp-dp-mapping": layout.placement == "pp_inner",
+        "--micro-batch-size": plan.microbatch_size,
+        "--global-batch-size": plan.global_batch,
+        "--bf16": plan.precision == "bf16",
+        "--overlap-grad-reduce": program.overlap_reduction,
+        "--overlap-param-gather": program.overlap_updated and layout.replicate_zero == 1,
+        "--tp-comm-overlap": program.overlap_tensor and layout.sequence_parallel,
+        "--cross-entropy-loss-fusion": program.fused_loss,
+        "--cross-entropy-fusion-impl": "te" if program.fused_loss else False,
+        "--grad-reduce-in-bf16": plan.precision == "bf16" and program.bf16.gradients == 2,
+        "--no-gradient-accumulation-fusion": not program.fused_accumulation,
+    }
+    if plan.recompute == "full":
+        some = max(plan.recomputed) if plan.recomputed else None
+        flags |= {"--recompute-granularity": "full"}
+        flags |= {"--recompute-method": "block" if some else "uniform"}
+        flags |= {"--recompute-num-layers": some or 1}
+    words = [flag if v is True else f"{flag} {v}" for flag, v in flags.items() if v is not False]
+    return " ".join(words)

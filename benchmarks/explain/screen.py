@@ -1,19 +1,33 @@
-"""Prints an answer on one screen."""
+"""Prints an answer on one screen, or its plan as arguments of another program."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from operator import itemgetter
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.explain import megatron, torchtitan
 from benchmarks.explain.answer import Answer, measured_errors, mfu
+from benchmarks.specification.command import SpecError
+from zeropp.plan import Candidate, SizedPlan
 from zeropp.sim.simulator import SimResult
-from zeropp.tune.contender import describe
+from zeropp.tune.contender import describe, overrides
 
 _MOST_RANKS = 16  # rows of the table of memory; of more ranks only the fullest and the emptiest
+
+
+def written_as(dialect: str, plan: SizedPlan, candidate: Candidate[Any]) -> str:
+    """The plan in a program's own words. Raises SpecError if that program has no word for it, as
+    none but this suite has for ZeroPP's."""
+    if dialect == "overrides":
+        return " ".join(overrides(candidate))
+    if plan.contender == "zeropp":
+        raise SpecError(f"--as {dialect}: ZeroPP's plans have no counterpart there (use overrides)")
+    return megatron.written(plan) if dialect == "megatron" else torchtitan.written(plan)
 
 
 def show(answer: Answer, console: Console, *, verbose: bool) -> None:
@@ -59,12 +73,7 @@ def _speed(answer: Answer) -> str:
 def _memory(answer: Answer) -> Table:
     """Bytes by kind of every pipeline rank at its peak, and what is left."""
     limit = answer.question.task.cluster.device.usable_bytes
-    table = Table(
-        title="GiB of each pipeline rank at its peak",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        pad_edge=False,
-    )
+    table = _table("GiB of each pipeline rank at its peak")
     ranks = list(enumerate(answer.result.memory))
     if len(ranks) > _MOST_RANKS:
         by_total = sorted(ranks, key=lambda one: one[1].total)
@@ -93,33 +102,30 @@ def _lost(result: SimResult) -> str:
     return f"Time: the model's kernels alone {share:.1f} %; lost to {', '.join(words)}."
 
 
+def _table(title: str) -> Table:
+    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+
+
+def _table_of_plans(title: str, first: str) -> Table:
+    table = _table(title)
+    for heading in (first, "plan", "step s", "times as fast", "peak GiB"):
+        table.add_column(heading, justify="left" if heading in (first, "plan") else "right")
+    return table
+
+
 def _print_changes(answer: Answer, console: Console) -> None:
     changes = answer.changes[:3]
     if not changes:
         console.print("No change of a single knob is faster and fits.")
         return
-    table = Table(
-        title="Changes of one knob that gain most",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        pad_edge=False,
-    )
-    for heading in ("knob", "plan", "step s", "times as fast", "peak GiB"):
-        table.add_column(heading, justify="left" if heading in ("knob", "plan") else "right")
+    table = _table_of_plans("Changes of one knob that gain most", "knob")
     for change in changes:
         table.add_row(change.knob, describe(change.result.plan), *_numbers(change.result, answer))
     console.print(table)
 
 
 def _print_best(answer: Answer, console: Console) -> None:
-    table = Table(
-        title="Best plans on the same GPUs",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        pad_edge=False,
-    )
-    for heading in ("program", "plan", "step s", "times as fast", "peak GiB"):
-        table.add_column(heading, justify="left" if heading in ("program", "plan") else "right")
+    table = _table_of_plans("Best plans on the same GPUs", "program")
     for outcome in answer.best:
         label = outcome.contender.label + ("" if outcome.is_complete else " (search cut short)")
         if outcome.winner is None:

@@ -1,4 +1,4 @@
-"""Reads a torchtitan TOML (``torchtitan/config/job_config.py`` up to v0.2.2).
+"""Reads and writes a torchtitan TOML (``torchtitan/config/job_config.py`` up to v0.2.2).
 
 Sizes of flavors are those of ``torchtitan/models/{llama3,qwen3}/__init__.py``; the width of an MLP
 follows ``FeedForward`` in ``models/llama3/model``. Data parallelism that is -1 takes the ranks that
@@ -15,6 +15,8 @@ from typing import Any
 
 from benchmarks.explain.reading import Keys, Reading, share_of_ranks
 from benchmarks.specification.command import SpecError
+from zeropp.plan import SizedPlan
+from zeropp.programs import program_named
 
 # name: hidden, layers, heads, key/value heads, ffn, vocabulary, tied embeddings
 _LLAMA3 = {
@@ -31,7 +33,7 @@ _QWEN3 = {  # those whose heads are hidden / heads wide
     "14B": (5120, 40, 40, 8, 17408, 151936, False),
 }
 _HEADS_OF_128 = {"0.6B": 64, "4B": 80, "32B": 80}  # hidden / heads of the other Qwen3 models
-SCHEDULES = {
+_SCHEDULES = {
     "1F1B": "1f1b",
     "Interleaved1F1B": "interleaved_1f1b",
     "LoopedBFS": "looped_bfs",
@@ -126,9 +128,9 @@ def _model(keys: Keys) -> dict[str, Any]:
 def _num_gpus(text: str, given: int | None, reading: Reading) -> int:
     if given is not None:
         return given
-    if told := re.search(r"preset for (\d+) (\w+) GPUs", text):
-        reading.derived.append(f"num_gpus={told[1]}, from the comment {told[0]!r}")
-        return int(told[1])
+    if preset := re.search(r"preset for (\d+) (\w+) GPUs", text):
+        reading.derived.append(f"num_gpus={preset[1]}, from the comment {preset[0]!r}")
+        return int(preset[1])
     raise SpecError("num_gpus: a torchtitan TOML does not say it (give num_gpus=N)")
 
 
@@ -156,11 +158,11 @@ def _degrees(keys: Keys, reading: Reading, num_gpus: int) -> None:
     per_stage = keys.number("parallelism.pipeline_parallel_layers_per_stage")
     schedule, chunks = "1f1b", 1
     if pp > 1:
-        if asked not in SCHEDULES:
+        if asked not in _SCHEDULES:
             raise SpecError(
-                f"pipeline_parallel_schedule={asked!r}: no price (known: {', '.join(SCHEDULES)})"
+                f"pipeline_parallel_schedule={asked!r}: no price (known: {', '.join(_SCHEDULES)})"
             )
-        schedule = SCHEDULES[asked]
+        schedule = _SCHEDULES[asked]
         chunks = 1 if schedule == "1f1b" else 2
         if per_stage:
             chunks = math.ceil((reading.model["layers"] + 2) / per_stage) // pp
@@ -185,3 +187,43 @@ def _recompute(keys: Keys, reading: Reading) -> None:
         reading.named.append(f"selective_ac_option={option}: priced as every second block")
     reading.knobs["recompute"] = "full" if (mode, option) == ("selective", "1") else mode
     reading.knobs["recompute_blocks"] = reading.model["layers"]  # all of every stage
+
+
+def written(plan: SizedPlan) -> str:
+    """A plan as a TOML of torchtitan; raises SpecError if it has no key for it."""
+    layout, stages = plan.layout, plan.layout.pp * plan.layout.chunks
+    spelled = {ours: theirs for theirs, ours in _SCHEDULES.items()}
+    if plan.schedule.name not in spelled and layout.pp > 1:
+        raise SpecError(f"--as torchtitan: schedule={plan.schedule.name}: not in torch's pipelines")
+    if layout.replicate_zero or layout.placement == "pp_inner":
+        raise SpecError("--as torchtitan: ZeRO-1 and pipelines inside a node have no key there")
+    program = program_named(plan.program)
+    compiled = str(program.traffic_factor == 1.0).lower()
+    local = plan.microbatch_size * (plan.num_microbatches if layout.pp > 1 else 1)
+    lines = [
+        "[training]",
+        f"local_batch_size = {local}",
+        f"global_batch_size = {plan.global_batch}",
+        f"seq_len = {plan.shape.seq}",
+        "[parallelism]",
+        f"data_parallel_replicate_degree = {layout.replicate}",
+        f"data_parallel_shard_degree = {layout.shard}",
+        f"tensor_parallel_degree = {layout.tp}",
+        f"enable_async_tensor_parallel = {str(program.overlap_tensor).lower()}",
+        f"pipeline_parallel_degree = {layout.pp}",
+    ]
+    if layout.pp > 1:
+        per_stage = -(-(plan.shape.layers + 2) // stages)
+        if -(-(plan.shape.layers + 2) // per_stage) != stages:
+            raise SpecError(
+                f"--as torchtitan: chunks={layout.chunks}: {plan.shape.layers} layers cannot be "
+                f"cut into {stages} stages by pipeline_parallel_layers_per_stage"
+            )
+        lines += [
+            f'pipeline_parallel_schedule = "{spelled[plan.schedule.name]}"',
+            f"pipeline_parallel_microbatch_size = {plan.microbatch_size}",
+            f"pipeline_parallel_layers_per_stage = {per_stage}",
+        ]
+    lines += ["[activation_checkpoint]", f'mode = "{plan.recompute}"']
+    lines += ['selective_ac_option = "op"'] * (plan.recompute == "selective")
+    return "\n".join([*lines, "[compile]", f"enable = {compiled}"])

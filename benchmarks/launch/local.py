@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,12 +32,11 @@ from benchmarks.launch.attempt import (
     finish_attempt,
     killed,
     new_header,
-    or_unwritten,
     started,
 )
 from benchmarks.launch.options import LocalOptions
 from benchmarks.launch.points import Point
-from benchmarks.launch.sweep import SweepProgress, say
+from benchmarks.launch.sweep import SweepProgress, one_by_one, say
 from benchmarks.records.events import of_kind, rank_file, read_events
 from benchmarks.records.metrics import step_line
 from benchmarks.records.record import RunRecord, read_spec
@@ -279,10 +277,9 @@ def launch(
     points: Sequence[Point], options: LocalOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Run every point, also after one has failed; returns the records."""
-    records = []
-    for point in points:
-        run = partial(
-            run_attempt,
+
+    def run(point: Point) -> RunRecord:
+        return run_attempt(
             point,
             launcher="local",
             worlds=[range(point.spec.num_gpus)],
@@ -290,9 +287,8 @@ def launch(
             progress=progress,
             shows_steps=options.steps,
         )
-        records.append(or_unwritten(point.spec, "local", run))
-        progress.finished(records[-1])
-    return records
+
+    return one_by_one(points, "local", progress, run)
 
 
 def settle(runs_dir: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@ each option: read, checked, typed."""
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
@@ -168,7 +169,10 @@ def _check_slurm(options: SlurmOptions) -> None:
 
 
 def seconds_of(limit: Flag) -> float | None:
-    """The seconds of a time limit in Slurm's notation; None if it is absent or not understood."""
+    """The seconds of a time limit in Slurm's notation, infinite for ``UNLIMITED``; None if it is
+    absent or not understood."""
+    if limit == "UNLIMITED":
+        return math.inf
     found = None if isinstance(limit, bool) else _TIME.fullmatch(str(limit))
     if found is None:
         return None

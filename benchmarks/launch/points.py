@@ -1,24 +1,47 @@
-"""Points of a sweep: all are planned before the first starts, and those with a record are
-skipped."""
+"""Points of a sweep: all are planned before the first starts, and those with a record are skipped.
+
+**auto.** The tuner chooses the knobs that a command line leaves open, for all contenders alike. If
+the cluster can be priced, values for every knob that is ``auto`` are searched under the limit of
+the device's memory, and the spec that runs has the values that were chosen. If it cannot be priced
+(CPUs), the planners' simple rules apply. Choices are kept in the user's cache folder, under the
+spec and a digest of the code that made the choice.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from benchmarks.launch.auto import with_best_plan
-from benchmarks.records.record import RecordError, RunRecord, find_records, read_record
-from benchmarks.specification.run_spec import RunSpec
+from benchmarks import CHECKOUT
+from benchmarks.records.record import (
+    RecordError,
+    RunRecord,
+    find_records,
+    read_record,
+    write_atomically,
+)
+from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.run_spec import RunSpec, SpecError, is_priced, knobs_from
 from benchmarks.worker.data import check_data
 from zeropp.cost import price_plan
 from zeropp.layout import InfeasibleError
 from zeropp.plan import Plan
 from zeropp.sim.memory import peak_memory
 from zeropp.timeline import Provenance
+from zeropp.tune.contender import describe
+from zeropp.tune.search import search
 
 Rerun = Literal["missing", "failed", "all"]
+_TOLERANCE = 0.02  # the search may miss plans that are faster than its choice by up to this share
+_BUDGET_S = 10.0  # CPU time of a search; after that the best plan so far is taken
+_CODE = ("zeropp", "baselines")
 
 
 @dataclass(frozen=True)
@@ -76,3 +99,96 @@ def records_of(spec: RunSpec, runs_dir: Path) -> Iterator[RunRecord]:
             yield read_record(path)
         except RecordError:
             continue
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What the tuner chose; the cache keeps it in this form."""
+
+    knobs: dict[str, Any]
+    microbatch_size: int
+    words: str  # the plan and its speed
+
+
+def with_best_plan(spec: RunSpec) -> tuple[RunSpec, str]:
+    """(the spec with the tuner's choice for everything that is ``auto``, a line that describes it).
+
+    The spec is returned unchanged, with an empty line, if nothing is ``auto`` or if the cluster has
+    no prices; then the planner's simple rules apply. Raises InfeasibleError if no plan fits the
+    device's memory.
+    """
+    contender = CONTENDERS[spec.contender.name]
+    is_open = spec.microbatch_size == "auto" or contender.left_open(spec.contender)
+    if not is_open:
+        return spec, ""
+    if not is_priced(spec.cluster, spec.precision):
+        return replace(spec, microbatch_size=spec.candidate.microbatch_size), ""
+    path = _cache_path(spec)
+    choice, source = _read(path), "remembered"
+    if choice is None:
+        choice, source = _search(spec)
+        with suppress(OSError):  # without a cache, the search is only repeated
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(asdict(choice)))
+    where = f"{spec.model.name} on {spec.num_gpus} x {spec.cluster.name}"
+    line = f"auto: {contender.label}, {where}: {choice.words} ({source})"
+    asked = {name: value for name, value in asdict(spec.contender).items() if value != "auto"}  # type: ignore[call-overload]
+    knobs = knobs_from(choice.knobs | asked)  # a unit that the planner cuts stays as it was asked
+    return replace(spec, contender=knobs, microbatch_size=choice.microbatch_size), line
+
+
+def _search(spec: RunSpec) -> tuple[_Choice, str]:
+    """(the choice, words on how it was found)."""
+    outcome = search(
+        spec.task,
+        CONTENDERS[spec.contender.name],
+        spec.contender,
+        spec.microbatch_size,
+        tolerance=_TOLERANCE,
+        runner_up=False,
+        budget_s=_BUDGET_S,
+    )
+    if outcome.winner is None:
+        spec.plan()  # if a fixed value is the reason, the planner's message says so
+        gib = spec.cluster.device.usable_bytes / 2**30
+        raise InfeasibleError(
+            f"contender={spec.contender.name}: no choice for what is auto fits {spec.num_gpus} x "
+            f"{gib:.0f} GiB (use more GPUs, or set the degrees to run it all the same)"
+        )
+    winner = outcome.winner
+    speed = winner.result.tokens_per_s_per_gpu
+    words = f"{describe(winner.plan)}, {speed:,.0f} tokens/s/GPU simulated"
+    choice = _Choice(asdict(winner.candidate.knobs), winner.candidate.microbatch_size, words)
+    ended = f"best of {outcome.simulated} simulated plans"
+    return choice, ended if outcome.is_complete else f"{ended} in {_BUDGET_S:.0f} s"
+
+
+def _cache_path(spec: RunSpec) -> Path:
+    question = json.dumps(
+        [asdict(spec.task), asdict(spec.contender), spec.microbatch_size],  # type: ignore[call-overload]
+        sort_keys=True,
+    )
+    digest = hashlib.sha256((_code_digest() + question).encode()).hexdigest()
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "zeropp" / "plans" / f"{digest[:32]}.json"
+
+
+@lru_cache
+def _code_digest() -> str:
+    """A digest of all code that plans, prices and searches, so that any change of it makes a new
+    search."""
+    digest = hashlib.sha256()
+    for package in _CODE:
+        for path in sorted((CHECKOUT / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> _Choice | None:
+    """The choice in a cache file; None if there is none or if it cannot be read."""
+    try:
+        choice = _Choice(**json.loads(path.read_text(encoding="utf-8")))
+        knobs_from(choice.knobs)
+    except (OSError, ValueError, TypeError, SpecError):
+        return None
+    return choice

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.launch.attempt import (
     Ending,
     new_header,
-    or_unwritten,
     plan_summary,
     write_unstarted,
 )
 from benchmarks.launch.options import SimulateOptions
 from benchmarks.launch.points import Point
-from benchmarks.launch.sweep import SweepProgress
+from benchmarks.launch.sweep import SweepProgress, one_by_one
 from benchmarks.launch.trace import traced_record, traced_stages
 from benchmarks.records.record import RunRecord
 from benchmarks.specification.run_spec import RunSpec, check_priced
@@ -50,13 +48,12 @@ def launch(
     points: Sequence[Point], options: SimulateOptions, runs_dir: Path, progress: SweepProgress
 ) -> list[RunRecord]:
     """Price every point and write its record."""
-    records = []
-    for point in points:
+
+    def run(point: Point) -> RunRecord:
         progress.update(point, "simulating")
-        run = partial(_price, point, options, runs_dir)
-        records.append(or_unwritten(point.spec, "simulate", run))
-        progress.finished(records[-1])
-    return records
+        return _price(point, options, runs_dir)
+
+    return one_by_one(points, "simulate", progress, run)
 
 
 def _price(point: Point, options: SimulateOptions, runs_dir: Path) -> RunRecord:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, get_args
 
 from filelock import FileLock, Timeout
@@ -99,12 +99,7 @@ class SweepProgress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def update(self, point: Point, state: str) -> None:
@@ -259,6 +254,17 @@ def _launch_missing(
         return list(launcher.launch(feasible, options, runs_dir, progress))
 
 
+def one_by_one(
+    points: Sequence[Point], kind: str, progress: SweepProgress, run: Callable[[Point], RunRecord]
+) -> list[RunRecord]:
+    """Run every point, also after one has failed; returns the records."""
+    records = []
+    for point in points:
+        records.append(or_unwritten(point.spec, kind, partial(run, point)))
+        progress.finished(records[-1])
+    return records
+
+
 def refuse(point: Point, options: LauncherOptions, runs_dir: Path, reason: str) -> RunRecord:
     """Record a point that cannot run."""
     header = new_header(options.kind, variant=options.variant)
@@ -270,14 +276,11 @@ def refuse(point: Point, options: LauncherOptions, runs_dir: Path, reason: str) 
 def _unwritten(group: list[Point], options: LauncherOptions, error: OSError) -> list[RunRecord]:
     """Say of every point that nothing could be written; it counts as missing."""
 
-    def fail() -> RunRecord:
+    def fail(_: Point) -> RunRecord:
         raise error
 
-    records = [or_unwritten(point.spec, options.kind, fail) for point in group]
     with SweepProgress(len(group)) as progress:
-        for record in records:
-            progress.finished(record)
-    return records
+        return one_by_one(group, options.kind, progress, fail)
 
 
 def _by_launcher(

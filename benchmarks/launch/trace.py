@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +19,6 @@ from benchmarks.launch.attempt import (
     OK,
     Ending,
     new_header,
-    or_unwritten,
     plan_summary,
     write_unstarted,
 )
@@ -28,7 +26,7 @@ from benchmarks.launch.local import is_here, run_attempt
 from benchmarks.launch.local import settle as settle
 from benchmarks.launch.options import TraceOptions
 from benchmarks.launch.points import Point, records_of
-from benchmarks.launch.sweep import SweepProgress
+from benchmarks.launch.sweep import SweepProgress, one_by_one
 from benchmarks.records.record import RunRecord
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, SpecError
@@ -166,15 +164,14 @@ def launch(
 ) -> list[RunRecord]:
     """Trace every point: with fake tensors one rank per core at a time, with real ones one rank at
     a time."""
-    records = []
-    for point in points:
+
+    def run(point: Point) -> RunRecord:
         assert point.plan is not None  # infeasible points never reach a launcher
         pipeline = point.plan.layout.pipeline(0)
         chosen = sorted({rank % len(pipeline) for rank in options.pipeline_ranks})
         ranks = [pipeline[index] for index in chosen]
         if options.tensors == "real":
-            run = partial(
-                run_attempt,
+            return run_attempt(
                 point,
                 launcher="trace",
                 worlds=[[rank] for rank in ranks],
@@ -183,11 +180,9 @@ def launch(
                 variant=options.variant,
                 arguments=["--lone"],
             )
-        else:
-            run = partial(_trace_fake, point, point.plan, ranks, runs_dir, progress)
-        records.append(or_unwritten(point.spec, "trace", run))
-        progress.finished(records[-1])
-    return records
+        return _trace_fake(point, point.plan, ranks, runs_dir, progress)
+
+    return one_by_one(points, "trace", progress, run)
 
 
 def _trace_fake(

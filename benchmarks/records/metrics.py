@@ -182,24 +182,14 @@ def step_line(spec: RecordedSpec, event: Mapping[str, Any]) -> str:
         parts.append(f"loss {event['loss']:8.4f}")
     if "grad_norm" in event:
         parts.append(f"grad norm {event['grad_norm']:8.4f}")
-    parts += [*_speed(spec, float(event["seconds"])), *_memory(spec, event.get("peak_bytes"))]
-    return "  ".join(parts)
-
-
-def _speed(spec: RecordedSpec, step_s: float) -> list[str]:
-    """Time and what follows from it, per rank."""
-    parts = [f"{step_s:.3f} s", f"{tokens_per_s_per_gpu(spec, step_s):,.0f} tokens/s"]
-    tflops, share = model_tflops_per_gpu(spec, step_s), mfu(spec, step_s)
-    if tflops is not None:
+    step_s, peak, device = float(event["seconds"]), event.get("peak_bytes"), spec.cluster.device
+    parts += [f"{step_s:.3f} s", f"{tokens_per_s_per_gpu(spec, step_s):,.0f} tokens/s"]
+    if (tflops := model_tflops_per_gpu(spec, step_s)) is not None:
         parts.append(f"{tflops:.4g} TFLOP/s")
-    if share is not None:
+    if (share := mfu(spec, step_s)) is not None:
         parts.append(f"MFU {share:.1%}")
-    return parts
-
-
-def _memory(spec: RecordedSpec, peak_bytes: int | None) -> list[str]:
-    if peak_bytes is None:
-        return []
-    gib, device = peak_bytes / 2**30, spec.cluster.device.memory_gib
-    share = "" if device is None else f" ({gib / device:.1%})"
-    return [f"memory {gib:.2f} GiB{share}"]
+    if peak is not None:
+        gib = peak / 2**30
+        of_device = "" if device.memory_gib is None else f" ({gib / device.memory_gib:.1%})"
+        parts.append(f"memory {gib:.2f} GiB{of_device}")
+    return "  ".join(parts)

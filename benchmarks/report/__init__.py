@@ -2,9 +2,9 @@
 
 In: folders of records. Out: tables (CSV, Parquet, Markdown, LaTeX, HTML), figures and one page.
 Read ``frame`` (a record becomes a row of a DataFrame), ``table`` and ``style`` (how tables and
-figures look), the modules that are named below, and ``write`` and ``page``, which put a report
-together. ``compare`` holds two sets of runs together, and ``trackers`` sends records to services
-that collect experiments. A new table or figure is a function and a line here.
+figures look), the modules that are named below, and ``write``, which puts a report together.
+``compare`` holds two sets of runs together, and ``trackers`` sends records to services that collect
+experiments. A new table or figure is a function and a line here.
 """
 
 from __future__ import annotations
@@ -14,35 +14,37 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Every table by name: its heading on the page, and the function (rows, options) -> Table. Functions
-# are named by their module here, so that ``--help`` need not import pandas and matplotlib.
-TABLES = {
-    "paper": ("", "paper:paper_table"),
-    "throughput": ("Throughput", "tables:throughput_table"),
-    "speedup": ("Speed-up", "speedup:speedup_table"),
-    "ablation": ("Ablations", "ablation:ablation_table"),
-    "memory": ("Memory", "tables:memory_table"),
-    "lone_ranks": ("Memory", "tables:lone_table"),
-    "evidence": ("Evidence", "evidence:evidence_table"),
-    "published": ("Evidence", "evidence:published_table"),
+
+@dataclass(frozen=True)
+class Section:
+    """What stands below one heading of the page: tables by name, each a function (rows, options) ->
+    Table, and figures, each a function (rows, options) -> Pictures. They are named by their module
+    here, so that ``--help`` imports neither pandas nor matplotlib."""
+
+    tables: Mapping[str, str] = field(default_factory=dict)
+    figures: tuple[str, ...] = ()
+
+
+# By heading, in the order of the page. The table of a paper stands above them all.
+SECTIONS = {
+    "Throughput": Section({"throughput": "tables:throughput_table"}, ("charts:throughput_bars",)),
+    "Speed-up": Section({"speedup": "speedup:speedup_table"}, ("speedup:speedup_maps",)),
+    "Ablations": Section({"ablation": "ablation:ablation_table"}, ("ablation:ablation_figure",)),
+    "Scaling": Section(figures=("charts:scaling_curves",)),
+    "Memory": Section(
+        {"memory": "tables:memory_table", "lone_ranks": "tables:lone_table"},
+        ("charts:memory_bars", "charts:memory_breakdown"),
+    ),
+    "Timelines": Section(figures=("timelines:step_timelines",)),
+    "Loss": Section(figures=("charts:loss_curves",)),
+    "Evidence": Section(
+        {"evidence": "evidence:evidence_table", "published": "evidence:published_table"},
+        ("evidence:evidence_distance_figure", "evidence:published_figure"),
+    ),
 }
-# Every figure, a function (rows, options) -> Pictures, each of which names its heading.
-FIGURES = (
-    "charts:bars",
-    "speedup:speedup_maps",
-    "charts:scaling_curves",
-    "ablation:ablation_figure",
-    "breakdown:memory_breakdown",
-    "timelines:step_timelines",
-    "charts:loss_curves",
-    "evidence:evidence_distance_figure",
-    "evidence:published_figure",
-)
-# The headings of the page, in its order.
-SECTIONS = (
-    *("Throughput", "Speed-up", "Ablations", "Scaling", "Memory", "Timelines", "Loss"),
-    "Evidence",
-)
+TABLES = {"paper": "tables:paper_table"} | {
+    name: path for section in SECTIONS.values() for name, path in section.tables.items()
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ DEFAULTS = Options()
 
 
 def maker(path: str) -> Callable[..., Any]:
-    """The function that ``TABLES`` or ``FIGURES`` names."""
+    """The function that a section names."""
     module, _, name = path.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     return found

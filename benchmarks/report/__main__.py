@@ -11,16 +11,13 @@ import sys
 from pathlib import Path
 
 from benchmarks.report import DEFAULTS, TABLES, Options
-from benchmarks.specification.command import CommandParser, SpecError, check_writable, run_command
+from benchmarks.specification.command import CommandParser, SpecError, check_writable, command
 
 
+@command
 def main() -> int:
     """Run the command line. The exit status is 1 if ``--compare`` found something slower, 2 on bad
     input or if there is nothing to report, 130 after Ctrl-C."""
-    return run_command(_main)
-
-
-def _main() -> int:
     arguments = _parser().parse_args()
     runs = arguments.runs or [Path("results/runs")]
     for path in [*arguments.runs, *(arguments.compare or [])]:

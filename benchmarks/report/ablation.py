@@ -6,7 +6,6 @@ every knob that differs between them is a factor. All configurations are shown, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -87,8 +86,6 @@ def _lines(members: list[dict[Any, Any]], base: dict[Any, Any]) -> Iterator[dict
     others = [member for member in members if member is not base]
     others.sort(key=lambda member: _change(member["knobs"], base["knobs"]).count("→"))
     for member in (base, *others):
-        peaks = member["peak_gib"] / base["peak_gib"]
-        same_kind = member["memory_kind"] == base["memory_kind"]
         yield (
             member
             | speedup_of(member, base)
@@ -96,7 +93,6 @@ def _lines(members: list[dict[Any, Any]], base: dict[Any, Any]) -> Iterator[dict
                 "change": _change(member["knobs"], base["knobs"]) or "base",
                 "is_base": member is base,
                 "knobs_text": " ".join(f"{k}={v}" for k, v in member["knobs"].items()),
-                "memory_ratio": peaks if same_kind else math.nan,
             }
         )
 
@@ -142,7 +138,6 @@ def ablation_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator
         groups = [group for _, group in mine.groupby(_GROUP, sort=False)][:MAX_GROUPS]
         more = mine.groupby(_GROUP).ngroups - len(groups)
         yield Picture(
-            section="Ablations",
             name=f"ablation_{evidence}_{cluster}".replace(" ", "_"),
             caption="Throughput and peak memory of every configuration over those of its base, "
             f"{evidence} on {style.cluster_label(str(cluster))}."

@@ -1,4 +1,5 @@
-"""Figures of records: bars of throughput and memory, curves of scaling and of the loss.
+"""Figures of records: bars of throughput and memory, curves of scaling and of the loss, and stacked
+bars of what a step's time is spent on and of the fullest rank's memory by kind.
 
 ``Picture`` is a figure with its caption, and ``save`` writes it to files.
 """
@@ -6,9 +7,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -18,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from benchmarks.report import DEFAULTS, Options, style
-from benchmarks.report.frame import best_configuration, best_or_failed
+from benchmarks.report.frame import CELL, best_configuration, best_or_failed
 
 _SHOWN_PT, _LETTER_IN = 7.5, 0.06  # the line below a figure: size, and room per letter
 PANEL = ["evidence", "basis", "cluster", "precision", "model", "global_batch", "seq"]
@@ -26,11 +29,9 @@ PANEL = ["evidence", "basis", "cluster", "precision", "model", "global_batch", "
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """One figure. ``section`` is its heading on the page, ``name`` its file name without suffix,
-    and ``shown`` a line below the panels that says what they show, so that the file can be passed
-    on without its caption."""
+    """One figure. ``name`` is its file name without suffix, and ``shown`` a line below the panels
+    that says what they show, so that the file can be passed on without its caption."""
 
-    section: str
     name: str
     caption: str
     figure: Figure
@@ -41,7 +42,6 @@ class Picture:
 class SavedPicture:
     """A picture that is on disk; its figure was closed, because figures take much memory."""
 
-    section: str
     name: str
     caption: str
     paths: tuple[Path, Path]  # PNG, SVG
@@ -71,7 +71,7 @@ def save(picture: Picture, out: Path) -> SavedPicture:
     picture.figure.savefig(png, pil_kwargs={"compress_level": 1})  # 10 % larger, but much faster
     picture.figure.savefig(svg, metadata={"Date": None})  # equal pictures give equal files
     plt.close(picture.figure)
-    return SavedPicture(picture.section, picture.name, picture.caption, paths)
+    return SavedPicture(picture.name, picture.caption, paths)
 
 
 def by_evidence(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
@@ -96,39 +96,43 @@ def panel_title(panel: pd.DataFrame) -> str:
 
 MAX_PANELS = 6  # nobody reads a figure with more
 
-_MEMORY = {
+_PEAKS = {
     "allocated": "peak allocated, fullest {worker} [GiB]",
     "resident": "peak resident above start,\nfullest {worker} [GiB]",
     "predicted": "predicted peak, fullest {worker} [GiB]",
 }
 
 
-def bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
-    """One figure of throughput and one of memory per kind of evidence and cluster.
+def throughput_bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
+    """One figure of throughput per kind of evidence and cluster.
 
     There is one panel per model and batch, in it one group of bars per GPU count, and one bar per
     contender in its fastest configuration. If none succeeded, a word says why.
     """
     for suffix, said, mine in by_evidence(best_or_failed(rows)):
-        worker = style.worker_word(mine)
         if mine["tokens_per_s_per_gpu"].notna().any():
+            worker = style.worker_word(mine)
             yield Picture(
-                section="Throughput",
                 name=f"throughput_{suffix}",
                 caption=f"Tokens per second and {worker}, {said}"
                 + ": medians with 95 % bootstrap intervals" * said.startswith("measured")
                 + f".{_left_out(mine)}",
-                figure=_panels(mine, "tokens_per_s_per_gpu", f"tokens/s/{worker}", style.tokens),
+                figure=_panels(mine, _THROUGHPUT, f"tokens/s/{worker}"),
                 shown=style.shown(mine),
             )
+
+
+def memory_bars(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
+    """One figure of peak memory per kind of evidence, cluster and kind of peak, arranged like that
+    of throughput."""
+    for suffix, said, mine in by_evidence(best_or_failed(rows)):
+        worker = style.worker_word(mine)
         for kind, known in mine[mine["peak_gib"].notna()].groupby("memory_kind"):
+            label = _PEAKS[str(kind)].format(worker=worker)
             yield Picture(
-                section="Memory",
                 name=f"memory_{suffix}_{kind}",
                 caption=f"Peak memory of the fullest {worker} ({kind}), {said}.{_left_out(known)}",
-                figure=_panels(
-                    known, "peak_gib", _MEMORY[str(kind)].format(worker=worker), style.gib
-                ),
+                figure=_panels(known, _PEAK, label),
                 shown=style.shown(known),
             )
 
@@ -138,21 +142,26 @@ def _left_out(rows: pd.DataFrame) -> str:
     return f" The first {MAX_PANELS} of {panels} panels." if panels > MAX_PANELS else ""
 
 
-def _panels(rows: pd.DataFrame, column: str, label: str, form: style.Form) -> Figure:
-    """One panel per model and batch, each with a scale of its own."""
+def _panels(
+    rows: pd.DataFrame,
+    draw: Callable[[Axes, pd.DataFrame], None],
+    label: str,
+    columns: int = style.COLUMNS,
+    **inches: Any,
+) -> Figure:
+    """One panel per model and batch, each with a scale of its own, which ``label`` names."""
     groups = [panel for _, panel in rows.groupby(PANEL, sort=False)][:MAX_PANELS]
-    figure, axes = style.panels(len(groups))
+    figure, axes = style.panels(len(groups), columns, **inches)
     for number, (axis, panel) in enumerate(zip(axes, groups, strict=True)):
-        _bars(axis, panel, column, form)
+        draw(axis, panel)
         axis.set_title(panel_title(panel))
-        axis.set_xlabel(f"{style.worker_word(panel)}s")
-        if number % style.COLUMNS == 0:
+        if number % columns == 0:
             axis.set_ylabel(label)
     style.legend(figure, axes)
     return figure
 
 
-def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: style.Form) -> None:
+def _bars(axis: Axes, rows: pd.DataFrame, *, column: str, form: style.Form) -> None:
     counts = sorted(rows["num_gpus"].unique())
     contenders = style.ordered(rows["contender"])
     width = 0.84 / len(contenders)
@@ -177,8 +186,13 @@ def _bars(axis: Axes, rows: pd.DataFrame, column: str, form: style.Form) -> None
         axis.bar_label(drawn, texts, padding=3, fontsize=8, rotation=turn, in_layout=False)
     axis.set_xticks(np.arange(len(counts)), [str(count) for count in counts])
     axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_xlabel(f"{style.worker_word(rows)}s")
     axis.margins(y=0.35 if turn else 0.22)
     axis.set_ylim(bottom=0)
+
+
+_THROUGHPUT = partial(_bars, column="tokens_per_s_per_gpu", form=style.tokens)
+_PEAK = partial(_bars, column="peak_gib", form=style.gib)
 
 
 def _text(value: float, status: object, form: style.Form) -> str:
@@ -222,7 +236,6 @@ def scaling_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[
                 worker, kept = style.worker_word(mine), groups[: style.COLUMNS]
                 more = f" {len(groups) - len(kept)} more series are left out."
                 yield Picture(
-                    section="Scaling",
                     name=f"scaling_{kind}_{suffix}",
                     caption=f"{kind.capitalize()} scaling, {said}: tokens per second and model "
                     f"PFLOP/s of the whole job, and throughput per {worker} over that at the "
@@ -301,7 +314,6 @@ def loss_curves(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Pic
         groups = [panel for _, panel in mine.groupby(_SAME_BATCHES, sort=False) if len(panel) > 1]
         if groups:
             yield Picture(
-                section="Loss",
                 name=f"loss_{suffix}",
                 caption=f"Training loss, {said}: every contender of a panel, at the smallest and "
                 "the largest rank count, saw the same batches. Below, the distance from the first "
@@ -352,3 +364,175 @@ def _ends(lines: list[pd.Series]) -> list[tuple[float, float, str, str]]:
         )
         ends.append((float(len(losses)), float(losses[-1]), name, style.colour(contender)))
     return ends
+
+
+# Paul Tol's "muted" and similar colours, with hatches, unlike the colours of contenders.
+_CAUSES = {
+    "limit": ("compute limit", "#DDDDDD", ""),
+    "small_kernels": ("small kernels", "#999999", ""),
+    "recomputation": ("recomputation", "#882255", ""),
+    "imbalance": ("imbalance of stages", "#AA4499", "//"),
+    "bubble": ("bubble", "#CC6677", ""),
+    "slow_nodes": ("slow nodes", "#661100", ""),
+    "copies": ("copies", "#DDCC77", ".."),
+    "tensor": ("tensor parallelism", "#999933", "//"),
+    "transfers": ("transfers", "#117733", ""),
+    "reductions": ("exposed reductions", "#44AA99", "xx"),
+    "gathers": ("exposed gathers", "#88CCEE", "//"),
+    "optimizer": ("optimizer", "#332288", ""),
+}
+
+
+# Per contender, the seconds of its step: the compute limit, and above it what is lost by cause
+# (``zeropp.sim.lost_time``).
+StepSeconds = Mapping[str, Mapping[str, float]]
+
+
+def time_breakdown(panels: Mapping[str, StepSeconds], name: str, caption: str) -> Picture:
+    """One panel per title that has a contender, with one stacked bar per contender, the fastest
+    first, in multiples of the step at the compute limit. Raises ValueError if no panel has any."""
+    panels = {title: steps for title, steps in panels.items() if steps}
+    if not panels:
+        raise ValueError("time_breakdown: no panel has a contender")
+    lines = [len(steps) + 1.0 for steps in panels.values()]
+    height = 0.4 + 0.36 * sum(lines) / len(lines)
+    figure, axes = style.panels(len(panels), columns=1, width=9.0, height=height, heights=lines)
+    for axis, (title, seconds) in zip(axes, panels.items(), strict=True):
+        _time_bars(axis, seconds)
+        axis.set_title(title)
+    axes[-1].set_xlabel("step, in multiples of the compute limit's (dashed)")
+    style.legend(figure, axes)
+    return Picture(name=name, caption=caption, figure=figure, shown=caption)
+
+
+def _time_bars(axis: Axes, seconds: StepSeconds) -> None:
+    steps = {name: sum(kinds.values()) / kinds["limit"] for name, kinds in seconds.items()}
+    contenders = sorted(steps, key=steps.__getitem__)
+    places = np.arange(len(contenders))
+    right, left = np.zeros(len(contenders)), np.zeros(len(contenders))
+    for kind, (label, colour, hatch) in _CAUSES.items():
+        mine = [seconds[name] for name in contenders]
+        sizes = np.array([kinds.get(kind, 0.0) / kinds["limit"] for kinds in mine])
+        if not sizes.any():
+            continue
+        start = np.where(sizes >= 0, right, left)
+        look: dict[str, Any] = {"label": label, "color": colour, "hatch": hatch}
+        axis.barh(places, sizes, 0.75, start, **look, edgecolor="white", linewidth=0.4)
+        right, left = right + np.maximum(sizes, 0), left + np.minimum(sizes, 0)
+    for place, end, name in zip(places, right, contenders, strict=True):
+        style.beside(axis, end, float(place), f"{100 / steps[name]:.0f} % of the limit", 4)
+    axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
+    axis.set_yticks(places, contenders, fontsize=8.5)
+    axis.set_xlim(min(0.0, left.min()), 1.2 * right.max())
+    axis.set_ylim(len(contenders) - 0.5, -0.5)
+    axis.grid(visible=False)
+
+
+# Paul Tol's "muted", with hatches, so that the stack is not mistaken for contenders.
+_MEMORY = {
+    "parameters": ("#332288", ""),
+    "unsharded": ("#88CCEE", "//"),
+    "gradients": ("#117733", ""),
+    "optimizer": ("#DDCC77", ".."),
+    "activations": ("#882255", ""),
+    "workspace": ("#BBBBBB", "xx"),
+}
+
+
+def memory_breakdown(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
+    """The fullest rank's bytes by kind, of configurations for which a plan predicts them or a trace
+    counted them."""
+    traced = rows[rows["evidence"].str.startswith("traced") & (rows["status"] == "ok")]
+    traced = traced.drop_duplicates([*CELL, "contender"], keep="last")  # no step to choose by
+    best = pd.concat([best_configuration(rows), traced])
+    best = best[best["memory_by_kind"].map(len) > 0]
+    for suffix, said, mine in by_evidence(best):
+        kind = "Traced" if mine["evidence"].iloc[0] == "traced" else "Predicted"
+        label = f"tensors of the fullest {style.worker_word(mine)} [GiB]"
+        yield Picture(
+            name=f"memory_by_kind_{suffix}",
+            caption=f"{kind} memory of the fullest rank by kind and in all, tensors alone, for the "
+            f"configurations {said}; the dashed line is what the device has.{_diamond(mine)}",
+            figure=_panels(mine, _stacks, label, columns=2, width=6.0, height=3.8),
+            shown=style.shown(mine),
+        )
+
+
+def _diamond(rows: pd.DataFrame) -> str:
+    """The words that explain the marks of measured peaks; empty if there are none."""
+    kinds = " or ".join(sorted(set(rows["memory_kind"]) - {"predicted", ""}))
+    pages = " Resident memory is pages of the whole process, so more than its tensors."
+    said = f" The diamond is the measured peak ({kinds})."
+    return (said + pages * ("resident" in kinds)) if kinds else ""
+
+
+def _stacks(axis: Axes, panel: pd.DataFrame) -> None:
+    order = style.ordered(panel["contender"])
+    panel = panel.sort_values("contender", key=lambda names: names.map(order.index))
+    panel = panel.sort_values("num_gpus", kind="stable")
+    groups = panel["num_gpus"].rank(method="dense").to_numpy()
+    places, bottom = np.arange(len(panel)) + 0.6 * groups, np.zeros(len(panel))
+    for kind, (colour, hatch) in _MEMORY.items():
+        gib = np.array([kinds.get(kind, 0) / 2**30 for kinds in panel["memory_by_kind"]])
+        if not gib.any():
+            continue
+        word = "gathered parameters" if kind == "unsharded" else kind
+        axis.bar(places, gib, 0.8, bottom, label=word, color=colour, hatch=hatch, edgecolor="white")
+        bottom += gib
+    measured = panel["memory_kind"] != "predicted"
+    peaks = np.where(measured, panel["peak_gib"].astype(float), np.nan)
+    if np.isfinite(peaks).any():
+        axis.plot(places, peaks, "D", color="black", markersize=4, label="measured peak")
+    highest = np.fmax(bottom, peaks)
+    texts = [
+        f"measured {style.gib(peak)}\npredicted {style.gib(top)}"
+        if np.isfinite(peak)
+        else style.gib(top)
+        for top, peak in zip(bottom, peaks, strict=True)
+    ]
+    _totals(axis, places, highest, texts)
+    _limit(axis, float(panel["memory_limit_gib"].iloc[0]), highest.max())
+    names = [f"{style.contender_label(str(r.contender))}, {r.num_gpus}" for r in panel.itertuples()]
+    axis.set_xticks(places, names, fontsize=8, rotation=90 if len(names) > 4 else 0)
+    for label, contender in zip(axis.get_xticklabels(), panel["contender"], strict=True):
+        label.set_color(style.colour(contender))
+    axis.set_xlabel(f"contender, {style.worker_word(panel)}s")
+    axis.margins(y=0.22)
+    axis.set_ylim(bottom=0)
+
+
+def _totals(axis: Axes, places: np.ndarray, heights: np.ndarray, texts: list[str]) -> None:
+    """Write every stack's total and measured peak above both, with a background so that they can be
+    read where the limit's line crosses them."""
+    for place, height, text in zip(places, heights, texts, strict=True):
+        number = axis.annotate(
+            text,
+            (place, height),
+            (0, 4),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=7.5,
+            rotation=90 if len(texts) > 6 else 0,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+        )
+        number.set_in_layout(False)
+
+
+def _limit(axis: Axes, limit: float, highest: float) -> None:
+    """Draw a line at the device's memory, unless it is far above the ``highest`` bar, which would
+    flatten all bars, or not known (NaN)."""
+    if np.isnan(limit):
+        return
+    if limit < 3 * highest:
+        axis.axhline(limit, color="black", linestyle="--", linewidth=1)
+        axis.annotate(
+            f"limit {limit:g} GiB",
+            (1.0, limit),
+            xycoords=axis.get_yaxis_transform(),
+            ha="right",
+            va="bottom",
+            fontsize=8,
+        )
+    else:
+        axis.set_title(f"limit {limit:g} GiB, not shown", loc="right", fontsize=7, y=0.94)

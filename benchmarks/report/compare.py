@@ -19,8 +19,8 @@ from benchmarks.records.metrics import Summary, ratio_of_medians
 from benchmarks.report import style
 from benchmarks.report.charts import Picture, save
 from benchmarks.report.frame import CELL, latest_ok, load_frame
-from benchmarks.report.page import report_folder
 from benchmarks.report.table import Column, Table, key_columns, print_table, table, write_table
+from benchmarks.report.write import report_folder
 
 LEAST_CHANGE = 0.02  # a smaller change is not reported, however narrow its interval
 MAX_LINES = 40
@@ -67,7 +67,6 @@ def _write(made: Table, changes: pd.DataFrame, folder: Path) -> list[Path]:
         caption = "Throughput after over before, with 95 % bootstrap intervals."
         shown = style.shown(timed) if "cluster" in timed else ""
         picture = Picture(
-            section="Comparison",
             name="comparison",
             caption=caption,
             figure=_intervals(timed),
@@ -152,14 +151,8 @@ def _intervals(timed: pd.DataFrame) -> Figure:
     axis.hlines(places, shown["low"], shown["high"], color=colours, linewidth=2)
     axis.scatter(ratios, places, color=colours, zorder=3)
     for place, (_, row) in zip(places, shown.iterrows(), strict=True):
-        axis.annotate(
-            f"{style.ratio(row['ratio'])} {row['verdict'].split(' (')[0]}",
-            (row["high"], place),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
+        text = f"{style.ratio(row['ratio'])} {row['verdict'].split(' (')[0]}"
+        style.beside(axis, row["high"], float(place), text)
     labels = [
         f"{style.model_label(str(r.model))}, {r.num_gpus}, "
         f"{style.contender_label(str(r.contender))} {r.layout}"

@@ -98,7 +98,6 @@ def evidence_distance_figure(rows: pd.DataFrame, options: Options = DEFAULTS) ->
     if distances.empty:
         return
     yield Picture(
-        section="Evidence",
         name="evidence_distance",
         caption="How far one kind of evidence is from a more trusted one on the same configuration "
         "(value / reference - 1); the worst of each quantity are shown.",
@@ -124,15 +123,7 @@ def _lollipops(distances: pd.DataFrame) -> Figure:
         axis.hlines(places, 0, errors, color=colours, linewidth=2)
         axis.scatter(errors, places, color=colours, zorder=3)
         for place, error in zip(places, errors, strict=True):
-            axis.annotate(
-                f"{error:+.1f} %",
-                (error, place),
-                xytext=(6 if error >= 0 else -6, 0),
-                textcoords="offset points",
-                va="center",
-                ha="left" if error >= 0 else "right",
-                fontsize=8,
-            )
+            style.beside(axis, error, float(place), f"{error:+.1f} %", 6 if error >= 0 else -6)
         axis.axvline(0, color="#333333", linewidth=0.8)
         axis.set_yticks(places, labels, fontsize=8)
         axis.set_ylim(-0.6, len(worst) - 0.4)
@@ -206,7 +197,6 @@ def published_figure(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterato
     if distances.empty:
         return
     yield Picture(
-        section="Evidence",
         name="evidence_published",
         caption="How far the simulator is from published measurements, by source: a dot per run, "
         "the bar from the 10th to the 90th percentile, the tick the median. The simulator's "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,17 @@ from benchmarks.records.metrics import (
     tokens_per_s_per_gpu,
 )
 from benchmarks.records.record import (
+    SCHEMA_VERSION,
     RecordedSpec,
     RecordError,
     RunRecord,
     find_below,
     find_records,
     read_record,
-    read_spec,
     recorded_spec,
 )
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import PRICED
-from benchmarks.specification.run_spec import SpecError
 from zeropp.cluster import Cluster
 from zeropp.cost import parameter_count
 from zeropp.shape import ModelShape
@@ -135,8 +134,9 @@ def source_of(record: RunRecord) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """Everything that a report knows of one attempt; a number that is not known is NaN.
+class Derived:
+    """The columns that follow from a record; a number that is not known is NaN. The fields of the
+    record itself are columns, too (``row_of``), but for those in ``_LEFT_OUT``.
 
     ``basis`` says how a study chose the degrees of all contenders of a cell (``best plans``,
     ``equal degrees``). It is empty for records; their ``default_degrees`` says whether nobody has
@@ -151,111 +151,94 @@ class Row:
     global_batch: int
     seq: int
     precision: str
+    memory_limit_gib: float
     evidence: str
+    basis: str
     contender: str  # its key, not its label
     layout: str
-    status: str
-    reason: str
-    record_id: str
-    spec_id: str
-    memory_limit_gib: float
-    basis: str = ""
-    default_degrees: bool = False
-    knobs: dict[str, Any] = field(default_factory=dict)  # as asked for, and the microbatch size
-    gate: str = "-"
-    started_at: str = ""
-    git: str = ""
-    code: str = ""  # digest of the suite's files that ran
-    path: str = ""
-    samples_step_s: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    data_seed: str = ""
-    has_spans: bool = False
-    is_lone: bool = False
-    memory_by_kind: dict[str, int] = field(default_factory=dict)
-    predicted_gib: float = math.nan
-    source: dict[str, Any] = field(default_factory=dict)
-    step_s: float = math.nan
-    step_s_low: float = math.nan
-    step_s_high: float = math.nan
-    spread: float = math.nan
-    unstable: bool = False
-    tokens_per_s_per_gpu: float = math.nan
-    tokens_per_s_per_gpu_low: float = math.nan
-    tokens_per_s_per_gpu_high: float = math.nan
-    model_tflops_per_gpu: float = math.nan
-    model_tflops_per_gpu_low: float = math.nan
-    model_tflops_per_gpu_high: float = math.nan
-    mfu: float = math.nan
-    mfu_low: float = math.nan
-    mfu_high: float = math.nan
-    peak_gib: float = math.nan
-    memory_kind: str = ""
+    default_degrees: bool
+    knobs: dict[str, Any]  # as asked for, and the microbatch size
+    path: str
+    samples_step_s: list[float]
+    data_seed: str
+    has_spans: bool
+    is_lone: bool
+    memory_by_kind: dict[str, int]  # of the fullest rank, in bytes
+    predicted_gib: float
+    peak_gib: float
+    memory_kind: str
+    source: dict[str, Any]
+    spread: float
+    unstable: bool
+    step_s: float  # the median; this and the rates with the ends of 95 % intervals if measured
+    step_s_low: float
+    step_s_high: float
+    tokens_per_s_per_gpu: float
+    tokens_per_s_per_gpu_low: float
+    tokens_per_s_per_gpu_high: float
+    model_tflops_per_gpu: float
+    model_tflops_per_gpu_low: float
+    model_tflops_per_gpu_high: float
+    mfu: float
+    mfu_low: float
+    mfu_high: float
 
 
-def row_of(record: RunRecord, path: str = "") -> Row:
+# Fields of a record that are no columns: tables that need one of these read the record again.
+_LEFT_OUT = {"spec", "plan", "gate", "ranks", "spans", "predicted", "slurm", "notes"}
+_RECORDED = [column.name for column in fields(RunRecord) if column.name not in _LEFT_OUT]
+
+
+def row_of(record: RunRecord, path: str = "") -> dict[str, Any]:
     """The row of one record. Raises RecordError if its spec lacks a key that rows need."""
     spec = recorded_spec(record)
+    shape, device = spec.model.shape, spec.cluster.device
     peak, kind = peak_memory_gib(record) or (math.nan, "")
-    fine = record.status == "ok" and bool(record.step_s)
-    measured = record.provenance == "measured"
     planned = record.plan.get("predicted_memory", [])
-    return Row(
-        **cell_of(spec),
+    derived = Derived(
+        model=spec.model.name,
+        parameters=math.nan if shape is None else float(parameter_count(shape)),
+        cluster=spec.cluster.name,
+        on_cpu=device.name == "cpu" or spec.cluster.name == "cpu_gloo",
+        num_gpus=spec.num_gpus,
+        global_batch=spec.global_batch,
+        seq=spec.model.seq,
+        precision=spec.precision,
+        memory_limit_gib=_known(device.memory_gib),
         evidence=evidence_of(record),
+        basis="",
         contender=spec.contender.name,
         layout=configuration_text(record, spec),
         default_degrees=has_default_degrees(spec),
         knobs=asked_knobs(record, spec),
-        status=record.status,
-        reason=record.reason,
-        gate="-" if record.gate is None else ("passed" if record.gate.passed else "FAILED"),
-        started_at=record.started_at,
-        git=record.git_sha[:10] + ("+" if record.git_dirty else ""),
-        code=record.code_digest,
         path=path,
-        spec_id=record.spec_id,
-        record_id=record.record_id,
         samples_step_s=record.step_s,
-        losses=record.losses,
         data_seed=f"{spec.data} {spec.seed}",
         has_spans=bool(record.spans),
         is_lone="lone_step_s" in record.predicted,
         memory_by_kind=_fullest(record.predicted.get("memory", planned)),
         predicted_gib=sum(_fullest(planned).values()) / 2**30 or math.nan,
-        source=source_of(record),
         peak_gib=peak,
         memory_kind=kind,
-        **(throughput_of(spec, record.step_s, measured=measured) if fine else {}),
+        source=source_of(record),
+        **_throughput(record, spec),
     )
+    return {name: getattr(record, name) for name in _RECORDED} | vars(derived)
 
 
-def cell_of(spec: RecordedSpec) -> dict[str, Any]:
-    """The fields of a row that describe its cell, which are the same for every contender."""
-    shape, device = spec.model.shape, spec.cluster.device
-    return {
-        "model": spec.model.name,
-        "parameters": math.nan if shape is None else float(parameter_count(shape)),
-        "cluster": spec.cluster.name,
-        "on_cpu": device.name == "cpu" or spec.cluster.name == "cpu_gloo",
-        "num_gpus": spec.num_gpus,
-        "global_batch": spec.global_batch,
-        "seq": spec.model.seq,
-        "precision": spec.precision,
-        "memory_limit_gib": _known(device.memory_gib),
-    }
-
-
-def throughput_of(spec: RecordedSpec, step_s: list[float], *, measured: bool) -> dict[str, Any]:
-    """The median step time and the rates that follow from it, with 95 % intervals if measured."""
-    time = summarise(step_s)
-    found: dict[str, Any] = {"spread": time.spread, "unstable": time.unstable and measured}
-    low, high = (time.low, time.high) if measured else (math.nan, math.nan)
-    for end, step, slow in (
-        ("", time.median, time.median),
-        ("_low", low, high),
-        ("_high", high, low),
-    ):
+def _throughput(record: RunRecord, spec: RecordedSpec) -> dict[str, Any]:
+    """The median step time and the rates that follow from it, with 95 % intervals if measured; NaN
+    for a failure."""
+    measured = record.provenance == "measured"
+    low = median = high = spread = math.nan
+    unstable = False
+    if record.status == "ok" and record.step_s:
+        time = summarise(record.step_s)
+        median, spread, unstable = time.median, time.spread, time.unstable and measured
+        low, high = (time.low, time.high) if measured else (math.nan, math.nan)
+    found: dict[str, Any] = {"spread": spread, "unstable": unstable}
+    # The ends of a rate's interval are those of the step time, the other way round.
+    for end, step, slow in (("", median, median), ("_low", low, high), ("_high", high, low)):
         found[f"step_s{end}"] = step
         found[f"tokens_per_s_per_gpu{end}"] = tokens_per_s_per_gpu(spec, slow)
         found[f"model_tflops_per_gpu{end}"] = _known(model_tflops_per_gpu(spec, slow))
@@ -275,57 +258,51 @@ def _fullest(ranks: list[dict[str, int]]) -> dict[str, int]:
 _BASES = {"best": "best plans", "equal": "equal degrees", "paper": "the paper's setting"}
 
 
-def read_plans(path: Path) -> list[Row]:
+def read_plans(path: Path) -> list[dict[str, Any]]:
     """The rows of a ``plans.csv``, the table of ``experiment=claim_33``: a line is one contender in
     one cell, with the best plan that the simulator found. Cells with a scaled network are left out,
     because only the maps of the verdict show them. Raises RecordError, which names the file."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            lines = [line for line in csv.DictReader(file) if float(line["bandwidth"]) == 1.0]
-        return [_row(line) for line in lines]
-    except (OSError, ValueError, TypeError, KeyError, SpecError) as error:
+            return [
+                _plan_row(line) for line in csv.DictReader(file) if float(line["bandwidth"]) == 1
+            ]
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise RecordError(
             f"{path}: not a table of plans ({type(error).__name__}: {error})"
         ) from None
 
 
-def _row(line: dict[str, str]) -> Row:
-    spec = _spec(line)
-    basis, name = _BASES[line["mode"]], line["contender"]
-    identity = "-".join((line["cluster"], line["mode"], line["global_batch"]))
-    row = Row(
-        **cell_of(spec),
-        evidence=line["provenance"],
-        basis=basis,
-        contender=name,
-        layout=line["plan"],
-        status="oom",
-        reason=line["plan"],
-        record_id=f"{line['model']}-{name}-{line['num_gpus']}gpu-{identity}",
-        spec_id=f"{line['model']}-{name}-{line['num_gpus']}gpu-{identity}",
-        git=line["commit"],
-        source={"commit": line["commit"], "evidence": f"{line['provenance']}, {basis}"} | line,
+def _plan_row(line: dict[str, Any]) -> dict[str, Any]:
+    basis, fits = _BASES[line["mode"]], line["step_s"] != ""
+    words = (line["model"], line["contender"], f"{line['num_gpus']}gpu", line["cluster"])
+    name = "-".join((*words, line["mode"], line["global_batch"]))
+    record = RunRecord(
+        schema_version=SCHEMA_VERSION,
+        record_id=name,
+        spec_id=name,
+        spec={
+            "model": asdict(preset("model", line["model"], ModelShape)),
+            "cluster": asdict(preset("cluster", line["cluster"], Cluster)),
+            "num_gpus": int(line["num_gpus"]),
+            "contender": {"name": line["contender"]},
+            "global_batch": int(line["global_batch"]),
+            "precision": "bf16",  # as in conf/experiment/claim_33.yaml
+        },
+        provenance=line["provenance"],
+        status="ok" if fits else "oom",
+        reason="" if fits else line["plan"],
+        started_at="",
+        ended_at="",
+        git_sha=line["commit"],
+        git_dirty=False,
+        launcher="simulate",
+        step_s=[float(line["step_s"])] if fits else [],
+        predicted={"peak_bytes": float(line["peak_gib"]) * 2**30} if fits else {},
     )
-    if line["step_s"] == "":  # no plan fits
-        return row
-    steps, peak_gib = [float(line["step_s"])], float(line["peak_gib"])
-    found = throughput_of(spec, steps, measured=False) | {"peak_gib": peak_gib}
-    found |= {"status": "ok", "reason": "", "samples_step_s": steps, "memory_kind": "predicted"}
-    return replace(row, **found)
-
-
-def _spec(line: dict[str, str]) -> RecordedSpec:
-    shape = preset("model", line["model"], ModelShape)
-    cluster = preset("cluster", line["cluster"], Cluster)
-    values = {
-        "model": asdict(shape),
-        "cluster": asdict(cluster),
-        "num_gpus": int(line["num_gpus"]),
-        "contender": {"name": line["contender"]},
-        "global_batch": int(line["global_batch"]),
-        "precision": "bf16",  # as in conf/experiment/claim_33.yaml
-    }
-    return read_spec(values)
+    source = {"commit": line["commit"], "evidence": f"{line['provenance']}, {basis}"} | line
+    chosen = {"basis": basis, "layout": line["plan"], "default_degrees": False}
+    return row_of(record) | chosen | {"source": source}
 
 
 # The columns of a cell: rows that agree in these differ in the contender only, so they compare.
@@ -333,7 +310,6 @@ CELL = [
     *("model", "cluster", "num_gpus", "global_batch", "seq", "precision"),
     *("evidence", "basis"),
 ]
-_COLUMNS = [column.name for column in fields(Row)]
 
 
 def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
@@ -341,7 +317,7 @@ def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
 
     The lines of a ``plans.csv`` of ``experiment=claim_33`` are rows, too.
     """
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     skipped: list[str] = []
     for root in roots:
         plans = find_below(root, "plans.csv") if root.is_dir() else []
@@ -350,11 +326,12 @@ def load_frame(roots: Iterable[Path]) -> tuple[pd.DataFrame, list[str]]:
                 rows += read_plans(path) if path.suffix == ".csv" else [_row_at(path)]
             except RecordError as error:
                 skipped.append(str(error))
-    frame = pd.DataFrame([vars(row) for row in rows], columns=_COLUMNS)
+    columns = dict.fromkeys([*_RECORDED, *(column.name for column in fields(Derived))])
+    frame = pd.DataFrame(rows, columns=list(columns))
     return frame.sort_values("started_at", kind="stable", ignore_index=True), skipped
 
 
-def _row_at(path: Path) -> Row:
+def _row_at(path: Path) -> dict[str, Any]:
     record = read_record(path)
     try:
         return row_of(record, str(path))

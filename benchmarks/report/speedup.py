@@ -20,6 +20,8 @@ from benchmarks.report.table import Column, Table, key_columns, table
 
 SUBJECT = "zeropp"  # the contender that the suite is about: its columns come first
 MAX_LINES = 16  # lines of a map; the table has all
+_PAIR = ["speedup", "speedup_low", "speedup_high", "unsure", "doubts", "memory_ratio"]
+_PAIR += ["base_record", "base_status"]
 _DIVERGING = LinearSegmentedColormap.from_list("speedup", [style.WARM, "#f7f7f7", style.COOL])
 
 
@@ -36,51 +38,47 @@ def doubts(ratio: Summary) -> list[str]:
 def speedup_of(row: Mapping[Any, Any], base: Mapping[Any, Any]) -> dict[str, Any]:
     """The ``speedup`` of a row over its base, with ``speedup_low`` and ``speedup_high`` if both
     were measured; ``unsure`` says whether there are doubts, which ``doubts`` has as text. The base
-    itself has none."""
-    missing: dict[str, Any] = {"unsure": False, "doubts": ""}
-    missing |= dict.fromkeys(("speedup", "speedup_low", "speedup_high"), math.nan)
-    if not row["samples_step_s"] or not base["samples_step_s"]:
-        return missing
-    if row["record_id"] == base["record_id"]:
-        return missing | {"speedup": 1.0}
-    found = ratio_of_medians(base["samples_step_s"], row["samples_step_s"])
-    if row["evidence"] != "measured":
-        return missing | {"speedup": found.median}
-    why = doubts(found)
-    return {
-        "speedup": found.median,
-        "speedup_low": found.low,
-        "speedup_high": found.high,
-        "unsure": bool(why),
-        "doubts": "; ".join(why),
+    itself has none. ``memory_ratio`` is known where both peaks are of the same kind."""
+    same_kind = row["memory_kind"] == base["memory_kind"]
+    found = {
+        **dict.fromkeys(("speedup", "speedup_low", "speedup_high"), math.nan),
+        "unsure": False,
+        "doubts": "",
+        "memory_ratio": row["peak_gib"] / base["peak_gib"] if same_kind else math.nan,
     }
+    if not row["samples_step_s"] or not base["samples_step_s"]:
+        return found
+    if row["record_id"] == base["record_id"]:
+        return found | {"speedup": 1.0}
+    ratio = ratio_of_medians(base["samples_step_s"], row["samples_step_s"])
+    found["speedup"] = ratio.median
+    if row["evidence"] == "measured":
+        why = doubts(ratio)
+        found |= {"speedup_low": ratio.low, "speedup_high": ratio.high}
+        found |= {"unsure": bool(why), "doubts": "; ".join(why)}
+    return found
+
+
+def with_speedups(rows: pd.DataFrame, base: str) -> pd.DataFrame:
+    """The rows with the fields of ``speedup_of`` over the base's fastest configuration in the same
+    cell, and with ``base_record`` and ``base_status``; missing where the base did not run."""
+    fastest = best_or_failed(rows[rows["contender"] == base]).to_dict("records")
+    bases = {tuple(row[key] for key in CELL): row for row in fastest}
+    lines: list[dict[Any, Any]] = []
+    for row in rows.to_dict("records"):
+        lines.append(row | {"speedup": math.nan, "base_record": None, "base_status": None})
+        if found := bases.get(tuple(row[key] for key in CELL)):
+            status = {"base_record": found["record_id"], "base_status": found["status"]}
+            lines[-1] |= speedup_of(row, found) | status
+    return pd.DataFrame(lines, columns=None if lines else [*rows.columns, *_PAIR])
 
 
 def paired_speedups(rows: pd.DataFrame, base: str) -> pd.DataFrame:
-    """One row per cell and contender except for the base, each in its fastest configuration.
-
-    A row has the fields of ``speedup_of``, ``memory_ratio`` (only where both peaks are of the same
-    kind), and ``records``, of which the base's is the last.
-    """
-    best = best_configuration(rows)
-    bases = best[best["contender"] == base]
-    others = best[best["contender"] != base]
-    both = others.merge(bases, on=CELL, suffixes=("", "_base"))
-    kept = [*CELL, "on_cpu", "contender", "default_degrees", "parameters"]
-    lines = [{key: row[key] for key in kept} | _pair(row) for row in both.to_dict("records")]
-    names = ["speedup", "speedup_low", "speedup_high", "unsure", "doubts", "memory_ratio"]
-    return pd.DataFrame(lines, columns=[*kept, *names, "records"])
-
-
-def _pair(row: dict[Any, Any]) -> dict[str, Any]:
-    """One merged row, in which the base's columns end in ``_base``."""
-    base: dict[Any, Any] = {key: row[f"{key}_base"] for key in ("samples_step_s", "record_id")}
-    same_kind = row["memory_kind"] and row["memory_kind"] == row["memory_kind_base"]
-    return {
-        **speedup_of(row, base),
-        "memory_ratio": row["peak_gib"] / row["peak_gib_base"] if same_kind else math.nan,
-        "records": f"{row['record_id']} {row['record_id_base']}",
-    }
+    """One row per cell and contender except for the base, each in its fastest configuration, as
+    ``with_speedups`` makes it; of its ``records`` the base's is the last."""
+    found = with_speedups(best_configuration(rows), base)
+    pairs = found[(found["contender"] != base) & found["base_record"].notna()]
+    return pairs.assign(records=pairs["record_id"] + " " + pairs["base_record"])
 
 
 def speedup_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
@@ -120,42 +118,27 @@ def _mean_of(group: pd.DataFrame) -> dict[str, object]:
 def speedup_maps(rows: pd.DataFrame, options: Options = DEFAULTS) -> Iterator[Picture]:
     """Throughput divided by the base's, for models and GPU counts: one map per contender other than
     the base. Cells in which either of the two failed say so."""
-    base = options.base
-    pairs = paired_speedups(rows, base)
-    failed = _failures(rows, base)
-    over = style.contender_label(base)
-    for suffix, said, mine in by_evidence(pairs):
+    over = style.contender_label(options.base)
+    found = with_speedups(best_or_failed(rows), options.base)
+    found = found[(found["contender"] != options.base) & found["base_record"].notna()]
+    failed = (found["status"] != "ok") | (found["base_status"] != "ok")
+    texts = [_cell_text(row, over) for row in found.to_dict("records")]
+    found = found.assign(text=texts)[found["speedup"].notna() | failed]
+    timed = found[found["speedup"].notna()]
+    for suffix, said, mine in by_evidence(timed):
         reach = max(0.1, float(np.abs(np.log2(mine["speedup"].to_numpy(dtype=float))).max()))
         for contender in style.ordered(mine["contender"]):
             label = style.contender_label(contender)
-            kinds = ["evidence", "basis", "cluster", "contender"]
             ours = mine[mine["contender"] == contender]
-            lost = failed.merge(ours[kinds].drop_duplicates(), on=kinds)
+            kinds = ["evidence", "basis", "cluster", "contender"]
+            shown = found.merge(ours[kinds].drop_duplicates(), on=kinds)
             yield Picture(
-                section="Speed-up",
                 name=f"speedup_{contender}_{suffix}",
                 caption=f"Throughput of {label} over {over} in the same cell, {said}. Above 1 "
                 f"{label} is faster" + _doubts(mine),
-                figure=_map(pd.concat([ours, lost]), f"{label} over {over}, × throughput", reach),
+                figure=_map(shown, f"{label} over {over}, × throughput", reach),
                 shown=style.shown(ours),
             )
-
-
-def _failures(rows: pd.DataFrame, base: str) -> pd.DataFrame:
-    """The cells in which the base or a contender failed; ``text`` says which one and how."""
-    best = best_or_failed(rows)
-    bases = best[best["contender"] == base]
-    both = best[best["contender"] != base].merge(bases, on=CELL, suffixes=("", "_base"))
-    both = both[(both["status"] != "ok") | (both["status_base"] != "ok")]
-    over = style.contender_label(base)
-    texts = [
-        style.status_label(row["status"])
-        if row["status"] != "ok"
-        else f"{over}\n{style.status_label(row['status_base'])}"
-        for row in both.to_dict("records")
-    ]
-    kept = both[[*CELL, "contender", "on_cpu", "parameters"]]
-    return kept.assign(text=texts, speedup=np.nan)
 
 
 def _doubts(rows: pd.DataFrame) -> str:
@@ -168,9 +151,12 @@ def _doubts(rows: pd.DataFrame) -> str:
     )
 
 
-def _cell_text(row: Mapping[Any, Any]) -> str:
-    if isinstance(row.get("text"), str):
-        return str(row["text"])
+def _cell_text(row: Mapping[Any, Any], over: str) -> str:
+    """The ratio with its interval, or which of the two failed and how."""
+    if row["status"] != "ok":
+        return style.status_label(row["status"])
+    if row["base_status"] != "ok":
+        return f"{over}\n{style.status_label(row['base_status'])}"
     number = ("~" if row["unsure"] is True else "") + style.ratio(row["speedup"])
     low, high = row["speedup_low"], row["speedup_high"]
     return number if np.isnan(low) else f"{number}\n[{style.ratio(low)}, {style.ratio(high)}]"
@@ -181,14 +167,12 @@ def _map(rows: pd.DataFrame, title: str, reach: float) -> Figure:
     scale, which is the same for all contenders."""
     table = rows.sort_values(["parameters", "model", "global_batch"], kind="stable")
     names = table["model"].map(style.model_label)
-    table = table.assign(
-        line=names + ", batch " + table["global_batch"].astype(str),
-        shown=[_cell_text(row) for row in table.to_dict("records")],
-    ).drop_duplicates(["line", "num_gpus"], keep="last")
+    table = table.assign(line=names + ", batch " + table["global_batch"].astype(str))
+    table = table.drop_duplicates(["line", "num_gpus"], keep="last")
     lines = table["line"].unique()[:MAX_LINES]
     values, texts = (
         table.pivot(index="line", columns="num_gpus", values=name).reindex(lines)
-        for name in ("speedup", "shown")
+        for name in ("speedup", "text")
     )
     size = (2.6 + 0.95 * values.shape[1], 1.2 + 0.48 * values.shape[0])
     figure, axis = plt.subplots(figsize=size, layout="constrained")
@@ -220,15 +204,7 @@ def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
     ``rows`` are those of ``latest_ok``. Ranges are 95 % bootstrap intervals of medians; ``~``
     marks a speed-up that its samples do not settle (``doubts``).
     """
-    base = options.base
-    bases = {
-        tuple(row[key] for key in CELL): row
-        for row in best_configuration(rows[rows["contender"] == base]).to_dict("records")
-    }
-    lines = []
-    for row in rows.to_dict("records"):
-        base_row = bases.get(tuple(row[key] for key in CELL))
-        lines.append(row | ({} if base_row is None else speedup_of(row, base_row)))
+    found = with_speedups(rows, options.base)
     worker = style.worker_word(rows)
     keys = {column.name: column for column in key_columns(rows)}
     columns = (
@@ -240,13 +216,13 @@ def headline_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         Column("peak_gib", "GiB", form=style.gib),
         Column("speedup", "speed-up", form=style.ratio, interval=True, unsure="unsure"),
     )
-    data = pd.DataFrame(lines, columns=None if lines else [*rows.columns])
-    over = f"Speed-up over {style.contender_label(base)}. " if bases else ""
+    over = f"Speed-up over {style.contender_label(options.base)}. "
+    over *= bool(found["speedup"].notna().any())
     caption = f"{over}GiB is the peak of the fullest {worker}."
     untuned = dict.fromkeys(rows[rows["default_degrees"].eq(True)]["contender"])
     if untuned:
         caption += f" Default degrees: {', '.join(map(style.contender_label, untuned))}."
-    return table("headline", "Comparison", columns, data, caption=caption)
+    return table("headline", "Comparison", columns, found, caption=caption)
 
 
 def answers(rows: pd.DataFrame) -> list[str]:
@@ -274,15 +250,15 @@ def _answer(pairs: pd.DataFrame) -> str:
     low, middle, high = (style.ratio(float(first["speedup"].quantile(q))) for q in (0, 0.5, 1))
     unsure = int(first["unsure"].eq(True).sum())
     doubt = f", {unsure} of them unsettled" if unsure else ""
-    told = f"{where}: ZeroPP trains {middle} times as fast as {over} ({low} to {high} in "
-    told += f"{len(first)} cell{'s' * (len(first) > 1)}{doubt}){_memory(first)}."
+    sentence = f"{where}: ZeroPP trains {middle} times as fast as {over} ({low} to {high} in "
+    sentence += f"{len(first)} cell{'s' * (len(first) > 1)}{doubt}){_memory(first)}."
     if rest:
         words = [
             f"{style.contender_label(mine['over'].iloc[0])} {style.ratio(mine['speedup'].median())}"
             for mine in rest
         ]
-        told += f" In the median over the others: {', '.join(words)}."
-    return told
+        sentence += f" In the median over the others: {', '.join(words)}."
+    return sentence
 
 
 def _memory(pairs: pd.DataFrame) -> str:

@@ -235,6 +235,14 @@ def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str, str]]) -> Non
         axis.text(1.06, height, name, transform=across, **look)
 
 
+def beside(axis: Axes, x: float, y: float, text: str, points: float = 6) -> None:
+    """Write a small text beside (x, y): ``points`` to the right, or to the left if negative."""
+    side = "left" if points > 0 else "right"
+    axis.annotate(
+        text, (x, y), (points, 0), textcoords="offset points", va="center", ha=side, fontsize=8
+    )
+
+
 def readable(shade: str) -> tuple[float, float, float]:
     """A colour in which letters can be read on white: one that is too light (yellow) is darkened
     to a weighted mean of its parts of at most 0.55."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class Column:
         ends = [f"{self.name}_low", f"{self.name}_high"] if self.interval else []
         return [self.name, *ends, *filter(None, (self.instead, self.unsure))]
 
-    def cell(self, row: dict[str, Any]) -> TextCell:
+    def cell(self, row: Mapping[str, Any]) -> TextCell:
         """The cell of this column in one row."""
         value = row[self.name]
         if is_missing(value) or value == "":
@@ -119,13 +119,10 @@ class Table:
     def grid(self) -> Grid:
         """The table as text; key columns that never vary are in the caption instead."""
         rows: list[dict[str, Any]] = self.data.to_dict("records")  # type: ignore[assignment]
-        visible = [c for c in self.columns if not c.hidden]
-        shown = [c for c in visible if not (c.is_key and self._constant(c))]
-        told = [
-            c for c in visible if c.is_key and self._constant(c) and not _is_blank(self.data, c)
-        ]
-        shown = [c for c in shown if not _is_blank(self.data, c)]
-        said = "; ".join(f"{c.head}: {c.cell(rows[0]).text}" for c in told) if rows else ""
+        visible = [c for c in self.columns if not c.hidden and not _is_blank(self.data, c)]
+        constant = [c for c in visible if c.is_key and self._constant(c)]
+        shown = [c for c in visible if c not in constant]
+        said = "; ".join(f"{c.head}: {c.cell(rows[0]).text}" for c in constant) if rows else ""
         return Grid(
             name=self.name,
             title=self.title,
@@ -254,11 +251,11 @@ def _latex_table(grid: Grid) -> str:
         for row in grid.rows
     ]
     form = "".join("r" if right else "l" for right in grid.numeric)
-    told = " ".join((f"{grid.title}.", grid.caption, *grid.notes))
+    caption = " ".join((f"{grid.title}.", grid.caption, *grid.notes))
     return "\n".join(
         [
             r"\begin{table*}[tbp]",
-            rf"\caption{{{_escaped(told.strip())}}}",
+            rf"\caption{{{_escaped(caption.strip())}}}",
             r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
             r"\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%",
             rf"\begin{{tabular}}{{@{{}}{form}@{{}}}}",
@@ -333,8 +330,8 @@ def print_table(made: Table, console: Console, most: int = 60) -> None:
     configurations and intervals move to a second line. One row is printed as ``key: value``."""
     grid = made.grid()
     if len(grid.rows) < 2:
-        told = zip(grid.heads, *grid.rows, strict=True) if grid.rows else []
-        lines = [f"{head + ':':22} {cell.text}" for head, cell in told if cell.text != MISSING]
+        pairs = zip(grid.heads, *grid.rows, strict=True) if grid.rows else []
+        lines = [f"{head + ':':22} {cell.text}" for head, cell in pairs if cell.text != MISSING]
         text = "\n".join([*lines, grid.caption if lines else f"{grid.title}: no rows"])
         console.print(text, markup=False, highlight=False)
         return

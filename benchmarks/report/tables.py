@@ -1,18 +1,27 @@
-"""The tables of throughput, of memory, and of ranks that ran without their peers."""
+"""The tables of throughput, of memory, of ranks that ran without their peers, and that of a paper.
+
+They take the rows of ``latest_ok``. The paper's table has one row per model size and GPU count and
+one group of columns per contender, in its fastest configuration that ran. A table of a paper mixes
+neither kinds of evidence nor bases of comparison nor clusters, so there is one grid for each; the
+numbers of all are one tidy table, with one line per cell and contender.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from benchmarks.records.record import RankRecord, RunRecord, read_record
+from benchmarks.records.record import RunRecord, read_record
 from benchmarks.report import DEFAULTS, Options, style
-from benchmarks.report.table import Column, Table, key_columns, table
+from benchmarks.report.frame import CELL, best_or_failed
+from benchmarks.report.speedup import SUBJECT, with_speedups
+from benchmarks.report.table import MISSING, Column, Grid, Table, TextCell, key_columns, table
 
 
 def throughput_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
@@ -28,7 +37,7 @@ def throughput_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
         Column("mfu", "MFU", form=style.share),
         Column("note", "note"),
     )
-    known = rows.loc[rows["code"] != "", "code"]
+    known = rows.loc[rows["code_digest"] != "", "code_digest"]
     usual = "" if known.empty else str(known.mode().iloc[0])  # the files that most rows ran with
     data = rows.assign(note=[_note(row, usual) for row in rows.to_dict("records")])
     return table("throughput", "Throughput", columns, data)
@@ -58,7 +67,7 @@ def _note(row: Mapping[Any, Any], usual_code: str) -> str:
     notes = ["default degrees"] if row["default_degrees"] is True else []
     if row["unstable"] is True:
         notes.append(f"unstable: spread {row['spread']:.0%}, n={len(row['samples_step_s'])}")
-    if row["code"] not in ("", usual_code):
+    if row["code_digest"] not in ("", usual_code):
         notes.append("other version of the suite's files than most rows")
     return "; ".join(notes)
 
@@ -100,7 +109,8 @@ def _lines(record: RunRecord) -> Iterator[dict[str, Any]]:
             "compute_over_kernels": _share(sums, "compute_s", "kernels_s"),
             "host_bound": _share(sums, "host_bound_s", "step_s"),
             "gathers_beside_compute": _share(sums, "gather_beside_compute_s", "gather_s"),
-            **_memory(ranks[rank]),
+            "allocated_gib": _gib(ranks[rank].peak_allocated_bytes),
+            "reserved_gib": _gib(ranks[rank].peak_reserved_bytes),
         }
 
 
@@ -108,8 +118,186 @@ def _share(sums: dict[str, float], part: str, whole: str) -> float:
     return sums[part] / sums[whole] if sums.get(whole) else math.nan
 
 
-def _memory(rank: RankRecord) -> dict[str, float]:
-    peaks = {"allocated": rank.peak_allocated_bytes, "reserved": rank.peak_reserved_bytes}
-    return {
-        f"{kind}_gib": math.nan if peak is None else peak / 2**30 for kind, peak in peaks.items()
-    }
+def _gib(size: int | None) -> float:
+    return math.nan if size is None else size / 2**30
+
+
+_KINDS = {
+    "allocated": "the allocator's peak",
+    "resident": "resident memory above the start",
+    "predicted": "predicted",
+}
+# The columns of a contender's group, of which the best value of a line is set in bold.
+_METRICS = (
+    Column("model_tflops_per_gpu", "TFLOP/s", form=style.tflops),
+    Column("mfu", "MFU", form=style.share),
+    Column("tokens_per_s_per_gpu", "tokens/s", form=style.tokens),
+    Column("peak_gib", "GiB", form=style.gib),
+    Column("speedup", "speed-up", form=style.ratio, unsure="unsure"),
+)
+_KEYS = {
+    "model": Column("model", "model", is_key=True),
+    "num_gpus": Column("num_gpus", "GPUs", form=style.count, is_key=True),
+    "cluster": Column("cluster", "cluster", is_key=True),
+    "global_batch": Column("global_batch", "batch", form=style.count, is_key=True),
+    "seq": Column("seq", "sequence", form=style.count, is_key=True),
+    "precision": Column("precision", "precision", is_key=True),
+}
+_ALWAYS = ("model", "num_gpus")
+_COLUMNS = (
+    *_KEYS.values(),
+    Column("parameters", "parameters", form=style.count),
+    Column("evidence", "evidence"),
+    Column("basis", "basis"),
+    Column("contender", "contender"),
+    Column("label", "label"),
+    Column("default_degrees", "default degrees"),
+    Column("layout", "layout"),
+    Column("status", "status"),
+    Column("reason", "reason"),
+    *(replace(m, interval=m.name != "peak_gib", unsure="") for m in _METRICS),
+    Column("memory_kind", "kind of peak"),
+    Column("unsure", "unsure"),
+    Column("base", "base"),
+    Column("record_id", "record"),
+)
+
+
+def paper_table(rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
+    """The numbers of the paper's table, one line per cell and contender; ``paper_grids`` makes its
+    text."""
+    found = with_speedups(best_or_failed(rows), options.base)
+    labels = found["contender"].map(style.contender_label)
+    return table("paper", "Comparison", _COLUMNS, found.assign(base=options.base, label=labels))
+
+
+def paper_grids(paper: Table) -> Iterator[Grid]:
+    """The text of the paper's table: one grid per kind of evidence, basis and cluster."""
+    groups = paper.data.groupby(["evidence", "basis", "cluster"], sort=True)
+    for number, ((evidence, basis, _), mine) in enumerate(groups):
+        name = "paper" if number == 0 else f"paper_{number + 1}"
+        yield _grid(name, ", ".join(filter(None, (str(evidence), str(basis)))), mine)
+
+
+def _grid(name: str, evidence: str, mine: pd.DataFrame) -> Grid:
+    base = str(mine["base"].iloc[0])
+    speeds = mine.groupby("contender")["tokens_per_s_per_gpu"].mean().fillna(0.0)
+    contenders = sorted(speeds.index, key=lambda name: (name != SUBJECT, -speeds[name]))
+    keys = [key for key in _KEYS if key in _ALWAYS or _varies(mine, key)]
+    groups = {name: _metrics(mine, name, base) for name in contenders}
+    cells: dict[tuple[Any, ...], dict[str, Mapping[Any, Any]]] = {}
+    for row in mine.to_dict("records"):  # once, because pandas takes long for every call
+        cells.setdefault(tuple(row[key] for key in CELL), {})[row["contender"]] = row
+    lines = [_line(cell, keys, groups) for cell in cells.values()]
+    worker = style.worker_word(mine)
+    cluster = style.cluster_label(mine["cluster"].iloc[0])
+    heads = [f"{worker}s" if key == "num_gpus" else _KEYS[key].head for key in keys]
+    metrics = [metric for group in groups.values() for metric in group]
+    return Grid(
+        name=name,
+        title=f"Throughput and peak memory on {cluster}, {evidence}",
+        caption=_caption(mine, evidence, keys=keys, worker=worker, base=base),
+        heads=(*heads, *(metric.head for metric in metrics)),
+        numeric=(*(_KEYS[key].form is not None for key in keys), *(True for _ in metrics)),
+        rows=tuple(cells for cells, _ in lines),
+        records=tuple(records for _, records in lines),
+        groups=(("", len(keys)), *((style.contender_label(c), len(g)) for c, g in groups.items())),
+        keys=len(keys),
+        notes=_notes(mine),
+    )
+
+
+def _varies(mine: pd.DataFrame, key: str) -> bool:
+    """Whether rows need a column for this key. They do not if the key follows from the model, as a
+    sequence length may; then it is in the caption."""
+    groups = mine.groupby("model")[key] if key == "seq" else mine.groupby("evidence")[key]
+    return bool((groups.nunique() > 1).any())
+
+
+def _constant_key(mine: pd.DataFrame, key: str) -> str:
+    """The caption's words for a key without a column."""
+    if key == "seq" and mine["seq"].nunique() > 1:
+        pairs = mine.drop_duplicates("model")[["model", "seq"]].itertuples(index=False)
+        return "sequence " + ", ".join(f"{n} ({style.model_label(str(m))})" for m, n in pairs)
+    return f"{_KEYS[key].head} {_KEYS[key].cell({key: mine[key].iloc[0]}).text}"
+
+
+def _metrics(mine: pd.DataFrame, contender: str, base: str) -> list[Column]:
+    """The columns of one contender: those with a value in any row; the base has no speed-up."""
+    known = [m for m in _METRICS if mine[m.name].notna().any()]
+    return [m for m in known if m.name != "speedup" or contender != base] or [_METRICS[2]]
+
+
+def _line(
+    cell: Mapping[str, Mapping[Any, Any]], keys: list[str], groups: dict[str, list[Column]]
+) -> tuple[tuple[TextCell, ...], tuple[str, ...]]:
+    """One line of the table from the rows of a cell by contender, and the records from which it was
+    made."""
+    best = {metric.name: _best(metric, cell.values()) for metric in _METRICS}
+    first = next(iter(cell.values()))
+    cells = [_KEYS[key].cell(first) for key in keys]
+    for contender, metrics in groups.items():
+        row = cell.get(contender)
+        if row is not None and row["status"] == "ok":
+            cells += [_metric_cell(row, metric, best[metric.name]) for metric in metrics]
+            continue
+        why = MISSING if row is None else style.status_label(row["status"])
+        cells += [TextCell(why), *(TextCell(MISSING) for _ in metrics[1:])]
+    order = [cell[name]["record_id"] for name in groups if name in cell]
+    return tuple(cells), tuple(map(str, order))
+
+
+def _metric_cell(row: Mapping[str, Any], metric: Column, best: str) -> TextCell:
+    cell = metric.cell(row)
+    return replace(cell, bold=cell.sort is not None and cell.text.removeprefix("~") == best)
+
+
+def _best(metric: Column, rows: Iterable[Mapping[str, Any]]) -> str:
+    """The best value of a line, as text; empty if there is only one value, or if the peaks are of
+    different kinds."""
+    fine = [row for row in rows if row["status"] == "ok" and not style.is_missing(row[metric.name])]
+    kinds = {row["memory_kind"] for row in fine if not style.is_missing(row["memory_kind"])}
+    is_memory = metric.name == "peak_gib"
+    if len(fine) < 2 or (is_memory and len(kinds) > 1):
+        return ""
+    values = [row[metric.name] for row in fine]
+    return (metric.form or str)(min(values) if is_memory else max(values))
+
+
+def _caption(mine: pd.DataFrame, evidence: str, *, keys: list[str], worker: str, base: str) -> str:
+    """The caption: kind of evidence, units, keys that never vary, and contenders that nobody
+    tuned."""
+    constant = [_constant_key(mine, key) for key in _KEYS if key not in keys]
+    kinds = [_KINDS.get(kind, kind) for kind in dict.fromkeys(mine["memory_kind"]) if kind]
+    parts = [f"{evidence.capitalize()}"]
+    if mine["tokens_per_s_per_gpu_low"].notna().any():
+        parts[0] += ", medians of timed steps"
+    if constant:
+        parts.append("all rows: " + ", ".join(constant))
+    parts.append(
+        f"TFLOP/s (of the model), MFU and tokens/s are per {worker}"
+        if mine["mfu"].notna().any()
+        else f"TFLOP/s and tokens/s are per {worker}"
+    )
+    if kinds:
+        parts.append(f"GiB: peak of the fullest {worker} ({' or '.join(kinds)})")
+    if mine["speedup"].notna().any():
+        parts.append(f"speed-up over {style.contender_label(base)}; bold: best of the line")
+    if mine["unsure"].eq(True).any():
+        parts.append("~: not settled by its samples")
+    names = dict.fromkeys(mine[mine["default_degrees"].eq(True)]["contender"])
+    labels = ", ".join(map(style.contender_label, names))
+    return "; ".join(parts) + "." + (f" Default degrees, not tuned: {labels}." if labels else "")
+
+
+def _notes(mine: pd.DataFrame) -> tuple[str, ...]:
+    """The reasons of lines without a number, each reason once."""
+    failed = mine[mine["status"] != "ok"]
+    reasons: dict[str, list[str]] = {}
+    for row in failed.itertuples():
+        who = f"{style.model_label(str(row.model))} on {row.num_gpus}, {row.label}"
+        reasons.setdefault(f"{style.status_label(str(row.status))}: {row.reason}", []).append(who)
+    return tuple(
+        f"{reason} ({'; '.join(who[:4])}{f' and {len(who) - 4} more' if len(who) > 4 else ''})."
+        for reason, who in reasons.items()
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,24 +73,39 @@ def timeline_figure(timelines: Sequence[Timeline], time_unit: str = "s") -> Figu
 
 
 def _draw(axis: Axes, timeline: Timeline, end: float, used: dict[str, str]) -> None:
+    """Draw a timeline, ``end`` seconds wide, and add the words and colours that it ``used``."""
     row = {rank: number for number, rank in enumerate(timeline.ranks)}
     shade_of = _shades(timeline)
-    boxes = _Boxes()
-    for number in row.values():
-        boxes.add(0, timeline.step_s, top=number, height=_BOX_HEIGHT, face=to_rgb(_BUBBLE))
+    idle = to_rgb(_BUBBLE)
+    boxes = [_box(0, timeline.step_s, number, _BOX_HEIGHT, idle) for number in row.values()]
     for span in timeline.spans:
-        if span.lane == "compute":
-            _draw_compute(
-                axis, boxes, span, row=row[span.rank], end=end, shade_of=shade_of, used=used
-            )
-        elif span.lane in _STRIPS:
+        if span.lane in _STRIPS:
             colour, offset, word = _STRIPS[span.lane]
             used[word] = colour
-            place = row[span.rank] + offset
-            boxes.add(
-                span.start_s, span.end_s, top=place, height=_STRIP_HEIGHT, face=to_rgb(colour)
-            )
-    boxes.draw(axis)
+            top, face = row[span.rank] + offset, to_rgb(colour)
+            boxes.append(_box(span.start_s, span.end_s, top, _STRIP_HEIGHT, face))
+        if span.lane != "compute":
+            continue
+        action, width = _parse(span), span.end_s - span.start_s
+        word, colour, shade = span.action, _OTHER, 1.0
+        if action is not None:
+            word, colour = _WORDS[action.op], _COLOURS[action.op]
+            shade = shade_of[span.rank, action.stage]
+        used[word] = colour
+        inches = width / end * (_WIDTH_IN - 1)
+        edge = min(0.6, 7 * inches)  # a wider edge would hide a narrow box
+        top, face = row[span.rank], _shaded(colour, shade)
+        boxes.append(_box(span.start_s, span.end_s, top, _BOX_HEIGHT, face, edge))
+        label = "" if action is None else str(action.microbatch)
+        if label and inches > _LETTER_IN * len(label):
+            middle = (span.start_s + width / 2, top + _BOX_HEIGHT / 2)
+            number = axis.annotate(label, middle, ha="center", va="center_baseline", fontsize=7)
+            number.set_in_layout(False)
+    # One collection, since one artist per box would be much slower; later boxes cover earlier ones.
+    corners, faces, edges = zip(*boxes, strict=True)
+    axis.add_collection(
+        PolyCollection(corners, facecolors=faces, edgecolors="white", linewidths=edges)
+    )
     axis.set_title(f"{timeline.title}  ({timeline.provenance})", loc="left")
     axis.set_xlim(0, end)
     axis.set_ylim(len(row), -0.15)
@@ -101,66 +115,13 @@ def _draw(axis: Axes, timeline: Timeline, end: float, used: dict[str, str]) -> N
     axis.grid(False)
 
 
-@dataclass
-class _Boxes:
-    """All boxes of a panel, drawn as one collection, since one artist per box would be much
-    slower."""
-
-    corners: list[list[tuple[float, float]]] = field(default_factory=list)
-    faces: list[_Colour] = field(default_factory=list)
-    edges: list[float] = field(default_factory=list)  # points
-
-    def add(
-        self,
-        start: float,
-        end: float,
-        *,
-        top: float,
-        height: float,
-        face: _Colour,
-        edge: float = 0.0,
-    ) -> None:
-        """Add a box from ``start`` to ``end`` seconds, with a white edge of ``edge`` points."""
-        low = top + height
-        self.corners.append([(start, top), (end, top), (end, low), (start, low)])
-        self.faces.append(face)
-        self.edges.append(edge)
-
-    def draw(self, axis: Axes) -> None:
-        """Draw all boxes on the axis; later ones cover earlier ones."""
-        axis.add_collection(
-            PolyCollection(
-                self.corners, facecolors=self.faces, edgecolors="white", linewidths=self.edges
-            )
-        )
-
-
-def _draw_compute(
-    axis: Axes,
-    boxes: _Boxes,
-    span: Span,
-    *,
-    row: int,
-    end: float,
-    shade_of: dict[tuple[int, int], float],
-    used: dict[str, str],
-) -> None:
-    action = _parse(span)
-    width = span.end_s - span.start_s
-    if action is None:
-        used[span.action] = _OTHER
-        face = to_rgb(_OTHER)
-    else:
-        used[_WORDS[action.op]] = _COLOURS[action.op]
-        face = _shaded(_COLOURS[action.op], shade_of[span.rank, action.stage])
-    inches = width / end * (_WIDTH_IN - 1)
-    edge = min(0.6, 7 * inches)  # a wider edge would hide a narrow box
-    boxes.add(span.start_s, span.end_s, top=row, height=_BOX_HEIGHT, face=face, edge=edge)
-    label = "" if action is None else str(action.microbatch)
-    if label and inches > _LETTER_IN * len(label):
-        middle = (span.start_s + width / 2, row + _BOX_HEIGHT / 2)
-        number = axis.annotate(label, middle, ha="center", va="center_baseline", fontsize=7)
-        number.set_in_layout(False)
+def _box(
+    start: float, end: float, top: float, height: float, face: _Colour, edge: float = 0.0
+) -> tuple[list[tuple[float, float]], _Colour, float]:
+    """The corners of a box from ``start`` to ``end`` seconds, its colour, and the width of its
+    white edge in points."""
+    low = top + height
+    return [(start, top), (end, top), (end, low), (start, low)], face, edge
 
 
 def _shades(timeline: Timeline) -> dict[tuple[int, int], float]:
@@ -222,7 +183,6 @@ def _picture(name: str, said: str, cell: pd.DataFrame) -> Picture:
     by_name = {row["contender"]: row for row in cell.to_dict("records")}
     timelines = [_shown(timeline_of(by_name[contender])) for contender in style.ordered(by_name)]
     return Picture(
-        section="Timelines",
         name=name,
         caption=f"One step on one time axis: {style.model_label(first['model'])}, "
         f"{first['num_gpus']} {style.worker_word(cell)}s, "

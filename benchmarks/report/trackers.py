@@ -106,4 +106,4 @@ def _steps(record: RunRecord) -> Iterator[tuple[int, dict[str, float]]]:
 def _summary(record: RunRecord) -> dict[str, float]:
     """Medians and the peak; without those that are not known (NaN)."""
     row = row_of(record)
-    return {name: value for name in _SUMMARY if (value := getattr(row, name)) == value}
+    return {name: value for name in _SUMMARY if (value := row[name]) == value}

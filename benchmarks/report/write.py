@@ -1,27 +1,47 @@
-"""Makes a report: reads records, writes tables, figures and the page, and prints their paths."""
+"""Makes a report: reads records, writes tables, figures and the page, and prints their paths.
+
+The page is one HTML file that needs no network: answers, tables, pictures, sources. Every row of a
+table links to the source of its numbers (commit, machine, versions, specification, raw steps).
+"""
 
 from __future__ import annotations
 
+import base64
+import json
 import os
-from collections.abc import Sequence
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
+import jinja2
 import pandas as pd
 from rich.console import Console
 
-from benchmarks.report import DEFAULTS, FIGURES, TABLES, Options, maker
+from benchmarks.records.environment import git_state
+from benchmarks.report import DEFAULTS, SECTIONS, TABLES, Options, maker
 from benchmarks.report.charts import SavedPicture, save
 from benchmarks.report.frame import latest_ok, load_frame, notes_of
-from benchmarks.report.page import Page, report_folder, table_page, write_page
-from benchmarks.report.paper import paper_grids
 from benchmarks.report.speedup import answers, headline_table
 from benchmarks.report.table import Grid, Table, print_table, write_table
+from benchmarks.report.tables import paper_grids
 from benchmarks.report.timelines import write_traces
 from benchmarks.specification.command import SpecError, track, workers
 
 TEN = 10  # rows of a table that is asked for are printed; its files have all
+_MANIFEST = ".report.json"  # names the files that the last report wrote
+_LARGE = 300_000  # bytes of an SVG above which its PNG is shown instead, if that is smaller
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 
 
 @dataclass(frozen=True)
@@ -45,50 +65,22 @@ def write_report(
     if rows.empty:
         return ReportPaths([], skipped)
     tables = {name: make_table(name, rows, options) for name in TABLES}
+    grids = {name: grids_of(table) for name, table in tables.items()}
     print_table(headline_table(rows, options), console)
     for note in notes_of(rows):
         console.print(note)
     with report_folder(out) as folder:
         pictures = draw(rows, options, folder)
-        grids = {name: grids_of(table) for name, table in tables.items()}
-        page = Page(
-            rows=rows,
-            grids=grids,
-            pictures=pictures,
-            skipped=skipped,
-            answers=answers(rows),
-        )
-        files = [write_page(page, folder), folder / "tables.md"]
-        files += [
-            path for name in tables for path in write_table(tables[name], grids[name], folder)
-        ]
+        files = [folder / "report.html", folder / "tables.md"]
+        files[0].write_text(_page(rows, grids, pictures, skipped))
+        for name, table in tables.items():
+            files += write_table(table, grids[name], folder)
         files[1].write_text("\n".join((folder / f"{name}.md").read_text() for name in tables))
-        files += [path for picture in pictures for path in picture.paths]
+        files += [path for found in pictures.values() for p in found for path in p.paths]
         files += write_traces(rows, folder, every=options.timelines)
         names = [path.relative_to(folder) for path in files]
     _print_paths(names, out, console)
     return ReportPaths([out / name for name in names], skipped)
-
-
-def make_table(name: str, rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
-    """The table of ``TABLES`` with this name, of the rows of ``latest_ok``."""
-    made: Table = maker(TABLES[name][1])(rows, options)
-    return made
-
-
-def draw(rows: pd.DataFrame, options: Options, out: Path) -> list[SavedPicture]:
-    """Draw and write every figure, with one process per core; returns them in the page's order."""
-    light = rows.drop(columns=["source"])  # it is large, and only the page reads it
-    count = min(os.cpu_count() or 1, len(FIGURES))
-    with workers(count, "fork") as pool:  # matplotlib is imported already
-        jobs = [pool.submit(_drawn, path, light, options, out) for path in FIGURES]
-        for _ in track(as_completed(jobs), len(jobs), "kinds of figures"):
-            pass
-        return [picture for job in jobs for picture in job.result()]
-
-
-def _drawn(path: str, rows: pd.DataFrame, options: Options, out: Path) -> list[SavedPicture]:
-    return [save(picture, out) for picture in maker(path)(rows, options)]
 
 
 def write_one_table(
@@ -101,21 +93,26 @@ def write_one_table(
         return ReportPaths([], skipped)
     table = make_table(name, rows, options)
     names = write_table_forms(table, out)
-    if name == "paper":  # wider than a terminal
-        print_table(headline_table(rows, options), console, TEN)
-    else:
-        print_table(table, console, TEN)
+    # The paper's table is wider than a terminal.
+    print_table(headline_table(rows, options) if name == "paper" else table, console, TEN)
     for note in notes_of(rows):
         console.print(note)
     _print_paths(names, out, console)
     return ReportPaths([out / name for name in names], skipped)
 
 
+def make_table(name: str, rows: pd.DataFrame, options: Options = DEFAULTS) -> Table:
+    """The table of ``TABLES`` with this name, of the rows of ``latest_ok``."""
+    made: Table = maker(TABLES[name])(rows, options)
+    return made
+
+
 def write_table_forms(table: Table, out: Path) -> list[Path]:
     """Write one table in every form into a folder of its own; returns the names of the files."""
     grids = grids_of(table)
     with report_folder(out) as folder:
-        files = [*write_table(table, grids, folder), table_page(table.name, grids, folder)]
+        files = [*write_table(table, grids, folder), folder / f"{table.name}.html"]
+        files[-1].write_text(_TEMPLATES.get_template("one_table.html.j2").render(grids=grids))
         return [path.relative_to(folder) for path in files]
 
 
@@ -123,6 +120,25 @@ def grids_of(table: Table) -> list[Grid]:
     """The text of a table: one grid, or for the paper's table one per kind of evidence, basis and
     cluster."""
     return list(paper_grids(table)) if table.name == "paper" else [table.grid()]
+
+
+def draw(rows: pd.DataFrame, options: Options, out: Path) -> dict[str, list[SavedPicture]]:
+    """Draw and write every figure, with one process per core; returns them by heading."""
+    light = rows.drop(columns=["source"])  # it is large, and only the page reads it
+    figures = [(name, path) for name, section in SECTIONS.items() for path in section.figures]
+    pictures: dict[str, list[SavedPicture]] = defaultdict(list)
+    count = min(os.cpu_count() or 1, len(figures))
+    with workers(count, "fork") as pool:  # matplotlib is imported already
+        jobs = [pool.submit(_drawn, path, light, options, out) for _, path in figures]
+        for _ in track(as_completed(jobs), len(jobs), "kinds of figures"):
+            pass
+        for (name, _), job in zip(figures, jobs, strict=True):
+            pictures[name] += job.result()
+    return pictures
+
+
+def _drawn(path: str, rows: pd.DataFrame, options: Options, out: Path) -> list[SavedPicture]:
+    return [save(picture, out) for picture in maker(path)(rows, options)]
 
 
 def _rows(
@@ -151,3 +167,89 @@ def _print_paths(names: Sequence[Path], out: Path, console: Console) -> None:
         more = f" and {len(found) - 4} more" if len(found) > 4 else ""
         line = f"  {suffix:<8}{', '.join(found[:4])}{more}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def report_folder(out: Path) -> Iterator[Path]:
+    """An empty folder to write into, whose files then replace those of the last report in ``out``.
+
+    If the body raises, the last report stays as it was. Files in ``out`` that no report has written
+    stay there.
+    """
+    out = out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    fresh = out.with_name(f".{out.name}.{os.getpid()}")
+    fresh.mkdir()
+    try:
+        yield fresh
+        names = sorted(str(p.relative_to(fresh)) for p in fresh.rglob("*") if p.is_file())
+        (fresh / _MANIFEST).write_text(json.dumps(names, indent=1))
+        _remove_last(out, set(names))
+        for name in [*names, _MANIFEST]:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (fresh / name).replace(out / name)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _remove_last(out: Path, kept: set[str]) -> None:
+    """Delete the files of the last report that this one does not replace."""
+    try:
+        names = json.loads((out / _MANIFEST).read_text())
+    except (OSError, ValueError):
+        return
+    for name in set(names) - kept:
+        path = out / name
+        path.unlink(missing_ok=True)
+        if path.parent != out and path.parent.is_dir() and not any(path.parent.iterdir()):
+            path.parent.rmdir()
+
+
+def _page(
+    rows: pd.DataFrame,
+    grids: Mapping[str, Sequence[Grid]],
+    pictures: Mapping[str, Sequence[SavedPicture]],
+    skipped: Sequence[str],
+) -> str:
+    """The page. ``rows`` are those from which the ``grids`` (by table) and ``pictures`` (by
+    heading) were made, and whose records they name; tables without rows are not shown."""
+    filled = {name: [grid for grid in found if grid.rows] for name, found in grids.items()}
+    sections = [
+        {
+            "name": name,
+            "grids": [grid for table in section.tables for grid in filled[table]],
+            "pictures": [_image(picture) for picture in pictures[name]],
+        }
+        for name, section in SECTIONS.items()
+    ]
+    sources = dict(zip(rows["record_id"], rows["source"], strict=True))
+    sha, dirty = git_state()
+    summary = {"configurations": str(len(rows))} | {
+        head: ", ".join(f"{n} {value}" for value, n in rows[column].value_counts().items())
+        for head, column in (
+            ("evidence", "evidence"),
+            ("status", "status"),
+            ("clusters", "cluster"),
+        )
+    }
+    return _TEMPLATES.get_template("report.html.j2").render(
+        paper=filled["paper"],
+        sections=sections,
+        answers=answers(rows),
+        summary=summary,
+        notes=notes_of(rows),
+        skipped=skipped,
+        commit=sha[:10] + (" with local changes" if dirty else ""),
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        sources=json.dumps(sources, separators=(",", ":")).replace("<", "\\u003c"),
+    )
+
+
+def _image(picture: SavedPicture) -> dict[str, str]:
+    """The picture as a data URL: its SVG, which is sharp at every size, or its PNG if the SVG is
+    large and the PNG is smaller."""
+    png, svg = picture.paths
+    large = svg.stat().st_size > max(_LARGE, png.stat().st_size)
+    path, kind = (png, "png") if large else (svg, "svg+xml")
+    address = f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return {"name": picture.name, "caption": picture.caption, "address": address}

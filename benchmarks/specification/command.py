@@ -4,17 +4,16 @@ how it shows progress: as a bar on a terminal, as occasional lines in a log."""
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -29,6 +28,9 @@ from rich.progress import (
 from rich.table import Column
 
 from benchmarks.specification import SpecError as SpecError
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
 
 T = TypeVar("T")
 
@@ -119,11 +121,17 @@ def run_command(main: Callable[[], int], interrupted: str = "interrupted") -> in
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter takes a moment to end
         print(interrupted, file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout at its end
         return 0
+
+
+def command(main: Callable[[], int]) -> Callable[[], int]:
+    """A decorator for a command's ``main``: what ``run_command`` makes of it."""
+    return wraps(main)(partial(run_command, main))
 
 
 def check_writable(field: str, directory: Path) -> None:
@@ -141,6 +149,9 @@ def check_writable(field: str, directory: Path) -> None:
 def workers(count: int, start: str = "spawn") -> Iterator[ProcessPoolExecutor]:
     """A pool of so many processes, started as multiprocessing's ``start`` says. If the body is left
     by an error or by Ctrl-C, they end at once."""
+    import multiprocessing  # these imports take a tenth of what a command's --help takes
+    from concurrent.futures import ProcessPoolExecutor
+
     context = multiprocessing.get_context(start)
     pool = ProcessPoolExecutor(count, context, leave_interrupts_to_parent)
     try:

@@ -34,17 +34,18 @@ from torch.multiprocessing.spawn import start_processes
 import zeropp
 from baselines.fsdp2 import finish_step
 from baselines.torch_pp.private_names import stage_backward_input, stage_backward_weight
-from benchmarks.specification.command import CommandParser, run_command
+from benchmarks.specification.command import CommandParser, command
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
+from zeropp.engine.optimizer import build_optimizer
 from zeropp.layout import Layout
 from zeropp.model import build_piece, cross_entropy
-from zeropp.optimizer import build_optimizer
 from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SGD = OptimizerConfig(kind="sgd", lr=1e-3)
-LAYERS, VOCAB, MICROBATCHES, WARMUP = 4, 512, 4, 2
+LAYERS, VOCAB, MICROBATCHES = 4, 512, 4
+REPEATS, WARMUP = 9, 2  # of every pair; smaller models have more repeats
 Steps = Mapping[str, Callable[[], object]]
 
 
@@ -105,10 +106,10 @@ def _together() -> None:
         dist.barrier()
 
 
-def in_turn(steps: Steps, size: Size, repeats: int) -> dict[str, list[Sample]]:
+def in_turn(steps: Steps, size: Size) -> dict[str, list[Sample]]:
     """Samples of every way to take a step, taken in turn."""
     samples: dict[str, list[Sample]] = {way: [] for way in steps}
-    for _ in range(WARMUP + repeats * size.more):
+    for _ in range(WARMUP + REPEATS * size.more):
         for way, step in steps.items():
             samples[way].append(timed(step))
     return {way: found[WARMUP:] for way, found in samples.items()}
@@ -183,8 +184,9 @@ def fsdp_step(size: Size, *, gathers_once: bool) -> Callable[[], object]:
     layers, layout = size.layers(), Layout(shard=ranks)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=not gathers_once)
-    model = fully_shard(nn.Sequential(*layers))
-    assert isinstance(model, FSDPModule)
+    model = nn.Sequential(*layers)
+    sharded = fully_shard(model)
+    assert isinstance(sharded, FSDPModule)
     optimizer = build_optimizer(model.parameters(), SGD)
     first = dist.get_rank() * MICROBATCHES
     inputs, targets = (part[first : first + MICROBATCHES, None] for part in size.batch(ranks))
@@ -194,8 +196,8 @@ def fsdp_step(size: Size, *, gathers_once: bool) -> Callable[[], object]:
         total = torch.zeros((), device=DEVICE)
         for index, (x, y) in enumerate(zip(inputs, targets, strict=True)):
             is_last = index == MICROBATCHES - 1
-            model.set_requires_gradient_sync(is_last)
-            model.set_reshard_after_backward(is_last or not gathers_once)
+            sharded.set_requires_gradient_sync(is_last)
+            sharded.set_reshard_after_backward(is_last or not gathers_once)
             loss = cross_entropy(model(x), y) / MICROBATCHES
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
@@ -205,18 +207,18 @@ def fsdp_step(size: Size, *, gathers_once: bool) -> Callable[[], object]:
     return step
 
 
-def one_rank(size: Size, repeats: int) -> list[dict[str, Any]]:
+def one_rank(size: Size) -> list[dict[str, Any]]:
     """The engine over a plain loop, in this process."""
     steps = {"plain loop": plain_step(size), "engine": parallel_step(size)}
-    return compared([in_turn(steps, size, repeats)], size, {"engine": "plain loop"})
+    return compared([in_turn(steps, size)], size, {"engine": "plain loop"})
 
 
 _OVER_FSDP2 = {"engine, by layer": "FSDP2, by layer", "engine, once": "FSDP2, once"}
 
 
-def _rank(rank: int, repeats: int, threads: int, place: Path) -> None:
+def _rank(rank: int, place: Path) -> None:
     """One of two ranks: all sizes, each with all ways in turn; rank 0 writes what both found."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     if DEVICE.type == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if DEVICE.type == "cuda" else "gloo"
@@ -230,7 +232,7 @@ def _rank(rank: int, repeats: int, threads: int, place: Path) -> None:
             "engine, once": parallel_step(size, shard=2),
         }
         found: list[Any] = [None, None]
-        dist.all_gather_object(found, in_turn(steps, size, repeats))
+        dist.all_gather_object(found, in_turn(steps, size))
         rows += compared(found, size, _OVER_FSDP2)
     if rank == 0:
         (place / "rows.json").write_text(json.dumps(rows))
@@ -238,13 +240,13 @@ def _rank(rank: int, repeats: int, threads: int, place: Path) -> None:
     os._exit(0)  # gloo may abort a rank whose peers end while it destroys its groups
 
 
-def two_ranks(repeats: int, threads: int) -> list[dict[str, Any]]:
+def two_ranks() -> list[dict[str, Any]]:
     """The engine over FSDP2, in two processes; nothing where there is only one GPU."""
     if DEVICE.type == "cuda" and torch.cuda.device_count() < 2:
         return []
     with tempfile.TemporaryDirectory() as name:
         place, start = Path(name), cast("Any", start_processes)
-        start(_rank, (repeats, threads, place), nprocs=2, start_method="spawn")
+        start(_rank, (place,), nprocs=2, start_method="spawn")
         rows: list[dict[str, Any]] = json.loads((place / "rows.json").read_text())
     return rows
 
@@ -252,7 +254,7 @@ def two_ranks(repeats: int, threads: int) -> list[dict[str, Any]]:
 Backward = Callable[[Tensor, Tensor], None]
 
 
-def split_backward(repeats: int) -> dict[str, Any]:
+def split_backward() -> dict[str, Any]:
     """The ratios of a split backward to a full one, for one transformer block."""
     size = Size("block", 1024, 256, 1)
     plain, split = (build_piece(size.shape, 1, 0, DEVICE) for _ in range(2))
@@ -280,7 +282,7 @@ def split_backward(repeats: int) -> dict[str, Any]:
         return timed(lambda: way(source, output)).wall_s
 
     ways: list[tuple[nn.Module, Backward]] = [(plain, full), (plain, by_graph), (split, by_store)]
-    rows = [[backward_s(block, way) for block, way in ways] for _ in range(WARMUP + repeats)]
+    rows = [[backward_s(block, way) for block, way in ways] for _ in range(WARMUP + REPEATS)]
     rows = rows[WARMUP:]
     return {
         "hidden": size.hidden,
@@ -291,29 +293,17 @@ def split_backward(repeats: int) -> dict[str, Any]:
     }
 
 
+@command
 def main() -> int:
     """Measure and write; see ``--help``."""
-    return run_command(_main)
-
-
-def _main() -> int:
     parser = CommandParser(
         description="Measure what the engine costs over a plain loop on one device and over FSDP2 "
-        "on two (GPUs if there are any); medians of ratios are printed and written as JSON.",
+        "on two (GPUs if there are any); ratios are printed and written as JSON.",
         epilog="example: python -m benchmarks.studies.engine_overhead --out /tmp/overhead.json",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON")
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        choices=range(2, 1000),
-        metavar="N",
-        default=15,
-        help="ratios (%(default)s)",
-    )
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    out = parser.parse_args().out
+    torch.set_num_threads(1)
     store = dist.HashStore()  # type: ignore[attr-defined]
     backend = "nccl" if DEVICE.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -321,13 +311,13 @@ def _main() -> int:
         "torch": torch.__version__,
         "machine": torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.machine(),
         "device": DEVICE.type,
-        "threads": arguments.threads,
+        "threads": 1,
         "sizes": [asdict(size) for size in SIZES],
-        "one_rank": [row for size in SIZES for row in one_rank(size, arguments.repeats)],
-        "two_ranks": two_ranks(arguments.repeats, arguments.threads),
-        "split_backward": [split_backward(arguments.repeats)],
+        "one_rank": [row for size in SIZES for row in one_rank(size)],
+        "two_ranks": two_ranks(),
+        "split_backward": [split_backward()],
     }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     dist.destroy_process_group()
     return 0

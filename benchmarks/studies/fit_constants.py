@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks.specification.command import CommandParser, run_command
+from benchmarks.specification.command import CommandParser, command
 from benchmarks.studies.validation.cases import Case, case_of
 from benchmarks.studies.validation.errors import predict_case
 from benchmarks.studies.validation.rows import (
@@ -120,12 +120,9 @@ def fit(chosen: Sequence[FittedRow]) -> Sequence[float]:
     return values
 
 
+@command
 def main() -> int:
     """Print every constant beside its prior; see ``--help``."""
-    return run_command(_main)
-
-
-def _main() -> int:
     parser = CommandParser(
         description="Fit the cost model's constants on published measurements and print them. "
         "Writes nothing; takes some minutes.",

@@ -3,8 +3,8 @@ with that of the real code.
 
 Every plan's first, middle and last pipeline rank is traced (``zeropp.engine.tracing``) and priced.
 Needs no GPU and no peers; about a quarter of an hour on two cores. Plans that the file has are
-priced again but not traced again, but for those of ``--retrace CONTENDER``, whose code has changed.
-The file is written after every plan, so a run that was stopped goes on where it was.
+priced again but not traced again: delete the rows of a contender whose code has changed. The file
+is written after every plan, so a run that was stopped goes on where it was.
 
     python -m benchmarks.studies.memory_table [results/reference/memory/traced_vs_simulated.csv]
 """
@@ -20,10 +20,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from omegaconf import OmegaConf
 
 from benchmarks.records.environment import git_state
-from benchmarks.specification.command import CommandParser, run_command
+from benchmarks.specification.command import CommandParser, command
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import knobs_from
@@ -176,34 +177,9 @@ def read(path: Path) -> dict[tuple[str, ...], list[dict[str, Any]]]:
     return traced
 
 
-def up_to_date(
-    traced: dict[tuple[str, ...], list[dict[str, Any]]], retrace: str
-) -> dict[tuple[str, ...], list[dict[str, Any]]]:
-    """The traced rows without those of the contender ``retrace`` that another commit traced."""
-    commit = git_state()[0][:10]
-    return {
-        key: rows
-        for key, rows in traced.items()
-        if key[0] != retrace or rows[0]["trace_commit"] == commit
-    }
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write all rows. It is called after every plan, so that an interrupted run keeps its
-    results."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
+@command
 def main() -> int:
     """Command line; see ``--help``."""
-    return run_command(_main)
-
-
-def _main() -> int:
     parser = CommandParser(
         description="Compare the cost model's memory with that of the real code, traced without a "
         "GPU, and write a CSV. Plans in the file are priced again, others are traced, too; this "
@@ -213,15 +189,8 @@ def _main() -> int:
     parser.add_argument(
         "out", nargs="?", type=Path, default=OUT, help="the CSV (the committed one)"
     )
-    parser.add_argument(
-        "--retrace",
-        default="",
-        choices=sorted({case.contender for case in CASES}),
-        help="trace its plans again that were not traced at this commit, because its code changed",
-    )
-    options = parser.parse_args()
-    out, rows = options.out, list[dict[str, Any]]()
-    traced = up_to_date(read(out), options.retrace)
+    out, rows = parser.parse_args().out, list[dict[str, Any]]()
+    traced = read(out)
     missing = sum((c.contender, c.model, c.text) not in traced for c in CASES)
     print(f"{missing} of {len(CASES)} plans are to be traced", flush=True)
     for number, case in enumerate(CASES, 1):
@@ -230,8 +199,9 @@ def _main() -> int:
             rows.append(price(case, row))
             error = float(rows[-1]["relative_error"])
             print(f"{number}/{len(CASES)}", *key, row["pipeline_rank"], f"{error:+.1%}", flush=True)
-        write(out, rows + [row for others in traced.values() for row in others])
-    write(out, rows)
+        left = [row for others in traced.values() for row in others]
+        pd.DataFrame(rows + left).to_csv(out, index=False)
+    pd.DataFrame(rows).to_csv(out, index=False)
     return 0
 
 

@@ -30,13 +30,13 @@ from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.launch.sweep import spec_of
 from benchmarks.records.environment import git_state
-from benchmarks.specification.command import CommandParser, run_command
+from benchmarks.specification.command import CommandParser, command
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import local_batch, open_batches
+from zeropp.engine.optimizer import build_optimizer
 from zeropp.model import build_model, cross_entropy
-from zeropp.optimizer import build_optimizer
 
 WAYS: Mapping[str, tuple[str, ...]] = {
     "torch PP": ("contender=torch_pp",),
@@ -178,12 +178,9 @@ def cell(model: str, ranks: int, repeats: int) -> dict[str, Any]:
     return {"model": model, "ranks": ranks, "repeats": repeats, "rows": found}
 
 
+@command
 def main() -> int:
     """Measure and write; see ``--help``."""
-    return run_command(_main)
-
-
-def _main() -> int:
     parser = CommandParser(
         description="Measure ZeroPP and torch's pipeline side by side on this machine's CPU cores.",
         epilog="example: python -m benchmarks.studies.pipelines_on_cpu --out /tmp/pipelines.json",

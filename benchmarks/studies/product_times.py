@@ -21,7 +21,7 @@ from itertools import product
 import numpy as np
 
 from benchmarks import CHECKOUT
-from benchmarks.specification.command import CommandParser, run_command
+from benchmarks.specification.command import CommandParser, command
 from benchmarks.specification.compose import preset
 from zeropp.cluster import Cluster, Device
 from zeropp.cost.kernels import matmul_s
@@ -89,12 +89,9 @@ def fits(name: str) -> list[Fit]:
     ]
 
 
+@command
 def main() -> int:
     """Print a table per device; see ``--help``."""
-    return run_command(_main)
-
-
-def _main() -> int:
     CommandParser(
         prog="python -m benchmarks.studies.product_times",
         description="Hold the cost model's matrix products against measured ones. Writes nothing.",

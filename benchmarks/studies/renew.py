@@ -1,4 +1,4 @@
-"""Writes the committed tables of results/reference anew, one study after the other, in an hour.
+"""Makes the committed tables of results/reference again, one study after the other, in an hour.
 
 A study that was stopped keeps the rows that it has written, and goes on from there when the command
 is given again with ``--only`` and a part of its table's path. `git diff` shows what has changed.
@@ -13,13 +13,12 @@ import subprocess
 import sys
 
 from benchmarks import CHECKOUT
-from benchmarks.specification.command import CommandParser, SpecError, run_command
+from benchmarks.specification.command import CommandParser, SpecError, command
 
 REFERENCE = CHECKOUT / "results" / "reference"
 # The module and the arguments that write each table.
 STUDIES = {
-    "schedules.csv": ("benchmarks.studies.schedule_table",),
-    "schedule_orders.json": ("benchmarks.studies.schedule_orders",),
+    "schedules.csv and schedule_orders.json": ("benchmarks.studies.schedules",),
     "memory/traced_vs_simulated.csv": ("benchmarks.studies.memory_table",),
     "validation/validation.csv": ("benchmarks.validate", "--out", f"{REFERENCE}/validation"),
     "claim_33/plans.csv": (
@@ -30,15 +29,12 @@ STUDIES = {
 }
 
 
+@command
 def main() -> int:
     """Command line; see ``--help``."""
-    return run_command(_main)
-
-
-def _main() -> int:
     parser = CommandParser(
         prog="python -m benchmarks.studies.renew",
-        description="Write the committed tables anew, and then the pages that quote them.",
+        description="Make the committed tables again, and then the pages that quote them.",
     )
     parser.add_argument("--only", default="", metavar="PART", help="tables with this in their path")
     only = parser.parse_args().only

@@ -59,10 +59,10 @@ from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import BatchSource, local_batch
 from zeropp.cost import parameter_count
 from zeropp.engine.chunk import seed_piece
+from zeropp.engine.optimizer import build_optimizer
 from zeropp.layout import Layout
 from zeropp.literals import Precision
 from zeropp.model import build_model, cross_entropy, initial_std
-from zeropp.optimizer import build_optimizer
 from zeropp.shape import ModelShape
 from zeropp.training import OptimizerConfig, Trainer
 from zeropp.tune.contender import Contender
@@ -79,7 +79,7 @@ _BLIND = 0.5  # an update whose limit is a larger share of it counts as not comp
 
 
 @dataclass(frozen=True)
-class Types:
+class NumberTypes:
     """The number types of one training run: of the parameters that the optimizer updates
     (``masters``), and of the copies with which the model computes. Gradients are summed in the type
     of ``masters``."""
@@ -89,14 +89,14 @@ class Types:
 
 
 # With the types of the run, one process makes rounding errors like those of any contender.
-ROUNDED: dict[Precision, Types] = {
-    "fp32": Types(torch.float32, torch.float32),
-    "bf16": Types(torch.float32, torch.bfloat16),
+ROUNDED: dict[Precision, NumberTypes] = {
+    "fp32": NumberTypes(torch.float32, torch.float32),
+    "bf16": NumberTypes(torch.float32, torch.bfloat16),
 }
 # With the next wider types, it makes almost none.
-EXACT: dict[Precision, Types] = {
-    "fp32": Types(torch.float64, torch.float64),
-    "bf16": Types(torch.float32, torch.float32),
+EXACT: dict[Precision, NumberTypes] = {
+    "fp32": NumberTypes(torch.float64, torch.float64),
+    "bf16": NumberTypes(torch.float32, torch.float32),
 }
 
 
@@ -117,7 +117,7 @@ class OneProcess:
     optimizer is torch's."""
 
     def __init__(
-        self, spec: RunSpec, batches: BatchSource, device: torch.device, types: Types
+        self, spec: RunSpec, batches: BatchSource, device: torch.device, types: NumberTypes
     ) -> None:
         self._spec, self._batches, self._device = spec, batches, device
         self._masters = build_model(spec.model, spec.seed, device).to(types.masters)
@@ -146,12 +146,13 @@ class OneProcess:
             norm = nn.utils.clip_grad_norm_(self._masters.parameters(), limit)
             trajectory.grad_norms.append(float(norm))
             optimizer.step()
-            trajectory.updates.append(dict(self._changes(before)))
+            trajectory.updates.append(
+                {
+                    name: (parameter.detach() - before[name]).float().cpu()
+                    for name, parameter in self._masters.named_parameters()
+                }
+            )
         return trajectory
-
-    def _changes(self, before: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._masters.named_parameters():
-            yield name, (parameter.detach() - before[name]).float().cpu()
 
     def _accumulate(self, step: int) -> float:
         """Sum the gradients of all microbatches of a step into the masters; returns the loss. It
@@ -170,7 +171,10 @@ class OneProcess:
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
             for master, working in pairs:
-                _add_gradient(master, working)
+                if working.grad is not None:
+                    fresh = working.grad.to(master.dtype)
+                    master.grad = fresh if master.grad is None else master.grad + fresh
+                    working.grad = None
         return total
 
     def _forward(self, tokens: Tensor, step: int, microbatch: int) -> Tensor:
@@ -180,15 +184,6 @@ class OneProcess:
                 seed_piece(self._spec.seed, step, microbatch, index)
             hidden = piece(hidden)
         return hidden
-
-
-def _add_gradient(master: nn.Parameter, working: nn.Parameter) -> None:
-    """Add a compute copy's gradient to that of its master parameter."""
-    if working.grad is None:
-        return
-    fresh = working.grad.to(master.dtype)
-    master.grad = fresh if master.grad is None else master.grad + fresh
-    working.grad = None
 
 
 class _Dropout(nn.Module):
@@ -354,7 +349,11 @@ def observe(
             before, after, updates=updates, shapes=expected.shapes, device=device
         )
         sizes = expected.update_norms[step].tolist()
-        rows.append([*scalars, *map(_ratio, distances, sizes)])
+        ratios = (  # -1 stays -1
+            distance if distance <= 0 else distance / size if size else math.inf
+            for distance, size in zip(distances, sizes, strict=True)
+        )
+        rows.append([*scalars, *ratios])
         before = after
     table = torch.tensor(rows, dtype=torch.float64).nan_to_num(nan=math.inf).to(device)
     dist.all_reduce(table, dist.ReduceOp.MAX)
@@ -406,13 +405,6 @@ def _batches(shapes: dict[str, torch.Size]) -> Iterator[list[str]]:
         yield names
 
 
-def _ratio(distance: float, size: float) -> float:
-    """A distance relative to the expected update's norm; -1 stays -1."""
-    if distance <= 0:
-        return distance
-    return distance / size if size else math.inf
-
-
 def run_gate(
     spec: RunSpec, contender: Contender[Any], batches: BatchSource, device: torch.device
 ) -> dict[str, Any]:
@@ -420,19 +412,16 @@ def run_gate(
     on all ranks. All ranks must call it."""
     small, source, left_out = gated_spec(spec, contender, batches)
     plan = small.plan()
-    pairs = []
+    checks: list[GateCheck] = []
     with initial_std(small.model.hidden**-0.5):
         for optimizer in gate_optimizers(small, source, device):
             expected = expect(small, source, device, optimizer)
             trainer = contender.build(plan, optimizer, device, small.seed)
-            pairs.append(
-                (
-                    expected,
-                    observe(trainer, plan.layout, batches=source, device=device, expected=expected),
-                )
+            observed = observe(
+                trainer, plan.layout, batches=source, device=device, expected=expected
             )
+            checks += checks_of(small, expected, observed)
             del trainer
-    checks = [check for pair in pairs for check in checks_of(small, *pair)]
     return asdict(gate_result(small, checks, left_out))
 
 

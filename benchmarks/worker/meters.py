@@ -56,7 +56,9 @@ class MemoryMeter:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
             return
-        _return_free_memory()
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):
+            libc.malloc_trim(0)  # freed pages of the process would hide later growth
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
         self._start_bytes = _status_bytes("VmRSS")
 
@@ -72,13 +74,6 @@ class MemoryMeter:
     def peak_bytes(self) -> int:
         """The largest of the peaks: on a GPU what the allocator reserved."""
         return max(self.peaks().values())
-
-
-def _return_free_memory() -> None:
-    """Return freed pages to the system, so that they do not hide later growth."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def _status_bytes(field: str) -> int:
@@ -187,7 +182,10 @@ def summarise_kernels(kernels: Sequence[Kernel]) -> StepKernels | None:
     compute = [kernel for kernel in kernels if kernel.action.op.is_compute]
     if not compute:
         return None
-    stream = _busiest_stream(compute)
+    busy_s: dict[int, float] = defaultdict(float)
+    for kernel in compute:
+        busy_s[kernel.stream] += kernel.end_s - kernel.start_s
+    stream = max(busy_s, key=busy_s.__getitem__)
     mine = [kernel for kernel in kernels if kernel.stream == stream]
     gathers = _union(
         (k.start_s, k.end_s) for k in kernels if k.action.op is Op.UNSHARD and k.stream != stream
@@ -198,17 +196,13 @@ def summarise_kernels(kernels: Sequence[Kernel]) -> StepKernels | None:
         step_s=max(k.end_s for k in mine) - mine[0].start_s,
         compute_s=_extents(compute),
         kernels_s=sum(k.end_s - k.start_s for k in compute),
-        host_bound_s=sum(_host_bound(before, after) for before, after in pairwise(mine)),
+        host_bound_s=sum(
+            max(0.0, min(after.launched_s, after.start_s) - before.end_s)
+            for before, after in pairwise(mine)
+        ),
         gather_s=_length(gathers),
         gather_beside_compute_s=_length(gathers) + _length(busy) - _length(_union(gathers + busy)),
     )
-
-
-def _busiest_stream(kernels: Iterable[Kernel]) -> int:
-    totals: dict[int, float] = {}
-    for kernel in kernels:
-        totals[kernel.stream] = totals.get(kernel.stream, 0.0) + kernel.end_s - kernel.start_s
-    return max(totals, key=lambda stream: totals[stream])
 
 
 def _extents(kernels: Iterable[Kernel]) -> float:
@@ -219,11 +213,6 @@ def _extents(kernels: Iterable[Kernel]) -> float:
         start, end = extents.get(kernel.action, (kernel.start_s, kernel.end_s))
         extents[kernel.action] = min(start, kernel.start_s), max(end, kernel.end_s)
     return sum(end - start for start, end in extents.values())
-
-
-def _host_bound(before: Kernel, after: Kernel) -> float:
-    """The part of the time between two kernels of a stream before the second was launched."""
-    return max(0.0, min(after.launched_s, after.start_s) - before.end_s)
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from tests.gloo.world import World
 from tests.unit.toy_spec import mapping
+from zeropp.engine.optimizer import build_optimizer
 from zeropp.model import build_model, cross_entropy
-from zeropp.optimizer import build_optimizer
 from zeropp.plan import Plan
 from zeropp.shape import ModelShape
 from zeropp.timeline import Span

@@ -166,6 +166,7 @@ def build_engine(
             precision=plan.precision,
             recompute=plan.recompute,
             tied=((0, "tokens.weight"), (last, "output.weight")) if case.tied else None,
+            tied_stages=(0, plan.schedule.num_stages - 1) if case.tied else (),
             reduce_dtype=plan.reduce_dtype,
             dropout_seed=SEED if case.dropout else None,
             lr_schedule=lr_schedule,
@@ -222,7 +223,7 @@ def train_alone(case: Case, dtype: torch.dtype, steps: int, config: OptimizerCon
 
 @cache
 def _train_alone(case: Case, dtype: torch.dtype, steps: int, config: OptimizerConfig) -> Outcome:
-    from zeropp.optimizer import build_optimizer
+    from zeropp.engine.optimizer import build_optimizer
 
     model = build_model(case.shape, SEED).to(dtype)
     optimizer = build_optimizer(model.parameters(), config)

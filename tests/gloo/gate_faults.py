@@ -27,8 +27,8 @@ from tests.gloo.gate_place import Fault, Place, Prepare, building, gradients_of
 from tests.gloo.optimizer_faults import OPTIMIZER_FAULTS
 from tests.gloo.reduction_faults import dropped_reduction, tied_gradients
 from zeropp.engine import chunk
+from zeropp.engine.optimizer import build_optimizer
 from zeropp.model import Block, initial_std
-from zeropp.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
 Edit = Callable[[list[Tensor], int], None]  # gradients about to be applied, step from 1

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
 
 import zeropp
+from benchmarks.worker import __main__ as worker
 from tests.gloo.world import World
 from zeropp.engine import preflight
 from zeropp.layout import InfeasibleError
@@ -91,20 +99,43 @@ def test_settings_are_set_where_nobody_has_set_them() -> None:
     assert told.stdout.split() == ["EAGER", "9"]
 
 
-def shared(gpus: list[str]) -> str:
-    import torch.distributed as dist
-
-    try:
-        preflight.compare_gpus(gpus[dist.get_rank()], 0)
-    except InfeasibleError as error:
-        return str(error)
-    return ""
+def shared(gpus: list[str], asked: str) -> str:
+    """What ``parallelize`` says on ranks that have these GPUs; the first rank asks for a GPU, and
+    the others for the device ``asked``."""
+    rank = dist.get_rank()
+    properties = SimpleNamespace(uuid=gpus[rank])
+    given: dict[str, Any] = {"is_available": True, "current_device": 0, "set_device": None}
+    given["get_device_properties"] = properties
+    stand_ins = {name: mock.Mock(return_value=value) for name, value in given.items()}
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
+        mock.patch.multiple(torch.cuda, **stand_ins),
+        pytest.raises(InfeasibleError) as error,
+    ):
+        zeropp.parallelize([], F.mse_loss, sample=torch.zeros(1, 1), global_batch=1,
+                           device=asked if rank else "cuda")  # fmt: skip
+    return str(error.value)
 
 
 def test_ranks_that_share_a_gpu_are_refused_on_all(world: World) -> None:
-    found = world.run(shared, ["node1 GPU-a", "node1 GPU-b", "node1 GPU-a"], size=3)
+    found = world.run(shared, ["GPU-a", "GPU-b", "GPU-a"], "cuda", size=3)
     assert set(found) == {
-        "device: ranks [0, 2] share a GPU, cuda:0 of node1 (call torch.cuda.set_device with the "
-        "local rank, or give device= to parallelize)"
+        f"device: ranks [0, 2] share GPU GPU-a of {socket.gethostname()} (call "
+        "torch.cuda.set_device with the local rank, or give device= to parallelize)"
     }
-    assert world.run(shared, ["node1 GPU-a", "node2 GPU-a"], size=2) == ["", ""]
+    for asked in ("cuda", "cpu"):  # also where only some ranks train on a GPU
+        found = world.run(shared, ["GPU-a", "GPU-a" if asked == "cpu" else "GPU-b"], asked, size=2)
+        assert set(found) == {"layers=[]: there is nothing to train"}
+
+
+@pytest.mark.parametrize(("contender", "connections"), [("zeropp", "32"), ("megatron_core", "1")])
+def test_each_contender_of_a_mixed_sweep_has_its_own_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, contender: str, connections: str
+) -> None:
+    told(monkeypatch, CUDA_DEVICE_MAX_CONNECTIONS="4", CUDA_MODULE_LOADING="LAZY", RANK="0")
+    spec = SimpleNamespace(contender=SimpleNamespace(name=contender))
+    monkeypatch.setattr(worker, "load_spec", lambda _: spec)
+    monkeypatch.setattr(worker, "measure_lone_rank", lambda *_: None)
+    assert worker.main(["spec.json", "--out", str(tmp_path), "--lone"]) == 0
+    expected = {"CUDA_DEVICE_MAX_CONNECTIONS": connections, "CUDA_MODULE_LOADING": "EAGER"}
+    assert {name: os.environ[name] for name in expected} == expected

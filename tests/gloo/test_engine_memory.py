@@ -37,14 +37,20 @@ def measure(case: Case) -> Peaks:
     sizes = [sum(flat.layout.size * 4 for flat in lot) for lot in flats]
     peaks = Peaks(0, 0, 0, max(sizes), _resident(engine), 0)
 
+    def gathered() -> int:
+        return sum(flat._storage.nbytes() for flat in engine.flats if not flat._resident)
+
+    def gradients() -> int:
+        return sum(flat._sums.nbytes for flat in engine.flats if flat._sums is not None)
+
     def look() -> None:
-        peaks.gathered = max(peaks.gathered, sum(flat.gathered_bytes() for flat in engine.flats))
+        peaks.gathered = max(peaks.gathered, gathered())
         peaks.reducing = max(peaks.reducing, len(engine.lanes.shard_reductions))
-        peaks.gradients = max(peaks.gradients, sum(flat.unreduced_bytes() for flat in engine.flats))
+        peaks.gradients = max(peaks.gradients, gradients())
 
     _after_every_action(engine, look)
     engine.step(*local_microbatches(case, 0))
-    assert not any(flat.gathered_bytes() + flat.unreduced_bytes() for flat in engine.flats)
+    assert not gathered() + gradients()
     assert not engine.lanes.shard_reductions
     peaks.unshards = engine.counters()["unshard"]
     return peaks

@@ -54,7 +54,7 @@ SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 256, "voc
         (
             32,
             {"name": "zeropp", "pp": 2, "shard": 2, "replicate": 4, "replicate_zero": 1},
-            LLAMA,
+            LLAMA | {"tied_embeddings": True},
         ),
         (32, {"name": "fsdp", "shard": 16}, {"tied_embeddings": True}),
         (16, {"name": "torch_pp", "pp": 2, "shard": 4, "schedule": "1f1b"}, LLAMA),

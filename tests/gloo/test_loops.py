@@ -7,6 +7,7 @@ import copy
 import time
 from datetime import timedelta
 from functools import partialmethod
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -154,6 +155,66 @@ def test_a_step_without_finite_gradients_is_skipped_on_all_ranks(world: World, f
     assert not torch.isfinite(torch.tensor(lost))
     assert torch.isfinite(torch.tensor([norm, *norms])).all()
     assert (skipped, apart) == (1.0, 0.0)
+
+
+def skip_all(place: Path) -> tuple[set[float], float]:
+    """The numbers of steps in the optimizer's state after one step that was skipped, and the
+    distance of a model that goes on from its checkpoint from one that begins."""
+    optimizer = lambda groups: torch.optim.NAdam(groups["all"], lr=0.1)  # noqa: E731
+    models = [built(seeded([linear] * 4), shard=2, optimizer=optimizer) for _ in range(3)]
+    inputs, targets = (part[models[0].rows] for part in data(0))
+    models[0].train_step(inputs, torch.full_like(targets, torch.inf))
+    state = models[0].state_dict()["optimizer"]
+    models[0].save(place)
+    models[1].load(place)
+    for model in models[1:]:
+        model.train_step(inputs, targets)
+    loaded, new = (dict(model.full_parameters()) for model in models[1:])
+    assert float(models[1].skipped_steps) == 1
+    return (
+        {float(value) for name, value in state.items() if name.endswith(".step")},
+        largest([float((loaded[name] - one).abs().max()) for name, one in new.items()]),
+    )
+
+
+def test_an_optimizer_that_has_only_skipped_steps_has_not_begun(
+    world: World, tmp_path: Path
+) -> None:
+    assert world.run(skip_all, tmp_path / "skipped", size=2) == [({0.0}, 0.0)] * 2
+
+
+def warm_up() -> tuple[list[int], list[str]]:
+    """How often kernels were warmed up after batches of several shapes, as on a GPU, and what the
+    model says once that has failed."""
+    engine = built(seeded([linear] * 2), shard=2).engine
+    calls, said = [], []
+    with (
+        mock.patch.object(engine, "_device", torch.device("cuda")),
+        mock.patch.object(engine.interpreter, "warm_up") as warmed,
+    ):
+
+        def agree(rows: int) -> None:
+            inputs, targets = ([part[:rows]] for part in data(0))
+            engine.agree("train_step", lambda: Microbatches(inputs, targets))
+
+        for rows in (1, 1, 2, 1):
+            agree(rows)
+            calls.append(warmed.call_count)
+        warmed.side_effect = RuntimeError("no memory")
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as error:
+                agree(3)
+            said.append(str(error.value))
+    return calls, said
+
+
+def test_kernels_are_warmed_up_for_every_shape_and_a_failure_is_one_of_a_step(
+    world: World,
+) -> None:
+    for calls, (first, second) in world.run(warm_up, size=2):
+        assert calls == [1, 1, 2, 2]
+        assert first == "no memory"
+        assert second.startswith("an earlier step raised RuntimeError: no memory; create a new")
 
 
 class Dropping(nn.Module):

@@ -17,8 +17,8 @@ from benchmarks.launch.sweep import SweepProgress
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
 from benchmarks.worker.data import open_batches
 from tests.unit.toy_spec import mapping
+from zeropp.engine.optimizer import build_optimizer
 from zeropp.model import build_model, cross_entropy
-from zeropp.optimizer import build_optimizer
 
 STEPS = 10
 TEXT = {"kind": "text", "path": "benchmarks/worker/kjv_genesis_psalms.txt"}

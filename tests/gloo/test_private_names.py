@@ -110,14 +110,12 @@ CONTRACTS = [
     Contract(f"{_SCHEDULES}:_PipelineScheduleRuntime#pipeline_order", f"{_PP}: schedule=1f1b"),
     Contract(
         f"{_SCHEDULES}:_PipelineScheduleRuntime#pipeline_order_with_comms",
-        "benchmarks.studies.schedule_table: torch's orders",
+        "benchmarks.studies.schedules: torch's orders",
     ),
     Contract(
         f"{_SCHEDULES}:_PipelineScheduleRuntime._load_csv", "torch's runtime as the engine's oracle"
     ),
-    Contract(
-        f"{_STAGE}:_PipelineStageBase", "benchmarks.studies.schedule_table: orders without ranks"
-    ),
+    Contract(f"{_STAGE}:_PipelineStageBase", "benchmarks.studies.schedules: orders without ranks"),
     Contract(
         f"{_STAGE}:PipelineStage.forward_one_chunk", f"{_PP}: spans and counts", ("fwd_chunk_id",)
     ),

@@ -100,6 +100,20 @@ def test_kill_of_one_rank_then_resume(runs: Path) -> None:
     assert ranks_of(runs) == {}
 
 
+@pytest.mark.parametrize("between_s", [0.02, 0.3])  # while the ranks are ended, and after that
+def test_two_ctrl_c_end_a_sweep_with_one_line(runs: Path, between_s: float) -> None:
+    sweep = start(runs, "measure.steps=3000", "measure.timeout_s=300")
+    wait_for_steps(runs, 120)
+    for wait_s in (between_s, 0):
+        sweep.send_signal(signal.SIGINT)
+        time.sleep(wait_s)
+    printed, _ = sweep.communicate(timeout=30)
+    assert sweep.returncode == 130
+    assert printed.splitlines()[-1] == "interrupted; the same command goes on from here"
+    assert "Traceback" not in printed
+    assert ranks_of(runs) == {}
+
+
 def wait_for_next(runs: Path, done: str) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:

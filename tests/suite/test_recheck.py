@@ -19,7 +19,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.specification.compose import preset
-from benchmarks.studies import memory_table, schedule_orders, schedule_table
+from benchmarks.studies import memory_table, schedules
 from benchmarks.studies.claim_33.cells import Cell, priced_again
 from benchmarks.studies.claim_33.judge import judge
 from benchmarks.studies.renew import REFERENCE
@@ -73,7 +73,7 @@ def memory(row: Row) -> dict[str, Any]:
 
 
 def schedule(row: Row) -> dict[str, Any]:
-    found = schedule_table.rows_of_size(int(row["ranks"]), int(row["microbatches"]))
+    found = schedules.rows_of_size(int(row["ranks"]), int(row["microbatches"]))
     keys = "schedule", "chunks", "unit"
     (same_keys,) = (r for r in found if all(str(r.get(k, "")) == row[k] for k in keys))
     return same_keys
@@ -121,11 +121,11 @@ def test_a_sample_of_a_committed_table_is_what_the_code_computes(path: str) -> N
 
 def test_orders_are_within_the_committed_bound() -> None:
     bound = json.loads((REFERENCE / "schedule_orders.json").read_text())["bound"]
-    sizes = list(schedule_orders.sizes(bound["largest_ranks"]))
+    sizes = list(schedules.sizes(bound["largest_ranks"]))
     assert (len(sizes), bound["missed"]) == (bound["sizes"], 0)
     assert bound["largest_over_bound"] <= 1 + 1e-9
     drawn = random.Random(TODAY).sample(sizes, 20)
-    assert max(map(schedule_orders.over_bound, drawn)) <= bound["largest_over_bound"] + 1e-9
+    assert max(map(schedules.over_bound, drawn)) <= bound["largest_over_bound"] + 1e-9
 
 
 def test_every_published_row_and_every_plan_is_there() -> None:

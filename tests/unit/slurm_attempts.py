@@ -54,15 +54,15 @@ def silence_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_endings, "time_limit_s", lambda job, timeout_s: None)
 
 
-def submitted(attempt: Path, job: str, **who: Any) -> Path:
+def submitted(attempt: Path, job: str, sweep: str = "sweep", **who: Any) -> Path:
     """The folder of the submission that the attempt came of."""
     runs, spec_id = attempt.parents[1], attempt.parent.name
-    directory = runs / "slurm" / "sweep"
+    directory = runs / "slurm" / sweep
     frozen = directory / "specs" / spec_id
     frozen.mkdir(parents=True)
     for name in ("spec.json", "attempt.json"):
         (frozen / name).write_text((attempt / name).read_text())
-    arrays = [SubmittedArray(name="sweep-0", spec_ids=[spec_id], job=job)]
+    arrays = [SubmittedArray(name=f"{sweep}-0", spec_ids=[spec_id], job=job)]
     write_submission(directory, Submission(arrays=arrays, **({"user": os.getuid()} | who)))
     return directory
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.launch import auto
+from benchmarks.launch import points
 from benchmarks.launch.points import plan_point
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import CONTENDERS
@@ -52,27 +52,27 @@ def test_every_contender_gets_its_best_plan_and_the_spec_says_which(
 
 def test_what_was_chosen_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("a800", "fsdp")
-    first, _ = auto.with_best_plan(spec)
-    monkeypatch.setattr(auto, "search", None)  # asked again, it would fail
-    again, line = auto.with_best_plan(spec)
+    first, _ = points.with_best_plan(spec)
+    monkeypatch.setattr(points, "search", None)  # asked again, it would fail
+    again, line = points.with_best_plan(spec)
     assert again == first
     assert "(remembered)" in line
     with pytest.raises(TypeError):
-        auto.with_best_plan(replace(spec, global_batch=64))
+        points.with_best_plan(replace(spec, global_batch=64))
 
 
 def test_what_is_fixed_is_kept_and_a_closed_spec_stays_as_it_is() -> None:
     spec = spec_of("a800", "zeropp", pp=4, chunks=1, activation_cap=8)
-    found, _ = auto.with_best_plan(spec)
+    found, _ = points.with_best_plan(spec)
     chosen: Any = found
     assert (chosen.contender.pp, chosen.contender.chunks) == (4, 1)
     assert chosen.contender.activation_cap == 8
-    assert auto.with_best_plan(chosen) == (chosen, "")
+    assert points.with_best_plan(chosen) == (chosen, "")
 
 
 def test_without_prices_simple_rules_apply() -> None:
     spec = spec_of("cpu_gloo", "zeropp")
-    chosen, _ = auto.with_best_plan(spec)
+    chosen, _ = points.with_best_plan(spec)
     assert chosen == replace(spec, microbatch_size=1)  # a record holds a number
     plan = chosen.plan()
     assert (plan.layout.pp, plan.layout.chunks, plan.microbatch_size) == (2, 2, 1)

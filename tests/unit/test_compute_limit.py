@@ -13,7 +13,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from baselines.deepspeed_3d.contender import DEEPSPEED_3D, DeepSpeedKnobs
-from benchmarks.report import breakdown
+from benchmarks.report import charts
 from benchmarks.report.charts import save
 from benchmarks.specification.contenders import PRICED
 from tests.unit.simulated_task import preset, task
@@ -113,7 +113,7 @@ def test_a_model_that_no_device_holds_has_the_limit_of_one_sequence() -> None:
 
 def test_the_bars_add_up_to_the_step(tmp_path: Path) -> None:
     losses = {"3D": one(), "3D, recomputed": one(recompute="full")}
-    picture = breakdown.time_breakdown({"cell": losses}, "losses", "words")
+    picture = charts.time_breakdown({"cell": losses}, "losses", "words")
     (axis,) = picture.figure.axes
     lengths = [0.0, 0.0]
     for bars in axis.containers:

@@ -12,8 +12,8 @@ import pytest
 from benchmarks import CHECKOUT
 from benchmarks.explain import huggingface, megatron, torchtitan
 from benchmarks.explain.answer import answer
-from benchmarks.explain.arguments import written_as
 from benchmarks.explain.question import ask
+from benchmarks.explain.screen import written_as
 from benchmarks.explain.shell import arguments_of, arguments_of_log, arguments_of_script
 from benchmarks.specification.command import SpecError
 

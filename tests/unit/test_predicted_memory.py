@@ -12,7 +12,7 @@ import pytest
 from benchmarks.launch.attempt import freeze, new_header
 from benchmarks.launch.points import plan_point
 from benchmarks.report import style
-from benchmarks.report.breakdown import memory_breakdown
+from benchmarks.report.charts import memory_breakdown
 from benchmarks.report.frame import load_frame
 from benchmarks.report.tables import memory_table
 from benchmarks.specification.compose import preset

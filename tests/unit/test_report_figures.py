@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Options, style
-from benchmarks.report.breakdown import memory_breakdown
-from benchmarks.report.charts import scaling_curves
+from benchmarks.report.charts import memory_breakdown, scaling_curves
 from benchmarks.report.frame import latest_ok
 from benchmarks.report.speedup import speedup_maps
 from benchmarks.report.timelines import step_timelines, write_traces

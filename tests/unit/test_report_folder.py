@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report.__main__ import main
-from benchmarks.report.page import report_folder
+from benchmarks.report.write import report_folder
 from tests.unit.synthetic_records import make_record, write_records
 
 

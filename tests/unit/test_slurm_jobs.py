@@ -13,7 +13,7 @@ import pytest
 from benchmarks.launch.slurm import client, submissions
 from benchmarks.launch.slurm.client import EndedJob, NoAnswerError, QueuedJob, SlurmError
 from benchmarks.launch.slurm.endings import ScriptEnd, close
-from benchmarks.launch.slurm.submissions import close_ended, query_slurm
+from benchmarks.launch.slurm.submissions import attempt_name, close_ended, query_slurm
 from tests.unit.slurm_attempts import HERE, RUNNING, silent_for, submitted, view_of
 
 
@@ -54,7 +54,8 @@ def test_what_cannot_be_seen_from_here_is_alive(
     attempt: Path, monkeypatch: pytest.MonkeyPatch, who: dict[str, Any]
 ) -> None:
     """Another cluster on the same file system, or another user whose jobs may be hidden."""
-    submitted(attempt, "7", **{"cluster": HERE.identity, "user": 1000, "host": "login2"} | who)
+    submitter = {"cluster": HERE.identity, "user": 1000, "host": "login2"} | who
+    submitted(attempt, "7", sweep="sweep", **submitter)
     monkeypatch.setattr(os, "getuid", lambda: 1000)
     monkeypatch.setattr(submissions, "endings", lambda jobs: {})
     silent_for(attempt, 9999)
@@ -122,6 +123,51 @@ def test_a_job_that_never_began_says_why(attempt: Path, monkeypatch: pytest.Monk
         shutil.rmtree(attempt.parent)
 
 
+def test_a_job_number_that_comes_again_does_not_reach_the_older_attempt(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that lost its state counts from the beginning."""
+    spec_id, before = attempt.parent.name, (attempt / "rank_000.jsonl").read_bytes()
+    again = submitted(attempt, "7", sweep="zeropp-later")
+    (point,) = view_of(attempt).points
+    assert (point.job, point.attempts()) == ("7_0", [])
+    ended = {"7_0": [EndedJob("FAILED", "1:0", "n")]}
+    monkeypatch.setattr(submissions, "endings", lambda jobs: ended)
+    (record,) = close_ended(view_of(attempt))
+    assert record.record_id == f"{spec_id}/{attempt_name(again)}-0" == f"{spec_id}/slurm-later-0"
+    assert [path.name for path in attempt.parent.glob("*/record.json")] == ["record.json"]
+    assert not (attempt / "record.json").exists()
+    assert (attempt / "rank_000.jsonl").read_bytes() == before
+
+
+def test_an_emptied_attempt_is_an_interruption(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(attempt, "7")
+    for path in attempt.iterdir():
+        path.unlink()
+    ended = {"7_0": [EndedJob("FAILED", "1:0", "n")]}
+    monkeypatch.setattr(submissions, "endings", lambda jobs: ended)
+    (record,) = close_ended(view_of(attempt))
+    assert (record.status, record.interrupted, record.step_s) == ("failed", True, [])
+    assert view_of(attempt).under_way() == {}  # so the same command runs it again
+
+
+@pytest.mark.parametrize("name", ["spec.json", "attempt.json"])
+def test_an_attempt_without_a_frozen_file_is_named_and_runs_again(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    submitted(attempt, "7", cluster=HERE.identity)
+    (attempt / name).unlink()
+    silent_for(attempt, 1000)
+    ended = {"7_0": [EndedJob("FAILED", "1:0", "n")]}
+    monkeypatch.setattr(submissions, "endings", lambda jobs: ended)
+    view = view_of(attempt)
+    assert close_ended(view) == []
+    assert view.problems == [f"{attempt / name}: no such file or directory"]
+    assert view.under_way() == {}
+
+
 @pytest.mark.parametrize(
     "answer", ["Welcome to the cluster!\nnews: 12\n17\n", "17;here\n", "17\nSee you\n"]
 )
@@ -153,6 +199,24 @@ def test_a_job_that_only_has_to_leave_the_queue(
     close(attempt, ScriptEnd(5, "USR1", elapsed_s=elapsed_s))  # at its limit, or preempted
     found = view_of(attempt, RUNNING).under_way()
     assert set(found) == ({attempt.parent.name} if is_underway else set())
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("scontrol: fatal: Could not establish a configuration source", "is in no cluster"),
+        ("scontrol: error: Unable to contact slurm controller (connect failure)", ""),
+    ],
+)
+def test_slurm_without_a_configuration_is_as_good_as_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, words: str
+) -> None:
+    for name in ("sbatch", "scontrol"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{said}' >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bool(words) == bool(client.absence())
+    assert words in client.absence()
 
 
 def test_a_missing_slurm_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

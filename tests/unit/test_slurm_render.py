@@ -14,7 +14,7 @@ import pytest
 from benchmarks.launch.options import SlurmOptions, read_launcher_options, seconds_of
 from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.slurm import script as slurm_script
-from benchmarks.launch.slurm.client import limit_s, site_defaults
+from benchmarks.launch.slurm.client import site_defaults
 from benchmarks.launch.slurm.script import group, render_array, render_report, resources_of
 from benchmarks.launch.slurm.submit import check, launch
 from benchmarks.launch.sweep import SweepProgress
@@ -194,27 +194,15 @@ def test_arrays_are_split_and_throttled() -> None:
         ("1:02:03", 3723),
         ("2-00", 172800),
         ("1-02:03", 93780),
-        ("UNLIMITED", None),
+        ("0:59", 59),
+        ("2-01:00:00", 176400),
+        ("UNLIMITED", math.inf),
+        ("INVALID", None),
         (True, None),
     ],
 )
 def test_time_limits_are_read_as_slurm_reads_them(text: Any, seconds: float | None) -> None:
     assert seconds_of(text) == seconds
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("0:59", 59),
-        ("9:00", 540),
-        ("1:00:00", 3600),
-        ("2-01:00:00", 176400),
-        ("UNLIMITED", math.inf),
-        ("INVALID", None),
-    ],
-)
-def test_a_time_limit_is_read_as_squeue_prints_it(text: str, seconds: float | None) -> None:
-    assert limit_s(text) == seconds
 
 
 def test_variables_of_a_shell_change_no_flag_of_the_script() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.launch import sweep_status
 from benchmarks.launch.attempt import Ending, new_header, started, write_unstarted
 from benchmarks.records.events import EventWriter
 from benchmarks.specification.run_spec import spec_from_mapping
 from benchmarks.status import main
+from tests.unit.slurm_attempts import RUNNING, submitted, view_of
 from tests.unit.toy_spec import mapping
 
 
@@ -53,6 +56,17 @@ def test_an_attempt_that_is_under_way_counts_before_one_that_ended(
     assert row.split()[:4] == [spec.spec_id, "running", "step", "7"]
     assert "s ago" in row  # of a point that hangs, this is what shows it
     assert counts == "1 running"
+
+
+def test_a_suspended_job_is_not_said_to_run(
+    attempt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submitted(attempt, "7")
+    job = replace(RUNNING, state="SUSPENDED")
+    monkeypatch.setattr(sweep_status, "query_slurm", lambda runs_dir: view_of(attempt, job))
+    _, row, counts = printed(attempt.parents[1], monkeypatch, capsys)
+    assert row.split()[:4] == [attempt.parent.name, "suspended", "step", "0"]
+    assert counts == "1 suspended"
 
 
 def test_a_point_without_a_plan_is_gone_once_a_search_has_found_one(

@@ -14,7 +14,7 @@ from baselines.deepspeed_3d.contender import DEEPSPEED_3D
 from benchmarks import tune
 from benchmarks.specification.compose import compose
 from benchmarks.specification.contenders import PRICED
-from benchmarks.studies import schedule_orders
+from benchmarks.studies import schedules
 from tests.unit.simulated_task import task
 from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.cost import pass_times, price_plan
@@ -77,6 +77,15 @@ def test_bounds_hold_for_longer_pipelines(name: str) -> None:
     assert len(chosen) >= 10
     for candidate, plan in chosen:
         check_bounds(FEWER, plan, contender.simulated(FEWER, candidate))
+
+
+def test_a_search_that_begins_with_the_winner_finds_it_and_simulates_less() -> None:
+    first = search(task(), DEEPSPEED_3D, runner_up=False)
+    assert first.winner is not None
+    again = search(task(), DEEPSPEED_3D, runner_up=False, known=[first.winner.candidate])
+    assert again.winner is not None
+    assert again.winner.step_s == first.winner.step_s
+    assert again.simulated < first.simulated
 
 
 def test_winner_fits_and_runner_up_is_another_plan_and_no_faster() -> None:
@@ -225,7 +234,7 @@ def _leaner_but_slower() -> tuple[Candidate[ZeroppKnobs], SimResult, SimResult]:
 
 
 def test_planning_with_durations_never_costs_time_and_often_gains() -> None:
-    gains = [gain for seed in range(12) if (gain := schedule_orders.gain(seed)) is not None]
+    gains = [gain for seed in range(12) if (gain := schedules.gain(seed)) is not None]
     assert len(gains) >= 4
     assert min(gains) >= 0
     assert max(gains) > 0

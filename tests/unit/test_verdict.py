@@ -102,8 +102,9 @@ def test_parts_of_a_cell_that_have_no_rows_are_simulated() -> None:
     keys = dict(zip(CELL, cell.key, strict=True))
     rows = [keys | {"contender": c.name, "mode": "best"} for c in COMPARED if c.name != "fsdp"]
     rows.append(keys | {"contender": "zeropp", "mode": "equal"})
-    missing = study.missing_jobs(rows, [cell], 0.03)
+    missing = study.missing_jobs(rows, [cell], 0.03, {(*cell.key, "fsdp"): "{}"})
     assert [job.part for job in missing[cell]] == ["fsdp", *(set(GIVEN) - {"equal"})]
+    assert missing[cell][0].known == "{}"
 
 
 def test_configured_cells_without_rows_are_listed() -> None:

@@ -36,13 +36,12 @@ from zeropp.tune.contender import Contender
 from zeropp.tune.space import (
     Point,
     Space,
+    at_degrees,
     choices,
     placement_choices,
     recompute_choices,
     zero_choices,
 )
-
-# The settings of ZeroPP.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +88,6 @@ class ZeroppKnobs(StepKnobs):
         return any(v == "auto" for k, v in vars(self).items() if k not in settled)
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
-
-
-# ZeroPP's planner: from a task and knobs to the Plan that the engine runs.
 
 
 def size(task: Task, knobs: ZeroppKnobs, microbatch_size: int) -> SizedPlan:
@@ -163,14 +159,12 @@ def _refuse(task: Task, knobs: ZeroppKnobs) -> None:
         )
 
 
-# What the tuner tries for ZeroPP.
-
-
 _CHUNKS = (1, 2, 3, 4, 6, 8, 12)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
 _UNITS = (0.5, 1, 2, 4)  # multiples of the pipeline ranks; one unit of the whole step is tried, too
-_CAPS = (0.0, 1.0, 1.5)  # multiples of U*V, raised to the smallest cap, lowered to the whole step
+# Multiples of U*V, raised to the smallest cap and lowered to the whole step.
+_CAPS = (0.0, 1.0, 1.25, 1.5)
 
 
 def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
@@ -192,11 +186,9 @@ def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
         for recompute, blocks in recompute_choices(
             asked.recompute, asked.recompute_blocks, _RECOMPUTE, largest
         ):
-            yield replace(
+            yield at_degrees(
                 asked,
-                pp=degrees.pp,
-                shard=degrees.shard,
-                replicate=degrees.replicate,
+                degrees,
                 replicate_zero=zero,
                 placement=placement,
                 chunks=chunks,

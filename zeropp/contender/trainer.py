@@ -52,6 +52,7 @@ def build_engine(
             precision=plan.precision,
             recompute=plan.recompute,
             tied=((0, "tokens.weight"), (last, "output.weight")) if shape.tied_embeddings else None,
+            tied_stages=(0, plan.schedule.num_stages - 1) if shape.tied_embeddings else (),
             reduce_dtype=plan.reduce_dtype,
             dropout_seed=seed if shape.dropout else None,
             random=shape.dropout > 0,

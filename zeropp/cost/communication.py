@@ -142,9 +142,6 @@ def _moved(group: Group, total: float) -> float:
     return (group.size - 1) / group.size * total / group.rate
 
 
-# Seconds of tensor-parallel collectives per microbatch for which compute waits.
-
-
 @dataclass(frozen=True, kw_only=True)
 class TensorTimes:
     """Seconds of tensor-parallel collectives per microbatch: of ``one`` collective of hidden

@@ -151,9 +151,12 @@ def cast_bytes(work: Work) -> tuple[int, int]:
 def accumulation_bytes(work: Work) -> int:
     """Bytes per parameter that move when a microbatch's weight gradient is added to the sum, beside
     the output of the product, which ``matmul_s`` counts: the sum is read and written. Where the
-    product does this, it is its output; otherwise the gradient is read as well."""
-    total = 2 * work.program.state(work.precision).gradients
-    element = element_bytes(work.precision)
+    product does this, it is its output; otherwise the gradient is read as well. A program that
+    moves more says so itself (``StateBytes.accumulated``)."""
+    state, element = work.program.state(work.precision), element_bytes(work.precision)
+    if state.accumulated:
+        return state.accumulated
+    total = 2 * state.gradients
     return total - element if work.program.fused_accumulation else total + element
 
 
@@ -181,7 +184,7 @@ def loss_bytes(work: Work) -> tuple[int, int]:
 # The inputs are a shape, a microbatch, the tensor-parallel degree and a device. Matrix products are
 # those of arXiv 2104.04473 (section 2.3, appendix); the functions above count the bytes of
 # element-wise kernels. The host starts kernels ahead of the device, so a forward or backward takes
-# the longer of device and host time.
+# the longer of device and host time, and their sum where the host waits for each kernel.
 
 
 KERNELS = {"gpt": 40, "llama": 50}  # kernel launches of one block's forward
@@ -306,7 +309,9 @@ def _block_kernels(work: Work) -> _Kernels:
 
 def _block(work: Work, kernels: _Kernels, forward_tp: float, backward_tp: float) -> PassTimes:
     host, core, elementwise = _host(work), kernels.attention, kernels.elementwise
-    forward = max(sum(kernels.products) + core + elementwise + forward_tp, host)
+    in_line = work.program.blocking_launches
+    forward = sum(kernels.products) + core + elementwise + forward_tp
+    forward = forward + host if in_line else max(forward, host)
     again = {"none": 0.0, "selective": 0.0, "full": forward}
     if work.recompute == "selective":
         scores = 0.0 if work.program.flash else core
@@ -315,7 +320,8 @@ def _block(work: Work, kernels: _Kernels, forward_tp: float, backward_tp: float)
     weight = sum(kernels.weights) + kernels.accumulation
     input_ = sum(kernels.transposed) + kernels.attention_backward
     input_ += kernels.elementwise_backward + backward_tp
-    stretch = max(1.0, 1.5 * host / (input_ + weight))
+    back = 1.5 * host / (input_ + weight)
+    stretch = 1.0 + back if in_line else max(1.0, back)
     return PassTimes(forward, input_ * stretch + again[work.recompute], weight * stretch)
 
 

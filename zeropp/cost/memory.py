@@ -28,15 +28,32 @@ if TYPE_CHECKING:
 
 
 FP32 = 4
-# How many tensors the MLP saves, by ``ModelShape.gates``. 1: input and output of its non-linearity.
-# 2: gate, the gate's non-linearity, up, and the product of the last two.
-_SAVED = {1: 2, 2: 4}
 
 
 def boundary_bytes(work: Work) -> float:
     """Bytes of the hidden states between two blocks, which are also a stage's input and output."""
     size = work.tokens * work.shape.hidden * element_bytes(work.precision)
     return size / sequence_split(work)
+
+
+def _input_bytes(work: Work) -> int:
+    """Bytes per element of the input that a product of a block keeps for its weight gradient."""
+    return 1 if work.program.eight_bit else element_bytes(work.precision)
+
+
+def _mlp_saved(work: Work) -> int:
+    """How many tensors [tokens, ffn] the MLP saves: input and output of its non-linearity; with a
+    gate its input, the gate's non-linearity (unless that is computed again), up, and the product
+    of the last two."""
+    if work.shape.gates == 1:
+        return 2
+    return 3 if work.program.fused_gate else 4
+
+
+def _mlp_saved_bytes(work: Work) -> float:
+    """Their bytes per token; the last is the input of a product."""
+    others = (_mlp_saved(work) - 1) * element_bytes(work.precision)
+    return work.shape.ffn * (others + _input_bytes(work))
 
 
 def block_saved(work: Work) -> float:
@@ -50,8 +67,8 @@ def block_saved(work: Work) -> float:
     e, h, kv = element_bytes(work.precision), shape.hidden, shape.kv_heads * shape.head_dim
     split = sequence_split(work)
     norms = (2 * h * e + 2 * h * program.dropout_masks) / split
-    products = 2 * h * e / (1 if program.keeps_gathered_inputs else split)
-    inner = (2 * h + 2 * kv + _SAVED[shape.gates] * shape.ffn) * e
+    products = 2 * h * _input_bytes(work) / (1 if program.keeps_gathered_inputs else split)
+    inner = (2 * h + 2 * kv) * e + _mlp_saved_bytes(work) + h * program.eight_bit  # a cast
     if program.flash:
         inner += FP32 * shape.heads
     elif work.recompute != "selective":
@@ -66,8 +83,7 @@ def block_saved(work: Work) -> float:
 def half_saved(work: Work, half: BlockHalf) -> float:
     """What the backward of one half of a block needs of its forward. Each half keeps the inputs of
     a norm and of a product; what the MLP keeps inside is known, and the rest is attention's."""
-    inside = _SAVED[work.shape.gates] * work.shape.ffn * element_bytes(work.precision)
-    mlp = _half_inputs(work) + work.tokens * inside / work.tp
+    mlp = _half_inputs(work) + work.tokens * _mlp_saved_bytes(work) / work.tp
     return mlp if half == "mlp" else block_saved(work) - mlp
 
 
@@ -75,7 +91,8 @@ def _half_inputs(work: Work) -> float:
     """The inputs of one half's norm and first product, as ``block_saved`` counts them."""
     e, h, split = element_bytes(work.precision), work.shape.hidden, sequence_split(work)
     norm = (h * e + h * work.program.dropout_masks) / split
-    return work.tokens * (norm + h * e / (1 if work.program.keeps_gathered_inputs else split))
+    gathered = 1 if work.program.keeps_gathered_inputs else split
+    return work.tokens * (norm + h * _input_bytes(work) / gathered)
 
 
 def block_kept(work: Work) -> float:
@@ -129,7 +146,7 @@ def block_forward(work: Work) -> float:
     """Bytes of a block at the fullest moment of its forward: what it keeps, the output of its last
     product and its own output; if it is recomputed, temporarily also the MLP's tensors."""
     e, h = element_bytes(work.precision), work.shape.hidden
-    inside = _SAVED[work.shape.gates] * work.shape.ffn / work.tp
+    inside = _mlp_saved(work) * work.shape.ffn / work.tp
     if work.recompute == "none":
         inside = 0.0
     return block_kept(work) + work.tokens * e * (2 * h / sequence_split(work) + inside)

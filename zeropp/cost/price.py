@@ -116,13 +116,9 @@ def _tokens_per_s(work: Work) -> float:
     return work.tokens / whole
 
 
-# Which stages of a plan have the same price. Most stages are equal, so pricing them once saves
-# time.
-
-
-def first_alike(plan: SizedPlan, cluster: Cluster) -> tuple[int, ...]:
+def equally_priced(plan: SizedPlan, cluster: Cluster) -> tuple[int, ...]:
     """For each stage, the first stage with the same price, that is with the same pieces and with
-    neighbours at the same distance."""
+    neighbours at the same distance. Most stages are equal, so that few have to be priced."""
     hops = _hops(cluster, plan.layout, plan.schedule.stage_rank)
     return _first(plan.cuts, plan.shape.num_pieces, plan.recomputed_per_stage, hops)
 
@@ -193,7 +189,7 @@ def plan_bytes(plan: SizedPlan, cluster: Cluster, program: Program | None = None
     """The bytes of a plan's stages; ``program`` as in ``price_plan``."""
     work = work_of(plan, cluster, program)
     program = work.program
-    like = first_alike(plan, cluster)
+    like = equally_priced(plan, cluster)
     first = {s: stage_memory(plan, work, s) for s in set(like)}
     return StepBytes(
         memory=tuple(first[s] for s in like),
@@ -212,7 +208,7 @@ def _timed_stages(plan: SizedPlan, cluster: Cluster, work: Work) -> list[_TimedS
     job = _Job(
         plan=plan, cluster=cluster, work=work, tensor=tensor, times=times, plain=plain, fused=fused
     )
-    like = first_alike(plan, cluster)
+    like = equally_priced(plan, cluster)
     first = {s: _timed_stage(job, s) for s in set(like)}
     return [first[s] for s in like]
 

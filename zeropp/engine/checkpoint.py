@@ -6,7 +6,8 @@ holds of every tensor (``Part``). A process without parallelism can read the sam
 checkpoint into a plain state dict.
 
 An optimizer makes its state in its first step. A checkpoint from before that has such state, too,
-because a reader must name the tensors before it reads them; it counts only after a step.
+because a reader must name the tensors before it reads them; it counts only once a step was not
+skipped.
 """
 
 from __future__ import annotations
@@ -38,20 +39,17 @@ from zeropp.engine.errors import together
 from zeropp.engine.flat import ElementRange, FlatParameters, Slot
 from zeropp.engine.optimizer import OptimizerState, Updater
 
-# A tensor of the unsharded model of which this rank holds some boxes, for torch's checkpoints.
-#
-# A flat buffer is cut without regard to rows, so a rank's stretch of it is, in each parameter, a
-# few boxes: part of a row, whole rows, part of a row. No DTensor describes that. ``Part`` tells
-# ``torch.distributed.checkpoint`` where its boxes lie, through the three methods by which DTensor
-# does so (``torch/distributed/checkpoint/planner_helpers.py``); torch then writes and reads each
-# box as it lies in memory, so nothing is gathered and nothing is copied.
-
-
 Box = tuple[tuple[int, ...], Tensor]  # offsets in the whole tensor, values
 
 
 class Part(Tensor):
-    """Has the shape and type of the whole tensor, but the values of ``boxes`` alone."""
+    """Has the shape and type of a tensor of the unsharded model, but the values of ``boxes`` alone.
+
+    A flat buffer is cut without regard to rows, so a rank's range of it is, in each parameter, part
+    of a row, whole rows, and part of a row. No DTensor describes that. The three methods by which
+    DTensor does so (``torch/distributed/checkpoint/planner_helpers.py``) tell torch where the boxes
+    lie, and it writes and reads each as it lies in memory: nothing is gathered, nothing is copied.
+    """
 
     boxes: tuple[Box, ...]
 
@@ -103,14 +101,6 @@ def make_part(shape: Sequence[int], boxes: Sequence[Box]) -> Part:
     return part
 
 
-# The folder of a checkpoint: written beside the last one, moved to its place, checked on reading.
-#
-# If a rank is killed while it saves, the last complete checkpoint stays as it was: the new one is
-# written into ``NAME.partial``, and takes the other's place only when every rank has written and
-# every file has a digest. If the job is killed between the two renames, ``NAME.previous`` is the
-# complete checkpoint, and ``load`` reads it.
-
-
 _DIGESTS = "digests.json"  # file name -> SHA-256 of its bytes
 _SEEN_S = 10.0  # for a directory of rank 0 to be seen by the others
 
@@ -123,8 +113,10 @@ def save(state: State, directory: Path | str) -> None:
     """Write a state, whole or not at all, under the names that torch's ``save({"model": ...})``
     gives; collective. The file system is one that all ranks see.
 
-    The last checkpoint stays until the new one is whole and on disk. Where anything raises on one
-    rank, every rank raises, and the last checkpoint is untouched.
+    The new checkpoint is written into ``NAME.partial``, and takes the last one's place only when
+    every rank has written and every file has a digest. If the job is killed between the two
+    renames, ``NAME.previous`` is the complete one, and ``load`` reads it. Where anything raises on
+    one rank, every rank raises, and the last checkpoint is untouched.
     """
     partial = together(lambda: _beside(Path(directory), "partial"))
     _on_first_rank(lambda: _make_empty(partial))
@@ -234,8 +226,9 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-OPTIMIZER, SETTINGS, STEPS = "optimizer", "param_groups", "steps_done"
-_BESIDE = (OPTIMIZER, STEPS)  # what a state dict has beside the model's own names
+OPTIMIZER, SETTINGS = "optimizer", "param_groups"
+STEPS, SKIPPED = "steps_done", "skipped_steps"
+_BESIDE = (OPTIMIZER, STEPS, SKIPPED)  # what a state dict has beside the model's own names
 Settings = tuple[tuple[str, Any], ...]  # of one optimizer group: names and values
 # Settings that say how an optimizer computes depend on the machine, so they are not saved.
 _OF_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
@@ -255,22 +248,26 @@ class State:
     optimizer: dict[str, Tensor]
     settings: dict[str, Settings]
     steps_done: Tensor
+    skipped_steps: Tensor
     states: list[OptimizerState]
 
     def named(self) -> dict[str, Any]:
-        """The state as one dict: the names of the unsharded model, and beside them ``optimizer``
-        and ``steps_done``, which cannot be names of parameters, as these begin with a number."""
+        """The state as one dict: the names of the unsharded model, and beside them ``optimizer``,
+        ``steps_done`` and ``skipped_steps``, which cannot be names of parameters, as these begin
+        with a number."""
         optimizer: dict[str, Any] = {**self.optimizer}
         if self.settings:
             optimizer[SETTINGS] = self.settings
         beside = {OPTIMIZER: optimizer} if optimizer else {}
-        return {**self.model, **beside, STEPS: self.steps_done}
+        return {**self.model, **beside, STEPS: self.steps_done, SKIPPED: self.skipped_steps}
 
 
 def state_of(
     flats: Iterable[FlatParameters],
     updater: Updater,
+    *,
     steps_done: int,
+    skipped_steps: int,
     buffers: Mapping[str, Tensor],
 ) -> State:
     """The state of one rank, whose flat parameters are settled.
@@ -296,6 +293,7 @@ def state_of(
         optimizer=optimizer,
         settings=_settings_of(updater),
         steps_done=torch.tensor(steps_done),
+        skipped_steps=torch.tensor(skipped_steps),
         states=states,
     )
 
@@ -402,7 +400,7 @@ def boxes(
 def _described(
     name: str, flat: FlatParameters, tensor: Tensor, held: ElementRange
 ) -> Iterator[tuple[str, Part]]:
-    """The part of every parameter in ``tensor``, which holds the stretch ``held`` of the flat
+    """The part of every parameter in ``tensor``, which holds the range ``held`` of the flat
     buffer, by name. ``name`` is a format that gets the parameter's name."""
     for slot in flat.layout.slots:
         mine = slot.elements.intersect(held)
@@ -442,6 +440,7 @@ def load_named(state: State, given: Mapping[str, Any]) -> bool:
     together(lambda: _copy(held, offered))
     state.settings.update({name: settings[name] for name in state.settings if name in settings})
     state.steps_done.fill_(int(given.get(STEPS, state.steps_done)))
+    state.skipped_steps.fill_(int(given.get(SKIPPED, state.skipped_steps)))
     return bool(optimizer)
 
 

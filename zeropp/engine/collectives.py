@@ -96,15 +96,15 @@ def _group(
     layout: Layout, axis: Axis, *, backend: str, name: str, timeout: timedelta | None
 ) -> dist.ProcessGroup | None:
     """The group of the ranks that differ from this one only on an axis."""
-    sizes = dict(layout.axes)
-    by_place: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(layout.world):
-        place = layout.coordinates(rank)
-        key = tuple(place[other] for other in sizes if other != axis)
-        by_place.setdefault(key, [0] * sizes[axis])[place[axis]] = rank
-    lots = [*by_place.values()]
-    if len(lots[0]) == 1:
+    size = dict(layout.axes)[axis]
+    if size == 1:
         return None
+    places = [layout.coordinates(rank) for rank in range(layout.world)]
+    lots = [
+        [layout.rank_at({**place, axis: index}) for index in range(size)]
+        for place in places
+        if not place[axis]
+    ]
     mine: dist.ProcessGroup | None = None
     mine, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
         lots, timeout=timeout, backend=backend, group_desc=name

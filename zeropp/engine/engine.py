@@ -32,7 +32,7 @@ from zeropp.engine.optimizer import Updater, square_norm_of
 from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
 from zeropp.engine.preflight import check_cuda
 from zeropp.engine.private_names import default_timeout
-from zeropp.engine.sharding import ShardOptions, make_flats
+from zeropp.engine.sharding import make_flats
 from zeropp.engine.values import computing_in_fp32
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.schedule.program import Op, Schedule
@@ -118,7 +118,8 @@ class Engine:
             together(lambda: self._make_own(schedule, boundary, optimizer, undo))
             self._channels = Channels(neighbours(schedule), layout, device, timeout)
             undo.callback(self._channels.close)
-            self._tied = TiedWeights(options.tied, self.flats, layout, timeout)
+            ends = [schedule.stage_rank[stage] for stage in options.tied_stages]
+            self._tied = TiedWeights(options.tied, ends, self.flats, layout, timeout)
             undo.callback(self._tied.close)
             self._make_runners(schedule, Loss(loss_function))
             self._undo = undo.pop_all()
@@ -152,7 +153,8 @@ class Engine:
         it raises on one rank reaches all of them.
 
         Where a training batch has shapes that no step has had, all ranks run one microbatch of it
-        forward, to learn what passes between their stages. Raises RowsError on every rank if ranks
+        forward, to learn what passes between their stages, and on CUDA warm their kernels up for
+        it. Raises RowsError on every rank if ranks
         of one pipeline were given different shapes.
         """
         self.check_usable()
@@ -166,16 +168,17 @@ class Engine:
                     f"train_step: ranks {list(ranks)}, which are one pipeline, were given inputs "
                     "of different shapes"
                 )
-        if not self._seen.issuperset(different):
-            self._seen |= different
-            with self._usable_unless_it_fails():
+        is_new = not self._seen.issuperset(different)
+        self._seen |= different
+        with self._usable_unless_it_fails():
+            if is_new:
                 self._passed[mine] = self._evaluator.boundaries(batch)
-        passed = self._passed[mine]
-        for stage, chunk in self.chunks.items():
-            chunk.arriving = passed.get(stage)
-            chunk.leaving = passed.get(stage + 1)
-        if self._device.type == "cuda" and not self.interpreter.counters:
-            self.interpreter.warm_up(batch)
+            passed = self._passed[mine]
+            for stage, chunk in self.chunks.items():
+                chunk.arriving = passed.get(stage)
+                chunk.leaving = passed.get(stage + 1)
+            if is_new and self._device.type == "cuda":
+                self.interpreter.warm_up(batch)
         return batch
 
     def evaluate(self, batch: Microbatches) -> float:
@@ -231,6 +234,7 @@ class Engine:
         checkpoint.load(state, directory)
         if weights_only:
             state.steps_done.fill_(self.steps_done)
+            state.skipped_steps.copy_(self.skipped_steps)
         self.take_over(state, optimizer=not weights_only)
 
     def state(self) -> checkpoint.State:
@@ -242,8 +246,10 @@ class Engine:
         """Continue from a ``state()`` into whose tensors a checkpoint has been read, with what it
         has of the ``optimizer``, or with the optimizer as it is."""
         self.steps_done = int(state.steps_done)
+        self.skipped_steps.copy_(state.skipped_steps)
         if optimizer:
-            self.updater.take_over(state.states, self.steps_done)
+            updates = self.steps_done - int(state.skipped_steps)
+            self.updater.take_over(state.states, updates)
         checkpoint.set_settings(state, self.updater)
         self._gather_updated()
 
@@ -340,15 +346,9 @@ class Engine:
             deferred if splits else (),
             groups=self._groups,
             lanes=self.lanes,
-            options=ShardOptions(
-                precision=options.precision,
-                fp32_modules=options.fp32_modules if options.precision == "bf16" else (),
-                zero=layout.replicate_zero == 1,
-                reduce_dtype=options.reduce_dtype,
-                group_of=options.group_of,
-                keeps_sums=layout.world == 1 and len({one.stage for one in self._pieces}) == 1,
-                tied=options.tied,
-            ),
+            options=options,
+            zero=layout.replicate_zero == 1,
+            keeps_sums=layout.world == 1 and len({one.stage for one in self._pieces}) == 1,
         )
         indices = list(pieces)
         seed = None if seeds is None else lambda place, j: seeds.set(indices[place], j)
@@ -389,7 +389,13 @@ class Engine:
         self.check_usable()
         for flat in self.flats:
             flat.settle()
-        return checkpoint.state_of(self.flats, self.updater, self.steps_done, self.buffers())
+        return checkpoint.state_of(
+            self.flats,
+            self.updater,
+            steps_done=self.steps_done,
+            skipped_steps=int(self.skipped_steps),
+            buffers=self.buffers(),
+        )
 
     def _gather_updated(self) -> None:
         for flat in self.flats:

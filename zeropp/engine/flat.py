@@ -358,14 +358,6 @@ class FlatParameters:
         """Whether a tensor lies in the memory of gathered parameters."""
         return x.untyped_storage() is self._storage
 
-    def gathered_bytes(self) -> int:
-        """Bytes of gathered parameters, with those that are being gathered."""
-        return 0 if self._resident else self._storage.nbytes()
-
-    def unreduced_bytes(self) -> int:
-        """Bytes of gradients whose reduction over the shards has not begun."""
-        return 0 if self._sums is None else self._sums.nbytes
-
     @property
     def _parameters(self) -> Iterator[nn.Parameter]:
         return chain.from_iterable(member.parameters for member in self.members)
@@ -465,10 +457,6 @@ class FlatParameters:
         all_gather_single(self._part, rows, group=self._groups.replicate)
 
 
-# Reductions of flat gradients, as work that a lane runs. A reduction reads the gradients directly.
-# If it sends another number type, it first casts them into the buffer ``sent``.
-
-
 def _reduce_scatter(
     source: Tensor,
     sent: Tensor,
@@ -478,7 +466,8 @@ def _reduce_scatter(
     group: dist.ProcessGroup,
 ) -> None:
     """Reduce-scatter ``source`` into ``total`` if it is the ``first``, otherwise add the result to
-    ``total``. ``place`` is this rank's part of the source."""
+    ``total``. ``place`` is this rank's part of the source. If the buffer ``sent`` is another one,
+    the source is first cast into it."""
     cast = sent is not source
     if cast:
         sent.copy_(source)
@@ -491,7 +480,7 @@ def _reduce_scatter(
 
 
 def _all_reduce(source: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
-    """All-reduce ``source`` in place."""
+    """All-reduce ``source`` in place; ``sent`` as in ``_reduce_scatter``."""
     if sent is not source:
         sent.copy_(source)
     dist.all_reduce(sent, group=group)
@@ -507,12 +496,14 @@ class TiedWeights:
     every optimizer step, so they stay equal. Each is in a flat buffer of its own, and both buffers
     are divided in the same way, so that corresponding ranks have the same part. ``copy`` is the
     buffer of the second name, if this rank has it and it is not the buffer of the first: gradient
-    norms and full parameters leave it out. All ranks must construct it.
+    norms and full parameters leave it out. ``ranks`` are the pipeline ranks of the two names. All
+    ranks must construct it.
     """
 
     def __init__(
         self,
         tied: tuple[Name, Name] | None,
+        ranks: Sequence[int],
         flats: Sequence[FlatParameters],
         layout: Layout,
         timeout: timedelta | None = None,
@@ -526,16 +517,10 @@ class TiedWeights:
         self._group: dist.ProcessGroup | None = None
         if tied is None:
             return
-        held: list[list[bool]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(held, [end is not None for end in ends])
-        pipeline = layout.pipeline(dist.get_rank())
-        first, second = (
-            next(place for place, rank in enumerate(pipeline) if held[rank][end])
-            for end in range(2)
-        )
+        first, second = ranks
         if first != second:
             self._group = new_group_in_each_pipeline(layout, {first, second}, timeout)
-        self._make_equal(pipeline[first])
+        self._make_equal(layout.pipeline(dist.get_rank())[first])
 
     def sum_gradients(self) -> None:
         """Replace the gradients of both copies by their sum."""

@@ -117,10 +117,12 @@ class Interpreter:
         self.counters: Counter[str] = Counter()
         self.spans: list[Span] | None = None
         self.on_action: Callable[[Action], None] | None = None  # called before every action
-        handlers: dict[Op, Callable[[Action, _Step], None]] = {
+        self._handlers: dict[Op, Callable[[Action, _Step], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD_INPUT: self._backward,
-            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.BACKWARD_WEIGHT: lambda action, _: chunks[action.stage].backward_weight(
+                _key(action)[1]
+            ),
             Op.FULL_BACKWARD: self._backward,
             Op.UNSHARD: lambda action, _: chunks[action.stage].unshard(),
             Op.RESHARD: lambda action, _: chunks[action.stage].reshard(),
@@ -130,7 +132,7 @@ class Interpreter:
             Op.RECV_F: self._receive,
             Op.RECV_B: self._receive,
         }
-        self._actions = [(a, str(a), a.op.name.lower(), handlers[a.op]) for a in self._program]
+        self._actions = [(a, str(a), a.op.name.lower()) for a in self._program]
 
     def run(self, batch: Microbatches) -> list[Tensor]:
         """Run the program over one step's microbatches. Returns the losses that this rank's stages
@@ -139,12 +141,12 @@ class Interpreter:
         self._reductions_left = self._unreduced.copy()
         with shown(self._chunks.values()):
             begin = time.perf_counter()
-            for action, name, kind, handler in self._actions:
+            for action, name, kind in self._actions:
                 if self.on_action is not None:
                     self.on_action(action)
                 start = self._clock(begin)
                 with record_function(name):
-                    handler(action, step)
+                    self._handlers[action.op](action, step)
                 self.counters[kind] += 1
                 if self.spans is not None:
                     place = self._rank, LANES[action.op], name
@@ -246,11 +248,6 @@ class Interpreter:
         if stage > 0:
             step.gradients[stage - 1, microbatch] = found
 
-    def _backward_weight(self, action: Action, step: _Step) -> None:
-        del step
-        stage, microbatch = _key(action)
-        self._chunks[stage].backward_weight(microbatch)
-
     def _reduce(self, action: Action, step: _Step) -> None:
         del step
         self._reductions_left[action.stage] -= 1
@@ -306,16 +303,14 @@ def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
             flat.hide()
 
 
-# The loss of a batch without training: a pipeline of forwards only.
-#
-# There are no gradients and no dropout (modules run in evaluation mode). Afterwards parameters are
-# released, and the modules' modes and torch's random generators are as before. Units of
-# microbatches run through one chunk after another, so that a chunk is gathered once per unit. Ranks
-# may have different numbers of rows, and the last microbatch may have fewer rows than the others.
-
-
 class Evaluator:
-    """Runs batches forward through this rank's chunks. All ranks must call its methods together."""
+    """Runs batches forward through this rank's chunks. All ranks must call its methods together.
+
+    Modules run in evaluation mode and without gradients; afterwards their modes and torch's random
+    generators are as before. Units of microbatches run through one chunk after another, so that a
+    chunk is gathered once per unit. Ranks may have different numbers of rows, and the last
+    microbatch may have fewer rows than the others.
+    """
 
     def __init__(
         self,
@@ -408,62 +403,43 @@ class Evaluator:
     ) -> Iterator[tuple[int, Tensor]]:
         """The losses of a unit's microbatches that this rank's stages give. ``passed`` collects the
         shapes between stages, and ``outputs``, instead of their losses, what the model gives."""
-        local: dict[tuple[int, int], Sequence[Tensor]] = {}
+        local: dict[Key, Tensors] = {}
         for stage, chunk in self._chunks.items():
             chunk.unshard()
             for microbatch in unit:
-                inputs = self._inputs(stage, microbatch, batch, local)
+                if stage == 0:
+                    inputs: Tensors = (batch.inputs[microbatch],)
+                else:
+                    inputs = local.pop((stage, microbatch), ()) or self._receive(stage)
+                    passed[stage] = _shapes(inputs)
                 output, loss = chunk.infer(inputs, batch.keywords_of(microbatch))
                 if loss is not None:
                     yield microbatch, loss
                 if stage < self._last:
-                    self._pass_on(stage + 1, microbatch, tensors_of(output), local)
                     passed[stage + 1] = _shapes(tensors_of(output))
+                    self._pass_on((stage + 1, microbatch), tensors_of(output), local)
                 elif outputs is None:
                     yield microbatch, self._loss(output, batch, microbatch)
                 else:
                     outputs.append(output)
-                if stage > 0:
-                    passed[stage] = _shapes(inputs)
             chunk.reshard()
         self._channels.drain()
 
-    def _inputs(
-        self,
-        stage: int,
-        microbatch: int,
-        batch: Microbatches,
-        local: dict[tuple[int, int], Sequence[Tensor]],
-    ) -> Sequence[Tensor]:
-        if stage == 0:
-            return (batch.inputs[microbatch],)
-        source = self._schedule.stage_rank[stage - 1]
-        if source == self._rank:
-            return local.pop((stage, microbatch))
-        shapes = self._chunks[stage].arriving
-        assert shapes is not None
-        return self._receive(shapes, source)
-
-    def _pass_on(
-        self,
-        stage: int,
-        microbatch: int,
-        outputs: Sequence[Tensor],
-        local: dict[tuple[int, int], Sequence[Tensor]],
-    ) -> None:
-        target = self._schedule.stage_rank[stage]
+    def _pass_on(self, key: Key, outputs: Tensors, local: dict[Key, Tensors]) -> None:
+        target = self._schedule.stage_rank[key[0]]
         if target == self._rank:
-            local[stage, microbatch] = outputs
+            local[key] = outputs
             return
         sizes = [size for output in outputs for size in output.shape]
         self._channels.send(torch.tensor(sizes, device=self._channels.device), target)
         for output in outputs:
             self._channels.send(output, target)
 
-    def _receive(self, shapes: Sequence[TensorShape], source: int) -> list[Tensor]:
+    def _receive(self, stage: int) -> list[Tensor]:
         """Receive tensors with as many dimensions as in training, after a message with their
         sizes."""
-        device = self._channels.device
+        device, source = self._channels.device, self._schedule.stage_rank[stage - 1]
+        shapes = self._chunks[stage].arriving or ()
         count = sum(len(shape.size) for shape in shapes)
         sizes = torch.empty(count, dtype=torch.long, device=device)
         self._channels.receive(sizes, source).wait()

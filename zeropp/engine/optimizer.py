@@ -1,4 +1,8 @@
-"""The optimizer of what one rank updates: made, tried, clipped, and its state for checkpoints."""
+"""The optimizer of what one rank updates: made, tried, clipped, and its state for checkpoints.
+
+All contenders and the one-process reference call ``build_optimizer``, ``clip_factor`` and
+``square_norm``.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,60 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from zeropp.engine.flat import FlatParameters, OptimizerShard
 from zeropp.engine.options import MakeOptimizer
 from zeropp.layout import InfeasibleError, Layout
-from zeropp.optimizer import build_optimizer, square_norm
 from zeropp.training import OptimizerConfig
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """AdamW with decoupled weight decay (arXiv 1711.05101), or plain SGD without momentum.
+
+    On CUDA, AdamW is fused for every contender. By default torch would update DTensors one by one,
+    but plain tensors together, which would favour the contenders that have plain tensors.
+    """
+    parameters = list(parameters)
+    if config.kind == "sgd":
+        return torch.optim.SGD(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=all(parameter.is_cuda for parameter in parameters) or None,
+    )
+
+
+def clip_factor(norm: float, clip_norm: float) -> float:
+    """The factor by which clipping scales all gradients, given their global norm. As in torch's
+    ``clip_grad_norm_`` it is ``clip_norm / (norm + 1e-6)`` but at most 1, and NaN if the norm is
+    NaN. If ``clip_norm`` is 0, which means no clipping, it is 1."""
+    factor = clip_norm / (norm + 1e-6)
+    return 1.0 if not clip_norm or factor >= 1.0 else factor
+
+
+def square_norm(parts: Iterable[tuple[Tensor, float]], device: torch.device) -> Tensor:
+    """This rank's part of the squared gradient norm in fp64; the parts of all ranks add up to it.
+
+    ``parts``: (local gradient, number of ranks that hold the same).
+    Torch's ``get_total_norm`` uses one kernel for many gradients, since one launch per tensor would
+    cost a contender with many small tensors more than one with few large tensors. Gradients of 16
+    bits are summed in fp32, one by one.
+    """
+    alike: defaultdict[tuple[float, torch.dtype], list[Tensor]] = defaultdict(list)
+    for gradient, copies in parts:
+        alike[copies, gradient.dtype].append(gradient)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for (copies, dtype), gradients in alike.items():
+        if torch.finfo(dtype).bits < 32:
+            gradients = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+        total += get_total_norm(gradients).double().square() / copies
+    return total
 
 
 @dataclass
@@ -101,10 +153,10 @@ class Updater:
     def states(self, flats: Iterable[FlatParameters]) -> Iterator[OptimizerState]:
         """What the optimizer keeps of each tensor of the flat buffers.
 
-        Before its first step that is what it keeps after a step with gradients of zeros and a
-        learning rate of 0, so that a reader of a checkpoint can name the tensors; the optimizer
-        itself stays as it was. Raises InfeasibleError where something is neither one number per
-        element nor one per tensor.
+        Before its first update that is what it keeps after a step with gradients of zeros and a
+        learning rate of 0, at step 0, so that a reader of a checkpoint can name the tensors; the
+        optimizer itself stays as it was. Raises InfeasibleError where something is neither one
+        number per element nor one per tensor.
         """
         state = self.optimizer.state or self._state_to_be()
         for flat in flats:
@@ -112,9 +164,10 @@ class Updater:
                 if values := state.get(shard.tensor):
                     yield OptimizerState.of(flat, shard, values)
 
-    def take_over(self, states: Iterable[OptimizerState], steps_done: int) -> None:
-        """Go on from what has been read into these states, or, after no step, from the start."""
-        if not steps_done and not self._begins_with_state:
+    def take_over(self, states: Iterable[OptimizerState], updates: int) -> None:
+        """Go on from what has been read into these states after so many steps that were not
+        skipped, or, after none, from the start."""
+        if not updates and not self._begins_with_state:
             self.optimizer.state.clear()
             return
         for state in states:
@@ -133,6 +186,9 @@ class Updater:
             for tensor in group["params"]:
                 tensor.grad = None
         made, optimizer.state = optimizer.state, defaultdict(dict)
+        for values in made.values():
+            if "step" in values:
+                values["step"] *= 0
         return made
 
 
@@ -179,9 +235,7 @@ class OptimizerState:
         return found
 
 
-# What an optimizer does to a few numbers: tried before it is given the model's.
-
-_TRIED = 4  # elements
+_TRIED = 4  # elements, with which an optimizer is tried before it is given the model's
 _VALUES, _GRADIENTS = (0.5, -1.5, 2.5, 0.25), (1.0, 2.0, -0.5, 0.125)
 Groups = Mapping[str, list[nn.Parameter]]
 

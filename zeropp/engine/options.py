@@ -11,7 +11,6 @@ from torch import nn
 
 from zeropp.engine.chunk import ChunkOptions
 from zeropp.engine.flat import Name
-from zeropp.engine.sharding import GroupOf
 from zeropp.engine.values import TensorShape
 from zeropp.literals import LossReduction, Precision, Recompute, WireType
 
@@ -30,6 +29,7 @@ class Piece:
     half: bool = False
 
 
+GroupOf = Callable[[Name, nn.Parameter], str]  # the optimizer group of a parameter, by its name
 # From a stage to the shapes of the tensors that one microbatch sends into it.
 Boundary = Callable[[int], Sequence[TensorShape]]
 # From flat tensors, by the name of their optimizer group, to an optimizer of them.
@@ -48,9 +48,10 @@ class EngineOptions:
 
     ``fp32_modules``: kinds of modules that compute in fp32 where the precision is bf16;
     ``reduce_dtype``: the type in which gradients are sent; ``tied`` names two parameters as
-    (piece, name) that are one in the model; ``lr_schedule`` gives the factor on the learning rate
-    from the number of steps done; ``dropout_seed``: what the model draws is a function of it, of
-    the step and of the microbatch, so that every topology draws the same; ``random``: the model may
+    (piece, name) that are one in the model, in ``tied_stages``; ``lr_schedule`` gives the factor on
+    the learning rate from the number of steps done; ``dropout_seed``: what the model draws is a
+    function of it, of the step and of the microbatch, so that every topology draws the same;
+    ``random``: the model may
     draw random numbers, and recomputation draws the same ones again (False saves the time that
     this takes); ``compile``: each block runs through torch.compile; ``group_of``: the optimizer
     group of a parameter, by its (piece, name); ``timeout``: how long a collective or a message
@@ -64,6 +65,7 @@ class EngineOptions:
     recompute: Recompute = "none"
     reduce_dtype: WireType = "fp32"
     tied: tuple[Name, Name] | None = None
+    tied_stages: tuple[int, ...] = ()
     lr_schedule: Callable[[int], float] | None = None
     dropout_seed: int | None = None
     random: bool = True

@@ -79,26 +79,25 @@ def check_cuda(pp: int) -> None:
         )
 
 
-def check_own_gpu() -> None:
-    """Refuse ranks that share a GPU, on all of them; raises InfeasibleError. The ranks compare on
-    the CPU, because NCCL's first collective would fail with less to read."""
-    device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    compare_gpus(f"{socket.gethostname()} {device.uuid}", torch.cuda.current_device())
-
-
-def compare_gpus(mine: str, index: int) -> None:
-    """As ``check_own_gpu``, given this rank's GPU by a name that no other has, and its index."""
+def check_own_gpu(*, on_cuda: bool) -> None:
+    """Refuse ranks that share a GPU, on all ranks; raises InfeasibleError. All ranks must call it,
+    also those that do not train ``on_cuda``. They compare on the CPU, because NCCL's first
+    collective would fail with less to read."""
+    mine = ""
+    if on_cuda and torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        mine = f"{device.uuid} of {socket.gethostname()}"
     group = dist.new_group(backend="gloo", group_desc="zeropp devices")
     gpus = gathered_texts(mine, group)
     dist.destroy_process_group(group)
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, gpu in enumerate(gpus):
         ranks[gpu].append(rank)
-    shared = next((lot for lot in ranks.values() if len(lot) > 1), None)
+    shared = next((lot for gpu, lot in ranks.items() if gpu and len(lot) > 1), None)
     if shared is not None:
         raise InfeasibleError(
-            f"device: ranks {shared} share a GPU, cuda:{index} of {gpus[shared[0]].split()[0]} "
-            "(call torch.cuda.set_device with the local rank, or give device= to parallelize)"
+            f"device: ranks {shared} share GPU {gpus[shared[0]]} (call torch.cuda.set_device with "
+            "the local rank, or give device= to parallelize)"
         )
 
 

@@ -9,7 +9,7 @@ the same way).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -20,28 +20,10 @@ from zeropp.engine.collectives import DataGroups
 from zeropp.engine.deferred import hooks_of
 from zeropp.engine.flat import FlatParameters, Name, Partition, SlotParameters, Types, lay_out
 from zeropp.engine.lanes import Lanes
+from zeropp.engine.options import EngineOptions
 from zeropp.layout import InfeasibleError
-from zeropp.literals import Precision, WireType
 
-GroupOf = Callable[[Name, nn.Parameter], str]
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardOptions:
-    """How parameters are sharded. ``fp32_modules``: kinds of modules whose parameters mixed
-    precision leaves in their own type; ``zero``: replicas split the optimizer's work (ZeRO-1);
-    ``reduce_dtype``: what reductions send; ``group_of``: a parameter's optimizer group, by name;
-    ``keeps_sums``: the memory of gradient sums is used again in the next step; ``tied``: the two
-    names of a parameter that the model uses twice."""
-
-    precision: Precision
-    fp32_modules: tuple[type[nn.Module], ...]
-    zero: bool
-    reduce_dtype: WireType
-    group_of: GroupOf
-    keeps_sums: bool
-    tied: tuple[Name, Name] | None
 
 
 @dataclass
@@ -58,10 +40,13 @@ def make_flats(
     *,
     groups: DataGroups,
     lanes: Lanes,
-    options: ShardOptions,
+    options: EngineOptions,
+    zero: bool,
+    keeps_sums: bool,
 ) -> Iterator[FlatParameters]:
     """The buffers of a chunk's ``pieces``, which are modules by their index in the model.
-    ``deferred`` are the weights whose gradients may be delayed. Raises InfeasibleError for
+    ``deferred`` are the weights whose gradients may be delayed; ``zero``: replicas split the
+    optimizer's work (ZeRO-1); ``keeps_sums`` as in ``FlatParameters``. Raises InfeasibleError for
     parameters that cannot be sharded."""
     found = _parameters(pieces)
     modules = (module for piece in pieces.values() for module in piece.modules())
@@ -79,8 +64,7 @@ def make_flats(
         own = first.dtype if options.precision == "fp32" or id(first) in in_fp32 else None
         lots[first.requires_grad, late, shared, own].append(one)
     for (trainable, late, shared, own), lot in lots.items():
-        zero = options.zero and trainable
-        rows = (groups.replica, groups.replicas) if zero else (0, 1)
+        rows = (groups.replica, groups.replicas) if zero and trainable else (0, 1)
         # Both copies of a tied parameter are updated alike, so both ask by its first name.
         asked = options.tied[0] if shared is not None and options.tied is not None else None
         layout = lay_out(
@@ -101,10 +85,10 @@ def make_flats(
             groups=groups,
             lanes=lanes,
             types=_types(lot, options, None if own else torch.bfloat16),
-            zero=zero,
+            zero=zero and trainable,
             trainable=trainable,
             deferred=late,
-            keeps_sums=options.keeps_sums,
+            keeps_sums=keeps_sums,
         )
 
 
@@ -139,7 +123,7 @@ def _tie(found: list[_Found], tied: tuple[Name, Name] | None) -> None:
         found.remove(copy)
 
 
-def _types(lot: Sequence[_Found], options: ShardOptions, compute: torch.dtype | None) -> Types:
+def _types(lot: Sequence[_Found], options: EngineOptions, compute: torch.dtype | None) -> Types:
     """The types of a buffer; it computes in ``compute``, or in the type of its masters."""
     dtypes = [parameter.dtype for one in lot for parameter in one.parameters]
     # Frozen parameters are never updated, so they need no wider masters than what was given.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
@@ -54,20 +54,14 @@ from zeropp.engine.private_names import (
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.training import OptimizerConfig, Trainer
 
-# One rank of a large job, alone in a process, over torch's ``fake`` process group.
-#
-# The group answers at once. A gather copies this rank's part into the place of every part, and a
-# reduction returns this rank's part. The group does not write into received tensors; the caller of
-# this module can do so.
-
-
 Fill = Callable[[Tensor], None]
 
 
 @contextmanager
 def fake_world(rank: int, size: int, fill_integers: Fill | None = None) -> Iterator[None]:
     """Inside this context the process is rank ``rank`` of ``size``, for torch and in the usual
-    environment variables.
+    environment variables. The process group answers at once: a gather copies this rank's part into
+    the place of every part, and a reduction returns this rank's part.
 
     ``fill_integers`` fills a received message of integers with what peers would have sent; messages
     of floating-point numbers are random, because products of zeros are faster on a GPU. With None,
@@ -109,17 +103,6 @@ def _replace(functions: dict[str, Any]) -> None:
             setattr(module, name, function)
 
 
-# Records every storage that torch allocates while a rank is traced, and sorts it by kind.
-#
-# Kinds are known only at the end of the step, so allocations are recorded and sorted afterwards.
-# Storages that are allocated while the trainer is built are parameters. Those that are allocated in
-# the optimizer's step are its state; it exists from the beginning of every later step, so it is
-# counted from the beginning of this one. What FSDP2 gathers, and the engine's buffers, are
-# unsharded parameters; what the optimizer or FSDP2's reduction reads are gradients. Of the others,
-# a storage that outlives the forward or the run of autograd that allocated it is an activation. All
-# else, and the copies that reductions make, is workspace.
-
-
 Kind = Literal["parameters", "unsharded", "gradients", "optimizer", "activations", "workspace"]
 
 
@@ -138,9 +121,15 @@ class _Allocation:
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every storage that is allocated, freed or resized.
+    """Records every storage that is allocated, freed or resized, and sorts it by kind.
 
-    ``kind`` is the kind of storages that are allocated from now on; None: it is found out later.
+    Storages that are allocated while the trainer is built are parameters. Those that are allocated
+    in the optimizer's step are its state; it exists from the beginning of every later step, so it
+    is counted from the beginning of this one. What FSDP2 gathers, and the engine's buffers, are
+    unsharded parameters; what the optimizer or FSDP2's reduction reads are gradients. Of the
+    others, a storage that outlives the forward or the run of autograd that allocated it is an
+    activation. All else, and the copies that reductions make, is workspace. ``kind`` is the kind of
+    storages that are allocated from now on; None: it is found out at the end of the step.
     """
 
     def __init__(self, *, fake: bool) -> None:
@@ -165,9 +154,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def peak(self) -> MemoryBytes:
         """Bytes by kind at the highest total since ``begin_step``, with the optimizer's state,
         which counts from the beginning of the step."""
-        state = {allocation for allocation, _ in self._live.values()}
-        state = {allocation for allocation in state if allocation.kind == "optimizer"}
-        moves = sorted(self._events, key=lambda move: move[0] not in state)
+        moves = self._ordered()
         total = peak = at = 0
         for index, (_, size) in enumerate(moves):
             total += size
@@ -177,6 +164,18 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for allocation, size in moves[: at + 1]:
             kinds[allocation.sorted_kind()] += size
         return MemoryBytes(**kinds)
+
+    def moves(self) -> list[tuple[int, int]]:
+        """What ``peak`` is made of, in order: (number of an allocation, its bytes, or minus these
+        where it was freed)."""
+        numbers: dict[_Allocation, int] = {}
+        return [(numbers.setdefault(one, len(numbers)), size) for one, size in self._ordered()]
+
+    def _ordered(self) -> list[tuple[_Allocation, int]]:
+        """The events of a step, with the optimizer's state at its beginning."""
+        state = {allocation for allocation, _ in self._live.values()}
+        state = {allocation for allocation in state if allocation.kind == "optimizer"}
+        return sorted(self._events, key=lambda move: move[0] not in state)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Record that a storage was resized, as FSDP2 does to free gathered parameters."""
@@ -244,15 +243,11 @@ def _tensors_in(result: object) -> Iterator[Tensor]:
             yield from _tensors_in(one)
 
 
-# Hooks on optimizers, FSDP2 and our engine, by which a trace learns the kinds of its allocations.
-#
-# While a trace runs, functions of torch and of the engine are wrapped. Some are replaced, because
-# fake tensors cannot run them, or because their CPU kernel allocates what the CUDA kernel does not.
-
-
 @contextmanager
 def observed(allocations: Allocations) -> Iterator[None]:
-    """Inside this context, optimizers, FSDP2's gradients and resized storages set their kinds."""
+    """Inside this context, optimizers, FSDP2's gradients and resized storages set their kinds, by
+    wrapped functions of torch and of the engine. Some are replaced, because fake tensors cannot run
+    them, or because their CPU kernel allocates what the CUDA kernel does not."""
     with ExitStack() as undo:
         for hook, register in (
             (_before_update, register_optimizer_step_pre_hook),
@@ -316,6 +311,21 @@ class _FusedRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return torch.zeros_like(x), torch.zeros_like(weight)
+
+
+def as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that a GPU runs as one compiled kernel, and that is not compiled here: a trace
+    counts the tensors that it returns, and not the temporaries on the way to them."""
+
+    @wraps(function)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        with without_modes():
+            result = function(*arguments, **keywords)
+        for tensor in _tensors_in(result):
+            tensor.detach()  # the operator by which a trace sees the tensor's storage
+        return result
+
+    return run
 
 
 def _fused_rms_norm(original: Any, allocations: Allocations) -> Any:
@@ -382,11 +392,13 @@ Build = Callable[[Plan, OptimizerConfig, torch.device, int], Trainer]
 
 @dataclass(frozen=True)
 class Trace:
-    """The trace of one rank's step: bytes by kind at the peak, and the seconds that it took."""
+    """The trace of one rank's step: bytes by kind at the peak, the seconds that it took, and its
+    allocations, as ``Allocations.moves`` gives them."""
 
     rank: int
     memory: MemoryBytes
     seconds: float
+    moves: list[tuple[int, int]]
 
 
 def trace_ranks(
@@ -430,13 +442,13 @@ def _trace_rank(
         Allocations(fake=fake) as allocations,
         observed(allocations),
     ):
-        memory = _run_step(plan, optimizer, build, allocations)
-    return Trace(rank, memory, time.perf_counter() - begin)
+        memory, moves = _run_step(plan, optimizer, build, allocations)
+    return Trace(rank, memory, time.perf_counter() - begin, moves)
 
 
 def _run_step(
     plan: Plan, optimizer: OptimizerConfig, build: Build, allocations: Allocations
-) -> MemoryBytes:
+) -> tuple[MemoryBytes, list[tuple[int, int]]]:
     allocations.kind = "parameters"
     trainer = build(plan, optimizer, torch.device("cpu"), 0)
     gc.collect()  # whole parameters that were cut into shards hang in reference cycles
@@ -445,4 +457,4 @@ def _run_step(
     batch = torch.zeros(size, dtype=torch.long)
     allocations.begin_step()
     trainer.step(batch, batch)
-    return allocations.peak()
+    return allocations.peak(), allocations.moves()

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from zeropp.engine.chunk import run_recomputed
 from zeropp.engine.errors import free_frames
+from zeropp.engine.private_names import TorchDispatchMode
 from zeropp.engine.values import (
     TensorShape,
     Value,

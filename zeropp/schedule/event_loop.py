@@ -32,9 +32,6 @@ from zeropp.schedule.program import (
 )
 from zeropp.timeline import Lane, Span
 
-# The result of the event loop: when every action starts and ends, and the sums over actions.
-
-
 LANES: dict[Op, Lane] = {
     Op.FORWARD: "compute",
     Op.BACKWARD_INPUT: "compute",

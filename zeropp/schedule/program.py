@@ -58,7 +58,10 @@ COLLECTIVE = frozenset({Op.UNSHARD, Op.REDUCE_GRAD})  # those that take time on 
 
 NEEDS_PARAMETERS = frozenset({Op.FORWARD, Op.BACKWARD_INPUT, Op.FULL_BACKWARD})
 MAKES_GRADIENTS = frozenset({Op.BACKWARD_WEIGHT, Op.FULL_BACKWARD})
-COMPLETES = MAKES_GRADIENTS | {Op.REDUCE_GRAD}  # after the last of them a gradient is complete
+# After a stage's last of these its gradients are complete on this shard, and are reduced over the
+# replicas, stage after stage in this order: by ``_reduce`` of the interpreter, and for the price by
+# ``_done`` and ``_crossings_beside_s`` of the simulator. The search's bounds hold in any order.
+COMPLETES = MAKES_GRADIENTS | {Op.REDUCE_GRAD}
 
 _PATTERN = re.compile(rf"(\d+)({'|'.join(Op)})(\d*)")
 

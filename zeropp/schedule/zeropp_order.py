@@ -31,8 +31,8 @@ _EQUAL_COST_POLICIES = (Policy(), Policy(alternate=True))
 _POLICIES = tuple(Policy(alternate=True, patience=patience) for patience in (0.0, 0.25, 0.5))
 _MANY_ACTIONS = 100_000  # for longer steps, the policy is chosen on this many units:
 _SAMPLED_UNITS = 3
-_BEGUN_UNITS = 2  # in so many units a rank fills its memory, as a rule
-_WORTH_BEGINNING = 0.6  # the largest share of a step that is a beginning and not almost all of it
+_BEGUN_UNITS = 2  # in so many units a rank usually fills its memory
+_LARGEST_BEGINNING = 0.6  # the largest share of a step that is a beginning and not almost all of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def planned_beginnings(sizes: OrderSizes, costs: tuple[StageCost, ...]) -> Itera
     """The beginnings of all orders of which ``planned_order`` takes one, made one by one, which is
     quicker than to make one order; none where they would be almost the whole step."""
     begun = _BEGUN_UNITS * sizes.unit + sizes.num_ranks  # microbatches
-    if begun > _WORTH_BEGINNING * sizes.num_microbatches:
+    if begun > _LARGEST_BEGINNING * sizes.num_microbatches:
         return
     sizes.check()
     until_s = begun * sum(cost.compute for cost in costs) / sizes.num_ranks

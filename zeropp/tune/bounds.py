@@ -20,9 +20,6 @@ from zeropp.schedule.program import NEEDS_PARAMETERS, Action, Op, Program, Sched
 from zeropp.sim.memory import always_held, fits
 from zeropp.sim.simulator import slowed_cost
 
-# The time that a microbatch takes from stage to stage if it waits for nothing.
-
-
 _SPLIT = frozenset({"zeropp", "zb_h1", "interleaved_zb", "zbv", "dualpipev"})
 
 

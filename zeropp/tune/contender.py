@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, cast
 
+from zeropp import CUDA_SETTINGS
 from zeropp.cluster import Cluster
 from zeropp.cost import PlanPrice, StepBytes, StepTimes, pass_times, plan_bytes, time_plan
 from zeropp.layout import InfeasibleError
@@ -90,8 +91,8 @@ class Contender(Generic[K]):
     late_imports: tuple[str, ...] = ()
     # (module, this project's extra that installs it): what the trainer imports beside the suite's.
     extra: tuple[str, str] | None = None
-    # Variables that its ranks set before CUDA starts, over those of ``zeropp.CUDA_SETTINGS``.
-    environment: Mapping[str, str] = field(default_factory=dict)
+    # Variables that its ranks set before CUDA starts, whatever a sweep or its job has set.
+    environment: Mapping[str, str] = field(default_factory=CUDA_SETTINGS.copy)
     takes_fake_tensors: bool = True  # whether launcher=trace can run its trainer without a GPU
     unrecorded: str = ""  # communication that its runtime starts itself, so no span shows it
     # Whether dropout masks depend only on step, microbatch and piece, so that one process can draw
@@ -165,9 +166,6 @@ class Contender(Generic[K]):
 def _load(path: str) -> Callable[..., Any]:
     module, _, function = path.partition(":")
     return cast("Callable[..., Any]", getattr(importlib.import_module(module), function))
-
-
-# A plan's settings as one line of text, and as overrides for ``benchmarks.run``.
 
 
 def describe(plan: SizedPlan) -> str:

@@ -53,8 +53,6 @@ from zeropp.tune.bounds import (
 from zeropp.tune.contender import Contender
 from zeropp.tune.space import compute_knobs, points
 
-# The entries of a search's queue: families, and their members.
-
 
 def adds_later(plan: SizedPlan) -> bool:
     """Whether gradients that are reduced over the shards are added to those of earlier units. It is
@@ -88,9 +86,6 @@ class Entry(Generic[K]):
     def __lt__(self, other: Entry[K]) -> bool:
         """Whether this entry comes first: the one with the lower bound, or the older one."""
         return (self.bound_s, self.number) < (other.bound_s, other.number)
-
-
-# The result of a search: the winner, the runner-up, and why other configurations were dropped.
 
 
 OOM = "out of memory"
@@ -171,9 +166,6 @@ class Outcome(Generic[K]):
         return last.step_s if last else float("inf")
 
 
-# Simulates a plan in each of its orders, and keeps the fastest that fits into memory.
-
-
 @dataclass(frozen=True, kw_only=True)
 class OrdersResult:
     """What was found about the orders of one plan."""
@@ -240,6 +232,7 @@ def search(
     tolerance: float = 0.005,
     runner_up: bool = True,
     budget_s: float = float("inf"),
+    known: Iterable[Candidate[K]] = (),
 ) -> Outcome[K]:
     """Find the winner and the runner-up; both are None if nothing fits.
 
@@ -247,11 +240,15 @@ def search(
     configuration is not simulated unless its bound is below the winner's step by more than the
     share ``tolerance``, so no configuration can be faster than the winner by more. ``runner_up``:
     False ends the search as soon as the winner is known. ``budget_s``: seconds of CPU time after
-    which the best so far is the winner, if there is one.
+    which the best so far is the winner, if there is one. ``known``: candidates that are
+    simulated first, such as the winners of an earlier search, so that fewer others have a bound
+    below the best.
     """
     found = _Search(
         task, contender, asked or contender.knobs(), progress=progress, budget_s=budget_s
     )
+    for candidate in known:
+        found.offer(candidate)
     return found.run(microbatch_size, tolerance, runner_up)
 
 
@@ -277,6 +274,11 @@ class _Search(Generic[K]):
         self._too_many_activations: set[object] = (
             set()
         )  # of families alike, those with too many activations
+
+    def offer(self, candidate: Candidate[K]) -> None:
+        """Simulate a candidate, and keep it if it fits and is the best so far."""
+        if found := self._fitting(candidate):
+            self._outcome.offer(found)
 
     def run(self, microbatch_size: int | Auto, tolerance: float, runner_up: bool) -> Outcome[K]:
         """Take the entry with the lowest bound, until no bound is below the winner."""

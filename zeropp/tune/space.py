@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -58,6 +58,12 @@ class Space(Generic[K]):
 def one_member(asked: K, family: K, plan: SizedPlan) -> tuple[K]:
     """The members of a family in which everything is set: the family itself."""
     return (family,)
+
+
+def at_degrees(asked: K, degrees: Layout, **chosen: object) -> K:
+    """The knobs that were asked for, with the degrees of a point and what was ``chosen``."""
+    found = {name: getattr(degrees, name) for name in asked_degrees(asked)}
+    return replace(cast("Any", asked), **found, **chosen)  # type: ignore[no-any-return]
 
 
 def choices(asked: T | Auto, known: Iterable[T]) -> tuple[T, ...]:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -151,43 +152,38 @@ class _Work:
 
 
 @contextmanager
-def emulated(*, eager: bool = True) -> Iterator[Device]:
+def emulated() -> Iterator[Device]:
     """Inside this context, streams and events of ``torch.cuda`` (and ``torch.cpu``, whose streams
-    do nothing otherwise) are virtual, and messages and collectives run as on NCCL.
-
-    ``eager``: groups are connected when they are made (``init_process_group(device_id=...)``), so
-    that all messages of a group share one stream; otherwise each pair of ranks has a communicator
-    of its own, for which both hosts meet at its first message.
-    """
+    do nothing otherwise) are virtual, and messages and collectives run as on NCCL, in groups that
+    are connected when they are made (``init_process_group(device_id=...)``), so that all messages
+    of a group share one stream."""
     device = Device()
     observer = Observer(device)
+    resized = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        device.resize(storage, resized, size)
+        return storage
+
+    def record_stream(tensor: Tensor, stream: _Stream) -> None:
+        device.record_stream(tensor.untyped_storage(), stream.name)
+
+    of_tensors = {name: _read(device, name, getattr(Tensor, name)) for name in _READ_BY_HOST}
+    functions = _messages(device)
+    for name in _ASYNCHRONOUS:
+        if hasattr(dist, name):
+            functions[name] = _collective(device, observer, getattr(dist, name))
+    stand_ins: dict[Any, dict[str, Any]] = {
+        **dict.fromkeys((torch.cuda, torch.cpu, torch.accelerator), _streams(device)),
+        torch.UntypedStorage: {"resize_": resize},
+        Tensor: {**of_tensors, "record_stream": record_stream},
+        **dict.fromkeys((dist, distributed_c10d), functions),  # batches compare them by identity
+    }
     with ExitStack() as undo:
-        for module in (torch.cuda, torch.cpu, torch.accelerator):
-            for name, stand_in in _streams(device).items():
-                if hasattr(module, name):
-                    undo.enter_context(mock.patch.object(module, name, stand_in))
-        resized = torch.UntypedStorage.resize_
-
-        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            device.resize(storage, resized, size)
-            return storage
-
-        def record_stream(tensor: Tensor, stream: _Stream) -> None:
-            device.record_stream(tensor.untyped_storage(), stream.name)
-
-        undo.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
-        undo.enter_context(mock.patch.object(torch.Tensor, "record_stream", record_stream))
-        for name in _READ_BY_HOST:
-            read = _read(device, name, getattr(torch.Tensor, name))
-            undo.enter_context(mock.patch.object(torch.Tensor, name, read))
-        functions = _Messages(device, eager).functions()
-        for name in _ASYNCHRONOUS:
-            if hasattr(dist, name):
-                functions[name] = _collective(device, observer, getattr(dist, name))
-        for name, function in functions.items():
-            for module in (dist, distributed_c10d):  # batches compare functions by identity
-                if hasattr(module, name):
-                    undo.enter_context(mock.patch.object(module, name, function))
+        for owner, lot in stand_ins.items():
+            for name, stand_in in lot.items():
+                if hasattr(owner, name):
+                    undo.enter_context(mock.patch.object(owner, name, stand_in))
         undo.enter_context(observer)
         yield device
 
@@ -247,78 +243,61 @@ def _collective(device: Device, observer: Observer, original: Any) -> Any:
     return call
 
 
-class _Messages:
-    """The stand-ins for functions that send and receive. A message runs on its communicator's own
-    stream, after what the current stream holds, and keeps its tensor's memory by
-    ``record_stream``, as in ``ProcessGroupNCCL::pointToPoint``."""
+def _messages(device: Device) -> dict[str, Any]:
+    """The stand-ins for functions of ``torch.distributed`` that send and receive, by name."""
+    originals = {name: getattr(dist, name) for name in ("isend", "irecv")}
 
-    def __init__(self, device: Device, eager: bool) -> None:
-        self._device, self._eager = device, eager
-        self._originals = {name: getattr(dist, name) for name in ("isend", "irecv")}
-        self._connected: set[object] = set()
+    def one_by_one(kind: str) -> Any:
+        signature, end = inspect.signature(originals[kind]), "dst" if kind == "isend" else "src"
 
-    def functions(self) -> dict[str, Any]:
-        """By the names that they have in ``torch.distributed``."""
+        def issue(*arguments: Any, **keywords: Any) -> _Work:
+            given = signature.bind(*arguments, **keywords).arguments
+            group: Any = given.get("group") or dist.group.WORLD
+            peer = given.get(end)
+            if peer is None:
+                peer = dist.get_global_rank(group, given[f"group_{end}"])
+            call = partial(originals[kind], given["tensor"], peer, group, given.get("tag", 0))
+            return _issue(device, [(kind, given["tensor"], peer, group, call)])
 
-        def isend(tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0,
-                  group_dst: int | None = None) -> _Work:  # fmt: skip
-            return self._issue([("isend", tensor, _peer(group, dst, group_dst), group, tag)])
+        return issue
 
-        def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0,
-                  group_src: int | None = None) -> _Work:  # fmt: skip
-            return self._issue([("irecv", tensor, _peer(group, src, group_src), group, tag)])
+    found = {kind: one_by_one(kind) for kind in originals}
+    names = {function: kind for kind, function in found.items()}
 
-        def send(*arguments: Any, **keywords: Any) -> None:
-            isend(*arguments, **keywords).wait()
+    def batch(operations: Sequence[Any]) -> list[_Work]:
+        lot = []
+        for one in operations:
+            kind, group = names[one.op], one.group or dist.group.WORLD
+            call = partial(originals[kind], one.tensor, one.peer, group, one.tag)
+            lot.append((kind, one.tensor, one.peer, group, call))
+        return [_issue(device, lot)]
 
-        def recv(tensor: Tensor, *arguments: Any, **keywords: Any) -> None:
-            irecv(tensor, *arguments, **keywords).wait()
-
-        def batch(operations: Sequence[Any]) -> list[_Work]:
-            names = {isend: "isend", irecv: "irecv"}
-            return [
-                self._issue(
-                    [
-                        (names[one.op], one.tensor, one.peer, one.group, one.tag)
-                        for one in operations
-                    ]
-                )
-            ]
-
-        found = {"isend": isend, "irecv": irecv, "send": send, "recv": recv}
-        return {**found, "batch_isend_irecv": batch}
-
-    def _issue(self, lot: Sequence[tuple[str, Tensor, int, Any, int]]) -> _Work:
-        device, mine = self._device, dist.get_rank()
-        group: Any = lot[0][3] or dist.group.WORLD
-        name = f"{group.group_desc} {group.group_name}"
-        stream, key = f"nccl {name}", (name, tuple(dist.get_process_group_ranks(group)))
-        if not self._eager and len(lot) == 1:
-            pair = tuple(sorted((mine, lot[0][2])))
-            stream, communicator = f"nccl {name} {pair}", (*key, pair)
-            if communicator not in self._connected:
-                self._connected.add(communicator)
-                device.log.meet(communicator, 2)
-        _Stream(device, stream).wait_stream(_Stream(device, device.current))
-        messages, inner = [], []
-        reads: list[Extent] = []
-        writes: list[Extent] = []
-        for kind, tensor, peer, its_group, tag in lot:
-            device.record_stream(tensor.untyped_storage(), stream)
-            inner.append(self._originals[kind](tensor, peer, its_group, tag))
-            (reads if kind == "isend" else writes).append(extent(tensor))
-            pair = (mine, peer) if kind == "isend" else (peer, mine)
-            messages.append(Message(key, *pair, f"{tuple(tensor.shape)} {tensor.dtype}"))
-        what = ", ".join(f"{kind} {peer}" for kind, _, peer, *_ in lot)
-        device.run(stream, what, reads, writes)
-        device.log.messages(stream, messages, what)
-        event = _Stream(device, stream).record_event()
-        return _Work(device, inner, event, [tensor for _, tensor, *_ in lot])
+    return {
+        **found,
+        "send": lambda *arguments, **keywords: found["isend"](*arguments, **keywords).wait(),
+        "recv": lambda *arguments, **keywords: found["irecv"](*arguments, **keywords).wait(),
+        "batch_isend_irecv": batch,
+    }
 
 
-def _peer(group: Any, peer: int | None, group_peer: int | None) -> int:
-    if peer is not None:
-        return peer
-    assert group_peer is not None
-    whole: Any = dist.group.WORLD
-    return dist.get_global_rank(group or whole, group_peer)
+def _issue(device: Device, lot: Sequence[tuple[str, Tensor, int, Any, Callable[[], Any]]]) -> _Work:
+    """Messages of one kernel, each as (kind, tensor, peer, group, call). It runs on its group's own
+    stream, after what the current stream holds, and keeps the tensors' memory by ``record_stream``,
+    as in ``ProcessGroupNCCL::pointToPoint``."""
+    group = lot[0][3]
+    name, mine = f"{group.group_desc} {group.group_name}", dist.get_rank()
+    stream, key = f"nccl {name}", (name, tuple(dist.get_process_group_ranks(group)))
+    _Stream(device, stream).wait_stream(_Stream(device, device.current))
+    messages = []
+    extents: dict[str, list[Extent]] = {"isend": [], "irecv": []}
+    for kind, tensor, peer, *_ in lot:
+        device.record_stream(tensor.untyped_storage(), stream)
+        extents[kind].append(extent(tensor))
+        pair = (mine, peer) if kind == "isend" else (peer, mine)
+        messages.append(Message(key, *pair, f"{tuple(tensor.shape)} {tensor.dtype}"))
+    inner = [call() for *_, call in lot]
+    what = ", ".join(f"{kind} {peer}" for kind, _, peer, *_ in lot)
+    device.run(stream, what, extents["isend"], extents["irecv"])
+    device.log.messages(stream, messages, what)
+    event = _Stream(device, stream).record_event()
+    return _Work(device, inner, event, [tensor for _, tensor, *_ in lot])

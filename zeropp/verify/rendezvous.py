@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Kind = Literal["kernel", "communication", "record", "wait", "sync", "meet", "place"]
@@ -148,7 +149,7 @@ def stuck(
 def hanging_waits(logs: Logs, rank: int) -> list[int]:
     """The places in one rank's log where its host, if it waited for its whole device, would wait
     for ever although all other ranks go on. At the end the log's length may be one of them."""
-    simulation = _Simulation(logs, None, None, str)
+    simulation = _Simulation(logs)
     one = simulation.ranks[rank]
     found = []
     one.limit = 0
@@ -161,14 +162,14 @@ def hanging_waits(logs: Logs, rank: int) -> list[int]:
     return found
 
 
+@dataclass(eq=False, slots=True)
 class _Kernel:
     """A communication kernel that has come to the head of its stream."""
 
-    __slots__ = ("issued", "missing", "number", "rank")
-
-    def __init__(self, rank: _Rank, issued: Issued, number: int) -> None:
-        self.rank, self.issued, self.number = rank, issued, number
-        self.missing = len(issued.parts)  # whose peers are not there yet
+    rank: _Rank
+    issued: Issued
+    number: int
+    missing: int  # parts whose peers are not there yet
 
 
 class _Rank:
@@ -202,7 +203,11 @@ class _Rank:
 
 class _Simulation:
     def __init__(
-        self, logs: Logs, resident: int | None, seed: int | None, queue_of: Callable[[str], str]
+        self,
+        logs: Logs,
+        resident: int | None = None,
+        seed: int | None = None,
+        queue_of: Callable[[str], str] = str,
     ) -> None:
         self.ranks = {rank: _Rank(rank, log) for rank, log in logs.items()}
         self._places, self._queue_of = resident, queue_of
@@ -268,7 +273,7 @@ class _Simulation:
         if stream in rank.running or (one.kind == "wait" and one.event not in rank.events):
             return False
         if one.kind == "communication":
-            rank.running[stream] = kernel = _Kernel(rank, one, number)
+            rank.running[stream] = kernel = _Kernel(rank, one, number, len(one.parts))
             rank.ready.append(kernel)
             return True
         if one.kind == "record":

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -53,8 +54,6 @@ _EMPTY = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "
 _EMPTY.add("aten::new_empty_strided")
 _READ_BY_HOST = {f"aten::{name}" for name in ("_local_scalar_dense", "equal", "nonzero")}
 
-_shown: dict[CodeType, str] = {}
-
 
 def _join(into: Clock, other: Clock) -> None:
     for stream, time in other.items():
@@ -62,18 +61,20 @@ def _join(into: Clock, other: Clock) -> None:
             into[stream] = time
 
 
+@cache
+def _shown(code: CodeType) -> str:
+    """The file of some code, as faults show it; empty for that of torch and of this package."""
+    name = code.co_filename
+    return "" if any(part in name for part in _NOT_SHOWN) else "/".join(name.split("/")[-2:])
+
+
 def _here() -> tuple[tuple[CodeType, int], ...]:
     """Where the caller is, outside of torch and of this package; innermost first."""
     frame: FrameType | None = sys._getframe(1)
     found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < _DEPTH:
-        code = frame.f_code
-        if code not in _shown:
-            name = code.co_filename
-            hidden = any(part in name for part in _NOT_SHOWN)
-            _shown[code] = "" if hidden else "/".join(name.split("/")[-2:])
-        if _shown[code]:
-            found.append((code, frame.f_lineno))
+        if _shown(frame.f_code):
+            found.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return tuple(found)
 
@@ -91,7 +92,7 @@ class Access:
     where: tuple[tuple[CodeType, int], ...]
 
     def __str__(self) -> str:
-        places = " < ".join(f"{_shown[c]}:{line} {c.co_name}" for c, line in self.where)
+        places = " < ".join(f"{_shown(c)}:{line} {c.co_name}" for c, line in self.where)
         return f"{'write' if self.write else 'read'} by {self.what} on {self.stream!r} at {places}"
 
 

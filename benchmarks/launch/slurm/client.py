@@ -12,19 +12,19 @@ script does not set are kept, because they are the site's defaults.
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.launch.options import OWNED
+from benchmarks.launch.options import OWNED, seconds_of
 
 TIMEOUT_S = 60.0
-_NOISE = re.compile(r"^(sbatch|squeue|sacct|scontrol): (error: )?")
+_NOISE = re.compile(r"^(sbatch|squeue|sacct|scontrol): ((error|fatal): )?")
 _KEPT = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"}  # where Slurm is and who asks
 _PREFIXES = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SALLOC_", "SRUN_")
 _ALIASES = {
@@ -161,14 +161,27 @@ def submit(script: Path, owned: Collection[str], *flags: str) -> str:
     return str(ids[-1][0])
 
 
-def cluster_facts() -> ClusterFacts:
+def cluster_facts(timeout_s: float = TIMEOUT_S) -> ClusterFacts:
     """The cluster's identity and its largest array; raises SlurmError."""
-    pairs = (line.partition("=") for line in call("scontrol", "show", "config").splitlines())
+    config = call("scontrol", "show", "config", timeout_s=timeout_s)
+    pairs = (line.partition("=") for line in config.splitlines())
     found = {name.strip(): value.strip() for name, _, value in pairs}
     host = found.get("SlurmctldHost[0]", found.get("SlurmctldHost", ""))
     size = found.get("MaxArraySize", "")
     identity = f"{found.get('ClusterName', '')}@{host}"
     return ClusterFacts(identity, int(size) if size.isdigit() else ClusterFacts.max_array_size)
+
+
+def absence() -> str:
+    """Why nothing can be submitted from this machine at any time; empty if it is part of a
+    cluster, also of one that does not answer now."""
+    if shutil.which("sbatch") is None:
+        return "there is no sbatch here"
+    try:
+        cluster_facts(timeout_s=2)  # a lack of configuration is said at once
+    except SlurmError as error:
+        return f"this machine is in no cluster, {error}" * ("config" in str(error))
+    return ""
 
 
 def queued_jobs(users: Iterable[int]) -> dict[str, QueuedJob]:
@@ -206,21 +219,7 @@ def time_limit_s(job: str, timeout_s: float = TIMEOUT_S) -> float | None:
         text = call("squeue", "--noheader", f"--job={job}", "--format=%l", timeout_s=timeout_s)
     except SlurmError:
         return None
-    return limit_s(text.strip())
-
-
-def limit_s(text: str) -> float | None:
-    """The seconds of a time limit as squeue prints it: D-HH:MM:SS without leading zeros."""
-    if text == "UNLIMITED":
-        return math.inf
-    days, _, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdigit() for part in [*parts, days or "0"]) or len(parts) < 2:
-        return None
-    seconds = 0
-    for part in parts:
-        seconds = seconds * 60 + int(part)
-    return float(seconds + int(days or 0) * 86400)
+    return seconds_of(text.strip())
 
 
 def requeue(job: str) -> None:

@@ -29,12 +29,12 @@ from benchmarks.launch.attempt import (
     read_object,
     read_ranks,
 )
+from benchmarks.launch.options import seconds_of
 from benchmarks.launch.slurm.client import (
     EndedJob,
     SlurmError,
     accounted,
     last_state,
-    limit_s,
     requeue,
     running_on,
     time_limit_s,
@@ -101,16 +101,16 @@ def reason(
     first = None if by_script or (end and end.caught) else _first_failure(attempt)
     if first and first.interrupted:  # a kill, of which errors of the other ranks are consequences
         return first
-    told = ending_by_events(number, ranks)
-    if told and not told.interrupted:
-        return told
+    by_events = ending_by_events(number, ranks)
+    if by_events and not by_events.interrupted:
+        return by_events
     if end and end.caught:
         return _by_hand(f"the script was sent SIG{end.caught}", ended)
     if by_script:
         return by_script
-    if told and " left on SIG" in told.reason:
-        return _by_hand(told.reason, ended)
-    return told or first or _before_the_ranks(attempt, log, end)
+    if by_events and " left on SIG" in by_events.reason:
+        return _by_hand(by_events.reason, ended)
+    return by_events or first or _before_the_ranks(attempt, log, end)
 
 
 def ending_by_state(ended: EndedJob) -> Ending | None:
@@ -152,7 +152,7 @@ def _time_limit(attempt: Path, end: ScriptEnd, where: str) -> Ending | None:
         return None
     limit = time_limit_s(str(slurm.get("job", "")), _CLIENT_TIMEOUT_S)
     if limit is None:  # Slurm did not answer: the limit as it was at the start
-        limit = limit_s(str(slurm.get("time_limit", "")))
+        limit = seconds_of(str(slurm.get("time_limit", "")))
     left = 0.0 if limit is None else limit - end.elapsed_s
     if left <= slurm.get("grace_s", 60) + _LATE_S:
         return Ending("timeout", f"stopped before the job's time limit (SIGUSR1){where}")

@@ -270,11 +270,11 @@ def close_ended(view: View) -> list[RunRecord]:
     and of points whose job ended before it began. What cannot be recorded becomes a line of
     ``view.problems``."""
     open_points = [point for point in view.points if _may_be_over(point, view)]
-    told = endings([p.job for p in open_points if p.job and view.sees(p)])
+    known = endings([p.job for p in open_points if p.job and view.sees(p)])
     closed = []
     for point in open_points:
         try:
-            closed += list(_close(point, view, told.get(point.job, [])))
+            closed += list(_close(point, view, known.get(point.job, [])))
         except (DamagedError, OSError) as error:
             view.problems.append(str(error))
     return closed
@@ -288,12 +288,12 @@ def _may_be_over(point: SubmittedPoint, view: View) -> bool:
     return not all(earlier) or not (last or (job and job.has_started))
 
 
-def _close(point: SubmittedPoint, view: View, told: list[EndedJob]) -> Iterator[RunRecord]:
+def _close(point: SubmittedPoint, view: View, known: list[EndedJob]) -> Iterator[RunRecord]:
     """Record the attempts of a point that are over; one that began meanwhile is read again."""
-    job, over = view.queued.get(point.job), [ended for ended in told if ended.is_over]
-    has_ended = bool(told) and told[-1].is_over
+    job, over = view.queued.get(point.job), [ended for ended in known if ended.is_over]
+    has_ended = bool(known) and known[-1].is_over
     attempts = point.attempts()
-    if not attempts and (has_ended or not told):
+    if not attempts and (has_ended or not known):
         yield _write_unstarted(point, over[-1] if over else None)
     for number, attempt in enumerate(attempts):
         if job is None:

@@ -26,6 +26,7 @@ from benchmarks.launch.slurm.client import (
     ClusterFacts,
     NoAnswerError,
     SlurmError,
+    absence,
     cluster_facts,
     find_job,
     site_defaults,
@@ -67,11 +68,6 @@ class SlurmSweep:
     runs_dir: Path
     options: SlurmOptions
 
-    @property
-    def report_script(self) -> Path:
-        """The path of the report job's script."""
-        return _report_script(self.directory)
-
     def arrays(self, points: Sequence[Point], max_array_size: int) -> list[Array]:
         """The points grouped by their resources."""
         sized = [(p, resources_of(p.spec, self.options, _predicted_step_s(p))) for p in points]
@@ -81,15 +77,15 @@ class SlurmSweep:
         """The text of every script by its path, the report's last; none without arrays."""
         scripts = {a.script: render_array(a, self.options, self.runs_dir) for a in arrays}
         report = render_report(self.directory, self.directory.name, self.options, self.runs_dir)
-        return scripts | {self.report_script: report} if arrays else {}
+        return scripts | {_report_script(self.directory): report} if arrays else {}
 
 
 def check(points: Sequence[Point], options: SlurmOptions) -> None:
     """Raise SpecError if there is no Slurm here, or if the ranks of a point do not divide among its
     nodes."""
-    if not options.dry_run and shutil.which("sbatch") is None:
+    if not options.dry_run and (why := absence()):
         raise SpecError(
-            "launcher=slurm: there is no sbatch here (use a login node of the cluster, "
+            f"launcher=slurm: {why} (use a login node of the cluster, "
             "launcher.dry_run=true to see the scripts, or launcher=local)"
         )
     for point in points:

@@ -8,7 +8,8 @@ with its best plan (``zeropp.tune``). In addition all are compared in two given 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from baselines.fsdp.contender import FSDP
 from baselines.megatron_core.contender import MEGATRON_CORE, MegatronCoreKnobs
 from baselines.public_3d import BEST_3D, MEGATRON_DEEPSPEED, ZERO_BUBBLE
 from baselines.torch_pp.contender import TORCH_PP, TORCHTITAN
+from benchmarks.specification import SpecError
 from benchmarks.specification.compose import preset
 from benchmarks.specification.contenders import PRICED
 from benchmarks.specification.run_spec import validated
@@ -239,6 +241,7 @@ class CellPart:
     cell: Cell
     part: str
     tolerance: float
+    known: str = ""  # the setting of the best plan that an earlier search found
 
     def rows(self) -> list[PlanRow]:
         """The rows of this part."""
@@ -246,35 +249,41 @@ class CellPart:
         if name in GIVEN:
             plans = GIVEN[name](cell.priced)
             return [_row(cell, candidate, result, name) for candidate, result in plans]
-        winner = winners(cell, self.tolerance, [PRICED[name]])[name]
+        winner = winner_of(cell, self.tolerance, PRICED[name], self.known)
         if winner is None:
             return [_of_cell(cell)(contender=name, mode="best", plan="no plan fits")]
         return [_row(cell, winner.candidate, winner.result, "best")]
 
 
-def jobs_of(cell: Cell, tolerance: float) -> list[CellPart]:
-    """All parts of a cell."""
-    return [CellPart(cell, name, tolerance) for name in (*(c.name for c in COMPARED), *GIVEN)]
+def jobs_of(cell: Cell, tolerance: float, known: Mapping[object, str]) -> list[CellPart]:
+    """All parts of a cell; ``known`` has settings by the cell's key and the contender's name."""
+    names = (*(contender.name for contender in COMPARED), *GIVEN)
+    return [CellPart(cell, name, tolerance, known.get((*cell.key, name), "")) for name in names]
 
 
 def priced_again(cell: Cell, setting: str) -> PlanRow:
     """The row of a ``setting`` as today's code computes it. Raises SpecError if its contender no
     longer has these knobs."""
-    values = json.loads(setting)
-    contender = PRICED[values["knobs"]["name"]]
-    knobs = validated(contender.knobs, values["knobs"], "setting.knobs")
-    candidate = Candidate(knobs, values["microbatch_size"])
+    contender, candidate = _candidate(setting)
     return _row(cell, candidate, contender.simulated(cell.priced, candidate), "")
 
 
-def winners(
-    cell: Cell, tolerance: float, contenders: Iterable[Contender[Any]]
-) -> dict[str, Evaluated[Any] | None]:
-    """Every contender's best plan, by name; None if none fits."""
-    return {
-        contender.name: search(cell.priced, contender, tolerance=tolerance).winner
-        for contender in contenders
-    }
+def _candidate(setting: str) -> tuple[Contender[Any], Candidate[Any]]:
+    values = json.loads(setting)
+    contender = PRICED[values["knobs"]["name"]]
+    knobs = validated(contender.knobs, values["knobs"], "setting.knobs")
+    return contender, Candidate(knobs, values["microbatch_size"])
+
+
+def winner_of(
+    cell: Cell, tolerance: float, contender: Contender[Any], known: str = ""
+) -> Evaluated[Any] | None:
+    """A contender's best plan; None if none fits. The search begins with the setting ``known``,
+    unless the contender no longer has its knobs."""
+    begin = []
+    with suppress(SpecError):
+        begin += [_candidate(known)[1]] if known else []
+    return search(cell.priced, contender, tolerance=tolerance, runner_up=False, known=begin).winner
 
 
 def _of_cell(cell: Cell) -> partial[PlanRow]:
@@ -304,9 +313,6 @@ def _row(cell: Cell, candidate: Candidate[Any], result: SimResult, mode: str) ->
         setting=json.dumps(asdict(candidate)),
         losses=result.losses,
     )
-
-
-# From the ``verdict`` mapping of a configuration to cells, each of them once.
 
 
 _STRICT = {"extra": "forbid"}

@@ -12,8 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 
 from benchmarks.report import style
-from benchmarks.report.breakdown import time_breakdown
-from benchmarks.report.charts import Picture, save
+from benchmarks.report.charts import Picture, save, time_breakdown
 from benchmarks.report.table import markdown_table
 from benchmarks.studies.claim_33.cells import BandwidthSpec, VerdictSpec
 from benchmarks.studies.claim_33.judge import (
@@ -83,7 +82,8 @@ def _short(best: pd.DataFrame) -> str:
     for name in (strongest, "deepspeed_3d"):
         speedups = best[f"speedup_over_{name}"].dropna()
         low, middle, high = (style.ratio(float(speedups.quantile(q))) for q in (0, 0.5, 1))
-        told.append(f"**{middle} times** its speed ({low} to {high} in {len(speedups)} cells)")
+        claim = f"the claimed {CLAIM} times in {reached(best, name)[0]} of {len(speedups)} cells"
+        told.append(f"**{middle} times** its speed ({low} to {high}), and {claim}")
     return f"{word} over a tuned {BASELINES[strongest]}: {told[0]}. Over DeepSpeed 3D: {told[1]}."
 
 
@@ -294,7 +294,7 @@ def _speedups(cells: pd.DataFrame) -> Picture:
     title = "ZeroPP at its best plan over every contender at its own: simulated, one dot per cell"
     axis.set_title(title, fontsize=10)
     axis.legend(loc="lower right", fontsize=8)
-    return Picture(section="Verdict", name="speedups", caption=title, figure=figure)
+    return Picture(name="speedups", caption=title, figure=figure)
 
 
 def _map(rows: pd.DataFrame, *, column: str, label: str, title: str, name: str) -> Picture:
@@ -306,7 +306,7 @@ def _map(rows: pd.DataFrame, *, column: str, label: str, title: str, name: str) 
         axis.set_xlabel(label)
     axes[0].set_ylabel("sequences per GPU and step")
     figure.suptitle(f"Speed-up of ZeroPP: {title}", fontsize=10)
-    return Picture(section="Verdict", name=name, caption=title, figure=figure)
+    return Picture(name=name, caption=title, figure=figure)
 
 
 def _panel(axis: Axes, table: pd.DataFrame) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
+from benchmarks import CHECKOUT
 from benchmarks.launch.points import Point, plan_point
 from benchmarks.launch.sweep import run_points, spec_of
 from benchmarks.records.environment import git_state
@@ -36,10 +37,12 @@ from benchmarks.studies.claim_33.cells import (
     cells_of,
     jobs_of,
     verdict_spec,
-    winners,
+    winner_of,
 )
 from benchmarks.studies.claim_33.judge import CELL, judge, summary
 from benchmarks.studies.claim_33.pages import draw, draw_losses
+
+KNOWN = CHECKOUT / "results" / "reference" / "claim_33" / "plans.csv"
 
 
 def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Point]:
@@ -47,7 +50,8 @@ def points_of(cells: Iterable[Cell], base: RunSpec, tolerance: float) -> list[Po
     finds; ``base`` gives data, optimizer and what is timed."""
     points = []
     for cell in cells:
-        for winner in winners(cell, tolerance, CONTENDERS.values()).values():
+        for contender in CONTENDERS.values():
+            winner = winner_of(cell, tolerance, contender)
             if winner is not None:
                 spec = dataclasses.replace(
                     base,
@@ -109,7 +113,7 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
     rows: list[dict[str, Any]] = []
     if path.exists() and not anew:
         rows = pd.read_csv(path).to_dict("records")  # type: ignore[assignment]
-    todo = missing_jobs(rows, cells, spec.tolerance)
+    todo = missing_jobs(rows, cells, spec.tolerance, _known())
     sha, dirty = git_state()
     commit = sha[:12] + ("+changes" if dirty else "")
     jobs = [job for missing in todo.values() for job in missing]
@@ -130,8 +134,19 @@ def simulate_cells(spec: VerdictSpec, cells: list[Cell], path: Path, *, anew: bo
             bar.advance(line)
 
 
+def _known() -> dict[object, str]:
+    """The settings of the committed best plans, by cell and contender. Searches begin with them,
+    because whatever has a bound above their time need not be tried."""
+    if not KNOWN.exists():
+        return {}
+    plans = pd.read_csv(KNOWN)
+    best = plans[(plans["mode"] == "best") & plans["setting"].notna()]
+    keys = best[[*CELL, "contender"]].itertuples(index=False, name=None)
+    return dict(zip(keys, best["setting"], strict=True))
+
+
 def missing_jobs(
-    rows: list[dict[str, Any]], cells: list[Cell], tolerance: float
+    rows: list[dict[str, Any]], cells: list[Cell], tolerance: float, known: Mapping[object, str]
 ) -> dict[Cell, list[CellPart]]:
     """The parts without rows, by cell. A given setting in which nothing fits leaves no rows, and is
     tried again."""
@@ -140,7 +155,7 @@ def missing_jobs(
         for row in rows
     }
     jobs = {
-        cell: [job for job in jobs_of(cell, tolerance) if (*cell.key, job.part) not in have]
+        cell: [job for job in jobs_of(cell, tolerance, known) if (*cell.key, job.part) not in have]
         for cell in cells
     }
     return {cell: missing for cell, missing in jobs.items() if missing}

@@ -25,9 +25,6 @@ from zeropp.cost import price_plan
 from zeropp.programs import program_named
 from zeropp.sim.simulator import SimResult, simulate
 
-# Predicts the quantity of a row, in the row's unit, from the simulated step of its Plan.
-
-
 # The share of the memory reserved by torch's allocator that is lost to fragmentation: 15 % on
 # average over eight language models on A100 (GMLake, arXiv 2401.08156). With expandable segments it
 # is nearly 0.
@@ -47,9 +44,9 @@ class Prediction:
     fits: bool = True  # whether the model says that the run fits into memory
 
 
-def predict(row: PublishedRow, cluster_name: str | None = None) -> Prediction:
+def predict(row: PublishedRow) -> Prediction:
     """Predict one row; raises UnpredictableError, with the reason, if that is impossible."""
-    return predict_case(row, case_of(row, cluster_name))
+    return predict_case(row, case_of(row))
 
 
 def predict_case(row: PublishedRow, case: Case) -> Prediction:

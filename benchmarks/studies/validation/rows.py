@@ -37,9 +37,6 @@ from zeropp.literals import Recompute
 from zeropp.programs import entry_named
 from zeropp.shape import Family, ModelShape
 
-# The spelling of cells in published tables: one per type, and all others are refused.
-
-
 _WHOLE = re.compile(r"[0-9]{1,15}")
 # ZeroPP's knobs that no other column says.
 _OWN_KNOBS = (
@@ -152,9 +149,6 @@ METRICS: Mapping[str, Metric] = {
     "state_memory": Metric("memory", _BYTES),  # parameters, gradients and optimizer, same rank
     "ran_out_of_memory": Metric("limit", {"yes/no": 1.0}),
 }
-
-
-# What a published row may say of its pipeline: schedules by name, and where stages begin.
 
 
 ScheduleName = Literal[
@@ -479,9 +473,6 @@ def _batch(row: PublishedRow) -> str:
 _CHECKS: tuple[Callable[[PublishedRow], str], ...] = (
     _metric, _shape, _degrees, _units, _device, _schedule, _batch,
 )  # fmt: skip
-
-
-# From CSV files to rows: a line becomes a row, or is refused with its column and value.
 
 
 PUBLISHED = CHECKOUT / "results" / "published"

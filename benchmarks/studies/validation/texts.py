@@ -71,9 +71,6 @@ def summary(outcomes: Sequence[RowOutcome], errors: Sequence[Errors]) -> str:
     return "\n".join([*text, oom_line(predicted), ZEROPP.caveat])
 
 
-# Writes the files of validation: all rows with predictions, the errors, and a picture.
-
-
 ANSWERS = ("place", "predicted", "relative_error", "fits", "first_of_run", "reason")
 
 
