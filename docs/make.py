@@ -17,8 +17,9 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.report.charts import say_what_it_shows, throughput_bars
-from benchmarks.report.frame import latest_ok, load_frame
+from benchmarks.report.frame import best_configuration, latest_ok, load_frame
 from benchmarks.report.speedup import headline_table
+from benchmarks.report.style import contender_label, model_label
 from benchmarks.report.table import markdown, markdown_table
 from benchmarks.report.timelines import timeline_figure
 from benchmarks.specification.compose import compose
@@ -50,6 +51,21 @@ def _comparison(records: str) -> str:
     frame, skipped = load_frame([_REFERENCE / records])
     assert not skipped, skipped
     return markdown(headline_table(latest_ok(frame)).grid()).strip()
+
+
+def _across(records: str) -> str:
+    """Tokens per second and rank of every contender's fastest configuration in a folder of records,
+    a column per model and number of ranks."""
+    frame, skipped = load_frame([_REFERENCE / records])
+    assert not skipped, skipped
+    best = best_configuration(latest_ok(frame))
+    cells = list(dict.fromkeys(zip(best["model"], best["num_gpus"], strict=True)))
+    lines = []
+    for name, rows in best.groupby("contender", sort=False):
+        rates = rows.set_index(["model", "num_gpus"])["tokens_per_s_per_gpu"]
+        lines.append([contender_label(str(name)), *(f"{rates[cell]:.0f}" for cell in cells)])
+    heads = [f"{model_label(model)}, {ranks} ranks" for model, ranks in cells]
+    return markdown_table(["tokens/s/rank", *heads], lines)
 
 
 def _verdict(name: str) -> str:
@@ -221,6 +237,7 @@ def _overhead(name: str) -> str:
 
 TABLES: dict[str, Callable[[str], str]] = {
     "comparison": _comparison,
+    "across": _across,
     "verdict": _verdict,
     "accuracy": _accuracy,
     "errors": _errors,

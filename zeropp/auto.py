@@ -1,7 +1,7 @@
 """What ``auto`` stands for: the fastest setting that fits the memory, on a described cluster.
 
 The search is the tuner's (``zeropp.tune``), and so are its simulator and its model of a rank's
-memory; the prices are those of the user's own layers (``zeropp.layer_prices``).
+memory; the prices are those of the user's own layers (``zeropp.stages``).
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import torch.distributed as dist
 from zeropp.contender.contender import StepKnobs
 from zeropp.engine.optimizer import state_bytes
 from zeropp.engine.walk import LayerSizes
-from zeropp.layer_prices import LayerPrices, LayerState
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Recompute
 from zeropp.plan import SizedPlan, Task
 from zeropp.planner import drafts
 from zeropp.settings import Settings
-from zeropp.stages import shape_of, size_layers
+from zeropp.stages import LayerPrices, LayerState, shape_of, size_layers
 from zeropp.tune.contender import Contender, Prices
 from zeropp.tune.search import OOM, search
 from zeropp.tune.space import Point, Space

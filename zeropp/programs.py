@@ -121,6 +121,8 @@ class Program:
     # The stages are those of torch.distributed.pipelining: there are buffers for all messages of a
     # step, stage outputs are kept, and a split backward frees no saved tensor early.
     torch_stages: bool = False
+    # A product's weight gradient is a tensor of its own, which is then added to the resident sum.
+    separate_weight_gradient: bool = False
     whole_embedding_gradient: bool = False  # each TP rank makes that of the whole vocabulary
     # As in DeepSpeed's ``PipelineEngine``: two permanent receive buffers, out of which messages are
     # copied; stage outputs are kept; slices of a stage output are joined again; and the last stage

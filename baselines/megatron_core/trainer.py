@@ -343,7 +343,9 @@ def _layer_spec(plan: Plan, stage: int, config: Any) -> Any:
 def _transformer_config(plan: Plan, device: torch.device) -> Any:
     """Megatron-Core's configuration, with every fusion that the device and the program have."""
     shape, layout, cuda = plan.shape, plan.layout, device.type == "cuda"
-    fused = cuda or not torch.cuda.is_available()  # where there is a GPU, CPUs would compile them
+    # Fused functions are compiled on GPUs. On CPUs torch has GELU as one kernel, and SwiGLU runs
+    # operator by operator, if there is no GPU; otherwise it would be compiled there, too.
+    fused = cuda or (shape.gates == 2 and not torch.cuda.is_available())
     engine, several = plan.program == "megatron_core", layout.chunks > 1
     if engine and not private_names.has_transformer_engine():
         raise RuntimeError(
@@ -377,7 +379,8 @@ def _transformer_config(plan: Plan, device: torch.device) -> Any:
         "sequence_parallel": layout.sequence_parallel,
         "tp_comm_overlap": engine and layout.sequence_parallel,
         **_pipeline_fields(plan),
-        "deallocate_pipeline_outputs": cuda,
+        # Of an output that interleaved stages still send, gloo would send freed memory.
+        "deallocate_pipeline_outputs": cuda or not several,
         "use_cpu_initialization": not cuda,
         "perform_initialization": True,  # otherwise parameters lack what the norm is taken by
     }

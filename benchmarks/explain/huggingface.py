@@ -13,6 +13,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _NEUTRAL: dict[str, tuple[Any, str]] = {
     "quantization_config": (None, "no price for quantized weights"),
     "attention_bias": (False, "biases are not priced"),
+    "use_mrope": (False, "positions of several dimensions are not priced"),
     "mlp_bias": (False, "biases are not priced"),
     "sliding_window": (None, "attention is priced over the whole sequence"),
 }

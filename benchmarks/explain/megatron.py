@@ -276,6 +276,7 @@ _NEMO_ACTIVATIONS = {
     "swiglu": "--swiglu",
     "squared-relu": "--squared-relu",
 }
+_NEMO_ZERO1 = ("distributed_fused_adam", "mcore_distributed_optim")
 _NEMO_PRICED = {  # keys that change a price, unless they are off
     "fsdp": "FSDP under Megatron's pipeline",
     "defer_embedding_wgrad_compute": "the head's weight gradient is not deferred",
@@ -308,7 +309,7 @@ def read_nemo(text: str, num_gpus: int | None) -> Reading:
     if not model.get("gradient_accumulation_fusion", True):
         values["--no-gradient-accumulation-fusion"] = True
     optimizer = model.get("optim", {})
-    if optimizer.get("name") == "distributed_fused_adam":
+    if optimizer.get("name") in _NEMO_ZERO1:
         values["--use-distributed-optimizer"] = True
         values |= {"--overlap-grad-reduce": optimizer.get("overlap_grad_sync", False)}
         values |= {"--overlap-param-gather": optimizer.get("overlap_param_sync", False)}

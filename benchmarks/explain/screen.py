@@ -19,6 +19,8 @@ from zeropp.tune.contender import describe, overrides
 
 _MOST_RANKS = 16  # rows of the table of memory; of more ranks only the fullest and the emptiest
 
+_LOST_TO = {"tensor": "tensor parallelism"}
+
 
 def written_as(dialect: str, plan: SizedPlan, candidate: Candidate[Any]) -> str:
     """The plan in a program's own words. Raises SpecError if that program has no word for it, as
@@ -74,6 +76,7 @@ def _memory(answer: Answer) -> Table:
     """Bytes by kind of every pipeline rank at its peak, and what is left."""
     limit = answer.question.task.cluster.device.usable_bytes
     table = _table("GiB of each pipeline rank at its peak")
+    table.padding, table.show_edge = 0, False  # whole headings in 80 columns
     ranks = list(enumerate(answer.result.memory))
     if len(ranks) > _MOST_RANKS:
         by_total = sorted(ranks, key=lambda one: one[1].total)
@@ -94,7 +97,7 @@ def _lost(result: SimResult) -> str:
     kinds = result.losses.by_kind()
     limit = kinds.pop("limit")
     words = [
-        f"{kind.replace('_', ' ')} {100 * seconds / result.step_s:.1f} %"
+        f"{_LOST_TO.get(kind, kind.replace('_', ' '))} {100 * seconds / result.step_s:.1f} %"
         for kind, seconds in sorted(kinds.items(), key=itemgetter(1), reverse=True)
         if abs(seconds) >= 0.005 * result.step_s
     ]

@@ -22,9 +22,8 @@ from benchmarks.launch.points import Point
 from benchmarks.launch.sweep import SweepProgress, one_by_one
 from benchmarks.launch.trace import traced_record, traced_stages
 from benchmarks.records.record import RunRecord
-from benchmarks.specification.run_spec import RunSpec, check_priced
+from benchmarks.specification.run_spec import check_priced
 from zeropp.cost import price_plan
-from zeropp.plan import Plan
 from zeropp.sim.simulator import SimResult, simulate
 
 _SPANS = 20_000  # most spans of a timeline that a record keeps
@@ -62,36 +61,24 @@ def _price(point: Point, options: SimulateOptions, runs_dir: Path) -> RunRecord:
     source = None
     if options.compute == "traced":
         source = traced_record(spec, point.plan, Path(options.traced_runs))
-    result = _simulate(spec, point.plan, source)
+    price = price_plan(point.plan, spec.cluster)
+    costs = traced_stages(point.plan, price, source.predicted["compute_s"]) if source else None
+    result = simulate(point.plan, spec.cluster, price=price, costs=costs)
     plan = replace(point.plan, memory=result.memory)
-    predicted = prediction(result) | ({"compute_from": source.record_id} if source else {})
-    ending = _ending(spec, result)
+    ending, limit = Ending("ok"), spec.cluster.device.usable_bytes
+    if result.peak_bytes > limit:
+        peak, available = result.peak_bytes / 2**30, limit / 2**30
+        words = f"predicted peak {peak:.1f} GiB, the device has {available:.1f} for tensors"
+        ending = Ending("oom", words)
+    rows = result.timeline().to_rows()
     return write_unstarted(
         spec,
         runs_dir,
         replace(header, plan=plan_summary(plan)),
         ending,
         step_s=[result.step_s] if ending.status == "ok" else [],
-        spans=_spans(result),
-        predicted=predicted,
-    )
-
-
-def _simulate(spec: RunSpec, plan: Plan, traced: RunRecord | None) -> SimResult:
-    if traced is None:
-        return simulate(plan, spec.cluster)
-    price = price_plan(plan, spec.cluster)
-    costs = traced_stages(plan, price, traced.predicted["compute_s"])
-    return simulate(plan, spec.cluster, price=price, costs=costs)
-
-
-def _ending(spec: RunSpec, result: SimResult) -> Ending:
-    limit = spec.cluster.device.usable_bytes
-    if result.peak_bytes <= limit:
-        return Ending("ok")
-    peak, available = result.peak_bytes / 2**30, limit / 2**30
-    return Ending(
-        "oom", f"predicted peak {peak:.1f} GiB, the device has {available:.1f} for tensors"
+        spans=rows if len(rows) <= _SPANS else [],
+        predicted=prediction(result) | ({"compute_from": source.record_id} if source else {}),
     )
 
 
@@ -107,8 +94,3 @@ def prediction(result: SimResult) -> dict[str, Any]:
         "peak_bytes": result.peak_bytes,
         "memory": [asdict(memory) for memory in result.memory],
     }
-
-
-def _spans(result: SimResult) -> list[list[Any]]:
-    rows = result.timeline().to_rows()
-    return rows if len(rows) <= _SPANS else []

@@ -204,7 +204,9 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
         say(f"{repeated} of {len(points)} points repeat others of the sweep, and run only once")
     for options, group in groups:
         if options.kind in ("local", "trace"):  # those that start ranks in this environment
-            _check_installed(group)
+            for contender in {point.spec.contender.name for point in group}:
+                if missing := CONTENDERS[contender].missing():
+                    raise SpecError(missing)
         _launcher(options).check(group, options)
     dry = [(options, group) for options, group in groups if options.dry_run]
     for options, group in dry:
@@ -223,12 +225,6 @@ def launch_points(points: list[Point], configs: list[dict[str, Any]]) -> list[Ru
         except OSError as error:  # full or read-only: every point counts as missing
             records += _unwritten(group, options, error)
     return records
-
-
-def _check_installed(group: list[Point]) -> None:
-    for contender in {point.spec.contender.name for point in group}:
-        if missing := CONTENDERS[contender].missing():
-            raise SpecError(missing)
 
 
 def _launch_missing(

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,7 @@ class PointStatus:
     state: str  # missing, waiting, running, suspended, the status of its record, or corrupt
     evidence: str = ""  # measured, traced or simulated; empty without a record
     ended: str = ""  # how long ago the shown attempt ended
-    detail: str = (
-        ""  # while it runs, step, its age and time left; otherwise the reason, in one line
-    )
+    detail: str = ""  # while it runs, step, its age and time left; otherwise the reason
     job: str = ""
     nodes: str = ""
     log: str = ""
@@ -85,6 +84,7 @@ def sweep_status(runs_dir: Path) -> SweepStatus:
 def _status(
     point: Path, view: View, under_way: str, record: RunRecord | None, notes: list[str]
 ) -> PointStatus:
+    status = partial(PointStatus, spec_id=point.name)
     submitted = view.latest.get(point.name)
     job = view.queued.get(submitted.job) if submitted else None
     if submitted and job and under_way:
@@ -93,39 +93,29 @@ def _status(
     attempts = sorted(path for path in point.glob("[!.]*-*") if path.is_dir())
     alive = [p for p in attempts if not (p / "record.json").exists() and is_alive(p)]
     if alive:
-        detail = _progress(alive[-1])
-        return PointStatus(
-            spec_id=point.name, state="running", detail=detail, log=str(alive[-1] / "rank_000.log")
-        )
+        log = str(alive[-1] / "rank_000.log")
+        return status(state="running", detail=_progress(alive[-1]), log=log)
     number = submitted.job if submitted else ""
     if under_way:
-        return PointStatus(spec_id=point.name, state="unseen", detail=under_way, job=number)
+        return status(state="unseen", detail=under_way, job=number)
     if record is not None:
         return _recorded(record, point)
     if problems := [note for note in notes if str(point) in note]:
-        return PointStatus(spec_id=point.name, state="corrupt", detail=problems[-1], log=str(point))
+        return status(state="corrupt", detail=problems[-1], log=str(point))
     if number:
-        return PointStatus(spec_id=point.name, state="waiting", job=number)
-    detail = "the same command submits or runs it"
-    return PointStatus(spec_id=point.name, state="missing", detail=detail)
+        return status(state="waiting", job=number)
+    return status(state="missing", detail="the same command submits or runs it")
 
 
 def _queued(point: SubmittedPoint, job: QueuedJob) -> PointStatus:
-    attempts = point.attempts()
+    status = partial(PointStatus, spec_id=point.spec_id, job=job.job)
     if not job.has_started:
-        return PointStatus(
-            spec_id=point.spec_id,
-            state="waiting",
-            detail=job.reason,
-            job=job.job,
-            log=str(point.log),
-        )
+        return status(state="waiting", detail=job.reason, log=str(point.log))
+    attempts = point.attempts()
     step = _progress(attempts[-1]) if attempts else "starting"
-    return PointStatus(
-        spec_id=point.spec_id,
+    return status(
         state="suspended" if job.state == "SUSPENDED" else "running",
         detail=f"{step}, {job.time_left} left",
-        job=job.job,
         nodes=job.nodes,
         log=str(attempts[-1] / "rank_000.log" if attempts else point.log),
     )

@@ -66,7 +66,14 @@ def _base(members: list[dict[Any, Any]], against: Mapping[str, str]) -> dict[Any
     """The member that the others are compared with, among those with the knobs of ``against``: a
     success rather than a failure, then the one that differs least from the contender's defaults.
     None if no member has the knobs."""
-    fine = [m for m in members if all(_is(m["knobs"], k, v) for k, v in against.items())]
+    fine = [
+        member
+        for member in members  # a unit that the planner cut counts as what was asked
+        if all(
+            str(member["knobs"].get(name)).split(" (")[0].lower() == value.lower()
+            for name, value in against.items()
+        )
+    ]
     plain = default_knobs(members[0]["contender"])
 
     def distance(member: dict[Any, Any]) -> tuple[bool, int]:
@@ -75,11 +82,6 @@ def _base(members: list[dict[Any, Any]], against: Mapping[str, str]) -> dict[Any
         return member["status"] != "ok", apart
 
     return min(fine, key=distance, default=None)
-
-
-def _is(knobs: Mapping[str, Any], name: str, value: str) -> bool:
-    """Whether a knob was set to a value. A unit that the planner cut counts as what was asked."""
-    return str(knobs.get(name)).split(" (")[0].lower() == value.lower()
 
 
 def _lines(members: list[dict[Any, Any]], base: dict[Any, Any]) -> Iterator[dict[Any, Any]]:

@@ -55,25 +55,19 @@ def write_comparison(
     print_table(made, console)
     counts = changes["verdict"].str.split(" (", regex=False).str[0].value_counts()
     console.print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
-    with report_folder(out) as folder:
-        names = [path.name for path in _write(made, changes, folder)]
-    return Comparison([out / name for name in names], int(counts.get("slower", 0)))
-
-
-def _write(made: Table, changes: pd.DataFrame, folder: Path) -> list[Path]:
-    paths = write_table(made, [made.grid()], folder)
     timed = changes[changes["ratio"].notna()]
-    if not timed.empty:
-        caption = "Throughput after over before, with 95 % bootstrap intervals."
-        shown = style.shown(timed) if "cluster" in timed else ""
-        picture = Picture(
-            name="comparison",
-            caption=caption,
-            figure=_intervals(timed),
-            shown=shown,
-        )
-        paths += save(picture, folder).paths
-    return paths
+    with report_folder(out) as folder:
+        paths = write_table(made, [made.grid()], folder)
+        if not timed.empty:
+            picture = Picture(
+                name="comparison",
+                caption="Throughput after over before, with 95 % bootstrap intervals.",
+                figure=_intervals(timed),
+                shown=style.shown(timed) if "cluster" in timed else "",
+            )
+            paths += save(picture, folder).paths
+        names = [path.name for path in paths]
+    return Comparison([out / name for name in names], int(counts.get("slower", 0)))
 
 
 def compare(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:

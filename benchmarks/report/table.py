@@ -119,8 +119,9 @@ class Table:
     def grid(self) -> Grid:
         """The table as text; key columns that never vary are in the caption instead."""
         rows: list[dict[str, Any]] = self.data.to_dict("records")  # type: ignore[assignment]
-        visible = [c for c in self.columns if not c.hidden and not _is_blank(self.data, c)]
-        constant = [c for c in visible if c.is_key and self._constant(c)]
+        visible = [c for c in self.columns if not c.hidden and (c.instead or self._is_filled(c))]
+        several = len(self.data) > 1
+        constant = [c for c in visible if several and c.is_key and self.data[c.name].nunique() == 1]
         shown = [c for c in visible if c not in constant]
         said = "; ".join(f"{c.head}: {c.cell(rows[0]).text}" for c in constant) if rows else ""
         return Grid(
@@ -137,15 +138,9 @@ class Table:
             notes=self.notes,
         )
 
-    def _constant(self, column: Column) -> bool:
-        return len(self.data) > 1 and self.data[column.name].nunique() == 1
-
-
-def _is_blank(data: pd.DataFrame, column: Column) -> bool:
-    """Whether no row has anything to show in this column."""
-    if column.instead:
-        return False
-    return bool(data[column.name].isna().all() or (data[column.name] == "").all())
+    def _is_filled(self, column: Column) -> bool:
+        values = self.data[column.name]
+        return not (values.isna().all() or (values == "").all())
 
 
 def table(

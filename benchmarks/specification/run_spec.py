@@ -128,7 +128,11 @@ def spec_from_mapping(values: Mapping[str, Any]) -> RunSpec:
         values["contender"] = knobs_from(values["contender"])
     spec = validated(RunSpec, values)
     check_heads(spec.model)
-    _check_names(spec)
+    for field, name in (("model.name", spec.model.name), ("cluster.name", spec.cluster.name)):
+        if not re.fullmatch(r"\w[\w.+-]*", name):
+            raise SpecError(
+                f"{field}={name!r}: must be a name for files (use letters, digits, _ . + -)"
+            )
     return spec
 
 
@@ -174,14 +178,6 @@ def is_priced(cluster: Cluster, precision: Precision) -> bool:
 def load_spec(path: Path) -> RunSpec:
     """Read a spec from a JSON file."""
     return spec_from_mapping(json.loads(path.read_text()))
-
-
-def _check_names(spec: RunSpec) -> None:
-    for field, name in (("model.name", spec.model.name), ("cluster.name", spec.cluster.name)):
-        if not re.fullmatch(r"\w[\w.+-]*", name):
-            raise SpecError(
-                f"{field}={name!r}: must be a name for files (use letters, digits, _ . + -)"
-            )
 
 
 def check_heads(shape: ModelShape) -> None:

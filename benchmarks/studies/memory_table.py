@@ -38,7 +38,6 @@ from zeropp.sim.memory import peak_memory
 from zeropp.training import OptimizerConfig
 
 OUT = Path("results/reference/memory/traced_vs_simulated.csv")
-REAL = ("deepspeed_3d",)  # traced with real tensors and small models, as it fails with fake ones
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,8 @@ class TracedPlan:
 
 
 # A line per plan: contender, model, the contender's knobs as on the command line (degrees and
-# chunks that are not given are 1), microbatch size (b), microbatches (m) and precision.
+# chunks that are not given are 1), microbatch size (b), microbatches (m) and precision. Contenders
+# that fail with fake tensors are traced with real ones, and so with small models.
 PLANS = """
 zeropp gpt_1_5b pp=1 shard=8 b=1 m=4 bf16
 zeropp gpt_1_5b pp=4 chunks=2 b=1 m=8 fp32
@@ -112,6 +112,10 @@ deepspeed_3d gpt_mini pp=4 tp=4 recompute=full b=8 m=8 fp32
 deepspeed_3d gpt_mini tp=2 replicate=4 recompute=full b=8 m=4 fp32
 deepspeed_3d llama_tiny pp=2 tp=2 replicate_zero=1 b=8 m=8 bf16
 deepspeed_3d llama_tiny pp=4 replicate=2 b=8 m=8 fp32
+megatron_core_local gpt_mini pp=2 replicate=4 replicate_zero=1 b=8 m=8 bf16
+megatron_core_local gpt_mini pp=4 replicate=2 recompute=full b=8 m=8 fp32
+megatron_core_local gpt_mini pp=2 tp=2 schedule=interleaved_1f1b chunks=2 b=1 m=4 bf16
+megatron_core_local llama_mini pp=4 tp=2 replicate_zero=1 sequence_parallel=true b=2 m=4 fp32
 fsdp gpt_1_5b shard=8 b=1 m=2 bf16
 fsdp gpt_1_5b shard=8 reduce_every=step b=1 m=2 bf16
 fsdp gpt_1_5b shard=8 b=4 m=2 fp32
@@ -130,7 +134,7 @@ def trace(case: TracedPlan) -> Iterator[dict[str, Any]]:
     pp, pipeline = plan.layout.pp, plan.layout.pipeline(0)
     ranks = ranks_of(pp)
     contender = CONTENDERS[case.contender]
-    fill = contender.fill_integers if case.contender in REAL else None
+    fill = None if contender.takes_fake_tensors else contender.fill_integers
     chosen = [pipeline[rank] for rank in ranks]
     traces = trace_ranks(
         plan, chosen, optimizer=OptimizerConfig(), build=contender.build, fill_integers=fill

@@ -20,6 +20,7 @@ REFERENCE = CHECKOUT / "results" / "reference"
 STUDIES = {
     "schedules.csv and schedule_orders.json": ("benchmarks.studies.schedules",),
     "memory/traced_vs_simulated.csv": ("benchmarks.studies.memory_table",),
+    "memory/reserved.csv": ("benchmarks.studies.reserved_memory",),
     "validation/validation.csv": ("benchmarks.validate", "--out", f"{REFERENCE}/validation"),
     "claim_33/plans.csv": (
         *("benchmarks.run", "experiment=claim_33", f"report_dir={REFERENCE}/claim_33"),

@@ -15,6 +15,7 @@ import sys
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import pandas as pd
@@ -27,15 +28,15 @@ from zeropp.engine.tracing import trace_ranks
 from zeropp.training import OptimizerConfig
 
 OUT = Path("results/reference/memory/reserved.csv")
-PLANS = (  # of ``memory_table``, with the pipeline ranks
-    ("zeropp gpt_1_5b pp=2 shard=4 chunks=2 b=4 m=8 bf16", (0, 1)),
-    ("zeropp gpt_6_2b pp=4 shard=8 chunks=2 b=1 m=8 bf16", (0, 3)),
-    ("zeropp gpt_6_2b pp=4 shard=8 chunks=2 recompute=full b=1 m=8 bf16", (0, 3)),
-    ("zeropp gpt_6_2b pp=4 shard=4 replicate=2 replicate_zero=1 chunks=2 b=1 m=8 bf16", (3,)),
-    ("zeropp llama_8b pp=4 shard=8 chunks=2 recompute=full b=1 m=8 bf16", (2, 3)),
-    ("torch_pp gpt_1_5b pp=4 shard=2 schedule=1f1b b=1 m=8 bf16", (0, 3)),
-    ("torch_pp llama_8b pp=4 tp=4 schedule=1f1b sequence_parallel=true b=1 m=8 bf16", (3,)),
-    ("fsdp gpt_6_2b shard=32 recompute=selective b=2 m=2 bf16", (0,)),
+PLANS = (  # of ``memory_table``, with a pipeline rank
+    ("zeropp gpt_6_2b pp=4 shard=8 chunks=2 b=1 m=8 bf16", 0),
+    ("zeropp gpt_6_2b pp=4 shard=8 chunks=2 b=1 m=8 bf16", 3),
+    ("zeropp gpt_6_2b pp=4 shard=8 chunks=2 recompute=full b=1 m=8 bf16", 3),
+    ("zeropp llama_8b pp=4 shard=8 chunks=2 recompute=full b=1 m=8 bf16", 2),
+    ("zeropp gpt_1_5b pp=2 shard=4 chunks=2 b=4 m=8 bf16", 1),
+    ("torch_pp gpt_1_5b pp=4 shard=2 schedule=1f1b b=1 m=8 bf16", 0),
+    ("torch_pp llama_8b pp=4 tp=4 schedule=1f1b sequence_parallel=true b=1 m=8 bf16", 3),
+    ("fsdp gpt_6_2b shard=32 recompute=selective b=2 m=2 bf16", 0),
 )
 _MIB = 2**20
 _ROUND = 512  # bytes, of every allocation
@@ -56,10 +57,13 @@ class _Block:
 
 class CachingAllocator:
     """Gives each allocation the smallest free block that holds it, or a new segment; ``reserved``
-    are the bytes of all segments."""
+    are the bytes of all segments. If these are ``expandable``, there is one of each kind, which
+    grows at its end (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, expandable: bool) -> None:
         self.reserved = 0
+        self._expandable = expandable
+        self._last: dict[bool, _Block | None] = {True: None, False: None}
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
         self._puts = 0
 
@@ -69,13 +73,12 @@ class CachingAllocator:
         small = size <= _SMALL
         free = self._free[small]
         place = bisect_left(free, (size,))
-        block = free.pop(place)[2] if place < len(free) else self._segment(size, small)
+        block = free.pop(place)[2] if place < len(free) else self._new(size, small)
         block.free, left = False, block.size - size
-        if left >= _ROUND if small else left > _SMALL:
+        if left >= _ROUND if small or self._expandable else left > _SMALL:
             rest = _Block(left, small, block, block.after)
-            if block.after is not None:
-                block.after.before = rest
-            block.after, block.size = rest, size
+            block.size = size
+            self._link(rest)
             self._put(rest)
         return block
 
@@ -83,45 +86,60 @@ class CachingAllocator:
         """Free a block, and merge it with free neighbours."""
         for other in (block.before, block.after):
             if other is not None and other.free:
-                self._free[block.small] = [x for x in self._free[block.small] if x[2] is not other]
+                self._take(other)
                 block.size += other.size
                 if other is block.before:
-                    block.before, outer = other.before, other.before
-                    if outer is not None:
-                        outer.after = block
+                    block.before = other.before
                 else:
-                    block.after, outer = other.after, other.after
-                    if outer is not None:
-                        outer.before = block
-        block.free = True
+                    block.after = other.after
+        self._link(block)
         self._put(block)
 
-    def _segment(self, size: int, small: bool) -> _Block:
-        """A new segment, from the device."""
-        if small:
-            size = 2 * _MIB
+    def _new(self, size: int, small: bool) -> _Block:
+        """A free block of at least so many bytes, from the device."""
+        last = self._last[small]
+        if not self._expandable or last is None:
+            block = _Block(0, small)
+        elif last.free:
+            self._take(last)
+            block = last
         else:
-            size = 20 * _MIB if size < _LARGE else -(-size // (2 * _MIB)) * 2 * _MIB
-        self.reserved += size
-        return _Block(size, small)
+            block = _Block(0, small, last)
+        least = 2 * _MIB if small else 20 * _MIB if size < _LARGE or self._expandable else 2 * _MIB
+        more = -(-(size - block.size) // least) * least
+        self.reserved += more
+        block.size += more
+        self._link(block)
+        return block
+
+    def _link(self, block: _Block) -> None:
+        """Let the neighbours of a block know it."""
+        if block.before is not None:
+            block.before.after = block
+        if block.after is not None:
+            block.after.before = block
+        else:
+            self._last[block.small] = block
+
+    def _take(self, block: _Block) -> None:
+        free = self._free[block.small]
+        free.pop(next(i for i, (_, _, one) in enumerate(free) if one is block))
 
     def _put(self, block: _Block) -> None:
+        block.free = True
         self._puts += 1  # blocks themselves cannot be compared
         insort(self._free[block.small], (block.size, self._puts, block))
 
 
-def replay(moves: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """(bytes reserved, exact peak) of allocations, as ``Trace`` has them."""
-    allocator, blocks = CachingAllocator(), dict[int, _Block]()
-    total = peak = 0
+def replay(moves: Iterable[tuple[int, int]], *, expandable: bool) -> int:
+    """Bytes that are reserved for allocations, as ``Trace`` has them."""
+    allocator, blocks = CachingAllocator(expandable=expandable), dict[int, _Block]()
     for number, size in moves:
-        total += size
-        peak = max(peak, total)
         if size > 0:
             blocks[number] = allocator.allocate(size)
         elif size < 0:
             allocator.release(blocks.pop(number))
-    return allocator.reserved, peak
+    return allocator.reserved
 
 
 @command
@@ -137,24 +155,24 @@ def main() -> int:
     )
     out, rows = parser.parse_args().out, []
     cases = {f"{case.contender} {case.model} {case.text}": case for case in CASES}
-    for text, ranks in PLANS:
+    for text, rank in PLANS:
         plan, contender = cases[text].plan(), CONTENDERS[cases[text].contender]
-        chosen = [plan.layout.pipeline(0)[rank] for rank in ranks]
-        traces = trace_ranks(plan, chosen, optimizer=OptimizerConfig(), build=contender.build)
-        for rank, found in zip(ranks, traces, strict=True):
-            reserved, peak = replay(found.moves)
-            rows.append(
-                {
-                    "plan": text,
-                    "pipeline_rank": rank,
-                    "peak_gib": f"{peak / 2**30:.4f}",
-                    "reserved_gib": f"{reserved / 2**30:.4f}",
-                    "over_peak": f"{reserved / peak - 1:.4f}",
-                    "commit": git_state()[0][:10],
-                }
-            )
-            print(*rows[-1].values(), flush=True)
-            pd.DataFrame(rows).to_csv(out, index=False)
+        chosen = [plan.layout.pipeline(0)[rank]]
+        (found,) = trace_ranks(plan, chosen, optimizer=OptimizerConfig(), build=contender.build)
+        peak = max(accumulate(size for _, size in found.moves))
+        shares = [replay(found.moves, expandable=how) / peak - 1 for how in (False, True)]
+        rows.append(
+            {
+                "plan": text,
+                "pipeline_rank": rank,
+                "peak_gib": f"{peak / 2**30:.4f}",
+                "reserved_over_peak": f"{shares[0]:.4f}",
+                "expandable_over_peak": f"{shares[1]:.4f}",
+                "commit": git_state()[0][:10],
+            }
+        )
+        print(*rows[-1].values(), flush=True)
+        pd.DataFrame(rows).to_csv(out, index=False)
     return 0
 
 

@@ -37,6 +37,8 @@ from zeropp.training import Trainer
 # What is waited for before the clock is read at a span's start and end, for every contender alike:
 # on a GPU the compute stream, because transfers that were posted early may not have ended.
 SPAN_CLOCK = {"cuda": "compute stream", "cpu": "host"}
+# Of torch's allocator, for every contender alike; results/reference/memory/reserved.csv says why.
+ALLOCATOR = "expandable_segments:True"
 EXIT_GATE = 3
 EXIT_OOM = 4
 EXIT_SIGNAL = 5
@@ -58,6 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         spec = load_spec(arguments.spec)
         os.environ.update(CONTENDERS[spec.contender.name].environment)
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
         if arguments.lone:
             measure_lone_rank(spec, events, arguments.out / f"rank_{rank:03d}.trace.json.gz")
             return 0

@@ -9,6 +9,7 @@ gives what has still to be done to a trainer after it was built.
 from __future__ import annotations
 
 import os
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from benchmarks.specification.run_spec import RunSpec
 from benchmarks.worker.data import open_batches
 from benchmarks.worker.gate import checks_of, expect, gate_optimizers, gated_spec, observe
 from tests.gloo.gate_place import Fault, Place, Prepare, building, gradients_of
+from tests.gloo.megatron_faults import MEGATRON_FAULTS
 from tests.gloo.optimizer_faults import OPTIMIZER_FAULTS
 from tests.gloo.reduction_faults import dropped_reduction, tied_gradients
 from zeropp.engine import chunk
@@ -212,8 +214,7 @@ def _swapped_input_gradients(place: Place) -> Iterator[Prepare]:
     """In the second block on this rank every second microbatch takes the input gradient of the one
     before it."""
     del place
-    forward = Block.forward
-    blocks: list[Block] = []
+    blocks: list[torch.nn.Module] = []
     last: list[Tensor] = []
 
     def stale(grad: Tensor) -> Tensor:
@@ -222,15 +223,24 @@ def _swapped_input_gradients(place: Place) -> Iterator[Prepare]:
         last.append(grad.clone())
         return grad
 
-    def wrong(block: Block, x: Tensor) -> Tensor:
+    def before(block: torch.nn.Module, x: Tensor) -> Tensor:
         if block not in blocks:
             blocks.append(block)
         if block is blocks[min(1, len(blocks) - 1)] and len(blocks) > 1 and x.requires_grad:
             x = x.view_as(x)
             x.register_hook(stale)  # type: ignore[no-untyped-call]
-        return forward(block, x)
+        return x
 
-    with mock.patch.object(Block, "forward", wrong):
+    layer = pkgutil.resolve_name("megatron.core.transformer.transformer_layer:TransformerLayer")
+    ours, theirs = Block.forward, layer.forward
+
+    def of_megatron(block: Any, *, hidden_states: Tensor, **others: Any) -> Any:
+        return theirs(block, hidden_states=before(block, hidden_states), **others)
+
+    with (
+        mock.patch.object(Block, "forward", lambda block, x: ours(block, before(block, x))),
+        mock.patch.object(layer, "forward", of_megatron),
+    ):
         yield lambda trainer: trainer
 
 
@@ -266,4 +276,5 @@ FAULTS: dict[str, Fault] = {
     "tied weights not summed": tied_gradients(0),
     "other dropout masks": _other_masks,
     **OPTIMIZER_FAULTS,
+    **MEGATRON_FAULTS,
 }

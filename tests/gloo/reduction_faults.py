@@ -14,11 +14,13 @@ from deepspeed.runtime.pipe import schedule as instructions
 from torch import Tensor
 
 from baselines.deepspeed_3d.trainer import DeepSpeedTrainer
+from baselines.megatron_core.trainer import MegatronTrainer
 from tests.gloo.gate_place import Fault, Place, Prepare
 
 _TIED = (
     "zeropp.engine.flat.TiedWeights.sum_gradients",
     "baselines.torch_pp.trainer.TiedEnds.sum_gradients",
+    "megatron.core.distributed.finalize_model_grads._allreduce_word_embedding_grads",
 )
 
 
@@ -84,6 +86,9 @@ def dropped_reduction(place: Place) -> Iterator[Prepare]:
         if isinstance(trainer, DeepSpeedTrainer) and place.pp == 0:
             handlers = trainer._engine._INSTRUCTION_MAP
             handlers[instructions.ReduceGrads] = _alone(handlers[instructions.ReduceGrads])
+        if isinstance(trainer, MegatronTrainer) and place.pp == 0:
+            buckets = trainer._chunks[0].bucket_groups[0]
+            buckets.finish_grad_sync = _emptied(buckets)
         return trainer
 
     with ExitStack() as stack:
@@ -99,6 +104,18 @@ def _reductions() -> Iterator[tuple[Any, str]]:
         for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
             if hasattr(module, name):
                 yield module, name
+
+
+def _emptied(buckets: Any) -> Callable[..., None]:
+    """The end of a reduction of Megatron-Core's, whose result is lost."""
+    finish = buckets.finish_grad_sync
+
+    def run(**keywords: Any) -> None:
+        finish(**keywords)
+        for bucket in buckets.buckets:
+            bucket.grad_data.zero_()
+
+    return run
 
 
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:

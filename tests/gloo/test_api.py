@@ -140,7 +140,6 @@ SECOND: list[Kind] = [
 ]
 MODELS = {"all kinds": FIRST, "frozen first": SECOND}
 DEGREES = [
-    {"pp": 2, "shard": 1, "replicate": 1, "chunks": 1},
     {"pp": 2, "shard": 2, "replicate": 1, "chunks": 2},
     {"pp": 1, "shard": 3, "replicate": 1, "chunks": 1},
     {"pp": 3, "shard": 1, "replicate": 2, "chunks": 1},

@@ -20,13 +20,12 @@ from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.cost import price_plan
 from zeropp.engine.tracing import fake_world
 from zeropp.engine.walk import walk
-from zeropp.layer_prices import LayerPrices, layer_costs
 from zeropp.model import build_piece
 from zeropp.plan import Candidate, Task
 from zeropp.schedule import event_loop
 from zeropp.settings import Settings
 from zeropp.shape import ModelShape
-from zeropp.stages import Stages, plan_layers
+from zeropp.stages import LayerPrices, Stages, layer_costs, plan_layers
 
 GPT = ModelShape(
     name="gpt",

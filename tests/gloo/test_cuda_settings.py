@@ -133,9 +133,11 @@ def test_each_contender_of_a_mixed_sweep_has_its_own_settings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, contender: str, connections: str
 ) -> None:
     told(monkeypatch, CUDA_DEVICE_MAX_CONNECTIONS="4", CUDA_MODULE_LOADING="LAZY", RANK="0")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
     spec = SimpleNamespace(contender=SimpleNamespace(name=contender))
     monkeypatch.setattr(worker, "load_spec", lambda _: spec)
     monkeypatch.setattr(worker, "measure_lone_rank", lambda *_: None)
     assert worker.main(["spec.json", "--out", str(tmp_path), "--lone"]) == 0
     expected = {"CUDA_DEVICE_MAX_CONNECTIONS": connections, "CUDA_MODULE_LOADING": "EAGER"}
+    expected["PYTORCH_ALLOC_CONF"] = "backend:native"  # which the suite sets where nobody has
     assert {name: os.environ[name] for name in expected} == expected

@@ -71,12 +71,7 @@ SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 256, "voc
             },
             LLAMA,
         ),
-        pytest.param(
-            16,
-            {"name": "megatron_core_local", "pp": 2, "replicate": 4, "replicate_zero": 1},
-            {},
-            marks=pytest.mark.xfail(strict=True, reason="its first rank is priced 9 % too low"),
-        ),
+        (16, {"name": "megatron_core_local", "pp": 2, "replicate": 4, "replicate_zero": 1}, {}),
     ],
 )
 def test_the_cost_model_is_within_five_percent_of_the_trace(

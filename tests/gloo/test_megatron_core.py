@@ -1,5 +1,5 @@
 """Megatron-Core on real processes: the gate, the losses of one process on real text, actions and
-collectives as planned, and every fault that a careless adapter has, found by the gate."""
+collectives as planned."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ import yaml
 pytest.importorskip("megatron.core")
 
 from benchmarks.specification.run_spec import RunSpec, spec_from_mapping
-from tests.gloo.megatron_cases import (
-    MEGATRON_FAULTS,
-    actions_in_other_groups,
-    curve,
-    curve_of_one_process,
-    find_in_megatron,
-)
+from tests.gloo.megatron_cases import actions_in_other_groups, curve, curve_of_one_process
 from tests.gloo.world import World
 from tests.unit.toy_spec import mapping
 from zeropp.plan import Plan
@@ -117,30 +111,6 @@ def planned_calls(plan: Plan, rank: int) -> dict[str, int]:
     calls["all_reduce"] += 2  # the gradient's norm and the loss
     calls["all_reduce"] += plan.shape.tied_embeddings and layout.pp > 1 and (first or last)
     return +calls
-
-
-GATHERED = Case(2, {"pp": 1} | SHARDED)
-FAULTS = {
-    "no clipping, and so no norm": INTERLEAVED,
-    "messages of interleaved stages batched": INTERLEAVED,
-    "the loss divided by the schedule": INTERLEAVED,
-    "parameters not initialised by Megatron-Core": INTERLEAVED,
-    "norms not marked for sequence parallelism": INTERLEAVED,
-    "weights read before they are gathered": GATHERED,
-    "Megatron-Core's own Adam": GATHERED,
-}
-
-
-@pytest.mark.parametrize("case", [INTERLEAVED, GATHERED], ids=["PP2 V2 TP2", "DP2"])
-def test_the_gate_finds_what_a_careless_adapter_does(world: World, case: Case) -> None:
-    names = [name for name, where in FAULTS.items() if where is case]
-    for found in world.run(find_in_megatron, case.spec(), ["none", *names], size=case.ranks):
-        assert found.pop("none") == []
-        assert [name for name, failed in found.items() if not failed] == []
-
-
-def test_every_fault_is_met() -> None:
-    assert set(FAULTS) == set(MEGATRON_FAULTS)
 
 
 def test_other_groups_of_microbatches_are_another_order(world: World) -> None:

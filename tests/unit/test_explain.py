@@ -161,8 +161,12 @@ def test_the_same_configuration_in_every_dialect() -> None:
     script, nemo = megatron.read(SCRIPT, 16), megatron.read_nemo(NEMO, None)
     assert sizes(tested.model) == sizes(script.model) == sizes(nemo.model)
     degrees = ("tp", "pp", "replicate", "replicate_zero", "sequence_parallel")
+    core = megatron.read_nemo(
+        NEMO.replace("distributed_fused_adam", "mcore_distributed_optim"), None
+    )
     for name in degrees:
         assert tested.knobs[name] == script.knobs[name] == nemo.knobs[name], name
+        assert core.knobs[name] == nemo.knobs[name], name
     assert nemo.settings["num_gpus"] == 16
 
 

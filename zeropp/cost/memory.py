@@ -162,7 +162,8 @@ def block_backward(work: Work, *, split: bool) -> float:
     inside *= work.shape.gates + split
     # The output is joined again from the slices of the TP ranks.
     outputs = 1 + (work.program.pipe_buffers and work.tp > 1)
-    return block_saved(work) + outputs * boundary_bytes(work) + work.tokens * e * inside
+    product = work.program.separate_weight_gradient * work.shape.hidden * work.shape.ffn / work.tp
+    return block_saved(work) + outputs * boundary_bytes(work) + e * (work.tokens * inside + product)
 
 
 def half_backward(work: Work, half: BlockHalf, *, split: bool) -> float:

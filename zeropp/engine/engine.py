@@ -162,12 +162,8 @@ class Engine:
         if call != "train_step":
             return batch
         mine, different = digests[dist.get_rank()], set(digests)
-        for ranks in self._layout.pipelines() if len(different) > 1 else ():
-            if len({digests[rank] for rank in ranks}) > 1:
-                raise RowsError(
-                    f"train_step: ranks {list(ranks)}, which are one pipeline, were given inputs "
-                    "of different shapes"
-                )
+        if len(different) > 1:
+            self._check_pipelines(digests)
         is_new = not self._seen.issuperset(different)
         self._seen |= different
         with self._usable_unless_it_fails():
@@ -287,6 +283,14 @@ class Engine:
         """Raise RuntimeError if the engine was closed, or if an earlier step has failed."""
         if self._unusable:
             raise RuntimeError(self._unusable)
+
+    def _check_pipelines(self, digests: Sequence[int]) -> None:
+        for ranks in self._layout.pipelines():
+            if len({digests[rank] for rank in ranks}) > 1:
+                raise RowsError(
+                    f"train_step: ranks {list(ranks)}, which are one pipeline, were given inputs "
+                    "of different shapes"
+                )
 
     @contextmanager
     def _usable_unless_it_fails(self) -> Iterator[None]:

@@ -1,9 +1,9 @@
 """Every private name of torch that the library uses, most of them to trace a rank without peers or
 to watch what operators and collectives do (``zeropp.verify``).
 
-Training uses public names only, but for a timeout. A release of torch may move or change the names
-in this file; for each one ``tests/gloo/test_private_names.py`` says what no longer works without
-it.
+Training uses public names only, but for a timeout and the walk before it. A release of torch may
+move or change the names in this file; for each one ``tests/gloo/test_private_names.py`` says what
+no longer works without it.
 """
 
 from __future__ import annotations

@@ -192,12 +192,6 @@ def _streams(device: Device) -> dict[str, Any]:
     """The stand-ins for what ``torch.cuda`` has."""
     made = iter(range(1, 1 << 30))
 
-    def new_stream(*_: object, **__: object) -> _Stream:
-        return _Stream(device, f"stream {next(made)}")
-
-    def current_stream(*_: object) -> _Stream:
-        return _Stream(device, device.current)
-
     @contextmanager
     def stream(one: _Stream | None) -> Iterator[None]:
         before, device.current = device.current, device.current if one is None else one.name
@@ -210,9 +204,9 @@ def _streams(device: Device) -> dict[str, Any]:
         device.wait_on_host(device.everything(), None, "synchronize")
 
     return {
-        "Stream": new_stream,
+        "Stream": lambda *_, **__: _Stream(device, f"stream {next(made)}"),
         "Event": lambda *_, **__: _Event(device),
-        "current_stream": current_stream,
+        "current_stream": lambda *_: _Stream(device, device.current),
         "stream": stream,
         "synchronize": synchronize,
     }

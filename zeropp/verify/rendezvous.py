@@ -149,7 +149,7 @@ def stuck(
 def hanging_waits(logs: Logs, rank: int) -> list[int]:
     """The places in one rank's log where its host, if it waited for its whole device, would wait
     for ever although all other ranks go on. At the end the log's length may be one of them."""
-    simulation = _Simulation(logs)
+    simulation = _Simulation(logs, None, None, str)
     one = simulation.ranks[rank]
     found = []
     one.limit = 0
@@ -203,11 +203,7 @@ class _Rank:
 
 class _Simulation:
     def __init__(
-        self,
-        logs: Logs,
-        resident: int | None = None,
-        seed: int | None = None,
-        queue_of: Callable[[str], str] = str,
+        self, logs: Logs, resident: int | None, seed: int | None, queue_of: Callable[[str], str]
     ) -> None:
         self.ranks = {rank: _Rank(rank, log) for rank, log in logs.items()}
         self._places, self._queue_of = resident, queue_of

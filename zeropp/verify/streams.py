@@ -50,8 +50,8 @@ COLLECTIVES = {
 _NOTHING = {
     f"aten::{name}" for name in ("set_", "detach", "alias", "is_same_size", "record_stream")
 }
-_EMPTY = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty")}
-_EMPTY.add("aten::new_empty_strided")
+_EMPTY = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided")}
+_EMPTY |= {f"aten::{name}" for name in ("new_empty", "new_empty_strided")}
 _READ_BY_HOST = {f"aten::{name}" for name in ("_local_scalar_dense", "equal", "nonzero")}
 
 

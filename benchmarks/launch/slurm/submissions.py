@@ -83,12 +83,9 @@ class SubmittedPoint:
         """Its attempts on disk, oldest first, without emptied ones."""
         name = attempt_name(self.directory)
         found = [p for p in self.point.glob(f"{name}-*") if p.is_dir() and any(p.iterdir())]
-        numbered = [(p.name.rpartition("-")[2], p) for p in found]
-        return [p for number, p in sorted(numbered, key=_restart) if number.isdigit()]
-
-
-def _restart(numbered: tuple[str, Path]) -> int:
-    return int(numbered[0]) if numbered[0].isdigit() else -1
+        numbered = {p: p.name.rpartition("-")[2] for p in found}
+        restarts = {p: int(number) for p, number in numbered.items() if number.isdigit()}
+        return sorted(restarts, key=restarts.__getitem__)
 
 
 def report_name(sweep: str) -> str:
