@@ -200,8 +200,8 @@ def _side_by_side(record: str) -> str:
         for row in cell["rows"]:
             step, ratio = row["step_s"], row["torch_pp_over_it"]
             numbers = (
-                f"{step['median']:.2f} [{step['q1']:.2f}, {step['q3']:.2f}]",
-                f"{ratio['median']:.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]",
+                _quartiles(step),
+                _quartiles(ratio),
                 f"{row['cpu_s_of_all_ranks']:.2f}",
                 f"{row['cpu_s_of_main_threads']:.2f}",
                 f"{row['gathers_per_step']:.0f}",
@@ -210,6 +210,29 @@ def _side_by_side(record: str) -> str:
             name = f"{cell['model']}, {cell['ranks']}"
             lines.append([name, row["way"], *numbers])
     return markdown_table([*heads, "gathers", "reductions"], lines)
+
+
+def _quartiles(of: dict[str, float]) -> str:
+    return f"{of['median']:.2f} [{of['q1']:.2f}, {of['q3']:.2f}]"
+
+
+def _overhead(name: str) -> str:
+    """What the engine costs beside a plain loop, before and after it was made cheaper, and beside
+    FSDP2."""
+    before, after = (
+        json.loads((_REFERENCE / f"{name}{which}.json").read_text()) for which in ("_before", "")
+    )
+    old = {(row["way"], row["size"]): row for row in before["one_rank"]}
+    lines = []
+    for row in [*after["one_rank"], *after["two_ranks"]]:
+        both = [old.get((row["way"], row["size"])), row]
+        best = (f"{one['best_cpu_ratio']:.2f}" if one else "" for one in both)
+        medians = (_quartiles(one["cpu_ratio"]) if one else "" for one in both)
+        words = f"{row['way']} over {row['base']}"
+        base_ms, count = f"{row['base_cpu_s'] * 1e3:.0f}", str(row["samples"])
+        lines.append([words, row["size"], count, base_ms, *best, *medians])
+    heads = ["", "model", "pairs", "CPU ms of the latter", "best, before", "best"]
+    return markdown_table([*heads, "median, before", "median"], lines)
 
 
 TABLES: dict[str, Callable[[str], str]] = {
@@ -224,6 +247,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "traced": _traced,
     "plan_ranks": _plan_ranks,
     "pipelines": _side_by_side,
+    "overhead": _overhead,
 }
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Annotated, Any, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeropp.cluster import Cluster, named_cluster
@@ -62,6 +62,9 @@ class Settings(StepKnobs):
     precision: Precision = "fp32"
     """``bf16``: layers compute in bf16 (their floating-point inputs are cast to it, as FSDP2 casts
     them); masters, gradient sums and the optimizer stay fp32."""
+    fp32_modules: tuple[type[nn.Module], ...] = ()
+    """Kinds of modules that compute in fp32 all the same (norms, for example), with their
+    parameters in fp32: their inputs are cast to it, and their outputs back to bf16."""
     loss_reduction: LossReduction = "mean"
     """What the loss function does over a microbatch's rows. ``mean``: the loss of a batch is the
     mean over its rows; ``sum``: their sum."""

@@ -78,6 +78,7 @@ def run_page(folder: Path) -> tuple[int, list[float], int]:
         "loss_fn": F.mse_loss,
         **batch_names(inputs, targets),
         "folder": str(folder),
+        "other_folder": f"{folder}_other",
         "loader_state": {"epoch": 1},
         "print": lambda *values: printed.extend(values),
     }

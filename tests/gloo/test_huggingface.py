@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 import zeropp
+from tests.gloo.differences import largest
 from tests.gloo.world import World
 from zeropp import huggingface
+from zeropp.schedule.zeropp_order import smallest_cap
 
 ROWS, MICROBATCH, LENGTH, VOCABULARY, STEPS, RATE = 8, 2, 10, 60, 2, 0.5
+LAYERS, TOPOLOGIES = 6, 20
+# How far gradients may be from one process's, in fp64. Gemma's norms add up the gradients of their
+# weights in fp32, so that it matters where a batch is cut.
+BOUNDS = {"gemma2": 5e-6, "gemma3_text": 5e-6}
 _SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 4}
 _LLAMA = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 24, "head_dim": 4}
 _WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -37,10 +44,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "max_position_embeddings": 16},
     "mixtral": {**_LLAMA, "num_local_experts": 4, "sliding_window": 4},
 }  # fmt: skip
-DEGREES: list[dict[str, Any]] = [
-    {"shard": 2, "chunks": 2, "recompute": "full"},
-    {"pp": 2, "shard": 2, "chunks": 2, "recompute": "selective"},
-]
 
 
 @pytest.fixture(autouse=True)
@@ -50,22 +53,24 @@ def _no_bars() -> Iterator[None]:
     logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def config_of(family: str) -> Any:
-    """A tiny model's configuration."""
-    more = {"attn_implementation": "eager"} if family in ("gemma2", "gpt_neox") else {}
+def config_of(family: str, tied: bool | None = None) -> Any:
+    """A tiny model's configuration; by default it ties what the family's setting here does."""
+    more: dict[str, Any] = {} if tied is None else {"tie_word_embeddings": tied}
+    if family in ("gemma2", "gpt_neox"):
+        more["attn_implementation"] = "eager"
     if family == "mixtral":  # torch has no grouped products in fp64
         more["experts_implementation"] = "eager"
     return AutoConfig.for_model(
         family, vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        **FAMILIES[family], **more,
+        **FAMILIES[family] | more,
     )  # fmt: skip
 
 
-def made(family: str) -> PreTrainedModel:
+def made(family: str, tied: bool | None = None) -> PreTrainedModel:
     """A tiny model in fp64, the same at every call, with weights that are not small."""
     torch.manual_seed(1)
     make: Any = AutoModelForCausalLM
-    model: PreTrainedModel = make.from_config(config_of(family), dtype=torch.float64)
+    model: PreTrainedModel = make.from_config(config_of(family, tied), dtype=torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -91,10 +96,39 @@ def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
     ) / (ROWS * LENGTH)  # fmt: skip
 
 
+def topology(seed: int) -> dict[str, Any]:
+    """Random keywords of ``parallelize`` for at most eight ranks, and a random microbatch."""
+    draw = random.Random(seed)
+    pp, shard, replicate = draw.choice(
+        [(p, s, r) for p in (1, 2, 3) for s in (1, 2, 4) for r in (1, 2) if 1 < p * s * r <= 8]
+    )
+    microbatch = draw.choice([1, 2] if shard * replicate < 8 else [1])
+    count = ROWS // (microbatch * shard * replicate)
+    chunks, unit = draw.randint(1, LAYERS // pp), draw.randint(1, count)
+    least = smallest_cap(chunks, count, unit)
+    return {
+        "pp": pp,
+        "shard": shard,
+        "replicate": replicate,
+        "chunks": chunks,
+        "unit": unit,
+        "microbatch": microbatch,
+        "activation_cap": draw.randint(least, max(least, unit * chunks)),
+        "prefetch": draw.randint(0, 2),
+        "replicate_zero": draw.randint(0, 1) if replicate > 1 else 0,
+        "placement": draw.choice(["dp_inner", "pp_inner"]),
+        "recompute": draw.choice(["none", "selective", "full"]),
+        "reduce_every": draw.choice(["unit", "step"]),
+        "split_backward": draw.random() < 0.7,
+        "tied": draw.random() < 0.5,
+    }
+
+
 @cache
-def alone(family: str) -> dict[str, Tensor]:
-    """Parameters after some steps of plain SGD in one process, through the model's own forward."""
-    model: Any = made(family)
+def alone(family: str, tied: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters and the last gradients after some steps of plain SGD in one process, through the
+    model's own forward."""
+    model: Any = made(family, tied)
     before = {name: one.detach().clone() for name, one in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
@@ -104,19 +138,25 @@ def alone(family: str) -> dict[str, Tensor]:
         optimizer.step()
     after = {name: one.detach() for name, one in model.named_parameters()}
     assert sum(float((after[n] - before[n]).abs().max()) > 1e-4 for n in after) > len(after) * 0.8
-    return after
+    return after, {name: torch.zeros_like(one) if one.grad is None else one.grad
+                   for name, one in model.named_parameters()}  # fmt: skip
 
 
-def train(degrees: dict[str, Any], expected: dict[str, dict[str, Tensor]]) -> dict[str, float]:
-    """How far the parameters of each family are from those of one process."""
+Expected = dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]
+
+
+def train(drawn: dict[str, Any], expected: Expected) -> dict[str, tuple[float, float]]:
+    """How far parameters and gradients of each family are from those of one process."""
     apart = {}
-    for family, values in expected.items():
-        layers = huggingface.layers(made(family))
+    degrees = {name: value for name, value in drawn.items() if name not in ("microbatch", "tied")}
+    rows = drawn["microbatch"]
+    for family, (parameters, gradients) in expected.items():
+        layers = huggingface.layers(made(family, drawn["tied"]))
         with zeropp.parallelize(
             layers,
             loss_function,
-            sample=batch(0)[0][:MICROBATCH],
-            sample_keywords={"attention_mask": batch(0)[2][:MICROBATCH]},
+            sample=batch(0)[0][:rows],
+            sample_keywords={"attention_mask": batch(0)[2][:rows]},
             global_batch=ROWS,
             loss_reduction="sum",
             optimizer=lambda groups: torch.optim.SGD(groups["all"], lr=RATE),
@@ -125,20 +165,31 @@ def train(degrees: dict[str, Any], expected: dict[str, dict[str, Tensor]]) -> di
             for step in range(STEPS):
                 tokens, targets, mask = (one[model.rows] for one in batch(step))
                 model.train_step(tokens, targets, attention_mask=mask)
-            found = {layers.own_name(n): one for n, one in model.full_parameters()}
-        assert found
-        apart[family] = max(float((one - values[n]).abs().max()) for n, one in found.items())
+            pairs = (model.full_parameters(), parameters), (model.gradients(), gradients)
+            first, second = (
+                largest([float((one - theirs[layers.own_name(n)]).abs().max()) for n, one in ours])
+                for ours, theirs in pairs
+            )
+            apart[family] = first, second
     return apart
 
 
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_families_are_those_of_one_process(world: World, degrees: dict[str, Any]) -> None:
-    expected = {family: alone(family) for family in FAMILIES}
-    size = degrees.get("pp", 1) * degrees.get("shard", 1)
-    for apart in world.run(train, degrees, expected, size=size):
-        assert set(apart) == set(FAMILIES)
-        # Full parameters are given in fp32.
-        assert {family: one for family, one in apart.items() if not one < 1e-6} == {}
+def check(world: World, seed: int, families: Iterable[str]) -> None:
+    """Hold a random topology to one process. Parameters are given in fp32, gradients in fp64."""
+    drawn = topology(seed)
+    expected = {family: alone(family, drawn["tied"]) for family in families}
+    size = drawn["pp"] * drawn["shard"] * drawn["replicate"]
+    for apart in world.run(train, drawn, expected, size=size):
+        assert set(apart) == set(expected)
+        for family, (parameters, gradients) in apart.items():
+            bound = BOUNDS.get(family, 1e-9)
+            assert parameters < bound + 1e-6, (family, parameters, drawn)
+            assert gradients < bound, (family, gradients, drawn)
+
+
+@pytest.mark.parametrize("seed", range(len(FAMILIES) // 2))
+def test_random_topologies_are_one_process(world: World, seed: int) -> None:
+    check(world, seed, list(FAMILIES)[seed :: len(FAMILIES) // 2])
 
 
 SAVED = ("llama", "qwen3", "gpt2", "mixtral")
@@ -208,3 +259,16 @@ def test_other_families_are_refused() -> None:
         bloom = make.from_config(AutoConfig.for_model("bloom", n_layer=1, hidden_size=8, n_head=2))
     with pytest.raises(zeropp.InfeasibleError, match="its family 'bloom' is not known"):
         huggingface.layers(bloom)
+
+
+def main() -> None:
+    """All families in every topology, which takes some minutes:
+    ``python -m tests.gloo.test_huggingface``."""
+    with World() as world:
+        for seed in range(TOPOLOGIES):
+            check(world, seed, FAMILIES)
+            print(seed, topology(seed), flush=True)
+
+
+if __name__ == "__main__":
+    main()

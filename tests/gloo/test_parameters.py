@@ -193,3 +193,51 @@ def test_ties_of_any_two_layers(world: World, size: int) -> None:
     found = world.run(train_tied, size, size=size)
     assert all(len(errors) == 5 for errors in found)
     assert largest(error for errors in found for error in errors) < 1e-6
+
+
+class Normed(nn.Module):
+    """A residual layer with a norm, which notes the types it computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        with torch.no_grad():
+            self.norm.weight.add_(2.0**-12)  # bf16 has no such number
+        self.seen: set[tuple[Any, ...]] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x)
+        if not x.is_meta:
+            dtypes = (one.dtype for one in (x, y, self.linear.weight, self.norm.weight))
+            self.seen.add((*dtypes, float(self.norm.weight.detach()[0])))
+        return x + self.linear(y)  # type: ignore[no-any-return]
+
+
+def normed(degrees: dict[str, Any], kinds: tuple[type[nn.Module], ...]) -> tuple[Any, Any]:
+    """What layers have seen in a first step in bf16, and its gradients."""
+    torch.manual_seed(4)
+    layers = [Normed() for _ in range(4)]
+    x, y = (part.float() for part in data(0))
+    with zeropp.parallelize(
+        layers, loss_function, sample=x[:1], global_batch=BATCH, precision="bf16",
+        fp32_modules=kinds, **degrees,
+    ) as model:  # fmt: skip
+        model.train_step(x[model.rows], y[model.rows])
+        seen = set().union(*(layer.seen for layer in layers))
+        return seen, dict(model.gradients())
+
+
+def test_norms_compute_in_fp32_where_asked(world: World) -> None:
+    (wide, alone), (narrow, rounded) = (
+        world.run(normed, {}, kinds, size=1)[0] for kinds in ((nn.LayerNorm,), ())
+    )
+    short = torch.bfloat16
+    assert wide == {(short, short, short, torch.float32, 1 + 2.0**-12)}
+    assert narrow == {(short, short, short, short, 1.0)}
+    apart = [float((rounded[name] - one).abs().max()) for name, one in alone.items()]
+    assert 0 < largest(apart) < 0.1
+    degrees = {"pp": 2, "shard": 2, "recompute": "full"}
+    for seen, gradients in world.run(normed, degrees, (nn.LayerNorm,), size=4):
+        assert seen == wide
+        for name, one in gradients.items():
+            torch.testing.assert_close(one, alone[name], rtol=2e-2, atol=1e-3)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.stateful import Stateful
 
 import zeropp
@@ -68,6 +68,23 @@ def test_training_goes_on_in_other_topologies_and_one_process_reads_it(
         load(read, checkpoint_id=str(target), no_dist=True)
         check(trained_part(read["model"]), trained_part(expected), 1e-12)
         start = target
+
+
+def train_on_while_saving(place: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The whole state when an asynchronous save began, and what a new model reads of it."""
+    with parallel({"pp": 2, "shard": 2}) as model, parallel({"shard": 4}) as other:
+        train(model, 0, 2)
+        before = model.full_state_dict()
+        saving: Any = async_save({"model": model}, checkpoint_id=str(place))
+        train(model, 2, 4)
+        saving.result()
+        load({"model": other}, checkpoint_id=str(place))
+        return trained_part(before) if before else {}, other.full_state_dict()
+
+
+def test_an_asynchronous_save_has_the_state_of_its_beginning(world: World, tmp_path: Path) -> None:
+    (before, found), *_ = world.run(train_on_while_saving, tmp_path / "saved", size=4)
+    check(trained_part(found), before, 0.0)
 
 
 def load_whole() -> dict[str, str]:

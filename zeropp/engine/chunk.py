@@ -304,6 +304,8 @@ class Chunk:
 
     def _chosen(self, keywords: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
         """Keyword inputs of a module, in the type that it computes in."""
+        if not keywords:
+            return {}
         mine = chosen(keywords, self._names[index])
         return dict(zip(mine, cast(list(mine.values()), self._options.compute), strict=True))
 

@@ -76,7 +76,9 @@ def make_groups(layout: Layout, device: torch.device, timeout: timedelta | None)
         gather=make("shard", name="zeropp gathers"),
         reduce=make("shard", name="zeropp reductions"),
         replicate=make("replicate", name="zeropp replicas"),
-        world=dist.new_group(timeout=timeout, backend=backend, group_desc="zeropp sums"),
+        world=dist.new_group(timeout=timeout, backend=backend, group_desc="zeropp sums")
+        if layout.world > 1
+        else None,
     )
     for group in (groups.gather, groups.reduce, groups.replicate, groups.world):
         if group is not None:  # NCCL connects a group in its first collective, and waits there

@@ -73,14 +73,15 @@ class WeightGradStore:
     def run(self, microbatch: int) -> None:
         """Compute the delayed weight gradients of a microbatch; each layer's x and dY are freed."""
         pending = self._pending.pop(microbatch, deque())  # a frozen chunk has none
-        while pending:
-            pending.popleft()()
+        with torch.no_grad():
+            while pending:
+                pending.popleft()()
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """A linear layer on rows, from [rows, in] to [rows, out]; ``transposed`` says that the weight
-    is [in, out] instead of [out, in]. The output is not a view, so that the next layer may change
-    it in place."""
+    """A linear layer, from [..., in] to [..., out]; ``transposed``: the weight is [in, out]
+    instead of [out, in]. The output is not a view, so that the next layer may change it in
+    place."""
 
     @staticmethod
     def forward(
@@ -105,7 +106,8 @@ class _DeferredLinear(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        left, right = (x, grad) if ctx.transposed else (grad, x)
+        rows, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        left, right = (rows, grad) if ctx.transposed else (grad, rows)
         grad_weight = None
         inner = ctx.again or not ctx.store.takes() or torch.is_grad_enabled()
         if ctx.needs_input_grad[1] and not inner:
@@ -115,24 +117,24 @@ class _DeferredLinear(torch.autograd.Function):
             grad_weight = left.t() @ right
         back = weight.t() if ctx.transposed else weight
         # Autocast computes in a smaller type than the weight's.
-        grad_x = grad @ back.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        grad_x = (grad @ back.to(grad.dtype)).view(x.shape) if ctx.needs_input_grad[0] else None
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None
 
 
-@torch.no_grad()
 def accumulate(parameter: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``leftᵀ right`` to a parameter's gradient in one matrix product.
+    """Add ``leftᵀ right`` to a parameter's gradient in one matrix product, without a graph.
 
     ``left`` is [rows, first dimension of the gradient] and ``right`` is [rows, second dimension].
     Both may have a narrower number type than the gradient, which is summed in its own type.
     """
-    if parameter.grad is None:
+    total = parameter.grad
+    if total is None:
         parameter.grad = (left.t() @ right).to(parameter.dtype)
-    elif parameter.grad.dtype == left.dtype == right.dtype:
-        parameter.grad.addmm_(left.t(), right)
+    elif total.dtype == left.dtype == right.dtype:
+        total.addmm_(left.t(), right)
     else:
-        add_wide_product(parameter.grad, left.t(), right)
+        add_wide_product(total, left.t(), right)
 
 
 def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -158,7 +160,7 @@ class DeferredLinear(nn.Linear):
         weight = self.weight
         if not (isinstance(weight, nn.Parameter) and weight.is_leaf):
             return F.linear(x, weight, self.bias)  # computed from other parameters
-        return _on_rows(x, weight, self.bias, self.store, transposed=False)
+        return _linear(x, weight, self.bias, self.store, transposed=False)
 
 
 class DeferredConv1D(nn.Module):
@@ -170,29 +172,27 @@ class DeferredConv1D(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The forward of ``transformers.pytorch_utils.Conv1D``: [..., in] to [..., out]."""
-        return _on_rows(x, self.weight, self.bias, self.store, transposed=True)
+        return _linear(x, self.weight, self.bias, self.store, transposed=True)
 
 
-def _on_rows(
+def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradStore, *, transposed: bool
 ) -> Tensor:
     if torch.compiler.is_compiling():
         return _uncompiled(x, weight, bias, store, transposed=transposed)  # type: ignore[no-any-return]
-    rows = x.reshape(-1, x.shape[-1])
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        rows = rows.to(torch.get_autocast_dtype(x.device.type))  # as F.linear reads it
+        x = x.to(torch.get_autocast_dtype(x.device.type))  # as F.linear reads it
     try:
-        output = _DeferredLinear.apply(rows, weight, bias, store, transposed)  # type: ignore[no-untyped-call]
+        return _DeferredLinear.apply(x, weight, bias, store, transposed)  # type: ignore[no-any-return,no-untyped-call]
     except RuntimeError as error:
         if "functorch" not in str(error):
             raise
         # torch refuses such a function inside torch.func's transforms. The kind that it accepts
         # there (with ``setup_context``) inspects its signature at every call, which takes long.
-        output = F.linear(rows, weight.t() if transposed else weight, bias)
-    return output.view(*x.shape[:-1], output.shape[-1])  # type: ignore[no-any-return]
+        return F.linear(x, weight.t() if transposed else weight, bias)
 
 
-_uncompiled: Any = torch.compiler.disable(_on_rows)  # type: ignore[no-untyped-call]
+_uncompiled: Any = torch.compiler.disable(_linear)  # type: ignore[no-untyped-call]
 
 
 def defer_weight_grads(

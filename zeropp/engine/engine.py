@@ -33,6 +33,7 @@ from zeropp.engine.options import Boundary, EngineOptions, MakeOptimizer, Piece
 from zeropp.engine.preflight import check_cuda
 from zeropp.engine.private_names import default_timeout
 from zeropp.engine.sharding import make_flats
+from zeropp.engine.values import computing_in_fp32
 from zeropp.layout import InfeasibleError, Layout
 from zeropp.schedule.program import Op, Schedule
 from zeropp.timeline import Span
@@ -40,7 +41,7 @@ from zeropp.training import OptimizerConfig
 
 # Elements of a weight. To add a smaller one's gradient inside its product saves less time than
 # Python takes for it.
-_LEAST_ADDED = 2**16
+_LEAST_ADDED = 2**18
 
 _claimed: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by identity
 
@@ -139,7 +140,8 @@ class Engine:
             if losses:
                 sums[0] = torch.stack(losses).sum()
             sums[1] = square_norm_of(flats, self._layout, self._device)
-            dist.all_reduce(sums, group=self._groups.world)
+            if self._groups.world is not None:
+                dist.all_reduce(sums, group=self._groups.world)
             result = StepTensors(sums[0], sums[1].sqrt())
             self.skipped_steps += self.updater.update(result.grad_norm)
             self._gather_updated()
@@ -159,14 +161,15 @@ class Engine:
         batch, digests = self.barrier.run(call, make, Microbatches.digest)
         if call != "train_step":
             return batch
-        if len(set(digests)) > 1:
+        mine, different = digests[dist.get_rank()], set(digests)
+        if len(different) > 1:
             self._check_pipelines(digests)
-        is_new = not self._seen.issuperset(digests)
-        self._seen |= set(digests)
+        is_new = not self._seen.issuperset(different)
+        self._seen |= different
         with self._usable_unless_it_fails():
             if is_new:
-                self._passed[batch.digest()] = self._evaluator.boundaries(batch)
-            passed = self._passed[batch.digest()]
+                self._passed[mine] = self._evaluator.boundaries(batch)
+            passed = self._passed[mine]
             for stage, chunk in self.chunks.items():
                 chunk.arriving = passed.get(stage)
                 chunk.leaving = passed.get(stage + 1)
@@ -316,6 +319,11 @@ class Engine:
         _claim(self._pieces, undo)
         self.lanes = make_lanes(self._device, undo)
         pp = self._layout.coordinates(dist.get_rank())["pp"]
+        if self._options.precision == "bf16":
+            modules = (module for piece in self._pieces for module in piece.module.modules())
+            for module in modules:
+                if isinstance(module, self._options.fp32_modules):
+                    undo.enter_context(computing_in_fp32(module, torch.bfloat16))
         splits = any(action.op is Op.BACKWARD_INPUT for action in schedule.programs[pp])
         self.chunks = {
             stage: self._chunk(stage, schedule.num_stages, boundary, splits=splits)

@@ -84,6 +84,8 @@ class ErrorBarrier:
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of all ranks, as many on each, by rank; collective. Raises RuntimeError that
         names late ranks, if rank 0 is not among them, on rank 0."""
+        if dist.get_world_size() == 1:
+            return [list(numbers)]
         mine = torch.tensor(numbers)
         every = torch.empty(dist.get_world_size() * len(numbers), dtype=torch.long)
         try:

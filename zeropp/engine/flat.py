@@ -221,7 +221,6 @@ class FlatParameters:
         self._arriving: Ticket | None = None  # a gather that compute has not waited for
         self.updated: Ticket | None = None  # the other replicas' rows after an update
         self._sums: Tensor | None = None  # gradients of this rank that are not reduced
-        self._spare: Tensor | None = None  # the memory of an earlier step's sums
         self._over_shards: Tensor | None = None  # reduced over the shards, not over the replicas
         self._over_replicas: Tensor | None = None  # reduced over both
         self.owned = [
@@ -242,9 +241,8 @@ class FlatParameters:
     def hide(self) -> None:
         """Make the parameters NaN in their own shapes, as they are outside of steps, unless the
         buffer has the values that this rank updates."""
-        if self._hides:
-            for parameter, _, outside in self._views:
-                parameter.data = outside
+        for parameter, _, outside in self._views:
+            parameter.data = outside
 
     def give_back(self) -> None:
         """Leave the parameters their trained values for good, if this rank has all of them in the
@@ -291,11 +289,7 @@ class FlatParameters:
         if self._sums is not None or not self.trainable:
             return
         self._lanes.join_reduction_of(self)
-        spare, self._spare = self._spare, None
-        if spare is None:
-            self._sums = zeros(self.layout.size, self._types.master, self.master.device)
-        else:
-            self._sums = spare.zero_()
+        self._sums = zeros(self.layout.size, self._types.master, self.master.device)
         for member in self.members:
             gradient = member.slot.view(self._sums)
             for parameter in member.parameters:
@@ -332,8 +326,10 @@ class FlatParameters:
         return self._over_shards if self._groups.reduce is not None else self._sums
 
     def clear_gradients(self) -> None:
-        """Drop all gradients."""
-        self._spare = self._sums if self._keeps_sums else None
+        """Drop all gradients, or make kept ones zero."""
+        if self._keeps_sums and self._sums is not None:
+            self._sums.zero_()
+            return
         self._sums = self._over_shards = self._over_replicas = None
         for parameter in self._parameters:
             parameter.grad = None
@@ -391,7 +387,6 @@ class FlatParameters:
             buffer = self._part
         else:
             buffer = self.master.new_empty(self.layout.size, dtype=self._types.compute)
-        self._hides = buffer is not self.master or self._zero
         slots = [(one.slot, parameter) for one in self.members for parameter in one.parameters]
         nothing = buffer.new_full((len(slots),), torch.nan)  # parameters share no memory
         self._views = [
@@ -402,6 +397,8 @@ class FlatParameters:
         if self.trainable:
             for parameter in self._parameters:
                 parameter.grad_dtype = None
+        if buffer is self.master and not self._zero:
+            self._views = []  # parameters stay views of what this rank keeps and updates
         self.hide()
         if not self._resident:
             buffer.untyped_storage().resize_(0)

@@ -132,6 +132,7 @@ class Interpreter:
             Op.RECV_F: self._receive,
             Op.RECV_B: self._receive,
         }
+        self._actions = [(a, str(a), a.op.name.lower()) for a in self._program]
 
     def run(self, batch: Microbatches) -> list[Tensor]:
         """Run the program over one step's microbatches. Returns the losses that this rank's stages
@@ -140,15 +141,15 @@ class Interpreter:
         self._reductions_left = self._unreduced.copy()
         with shown(self._chunks.values()):
             begin = time.perf_counter()
-            for action in self._program:
+            for action, name, kind in self._actions:
                 if self.on_action is not None:
                     self.on_action(action)
                 start = self._clock(begin)
-                with record_function(str(action)):
+                with record_function(name):
                     self._handlers[action.op](action, step)
-                self.counters[action.op.name.lower()] += 1
+                self.counters[kind] += 1
                 if self.spans is not None:
-                    place = self._rank, LANES[action.op], str(action)
+                    place = self._rank, LANES[action.op], name
                     self.spans.append(Span(*place, start, self._clock(begin)))
             self._channels.drain()
         for chunk in self._chunks.values():

@@ -46,6 +46,7 @@ def one_group(name: Name, parameter: nn.Parameter) -> str:
 class EngineOptions:
     """An engine's settings, besides its part of a plan.
 
+    ``fp32_modules``: kinds of modules that compute in fp32 where the precision is bf16;
     ``reduce_dtype``: the type in which gradients are sent; ``tied`` names two parameters as
     (piece, name) that are one in the model, in ``tied_stages``; ``lr_schedule`` gives the factor on
     the learning rate from the number of steps done; ``dropout_seed``: what the model draws is a
@@ -60,6 +61,7 @@ class EngineOptions:
     """
 
     precision: Precision = "fp32"
+    fp32_modules: tuple[type[nn.Module], ...] = ()
     recompute: Recompute = "none"
     reduce_dtype: WireType = "fp32"
     tied: tuple[Name, Name] | None = None

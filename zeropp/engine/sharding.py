@@ -49,6 +49,9 @@ def make_flats(
     optimizer's work (ZeRO-1); ``keeps_sums`` as in ``FlatParameters``. Raises InfeasibleError for
     parameters that cannot be sharded."""
     found = _parameters(pieces)
+    modules = (module for piece in pieces.values() for module in piece.modules())
+    wide = [module for module in modules if isinstance(module, options.fp32_modules)]
+    in_fp32 = {id(parameter) for module in wide for parameter in module.parameters()}
     _tie(found, options.tied)
     delayed = {id(weight) for weight in deferred}
     lots: defaultdict[tuple[bool, bool, Name | None, torch.dtype | None], list[_Found]]
@@ -58,9 +61,9 @@ def make_flats(
         shared = next((name for name in one.names if name in (options.tied or ())), None)
         late = shared is None and first.requires_grad and id(first) in delayed
         # Layers that compute in several types keep them; mixed precision has one for all.
-        own = first.dtype if options.precision == "fp32" else None
+        own = first.dtype if options.precision == "fp32" or id(first) in in_fp32 else None
         lots[first.requires_grad, late, shared, own].append(one)
-    for (trainable, late, shared, _), lot in lots.items():
+    for (trainable, late, shared, own), lot in lots.items():
         rows = (groups.replica, groups.replicas) if zero and trainable else (0, 1)
         # Both copies of a tied parameter are updated alike, so both ask by its first name.
         asked = options.tied[0] if shared is not None and options.tied is not None else None
@@ -81,7 +84,7 @@ def make_flats(
             layout,
             groups=groups,
             lanes=lanes,
-            types=_types(lot, options),
+            types=_types(lot, options, None if own else torch.bfloat16),
             zero=zero and trainable,
             trainable=trainable,
             deferred=late,
@@ -120,11 +123,11 @@ def _tie(found: list[_Found], tied: tuple[Name, Name] | None) -> None:
         found.remove(copy)
 
 
-def _types(lot: Sequence[_Found], options: EngineOptions) -> Types:
+def _types(lot: Sequence[_Found], options: EngineOptions, compute: torch.dtype | None) -> Types:
+    """The types of a buffer; it computes in ``compute``, or in the type of its masters."""
     dtypes = [parameter.dtype for one in lot for parameter in one.parameters]
     # Frozen parameters are never updated, so they need no wider masters than what was given.
     least = torch.float32 if lot[0].parameters[0].requires_grad else dtypes[0]
     master = reduce(torch.promote_types, dtypes, least)
     wire = master if options.reduce_dtype == "fp32" else WIRE[options.reduce_dtype]
-    compute = torch.bfloat16 if options.precision == "bf16" else master
-    return Types(master, compute, wire)
+    return Types(master, compute or master, wire)
