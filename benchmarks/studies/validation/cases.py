@@ -32,10 +32,9 @@ from zeropp.shape import ModelShape
 # because power grows with frequency and voltage.
 
 
-_PCIE_GB_S = {
-    "v100": 15.5, "a100": 31.0, "a800": 31.0, "h100": 63.0, "h800": 63.0, "h200": 63.0,
-    "b200": 63.0, "gb200": 63.0, "gb300": 63.0, "stated": 31.0,
-}  # fmt: skip
+# One direction of 16 PCIe lanes: generation 3 and 4 in these devices, 5 in all later ones.
+_PCIE_GB_S = {"v100": 15.5, "a100": 31.0, "a800": 31.0, "stated": 31.0}
+_PCIE_5_GB_S = 63.0
 
 
 def cluster_of(row: PublishedRow) -> Cluster:
@@ -53,7 +52,7 @@ def cluster_of(row: PublishedRow) -> Cluster:
     device = replace(device, **_given(stated))
     intra, inter = cluster.intra, cluster.inter
     if row.intra_link == "pcie":
-        intra = replace(intra, bandwidth_gb_s=_PCIE_GB_S[row.device])
+        intra = replace(intra, bandwidth_gb_s=_PCIE_GB_S.get(row.device, _PCIE_5_GB_S))
     if row.intra_gb_s:
         intra = replace(intra, bandwidth_gb_s=row.intra_gb_s)
     if row.nic_gbit_s:

@@ -174,9 +174,11 @@ def are_cuts(cuts: tuple[float, ...], stages: int, layers: int) -> bool:
 # the source, and nobody measured it; such rows are priced, but no total of measurements counts
 # them.
 Role = Literal["fitted", "adjusted", "held_out", "computed"]
-DeviceName = Literal[
-    "v100", "a100", "a800", "h100", "h800", "h200", "b200", "gb200", "gb300", "stated"
-]  # fmt: skip
+# The presets of GPUs; "stated" is a device whose numbers the row itself has.
+DEVICES = (
+    *sorted({p.stem for p in (CHECKOUT / "conf/cluster").glob("*.yaml")} - {"cpu_gloo"}),
+    "stated",
+)
 Precise = Literal[
     "fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "int8", "fp4", "nvfp4", "mxfp4"
 ]  # of the products
@@ -200,6 +202,12 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([BMTbmt])\b")
 
 class UnpredictableError(ValueError):
     """A correct row has no price; the message is one line that says why."""
+
+
+def _known_device(name: str) -> str:
+    if name not in DEVICES:
+        raise ValueError(f"must be one of {', '.join(DEVICES)}: a file of conf/cluster, or stated")
+    return name
 
 
 def _registered(name: str) -> str:
@@ -233,7 +241,7 @@ class PublishedRow(BaseModel):
     seq: Count
     tied_embeddings: YesNo
     # Device and network; a blank cell means the value of the device's preset in ``conf/cluster``.
-    device: DeviceName
+    device: Annotated[Text, AfterValidator(_known_device)]
     memory_gib: Decimal | None = None
     memory_bandwidth_gb_s: Decimal | None = None
     peak_bf16_tflops: Decimal | None = None
