@@ -115,7 +115,7 @@ def _cut(
     named = [keywords_of(loss_fn), *(one.names for one in sizes)]
     preflight.check_keywords(settings.sample_keywords, len(settings.sample), named)
     kinds = [one.kinds for one in sizes]
-    preflight.check_parameters(kinds, settings.tied, settings.precision)
+    preflight.check_parameters(kinds, settings.tied, settings.precision, settings.fp32_modules)
     chosen = ""
     if asked:
         settings, chosen = choose(settings, asked, sizes)

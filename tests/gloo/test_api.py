@@ -58,14 +58,15 @@ class Branching(nn.Module):
 
 
 class InPlace(nn.Module):
-    """An activation that overwrites what a biased linear layer gave."""
+    """An activation that overwrites what a biased linear layer gave for a tensor of three
+    dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.linear(x), inplace=True) + x
+        return F.relu(self.linear(x[:, None]), inplace=True)[:, 0] + x
 
 
 class Unused(nn.Module):

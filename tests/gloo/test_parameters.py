@@ -241,3 +241,55 @@ def test_norms_compute_in_fp32_where_asked(world: World) -> None:
         assert seen == wide
         for name, one in gradients.items():
             torch.testing.assert_close(one, alone[name], rtol=2e-2, atol=1e-3)
+
+
+def train_with_frozen_norms() -> list[tuple[float, torch.dtype]]:
+    """The loss of a step with frozen norms in bf16 that compute in fp32, and their type inside."""
+    layers = [Normed().bfloat16() for _ in range(2)]
+    for layer in layers:
+        layer.norm.requires_grad_(False)
+    x, y = (part.float() for part in data(0))
+    with zeropp.parallelize(
+        layers, loss_function, sample=x[:1], global_batch=BATCH, precision="bf16",
+        fp32_modules=(nn.LayerNorm,), shard=2,
+    ) as model:  # fmt: skip
+        loss = float(model.train_step(x[model.rows], y[model.rows]).loss)
+    return [(loss, seen[3]) for layer in layers for seen in layer.seen]
+
+
+def test_frozen_norms_in_bf16_compute_in_fp32(world: World) -> None:
+    for found in world.run(train_with_frozen_norms, size=2):
+        assert len(found) == 2
+        assert all(loss > 0 and dtype == torch.float32 for loss, dtype in found)
+
+
+class Inside(nn.Linear):
+    """A linear layer that computes in fp32."""
+
+
+def made_half_wide() -> list[str]:
+    """What is said to a tie of a layer in fp32 with one in bf16, and to such a tie in one layer."""
+    said = []
+    x = data(0)[0].float()
+    within = nn.Sequential(Inside(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    within[1].weight = within[0].weight
+    cases: list[tuple[list[nn.Module], Any]] = [
+        ([Inside(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], ((0, "weight"), (1, "weight"))),
+        ([within, nn.Linear(WIDTH, WIDTH)], None),
+    ]
+    degrees: list[dict[str, int]] = [{"pp": 2}, {"shard": 2}, {"shard": 2, "chunks": 2}]
+    for layers, tied in cases:
+        for more in degrees:
+            said.append(small_layers.error_of(lambda: zeropp.parallelize(
+                layers, loss_function, sample=x[:1], global_batch=BATCH, precision="bf16",  # noqa: B023
+                fp32_modules=(Inside,), tied=tied, **more,  # noqa: B023
+            )))  # fmt: skip
+    return said
+
+
+def test_a_parameter_inside_and_outside_of_fp32_modules_is_refused(world: World) -> None:
+    for said in world.run(made_half_wide, size=2):
+        first, second = set(said[:3]), set(said[3:])
+        assert first == {one for one in first if "InfeasibleError: fp32_modules: 'weight'" in one}
+        assert second == {one for one in second if "InfeasibleError: fp32_modules: '0.w" in one}
+        assert len(said) == 6

@@ -99,7 +99,11 @@ class _DeferredLinear(torch.autograd.Function):
         ctx.again = store.takes()
         # The parameter object takes the gradient later; a saved tensor would be another object.
         ctx.parameter = weight
-        return F.linear(x, weight.t() if transposed else weight, bias)
+        output = F.linear(x, weight.t() if transposed else weight, bias)
+        # With a bias and three dimensions torch returns a view of its rows.
+        if output._is_view():
+            output = torch.ops.aten._unsafe_view.default(output, output.shape)
+        return output
 
     @staticmethod
     def backward(
@@ -126,7 +130,8 @@ def accumulate(parameter: Tensor, left: Tensor, right: Tensor) -> None:
     """Add ``leftᵀ right`` to a parameter's gradient in one matrix product, without a graph.
 
     ``left`` is [rows, first dimension of the gradient] and ``right`` is [rows, second dimension].
-    Both may have a narrower number type than the gradient, which is summed in its own type.
+    Both may have a narrower number type than the gradient, which is summed in its own type. It is
+    called where gradients are disabled.
     """
     total = parameter.grad
     if total is None:

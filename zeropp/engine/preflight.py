@@ -206,10 +206,14 @@ def _check_not_shared(layers: Sequence[Layer], tied: Tied | None) -> None:
 
 
 def check_parameters(
-    kinds: Sequence[Mapping[str, ParameterKind]], tied: Tied | None, precision: Precision
+    kinds: Sequence[Mapping[str, ParameterKind]],
+    tied: Tied | None,
+    precision: Precision,
+    fp32_modules: tuple[type[nn.Module], ...],
 ) -> None:
-    """Refuse parameters of 16 bits where layers compute in fp32, and tied parameters that do not
-    exist or differ in kind; raises InfeasibleError. ``kinds``: every layer's parameters by name."""
+    """Refuse parameters of 16 bits where layers compute in fp32, parameters that are used both
+    inside and outside of ``fp32_modules``, and tied parameters that do not exist or differ in kind;
+    raises InfeasibleError. ``kinds``: every layer's parameters by name."""
     for index, layer in enumerate(kinds):
         for name, kind in layer.items():
             if precision == "fp32" and kind.dtype.is_floating_point and kind.dtype.itemsize < 4:
@@ -226,6 +230,18 @@ def check_parameters(
             f"tied={tied}: the first is {ends[0]}, but the second {ends[1]}; both must have the "
             "same shape and type, and both be trained or frozen"
         )
+    for index, layer in enumerate(kinds if precision == "bf16" else ()):
+        for name, kind in layer.items():
+            inside = [*kind.inside]
+            if (index, name) in (tied or ()):
+                inside = [one for end in ends for one in end.inside]
+            wide = {any(issubclass(one, fp32_modules) for one in path) for path in inside}
+            if len(wide) > 1:
+                raise InfeasibleError(
+                    f"fp32_modules: {name!r} of layers[{index}] is used both inside and outside of "
+                    "such a module, but computes in one number type (name the kinds of all modules "
+                    "that use it, or of none)"
+                )
 
 
 def check_keywords(given: Mapping[str, Tensor], rows: int, named: Iterable[frozenset[str]]) -> None:

@@ -63,7 +63,7 @@ def make_flats(
         # Layers that compute in several types keep them; mixed precision has one for all.
         own = first.dtype if options.precision == "fp32" or id(first) in in_fp32 else None
         lots[first.requires_grad, late, shared, own].append(one)
-    for (trainable, late, shared, own), lot in lots.items():
+    for (trainable, late, shared, _), lot in lots.items():
         rows = (groups.replica, groups.replicas) if zero and trainable else (0, 1)
         # Both copies of a tied parameter are updated alike, so both ask by its first name.
         asked = options.tied[0] if shared is not None and options.tied is not None else None
@@ -84,7 +84,7 @@ def make_flats(
             layout,
             groups=groups,
             lanes=lanes,
-            types=_types(lot, options, None if own else torch.bfloat16),
+            types=_types(lot, options, wide=id(lot[0].parameters[0]) in in_fp32),
             zero=zero and trainable,
             trainable=trainable,
             deferred=late,
@@ -123,11 +123,14 @@ def _tie(found: list[_Found], tied: tuple[Name, Name] | None) -> None:
         found.remove(copy)
 
 
-def _types(lot: Sequence[_Found], options: EngineOptions, compute: torch.dtype | None) -> Types:
-    """The types of a buffer; it computes in ``compute``, or in the type of its masters."""
+def _types(lot: Sequence[_Found], options: EngineOptions, *, wide: bool) -> Types:
+    """The types of a buffer; ``wide``: its parameters compute in fp32 also in mixed precision."""
     dtypes = [parameter.dtype for one in lot for parameter in one.parameters]
     # Frozen parameters are never updated, so they need no wider masters than what was given.
     least = torch.float32 if lot[0].parameters[0].requires_grad else dtypes[0]
     master = reduce(torch.promote_types, dtypes, least)
     wire = master if options.reduce_dtype == "fp32" else WIRE[options.reduce_dtype]
-    return Types(master, compute or master, wire)
+    compute = master if options.precision == "fp32" else torch.bfloat16
+    if wide:
+        compute = torch.promote_types(master, torch.float32)
+    return Types(master, compute, wire)

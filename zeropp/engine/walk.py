@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -58,11 +58,13 @@ Owners = Mapping[int, Owner]  # by the parameter's identity
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """A parameter without its values."""
+    """A parameter without its values; ``inside``: for each of its names in the layer, the kinds of
+    the modules that it is in."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     trained: bool
+    inside: Sequence[tuple[type[nn.Module], ...]] = field(default=(), compare=False, repr=False)
 
     def empty(self) -> nn.Parameter:
         """Such a parameter on the meta device."""
@@ -326,9 +328,16 @@ def check_layer(module: nn.Module, index: int) -> None:
 
 def _kinds(module: nn.Module) -> dict[str, ParameterKind]:
     """A layer's parameters by name; a parameter that it has twice is there under both names."""
+    inside: dict[int, list[tuple[type[nn.Module], ...]]] = {}
+    found = list(module.named_parameters(remove_duplicate=False))
+    for name, one in found:
+        steps = name.split(".")
+        paths = (".".join(steps[:depth]) for depth in range(len(steps)))
+        kinds = tuple(type(module.get_submodule(path)) for path in paths)
+        inside.setdefault(id(one), []).append(kinds)
     return {
-        name: ParameterKind(tuple(one.shape), one.dtype, one.requires_grad)
-        for name, one in module.named_parameters(remove_duplicate=False)
+        name: ParameterKind(tuple(one.shape), one.dtype, one.requires_grad, inside[id(one)])
+        for name, one in found
     }
 
 
