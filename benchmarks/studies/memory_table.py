@@ -194,6 +194,7 @@ def main() -> int:
         "out", nargs="?", type=Path, default=OUT, help="the CSV (the committed one)"
     )
     out, rows = parser.parse_args().out, list[dict[str, Any]]()
+    out.parent.mkdir(parents=True, exist_ok=True)
     traced = read(out)
     missing = sum((c.contender, c.model, c.text) not in traced for c in CASES)
     print(f"{missing} of {len(CASES)} plans are to be traced", flush=True)

@@ -154,6 +154,7 @@ def main() -> int:
         "out", nargs="?", type=Path, default=OUT, help="the CSV (the committed one)"
     )
     out, rows = parser.parse_args().out, []
+    out.parent.mkdir(parents=True, exist_ok=True)
     cases = {f"{case.contender} {case.model} {case.text}": case for case in CASES}
     for text, rank in PLANS:
         plan, contender = cases[text].plan(), CONTENDERS[cases[text].contender]

@@ -60,7 +60,8 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         spec = load_spec(arguments.spec)
         os.environ.update(CONTENDERS[spec.contender.name].environment)
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch's earlier name of the same
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
         if arguments.lone:
             measure_lone_rank(spec, events, arguments.out / f"rank_{rank:03d}.trace.json.gz")
             return 0

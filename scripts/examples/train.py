@@ -40,6 +40,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     for name, default in (("pp", 2), ("shard", 2), ("steps", 20)):
         parser.add_argument(f"--{name}", type=int, default=default, help="(%(default)s)")
     options = parser.parse_args(arguments)
+    if options.text.stat().st_size <= BATCH * LENGTH:
+        parser.error(f"{options.text} is too short: a step reads more than {BATCH * LENGTH} bytes")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized():
         dist.init_process_group()

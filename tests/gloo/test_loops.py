@@ -15,12 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import functional as F
 
 import zeropp
 from tests.gloo.differences import largest
 from tests.gloo.small_layers import BATCH, built, data, error_of, linear, seeded, step
 from tests.gloo.world import World
+from zeropp.engine.flat import FlatParameters
 from zeropp.engine.interpreter import Microbatches
 from zeropp.parallel_model import ParallelModel
 
@@ -129,6 +131,32 @@ def test_other_lengths_and_losses_beside_the_main_one(
     assert names == set(gradients)
 
 
+def train_apart() -> tuple[list[float], list[float]]:
+    """Losses of two replicas whose sequences have different lengths, and those of one process."""
+    generator = torch.Generator().manual_seed(4)
+    x, y = torch.randn(2, BATCH, 3, WIDTH, generator=generator, dtype=torch.float64)
+    alone = nn.Sequential(*seeded([linear] * 2))
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    model = built(seeded([linear] * 2), sample=x[:1], replicate=2)
+    found, expected = [], []
+    for lengths in ((2, 3), (3, 2), (2, 2)):
+        mine = lengths[dist.get_rank()]
+        found.append(float(model.train_step(x[model.rows, :mine], y[model.rows, :mine]).loss))
+        halves = zip(x.chunk(2), y.chunk(2), lengths, strict=True)
+        losses = [F.mse_loss(alone(a[:, :length]), b[:, :length]) for a, b, length in halves]
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    return found, expected
+
+
+def test_replicas_may_have_sequences_of_different_lengths(world: World) -> None:
+    for found, expected in world.run(train_apart, size=2):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
 def skip(fused: bool) -> list[float]:
     """Norms of four steps of which the second has infinite targets on one rank, how many were
     skipped, and the distance from a model that was never given that step."""
@@ -181,6 +209,59 @@ def test_an_optimizer_that_has_only_skipped_steps_has_not_begun(
     world: World, tmp_path: Path
 ) -> None:
     assert world.run(skip_all, tmp_path / "skipped", size=2) == [({0.0}, 0.0)] * 2
+
+
+def go_on_uncounted(place: Path) -> tuple[list[float], float]:
+    """Two models that have skipped a step read a checkpoint and a state dict that do not count
+    skipped steps: how many are then counted, and how far they are, after one step more, from the
+    model that was saved."""
+    optimizer = lambda groups: torch.optim.NAdam(groups["all"], lr=0.1)  # noqa: E731
+    models = [built(seeded([linear] * 4), shard=2, optimizer=optimizer) for _ in range(3)]
+    inputs, targets = (part[models[0].rows] for part in data(0))
+    models[0].train_step(inputs, targets)
+    for model in models[1:]:
+        model.train_step(inputs, torch.full_like(targets, torch.inf))
+    state = models[0].state_dict()
+    del state["skipped_steps"]
+    save({"model": state}, checkpoint_id=str(place))
+    models[1].load(place)
+    models[2].load_state_dict(state)
+    skipped = [float(model.skipped_steps) for model in models]
+    for model in models:
+        model.train_step(inputs, targets)
+    saved, *others = (dict(model.full_parameters()) for model in models)
+    apart = [
+        float((other[name] - one).abs().max()) for other in others for name, one in saved.items()
+    ]
+    return skipped, largest(apart)
+
+
+def test_a_checkpoint_that_counts_no_skipped_steps_has_none(world: World, tmp_path: Path) -> None:
+    assert world.run(go_on_uncounted, tmp_path / "old", size=2) == [([0.0] * 3, 0.0)] * 2
+
+
+def sums_in_warm_up() -> tuple[int, int]:
+    """How many of two chunks have gradients at once while kernels are warmed up, and afterwards."""
+    engine = built(seeded([linear] * 4), pp=2, chunks=2, weights=[1.0] * 4).engine
+    make, held = FlatParameters.make_gradients, []
+
+    def count() -> int:
+        chunks = engine.chunks.values()
+        return sum(any(flat.gradient() is not None for flat in one.flats) for one in chunks)
+
+    def make_and_count(flat: FlatParameters) -> None:
+        make(flat)
+        held.append(count())
+
+    inputs, targets = ([part[:1]] for part in data(0))
+    with mock.patch.object(FlatParameters, "make_gradients", make_and_count):
+        engine.interpreter.warm_up(Microbatches(inputs, targets))
+    assert len(engine.chunks) == 2
+    return max(held), count()
+
+
+def test_a_warm_up_holds_the_gradients_of_one_chunk_at_a_time(world: World) -> None:
+    assert world.run(sums_in_warm_up, size=2) == [(1, 0)] * 2
 
 
 def warm_up() -> tuple[list[int], list[str]]:

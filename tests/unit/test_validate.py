@@ -284,7 +284,7 @@ def test_the_command_prints_a_summary_and_writes_every_row(
     assert "rows  runs  median     p90    bias  signs\n" in printed
     assert "3 of 6 rows predicted" in printed
     assert "table.csv:3: set apart: num_gpus=8: a GPU of 80 GiB would need" in printed
-    assert "refused:    1 of table.csv: device='?': must be one of 'v100', 'a100'" in printed
+    assert "refused:    1 of table.csv: device='?': must be one of a100, a800" in printed
     assert "of table.csv: dtype=fp8: no rate for products of this type" in printed
     assert "1 of 2 such rows predicted; 0 of 1 rows that ran predicted not to fit" in printed
     assert "table.csv:2 " not in printed

@@ -312,16 +312,18 @@ def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Ten
 def load(state: State, directory: Path | str) -> None:
     """Read into the tensors of a state; collective.
 
-    Settings of optimizer groups that the checkpoint does not know stay as they are. Raises
-    CheckpointError where the checkpoint is not whole.
+    Settings of optimizer groups that the checkpoint does not know stay as they are; one that does
+    not count skipped steps has none. Raises CheckpointError where the checkpoint is not whole.
     """
     place = checked(directory)
     known = together(lambda: FileSystemReader(place).read_metadata().state_dict_metadata)
     group = f"model.{OPTIMIZER}.{SETTINGS}.{{}}".format
     settings = {name: own for name, own in state.settings.items() if group(name) in known}
     with torch.no_grad():
-        asked = {"model": replace(state, settings=settings).named()}
-        state_dict_loader.load(asked, checkpoint_id=str(place))
+        asked = replace(state, settings=settings).named()
+        if f"model.{SKIPPED}" not in known:
+            asked.pop(SKIPPED).zero_()
+        state_dict_loader.load({"model": asked}, checkpoint_id=str(place))
     state.settings.update(settings)
 
 
@@ -440,7 +442,8 @@ def load_named(state: State, given: Mapping[str, Any]) -> bool:
     together(lambda: _copy(held, offered))
     state.settings.update({name: settings[name] for name in state.settings if name in settings})
     state.steps_done.fill_(int(given.get(STEPS, state.steps_done)))
-    state.skipped_steps.fill_(int(given.get(SKIPPED, state.skipped_steps)))
+    skipped = 0 if STEPS in given else state.skipped_steps  # a count of other steps says nothing
+    state.skipped_steps.fill_(int(given.get(SKIPPED, skipped)))
     return bool(optimizer)
 
 

@@ -103,7 +103,7 @@ class Engine:
         self.steps_done = 0
         self.skipped_steps = torch.zeros((), dtype=torch.long, device=device)
         self._unusable = ""  # why this engine has no state to give, or nothing
-        self._seen: set[int] = set()  # digests of all ranks' batches
+        self._seen: set[tuple[int, int]] = set()  # ranks, and digests of their batches
         self._passed: dict[int, Passed] = {}  # by the digests of this rank's
         self._seeds: StepSeeds | None = None
         if options.dropout_seed is not None:
@@ -152,20 +152,18 @@ class Engine:
         """The batch that ``make`` gives, once every rank has given one to the same ``call``; what
         it raises on one rank reaches all of them.
 
-        Where a training batch has shapes that no step has had, all ranks run one microbatch of it
+        Where a training batch has shapes that are new to a rank, all ranks run one microbatch of it
         forward, to learn what passes between their stages, and on CUDA warm their kernels up for
-        it. Raises RowsError on every rank if ranks
-        of one pipeline were given different shapes.
+        it. Raises RowsError on every rank if ranks of one pipeline were given different shapes.
         """
         self.check_usable()
         batch, digests = self.barrier.run(call, make, Microbatches.digest)
         if call != "train_step":
             return batch
-        mine, different = digests[dist.get_rank()], set(digests)
-        if len(different) > 1:
-            self._check_pipelines(digests)
-        is_new = not self._seen.issuperset(different)
-        self._seen |= different
+        mine, given = digests[dist.get_rank()], set(enumerate(digests))
+        self._check_pipelines(digests)
+        is_new = not self._seen.issuperset(given)  # the same on every rank
+        self._seen |= given
         with self._usable_unless_it_fails():
             if is_new:
                 self._passed[mine] = self._evaluator.boundaries(batch)

@@ -157,7 +157,8 @@ class Interpreter:
         return step.losses
 
     def warm_up(self, batch: Microbatches) -> None:
-        """Run every chunk forward and backward once, with zeros for messages, and change no state.
+        """Run every chunk forward and backward once, with zeros for messages. Buffers and torch's
+        random generators are as before, but the last step's gradients are dropped.
 
         The first use of a kernel, and of a library's workspace, may make the host wait for the
         whole device. In a step that could be for ever, because receives are posted that depend on
@@ -184,11 +185,11 @@ class Interpreter:
                 chunk.backward(0, gradients, split=for_split)
                 chunk.backward_weight(0)
                 chunk.reshard()
+                for flat in chunk.flats:  # else the sums of all chunks would be held at once
+                    flat.clear_gradients()
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
-        for flat in (flat for chunk in self._chunks.values() for flat in chunk.flats):
-            flat.clear_gradients()
 
     def reads(self, keywords: Iterable[str]) -> set[str]:
         """What this rank reads of a batch with these keyword inputs: ``inputs`` in the first stage,
