@@ -277,7 +277,7 @@ def made_half_wide() -> list[str]:
         ([Inside(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], ((0, "weight"), (1, "weight"))),
         ([within, nn.Linear(WIDTH, WIDTH)], None),
     ]
-    degrees: list[dict[str, int]] = [{"pp": 2}, {"shard": 2}, {"shard": 2, "chunks": 2}]
+    degrees: list[dict[str, Any]] = [{"pp": 2}, {"shard": 2}, {"shard": 2, "chunks": 2}]
     for layers, tied in cases:
         for more in degrees:
             said.append(small_layers.error_of(lambda: zeropp.parallelize(
