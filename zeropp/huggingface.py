@@ -343,13 +343,13 @@ def _made(
     if torch.get_default_device().type == "meta":
         return made
     for module in made.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            if parameter.is_meta:
                 empty = torch.empty_like(parameter, device="cpu")
-                module._parameters[name] = nn.Parameter(empty, parameter.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+                setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
     fill(made, index)
     initialize: Any = model._init_weights
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -236,9 +236,8 @@ def _allocate(piece: nn.Module, device: torch.device | str) -> None:
     """Replace a piece's meta parameters by empty ones on ``device``. (``Module.to_empty`` does not
     work with fake tensors, which a trace uses.)"""
     for module in piece.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device=device))
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device)))
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from benchmarks.studies.claim_33.cells import Cell, priced_again
 from benchmarks.studies.claim_33.judge import judge
 from benchmarks.studies.renew import REFERENCE
 from benchmarks.studies.validation.errors import Kind, Predicted, Prediction, errors_of, outcome_of
-from benchmarks.studies.validation.rows import COLUMNS, PublishedRow, read_rows, training_tables
+from benchmarks.studies.validation.rows import read_rows, training_tables
 from zeropp.cluster import Cluster
 from zeropp.plan import Task
 from zeropp.shape import ModelShape
@@ -44,7 +44,8 @@ def published() -> dict[str, Any]:
 
 def validation(row: Row) -> dict[str, Any]:
     outcome = outcome_of(published()[row["place"]])
-    computed = {**outcome.line.cells, "reason": outcome.reason}
+    computed = {name: outcome.line.cells[name] for name in row if name in outcome.line.cells}
+    computed["reason"] = outcome.reason
     if outcome.prediction is not None:
         computed["predicted"] = outcome.prediction.text
         computed["relative_error"] = f"{outcome.prediction.relative_error:.4f}"
@@ -144,7 +145,7 @@ def test_errors_follow_from_the_committed_predictions() -> None:
 
 
 def predicted(cells: Row) -> Predicted:
-    row = PublishedRow.model_validate({name: cells[name] for name in COLUMNS if cells.get(name)})
+    row = published()[cells["place"]].row
     kind: Kind = "memory" if row.measure.kind == "memory" else "throughput"
     number, error = float(cells["predicted"]), float(cells["relative_error"])
     text = cells["predicted"]

@@ -79,9 +79,9 @@ class WeightGradStore:
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """A linear layer, from [..., in] to [..., out]; ``transposed``: the weight is [in, out]
-    instead of [out, in]. The output is not a view, so that the next layer may change it in
-    place."""
+    """A linear layer, from [..., in] to [..., out], or to [rows, out] with a bias, because torch
+    would return a view of these rows, which the next layer could not change in place.
+    ``transposed``: the weight is [in, out] instead of [out, in]."""
 
     @staticmethod
     def forward(
@@ -99,11 +99,8 @@ class _DeferredLinear(torch.autograd.Function):
         ctx.again = store.takes()
         # The parameter object takes the gradient later; a saved tensor would be another object.
         ctx.parameter = weight
-        output = F.linear(x, weight.t() if transposed else weight, bias)
-        # With a bias and three dimensions torch returns a view of its rows.
-        if output._is_view():
-            output = torch.ops.aten._unsafe_view.default(output, output.shape)
-        return output
+        rows = x if bias is None else x.reshape(-1, x.shape[-1])
+        return F.linear(rows, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(
@@ -188,7 +185,8 @@ def _linear(
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))  # as F.linear reads it
     try:
-        return _DeferredLinear.apply(x, weight, bias, store, transposed)  # type: ignore[no-any-return,no-untyped-call]
+        output: Tensor = _DeferredLinear.apply(x, weight, bias, store, transposed)  # type: ignore[no-untyped-call]
+        return output if output.dim() == x.dim() else output.view(*x.shape[:-1], output.shape[-1])
     except RuntimeError as error:
         if "functorch" not in str(error):
             raise

@@ -28,7 +28,6 @@ __all__ = [
     "NUMBER_OF",
     "REDUCE_SCATTER",
     "SHAPES_BY_TRIAL",
-    "FSDPParam",
     "FakeTensorMode",
     "TorchDispatchMode",
     "autograd_run",

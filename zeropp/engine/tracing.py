@@ -45,7 +45,6 @@ from zeropp.engine.private_names import (
     REDUCE_SCATTER,
     SHAPES_BY_TRIAL,
     FakeTensorMode,
-    FSDPParam,
     TorchDispatchMode,
     autograd_run,
     unsharded_gradient,
@@ -367,7 +366,7 @@ def _in_place(original: Any, allocations: Allocations) -> Any:
 
 
 def _gathered(original: Any, allocations: Allocations) -> Any:
-    def allocate(parameter: FSDPParam, *arguments: Any, **keywords: Any) -> None:
+    def allocate(parameter: Any, *arguments: Any, **keywords: Any) -> None:
         original(parameter, *arguments, **keywords)
         for tensor in parameter.all_gather_outputs:
             allocations.label(tensor, "unsharded")
@@ -376,7 +375,7 @@ def _gathered(original: Any, allocations: Allocations) -> Any:
 
 
 def _gradient(original: Any, allocations: Allocations) -> Any:
-    def accumulate(parameter: FSDPParam) -> None:
+    def accumulate(parameter: Any) -> None:
         grad = unsharded_gradient(parameter)
         if grad is not None:
             allocations.label(grad, "gradients")

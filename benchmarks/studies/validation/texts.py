@@ -71,21 +71,24 @@ def summary(outcomes: Sequence[RowOutcome], errors: Sequence[Errors]) -> str:
     return "\n".join([*text, oom_line(predicted), ZEROPP.caveat])
 
 
+# What only people read stands in the published table, at the row's place.
+SHOWN = tuple(name for name in COLUMNS if name not in ("url", "table", "assumed", "remark"))
 ANSWERS = ("place", "predicted", "relative_error", "fits", "first_of_run", "reason")
 
 
 def write(outcomes: Sequence[RowOutcome], errors: Sequence[Errors], out: Path) -> None:
     """Write the three files of a validation into ``out``.
 
-    ``validation.csv`` has every input column, then the row's place, the prediction, the relative
-    error, whether the run is predicted to fit into memory, whether its run is counted by this row,
-    and the reason of a refusal. ``errors.csv`` has one line per kind and source.
+    ``validation.csv`` has the columns that a price may depend on, then the row's place, the
+    prediction, the relative error, whether the run is predicted to fit into memory, whether its run
+    is counted by this row, and the reason of a refusal. ``errors.csv`` has one line per kind and
+    source.
     ``validation.png`` shows predicted over published.
     """
     out.mkdir(parents=True, exist_ok=True)
     first = {id(one.prediction) for one in first_of_runs(predicted_rows(outcomes))}
     with (out / "validation.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, *ANSWERS])
+        writer = csv.DictWriter(file, [*SHOWN, *ANSWERS], extrasaction="ignore")
         writer.writeheader()
         for outcome in outcomes:
             writer.writerow(outcome.line.cells | _answer(outcome, first))
