@@ -57,7 +57,8 @@ def write_report(
 ) -> ReportPaths:
     """Write all tables, figures and the page of the records below ``roots`` into ``out``.
 
-    It prints the headline table and the paths. Files that cannot be read are named and skipped.
+    It prints the headline table, what it shows in words, and the paths. Files that cannot be
+    read are named and skipped.
     Raises SpecError if no record fits the options.
     """
     console = console or Console()
@@ -67,6 +68,9 @@ def write_report(
     tables = {name: make_table(name, rows, options) for name in TABLES}
     grids = {name: grids_of(table) for name, table in tables.items()}
     print_table(headline_table(rows, options), console)
+    if rows["contender"].nunique() > 1:
+        for sentence in answers(rows):
+            console.print(sentence, markup=False)
     for note in notes_of(rows):
         console.print(note)
     with report_folder(out) as folder:
