@@ -22,7 +22,7 @@ from zeropp.auto import choose
 from zeropp.engine import preflight
 from zeropp.engine.engine import Engine
 from zeropp.engine.errors import together
-from zeropp.engine.interpreter import LossFunction
+from zeropp.engine.interpreter import Loss, LossFunction
 from zeropp.engine.values import keywords_of
 from zeropp.engine.walk import Layer, LayerSizes, owners_of, walk
 from zeropp.layout import InfeasibleError
@@ -95,7 +95,7 @@ def parallelize(
     owners = owners_of([modules.get(index, layer) for index, layer in enumerate(layers)])
     engine = Engine(
         pieces, stages.plan.schedule, stages.plan.layout, boundary=stages.boundary,
-        loss_function=preflight.checked_loss(loss_fn, owners), optimizer=settings.optimizer,
+        loss=Loss(loss_fn, owners), optimizer=settings.optimizer,
         device=device, options=stages.engine_options(settings),
     )  # fmt: skip
     model = ParallelModel(engine, settings, stages)
@@ -107,7 +107,7 @@ def _cut(
     layers: Sequence[Layer], loss_fn: LossFunction, settings: Settings, asked: frozenset[str]
 ) -> tuple[Settings, Stages]:
     """The settings, in which every ``auto`` is replaced by a value, and the stages of the model."""
-    preflight.checked_loss(loss_fn, {})
+    preflight.check_loss(loss_fn)
     recompute: Recompute = "full" if "recompute" in asked else if_auto(settings.recompute, "none")
     sizes = walk(
         layers, settings.sample, settings.sample_keywords, recompute, measure_saved=bool(asked)

@@ -17,6 +17,7 @@ from zeropp.contender.contender import ZEROPP, ZeroppKnobs
 from zeropp.contender.trainer import pieces_of, recomputed_of
 from zeropp.engine.chunk import seed_piece
 from zeropp.engine.engine import Engine
+from zeropp.engine.interpreter import Loss
 from zeropp.engine.options import EngineOptions
 from zeropp.engine.values import TensorShape
 from zeropp.literals import Precision
@@ -158,7 +159,7 @@ def build_engine(
         pieces,
         plan.schedule,
         plan.layout,
-        loss_function=loss_function,
+        loss=Loss(loss_function),
         boundary=boundary,
         optimizer=optimizer,
         device=torch.device("cpu"),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.engine.engine import Engine
+from zeropp.engine.interpreter import Loss
 from zeropp.engine.options import EngineOptions, Piece
 from zeropp.engine.values import TensorShape
 from zeropp.model import build_half, build_piece, cross_entropy
@@ -44,7 +45,7 @@ def build_engine(
         pieces,
         plan.schedule,
         layout,
-        loss_function=cross_entropy,
+        loss=Loss(cross_entropy),
         boundary=lambda _: [TensorShape(size, dtype)],  # the same between all stages
         optimizer=optimizer,
         device=device,

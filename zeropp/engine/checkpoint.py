@@ -2,7 +2,7 @@
 
 Everything is saved under the model's own names, ``{piece}.{parameter}``, and in the model's own
 shapes; names do not depend on pipeline rank, shard or replica. Each rank writes the boxes that it
-holds of every tensor (``Part``). A process without parallelism can read the same
+holds of every tensor (``HeldPart``). A process without parallelism can read the same
 checkpoint into a plain state dict.
 
 An optimizer makes its state in its first step. A checkpoint from before that has such state, too,
@@ -42,7 +42,7 @@ from zeropp.engine.optimizer import OptimizerState, Updater
 Box = tuple[tuple[int, ...], Tensor]  # offsets in the whole tensor, values
 
 
-class Part(Tensor):
+class HeldPart(Tensor):
     """Has the shape and type of a tensor of the unsharded model, but the values of ``boxes`` alone.
 
     A flat buffer is cut without regard to rows, so a rank's range of it is, in each parameter, part
@@ -53,7 +53,7 @@ class Part(Tensor):
 
     boxes: tuple[Box, ...]
 
-    def is_cut_as(self, other: Part) -> bool:
+    def is_cut_as(self, other: HeldPart) -> bool:
         """Whether another part of the same tensor has the same boxes."""
         return [offsets for offsets, _ in other.boxes] == [offsets for offsets, _ in self.boxes]
 
@@ -61,7 +61,7 @@ class Part(Tensor):
     def load(self, value: Tensor) -> None:
         """Copy this rank's boxes out of a whole tensor of this shape, or out of a part that is cut
         in the same way."""
-        if not isinstance(value, Part):
+        if not isinstance(value, HeldPart):
             for offsets, box in self.boxes:
                 ends = zip(offsets, box.shape, strict=True)
                 box.copy_(value[tuple(slice(begin, begin + size) for begin, size in ends)])
@@ -72,7 +72,7 @@ class Part(Tensor):
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         held = sum(box.numel() for _, box in self.boxes)
-        return f"Part(shape={tuple(self.shape)}, {held} of {self.numel()} elements)"
+        return f"HeldPart(shape={tuple(self.shape)}, {held} of {self.numel()} elements)"
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         return [
@@ -93,10 +93,10 @@ class Part(Tensor):
         return next(box for offset, box in self.boxes if offset == tuple(index.offset or ()))
 
 
-def make_part(shape: Sequence[int], boxes: Sequence[Box]) -> Part:
+def make_part(shape: Sequence[int], boxes: Sequence[Box]) -> HeldPart:
     """A part of a tensor of this shape; the boxes share memory with what they describe."""
     one = torch.empty((), dtype=boxes[0][1].dtype)
-    part = one.expand(tuple(shape)).as_subclass(Part)
+    part = one.expand(tuple(shape)).as_subclass(HeldPart)
     part.boxes = tuple(boxes)
     return part
 
@@ -401,7 +401,7 @@ def boxes(
 
 def _described(
     name: str, flat: FlatParameters, tensor: Tensor, held: ElementRange
-) -> Iterator[tuple[str, Part]]:
+) -> Iterator[tuple[str, HeldPart]]:
     """The part of every parameter in ``tensor``, which holds the range ``held`` of the flat
     buffer, by name. ``name`` is a format that gets the parameter's name."""
     for slot in flat.layout.slots:
@@ -471,7 +471,7 @@ def _problem(target: Tensor, name: str, offered: Mapping[str, Any]) -> str:
         return f"is of type {type(value).__name__}, which is no tensor"
     if value.shape != target.shape:
         return f"has shape {tuple(value.shape)}, the model {tuple(target.shape)}"
-    if isinstance(target, Part) and isinstance(value, Part) and not target.is_cut_as(value):
+    if isinstance(target, HeldPart) and isinstance(value, HeldPart) and not target.is_cut_as(value):
         return "is cut as on another rank (load it with torch.distributed.checkpoint)"
     return ""
 
@@ -479,7 +479,7 @@ def _problem(target: Tensor, name: str, offered: Mapping[str, Any]) -> str:
 @torch.no_grad()
 def _copy(held: Mapping[str, Tensor], offered: Mapping[str, Tensor]) -> None:
     for name, target in held.items():
-        if isinstance(target, Part):
+        if isinstance(target, HeldPart):
             target.load(offered[name])
         elif target is not offered[name]:
             target.copy_(offered[name])

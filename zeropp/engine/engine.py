@@ -22,7 +22,6 @@ from zeropp.engine.interpreter import (
     Evaluator,
     Interpreter,
     Loss,
-    LossFunction,
     Microbatches,
     Passed,
     RowsError,
@@ -91,7 +90,7 @@ class Engine:
         schedule: Schedule,
         layout: Layout,
         *,
-        loss_function: LossFunction,
+        loss: Loss,
         boundary: Boundary,
         optimizer: OptimizerConfig | MakeOptimizer,
         device: torch.device,
@@ -121,7 +120,7 @@ class Engine:
             ends = [schedule.stage_rank[stage] for stage in options.tied_stages]
             self._tied = TiedWeights(options.tied, ends, self.flats, layout, timeout)
             undo.callback(self._tied.close)
-            self._make_runners(schedule, Loss(loss_function))
+            self._make_runners(schedule, loss)
             self._undo = undo.pop_all()
 
     def step(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -19,6 +19,7 @@ from zeropp.engine.chunk import Chunk
 from zeropp.engine.collectives import Channels
 from zeropp.engine.errors import ErrorBarrier, together
 from zeropp.engine.values import TensorShape, Value, chosen, keywords_of, tensors_of
+from zeropp.engine.walk import OperationWatch, Owners
 from zeropp.layout import Layout
 from zeropp.literals import LossReduction
 from zeropp.schedule.event_loop import LANES
@@ -57,15 +58,22 @@ class Microbatches:
 
 
 class Loss:
-    """The user's loss function, which is called with the keyword inputs that it names."""
+    """The user's loss function, which is called with the keyword inputs that it names. In its first
+    call it is refused if it reads one of ``owners``, which are parameters of layers: no rank would
+    add up that part of the gradient."""
 
-    def __init__(self, function: LossFunction) -> None:
+    def __init__(self, function: LossFunction, owners: Owners | None = None) -> None:
         self._function, self.keywords = function, keywords_of(function)
+        self._unread = owners or {}
 
     def __call__(self, output: object, batch: Microbatches, microbatch: int) -> Tensor:
         """The loss of one microbatch; raises TypeError if it is not one number."""
+        targets = batch.targets[microbatch]
         keywords = chosen(batch.keywords_of(microbatch), self.keywords)
-        loss = self._function(output, batch.targets[microbatch], **keywords)
+        watched, self._unread = self._unread, {}
+        owners = {key: one for key, one in watched.items() if key not in (id(output), id(targets))}
+        with OperationWatch(owners, "loss_fn") if owners else nullcontext():
+            loss = self._function(output, targets, **keywords)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(

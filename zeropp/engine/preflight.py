@@ -13,7 +13,6 @@ import socket
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from zeropp import CUDA_MISSED
 from zeropp.engine.errors import gathered_texts, together
 from zeropp.engine.options import Piece
-from zeropp.engine.walk import Layer, OperationWatch, Owners, ParameterKind, check_layer
+from zeropp.engine.walk import Layer, ParameterKind, check_layer
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Precision
 
@@ -261,10 +260,9 @@ def check_keywords(given: Mapping[str, Tensor], rows: int, named: Iterable[froze
             )
 
 
-def checked_loss(loss_fn: Any, owners: Owners) -> Callable[..., Tensor]:
-    """The loss function, which in its first call is refused if it reads a parameter of a layer:
-    no rank would add up that part of the gradient. Raises InfeasibleError for what is no function,
-    and for a module with parameters of its own."""
+def check_loss(loss_fn: Any) -> None:
+    """Raise InfeasibleError for a loss that is no function, and for a module with parameters of its
+    own."""
     if not callable(loss_fn) or isinstance(loss_fn, type):
         raise InfeasibleError(
             f"loss_fn={loss_fn!r}: must be a function of (output of the last layer, targets)"
@@ -276,20 +274,6 @@ def checked_loss(loss_fn: Any, owners: Owners) -> Callable[..., Tensor]:
                     f"loss_fn: has the parameter {name!r}, which nothing would train (put it into "
                     "the last layer, or freeze it)"
                 )
-    is_first = True
-
-    @wraps(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
-    def loss(*arguments: Any, **keywords: Any) -> Any:
-        nonlocal is_first
-        if not is_first:
-            return loss_fn(*arguments, **keywords)
-        is_first = False
-        given = {id(one) for one in arguments}
-        read = {key: owner for key, owner in owners.items() if key not in given}
-        with OperationWatch(read, "loss_fn"):
-            return loss_fn(*arguments, **keywords)
-
-    return loss
 
 
 def check_inference(call: str) -> None:
