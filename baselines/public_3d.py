@@ -29,7 +29,7 @@ from zeropp.schedule import build, lower
 from zeropp.schedule.program import Schedule, loop_placement, unordered, v_placement
 from zeropp.tune.contender import Contender
 from zeropp.tune.space import (
-    Point,
+    SearchPoint,
     Space,
     at_degrees,
     choices,
@@ -290,7 +290,7 @@ def microbatch_group(pp: int, num_microbatches: int) -> int:
 P = TypeVar("P", bound=Public3DKnobs)
 
 
-def families(point: Point[P]) -> Iterator[P]:
+def families(point: SearchPoint[P]) -> Iterator[P]:
     """All knobs to try at a point that the program can have, none of them ``auto``."""
     asked, degrees = point.asked, point.degrees
     offer = OFFERS[asked.name]

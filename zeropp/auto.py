@@ -25,7 +25,7 @@ from zeropp.settings import Settings
 from zeropp.stages import LayerPrices, LayerState, shape_of, size_layers
 from zeropp.tune.contender import Contender, Prices
 from zeropp.tune.search import OOM, search
-from zeropp.tune.space import Point, Space
+from zeropp.tune.space import SearchPoint, Space
 
 _CHUNKS = (1, 2, 4)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
@@ -33,7 +33,7 @@ SEARCHED = ("pp", "shard", "replicate", "chunks", "unit", "recompute")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Knobs(StepKnobs):
+class _LayerKnobs(StepKnobs):
     """The knobs of a search over a user's layers."""
 
     name: str = "zeropp"
@@ -95,15 +95,15 @@ class _Layers:
         self.refused = ""
         knobs = {one.name: getattr(settings, one.name) for one in fields(StepKnobs)}
         degrees = {axis: size for axis, size in settings.layout.axes if axis not in asked}
-        self.knobs = _Knobs(**knobs | {k: v for k, v in degrees.items() if k != "tp"})
+        self.knobs = _LayerKnobs(**knobs | {k: v for k, v in degrees.items() if k != "tp"})
 
-    def contender(self) -> Contender[_Knobs]:
+    def contender(self) -> Contender[_LayerKnobs]:
         """What the search asks."""
         prices = self._prices
         return Contender(
             name="zeropp",
             label="",
-            knobs=_Knobs,
+            knobs=_LayerKnobs,
             size=self._size,
             orders=drafts,
             space=Space(
@@ -112,12 +112,12 @@ class _Layers:
             prices=Prices(times=prices.times, memory=prices.memory, passes=prices.passes),
         )
 
-    def with_knobs(self, knobs: _Knobs) -> Settings:
+    def with_knobs(self, knobs: _LayerKnobs) -> Settings:
         """The settings with these knobs."""
         known = {one.name: getattr(knobs, one.name) for one in fields(StepKnobs)}
         return replace(self._settings, mesh=None, **known)
 
-    def _size(self, task: Task, knobs: _Knobs, microbatch_size: int) -> SizedPlan:
+    def _size(self, task: Task, knobs: _LayerKnobs, microbatch_size: int) -> SizedPlan:
         del task, microbatch_size
         try:
             return size_layers(self.with_knobs(knobs), self._sizes)
@@ -125,7 +125,7 @@ class _Layers:
             self.refused = str(error)
             raise
 
-    def _families(self, point: Point[_Knobs]) -> Iterator[_Knobs]:
+    def _families(self, point: SearchPoint[_LayerKnobs]) -> Iterator[_LayerKnobs]:
         degrees, m = point.degrees, point.num_microbatches
         for chunks, recompute in product(
             self._options("chunks", _CHUNKS), self._options("recompute", _RECOMPUTE)
@@ -141,7 +141,9 @@ class _Layers:
                     unit=m if "unit" in self._asked else point.asked.unit,
                 )
 
-    def _members(self, asked: _Knobs, family: _Knobs, plan: SizedPlan) -> Iterator[_Knobs]:
+    def _members(
+        self, asked: _LayerKnobs, family: _LayerKnobs, plan: SizedPlan
+    ) -> Iterator[_LayerKnobs]:
         del asked
         pp, m = plan.layout.pp, plan.num_microbatches
         units = sorted({min(m, unit) for unit in (pp, 2 * pp, m)})

@@ -79,7 +79,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-class _Piece(nn.Module):
+class _ModelPart(nn.Module):
     """Some modules of a model; ``paths`` says where the model has them, by their names here."""
 
     def __init__(self, modules: dict[str, tuple[str, nn.Module | None]]) -> None:
@@ -89,7 +89,7 @@ class _Piece(nn.Module):
             self.add_module(name, module)
 
 
-class Embedding(_Piece):
+class Embedding(_ModelPart):
     """Tokens [rows, length] to what the first block takes."""
 
     def forward(
@@ -109,7 +109,7 @@ class Embedding(_Piece):
         return x if parts.dropout is None else parts.dropout(x)
 
 
-class Block(_Piece):
+class Block(_ModelPart):
     """One decoder layer, with its mask and its rotary embedding."""
 
     def __init__(
@@ -142,7 +142,7 @@ class Block(_Piece):
         return hidden
 
 
-class Head(_Piece):
+class Head(_ModelPart):
     """The last block's output to logits [rows, length, vocabulary]."""
 
     def __init__(self, modules: dict[str, tuple[str, nn.Module | None]], config: Any) -> None:
@@ -190,7 +190,7 @@ class HuggingFaceLayers(Sequence[Layer]):
     """
 
     def __init__(
-        self, model: PreTrainedModel, layers: Sequence[Layer], pieces: Sequence[_Piece]
+        self, model: PreTrainedModel, layers: Sequence[Layer], pieces: Sequence[_ModelPart]
     ) -> None:
         self.model, self._layers = model, layers
         self._paths = [piece.paths for piece in pieces]
@@ -296,7 +296,7 @@ def layers(model: PreTrainedModel | Path | str, *, seed: int = 0) -> HuggingFace
     return HuggingFaceLayers(skeleton, makers, pieces)
 
 
-def _pieces(model: PreTrainedModel) -> list[_Piece]:
+def _pieces(model: PreTrainedModel) -> list[_ModelPart]:
     config: Any = model.config
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -320,7 +320,7 @@ def _pieces(model: PreTrainedModel) -> list[_Piece]:
 
     first = {name: part(getattr(family, name)) for name in ("tokens", "positions", "project_in")}
     first["dropout"] = part(family.dropout)
-    pieces: list[_Piece] = [Embedding(first)]
+    pieces: list[_ModelPart] = [Embedding(first)]
     for index in range(config.num_hidden_layers):
         path = f"{family.decoder}.{family.blocks}.{index}"
         modules = {"layer": (path, model.get_submodule(path)), "rotary": part("rotary_emb")}
@@ -332,9 +332,9 @@ def _pieces(model: PreTrainedModel) -> list[_Piece]:
 
 def _made(
     model: PreTrainedModel,
-    piece: _Piece,
+    piece: _ModelPart,
     index: int,
-    fill: Callable[[_Piece, int], None],
+    fill: Callable[[_ModelPart, int], None],
     seed: int,
 ) -> nn.Module:
     """A piece of a model on the meta device: as it is there while torch makes meta tensors, and
@@ -359,7 +359,7 @@ def _made(
     return made
 
 
-def _draw(made: _Piece, index: int) -> None:
+def _draw(made: _ModelPart, index: int) -> None:
     """Leave all parameters to the model's own initialization."""
 
 
@@ -391,7 +391,7 @@ class _Reader:
             for name in sorted(files, key=dot_natural_key)
         ]
 
-    def read(self, made: _Piece, index: int) -> None:
+    def read(self, made: _ModelPart, index: int) -> None:
         """Fill the parameters of a layer; raises InfeasibleError for one that no file has."""
         values = self._values(tuple(f"{path}." for path in made.paths.values()))
         for name, parameter in made.named_parameters():

@@ -151,7 +151,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ProgramEntry:
     """A program, its version, and a source per trait."""
 
     program: Program
@@ -180,7 +180,7 @@ def program_names() -> tuple[str, ...]:
 
 
 @cache
-def entry_named(name: str) -> Entry:
+def entry_named(name: str) -> ProgramEntry:
     """The entry of a program; raises ValueError with the names that there are, or with the traits
     that its file misspells or gives no source for.
 
@@ -198,7 +198,7 @@ def entry_named(name: str) -> Entry:
     return entry_of(name, yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
-def entry_of(name: str, found: Mapping[str, Any]) -> Entry:
+def entry_of(name: str, found: Mapping[str, Any]) -> ProgramEntry:
     """The entry that the contents of a file describe; raises ValueError as ``entry_named`` does.
 
     The source of a trait is never taken over with another value, because it speaks of the other
@@ -220,14 +220,14 @@ def entry_of(name: str, found: Mapping[str, Any]) -> Entry:
         sources.pop(trait, None)
         if "source" in said:
             sources[trait] = said["source"]
-    entry = Entry(Program(**{**values, "name": name}), found["version"], sources)
+    entry = ProgramEntry(Program(**{**values, "name": name}), found["version"], sources)
     unsourced = [trait for trait in entry.stated if trait not in entry.sources]
     if unsourced:
         raise ValueError(f"program={name!r}: no source for {', '.join(unsourced)}")
     return entry
 
 
-def _switched(entry: Entry, changes: list[str]) -> Entry:
+def _switched(entry: ProgramEntry, changes: list[str]) -> ProgramEntry:
     """The entry with traits, or single fields of a precision's state, that were switched."""
     import yaml
 

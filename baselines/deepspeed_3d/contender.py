@@ -24,7 +24,7 @@ from zeropp.planner import (
 from zeropp.schedule import build
 from zeropp.schedule.program import Action, Op, Program, Schedule, loop_placement, unordered
 from zeropp.tune.contender import Contender
-from zeropp.tune.space import Point, Space, at_degrees, choices, one_member, zero_choices
+from zeropp.tune.space import SearchPoint, Space, at_degrees, choices, one_member, zero_choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ def _transfers(action: Action, last: int) -> tuple[list[Action], list[Action]]:
 _RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
 
 
-def families(point: Point[DeepSpeedKnobs]) -> Iterator[DeepSpeedKnobs]:
+def families(point: SearchPoint[DeepSpeedKnobs]) -> Iterator[DeepSpeedKnobs]:
     """All knobs to try at a point, none of them ``auto``. With bf16 DeepSpeed runs ZeRO-1 only."""
     asked, degrees = point.asked, point.degrees
     zeros: tuple[ReplicateZero, ...] = zero_choices(asked.replicate_zero, degrees)

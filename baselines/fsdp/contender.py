@@ -13,7 +13,7 @@ from zeropp.planner import microbatches_per_step, one_order, resolve_degrees
 from zeropp.schedule import lower
 from zeropp.schedule.program import Action, Op, Schedule, ScheduleSizes, unordered
 from zeropp.tune.contender import Contender
-from zeropp.tune.space import Point, Space, at_degrees, choices, recompute_choices
+from zeropp.tune.space import SearchPoint, Space, at_degrees, choices, recompute_choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _REDUCE: tuple[ReduceEvery, ...] = ("unit", "step")
 
 
-def families(point: Point[FSDPKnobs]) -> Iterator[FSDPKnobs]:
+def families(point: SearchPoint[FSDPKnobs]) -> Iterator[FSDPKnobs]:
     """All knobs to try at a point, except for when gradients are reduced: for a family that is the
     choice with the shortest step, so that the lower bound on its step time holds for ``members``.
     """

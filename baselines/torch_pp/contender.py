@@ -37,7 +37,7 @@ from zeropp.schedule.program import (
 )
 from zeropp.tune.contender import Contender
 from zeropp.tune.space import (
-    Point,
+    SearchPoint,
     Space,
     at_degrees,
     choices,
@@ -317,7 +317,7 @@ _CHUNKS: dict[TorchSchedule, tuple[int, ...]] = {
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
-def families(point: Point[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
+def families(point: SearchPoint[TorchPPKnobs]) -> Iterator[TorchPPKnobs]:
     """All knobs to try at a point, none of them ``auto``."""
     asked, degrees = point.asked, point.degrees
     for sequence, placement, schedule in product(

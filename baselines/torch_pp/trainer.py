@@ -170,7 +170,7 @@ CLASSES: dict[str, Callable[..., Runtime]] = {
 }
 
 
-class _Chunk(nn.Module):
+class _StageModule(nn.Module):
     """The pieces of one stage, called one after another; their names are indices in the model."""
 
     def __init__(self, pieces: dict[int, nn.Module]) -> None:
@@ -262,7 +262,7 @@ class TorchPipelineTrainer:
         """The head's copy of tied embeddings, if this rank holds it."""
         return self._tied.copy if self._tied is not None else None
 
-    def _build_chunk(self, stage: int, seed: int) -> _Chunk:
+    def _build_chunk(self, stage: int, seed: int) -> _StageModule:
         """Build the pieces of a stage, each cut and sharded before the next one is made."""
         plan = self._plan
         shape, layout = plan.shape, plan.layout
@@ -277,7 +277,7 @@ class TorchPipelineTrainer:
             if not pieces:  # a chunk is gathered as a whole, so its first piece alone is counted
                 count_collectives(sharded, self._counters)
             pieces[index] = piece
-        chunk = _Chunk(pieces)
+        chunk = _StageModule(pieces)
         shard(chunk, mesh, plan.precision, reshard_after_forward=False)
         return chunk
 
@@ -291,7 +291,7 @@ class TorchPipelineTrainer:
             else:
                 yield index, build_piece(shape, index, seed, self._device)
 
-    def _build_stage(self, index: int, chunk: _Chunk) -> ObservedStage:
+    def _build_stage(self, index: int, chunk: _StageModule) -> ObservedStage:
         last = self._plan.schedule.num_stages - 1
         stage = ObservedStage(
             chunk,

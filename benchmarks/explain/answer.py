@@ -33,7 +33,7 @@ _FIXED = ("name", "placement", "compile", "split_blocks", "split_backward")
 
 
 @dataclass(frozen=True)
-class Change:
+class KnobChange:
     """A change of one knob (or of one degree and the data parallelism that follows from it)."""
 
     knob: str
@@ -48,7 +48,7 @@ class Answer:
     question: Question
     candidate: Candidate[Any]
     result: SimResult
-    changes: list[Change]
+    changes: list[KnobChange]
     best: list[Outcome[Any]]  # of this program, and of ZeroPP
 
     @property
@@ -90,18 +90,18 @@ def _settled(question: Question, search_s: float) -> Candidate[Any]:
 
 def _changes(
     question: Question, candidate: Candidate[Any], now: SimResult, search_s: float
-) -> list[Change]:
+) -> list[KnobChange]:
     """The best change of each knob that fits and is faster, the fastest first. If the plan itself
     does not fit, every plan that does is an improvement."""
     limit = question.task.cluster.device.usable_bytes
     slowest = now.step_s if now.peak_bytes <= limit else float("inf")
-    found: dict[str, Change] = {}
+    found: dict[str, KnobChange] = {}
     for knob, asked, size in _opened(candidate):
         winner = _search(
             question.task, question.contender, asked, size, budget_s=search_s / 5
         ).winner
         if winner is not None and winner.step_s < 0.999 * slowest:
-            change = Change(knob, winner.candidate, winner.result)
+            change = KnobChange(knob, winner.candidate, winner.result)
             found.setdefault(describe(winner.result.plan), change)
     return sorted(found.values(), key=lambda change: change.result.step_s)
 

@@ -94,7 +94,7 @@ def _memory(answer: Answer) -> Table:
 
 def _lost(result: SimResult) -> str:
     """The shares of the step by cause, the largest first."""
-    kinds = result.losses.by_kind()
+    kinds = result.breakdown.by_kind()
     limit = kinds.pop("limit")
     words = [
         f"{_LOST_TO.get(kind, kind.replace('_', ' '))} {100 * seconds / result.step_s:.1f} %"

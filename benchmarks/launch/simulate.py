@@ -90,7 +90,7 @@ def prediction(result: SimResult) -> dict[str, Any]:
         "bubble": result.bubble,
         "compute_limit_tokens_per_s_per_gpu": result.tokens_per_s_per_gpu / result.limit_share,
         "share_of_compute_limit": result.limit_share,
-        "losses_s": result.losses.by_kind(),
+        "breakdown_s": result.breakdown.by_kind(),
         "peak_bytes": result.peak_bytes,
         "memory": [asdict(memory) for memory in result.memory],
     }

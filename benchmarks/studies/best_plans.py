@@ -155,7 +155,7 @@ def _lost(outcome: Outcome[Any]) -> str:
     if outcome.winner is None:
         return "no plan fits"
     result = outcome.winner.result
-    kinds = result.losses.by_kind()
+    kinds = result.breakdown.by_kind()
     del kinds["limit"]
     words = [
         f"{kind.replace('_', ' ')} {100 * seconds / result.step_s:.1f} %"

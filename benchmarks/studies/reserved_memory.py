@@ -45,13 +45,13 @@ _LARGE = 10 * _MIB  # the least allocation that gets a segment of its own size
 
 
 @dataclass(eq=False)
-class _Block:
+class _Region:
     """Memory of one segment, between two others of it."""
 
     size: int
     small: bool
-    before: _Block | None = None
-    after: _Block | None = None
+    before: _Region | None = None
+    after: _Region | None = None
     free: bool = True
 
 
@@ -63,11 +63,11 @@ class CachingAllocator:
     def __init__(self, *, expandable: bool) -> None:
         self.reserved = 0
         self._expandable = expandable
-        self._last: dict[bool, _Block | None] = {True: None, False: None}
-        self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
+        self._last: dict[bool, _Region | None] = {True: None, False: None}
+        self._free: dict[bool, list[tuple[int, int, _Region]]] = {True: [], False: []}
         self._puts = 0
 
-    def allocate(self, size: int) -> _Block:
+    def allocate(self, size: int) -> _Region:
         """The block of an allocation of so many bytes."""
         size = max(_ROUND, -(-size // _ROUND) * _ROUND)
         small = size <= _SMALL
@@ -76,13 +76,13 @@ class CachingAllocator:
         block = free.pop(place)[2] if place < len(free) else self._new(size, small)
         block.free, left = False, block.size - size
         if left >= _ROUND if small or self._expandable else left > _SMALL:
-            rest = _Block(left, small, block, block.after)
+            rest = _Region(left, small, block, block.after)
             block.size = size
             self._link(rest)
             self._put(rest)
         return block
 
-    def release(self, block: _Block) -> None:
+    def release(self, block: _Region) -> None:
         """Free a block, and merge it with free neighbours."""
         for other in (block.before, block.after):
             if other is not None and other.free:
@@ -95,16 +95,16 @@ class CachingAllocator:
         self._link(block)
         self._put(block)
 
-    def _new(self, size: int, small: bool) -> _Block:
+    def _new(self, size: int, small: bool) -> _Region:
         """A free block of at least so many bytes, from the device."""
         last = self._last[small]
         if not self._expandable or last is None:
-            block = _Block(0, small)
+            block = _Region(0, small)
         elif last.free:
             self._take(last)
             block = last
         else:
-            block = _Block(0, small, last)
+            block = _Region(0, small, last)
         least = 2 * _MIB if small else 20 * _MIB if size < _LARGE or self._expandable else 2 * _MIB
         more = -(-(size - block.size) // least) * least
         self.reserved += more
@@ -112,7 +112,7 @@ class CachingAllocator:
         self._link(block)
         return block
 
-    def _link(self, block: _Block) -> None:
+    def _link(self, block: _Region) -> None:
         """Let the neighbours of a block know it."""
         if block.before is not None:
             block.before.after = block
@@ -121,11 +121,11 @@ class CachingAllocator:
         else:
             self._last[block.small] = block
 
-    def _take(self, block: _Block) -> None:
+    def _take(self, block: _Region) -> None:
         free = self._free[block.small]
         free.pop(next(i for i, (_, _, one) in enumerate(free) if one is block))
 
-    def _put(self, block: _Block) -> None:
+    def _put(self, block: _Region) -> None:
         block.free = True
         self._puts += 1  # blocks themselves cannot be compared
         insort(self._free[block.small], (block.size, self._puts, block))
@@ -133,7 +133,7 @@ class CachingAllocator:
 
 def replay(moves: Iterable[tuple[int, int]], *, expandable: bool) -> int:
     """Bytes that are reserved for allocations, as ``Trace`` has them."""
-    allocator, blocks = CachingAllocator(expandable=expandable), dict[int, _Block]()
+    allocator, blocks = CachingAllocator(expandable=expandable), dict[int, _Region]()
     for number, size in moves:
         if size > 0:
             blocks[number] = allocator.allocate(size)

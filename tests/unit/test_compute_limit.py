@@ -23,7 +23,7 @@ from zeropp.layout import InfeasibleError
 from zeropp.plan import Candidate
 from zeropp.shape import ModelShape
 from zeropp.tune.contender import Contender
-from zeropp.tune.space import Point, points
+from zeropp.tune.space import SearchPoint, points
 
 SMALL = replace(
     task(16, 32),
@@ -32,7 +32,7 @@ SMALL = replace(
 
 
 @cache
-def points_of_all() -> list[tuple[Contender[Any], Point[Any], int]]:
+def points_of_all() -> list[tuple[Contender[Any], SearchPoint[Any], int]]:
     """Every contender with its degrees and microbatch sizes, for all of which it yields knobs."""
     found = [
         (contender, point, size)
@@ -66,9 +66,9 @@ def test_losses_add_up_to_the_step_and_none_is_negative(
 ) -> None:
     contender, candidate = setting
     result = contender.simulated(SMALL, candidate)
-    losses = result.losses.by_kind()
+    losses = result.breakdown.by_kind()
     assert sum(losses.values()) == pytest.approx(result.step_s, rel=1e-9)
-    assert result.losses.step_s == pytest.approx(result.step_s, rel=1e-9)
+    assert result.breakdown.step_s == pytest.approx(result.step_s, rel=1e-9)
     assert losses["limit"] / result.step_s == pytest.approx(result.limit_share)
     assert result.limit_share < 1.0
     for kind, seconds in losses.items():
@@ -77,7 +77,7 @@ def test_losses_add_up_to_the_step_and_none_is_negative(
 
 def one(recompute: Literal["none", "full"] = "none") -> dict[str, float]:
     knobs = DeepSpeedKnobs(tp=1, pp=4, replicate=4, recompute=recompute)
-    return DEEPSPEED_3D.simulated(SMALL, Candidate(knobs, 1)).losses.by_kind()
+    return DEEPSPEED_3D.simulated(SMALL, Candidate(knobs, 1)).breakdown.by_kind()
 
 
 def test_each_cause_is_found_where_it_is_and_nowhere_else() -> None:

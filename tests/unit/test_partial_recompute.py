@@ -57,7 +57,7 @@ def test_the_loss_of_recomputation_is_that_of_its_blocks() -> None:
     result = DEEPSPEED_3D.simulated(task(64, 128), Candidate(knobs, 1))
     blocks = [result.plan.blocks_of(stage) for stage in range(4)]
     half = replace(result.plan, recomputed=tuple(count // 2 for count in blocks))
-    lost = simulate(half, task().cluster).losses.recomputation
+    lost = simulate(half, task().cluster).breakdown.recomputation
     share = sum(count // 2 for count in blocks) / sum(blocks)
-    assert lost == pytest.approx(share * result.losses.recomputation)
+    assert lost == pytest.approx(share * result.breakdown.recomputation)
     assert simulate(half, task().cluster).peak_bytes > 0

@@ -12,7 +12,14 @@ from pydantic import TypeAdapter
 
 from benchmarks.specification.contenders import CONTENDERS, PRICED
 from tests.unit.simulated_task import task
-from zeropp.programs import Entry, Program, entry_named, entry_of, program_named, program_names
+from zeropp.programs import (
+    Program,
+    ProgramEntry,
+    entry_named,
+    entry_of,
+    program_named,
+    program_names,
+)
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROGRAMS = pytest.mark.parametrize("name", program_names())
@@ -49,7 +56,7 @@ def test_a_source_speaks_of_one_value_of_a_trait() -> None:
 def test_an_entry_takes_over_no_source_of_a_trait_that_it_changes() -> None:
     foundry = entry_named("llm_foundry")
 
-    def other(**traits: dict[str, object]) -> Entry:
+    def other(**traits: dict[str, object]) -> ProgramEntry:
         file = {"version": "a version", "based_on": "llm_foundry", "traits": traits}
         return entry_of("other", file)
 

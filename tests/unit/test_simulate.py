@@ -88,10 +88,10 @@ def test_what_follows_the_last_microbatch_is_added() -> None:
     )
     result = simulate(plan, task().cluster, price=price)
     assert result.step_s == pytest.approx(33.0 + 0.5 + 0.25 + 0.125)
-    assert result.losses.reductions == pytest.approx(0.5)
-    assert result.losses.optimizer == pytest.approx(0.25)
-    assert result.losses.gathers == pytest.approx(0.125)
-    assert result.losses.bubble == pytest.approx(9.0)
+    assert result.breakdown.reductions == pytest.approx(0.5)
+    assert result.breakdown.optimizer == pytest.approx(0.25)
+    assert result.breakdown.gathers == pytest.approx(0.125)
+    assert result.breakdown.bubble == pytest.approx(9.0)
     assert result.timeline().step_s == pytest.approx(result.step_s)
 
 

@@ -36,7 +36,7 @@ from zeropp.tune.bounds import (
 )
 from zeropp.tune.contender import Contender
 from zeropp.tune.search import search
-from zeropp.tune.space import Point, compute_knobs, points
+from zeropp.tune.space import SearchPoint, compute_knobs, points
 
 SEEDS = range(25)
 UNITS: tuple[int | Auto, ...] = ("auto", 1, 2, 4)
@@ -83,7 +83,7 @@ def drawn_task(draw: random.Random) -> Task:
     return replace(what, cluster=replace(cluster, intra=intra, inter=inter))
 
 
-def narrowed(point: Point[Any], draw: random.Random) -> Point[Any]:
+def narrowed(point: SearchPoint[Any], draw: random.Random) -> SearchPoint[Any]:
     """The point with some knobs of ZeroPP or FSDP2 fixed."""
     reduce_every = draw.choice(REDUCTIONS)
     if isinstance(point.asked, ZeroppKnobs):

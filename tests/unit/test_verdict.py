@@ -15,7 +15,7 @@ from benchmarks.studies.claim_33.cells import COMPARED, GIVEN, Cell
 from benchmarks.studies.claim_33.judge import BASELINES, CELL, CLAIM, PUBLIC_3D, judge, summary
 from benchmarks.studies.claim_33.pages import page_tables
 from tests.unit.simulated_task import task
-from zeropp.sim.lost_time import Losses
+from zeropp.sim.lost_time import TimeBreakdown
 from zeropp.sim.simulator import simulate
 from zeropp.tune.search import search
 
@@ -141,7 +141,7 @@ def test_committed_tables_follow_from_the_committed_rows() -> None:
 
 def test_every_committed_step_is_the_sum_of_its_losses() -> None:
     plans = pd.read_csv(REFERENCE / "plans.csv").dropna(subset=["step_s"])
-    kinds = [f"{loss.name}_s" for loss in fields(Losses)]
+    kinds = [f"{loss.name}_s" for loss in fields(TimeBreakdown)]
     assert len(plans) > 300
     others = [kind for kind in kinds if kind != "small_kernels_s"]  # which alone may be a gain
     assert (plans[others] > -1e-9).all(axis=None)

@@ -34,7 +34,7 @@ from zeropp.schedule.program import loop_placement, unordered
 from zeropp.schedule.zeropp_order import cap_needs, smallest_cap, unit_size
 from zeropp.tune.contender import Contender
 from zeropp.tune.space import (
-    Point,
+    SearchPoint,
     Space,
     at_degrees,
     choices,
@@ -167,7 +167,7 @@ _UNITS = (0.5, 1, 2, 4)  # multiples of the pipeline ranks; one unit of the whol
 _CAPS = (0.0, 1.0, 1.25, 1.5)
 
 
-def families(point: Point[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
+def families(point: SearchPoint[ZeroppKnobs]) -> Iterator[ZeroppKnobs]:
     """All knobs to try at a point, except for unit, cap and when gradients are reduced.
 
     They are set to what takes the least time: the largest unit, a cap that holds all activations

@@ -271,7 +271,7 @@ def piece_times(work: Work, forward_tp: float, backward_tp: float) -> PieceTimes
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kernels:
+class _BlockSeconds:
     """Seconds of a block's kernels. Lists have an entry per matrix product (see ``linears``)."""
 
     products: Sequence[float]
@@ -284,7 +284,7 @@ class _Kernels:
     accumulation: float  # weight gradients that are added to their sums
 
 
-def _block_kernels(work: Work) -> _Kernels:
+def _block_kernels(work: Work) -> _BlockSeconds:
     device, precision, tokens = work.device, work.precision, work.tokens
     parameters = piece_parameters(work.shape, 1) / work.tp
     cast, cast_backward = cast_bytes(work)
@@ -293,7 +293,7 @@ def _block_kernels(work: Work) -> _Kernels:
     def product(m: int, k: int, n: int) -> float:
         return matmul_s(device, precision, m=m, k=k, n=n, gain=gain)
 
-    return _Kernels(
+    return _BlockSeconds(
         products=[product(tokens, k, n) for k, n in linears(work)],
         transposed=[product(tokens, n, k) for k, n in linears(work)],
         weights=[product(k, tokens, n) for k, n in linears(work)],
@@ -307,7 +307,7 @@ def _block_kernels(work: Work) -> _Kernels:
     )
 
 
-def _block(work: Work, kernels: _Kernels, forward_tp: float, backward_tp: float) -> PassTimes:
+def _block(work: Work, kernels: _BlockSeconds, forward_tp: float, backward_tp: float) -> PassTimes:
     host, core, elementwise = _host(work), kernels.attention, kernels.elementwise
     in_line = work.program.blocking_launches
     forward = sum(kernels.products) + core + elementwise + forward_tp
@@ -326,7 +326,7 @@ def _block(work: Work, kernels: _Kernels, forward_tp: float, backward_tp: float)
 
 
 def _attention_half(
-    work: Work, kernels: _Kernels, block: PassTimes, *, forward_tp: float, backward_tp: float
+    work: Work, kernels: _BlockSeconds, block: PassTimes, *, forward_tp: float, backward_tp: float
 ) -> PassTimes:
     """The times of a block's attention half: of each of the block's times, the share that the
     kernels of attention have in those of the whole block. Meant for blocks without recomputation,

@@ -123,7 +123,7 @@ def beginning(
     return run.planned()
 
 
-class _Rank:
+class _RankState:
     """How far one rank has come in each of its orders (``Orders.places``), and until when it is
     busy."""
 
@@ -160,7 +160,7 @@ class _Run:
         self._never = 2 * self._back
         self._ready = [_NEVER] * (self._never + 1)
         self._ready[: self._count] = [0.0] * self._count
-        self._ranks = [_Rank(forward, backward) for forward, backward in orders.places]
+        self._ranks = [_RankState(forward, backward) for forward, backward in orders.places]
         self._events = [(0.0, rank) for rank in range(len(self._ranks))]  # a heap
         self._forward_s = [cost.forward for cost in costs]
         self._weight_s = [cost.backward_weight for cost in costs]
@@ -213,14 +213,14 @@ class _Run:
             else:
                 heapq.heappop(events)
 
-    def _is_worth_it(self, state: _Rank, idle_s: float) -> bool:
+    def _is_worth_it(self, state: _RankState, idle_s: float) -> bool:
         """Whether to start a weight gradient if other work is due in ``idle_s``."""
         if not self._policy.patience:
             return True
         stage = (state.backward[state.weights] - self._back) // self._count
         return idle_s > self._policy.patience * self._weight_s[stage]
 
-    def _run_forward(self, rank: int, state: _Rank, time: float) -> None:
+    def _run_forward(self, rank: int, state: _RankState, time: float) -> None:
         place = state.forward[state.forwards]
         stage = place // self._count
         state.forwards += 1
@@ -233,7 +233,7 @@ class _Run:
         else:
             self._ready[place + self._back] = end
 
-    def _run_backward(self, rank: int, state: _Rank, time: float) -> None:
+    def _run_backward(self, rank: int, state: _RankState, time: float) -> None:
         place = state.backward[state.backwards]
         stage = (place - self._back) // self._count
         state.backwards += 1
@@ -250,7 +250,7 @@ class _Run:
         if stage > 0:
             self._send(rank, stage - 1, place - self._count, end + self._hop_s[stage - 1])
 
-    def _run_weight(self, rank: int, state: _Rank, time: float) -> None:
+    def _run_weight(self, rank: int, state: _RankState, time: float) -> None:
         stage = (state.backward[state.weights] - self._back) // self._count
         state.weights += 1
         state.kinds.append(Op.BACKWARD_WEIGHT)

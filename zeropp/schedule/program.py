@@ -145,10 +145,10 @@ class ActionSequence:
 
 def sequence_of(programs: Sequence[Sequence[Action]], stage_rank: Sequence[int]) -> ActionSequence:
     """The sequence of some programs. Raises DeadlockError if the programs cannot end."""
-    return _Search(programs, stage_rank).result()
+    return _OrderSearch(programs, stage_rank).result()
 
 
-class _Search:
+class _OrderSearch:
     """Runs every rank as far as its inputs allow. The inputs of forwards are numbered ``stage *
     microbatches + microbatch``, and those of backwards follow, after a spare row."""
 

@@ -20,7 +20,7 @@ _Change = Callable[[StageCost, StageExtras], StageCost]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Losses:
+class TimeBreakdown:
     """The seconds of a step by cause; together with the limit they add up to the step.
 
     Only ``small_kernels`` can be negative: if a program's kernels are faster than those of the
@@ -50,7 +50,9 @@ class Losses:
         return asdict(self)
 
 
-def losses_of(plan: Plan, price: PlanPrice, step_of: Callable[[PlanPrice], float]) -> Losses:
+def breakdown_of(
+    plan: Plan, price: PlanPrice, step_of: Callable[[PlanPrice], float]
+) -> TimeBreakdown:
     """Split a step by cause. ``step_of`` gives the plan's step time in seconds for a changed price;
     it is called once per cause."""
     before = step_of(price)
@@ -65,7 +67,7 @@ def losses_of(plan: Plan, price: PlanPrice, step_of: Callable[[PlanPrice], float
     busiest, mean = (plan.num_microbatches * s for s in (max(busy), sum(busy) / len(busy)))
     again = sum(extras.recomputation for extras in price.extras) / len(ranks)
     recomputation = plan.num_microbatches * again
-    return Losses(
+    return TimeBreakdown(
         limit=price.limit_s,
         small_kernels=mean - recomputation - price.limit_s,
         recomputation=recomputation,

@@ -229,7 +229,7 @@ class RankMemory:
         return memory.early_gradients / whole if whole else 0.0
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """The bytes that a rank holds at one action, in addition to those that are always held."""
 
     place: int  # index of the action in the program
@@ -257,7 +257,7 @@ def rank_peak(plan: Plan, price: StepBytes, rank: int) -> MemoryBytes:
         total = change[2] + change[3] + change[4] + change[5]
         if total > most:
             most, fullest = total, change
-    return as_memory(plan, price, rank, Change._make(fullest))
+    return as_memory(plan, price, rank, MemoryChange._make(fullest))
 
 
 def fits(plan: Plan, price: StepBytes, rank: int, limit: int) -> bool:
@@ -277,7 +277,7 @@ def always_held(plan: SizedPlan, price: StepBytes, rank: int) -> MemoryBytes:
     )
 
 
-def as_memory(plan: Plan, price: StepBytes, rank: int, change: Change) -> MemoryBytes:
+def as_memory(plan: Plan, price: StepBytes, rank: int, change: MemoryChange) -> MemoryBytes:
     """All bytes of a rank at one change, with those that are always held."""
     always = always_held(plan, price, rank)
     return replace(
@@ -289,14 +289,14 @@ def as_memory(plan: Plan, price: StepBytes, rank: int, change: Change) -> Memory
     )
 
 
-def walk(plan: Plan, price: StepBytes, rank: int) -> Iterator[Change]:
+def walk(plan: Plan, price: StepBytes, rank: int) -> Iterator[MemoryChange]:
     """The changes of a rank: for every action that changes memory, its fullest moment and what it
     leaves."""
-    return map(Change._make, _changes(plan, price, rank))
+    return map(MemoryChange._make, _changes(plan, price, rank))
 
 
 def _changes(plan: Plan, price: StepBytes, rank: int) -> Iterator[_Change]:
-    """The fields of every ``Change`` as plain tuples, because a search reads millions of them."""
+    """The fields of every change as plain tuples, because a search reads millions of them."""
     state = RankMemory(plan, price, rank)
     handlers = state.handlers
     yield _EMPTY

@@ -22,7 +22,7 @@ from zeropp.cost.plan_price import PlanPrice, StageExtras
 from zeropp.plan import MemoryBytes, Plan
 from zeropp.schedule.event_loop import EventResult, run, run_within
 from zeropp.schedule.program import COMPLETES, COMPUTE, Op, StageCost
-from zeropp.sim.lost_time import Losses, losses_of
+from zeropp.sim.lost_time import TimeBreakdown, breakdown_of
 from zeropp.sim.memory import peak_memory
 from zeropp.timeline import Span, Timeline
 
@@ -83,9 +83,9 @@ class SimResult:
         return self.price.limit_s / self.step_s
 
     @cached_property
-    def losses(self) -> Losses:
+    def breakdown(self) -> TimeBreakdown:
         """The seconds of the step by cause, which add up to ``step_s``."""
-        return losses_of(self.plan, self.price, lambda price: _run(self.plan, price).step_s)
+        return breakdown_of(self.plan, self.price, lambda price: _run(self.plan, price).step_s)
 
     @cached_property
     def memory(self) -> tuple[MemoryBytes, ...]:

@@ -69,7 +69,7 @@ class Member(NamedTuple, Generic[K]):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Entry(Generic[K]):
+class QueueEntry(Generic[K]):
     """An entry of the queue: a family with the bound of its compute, a family with its durations,
     or a member with its price."""
 
@@ -83,7 +83,7 @@ class Entry(Generic[K]):
     members: Iterable[Member[K]] = ()  # of a family with its durations; read once
     price: PlanPrice | None = None  # of a member
 
-    def __lt__(self, other: Entry[K]) -> bool:
+    def __lt__(self, other: QueueEntry[K]) -> bool:
         """Whether this entry comes first: the one with the lower bound, or the older one."""
         return (self.bound_s, self.number) < (other.bound_s, other.number)
 
@@ -344,7 +344,7 @@ class _Search(Generic[K]):
         ``auto``."""
         return getattr(self._asked, "recompute_blocks", None) == "auto"
 
-    def _families(self, microbatch_size: int | Auto) -> Iterator[Entry[K]]:
+    def _families(self, microbatch_size: int | Auto) -> Iterator[QueueEntry[K]]:
         """Every family for which the planner has a plan, with the cheapest bound."""
         space, prices = self._contender.space, self._contender.prices
         rejected = self._outcome.rejected
@@ -363,7 +363,7 @@ class _Search(Generic[K]):
                         continue
                     bounds[alike] = least_compute_s(plan, prices.passes(plan, self._task.cluster))
                 number += 1
-                yield Entry(bounds[alike], number, candidate, alike, plan=plan)
+                yield QueueEntry(bounds[alike], number, candidate, alike, plan=plan)
 
     def _sized(self, candidate: Candidate[K]) -> SizedPlan | None:
         try:
@@ -372,7 +372,7 @@ class _Search(Generic[K]):
             self._outcome.rejected[error.kind] += 1
             return None
 
-    def _opened(self, entry: Entry[K], number: int) -> Iterator[Entry[K]]:
+    def _opened(self, entry: QueueEntry[K], number: int) -> Iterator[QueueEntry[K]]:
         """The entries that replace a family: the family with its durations, or its members."""
         cluster = self._task.cluster
         if entry.alike in self._too_many_activations:
@@ -397,9 +397,9 @@ class _Search(Generic[K]):
             price = PlanPrice(**vars(durations[later]), **vars(held))
             number += 1
             bound = entry.bound_s if plan is family else least_step_s(plan, price)
-            yield Entry(bound, number, candidate, None, plan=plan, times=price, price=price)
+            yield QueueEntry(bound, number, candidate, None, plan=plan, times=price, price=price)
 
-    def _that_may_fit(self, entry: Entry[K], family: SizedPlan) -> Iterator[Member[K]]:
+    def _that_may_fit(self, entry: QueueEntry[K], family: SizedPlan) -> Iterator[Member[K]]:
         """The members of a family whose least bytes fit, each sized when it is asked for. Bytes are
         cheaper to find than durations, and where memory is scarce most families have no such
         member; where it is not, the first one fits usually."""
@@ -437,7 +437,7 @@ class _Search(Generic[K]):
             if sized is not None:
                 yield member, sized
 
-    def _evaluate(self, entry: Entry[K], slowest: float) -> None:
+    def _evaluate(self, entry: QueueEntry[K], slowest: float) -> None:
         """Simulate a member in all orders. The fastest that fits counts, if it takes less than
         ``slowest`` seconds."""
         outcome, plan, price = self._outcome, entry.plan, entry.price

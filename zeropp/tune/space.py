@@ -25,7 +25,7 @@ DIVIDES_NOT = "global batch does not divide"
 
 
 @dataclass(frozen=True)
-class Point(Generic[K]):
+class SearchPoint(Generic[K]):
     """One combination of degrees and microbatch size, for which a contender yields its knobs.
 
     ``asked`` are the knobs as the user gave them, ``degrees`` is a layout with degrees only, and
@@ -48,7 +48,7 @@ class Space(Generic[K]):
     that of its family only if reduced gradients are added to those of earlier units.
     """
 
-    families: Callable[[Point[K]], Iterable[K]]
+    families: Callable[[SearchPoint[K]], Iterable[K]]
     members: Callable[[K, K, SizedPlan], Iterable[K]]  # asked, family, the family's plan
     tensor: bool = False  # tensor parallelism may be searched
     pipelines: tuple[int, int] = (1, 0)  # fewest and most pipeline ranks; 0: as many as fit
@@ -119,7 +119,7 @@ C = TypeVar("C", bound=ChunkKnobs)
 
 
 def chunk_choices(
-    point: Point[C], known: Iterable[int], kinds: Iterable[Recompute]
+    point: SearchPoint[C], known: Iterable[int], kinds: Iterable[Recompute]
 ) -> Iterator[tuple[int, Recompute, int | Auto]]:
     """(chunks per rank, kind of recomputation, number of blocks per stage) to try, where ``known``
     are the numbers of chunks and ``kinds`` the recomputation that the contender may have. Where
@@ -136,7 +136,7 @@ def chunk_choices(
             yield chunks, kind, blocks
 
 
-def placement_choices(asked: Placement | Auto, point: Point[K]) -> tuple[Placement, ...]:
+def placement_choices(asked: Placement | Auto, point: SearchPoint[K]) -> tuple[Placement, ...]:
     """The numberings of ranks to try: both, if they put different ranks into a node."""
     degrees, node = point.degrees, point.task.cluster.gpus_per_node
     moves = degrees.pp > 1 and degrees.dp > 1 and degrees.world > node
@@ -145,7 +145,7 @@ def placement_choices(asked: Placement | Auto, point: Point[K]) -> tuple[Placeme
 
 def points(
     task: Task, space: Space[K], asked: K, microbatch_size: int | Auto, *, rejected: Counter[str]
-) -> Iterator[tuple[Point[K], int]]:
+) -> Iterator[tuple[SearchPoint[K], int]]:
     """(point, microbatch size) of all points of a space; those that do not divide are counted in
     ``rejected`` by their cause."""
     for degrees in _degrees(task, space, asked, rejected):
@@ -154,7 +154,7 @@ def points(
             if task.global_batch % slots:
                 rejected[DIVIDES_NOT] += 1
                 continue
-            yield Point(task, asked, degrees, task.global_batch // slots), size
+            yield SearchPoint(task, asked, degrees, task.global_batch // slots), size
 
 
 def _degrees(task: Task, space: Space[K], asked: K, rejected: Counter[str]) -> Iterator[Layout]:

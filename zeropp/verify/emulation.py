@@ -133,7 +133,7 @@ class _Stream:
         return hash(self.name)
 
 
-class _Work:
+class _VirtualWork:
     """Stands for what ``isend``, ``irecv`` and asynchronous collectives return: as on NCCL, the
     current stream waits. It keeps the tensors until then."""
 
@@ -232,7 +232,7 @@ def _collective(device: Device, observer: Observer, original: Any) -> Any:
         finally:
             observer.asynchronous = False
         event = _Stream(device, observer.stream).record_event()
-        return None if inner is None else _Work(device, [inner], event, arguments)
+        return None if inner is None else _VirtualWork(device, [inner], event, arguments)
 
     return call
 
@@ -244,7 +244,7 @@ def _messages(device: Device) -> dict[str, Any]:
     def one_by_one(kind: str) -> Any:
         signature, end = inspect.signature(originals[kind]), "dst" if kind == "isend" else "src"
 
-        def issue(*arguments: Any, **keywords: Any) -> _Work:
+        def issue(*arguments: Any, **keywords: Any) -> _VirtualWork:
             given = signature.bind(*arguments, **keywords).arguments
             group: Any = given.get("group") or dist.group.WORLD
             peer = given.get(end)
@@ -258,7 +258,7 @@ def _messages(device: Device) -> dict[str, Any]:
     found = {kind: one_by_one(kind) for kind in originals}
     names = {function: kind for kind, function in found.items()}
 
-    def batch(operations: Sequence[Any]) -> list[_Work]:
+    def batch(operations: Sequence[Any]) -> list[_VirtualWork]:
         lot = []
         for one in operations:
             kind, group = names[one.op], one.group or dist.group.WORLD
@@ -274,7 +274,9 @@ def _messages(device: Device) -> dict[str, Any]:
     }
 
 
-def _issue(device: Device, lot: Sequence[tuple[str, Tensor, int, Any, Callable[[], Any]]]) -> _Work:
+def _issue(
+    device: Device, lot: Sequence[tuple[str, Tensor, int, Any, Callable[[], Any]]]
+) -> _VirtualWork:
     """Messages of one kernel, each as (kind, tensor, peer, group, call). It runs on its group's own
     stream, after what the current stream holds, and keeps the tensors' memory by ``record_stream``,
     as in ``ProcessGroupNCCL::pointToPoint``."""
@@ -294,4 +296,4 @@ def _issue(device: Device, lot: Sequence[tuple[str, Tensor, int, Any, Callable[[
     device.run(stream, what, extents["isend"], extents["irecv"])
     device.log.messages(stream, messages, what)
     event = _Stream(device, stream).record_event()
-    return _Work(device, inner, event, [tensor for _, tensor, *_ in lot])
+    return _VirtualWork(device, inner, event, [tensor for _, tensor, *_ in lot])

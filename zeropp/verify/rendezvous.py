@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 Kind = Literal["kernel", "communication", "record", "wait", "sync", "meet", "place"]
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """What a communication kernel has in common with the kernels of ``ranks`` ranks: ``key`` is
     equal on all of them. ``content`` (type and shape) must be."""
 
@@ -35,7 +35,7 @@ class Issued(NamedTuple):
     kind: Kind
     stream: str | None = None
     event: int = 0
-    parts: tuple[Part, ...] = ()
+    parts: tuple[RankPart, ...] = ()
     what: str = ""
 
 
@@ -96,7 +96,7 @@ class Log:
     def meet(self, key: Hashable, ranks: int) -> None:
         """The host waits for the hosts of so many ranks, as where a communicator is made."""
         self._counts[key] += 1
-        part = Part((key, self._counts[key]), ranks, "")
+        part = RankPart((key, self._counts[key]), ranks, "")
         self.issued.append(Issued("meet", parts=(part,), what=f"meets in {key}"))
 
     def place(self, what: str) -> None:
@@ -109,14 +109,14 @@ class Log:
         found = []
         for key, ranks, content in parts:
             self._counts[key] += 1
-            found.append(Part((key, self._counts[key]), ranks, content))
+            found.append(RankPart((key, self._counts[key]), ranks, content))
         self.issued.append(Issued("communication", stream, 0, tuple(found), what))
 
 
 def mismatches(logs: Logs) -> list[str]:
     """Messages and collectives that do not match: that some who should take part in never issue,
     or whose contents (type and shape) differ between ranks."""
-    there: dict[Hashable, list[tuple[int, Part]]] = defaultdict(list)
+    there: dict[Hashable, list[tuple[int, RankPart]]] = defaultdict(list)
     for rank, log in logs.items():
         for one in log:
             for part in one.parts:
@@ -163,16 +163,16 @@ def hanging_waits(logs: Logs, rank: int) -> list[int]:
 
 
 @dataclass(eq=False, slots=True)
-class _Kernel:
+class _Communication:
     """A communication kernel that has come to the head of its stream."""
 
-    rank: _Rank
+    rank: _RankReplay
     issued: Issued
     number: int
     missing: int  # parts whose peers are not there yet
 
 
-class _Rank:
+class _RankReplay:
     """The host and the device of one rank."""
 
     def __init__(self, rank: int, log: Sequence[Issued]) -> None:
@@ -180,8 +180,8 @@ class _Rank:
         self.at, self.limit = 0, len(log)  # how far the host is, and how far it may go
         self.queues: dict[str, deque[tuple[int, Issued]]] = defaultdict(deque)
         self.open: Counter[str | None] = Counter()  # by stream, what has not ended
-        self.running: dict[str, _Kernel] = {}  # by stream, also those without a place yet
-        self.ready: list[_Kernel] = []  # in a place as soon as there is one
+        self.running: dict[str, _Communication] = {}  # by stream, also those without a place yet
+        self.ready: list[_Communication] = []  # in a place as soon as there is one
         self.resident = 0
         self.events: set[int] = set()
         self.place = ""
@@ -205,14 +205,14 @@ class _Simulation:
     def __init__(
         self, logs: Logs, resident: int | None, seed: int | None, queue_of: Callable[[str], str]
     ) -> None:
-        self.ranks = {rank: _Rank(rank, log) for rank, log in logs.items()}
+        self.ranks = {rank: _RankReplay(rank, log) for rank, log in logs.items()}
         self._places, self._queue_of = resident, queue_of
         self._random = None if seed is None else random.Random(seed)
-        self._there: dict[Hashable, list[_Kernel]] = {}
+        self._there: dict[Hashable, list[_Communication]] = {}
         self._met: dict[Hashable, set[int]] = defaultdict(set)
-        self._todo: deque[_Rank] = deque()
+        self._todo: deque[_RankReplay] = deque()
 
-    def run(self, ranks: Iterable[_Rank] | None = None) -> None:
+    def run(self, ranks: Iterable[_RankReplay] | None = None) -> None:
         """Let everything happen that can, beginning with some ranks or with all."""
         self._todo.extend(self.ranks.values() if ranks is None else ranks)
         while self._todo:
@@ -222,7 +222,7 @@ class _Simulation:
         ranks = self.ranks.items()
         return {number: one.described() for number, one in ranks if one.open or one.at < one.limit}
 
-    def _advance(self, rank: _Rank) -> None:
+    def _advance(self, rank: _RankReplay) -> None:
         moved = True
         while moved:
             moved = self._issue(rank)
@@ -234,7 +234,7 @@ class _Simulation:
                 self._run_kernel(rank)
                 moved = True
 
-    def _issue(self, rank: _Rank) -> bool:
+    def _issue(self, rank: _RankReplay) -> bool:
         """Let the host go on as far as it can."""
         begin = rank.at
         while rank.at < rank.limit:
@@ -254,7 +254,7 @@ class _Simulation:
             rank.at += 1
         return rank.at > begin
 
-    def _meet(self, rank: _Rank, part: Part) -> bool:
+    def _meet(self, rank: _RankReplay, part: RankPart) -> bool:
         met = self._met[part.key]
         if rank.rank not in met:
             met.add(rank.rank)
@@ -262,14 +262,14 @@ class _Simulation:
                 self._todo.extend(self.ranks[other] for other in met)
         return len(met) == part.ranks
 
-    def _start(self, rank: _Rank, number: int, one: Issued) -> bool:
+    def _start(self, rank: _RankReplay, number: int, one: Issued) -> bool:
         """Whether what is at the head of a queue leaves it."""
         stream = one.stream
         assert stream is not None
         if stream in rank.running or (one.kind == "wait" and one.event not in rank.events):
             return False
         if one.kind == "communication":
-            rank.running[stream] = kernel = _Kernel(rank, one, number, len(one.parts))
+            rank.running[stream] = kernel = _Communication(rank, one, number, len(one.parts))
             rank.ready.append(kernel)
             return True
         if one.kind == "record":
@@ -277,7 +277,7 @@ class _Simulation:
         rank.ended(stream)
         return True
 
-    def _run_kernel(self, rank: _Rank) -> None:
+    def _run_kernel(self, rank: _RankReplay) -> None:
         """Give one of the kernels that could start a place on the device."""
         if self._random is None:
             kernel = min(rank.ready, key=lambda one: one.number)
@@ -294,7 +294,7 @@ class _Simulation:
                     if not one.missing:
                         self._end(one)
 
-    def _end(self, kernel: _Kernel) -> None:
+    def _end(self, kernel: _Communication) -> None:
         rank, stream = kernel.rank, kernel.issued.stream
         assert stream is not None
         rank.resident -= 1

@@ -110,7 +110,7 @@ class Fault:
 
 
 @dataclass(eq=False)
-class _Block:
+class _StorageUse:
     """The memory of one storage, from its allocation until it is freed."""
 
     stream: str  # on which it was allocated
@@ -127,7 +127,7 @@ class Device:
         self.log = Log()
         self.host: Clock = {}  # what the host has waited for
         self._clocks: dict[str, Clock] = defaultdict(dict)
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, _StorageUse] = {}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._freed: dict[str, list[Access]] = defaultdict(list)  # by the stream of their block
         self._faults: dict[tuple[object, ...], Fault] = {}
@@ -241,22 +241,22 @@ class Device:
         clock[stream] = clock.get(stream, 0) + 1
         return clock
 
-    def _block_of(self, storage: torch.UntypedStorage) -> _Block:
+    def _block_of(self, storage: torch.UntypedStorage) -> _StorageUse:
         """The block of a storage; one whose allocation was not seen was there before all."""
         return self._blocks.get(id(storage)) or self._add(storage)
 
-    def _add(self, storage: torch.UntypedStorage) -> _Block:
+    def _add(self, storage: torch.UntypedStorage) -> _StorageUse:
         key = id(storage)
         if key not in self._storages:
             self._storages[key] = weakref.ref(storage, lambda _: self._gone(key))
-        self._blocks[key] = block = _Block(self.current, storage.nbytes())
+        self._blocks[key] = block = _StorageUse(self.current, storage.nbytes())
         return block
 
     def _gone(self, key: int) -> None:
         del self._storages[key]
         self.free(key)
 
-    def _access(self, block: _Block, new: Access, clock: Clock) -> None:
+    def _access(self, block: _StorageUse, new: Access, clock: Clock) -> None:
         for old in block.accesses.values():
             if (
                 old.stream != new.stream

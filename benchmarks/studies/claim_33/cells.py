@@ -29,7 +29,7 @@ from zeropp.layout import divisors
 from zeropp.literals import Precision
 from zeropp.plan import Candidate, Knobs, Task
 from zeropp.shape import ModelShape
-from zeropp.sim.lost_time import Losses
+from zeropp.sim.lost_time import TimeBreakdown
 from zeropp.sim.simulator import SimResult
 from zeropp.tune.contender import Contender, describe
 from zeropp.tune.search import Evaluated, search
@@ -223,13 +223,13 @@ class PlanRow:
     bubble: float | None = None
     share_of_limit: float | None = None  # throughput divided by the compute limit
     setting: str = ""  # knobs and microbatch size as JSON, from which ``priced_again`` simulates
-    losses: Losses | None = None
+    breakdown: TimeBreakdown | None = None
 
     def columns(self) -> dict[str, object]:
         """The row as a table's columns: ``limit_s``, ``bubble_s`` ... for the losses (seconds),
         which add up to ``step_s``."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "losses"}
-        lost = self.losses.by_kind() if self.losses else {}
+        lost = self.breakdown.by_kind() if self.breakdown else {}
         return plain | {f"{kind}_s": seconds for kind, seconds in lost.items()}
 
 
@@ -311,7 +311,7 @@ def _row(cell: Cell, candidate: Candidate[Any], result: SimResult, mode: str) ->
         bubble=result.bubble,
         share_of_limit=result.limit_share,
         setting=json.dumps(asdict(candidate)),
-        losses=result.losses,
+        breakdown=result.breakdown,
     )
 
 

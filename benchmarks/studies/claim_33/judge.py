@@ -21,7 +21,7 @@ from benchmarks.report import style
 from benchmarks.report.table import markdown_table
 from benchmarks.studies.claim_33.cells import COMPARED
 from zeropp.contender.contender import ZEROPP
-from zeropp.sim.lost_time import Losses
+from zeropp.sim.lost_time import TimeBreakdown
 
 CLAIM = 1.33
 TIE = 0.06  # the simulator's median error of ratios
@@ -188,7 +188,7 @@ def _regime(row: pd.Series) -> str:
     return f"{batch}, idle {100 * bubble:.0f} % in 3D"
 
 
-_KINDS = [kind.name for kind in fields(Losses) if kind.name != "limit"]
+_KINDS = [kind.name for kind in fields(TimeBreakdown) if kind.name != "limit"]
 _HEADS = ["model", "cluster", "GPUs", "batch", "over the bound", "loses more to", "less to"]
 
 

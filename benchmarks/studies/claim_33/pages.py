@@ -33,7 +33,7 @@ from benchmarks.studies.claim_33.judge import (
     unfit,
     with_bound,
 )
-from zeropp.sim.lost_time import Losses
+from zeropp.sim.lost_time import TimeBreakdown
 
 Key = tuple[str, str, int, int, float]  # model, cluster, GPUs, global batch, bandwidth
 
@@ -265,7 +265,7 @@ def _place(band: BandwidthSpec) -> str:
 
 def _seconds(plans: pd.DataFrame, global_batch: int) -> dict[str, dict[str, float]]:
     """Per contender, the seconds of its step by cause, for the plans at one batch."""
-    kinds = [kind.name for kind in fields(Losses)]
+    kinds = [kind.name for kind in fields(TimeBreakdown)]
     rows = plans[(plans.global_batch == global_batch) & plans.limit_s.notna()]
     return {
         _LABELS[row["contender"]]: {kind: row[f"{kind}_s"] for kind in kinds}
