@@ -53,7 +53,7 @@ def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
     """Degrees above 1 and the knobs that were set, as ``zeropp.tune.contender.describe`` writes
     plans: ``pp=2 shard=2 V=2 U=4``.
 
-    A unit that the planner cut also shows what was asked for, as in ``U=8 (16 asked)``. An
+    A unit that the planner cut also shows what it became, as in ``U=16 (run as 8)``. An
     infeasible record has no plan, so its text shows what was asked for: ``auto`` if all degrees
     were left open.
     """
@@ -69,7 +69,7 @@ def configuration_text(record: RunRecord, spec: RecordedSpec) -> str:
     asked = knobs.get("unit")
     unit = plan.get("unit", 0) if asked else 0
     if isinstance(asked, int) and unit not in (0, asked):
-        words.append(f"U={unit} ({asked} asked)")
+        words.append(f"U={asked} (run as {unit})")
     elif unit not in (0, plan.get("num_microbatches")):
         words.append(f"U={unit}")
     words += ["zero1"] * bool(degrees.get("replicate_zero"))

@@ -56,7 +56,7 @@ def test_six_points_are_six_rows_and_one_figure(tmp_path: Path) -> None:
 def test_a_unit_that_was_cut_says_so(tmp_path: Path) -> None:
     found = ablations(sweep(tmp_path), {"unit": "2"})
     assert any("16 (run as 8)" in change for change in found["change"])
-    assert sum("U=8 (16 asked)" in layout for layout in found["layout"]) == 2
+    assert sum("U=16 (run as 8)" in layout for layout in found["layout"]) == 2
 
 
 def test_a_base_that_nobody_ran_names_what_there_is(tmp_path: Path) -> None:
