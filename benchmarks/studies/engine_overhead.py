@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import statistics
 import sys
 import tempfile
@@ -83,20 +84,25 @@ SIZES = (Size("tiny", 64, 32, 12), Size("small", 256, 64, 4), Size("mid", 512, 1
 
 @dataclass(frozen=True)
 class Sample:
-    """A step on one rank: from a barrier of all ranks to the next, and the CPU time of this process
-    in between."""
+    """A step on one rank, from a barrier of all ranks to the next: wall time, and the CPU time and
+    the new pages of memory (of 4 KiB, usually) that this process took."""
 
     wall_s: float
     cpu_s: float
+    pages: int
 
 
 def timed(step: Callable[[], object]) -> Sample:
     """The duration of a step; the device is waited for before and after."""
     _together()
-    cpu, begin = time.process_time(), time.perf_counter()
+    pages, cpu, begin = _pages(), time.process_time(), time.perf_counter()
     step()
     _together()
-    return Sample(time.perf_counter() - begin, time.process_time() - cpu)
+    return Sample(time.perf_counter() - begin, time.process_time() - cpu, _pages() - pages)
+
+
+def _pages() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _together() -> None:
@@ -125,19 +131,22 @@ def compared(
     by_rank: Sequence[Mapping[str, Sequence[Sample]]], size: Size, pairs: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """One row per pair of a way to train and what it is held against, from the samples of every
-    rank. Walls are those of the first rank, because barriers begin and end a sample; CPU times are
-    added over the ranks. ``best``: the ratio of the shortest of each, which other work on the
-    machine has disturbed least."""
+    rank. Walls are those of the first rank, because barriers begin and end a sample; CPU times and
+    pages are added over the ranks. ``best``: the ratio of the shortest of each, which other work on
+    the machine has disturbed least."""
     rows = []
     for way, base in pairs.items():
         ours, theirs = (
             [
-                (one[0].wall_s, sum(each.cpu_s for each in one))
+                (one[0].wall_s, sum(each.cpu_s for each in one), sum(each.pages for each in one))
                 for one in zip(*(found[name] for found in by_rank), strict=True)
             ]
             for name in (way, base)
         )
         row: dict[str, Any] = {"size": size.name, "way": way, "base": base, "samples": len(ours)}
+        row["pages"], row["base_pages"] = (
+            statistics.median(one[2] for one in steps) for steps in (ours, theirs)
+        )
         for kind, place in (("wall", 0), ("cpu", 1)):
             row[f"base_{kind}_s"] = statistics.median(one[place] for one in theirs)
             both = [(one[place], two[place]) for one, two in zip(ours, theirs, strict=True)]
