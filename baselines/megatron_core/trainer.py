@@ -43,7 +43,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from baselines.megatron_core.parameters import Held, held
 from baselines.public_3d import microbatch_group
 from zeropp.engine.optimizer import build_optimizer
-from zeropp.model import build_piece
+from zeropp.model import build_model, build_piece
 from zeropp.plan import Plan
 from zeropp.schedule.program import Action, Op
 from zeropp.timeline import Span
@@ -146,6 +146,8 @@ class MegatronTrainer:
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Trainer.full_parameters``."""
+        named = build_model(self._plan.shape, 0, "meta").named_parameters()
+        shapes = {name: parameter.shape for name, parameter in named}
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:  # otherwise the next forward would gather
                 chunk.start_param_sync(force_sync=True)
@@ -157,10 +159,10 @@ class MegatronTrainer:
                 if part.cut != "whole":
                     parts = [torch.empty_like(values) for _ in range(self._plan.layout.tp)]
                     dist.all_gather(parts, values, group=self._tp_group)
-                piece = build_piece(self._plan.shape, part.piece, 0, "meta").state_dict()
-                whole = part.values(parts, [piece[each].shape for each in part.names])
-                for each, value in zip(part.names, whole, strict=True):
-                    yield f"{part.piece}.{each}", value.cpu()
+                names = [f"{part.piece}.{each}" for each in part.names]
+                whole = part.values(parts, [shapes[each] for each in names])
+                for each, value in zip(names, whole, strict=True):
+                    yield each, value.cpu()
 
     def counters(self) -> dict[str, int]:
         """See ``Trainer.counters``."""

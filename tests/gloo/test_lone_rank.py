@@ -35,7 +35,12 @@ OPTIONS = TraceOptions(tensors="real", pipeline_ranks=(0, -1))
 
 
 @pytest.mark.parametrize("name", CONTENDERS)
-def test_lone_ranks_compute_what_the_simulator_takes(name: str, tmp_path: Path) -> None:
+def test_lone_ranks_compute_what_the_simulator_takes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A rank alone would take every core, and threads that wait for each other in each small product
+    # take many times as long where other tests run.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     values = changed("cluster.device.peak_fp32_tflops", 0.1)
     values["model"] |= {"layers": 8, "hidden": 128, "ffn": 512}
     values |= {"contender": {"name": name, **CONTENDERS[name]}, "num_gpus": 64}
