@@ -29,7 +29,7 @@ from zeropp.layout import InfeasibleError
 from zeropp.literals import Recompute, if_auto
 from zeropp.parallel_model import ParallelModel
 from zeropp.settings import Settings
-from zeropp.stages import Stages, plan_layers
+from zeropp.stages import Stages, groups_of, plan_layers
 
 P = ParamSpec("P")
 _Build = Callable[[Sequence[Layer], LossFunction, Settings, frozenset[str]], ParallelModel]
@@ -124,13 +124,7 @@ def _cut(
 
 def _functions(settings: Settings, sizes: Sequence[LayerSizes]) -> str:
     """What the caller's functions give, which must be equal on all ranks."""
-    groups = {
-        (index, name): settings.group_of((index, name), kind.empty())
-        for index, one in enumerate(sizes)
-        for name, kind in one.kinds.items()
-        if kind.trained
-    }
-    schedule = settings.lr_schedule
+    groups, schedule = groups_of(settings, sizes), settings.lr_schedule
     return f"{groups} {None if schedule is None else [float(schedule(step)) for step in (0, 1)]}"
 
 

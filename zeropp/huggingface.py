@@ -224,7 +224,8 @@ class HuggingFaceLayers(Sequence[Layer]):
         parameters are gathered; all ranks must call it, and see the same folder. ``dtype``: the
         type of floating-point weights; by default fp32, in which they are trained."""
         folder = Path(folder)
-        together(lambda: folder.mkdir(parents=True, exist_ok=True))
+        make = partial(folder.mkdir, parents=True, exist_ok=True)
+        model.engine.meet("save_pretrained", make)
         written: dict[str, str] = {}
         size, writes = 0, model.data_parallel_rank == 0
         for index, whole in self._by_layer(model):

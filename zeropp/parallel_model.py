@@ -12,7 +12,6 @@ from torch import Tensor
 
 from zeropp.engine.checkpoint import load_named
 from zeropp.engine.engine import Engine, StepTensors
-from zeropp.engine.errors import together
 from zeropp.engine.interpreter import Microbatches
 from zeropp.engine.preflight import check_inference
 from zeropp.engine.values import split_rows
@@ -131,7 +130,7 @@ class ParallelModel:
         Raises ValueError, the same on every rank and before anything is changed, if a name is
         missing, if no rank knows it, or if its tensor has another shape.
         """
-        together(lambda: check_inference("load_state_dict"))
+        self.engine.meet("load_state_dict", lambda: check_inference("load_state_dict"))
         state = self.engine.state()
         has_optimizer = load_named(state, state_dict)
         self.engine.take_over(state, optimizer=has_optimizer)
@@ -151,7 +150,7 @@ class ParallelModel:
         ``torch.distributed.checkpoint.save({"model": model}, ...)``; with ``weights_only`` its
         parameters and buffers alone, without optimizer and number of steps. Raises CheckpointError
         where a file of ``save`` is missing or is not as it was written."""
-        together(lambda: check_inference("load"))
+        self.engine.meet("load", lambda: check_inference("load"))
         self.engine.load(directory, weights_only=weights_only)
 
     def close(self) -> None:

@@ -92,7 +92,8 @@ class Stages:
     def engine_options(self, settings: Settings) -> EngineOptions:
         """The engine's options, whose names are those of the settings."""
         ends = [bisect_right(self.plan.cuts, index) - 1 for index, _ in settings.tied or ()]
-        return replace(settings.engine_options(), tied_stages=tuple(ends))
+        groups = tuple(dict.fromkeys(groups_of(settings, self.sizes).values()))
+        return replace(settings.engine_options(), tied_stages=tuple(ends), groups=groups)
 
     def describe(self) -> str:
         """Degrees and knobs that were asked for or chosen, and layers per stage, in one line."""
@@ -110,6 +111,16 @@ class Stages:
         count = self.plan.num_microbatches * self.plan.microbatch_size
         first = count * self.plan.layout.dp_index(dist.get_rank())
         return slice(first, first + count)
+
+
+def groups_of(settings: Settings, sizes: Sequence[LayerSizes]) -> dict[ParameterName, str]:
+    """The optimizer group of every trained parameter."""
+    return {
+        (index, name): settings.group_of((index, name), kind.empty())
+        for index, one in enumerate(sizes)
+        for name, kind in one.kinds.items()
+        if kind.trained
+    }
 
 
 def plan_layers(settings: Settings, sizes: Sequence[LayerSizes]) -> Plan:

@@ -31,8 +31,7 @@ class Counting(nn.Module):
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.get_buffer("seen").add_(1)
+        self.get_buffer("seen").add_(1)
         out: Tensor = self.linear(x)
         return out.tanh()
 
@@ -100,7 +99,7 @@ def grouped(degrees: dict[str, Any], kind: Kind = torch.optim.AdamW) -> Parallel
         global_batch=BATCH,
         group_of=lambda name, _: "first" if name[0] == 0 else "others",
         optimizer=lambda groups: kind(
-            [{"params": groups["first"], "lr": 0.1}, {"params": groups["others"], "lr": 0.01}]
+            [{"params": p, "lr": 0.1 if name == "first" else 0.01} for name, p in groups.items()]
         ),
         **degrees,
     )

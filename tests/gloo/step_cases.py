@@ -76,6 +76,18 @@ class Masked(nn.Module):
         return dropped + x
 
 
+class Wrapping(nn.Module):
+    """Hands all that it takes to the layer inside, as ``torch.compile`` and other wrappers do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Tensor, **keywords: Tensor) -> Tensor:
+        output: Tensor = self.inner(*inputs, **keywords)
+        return output
+
+
 class Placed(nn.Module):
     """Takes the mask's neighbour: positions."""
 
@@ -105,7 +117,7 @@ def ranks_of(degrees: dict[str, Any]) -> int:
 
 KINDS: dict[str, list[Callable[[], nn.Module]]] = {
     "tuples": [Fork, Both, Both, lambda: Both(unused=True), Both, Join, linear],
-    "keywords": [linear, Masked, Placed, Masked, linear, Masked, linear],
+    "keywords": [linear, Masked, Placed, lambda: Wrapping(Masked()), linear, Masked, linear],
     "dropout": [linear, lambda: Masked(0.4), linear, lambda: Masked(0.4), Placed, Masked, linear],
 }
 
@@ -115,9 +127,9 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output.to(target.dtype), target)
 
 
-def sum_loss(output: Tensor, target: Tensor, row_weight: Tensor) -> Tensor:
+def sum_loss(output: Tensor, target: Tensor, **keywords: Tensor) -> Tensor:
     """Weighted by a keyword input."""
-    return ((output - target).square().mean(-1) * row_weight).sum()
+    return ((output - target).square().mean(-1) * keywords["row_weight"]).sum()
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {"mean": mean_loss, "sum": sum_loss}

@@ -331,6 +331,8 @@ def apart() -> dict[str, str]:
         inputs, targets = tokens(0)
         calls = model.train_step, model.eval_step
         found["calls"] = error_of(lambda: calls[dist.get_rank()](inputs, targets))
+        others = lambda: model.save("nowhere"), lambda: model.train_step(inputs, targets)
+        found["saves"] = error_of(others[dist.get_rank()])
         part = slice(4 + dist.get_rank())
         found["lengths"] = error_of(lambda: model.train_step(inputs[:, part], targets[:, part]))
         found["good"] = error_of(lambda: model.train_step(inputs, targets))
@@ -345,6 +347,7 @@ def test_ranks_that_are_not_together_say_so(world: World) -> None:
     first, second = world.run(apart, size=2)
     assert first["calls"].startswith("RuntimeError: train_step: ranks [1] have called another")
     assert second["calls"].startswith("RuntimeError: eval_step: ranks [0] have called another")
+    assert first["saves"].startswith("RuntimeError: save: ranks [1] have called another")
     assert first["lengths"] == second["lengths"]
     assert first["lengths"].startswith(
         "RowsError: train_step: ranks [0, 1], which are one pipeline"

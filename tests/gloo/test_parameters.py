@@ -243,11 +243,22 @@ def test_norms_compute_in_fp32_where_asked(world: World) -> None:
             torch.testing.assert_close(one, alone[name], rtol=2e-2, atol=1e-3)
 
 
+class NormedTwice(nn.LayerNorm):
+    """A norm around another one, with a product of both that takes one number type."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.inner = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x) @ self.weight.diag())
+
+
 def train_with_frozen_norms() -> list[tuple[float, torch.dtype]]:
     """The loss of a step with frozen norms in bf16 that compute in fp32, and their type inside."""
     layers = [Normed().bfloat16() for _ in range(2)]
     for layer in layers:
-        layer.norm.requires_grad_(False)
+        layer.norm = NormedTwice().bfloat16().requires_grad_(False)
     x, y = (part.float() for part in data(0))
     with zeropp.parallelize(
         layers, loss_function, sample=x[:1], global_batch=BATCH, precision="bf16",

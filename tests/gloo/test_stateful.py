@@ -248,10 +248,12 @@ def test_frozen_parameters_and_buffers_are_saved_and_loaded(world: World, tmp_pa
     assert second == []
 
 
-def load_weights(place: Path) -> tuple[float, int, int]:
+def load_weights(place: Path, plain: Path) -> tuple[float, int, int, bool]:
     """How far the weights alone of a checkpoint are from those that were saved; the steps that are
-    then done, and the tensors of which the optimizer has state."""
+    then done, the tensors of which the optimizer has state, and whether the weights of a plain
+    model are then those at the start."""
     with grouped({"pp": 2}) as model:
+        start = dict(model.full_parameters())
         train(model, 0, 2)
         model.save(place)
         before = dict(model.full_parameters())
@@ -260,8 +262,14 @@ def load_weights(place: Path) -> tuple[float, int, int]:
         after = dict(model.full_parameters())
         known = [name for name in after if name in before]
         apart = [float((after[name] - before[name]).abs().max()) for name in known]
-        return max(apart), model.engine.steps_done, len(model.optimizer.state)
+        model.load(plain, weights_only=True)
+        again = dict(model.full_parameters())
+        same = all(torch.equal(again[name], start[name]) for name in known)
+        return max(apart), model.engine.steps_done, len(model.optimizer.state), same
 
 
 def test_weights_alone_are_loaded(world: World, tmp_path: Path) -> None:
-    assert world.run(load_weights, tmp_path / "checkpoint", size=2) == [(0.0, 0, 0)] * 2
+    plain = tmp_path / "plain"
+    save({"model": nn.ModuleList(made()).state_dict()}, checkpoint_id=str(plain), no_dist=True)
+    found = world.run(load_weights, tmp_path / "checkpoint", plain, size=2)
+    assert found == [(0.0, 0, 0, True)] * 2

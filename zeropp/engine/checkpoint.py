@@ -309,8 +309,9 @@ def persistent_buffers(pieces: Iterable[tuple[int, nn.Module]]) -> dict[str, Ten
     }
 
 
-def load(state: State, directory: Path | str) -> None:
-    """Read into the tensors of a state; collective.
+def load(state: State, directory: Path | str, *, weights_only: bool = False) -> None:
+    """Read into the tensors of a state, or with ``weights_only`` into those of its model alone,
+    which a state dict of a plain model may have written; collective.
 
     Settings of optimizer groups that the checkpoint does not know stay as they are; one that does
     not count skipped steps has none. Raises CheckpointError where the checkpoint is not whole.
@@ -321,7 +322,9 @@ def load(state: State, directory: Path | str) -> None:
     settings = {name: own for name, own in state.settings.items() if group(name) in known}
     with torch.no_grad():
         asked = replace(state, settings=settings).named()
-        if f"model.{SKIPPED}" not in known:
+        if weights_only:
+            asked = dict(state.model)
+        elif f"model.{SKIPPED}" not in known:
             asked.pop(SKIPPED).zero_()
         state_dict_loader.load({"model": asked}, checkpoint_id=str(place))
     state.settings.update(settings)

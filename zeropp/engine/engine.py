@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -16,7 +16,7 @@ from zeropp.engine import checkpoint
 from zeropp.engine.chunk import Chunk, StepSeeds
 from zeropp.engine.collectives import Channels, make_groups, neighbours
 from zeropp.engine.deferred import WeightGradStore, defer_weight_grads
-from zeropp.engine.errors import ErrorBarrier, together
+from zeropp.engine.errors import ErrorBarrier, T, together
 from zeropp.engine.flat import FlatParameters, TiedWeights
 from zeropp.engine.interpreter import (
     Evaluator,
@@ -174,6 +174,12 @@ class Engine:
                 self.interpreter.warm_up(batch)
         return batch
 
+    def meet(self, call: str, work: Callable[[], T]) -> T:
+        """The result of ``work`` once every rank is in the same ``call``; what it raises on one
+        rank reaches all of them. Raises RuntimeError where a rank is in another one."""
+        self.check_usable()
+        return self.barrier.run(call, work, lambda _: 0)[0]
+
     def evaluate(self, batch: Microbatches) -> float:
         """The loss of a batch without training on it; see ``Evaluator.run``."""
         counts = self._evaluator.agree(batch)
@@ -193,18 +199,14 @@ class Engine:
     def full_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies of this rank's parameters, named ``{piece}.{name}``. One with
         several names comes once, or with ``every_name`` under each of them. Collective."""
-        self.check_usable()
-        for flat in self.flats:
-            flat.settle()
+        self.meet("full_parameters", self._settle)
         for flat in self.flats:
             yield from self._whole(flat, flat.rows, torch.float32, every_name=every_name)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded CPU copies of the last step's gradients, after clipping, named as the
         parameters, until the next step begins. Collective."""
-        self.check_usable()
-        for flat in self.flats:
-            flat.settle()
+        self.meet("gradients", self._settle)
         for flat in self.flats:
             if (mine := flat.gradient()) is not None:
                 yield from self._whole(flat, mine, mine.dtype)
@@ -216,24 +218,20 @@ class Engine:
 
     def save(self, directory: Path | str) -> None:
         """Write parameters, optimizer state and the number of steps; any topology can load it."""
-        checkpoint.save(self.state(), directory)
+        checkpoint.save(self.state("save"), directory)
 
     def load(self, directory: Path | str, *, weights_only: bool = False) -> None:
         """Read what ``save`` wrote, in this topology or another; ``weights_only``: parameters and
         buffers alone."""
-        state = self.state()
-        if weights_only:
-            state = replace(state, optimizer={}, settings={}, states=[])
-        checkpoint.load(state, directory)
-        if weights_only:
-            state.steps_done.fill_(self.steps_done)
-            state.skipped_steps.copy_(self.skipped_steps)
+        state = self.state("load")
+        checkpoint.load(state, directory, weights_only=weights_only)
         self.take_over(state, optimizer=not weights_only)
 
-    def state(self) -> checkpoint.State:
-        """Parameters, buffers and optimizer state of this rank; tensors share memory with the
-        engine's. Raises RuntimeError after a step that has failed."""
-        return together(self._state)
+    def state(self, call: str = "state_dict") -> checkpoint.State:
+        """Parameters, buffers and optimizer state of this rank, for a method that all ranks
+        ``call``; tensors share memory with the engine's. Raises RuntimeError after a step that has
+        failed."""
+        return self.meet(call, self._state)
 
     def take_over(self, state: checkpoint.State, *, optimizer: bool = True) -> None:
         """Continue from a ``state()`` into whose tensors a checkpoint has been read, with what it
@@ -317,9 +315,11 @@ class Engine:
         self.lanes = make_lanes(self._device, undo)
         pp = self._layout.coordinates(dist.get_rank())["pp"]
         if self._options.precision == "bf16":
-            modules = (module for piece in self._pieces for module in piece.module.modules())
-            for module in modules:
-                if isinstance(module, self._options.fp32_modules):
+            modules = [module for piece in self._pieces for module in piece.module.modules()]
+            wide = [one for one in modules if isinstance(one, self._options.fp32_modules)]
+            inner = {part for module in wide for part in module.modules() if part is not module}
+            for module in wide:
+                if module not in inner:  # whose outputs stay in the fp32 module around them
                     undo.enter_context(computing_in_fp32(module, torch.bfloat16))
         splits = any(action.op is Op.BACKWARD_INPUT for action in schedule.programs[pp])
         self.chunks = {
@@ -327,7 +327,9 @@ class Engine:
             for stage in schedule.stages_of(pp)
         }
         self.flats: list[FlatParameters] = [f for c in self.chunks.values() for f in c.flats]
-        self.updater = Updater.make(self.flats, optimizer, self._device, self._options.lr_schedule)
+        self.updater = Updater.make(
+            self.flats, optimizer, self._device, self._options.lr_schedule, self._options.groups
+        )
 
     def _chunk(self, stage: int, num_stages: int, boundary: Boundary, *, splits: bool) -> Chunk:
         """The chunk of one stage; ``splits``: backwards delay weight gradients."""
@@ -386,10 +388,12 @@ class Engine:
             world=self._groups.world,
         )
 
-    def _state(self) -> checkpoint.State:
-        self.check_usable()
+    def _settle(self) -> None:
         for flat in self.flats:
             flat.settle()
+
+    def _state(self) -> checkpoint.State:
+        self._settle()
         return checkpoint.state_of(
             self.flats,
             self.updater,

@@ -172,11 +172,9 @@ class Interpreter:
         whole device. In a step that could be for ever, because receives are posted that depend on
         what this rank is yet to send.
         """
-        buffers = [b for c in self._chunks.values() for m in c.modules for b in m.buffers()]
-        before = [buffer.clone() for buffer in buffers]
         device = self._channels.device
         seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with seeds, shown(self._chunks.values()):
+        with seeds, shown(self._chunks.values()), _same_buffers(self._chunks.values()):
             for stage, chunk in self._chunks.items():
                 chunk.unshard()
                 shapes = chunk.arriving or ()
@@ -195,11 +193,8 @@ class Interpreter:
                 chunk.reshard()
                 for flat in chunk.flats:  # else the sums of all chunks would be held at once
                     flat.clear_gradients()
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
 
-    def reads(self, keywords: Iterable[str]) -> set[str]:
+    def reads(self, keywords: Mapping[str, Tensor]) -> set[str]:
         """What this rank reads of a batch with these keyword inputs: ``inputs`` in the first stage,
         ``targets`` in the last, and the keyword inputs that its layers or, in the last stage, the
         loss function name."""
@@ -209,7 +204,7 @@ class Interpreter:
             named.append(self._loss.keywords)
         known = frozenset[str]().union(*named)
         return {name for name, stage in ends.items() if stage in self._chunks} | {
-            name for name in keywords if name in known
+            *chosen(keywords, known)
         }
 
     def _clock(self, begin: float) -> float:
@@ -312,6 +307,19 @@ def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
             flat.hide()
 
 
+@contextmanager
+def _same_buffers(chunks: Iterable[Chunk]) -> Iterator[None]:
+    """After this context the modules' buffers have the values that they had before."""
+    modules = {part for chunk in chunks for module in chunk.modules for part in module.modules()}
+    named = [(part, *one) for part in modules for one in part.named_buffers(recurse=False)]
+    before = [buffer.clone() for _, _, buffer in named]
+    yield
+    with torch.no_grad():
+        for (part, name, buffer), value in zip(named, before, strict=True):
+            buffer.copy_(value)
+            setattr(part, name, buffer)  # a forward may put another tensor in its place
+
+
 class Evaluator:
     """Runs batches forward through this rank's chunks. All ranks must call its methods together.
 
@@ -380,7 +388,7 @@ class Evaluator:
         reaches all ranks."""
         passed: Passed = {}
         outputs: list[Value] = []
-        with self._evaluating():
+        with self._evaluating(), _same_buffers(self._chunks.values()):
             for _ in self._run_unit(batch, range(1), passed, outputs):
                 pass
             together(lambda: [self._loss(output, batch, 0) for output in outputs])

@@ -92,33 +92,35 @@ class Updater:
         asked: OptimizerConfig | MakeOptimizer,
         device: torch.device,
         lr_schedule: Callable[[int], float] | None,
+        names: Iterable[str] = (),
     ) -> Updater:
         """The optimizer that was asked for, over what this rank updates of the flat buffers; a
-        group that this rank has nothing of has one empty tensor.
+        group that this rank has nothing of, among the model's ``names``, has one empty tensor.
 
         Raises InfeasibleError for an optimizer that does not work element by element, or that has
         left a group out.
         """
         groups: defaultdict[str, list[nn.Parameter]] = defaultdict(list)
+        groups |= {name: [] for name in names}
         for flat in flats:
             for one in flat.owned:
                 groups[one.group].append(one.tensor)
         groups.default_factory = lambda: [nn.Parameter(torch.empty(0, device=device))]
-        if not groups:  # optimizers refuse to have nothing at all
-            groups["all"]
+        for name in [*groups] or ["all"]:  # optimizers refuse to have nothing at all
+            groups[name] = groups[name] or groups.default_factory()
         optimizer = _made(asked, groups)
         if not isinstance(asked, OptimizerConfig):
             check_elementwise(asked, groups, device)
         known = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for name, members in groups.items():
-            if any(id(one) not in known for one in members):
+            if any(one.numel() and id(one) not in known for one in members):
                 raise InfeasibleError(
                     f"optimizer: has nothing of group {name!r}, whose parameters would never be "
                     f"updated (give it groups[{name!r}], or freeze these parameters)"
                 )
-        names = {id(one): name for name, members in groups.items() for one in members}
+        group_of = {id(one): name for name, members in groups.items() for one in members}
         clip_norm = asked.clip_norm if isinstance(asked, OptimizerConfig) else 0.0
-        return cls(optimizer, names, clip_norm, lr_schedule)
+        return cls(optimizer, group_of, clip_norm, lr_schedule)
 
     def set_rates(self, steps_done: int) -> None:
         """Set the learning rates of a step, if there is a schedule."""

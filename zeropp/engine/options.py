@@ -54,7 +54,8 @@ class EngineOptions:
     ``random``: the model may
     draw random numbers, and recomputation draws the same ones again (False saves the time that
     this takes); ``compile``: each block runs through torch.compile; ``group_of``: the optimizer
-    group of a parameter, by its (piece, name); ``timeout``: how long a collective or a message
+    group of a parameter, by its (piece, name), and ``groups`` are all of them in the model;
+    ``timeout``: how long a collective or a message
     waits for its peers (None: as long as those of the default group, as ``init_process_group`` was
     told); ``loss_reduction``: whether a batch's loss is the mean over its rows, or the sum, as the
     loss function gives it for a microbatch.
@@ -71,6 +72,7 @@ class EngineOptions:
     random: bool = True
     compile: bool = False
     group_of: GroupOf = one_group
+    groups: tuple[str, ...] = ("all",)
     loss_reduction: LossReduction = "mean"
     timeout: timedelta | None = None
     recomputed: tuple[int, ...] = ()  # blocks of each stage, its first ones; empty: all of them

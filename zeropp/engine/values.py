@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 Value = Tensor | tuple[Tensor, ...]
+ANY = "**"  # among the names of what takes keyword inputs of every name
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,23 @@ def without_scalars(value: Value) -> tuple[Value, Tensor | None]:
 
 def keywords_of(function: Callable[..., Any]) -> frozenset[str]:
     """The parameter names of a function, or of a module's ``forward``; none where Python does not
-    know them (functions written in C)."""
+    know them (functions written in C). One that takes ``**kwargs`` has those of the modules right
+    inside it, too, to which it hands them on, as wrappers do; with none inside, it has ``ANY``."""
+    module = function if isinstance(function, nn.Module) else None
     try:
-        target = function.forward if isinstance(function, nn.Module) else function
-        return frozenset(inspect.signature(target).parameters)
+        names = inspect.signature(module.forward if module is not None else function).parameters
     except ValueError:
         return frozenset()
+    hands_on = any(one.kind is one.VAR_KEYWORD for one in names.values())
+    if not hands_on and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return frozenset(names)
+    inside = [keywords_of(one) for one in module.children()] if module is not None else []
+    return frozenset(names).union(*inside or [frozenset({ANY})])
 
 
 def chosen(keywords: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
     """The keyword inputs whose names are among ``names``."""
-    return {name: value for name, value in keywords.items() if name in names}
+    return {name: value for name, value in keywords.items() if name in names or ANY in names}
 
 
 def split_rows(
