@@ -58,9 +58,8 @@ class WorkerError(AssertionError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks of one task meet: a part of a store on this machine."""
+    """Where the ranks of one task meet: a part of the world's store."""
 
-    port: int
     task: str
     size: int
     timeout_s: float
@@ -89,7 +88,7 @@ class World:
         """
         self._start(size)
         self._tasks += 1
-        place = Place(self._store.port, f"task {self._tasks}", size, timeout_s)
+        place = Place(f"task {self._tasks}", size, timeout_s)
         workers = self._workers[:size]
         for rank, (_, pipe) in enumerate(workers):
             pipe.send((function, arguments, rank, place))
@@ -132,7 +131,8 @@ class World:
         assert size <= self._size
         while len(self._workers) < size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            arguments = (theirs, self._store.port)
+            process = self._context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -145,9 +145,10 @@ class World:
         self._workers.clear()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, port: int) -> None:
     """Life of a worker: tasks until the pipe closes."""
     import torch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     _die_with_server()
     # What the server has imported is garbage at no time. To look for it again after every task
@@ -155,13 +156,18 @@ def _serve(pipe: Connection) -> None:
     gc.freeze()
     os.nice(_NICE)
     torch.set_num_threads(1)
+    # Two ranks of a gloo group connect when one first sends to the other: most of them never do.
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    # One connection for all tasks: the store's server takes some dozens of them without a pause,
+    # and then lets the next ones wait for 5 s.
+    store = TCPStore("127.0.0.1", port, wait_for_workers=False)
     while True:
         try:
             task = pipe.recv()
         except EOFError:
             return
         try:
-            packed = _packed((True, _run_task(*task)))
+            packed = _packed((True, _run_task(store, *task)))
         except BaseException:
             packed = _packed((False, traceback.format_exc()))
         pipe.send_bytes(packed)
@@ -186,13 +192,13 @@ def _unpacked(packed: bytes) -> tuple[bool, Any]:
 
 
 def _run_task(
-    function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, place: Place
+    store: Any, function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, place: Place
 ) -> Any:
     import torch.distributed as dist
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     limit = timedelta(seconds=place.timeout_s)
-    store = TCPStore("127.0.0.1", place.port, wait_for_workers=False, timeout=limit)
+    store.set_timeout(limit)
     dist.init_process_group(
         "gloo",
         store=PrefixStore(place.task, store),
