@@ -15,7 +15,6 @@ from benchmarks.specification.command import (
     SpecError,
     check_writable,
     run_command,
-    track,
 )
 
 
@@ -28,6 +27,7 @@ def _validate(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     # These imports take longer than it takes to answer --help.
     from benchmarks.specification.compose import preset
+    from benchmarks.specification.progress import track
     from benchmarks.studies.validation.errors import errors_of, outcome_of, predicted_rows
     from benchmarks.studies.validation.rows import read_rows, training_tables
     from benchmarks.studies.validation.texts import row_line, summary

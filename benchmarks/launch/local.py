@@ -3,7 +3,8 @@
 Ranks are forked from a process that has already imported torch, because importing torch and
 DeepSpeed takes seconds of processor time per rank: the fork server of ``multiprocessing``, once per
 sweep. It must not use a device, because its forks could not use it then. So DeepSpeed, whose
-import initialises CUDA, is imported in advance for CPU ranks only. Ranks are started without
+import initialises CUDA, is imported in advance for CPU ranks only, and only where a point of the
+sweep runs on it. Ranks are started without
 torchrun, so that the record can name the rank that ended first and the signal that killed it.
 
 No rank outlives its attempt: it leads a session of its own, and ends it when the *parent pipe*
@@ -19,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -46,19 +47,31 @@ from zeropp.cluster import Device
 
 # A forked process imports the launcher's main module again; what that imports is listed here, too.
 _PRELOADED = ("torch.distributed", "benchmarks.specification.compose", "benchmarks.launch.sweep")
-# For CPU ranks only: what every contender needs. Optimizers import dynamo in their first step. The
-# fork server ignores names of modules that are not installed.
-PRELOADED_ON_CPU = (
-    "benchmarks.worker.__main__",
-    "torch._dynamo",
-    *(contender.trainer.partition(":")[0] for contender in CONTENDERS.values()),
-    *(name for contender in CONTENDERS.values() for name in contender.late_imports),
-)
+# For CPU ranks only. Optimizers import dynamo in their first step.
+_PRELOADED_ON_CPU = ("benchmarks.worker.__main__", "torch._dynamo")
 _CONTEXT = multiprocessing.get_context("forkserver")
 _POLL_S = 0.2
 _GRACE_S = 5.0  # how long other ranks may go on writing events after one has failed
 
 Processes = Mapping[int, BaseProcess]  # by rank
+
+
+def preloaded_on_cpu(contenders: Iterable[str]) -> list[str]:
+    """The modules that ranks of these contenders import. The fork server ignores names of modules
+    that are not installed."""
+    modules = dict.fromkeys(_PRELOADED_ON_CPU)
+    for name in contenders:
+        contender = CONTENDERS[name]
+        modules |= dict.fromkeys([contender.trainer.partition(":")[0], *contender.late_imports])
+    return list(modules)
+
+
+def preload(points: Sequence[Point]) -> None:
+    """Choose what the fork server imports when the first rank of these points starts it. One that
+    runs already stays as it is: what it has not imported, ranks import themselves."""
+    on_cpu = all(point.spec.cluster.device.is_cpu for point in points)
+    more = preloaded_on_cpu(point.spec.contender.name for point in points) if on_cpu else ()
+    _CONTEXT.set_forkserver_preload([*_PRELOADED, *more])
 
 
 def start_rank(
@@ -67,7 +80,6 @@ def start_rank(
     rank: int,
     variables: Mapping[str, str],
     log: Path,
-    on_cpu: bool,
     parent: Connection,
 ) -> BaseProcess:
     """Start one rank: ``python -m benchmarks.worker`` with these arguments.
@@ -76,7 +88,6 @@ def start_rank(
     which ``parent`` is the reading end is closed. The first call of a process starts the fork
     server, from which all later ranks are forked, too.
     """
-    _CONTEXT.set_forkserver_preload([*_PRELOADED, *(PRELOADED_ON_CPU if on_cpu else ())])
     process = _CONTEXT.Process(
         target=_be_rank, args=(list(arguments), dict(variables), log, parent), name=f"rank {rank}"
     )
@@ -205,7 +216,6 @@ def _start(
             rank=rank,
             variables=common | {"RANK": str(rank), "LOCAL_RANK": str(place)},
             log=directory / f"rank_{rank:03d}.log",
-            on_cpu=spec.cluster.device.is_cpu,
             parent=reader,
         )
         for place, rank in enumerate(ranks)
@@ -288,6 +298,7 @@ def launch(
             shows_steps=options.steps,
         )
 
+    preload(points)
     return one_by_one(points, "local", progress, run)
 
 

@@ -25,7 +25,7 @@ from benchmarks.launch.options import LauncherOptions, read_launcher_options
 from benchmarks.launch.points import Point, Rerun, records_of, still_to_run
 from benchmarks.records.metrics import peak_memory_gib
 from benchmarks.records.record import RunRecord
-from benchmarks.specification import command
+from benchmarks.specification import progress as bars
 from benchmarks.specification.command import check_writable
 from benchmarks.specification.contenders import CONTENDERS
 from benchmarks.specification.run_spec import RunSpec, SpecError, spec_from_mapping
@@ -76,8 +76,8 @@ def announce(
     line = f"{len(todo)} of {len(points)} points to run with launcher={launcher}{done}"
     for point in points:
         if point.note:
-            command.CONSOLE.print(point.note, soft_wrap=True, markup=False, highlight=False)
-    command.CONSOLE.print(line, soft_wrap=True)
+            bars.CONSOLE.print(point.note, soft_wrap=True, markup=False, highlight=False)
+    bars.CONSOLE.print(line, soft_wrap=True)
     for point in todo:
         if point.plan is None:
             _say("infeasible", point.spec.spec_id, point.reason)
@@ -85,14 +85,14 @@ def announce(
 
 def say(line: str) -> None:
     """Print one line, which only a terminal wraps."""
-    command.CONSOLE.print(line, markup=False, soft_wrap=True)
+    bars.CONSOLE.print(line, markup=False, soft_wrap=True)
 
 
 class SweepProgress:
     """A progress bar over the points of a sweep, or lines if the output is no terminal."""
 
     def __init__(self, total: int) -> None:
-        self._bar = command.progress_line()
+        self._bar = bars.progress_line()
         self._task = self._bar.add_task("starting", total=total)
 
     def __enter__(self) -> SweepProgress:
@@ -117,7 +117,7 @@ class SweepProgress:
 
 
 def _say(status: str, spec_id: str, detail: str) -> None:
-    command.CONSOLE.print(f"  {status:<10}  {spec_id}: {detail}", markup=False, soft_wrap=True)
+    bars.CONSOLE.print(f"  {status:<10}  {spec_id}: {detail}", markup=False, soft_wrap=True)
 
 
 def over_device(record: RunRecord) -> str:

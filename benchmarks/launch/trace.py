@@ -22,7 +22,7 @@ from benchmarks.launch.attempt import (
     plan_summary,
     write_unstarted,
 )
-from benchmarks.launch.local import is_here, run_attempt
+from benchmarks.launch.local import is_here, preload, run_attempt
 from benchmarks.launch.local import settle as settle
 from benchmarks.launch.options import TraceOptions
 from benchmarks.launch.points import Point, records_of
@@ -182,6 +182,8 @@ def launch(
             )
         return _trace_fake(point, point.plan, ranks, runs_dir, progress)
 
+    if options.tensors == "real":
+        preload(points)
     return one_by_one(points, "trace", progress, run)
 
 

@@ -30,7 +30,8 @@ from benchmarks.report.speedup import answers, headline_table
 from benchmarks.report.table import Grid, Table, print_table, write_table
 from benchmarks.report.tables import paper_grids
 from benchmarks.report.timelines import write_traces
-from benchmarks.specification.command import SpecError, track, workers
+from benchmarks.specification.command import SpecError, workers
+from benchmarks.specification.progress import track
 
 TEN = 10  # rows of a table that is asked for are printed; its files have all
 _MANIFEST = ".report.json"  # names the files that the last report wrote

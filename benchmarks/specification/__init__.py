@@ -3,7 +3,7 @@
 In: the YAML files of ``conf/`` and a command line. Out: a frozen, validated RunSpec per point, or
 a SpecError of one line. Read ``run_spec`` (the fields and their checks), ``compose`` (Hydra and
 presets), ``contenders`` (the registration of contenders), ``reading`` (plain values as types) and
-``command`` (how commands end, and how they show progress).
+``command`` and ``progress`` (how commands end, and how they show progress).
 """
 
 

@@ -20,8 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.records.record import write_atomically
-from benchmarks.specification.command import check_writable, track, workers
+from benchmarks.specification.command import check_writable, workers
 from benchmarks.specification.contenders import CONTENDERS, PRICED
+from benchmarks.specification.progress import track
 from benchmarks.specification.run_spec import (
     SpecError,
     TaskSpec,

@@ -36,8 +36,9 @@ from typing import Any
 
 from benchmarks import CHECKOUT
 from benchmarks.records.environment import git_state
-from benchmarks.specification.command import CommandParser, command, track, workers
+from benchmarks.specification.command import CommandParser, command, workers
 from benchmarks.specification.compose import compose, preset
+from benchmarks.specification.progress import track
 from benchmarks.studies.claim_33.cells import Cell, cells_of, verdict_spec
 from zeropp.cluster import Cluster
 from zeropp.contender.contender import ZEROPP, ZeroppKnobs

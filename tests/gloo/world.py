@@ -23,12 +23,13 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
-from benchmarks.launch.local import PRELOADED_ON_CPU
+from benchmarks.launch.local import preloaded_on_cpu
+from benchmarks.specification.contenders import CONTENDERS
 
 # What tasks need and what is slow to import: beside what real ranks need, the tests' own modules,
 # which every worker would import for itself.
 PRELOADED = [
-    *PRELOADED_ON_CPU,
+    *preloaded_on_cpu(CONTENDERS),
     "torch.distributed.checkpoint._fsspec_filesystem",  # checkpoints import it when they begin
     "torch.profiler",
     "zeropp.api",

@@ -28,7 +28,7 @@ _RESULT_S = 560.0
 # The marks of a test that begins at once with the others.
 TOGETHER = [pytest.mark.together, pytest.mark.usefixtures("running")]
 
-FIRST = pytest.mark.together("first")  # the longest: Slurm's shortest time limit is a minute
+FIRST = pytest.mark.together("first")  # the longest
 
 Running = dict[str, Future[None]]
 

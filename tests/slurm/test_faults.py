@@ -113,6 +113,9 @@ def test_a_worker_that_cannot_start_says_it_by_the_rank_that_failed(suite: Suite
 def test_a_time_limit_in_setup_is_a_time_limit(suite: Suite) -> None:
     slow = ("seed=0", "launcher.setup=['sleep 200']")
     suite.stand_in(*slow, "launcher.sbatch.time=1", "launcher.grace_s=20")
+    (job,) = suite.queue()
+    wait_until(lambda: list(suite.runs.glob("*/slurm-*/slurm.json")), 120, "the setup")
+    suite.cluster.end_in(job, 2)
     (record,) = suite.wait_for_records(1, 200)
     assert (record.status, record.interrupted) == ("timeout", False)
     assert "setup" in record.reason

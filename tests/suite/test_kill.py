@@ -35,6 +35,17 @@ SWEEP = [
     *("measure.warmup_steps=0", "measure.gate=false", "measure.timeline=false"),
 ]
 
+# Sweeps one after another in one interpreter, whose ranks come from one fork server: to import what
+# both need would take most of these tests' time.
+SWEEPS = """
+import signal, sys
+from benchmarks.run import main
+for line in sys.stdin:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the last sweep may have ignored it
+    sys.argv = line.split()
+    print("status", main(), flush=True)
+"""
+
 
 def ranks_of(runs: Path) -> dict[int, psutil.Process]:
     """Every live rank whose log lies below ``runs``, by its number."""
@@ -46,25 +57,32 @@ def ranks_of(runs: Path) -> dict[int, psutil.Process]:
     return found
 
 
-def start(runs: Path, *more: str) -> subprocess.Popen[str]:
-    places = [f"runs_dir={runs}", f"report_dir={runs.parent / 'report'}"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.run", *SWEEP, *places, *more],
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[subprocess.Popen[str]]:
+    """A process of ``SWEEPS``."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SWEEPS],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # What a script starts in the background ignores Ctrl-C, and so do its processes.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    ) as process:
+        yield process
+        process.kill()
 
 
-def wait_for_steps(runs: Path, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+def start(launcher: subprocess.Popen[str], runs: Path) -> None:
+    """Let the launcher run a sweep that takes minutes, and wait until a step of it is timed."""
+    places = [f"runs_dir={runs}", f"report_dir={runs.parent / 'report'}"]
+    long = ["measure.steps=3000", "measure.timeout_s=300"]
+    assert launcher.stdin
+    print("benchmarks.run", *SWEEP, *places, *long, file=launcher.stdin, flush=True)
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if any('"step"' in path.read_text() for path in runs.rglob("rank_001.jsonl")):
             return
         time.sleep(0.1)
-    pytest.fail(f"no step was timed within {seconds} s")
+    pytest.fail("no step was timed within 120 s")
 
 
 @pytest.fixture
@@ -79,10 +97,24 @@ def statuses(runs: Path) -> list[str]:
     return sorted(read_record(path).status for path in find_records([runs]))
 
 
-def test_kill_of_one_rank_then_resume(runs: Path) -> None:
-    long = "measure.steps=3000"
-    sweep = start(runs, long, "measure.timeout_s=300")
-    wait_for_steps(runs, 120)
+@pytest.mark.parametrize("between_s", [0.02, 0.3])  # while the ranks are ended, and after that
+def test_two_ctrl_c_end_a_sweep_with_one_line(
+    launcher: subprocess.Popen[str], runs: Path, between_s: float
+) -> None:
+    start(launcher, runs)
+    for wait_s in (between_s, 0):
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(wait_s)
+    assert launcher.stdout
+    printed = list(iter(launcher.stdout.readline, "status 130\n"))
+    assert printed[-1] == "interrupted; the same command goes on from here\n"
+    assert not any("Traceback" in line for line in printed)
+    assert ranks_of(runs) == {}
+
+
+def test_kill_of_one_rank_then_of_the_launcher(launcher: subprocess.Popen[str], runs: Path) -> None:
+    """The last test of this launcher."""
+    start(launcher, runs)
     victim = ranks_of(runs)[1]
     killed_at = time.monotonic()
     os.kill(victim.pid, signal.SIGKILL)
@@ -94,25 +126,11 @@ def test_kill_of_one_rank_then_resume(runs: Path) -> None:
     assert first.reason == "rank 1 was killed by signal 9 (SIGKILL)"
     assert len(first.step_s) > 0  # what was measured is kept
     wait_for_next(runs, first.spec_id)  # the sweep went on with the next cell
-    sweep.kill()  # and now the launcher itself dies
-    sweep.wait(timeout=30)
+    launcher.kill()  # and now the launcher itself dies
+    launcher.wait(timeout=30)
     deadline = time.monotonic() + 60
     while ranks_of(runs) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert ranks_of(runs) == {}
-
-
-@pytest.mark.parametrize("between_s", [0.02, 0.3])  # while the ranks are ended, and after that
-def test_two_ctrl_c_end_a_sweep_with_one_line(runs: Path, between_s: float) -> None:
-    sweep = start(runs, "measure.steps=3000", "measure.timeout_s=300")
-    wait_for_steps(runs, 120)
-    for wait_s in (between_s, 0):
-        sweep.send_signal(signal.SIGINT)
-        time.sleep(wait_s)
-    printed, _ = sweep.communicate(timeout=60)
-    assert sweep.returncode == 130
-    assert printed.splitlines()[-1] == "interrupted; the same command goes on from here"
-    assert "Traceback" not in printed
     assert ranks_of(runs) == {}
 
 

@@ -22,7 +22,6 @@ from benchmarks.launch.slurm.submissions import Submission, SubmittedArray, writ
 from benchmarks.records.events import EventWriter
 from tests.unit.toy_spec import spec_of
 
-NUMBER = 500
 OPTIONS = SlurmOptions(report_dir="report")
 POINTS = [Point(spec_of(num_gpus=2, seed=seed), None, "") for seed in range(4)]
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks.launch import local, sweep
 from benchmarks.launch.attempt import Ending, new_header, write_unstarted
 from benchmarks.launch.points import Point
-from benchmarks.specification import command as bars
+from benchmarks.specification import progress as bars
 from benchmarks.specification.run_spec import spec_from_mapping
 from tests.unit.synthetic_records import make_record
 from tests.unit.toy_spec import mapping

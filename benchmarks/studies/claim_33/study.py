@@ -24,8 +24,9 @@ from benchmarks.records.environment import git_state
 from benchmarks.records.record import write_atomically
 from benchmarks.report.frame import latest_ok, load_frame
 from benchmarks.report.write import make_table, write_table_forms
-from benchmarks.specification.command import check_writable, progress_line, workers
+from benchmarks.specification.command import check_writable, workers
 from benchmarks.specification.contenders import CONTENDERS
+from benchmarks.specification.progress import progress_line
 from benchmarks.specification.run_spec import RunSpec
 from benchmarks.studies.claim_33.cells import (
     COMPARED,
