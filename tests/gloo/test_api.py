@@ -70,7 +70,8 @@ class InPlace(nn.Module):
 
 
 class Unused(nn.Module):
-    """Holds a parameter that no forward uses, a scalar one, and an empty one."""
+    """Holds a parameter that no forward uses, a scalar one, an empty one, and a buffer that is one
+    number in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,6 +79,7 @@ class Unused(nn.Module):
         self.spare = nn.Parameter(torch.ones(3))
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.nothing = nn.Parameter(torch.empty(0))
+        self.register_buffer("places", torch.ones(1, dtype=torch.long).expand(3))
 
     def forward(self, x: Tensor) -> Tensor:
         scaled: Tensor = self.linear(x) * self.scale

@@ -31,7 +31,8 @@ _LLAMA = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 24, "head_dim
 _WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 # Each family in the setting that differs most from the others: ties, windows, projections, dropout.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": _LLAMA,
+    "llama": {**_LLAMA, "max_position_embeddings": LENGTH - 2,
+              "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
     "qwen2": {**_LLAMA, "use_sliding_window": True, **_WINDOW, "tie_word_embeddings": True},
     "qwen3": {**_LLAMA, "tie_word_embeddings": True},
     "mistral": {**_LLAMA, "sliding_window": 4},

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from zeropp.engine.checkpoint import persistent_buffers
 from zeropp.engine.chunk import Chunk
 from zeropp.engine.collectives import Channels
 from zeropp.engine.errors import ErrorBarrier, together
@@ -174,7 +175,8 @@ class Interpreter:
         """
         device = self._channels.device
         seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with seeds, shown(self._chunks.values()), _same_buffers(self._chunks.values()):
+        buffers = [b for c in self._chunks.values() for m in c.modules for b in m.buffers()]
+        with seeds, shown(self._chunks.values()), _kept(buffers):
             for stage, chunk in self._chunks.items():
                 chunk.unshard()
                 shapes = chunk.arriving or ()
@@ -308,16 +310,14 @@ def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
 
 
 @contextmanager
-def _same_buffers(chunks: Iterable[Chunk]) -> Iterator[None]:
-    """After this context the modules' buffers have the values that they had before."""
-    modules = {part for chunk in chunks for module in chunk.modules for part in module.modules()}
-    named = [(part, *one) for part in modules for one in part.named_buffers(recurse=False)]
-    before = [buffer.clone() for _, _, buffer in named]
+def _kept(buffers: Iterable[Tensor]) -> Iterator[None]:
+    """After this context buffers have the values that they had before."""
+    buffers = [one for one in buffers if 0 not in one.stride()]  # nothing can write to others
+    before = [buffer.clone() for buffer in buffers]
     yield
     with torch.no_grad():
-        for (part, name, buffer), value in zip(named, before, strict=True):
+        for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
-            setattr(part, name, buffer)  # a forward may put another tensor in its place
 
 
 class Evaluator:
@@ -385,10 +385,12 @@ class Evaluator:
     def boundaries(self, batch: Microbatches) -> Passed:
         """The shapes of what passes into and out of this rank's stages, for microbatches like the
         first one of a batch, which all ranks run forward. What the loss function raises for it
-        reaches all ranks."""
+        reaches all ranks. Persistent buffers are then as before; others may be caches, which
+        modules believe to be filled."""
+        modules = enumerate(m for chunk in self._chunks.values() for m in chunk.modules)
         passed: Passed = {}
         outputs: list[Value] = []
-        with self._evaluating(), _same_buffers(self._chunks.values()):
+        with self._evaluating(), _kept(persistent_buffers(modules).values()):
             for _ in self._run_unit(batch, range(1), passed, outputs):
                 pass
             together(lambda: [self._loss(output, batch, 0) for output in outputs])
