@@ -58,7 +58,8 @@ _PASSES = {Op.FORWARD: schedules.forward_step, Op.FULL_BACKWARD: schedules.backw
 
 def known(kind: Callable[..., Any], **values: Any) -> dict[str, Any]:
     """Those of the values that this release of Megatron-Core has parameters for."""
-    return {k: v for k, v in values.items() if k in inspect.signature(kind).parameters}
+    names = inspect.signature(kind).parameters
+    return {name: value for name, value in values.items() if name in names}
 
 
 def observe_passes(observed: Callable[..., Any]) -> None:

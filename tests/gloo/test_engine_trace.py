@@ -58,9 +58,9 @@ SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 256, "voc
         ),
         (32, {"name": "fsdp", "shard": 16}, {"tied_embeddings": True}),
         (16, {"name": "torch_pp", "pp": 2, "shard": 4, "schedule": "1f1b"}, LLAMA),
-        (16, {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate": 2, "replicate_zero": 1}, {}),
+        (8, {"name": "deepspeed_3d", "pp": 2, "tp": 2, "replicate": 2, "replicate_zero": 1}, {}),
         (
-            16,
+            8,
             {
                 "name": "megatron_core_local",
                 "pp": 2,
@@ -71,7 +71,7 @@ SIZES = {"hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 1024, "seq": 256, "voc
             },
             LLAMA,
         ),
-        (16, {"name": "megatron_core_local", "pp": 2, "replicate": 4, "replicate_zero": 1}, {}),
+        (8, {"name": "megatron_core_local", "pp": 2, "replicate": 4, "replicate_zero": 1}, {}),
     ],
 )
 def test_the_cost_model_is_within_five_percent_of_the_trace(

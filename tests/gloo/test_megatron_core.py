@@ -20,7 +20,7 @@ from tests.unit.toy_spec import mapping
 from zeropp.plan import Plan
 from zeropp.schedule.program import Op
 
-STEPS = 10
+STEPS = 4
 TEXT = {"kind": "text", "path": "benchmarks/worker/kjv_genesis_psalms.txt"}
 LLAMA = {"family": "llama", "kv_heads": 2}
 TIED = {"tied_embeddings": True}
@@ -57,9 +57,9 @@ CASES = {
     "TP2 PP2 V2, tied, recomputed": Case(4, ALL_AXES | {"recompute": "full"}, TIED),
     "PP2 DP2 uneven, sharded": Case(4, {"pp": 2} | SHARDED, {"layers": 5}),
     "TP2 DP2 Llama, sequence parallel, sharded, bf16": Case(
-        4, {"tp": 2} | SEQUENCE | SHARDED, LLAMA, "bf16"
+        4, {"tp": 2} | SEQUENCE | SHARDED, LLAMA | {"layers": 2}, "bf16"
     ),
-    "DP2": Case(2, {}),
+    "DP2": Case(2, {}, {"layers": 2}),
 }
 
 
@@ -69,7 +69,7 @@ def test_gate_losses_actions_and_messages(world: World, name: str) -> None:
     spec = case.spec()
     plan = spec.plan()
     expected = curve_of_one_process(spec, STEPS)
-    assert expected[-1] < expected[0] - 0.1  # it learns
+    assert expected[-1] < expected[0] - 0.05  # it learns
     for rank, seen in enumerate(world.run(curve, spec, STEPS, size=case.ranks)):
         assert seen.passed
         assert seen.losses == pytest.approx(expected, rel=1e-4)

@@ -433,6 +433,7 @@ def _trace_rank(
     fill_integers: Callable[[Plan, Tensor], None] | None,
 ) -> Trace:
     begin = time.perf_counter()
+    torch.set_num_threads(1)  # other ranks have the other cores
     fake = fill_integers is None
     fill = None if fill_integers is None else partial(fill_integers, plan)
     with (
