@@ -40,11 +40,9 @@ CASES = [
     Case(pp=2, chunks=2, unit=4, batch=8, layers=9, recompute="full", recomputed=(1, 0, 2, 1)),
     Case(pp=4, chunks=2, unit=4, batch=8, layers=8, cap=7),
     Case(pp=2, shard=2, chunks=2, unit=2, batch=8, recompute="selective"),
-    Case(pp=2, shard=4, chunks=2, unit=2, batch=16, reduce_every="step"),
-    Case(pp=4, shard=2, chunks=2, unit=4, batch=16, layers=8, placement="pp_inner"),
+    Case(pp=1, shard=4, chunks=2, unit=2, batch=16, reduce_every="step"),
     Case(pp=1, replicate=2, zero=True, chunks=2, unit=2, batch=8, tied=True),
-    Case(pp=2, shard=2, replicate=2, chunks=2, unit=2, batch=16, tied=True),
-    Case(pp=2, shard=2, replicate=2, zero=True, chunks=2, unit=2, batch=16, recompute="full"),
+    Case(pp=2, shard=2, replicate=2, zero=True, batch=16, tied=True, recompute="full"),
     Case(pp=2, replicate=3, zero=True, tied=True, chunks=2, batch=12, placement="pp_inner"),
     Case(pp=2, shard=2, chunks=2, batch=8, dropout=0.2, recompute="full"),
     Case(pp=2, replicate=2, zero=True, chunks=2, batch=8, dropout=0.2),
@@ -62,15 +60,14 @@ CASES = [
     ),
     Case(pp=4, chunks=2, unit=4, batch=8, layers=5, split_blocks=True, recompute="full"),
     Case(pp=2, shard=2, chunks=3, batch=8, layers=5, split_blocks=True, tied=True),
-    Case(pp=2, shard=2, chunks=2, batch=8, layers=3, split_blocks=True),
     # With those above: pp, shard and replicate in {1, 2, 3}, as far as eight ranks go. Units that
     # do not divide the microbatches, and fewer microbatches than pipeline ranks.
     Case(pp=1, shard=3, chunks=1, unit=2, batch=9),
     Case(pp=1, replicate=3, chunks=3, unit=2, batch=9),
-    Case(pp=1, shard=2, replicate=3, zero=True, chunks=2, unit=3, batch=24),
+    Case(pp=1, shard=2, replicate=2, zero=True, chunks=2, unit=3, batch=16),
     Case(pp=1, shard=3, replicate=2, chunks=3, unit=1, batch=12),
     Case(pp=2, shard=3, chunks=1, unit=2, batch=9, tied=True),
-    Case(pp=3, shard=2, chunks=2, unit=3, batch=4, layers=6, recompute="full"),
+    Case(pp=3, shard=2, unit=3, batch=4, layers=6, recompute="full", placement="pp_inner"),
     Case(pp=3, replicate=2, zero=True, chunks=1, unit=3, batch=2),
     Case(pp=3, chunks=3, unit=3, batch=2, layers=9),
 ]
@@ -128,7 +125,7 @@ BF16 = [
 
 @pytest.mark.parametrize("case", BF16, ids=label)
 def test_bf16_computes_with_fp32_masters(case: Case, world: World) -> None:
-    arguments = (case, torch.float32, 3, OptimizerConfig(kind="sgd", lr=0.1))
+    arguments = (case, torch.float32, 2, OptimizerConfig(kind="sgd", lr=0.1))
     expected = train_alone(*arguments)
     for outcome in world.run(train, *arguments, size=case.world):
         assert outcome.losses == pytest.approx(expected.losses, rel=5e-3)
@@ -138,29 +135,27 @@ def test_bf16_computes_with_fp32_masters(case: Case, world: World) -> None:
 
 
 MANY = Case(pp=2, shard=2, chunks=1, precision="bf16", batch=64, layers=2)
-BF16_STEPS = 4  # sums in bf16 are off by more than ULP after as many; see the second test
+RATE = 0.1
 ULP = torch.finfo(torch.bfloat16).eps  # relative; rounding one addition costs at most half of it
 
 
 @cache
-def train_alone_in_bf16(case: Case, steps: int, rate: float, total: torch.dtype) -> Outcome:
-    """One process that computes in bf16 and sums the gradients of its microbatches in ``total``."""
+def step_alone_in_bf16(case: Case, total: torch.dtype) -> dict[str, torch.Tensor]:
+    """Parameters after a step of plain SGD in one process that computes in bf16 and sums the
+    gradients of its microbatches in ``total``."""
     model = build_model(case.shape, SEED)
     masters = [parameter.detach().clone() for parameter in model.parameters()]
     model.bfloat16()
-    for step in range(steps):
-        sums = [torch.zeros_like(master, dtype=total) for master in masters]
-        for x, y in zip(*(torch.split(part, 1) for part in case.data(step)), strict=True):
-            (loss_function(model(x), y) / case.batch).backward()  # type: ignore[no-untyped-call]
-            for gradient, parameter in zip(sums, model.parameters(), strict=True):
-                assert parameter.grad is not None
-                gradient += parameter.grad
-                parameter.grad = None
-        for master, gradient, parameter in zip(masters, sums, model.parameters(), strict=True):
-            master -= rate * gradient.float()
-            parameter.data.copy_(master)
+    sums = [torch.zeros_like(master, dtype=total) for master in masters]
+    for x, y in zip(*(torch.split(part, 1) for part in case.data(0)), strict=True):
+        (loss_function(model(x), y) / case.batch).backward()  # type: ignore[no-untyped-call]
+        for gradient, parameter in zip(sums, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            gradient += parameter.grad
+            parameter.grad = None
     names = [name for name, _ in model.named_parameters()]
-    return Outcome([], [], {}, dict(zip(names, masters, strict=True)))
+    after = (one - RATE * gradient.float() for one, gradient in zip(masters, sums, strict=True))
+    return dict(zip(names, after, strict=True))
 
 
 def drift(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -172,20 +167,16 @@ def drift(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 
 def test_bf16_sums_of_many_microbatches_stay_within_one_ulp(world: World) -> None:
-    steps, rate = BF16_STEPS, 0.1
-    expected = train_alone_in_bf16(MANY, steps, rate, torch.float32).parameters
-    config = OptimizerConfig(kind="sgd", lr=rate)
-    outcomes = world.run(train, MANY, torch.float32, steps, config, size=MANY.world)
+    expected = step_alone_in_bf16(MANY, torch.float32)
+    config = OptimizerConfig(kind="sgd", lr=RATE)
+    outcomes = world.run(train, MANY, torch.float32, 1, config, size=MANY.world)
     found = {name: value for outcome in outcomes for name, value in outcome.parameters.items()}
     assert set(found) == set(expected)
     assert drift(found, expected) < ULP
 
 
 def test_sums_in_bf16_would_be_seen() -> None:
-    wide, narrow = (
-        train_alone_in_bf16(MANY, BF16_STEPS, 0.1, total).parameters
-        for total in (torch.float32, torch.bfloat16)
-    )
+    wide, narrow = (step_alone_in_bf16(MANY, total) for total in (torch.float32, torch.bfloat16))
     assert drift(narrow, wide) > ULP
 
 
@@ -200,9 +191,16 @@ def train_compiled(case: Case, *arguments: Any) -> tuple[Outcome, int]:
         return train(case, *arguments), graphs["unique_graphs"] - before
 
 
-@pytest.mark.parametrize(("recompute", "layers"), [("none", 9), ("selective", 4), ("full", 4)])
-def test_compiled_blocks_have_the_same_gradients(recompute: str, layers: int, world: World) -> None:
-    case = Case(1, shard=2, chunks=3, batch=4, layers=layers, recompute=recompute, compile=True)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, shard=2, chunks=3, batch=4, layers=9, compile=True),
+        Case(1, chunks=3, batch=4, recompute="selective", compile=True),
+        Case(1, shard=2, chunks=3, batch=4, recompute="full", compile=True),
+    ],
+    ids=label,
+)
+def test_compiled_blocks_have_the_same_gradients(case: Case, world: World) -> None:
     arguments = (case, torch.float64, 2, ADAMW)
     found = world.run(train_compiled, *arguments, size=case.world)
     check([outcome for outcome, _ in found], train_alone(*arguments), 1e-10)

@@ -15,11 +15,11 @@ from tests.gloo.world import World
 from zeropp.engine.checkpoint import CheckpointError
 
 CASES = [
-    Case(pp=4, shard=2, batch=8, unit=4, chunks=1, tied=True, dropout=0.1),
-    Case(pp=2, shard=2, replicate=2, zero=True, batch=8, chunks=2, tied=True, dropout=0.1),
+    Case(pp=2, shard=2, batch=8, unit=4, chunks=1, tied=True, dropout=0.1),
+    Case(pp=1, shard=2, replicate=2, zero=True, batch=8, chunks=2, tied=True, dropout=0.1),
     Case(pp=1, batch=8, chunks=1, tied=True, dropout=0.1),
 ]
-SAVED = Case(pp=2, shard=2, batch=4, unit=2, chunks=1, layers=2, tied=True, dropout=0.1)
+SAVED = Case(pp=2, batch=2, unit=2, chunks=1, layers=2, tied=True, dropout=0.1)
 STEPS = 2  # in each topology
 
 

@@ -89,8 +89,8 @@ def test_chunks_are_gathered_and_reduced_as_planned(world: World) -> None:
 
 def test_unreduced_gradients_stay_bounded_as_microbatches_grow(world: World) -> None:
     few = world.run(measure, replace(CASE, batch=8), size=CASE.world)
-    many = world.run(measure, replace(CASE, batch=32), size=CASE.world)
-    whole = world.run(measure, replace(CASE, batch=32, reduce_every="step"), size=CASE.world)
+    many = world.run(measure, CASE, size=CASE.world)
+    whole = world.run(measure, replace(CASE, reduce_every="step"), size=CASE.world)
     for small, large, once in zip(few, many, whole, strict=True):
         # Norms and biases take their gradients early: how many chunks' at a time is the order's.
         assert large.gradients <= 1.05 * small.gradients

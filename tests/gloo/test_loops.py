@@ -22,6 +22,7 @@ import zeropp
 from tests.gloo.differences import largest
 from tests.gloo.small_layers import BATCH, built, data, error_of, linear, seeded, step
 from tests.gloo.world import World
+from zeropp.engine import errors
 from zeropp.engine.flat import FlatParameters
 from zeropp.engine.interpreter import Microbatches
 from zeropp.parallel_model import ParallelModel
@@ -327,7 +328,10 @@ def test_compiled_dropout_draws_what_eager_dropout_does(world: World) -> None:
 def apart() -> dict[str, str]:
     """What ranks say that call different methods, give other lengths, or come late."""
     found = {}
-    with parallel({"pp": 2}, timeout=timedelta(seconds=3)) as model:
+    with (
+        parallel({"pp": 2}, timeout=timedelta(seconds=3)) as model,
+        mock.patch.object(errors, "_REPORT", timedelta(seconds=2)),
+    ):
         inputs, targets = tokens(0)
         calls = model.train_step, model.eval_step
         found["calls"] = error_of(lambda: calls[dist.get_rank()](inputs, targets))
@@ -337,7 +341,7 @@ def apart() -> dict[str, str]:
         found["lengths"] = error_of(lambda: model.train_step(inputs[:, part], targets[:, part]))
         found["good"] = error_of(lambda: model.train_step(inputs, targets))
         if dist.get_rank() == 1:
-            time.sleep(20)
+            time.sleep(10)
         else:
             found["late"] = error_of(lambda: model.train_step(inputs, targets))
     return found

@@ -130,7 +130,7 @@ def train_tied_in_groups() -> list[float]:
             ]),
         )  # fmt: skip
         with model:
-            for number in range(3):
+            for number in range(2):
                 step(model, number)
             whole = model.full_state_dict()
             if whole:
@@ -179,10 +179,10 @@ def train_tied(size: int) -> list[float]:
         layers: list[Any] = layers_of(lambda: nn.Linear(WIDTH, WIDTH))
         together = copy.deepcopy(layers)
         together[second].weight = together[first].weight
-        expected = alone(together, 3)
+        expected = alone(together, 2)
         tied = (first, "weight"), (second, "weight")
         with parallel(layers, tied=tied, pp=size, chunks=chunks) as model:
-            for number in range(3):
+            for number in range(2):
                 step(model, number)
             found.append(worst(model, expected))
     return found

@@ -43,7 +43,6 @@ from zeropp.parallel_model import ParallelModel
 DEGREES: list[dict[str, Any]] = [
     {"pp": 3, "chunks": 3},
     {"pp": 2, "chunks": 4, "split_backward": False},
-    {"shard": 3, "chunks": 2},
     {"pp": 2, "shard": 2, "chunks": 3},
     {"pp": 2, "replicate": 2, "replicate_zero": 1, "recompute": "full"},
 ]
