@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import CHECKOUT
+from benchmarks.explain import answer as answers
 from benchmarks.explain import huggingface, megatron, torchtitan
+from benchmarks.explain.__main__ import main
 from benchmarks.explain.answer import answer
 from benchmarks.explain.question import ask
 from benchmarks.explain.screen import written_as
@@ -229,22 +229,20 @@ def test_an_answer_is_written_back_as_the_same_plan(
     assert again.knobs == found.candidate.knobs
 
 
-def test_the_command_answers_on_one_screen(tmp_path: Path) -> None:
+def test_the_command_answers_on_one_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
     words = ["num_gpus=8", "cluster=h100", "global_batch=32", "model.seq=4096", "contender.tp=2"]
     words += ["contender.pp=1", "contender.recompute=none"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.explain", str(path), *words, "--as", "overrides"],
-        capture_output=True, text=True, timeout=300, check=False, cwd=CHECKOUT,
-    )  # fmt: skip
-    assert done.returncode in (0, 1), done.stderr
+    monkeypatch.setattr(answers, "SEARCH_S", 0.5)
+    monkeypatch.setattr(sys, "argv", ["explain", str(path), *words, "--as", "overrides"])
+    assert main() in (0, 1), capsys.readouterr().err
+    told = capsys.readouterr().out
     for said in ("Plan as understood", "GiB of each pipeline rank", "Time: the model's kernels"):
-        assert said in done.stdout
-    assert "contender=megatron_core" in done.stdout.splitlines()[-1]
-    refused = subprocess.run(
-        [sys.executable, "-m", "benchmarks.explain", str(path), "clutser=h100"],
-        capture_output=True, text=True, timeout=60, check=False, cwd=CHECKOUT,
-    )  # fmt: skip
-    assert refused.returncode == 2
-    assert refused.stderr.count("\n") == 1
+        assert said in told
+    assert "contender=megatron_core" in told.splitlines()[-1]
+    monkeypatch.setattr(sys, "argv", ["explain", str(path), "clutser=h100"])
+    assert main() == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -26,7 +26,7 @@ _WHOLE_STAGES = {"deepspeed_3d"}
 
 def _schedules(contender: object, asked: TorchPPKnobs) -> set[str]:
     assert contender in (TORCHTITAN, TORCH_PP)
-    found = (TORCHTITAN if contender is TORCHTITAN else TORCH_PP).candidates(task(8, 32), asked)
+    found = (TORCHTITAN if contender is TORCHTITAN else TORCH_PP).candidates(task(4, 8), asked)
     return {str(candidate.knobs.schedule) for candidate, _ in found}
 
 
@@ -40,14 +40,14 @@ def test_the_backward_of_compiled_blocks_is_never_split() -> None:
 def test_a_compiled_split_backward_is_refused(schedule: str) -> None:
     asked = TorchtitanKnobs(pp=2, schedule=schedule)  # type: ignore[arg-type]
     with pytest.raises(InfeasibleError, match="torch cannot split a compiled backward"):
-        TORCHTITAN.size(task(8, 32), asked, 1)
+        TORCHTITAN.size(task(4, 8), asked, 1)
 
 
 def test_some_blocks_of_a_stage_are_recomputed_wherever_the_program_can() -> None:
     for name, contender in PRICED.items():
         found = {
             getattr(candidate.knobs, "recompute_blocks", "auto")
-            for candidate, _ in contender.candidates(task(8, 32))
+            for candidate, _ in contender.candidates(task(4, 8))
         }
         counts = found - {"auto"}
         assert (len(counts) > 1) == (name not in _WHOLE_STAGES), (name, found)
@@ -57,7 +57,7 @@ def test_programs_of_2025_keep_16_bit_logits_and_overlap_tensor_parallelism() ->
     """Both halves of what a comparison with these programs depends on most."""
     for contender in ("megatron_core", "torchtitan"):
         made = PRICED[contender]
-        program = program_named(made.size(task(8, 32), made.knobs(), 1).program)
+        program = program_named(made.size(task(4, 8), made.knobs(), 1).program)
         assert program.fused_loss
         assert program.overlap_tensor
 
