@@ -195,10 +195,11 @@ class HuggingFaceLayers(Sequence[Layer]):
         self.model, self._layers = model, layers
         self._paths = [piece.paths for piece in pieces]
         self._counts = [len(list(piece.parameters())) for piece in pieces]
-        last = len(layers) - 1
-        self.tied: tuple[ParameterName, ParameterName] | None = None
-        if model.config.tie_word_embeddings:
-            self.tied = (0, "tokens.weight"), (last, "head.weight")
+        tied = (0, "tokens.weight"), (len(layers) - 1, "head.weight")
+        first, last = (dict(pieces[index].named_parameters()).get(name) for index, name in tied)
+        # Not as the config has it: a head may have been given a weight of its own since.
+        is_tied = first is not None and first is last
+        self.tied: tuple[ParameterName, ParameterName] | None = tied if is_tied else None
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -248,6 +249,7 @@ class HuggingFaceLayers(Sequence[Layer]):
             config = copy.deepcopy(self.model.config)
             config.architectures = [type(self.model).__name__]
             config.dtype = dtype or torch.float32
+            config.tie_word_embeddings = self.tied is not None
             config.save_pretrained(folder)
         together(lambda: None)
 

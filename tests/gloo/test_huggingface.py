@@ -254,6 +254,13 @@ def test_a_model_is_drawn_layer_by_layer(world: World) -> None:
     assert any(size > 0 for size in {**first, **second}.values())
 
 
+def test_a_head_with_a_weight_of_its_own_is_not_tied() -> None:
+    model: Any = made("qwen3")
+    tied = huggingface.layers(model).tied
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    assert (tied is None, huggingface.layers(model).tied) == (False, None)
+
+
 def test_other_families_are_refused() -> None:
     make: Any = AutoModelForCausalLM
     with torch.device("meta"):
