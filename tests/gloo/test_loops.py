@@ -325,11 +325,12 @@ def test_compiled_dropout_draws_what_eager_dropout_does(world: World) -> None:
     assert compiled == pytest.approx(eager, rel=1e-12)
 
 
-def apart() -> dict[str, str]:
-    """What ranks say that call different methods, give other lengths, or come late."""
+def apart(told: Path) -> dict[str, str]:
+    """What ranks say that call different methods, give other lengths, or come late: rank 1 waits
+    until rank 0 has told of it by making a file."""
     found = {}
     with (
-        parallel({"pp": 2}, timeout=timedelta(seconds=3)) as model,
+        parallel({"pp": 2}, timeout=timedelta(seconds=5)) as model,
         mock.patch.object(errors, "_REPORT", timedelta(seconds=2)),
     ):
         inputs, targets = tokens(0)
@@ -341,14 +342,16 @@ def apart() -> dict[str, str]:
         found["lengths"] = error_of(lambda: model.train_step(inputs[:, part], targets[:, part]))
         found["good"] = error_of(lambda: model.train_step(inputs, targets))
         if dist.get_rank() == 1:
-            time.sleep(10)
+            while not told.exists():
+                time.sleep(0.1)
         else:
             found["late"] = error_of(lambda: model.train_step(inputs, targets))
+            told.touch()
     return found
 
 
-def test_ranks_that_are_not_together_say_so(world: World) -> None:
-    first, second = world.run(apart, size=2)
+def test_ranks_that_are_not_together_say_so(world: World, tmp_path: Path) -> None:
+    first, second = world.run(apart, tmp_path / "told", size=2)
     assert first["calls"].startswith("RuntimeError: train_step: ranks [1] have called another")
     assert second["calls"].startswith("RuntimeError: eval_step: ranks [0] have called another")
     assert first["saves"].startswith("RuntimeError: save: ranks [1] have called another")
