@@ -19,7 +19,7 @@ from zeropp.sim.memory import peak_memory
 
 
 def test_resident_kinds_are_exact_and_activations_follow_the_cap() -> None:
-    case = Case(pp=4, shard=8, layers=8, unit=4, batch=64, precision="bf16")
+    case = Case(pp=4, shard=8, layers=8, unit=4, batch=32, precision="bf16")
     plan = case.plan()
     stages = plan.schedule.stages_of(2)  # rank 16 is the first of eight shards
     pieces = [piece for stage in stages for piece in plan.pieces_of(stage)]
