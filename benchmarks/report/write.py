@@ -69,15 +69,16 @@ def write_report(
     tables = {name: make_table(name, rows, options) for name in TABLES}
     grids = {name: grids_of(table) for name, table in tables.items()}
     print_table(headline_table(rows, options), console)
+    said = answers(rows)
     if rows["contender"].nunique() > 1:
-        for sentence in answers(rows):
+        for sentence in said:
             console.print(sentence, markup=False)
     for note in notes_of(rows):
         console.print(note)
     with report_folder(out) as folder:
         pictures = draw(rows, options, folder)
         files = [folder / "report.html", folder / "tables.md"]
-        files[0].write_text(_page(rows, grids, pictures, skipped))
+        files[0].write_text(_page(rows, said, grids, pictures, skipped))
         for name, table in tables.items():
             files += write_table(table, grids[name], folder)
         files[1].write_text("\n".join((folder / f"{name}.md").read_text() for name in tables))
@@ -212,12 +213,14 @@ def _remove_last(out: Path, kept: set[str]) -> None:
 
 def _page(
     rows: pd.DataFrame,
+    said: Sequence[str],
     grids: Mapping[str, Sequence[Grid]],
     pictures: Mapping[str, Sequence[SavedPicture]],
     skipped: Sequence[str],
 ) -> str:
-    """The page. ``rows`` are those from which the ``grids`` (by table) and ``pictures`` (by
-    heading) were made, and whose records they name; tables without rows are not shown."""
+    """The page. ``rows`` are those from which the answers that were ``said``, the ``grids`` (by
+    table) and ``pictures`` (by heading) were made, and whose records they name; tables without rows
+    are not shown."""
     filled = {name: [grid for grid in found if grid.rows] for name, found in grids.items()}
     sections = [
         {
@@ -240,7 +243,7 @@ def _page(
     return _TEMPLATES.get_template("report.html.j2").render(
         paper=filled["paper"],
         sections=sections,
-        answers=answers(rows),
+        answers=said,
         summary=summary,
         notes=notes_of(rows),
         skipped=skipped,
