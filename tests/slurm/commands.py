@@ -22,6 +22,8 @@ from typing import Any
 
 from hydra._internal.config_repository import ConfigRepository
 
+from benchmarks.launch.points import plan_point
+from benchmarks.launch.sweep import spec_of
 from benchmarks.specification.compose import compose
 
 # What the commands import when they are called, so that it is imported once.
@@ -41,6 +43,8 @@ def preload() -> None:
     that module's lock for ever."""
     for name in _PRELOADED:
         importlib.import_module(name)
+    (config,) = compose("config", [])
+    plan_point(spec_of(config))  # makes the validators of all types, too
     _read_configuration_files_once()
 
 

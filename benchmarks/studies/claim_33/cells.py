@@ -228,7 +228,7 @@ class PlanRow:
     def columns(self) -> dict[str, object]:
         """The row as a table's columns: ``limit_s``, ``bubble_s`` ... for the losses (seconds),
         which add up to ``step_s``."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "losses"}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "breakdown"}
         lost = self.breakdown.by_kind() if self.breakdown else {}
         return plain | {f"{kind}_s": seconds for kind, seconds in lost.items()}
 
