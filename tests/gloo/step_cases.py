@@ -22,7 +22,7 @@ from zeropp.parallel_model import ParallelModel
 
 WIDTH, ROWS, MICROBATCH = 8, 12, 2
 DEGREES = [
-    {"pp": 2, "shard": 2, "chunks": 2, "split_backward": False, "recompute": "full"},
+    {"pp": 2, "chunks": 2, "split_backward": False, "recompute": "full"},
     {"shard": 3, "chunks": 2, "unit": 1},
     {"pp": 2, "replicate": 2, "replicate_zero": 1},
     {"pp": 2, "shard": 2, "chunks": 2},

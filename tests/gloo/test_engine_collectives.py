@@ -34,7 +34,7 @@ CASES = [
     Case(pp=2, shard=2, chunks=2, batch=8),
     Case(pp=1, shard=2, replicate=2, zero=True, chunks=2, batch=8),
     Case(pp=1, shard=3, chunks=3, batch=6, reduce_every="step"),
-    Case(pp=2, shard=2, chunks=2, batch=8, precision="bf16"),
+    Case(pp=1, shard=2, chunks=2, batch=4, precision="bf16"),
 ]
 
 

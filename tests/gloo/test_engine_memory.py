@@ -79,18 +79,16 @@ def _resident(engine: Engine) -> int:
 
 
 def test_chunks_are_gathered_and_reduced_as_planned(world: World) -> None:
-    for peaks in world.run(measure, CASE, size=CASE.world):
+    """And gradients that wait for their reduction grow with no number of microbatches."""
+    few = world.run(measure, replace(CASE, batch=8), size=CASE.world)
+    many = world.run(measure, CASE, size=CASE.world)
+    whole = world.run(measure, replace(CASE, reduce_every="step"), size=CASE.world)
+    for peaks in many:
         assert 0 < peaks.gathered <= peaks.resident * peaks.chunk
         assert 0 < peaks.gradients <= (peaks.resident + PREFETCH) * peaks.chunk
         units = CASE.batch // CASE.shard // CASE.unit
         assert peaks.unshards <= 2 * CASE.chunks * units
         assert peaks.reducing == 2  # one chunk at a time, which has two buffers
-
-
-def test_unreduced_gradients_stay_bounded_as_microbatches_grow(world: World) -> None:
-    few = world.run(measure, replace(CASE, batch=8), size=CASE.world)
-    many = world.run(measure, CASE, size=CASE.world)
-    whole = world.run(measure, replace(CASE, reduce_every="step"), size=CASE.world)
     for small, large, once in zip(few, many, whole, strict=True):
         # Norms and biases take their gradients early: how many chunks' at a time is the order's.
         assert large.gradients <= 1.05 * small.gradients
