@@ -4,6 +4,7 @@ that are skipped, gradients to read, and one error where ranks call different th
 from __future__ import annotations
 
 import copy
+import os
 import time
 from datetime import timedelta
 from functools import partialmethod
@@ -330,6 +331,7 @@ def apart(told: Path) -> dict[str, str]:
     until rank 0 has told of it by making a file."""
     found = {}
     with (
+        mock.patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": "0"}),  # else who is late is unknown
         parallel({"pp": 2}, timeout=timedelta(seconds=5)) as model,
         mock.patch.object(errors, "_REPORT", timedelta(seconds=2)),
     ):
