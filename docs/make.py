@@ -192,26 +192,6 @@ def _traced(column: str) -> str:
     return markdown_table([column, "plans", "ranks", "median", "largest"], lines)
 
 
-def _side_by_side(record: str) -> str:
-    """Pipelines on CPU cores, from the record of their study."""
-    heads = ["model, ranks", "", "step, s", "torch PP over it", "CPU s", "of main threads"]
-    lines = []
-    for cell in json.loads((_REFERENCE / record).read_text())["cells"]:
-        for row in cell["rows"]:
-            step, ratio = row["step_s"], row["torch_pp_over_it"]
-            numbers = (
-                _quartiles(step),
-                _quartiles(ratio),
-                f"{row['cpu_s_of_all_ranks']:.2f}",
-                f"{row['cpu_s_of_main_threads']:.2f}",
-                f"{row['gathers_per_step']:.0f}",
-                f"{row['reductions_per_step']:.0f}",
-            )
-            name = f"{cell['model']}, {cell['ranks']}"
-            lines.append([name, row["way"], *numbers])
-    return markdown_table([*heads, "gathers", "reductions"], lines)
-
-
 def _quartiles(of: dict[str, float]) -> str:
     return f"{of['median']:.2f} [{of['q1']:.2f}, {of['q3']:.2f}]"
 
@@ -230,9 +210,11 @@ def _overhead(name: str) -> str:
         medians = (_quartiles(one["cpu_ratio"]) if one else "" for one in both)
         words = f"{row['way']} over {row['base']}"
         base_ms, count = f"{row['base_cpu_s'] * 1e3:.0f}", str(row["samples"])
-        lines.append([words, row["size"], count, base_ms, *best, *medians])
+        pages = (f"{row[key] / 256:.0f}" for key in ("base_pages", "pages"))  # of 4 KiB
+        lines.append([words, row["size"], count, base_ms, *best, *medians, *pages])
     heads = ["", "model", "pairs", "CPU ms of the latter", "best, before", "best"]
-    return markdown_table([*heads, "median, before", "median"], lines)
+    heads += ["median, before", "median", "new MiB, latter", "new MiB"]
+    return markdown_table(heads, lines)
 
 
 TABLES: dict[str, Callable[[str], str]] = {
@@ -246,7 +228,6 @@ TABLES: dict[str, Callable[[str], str]] = {
     "fits": _fits,
     "traced": _traced,
     "plan_ranks": _plan_ranks,
-    "pipelines": _side_by_side,
     "overhead": _overhead,
 }
 
