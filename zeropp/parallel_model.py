@@ -43,7 +43,8 @@ class ParallelModel:
 
         ``inputs``, ``targets`` and every keyword input are [rows, ...]; with b rows per microbatch,
         microbatch j is the rows j*b .. (j+1)*b-1. A keyword input goes to the layers whose
-        ``forward`` names it, and to the loss function if that names it. Returns the loss of the
+        ``forward``, or that of a module which it hands ``**kwargs`` on to, names it, and to the
+        loss function if that names it. Returns the loss of the
         global batch and the gradient's norm before clipping, equal on every rank.
 
         Raises ValueError for another number of rows or a batch on another device, TypeError for

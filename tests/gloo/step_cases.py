@@ -80,7 +80,7 @@ class Wrapping(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.adapters = inner, nn.ModuleDict()
 
     def forward(self, *inputs: Tensor, **keywords: Tensor) -> Tensor:
         output: Tensor = self.inner(*inputs, **keywords)
@@ -126,9 +126,9 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output.to(target.dtype), target)
 
 
-def sum_loss(output: Tensor, target: Tensor, **keywords: Tensor) -> Tensor:
+def sum_loss(output: Tensor, target: Tensor, row_weight: Tensor) -> Tensor:
     """Weighted by a keyword input."""
-    return ((output - target).square().mean(-1) * keywords["row_weight"]).sum()
+    return ((output - target).square().mean(-1) * row_weight).sum()
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {"mean": mean_loss, "sum": sum_loss}

@@ -102,6 +102,7 @@ class Engine:
         self.steps_done = 0
         self.skipped_steps = torch.zeros((), dtype=torch.long, device=device)
         self._unusable = ""  # why this engine has no state to give, or nothing
+        self._closed = False
         self._seen: set[tuple[int, int]] = set()  # ranks, and digests of their batches
         self._passed: dict[int, Passed] = {}  # by the digests of this rank's
         self._seeds: StepSeeds | None = None
@@ -177,8 +178,14 @@ class Engine:
     def meet(self, call: str, work: Callable[[], T]) -> T:
         """The result of ``work`` once every rank is in the same ``call``; what it raises on one
         rank reaches all of them. Raises RuntimeError where a rank is in another one."""
-        self.check_usable()
-        return self.barrier.run(call, work, lambda _: 0)[0]
+
+        def checked() -> T:
+            self.check_usable()
+            return work()
+
+        if self._closed:
+            self.check_usable()
+        return self.barrier.run(call, checked, lambda _: 0)[0]
 
     def evaluate(self, batch: Microbatches) -> float:
         """The loss of a batch without training on it; see ``Evaluator.run``."""
@@ -199,20 +206,23 @@ class Engine:
     def full_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 CPU copies of this rank's parameters, named ``{piece}.{name}``. One with
         several names comes once, or with ``every_name`` under each of them. Collective."""
-        self.meet("full_parameters", self._settle)
+        self.check_usable()
+        self._settle()
         for flat in self.flats:
             yield from self._whole(flat, flat.rows, torch.float32, every_name=every_name)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded CPU copies of the last step's gradients, after clipping, named as the
         parameters, until the next step begins. Collective."""
-        self.meet("gradients", self._settle)
+        self.check_usable()
+        self._settle()
         for flat in self.flats:
             if (mine := flat.gradient()) is not None:
                 yield from self._whole(flat, mine, mine.dtype)
 
     def full_state(self) -> dict[str, Tensor]:
         """All of ``full_parameters``, under every name, and CPU copies of the buffers."""
+        self.meet("full_state_dict", lambda: None)
         buffers = ((name, one.cpu()) for name, one in self.buffers().items())
         return dict([*self.full_parameters(every_name=True), *buffers])
 
@@ -271,6 +281,7 @@ class Engine:
         if not self._unusable:
             for flat in self.flats:
                 flat.give_back()
+        self._closed = True
         self._unusable = "this model was closed (create a new model, and load a checkpoint)"
         self._undo.close()
 
@@ -319,8 +330,8 @@ class Engine:
             wide = [one for one in modules if isinstance(one, self._options.fp32_modules)]
             inner = {part for module in wide for part in module.modules() if part is not module}
             for module in wide:
-                if module not in inner:  # whose outputs stay in the fp32 module around them
-                    undo.enter_context(computing_in_fp32(module, torch.bfloat16))
+                hooks = computing_in_fp32(module, torch.bfloat16, nested=module in inner)
+                undo.enter_context(hooks)
         splits = any(action.op is Op.BACKWARD_INPUT for action in schedule.programs[pp])
         self.chunks = {
             stage: self._chunk(stage, schedule.num_stages, boundary, splits=splits)

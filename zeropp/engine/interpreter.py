@@ -166,8 +166,8 @@ class Interpreter:
         return step.losses
 
     def warm_up(self, batch: Microbatches) -> None:
-        """Run every chunk forward and backward once, with zeros for messages. Buffers and torch's
-        random generators are as before, but the last step's gradients are dropped.
+        """Run every chunk forward and backward once, with zeros for messages. Persistent buffers
+        and torch's random generators are as before, but the last step's gradients are dropped.
 
         The first use of a kernel, and of a library's workspace, may make the host wait for the
         whole device. In a step that could be for ever, because receives are posted that depend on
@@ -175,8 +175,7 @@ class Interpreter:
         """
         device = self._channels.device
         seeds = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        buffers = [b for c in self._chunks.values() for m in c.modules for b in m.buffers()]
-        with seeds, shown(self._chunks.values()), _kept(buffers):
+        with seeds, shown(self._chunks.values()), _same_buffers(self._chunks.values()):
             for stage, chunk in self._chunks.items():
                 chunk.unshard()
                 shapes = chunk.arriving or ()
@@ -204,10 +203,8 @@ class Interpreter:
         named = [chunk.keywords for chunk in self._chunks.values()]
         if self._last in self._chunks:
             named.append(self._loss.keywords)
-        known = frozenset[str]().union(*named)
-        return {name for name, stage in ends.items() if stage in self._chunks} | {
-            *chosen(keywords, known)
-        }
+        read = {name for name, stage in ends.items() if stage in self._chunks}
+        return read.union(*(chosen(keywords, names) for names in named))
 
     def _clock(self, begin: float) -> float:
         """Seconds since the step began; while spans are recorded, it waits for the compute stream.
@@ -310,14 +307,20 @@ def shown(chunks: Iterable[Chunk]) -> Iterator[None]:
 
 
 @contextmanager
-def _kept(buffers: Iterable[Tensor]) -> Iterator[None]:
-    """After this context buffers have the values that they had before."""
-    buffers = [one for one in buffers if 0 not in one.stride()]  # nothing can write to others
-    before = [buffer.clone() for buffer in buffers]
+def _same_buffers(chunks: Iterable[Chunk]) -> Iterator[None]:
+    """After this context modules have the persistent buffers that they had before, with the same
+    values. Others may be caches, which their modules believe to be filled."""
+    held = []
+    for module in (one for chunk in chunks for one in chunk.modules):
+        for name, buffer in persistent_buffers([(0, module)]).items():
+            path, _, own = name.partition(".")[2].rpartition(".")
+            held.append((module.get_submodule(path), own, buffer, buffer.clone()))
     yield
     with torch.no_grad():
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
+        for part, name, buffer, value in held:
+            if 0 not in buffer.stride():  # else nothing can have written to it
+                buffer.copy_(value)
+            setattr(part, name, buffer)
 
 
 class Evaluator:
@@ -385,12 +388,10 @@ class Evaluator:
     def boundaries(self, batch: Microbatches) -> Passed:
         """The shapes of what passes into and out of this rank's stages, for microbatches like the
         first one of a batch, which all ranks run forward. What the loss function raises for it
-        reaches all ranks. Persistent buffers are then as before; others may be caches, which
-        modules believe to be filled."""
-        modules = enumerate(m for chunk in self._chunks.values() for m in chunk.modules)
+        reaches all ranks. Persistent buffers are then as before."""
         passed: Passed = {}
         outputs: list[Value] = []
-        with self._evaluating(), _kept(persistent_buffers(modules).values()):
+        with self._evaluating(), _same_buffers(self._chunks.values()):
             for _ in self._run_unit(batch, range(1), passed, outputs):
                 pass
             together(lambda: [self._loss(output, batch, 0) for output in outputs])

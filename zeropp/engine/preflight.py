@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from zeropp import CUDA_MISSED
 from zeropp.engine.errors import gathered_texts, together
 from zeropp.engine.options import Piece
-from zeropp.engine.values import chosen
 from zeropp.engine.walk import Layer, ParameterKind, check_layer
 from zeropp.layout import InfeasibleError
 from zeropp.literals import Precision
@@ -249,7 +248,7 @@ def check_keywords(given: Mapping[str, Tensor], rows: int, named: Iterable[froze
     sample; raises InfeasibleError. ``named``: what every layer and the loss function take."""
     known = frozenset[str]().union(*named)
     for name, value in given.items():
-        if name not in chosen(given, known):
+        if name not in known:
             raise InfeasibleError(
                 f"sample_keywords: {name!r} is named by no layer's forward and not by the loss "
                 "function (leave it out, or add a parameter of that name)"

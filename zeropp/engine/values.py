@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 Value = Tensor | tuple[Tensor, ...]
-ANY = "**"  # among the names of what takes keyword inputs of every name
 
 
 @dataclass(frozen=True)
@@ -63,23 +62,22 @@ def without_scalars(value: Value) -> tuple[Value, Tensor | None]:
 
 def keywords_of(function: Callable[..., Any]) -> frozenset[str]:
     """The parameter names of a function, or of a module's ``forward``; none where Python does not
-    know them (functions written in C). One that takes ``**kwargs`` has those of the modules right
-    inside it, too, to which it hands them on, as wrappers do; with none inside, it has ``ANY``."""
+    know them (functions written in C). A module that takes ``**kwargs`` has those of the modules
+    right inside it, too, to which it hands them on, as wrappers do."""
     module = function if isinstance(function, nn.Module) else None
     try:
         names = inspect.signature(module.forward if module is not None else function).parameters
     except ValueError:
         return frozenset()
     hands_on = any(one.kind is one.VAR_KEYWORD for one in names.values())
-    if not hands_on and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if module is None or not (hands_on or isinstance(module, nn.ModuleList | nn.ModuleDict)):
         return frozenset(names)
-    inside = [keywords_of(one) for one in module.children()] if module is not None else []
-    return frozenset(names).union(*inside or [frozenset({ANY})])
+    return frozenset(names).union(*map(keywords_of, module.children()))
 
 
 def chosen(keywords: Mapping[str, Tensor], names: frozenset[str]) -> dict[str, Tensor]:
     """The keyword inputs whose names are among ``names``."""
-    return {name: value for name, value in keywords.items() if name in names or ANY in names}
+    return {name: value for name, value in keywords.items() if name in names}
 
 
 def split_rows(
@@ -92,9 +90,13 @@ def split_rows(
 
 
 @contextmanager
-def computing_in_fp32(module: nn.Module, outside: torch.dtype) -> Iterator[None]:
+def computing_in_fp32(
+    module: nn.Module, outside: torch.dtype, *, nested: bool = False
+) -> Iterator[None]:
     """Inside this context a module gets floating-point inputs in fp32, and what it gives is cast to
-    the type ``outside``."""
+    the type ``outside``; where it is ``nested`` in another such module, only if an input has that
+    type, because otherwise the other module calls it."""
+    casts = True
 
     def to(dtype: torch.dtype, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -103,13 +105,16 @@ def computing_in_fp32(module: nn.Module, outside: torch.dtype) -> Iterator[None]
         return value.to(dtype) if is_number else value
 
     def widen(_: nn.Module, args: Any, named: dict[str, Any]) -> Any:
+        nonlocal casts
+        types = {one.dtype for one in (*args, *named.values()) if isinstance(one, Tensor)}
+        casts = not nested or outside in types
         return to(torch.float32, args), {
             name: to(torch.float32, one) for name, one in named.items()
         }
 
     hooks = (
         module.register_forward_pre_hook(widen, with_kwargs=True),
-        module.register_forward_hook(lambda _, args, found: to(outside, found)),
+        module.register_forward_hook(lambda _, args, found: to(outside, found) if casts else None),
     )
     try:
         yield
