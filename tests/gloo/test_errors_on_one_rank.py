@@ -228,6 +228,26 @@ def test_a_step_after_an_evaluation_that_raised(world: World) -> None:
     assert said.startswith("RuntimeError: an earlier step raised ValueError: no loss")
 
 
+def after_a_failed_update() -> list[str]:
+    """What a rank says to calls after a step whose update has raised on rank 1 alone."""
+    with zeropp.parallelize(
+        seeded([linear] * 2), nn.functional.mse_loss, sample=data()[0][:1], global_batch=BATCH, pp=2
+    ) as model:
+        if dist.get_rank() == 1:
+            updater: Any = model.engine.updater
+            updater.update = mock.Mock(side_effect=ZeroDivisionError("no"))
+        failed = error_of(lambda: model.train_step(*data()))
+        others = (lambda: model.save("nowhere"), model.state_dict, model.full_state_dict)
+        return [failed, *map(error_of, others)]
+
+
+def test_no_rank_waits_for_one_whose_update_failed(world: World) -> None:
+    first, second = world.run(after_a_failed_update, size=2, timeout_s=60)
+    assert second[0].startswith("ZeroDivisionError")
+    assert all(said.startswith("PeerError: rank 1 raised RuntimeError: an e") for said in first[1:])
+    assert all(said.startswith("RuntimeError: an earlier step raised") for said in second[1:])
+
+
 SMALL = Case(pp=1, shard=2, chunks=1, layers=1, batch=4)
 SAVING = {"making the directory": "_make_empty", "writing": "_digest", "renaming": "_publish"}
 
