@@ -197,8 +197,10 @@ class HuggingFaceLayers(Sequence[Layer]):
         self._counts = [len(list(piece.parameters())) for piece in pieces]
         tied = (0, "tokens.weight"), (len(layers) - 1, "head.weight")
         first, last = (dict(pieces[index].named_parameters()).get(name) for index, name in tied)
-        # Not as the config has it: a head may have been given a weight of its own since.
-        is_tied = first is not None and first is last
+        # A real head may have been given a weight of its own since. To move a model to the meta
+        # device unties it without a word, so that there the config says whether it is tied.
+        on_meta = first is not None and last is not None and first.is_meta and last.is_meta
+        is_tied = model.config.tie_word_embeddings if on_meta else first is last is not None
         self.tied: tuple[ParameterName, ParameterName] | None = tied if is_tied else None
 
     def __len__(self) -> int:

@@ -62,9 +62,12 @@ CASES = [
     Case(pp=2, shard=2, chunks=3, batch=8, layers=5, split_blocks=True, tied=True),
     # With those above: pp, shard and replicate in {1, 2, 3}, as far as eight ranks go. Units that
     # do not divide the microbatches, and fewer microbatches than pipeline ranks.
+    Case(pp=1, shard=2, chunks=1, unit=1, batch=4, layers=2),
     Case(pp=1, shard=3, chunks=1, unit=2, batch=9),
     Case(pp=1, replicate=3, chunks=3, unit=2, batch=9),
     Case(pp=1, shard=2, replicate=2, zero=True, chunks=2, unit=3, batch=16),
+    Case(pp=1, shard=2, replicate=3, chunks=1, unit=1, batch=6, layers=2),
+    Case(pp=2, shard=2, replicate=2, chunks=1, unit=1, batch=8, layers=2),
     Case(pp=1, shard=3, replicate=2, chunks=3, unit=1, batch=12),
     Case(pp=2, shard=3, chunks=1, unit=2, batch=9, tied=True),
     Case(pp=3, shard=2, unit=3, batch=4, layers=6, recompute="full", placement="pp_inner"),

@@ -261,6 +261,12 @@ def test_a_head_with_a_weight_of_its_own_is_not_tied() -> None:
     assert (tied is None, huggingface.layers(model).tied) == (False, None)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_that_was_moved_to_meta_is_tied_as_its_config_says(tied: bool) -> None:
+    moved: Any = made("qwen3", tied)
+    assert (huggingface.layers(moved.to("meta")).tied is not None) == tied
+
+
 def test_other_families_are_refused() -> None:
     make: Any = AutoModelForCausalLM
     with torch.device("meta"):

@@ -112,7 +112,7 @@ def parallel(kind: str, degrees: dict[str, Any]) -> ParallelModel:
 
 def kinds_of(number: int) -> list[str]:
     """The kinds of optimizers that train in a leg."""
-    return [*KINDS] if number < 2 else ["momentum"]
+    return [*KINDS] if number < 2 else ["momentum", "adamw"]
 
 
 def go_on(place: Path, number: int) -> None:

@@ -36,14 +36,16 @@ SWEEP = [
 ]
 
 # Sweeps one after another in one interpreter, whose ranks come from one fork server: to import what
-# both need would take most of these tests' time.
+# both need would take most of these tests' time. It ends as the command does, after the last one.
 SWEEPS = """
 import signal, sys
 from benchmarks.run import main
 for line in sys.stdin:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the last sweep may have ignored it
     sys.argv = line.split()
-    print("status", main(), flush=True)
+    status = main()
+    print("status", status, flush=True)
+sys.exit(status)
 """
 
 
@@ -57,7 +59,7 @@ def ranks_of(runs: Path) -> dict[int, psutil.Process]:
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def launcher() -> Iterator[subprocess.Popen[str]]:
     """A process of ``SWEEPS``."""
     with subprocess.Popen(
@@ -97,23 +99,38 @@ def statuses(runs: Path) -> list[str]:
     return sorted(read_record(path).status for path in find_records([runs]))
 
 
-@pytest.mark.parametrize("between_s", [0.02, 0.3])  # while the ranks are ended, and after that
-def test_two_ctrl_c_end_a_sweep_with_one_line(
-    launcher: subprocess.Popen[str], runs: Path, between_s: float
-) -> None:
-    start(launcher, runs)
-    for wait_s in (between_s, 0):
-        launcher.send_signal(signal.SIGINT)
-        time.sleep(wait_s)
+def printed_by_sweep(launcher: subprocess.Popen[str]) -> tuple[list[str], str]:
+    """The lines that a sweep has printed, and the line with its status."""
     assert launcher.stdout
-    printed = list(iter(launcher.stdout.readline, "status 130\n"))
-    assert printed[-1] == "interrupted; the same command goes on from here\n"
-    assert not any("Traceback" in line for line in printed)
-    assert ranks_of(runs) == {}
+    lines: list[str] = []
+    for line in launcher.stdout:
+        if line.startswith("status "):
+            return lines, line
+        lines.append(line)
+    pytest.fail(f"the launcher ended without a status: {lines}")
+
+
+def test_two_ctrl_c_end_a_sweep_with_one_line(launcher: subprocess.Popen[str], runs: Path) -> None:
+    assert launcher.stdin
+    assert launcher.stdout
+    # The second one while the ranks are ended, and then while the interpreter ends.
+    for between_s, is_last in ((0.02, False), (0.3, True)):
+        start(launcher, runs / str(between_s))
+        if is_last:
+            launcher.stdin.close()
+        for wait_s in (between_s, 0):
+            launcher.send_signal(signal.SIGINT)
+            time.sleep(wait_s)
+        printed, status = printed_by_sweep(launcher)
+        assert status == "status 130\n"
+        assert printed[-1] == "interrupted; the same command goes on from here\n"
+        assert not any("Traceback" in line for line in printed)
+        assert ranks_of(runs) == {}
+    assert launcher.wait(timeout=30) == 130
+    assert launcher.stdout.read() == ""
 
 
 def test_kill_of_one_rank_then_of_the_launcher(launcher: subprocess.Popen[str], runs: Path) -> None:
-    """The last test of this launcher."""
     start(launcher, runs)
     victim = ranks_of(runs)[1]
     killed_at = time.monotonic()

@@ -419,7 +419,12 @@ def trace_ranks(
     workers = min(len(ranks), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
         one = partial(
-            _trace_rank, plan, optimizer=optimizer, build=build, fill_integers=fill_integers
+            _trace_rank,
+            plan,
+            optimizer=optimizer,
+            build=build,
+            fill_integers=fill_integers,
+            threads=max(1, (os.cpu_count() or 1) // workers),
         )
         yield from pool.map(one, ranks)
 
@@ -431,9 +436,10 @@ def _trace_rank(
     optimizer: OptimizerConfig,
     build: Build,
     fill_integers: Callable[[Plan, Tensor], None] | None,
+    threads: int,
 ) -> Trace:
     begin = time.perf_counter()
-    torch.set_num_threads(1)  # other ranks have the other cores
+    torch.set_num_threads(threads)  # other ranks have the other cores
     fake = fill_integers is None
     fill = None if fill_integers is None else partial(fill_integers, plan)
     with (
