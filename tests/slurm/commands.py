@@ -22,9 +22,13 @@ from typing import Any
 
 from hydra._internal.config_repository import ConfigRepository
 
+from benchmarks.launch.attempt import Header
 from benchmarks.launch.points import plan_point
+from benchmarks.launch.slurm.submissions import Submission
 from benchmarks.launch.sweep import spec_of
+from benchmarks.records.record import GateResult, RankRecord, RunRecord
 from benchmarks.specification.compose import compose
+from benchmarks.specification.reading import adapter
 
 # What the commands import when they are called, so that it is imported once.
 _PRELOADED = (
@@ -39,12 +43,16 @@ _AT_ONCE = threading.BoundedSemaphore(3)  # tests in threads would start twenty 
 
 
 def preload() -> None:
-    """Import what the commands need, before the first thread forks one: a fork beside an import has
-    that module's lock for ever."""
+    """Import what the commands need, and make all validators, before the first thread forks one: a
+    fork beside an import has that module's lock for ever, and beside a validator's making
+    pydantic's."""
     for name in _PRELOADED:
         importlib.import_module(name)
     (config,) = compose("config", [])
-    plan_point(spec_of(config))  # makes the validators of all types, too
+    plan_point(spec_of(config))  # those of a specification
+    kinds: tuple[type[Any], ...] = (Header, Submission, GateResult, RankRecord, RunRecord)
+    for kind in kinds:
+        adapter(kind)
     _read_configuration_files_once()
 
 
